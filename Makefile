@@ -1,0 +1,61 @@
+# `make serve` and `make test` set everything up first; both are quick when nothing has changed.
+# Variables: HOST= PORT= MODEL= DEVICE=cpu|cuda PYTHON= ARGS= (more flags for overture serve, pytest or the bench)
+
+SHELL := bash
+DEVICE ?= cpu
+PY := .venv/bin/python
+
+# The stamps carry a checksum of the lists, so a changed list installs again and a fresh checkout of the same one does not.
+sum = $(firstword $(shell cat $(1) | cksum))
+RUNTIME := .venv/.runtime-$(DEVICE)-$(call sum,requirements/$(DEVICE).txt pyproject.toml)
+TESTING := .venv/.testing-$(call sum,requirements/test.txt)
+
+# Some shells export HOST as the machine's name: take it from make's own command line only.
+ifneq ($(origin HOST),command line)
+HOST :=
+endif
+FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) --device $(DEVICE)
+
+.PHONY: help venv serve test lint format bench pins browser clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+venv: $(RUNTIME) ## make .venv with everything that serving needs
+
+serve: $(RUNTIME) ## start the gateway (HOST= PORT= MODEL= DEVICE=cuda ARGS=)
+	@exec .venv/bin/overture serve $(FLAGS) $(ARGS)
+
+test: $(RUNTIME) $(TESTING) browser ## lint and all tests (ARGS='-k name' for some)
+	@status=0; $(MAKE) --no-print-directory lint || status=$$?; $(PY) -m pytest $(ARGS) || status=$$?; exit $$status
+
+lint: $(RUNTIME) $(TESTING) ## ruff, import rules, types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	.venv/bin/lint-imports --no-logo
+	$(PY) -m mypy
+
+format: $(TESTING) ## let ruff mend what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(RUNTIME) ## measure the gateway (ARGS=--quick)
+	$(PY) -m bench.live.gateway $(ARGS)
+
+pins: ## resolve requirements/*.in into pinned lists
+	python3 requirements/pin.py
+
+browser:
+	@requirements/browser.sh
+
+clean: ## remove .venv and caches (sessions are kept elsewhere)
+	rm -rf .venv *.egg-info build .*_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(RUNTIME):
+	@requirements/install.sh $(DEVICE) $@
+
+$(TESTING): $(RUNTIME)
+	@echo "installing the test tools"
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-input --no-deps -r requirements/test.txt
+	@rm -f .venv/.testing-*; touch $@
