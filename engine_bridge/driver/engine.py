@@ -1,0 +1,216 @@
+"""vLLM's in-process engine behind the bridge's `Driver` methods. Everything in this package runs on, or is about, that one engine."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from engine_bridge.errors import SeamMoved
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine import EngineCoreRequest
+
+log = logging.getLogger(__name__)
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """What an engine is built from. Memory in GiB; lengths in tokens."""
+
+    model: str
+    served_model_name: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    block_size: int | None = None
+    kv_cache_gib: float = 1.0
+    gpu_memory_utilization: float = 0.9
+    enable_lora: bool = True
+    max_loras: int = 8
+    max_lora_rank: int = 128
+    max_cpu_loras: int = 64
+    seed: int = 0
+    enforce_eager: bool | None = None
+    """None: on a CPU yes (vLLM compiles nothing there once LoRA is on), on CUDA no."""
+    log_stats: bool = True
+
+    @property
+    def is_eager(self) -> bool:
+        return self.device == "cpu" if self.enforce_eager is None else self.enforce_eager
+
+
+# One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
+# fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
+CPU_BLOCK_SIZE_TOKENS = 32
+
+
+def configure_environment(config: EngineConfig) -> None:
+    """Set what vLLM and torch read from the environment. Must run before either is imported; what the user has set stays."""
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # The gateway has its own periodic figures (/metrics); vLLM's log line every 10 s would only repeat them.
+        "VLLM_LOG_STATS_INTERVAL": "86400",
+        "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if config.device == "cpu":
+        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv_cache_gib)))
+        if config.is_eager:
+            # Measured: the first request for logprobs compiles a helper for 30 s inside a step, and every stream waits.
+            defaults["TORCH_COMPILE_DISABLE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """A snapshot of the scheduler: requests and KV blocks."""
+
+    num_running: int
+    num_waiting: int
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+    block_size: int
+
+
+class VllmDriver:
+    """One `LLMEngine`, built, stepped and closed on the engine thread.
+
+    Args:
+        config: what to build.
+        lora_requests: adapters to put back after a rebuild; one that no longer loads is left out with a warning.
+        report: called with a phrase at each stage of the start.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        lora_requests: Iterable[LoRARequest] = (),
+        report: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        configure_environment(config)
+        report("importing vLLM")
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        mends_lora = config.device == "cpu" and config.enable_lora
+        if mends_lora:
+            from engine_bridge.driver import lora
+
+            lora.install()
+        report(f"loading {Path(config.model).name}")
+        self.engine = LLMEngine.from_engine_args(_engine_args(config), enable_multiprocessing=False)
+        core = getattr(self.engine.engine_core, "engine_core", None)
+        if core is None or not hasattr(core, "scheduler"):
+            raise SeamMoved(
+                "LLMEngine no longer runs its core in this process (engine_core.engine_core.scheduler is gone)"
+            )
+        if mends_lora:
+            lora.check_engine(self.engine)
+        self._scheduler = core.scheduler
+        self._block_pool = core.scheduler.kv_cache_manager.block_pool
+        self._block_size = self.engine.vllm_config.cache_config.block_size
+        self._internal_ids: dict[str, str] = {}
+        for request in lora_requests:
+            try:
+                self.engine.add_lora(request)
+            except Exception:
+                log.exception("adapter %s could not be put back", request.lora_name)
+        report("warming up")
+        self._warm_up()
+
+    # -- the bridge's side -------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        # Not has_unfinished_requests(): the scheduler also has finished ids to flush and, later, KV to move.
+        return self._scheduler.has_requests()
+
+    def is_stuck(self) -> bool:
+        return self._scheduler.get_request_counts()[0] == 0
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.finished:
+                self._internal_ids.pop(output.request_id, None)
+        return outputs
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+        del self.engine, self._scheduler, self._block_pool
+        gc.collect()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, request_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
+        """Queue a validated request under our own id, which must be unique."""
+        self._internal_ids[request_id] = self.engine.add_request(
+            request_id, request, request.params, prompt_text=prompt_text
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; unknown or finished ids are no error. No output follows."""
+        internal_id = self._internal_ids.pop(request_id, None)
+        if internal_id is not None:
+            # By internal id: aborting by the external one leaks the parent record of n > 1 (vllm-notes part 3).
+            self.engine.abort_request([internal_id], internal=True)
+
+    def counts(self) -> EngineCounts:
+        num_running, num_waiting = self._scheduler.get_request_counts()
+        return EngineCounts(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_kv_blocks=self._block_pool.num_gpu_blocks,
+            num_free_kv_blocks=self._block_pool.get_num_free_blocks(),
+            block_size=self._block_size,
+        )
+
+    def _warm_up(self) -> None:
+        """Run one short request, so that the first user does not pay for lazy set-up; then forget its KV."""
+        from vllm import SamplingParams
+
+        prompt: Any = {"prompt_token_ids": [1] * 32}
+        self.engine.add_request("warm-up", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        while self._scheduler.has_requests():
+            self.engine.step()
+        self.engine.reset_prefix_cache()
+
+
+def _engine_args(config: EngineConfig) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    on_cpu = config.device == "cpu"
+    options: dict[str, Any] = {
+        "model": config.model,
+        "served_model_name": config.served_model_name,
+        "dtype": config.dtype,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.is_eager,
+        "enable_prefix_caching": True,
+        "disable_log_stats": not config.log_stats,
+        "seed": config.seed,
+        "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
+        "max_model_len": config.max_model_len,
+    }
+    if not on_cpu:
+        options["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if config.enable_lora:
+        options |= {
+            "enable_lora": True,
+            "max_loras": config.max_loras,
+            "max_lora_rank": config.max_lora_rank,
+            "max_cpu_loras": max(config.max_cpu_loras, config.max_loras),
+        }
+    return EngineArgs(**{name: value for name, value in options.items() if value is not None})

@@ -1,0 +1,244 @@
+"""vLLM's `EngineClient` over the engine thread: what its OpenAI and Anthropic serving classes talk to.
+
+The event loop tokenises and validates (vLLM's renderer and input processor); the engine thread queues, steps and aborts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Any
+
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GenerationError, RetryableRequestError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.renderers.inputs.preprocess import extract_prompt_components
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from engine_bridge.bridge import EngineThread
+from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.errors import EngineUnavailable
+
+ENGINE_FAILED_MESSAGE = (
+    "The engine failed while it worked on this request and is being rebuilt. Send the request again."
+)
+
+
+class BridgeEngineClient(EngineClient):
+    """Streams of one engine thread.
+
+    Args:
+        thread: a started engine thread.
+        engine: the `LLMEngine` of the first build. Its renderer and input processor are kept over rebuilds: they hold
+            the tokenizer and the configuration, no engine state.
+    """
+
+    def __init__(self, thread: EngineThread[VllmDriver], engine: Any) -> None:
+        self._thread = thread
+        self._sequence = itertools.count()
+        self._streams: dict[str, RequestOutputCollector] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.vllm_config = engine.vllm_config
+        self.model_config = engine.model_config
+        self.renderer = engine.renderer
+        self.input_processor = engine.input_processor
+        self._tasks = engine.get_supported_tasks()
+        self.num_aborted = 0
+
+    # -- called by the node ------------------------------------------------------------------------------------------
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        """Hand one or more steps' outputs to their streams."""
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+
+    def fail_all(self) -> None:
+        """End every stream with a clear error: the engine under them is gone."""
+        for stream in list(self._streams.values()):
+            stream.put(RetryableRequestError(ENGINE_FAILED_MESSAGE))
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    def submit(
+        self, prompt: Any, params: SamplingParams, request_id: str, stream: Any, **options: Any
+    ) -> tuple[str, EngineCoreRequest]:
+        """Validate and register a request for `stream` (anything with `put`), without queueing it yet.
+
+        Returns our unique id and the request for `launch`. Raises vLLM's validation errors at once.
+        """
+        # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
+        unique_id = f"{request_id}-{next(self._sequence)}"
+        request = self.input_processor.process_inputs(unique_id, prompt, params, self._tasks, **options)
+        self._register(unique_id, stream)
+        return unique_id, request
+
+    def launch(self, unique_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
+        """Queue a submitted request on the engine thread."""
+
+        def add(driver: VllmDriver) -> None:
+            try:
+                driver.add(unique_id, request, prompt_text)
+            except Exception as error:
+                self._loop.call_soon_threadsafe(self._fail, unique_id, error)
+
+        self._loop = asyncio.get_running_loop()
+        self._thread.submit(add)
+
+    def forget(self, unique_id: str, *, abort: bool) -> None:
+        """Drop a stream; with `abort`, its request leaves the engine before the next step."""
+        self._streams.pop(unique_id, None)
+        if not self._streams:
+            self.idle.set()
+        if abort:
+            self.num_aborted += 1
+            self._thread.submit(lambda driver: driver.abort(unique_id))
+
+    def _register(self, unique_id: str, stream: Any) -> None:
+        self._streams[unique_id] = stream
+        self.idle.clear()
+
+    def check_ready(self) -> None:
+        """Raise EngineUnavailable unless requests can be queued now."""
+        if self._thread.state not in ("ready", "draining"):
+            raise EngineUnavailable(f"the engine is {self._thread.state}; try again in a few seconds")
+
+    def _fail(self, unique_id: str, error: Exception) -> None:
+        stream = self._streams.get(unique_id)
+        if stream is not None:
+            stream.put(error)
+
+    # -- EngineClient ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A plain function that validates at once: bad parameters become a 400 before any header of a stream is sent.
+
+        `priority`, `data_parallel_rank` and `kv_hints` come from clients and are ignored: they are the gateway's to set.
+        """
+        self.check_ready()
+        collector = RequestOutputCollector(sampling_params.output_kind, request_id)
+        unique_id, request = self.submit(
+            prompt,
+            sampling_params,
+            request_id,
+            collector,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            session_id=session_id,
+        )
+        # Registered only once the stream is read: a generator that is dropped before that must leave nothing behind.
+        self.forget(unique_id, abort=False)
+        if reasoning_ended is not None:
+            request.reasoning_ended = reasoning_ended
+        if reasoning_parser_kwargs is not None:
+            request.reasoning_parser_kwargs = reasoning_parser_kwargs
+        text = extract_prompt_components(self.model_config, prompt).text
+        return self._stream(unique_id, request, collector, text)
+
+    async def _stream(
+        self, unique_id: str, request: EngineCoreRequest, collector: RequestOutputCollector, text: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.check_ready()
+        self._register(unique_id, collector)
+        self.launch(unique_id, request, text)
+        finished = False
+        try:
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                yield output
+        finally:  # no await here: this also runs on cancellation and on garbage collection
+            self.forget(unique_id, abort=not finished)
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
+
+    @property
+    def errored(self) -> bool:
+        return self._thread.state not in ("ready", "draining")
+
+    @property
+    def dead_error(self) -> BaseException:
+        return RetryableRequestError(ENGINE_FAILED_MESSAGE)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        def add(driver: VllmDriver) -> bool:
+            try:
+                return driver.engine.add_lora(lora_request)
+            except Exception:
+                # A rejected adapter may stay half-loaded and would be used silently next time (vllm-notes part 2 F).
+                driver.engine.remove_lora(lora_request.lora_int_id)
+                raise
+
+        return await self._thread.call(add)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        wanted = {request_id} if isinstance(request_id, str) else set(request_id)
+        for unique_id in [name for name in self._streams if name.rpartition("-")[0] in wanted]:
+            self._streams[unique_id].put(GenerationError("the request was aborted"))
+            self.forget(unique_id, abort=True)
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return await self._thread.call(
+            lambda driver: driver.engine.reset_prefix_cache(reset_running_requests, reset_connector)
+        )
+
+    async def get_supported_tasks(self) -> tuple[Any, ...]:
+        return self._tasks
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def check_health(self) -> None:
+        if self.errored:
+            raise self.dead_error
+
+    async def do_log_stats(self) -> None:
+        pass
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """The node owns the thread and closes it."""
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("this server generates text; it serves no pooling models")
+
+    async def _not_offered(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("not offered by the in-process engine")
+
+    start_profile = stop_profile = reset_mm_cache = reset_encoder_cache = _not_offered
+    sleep = wake_up = is_sleeping = release_kv_cache_memory = _not_offered
+    pause_generation = resume_generation = is_paused = _not_offered

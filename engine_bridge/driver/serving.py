@@ -1,0 +1,318 @@
+"""vLLM's own OpenAI and Anthropic serving classes over our engine client, free of any web framework.
+
+Templates, parsers, schemas and error bodies are vLLM's; what is written here is the way in (a parsed JSON body) and the way out
+(a JSON reply or an iterator of server-sent events).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from vllm.entrypoints.anthropic.api_router import translate_error_response
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+from vllm.exceptions import RetryableRequestError, VLLMError
+from vllm.lora.request import LoRARequest
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from engine_bridge.driver.engine_client import BridgeEngineClient
+from engine_bridge.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.node import AdapterInfo, Api, GenerateRequest, JsonReply, SseReply
+
+log = logging.getLogger(__name__)
+
+# What vLLM's validation handler reads from a request: nothing but these two.
+_VALIDATION_CONTEXT: Any = SimpleNamespace(
+    app=SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(log_error_stack=False))),
+    state=SimpleNamespace(),
+)
+# Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's.
+_SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """What the serving classes are built with. `chat_template` is the template's text; None takes the tokenizer's."""
+
+    served_model_name: str
+    model_path: str
+    tool_parser: str | None = None
+    reasoning_parser: str = ""
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    request_class: Any
+    call: Callable[[Any, Any], Awaitable[Any]]
+    is_anthropic: bool = False
+    dump: Mapping[str, Any] | None = None
+
+
+class Serving:
+    """All API families of one node. Build it with `await Serving.create(...)`."""
+
+    def __init__(self, client: BridgeEngineClient, options: ServingOptions) -> None:
+        self._client = client
+        self._options = options
+        parsers: dict[str, Any] = {
+            "request_logger": None,
+            "chat_template": options.chat_template,
+            "chat_template_content_format": "auto",
+            # Without a parser "auto" is accepted and answered in text: some clients send it with every request.
+            "enable_auto_tools": True,
+            "tool_parser": options.tool_parser,
+            "reasoning_parser": options.reasoning_parser,
+        }
+        self.models = OpenAIServingModels(
+            client, [BaseModelPath(options.served_model_name, options.model_path)]
+        )
+        self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
+        self._chat = OpenAIServingChat(
+            client,
+            self.models,
+            "assistant",
+            online_renderer=self._renderer,
+            enable_prompt_tokens_details=True,
+            **parsers,
+        )
+        completion = OpenAIServingCompletion(
+            client,
+            self.models,
+            online_renderer=self._renderer,
+            request_logger=None,
+            enable_prompt_tokens_details=True,
+        )
+        responses = OpenAIServingResponses(client, self.models, self._renderer, **parsers)
+        messages = AnthropicServingMessages(
+            client, self.models, "assistant", online_renderer=self._renderer, **parsers
+        )
+        self._endpoints: dict[str, _Endpoint] = {
+            "chat": _Endpoint(ChatCompletionRequest, self._chat.create_chat_completion),
+            "completions": _Endpoint(CompletionRequest, completion.create_completion),
+            "responses": _Endpoint(ResponsesRequest, responses.create_responses, dump={"by_alias": True}),
+            "messages": _Endpoint(
+                AnthropicMessagesRequest,
+                messages.create_messages,
+                is_anthropic=True,
+                dump={"exclude_none": True},
+            ),
+            "count_tokens": _Endpoint(
+                AnthropicCountTokensRequest,
+                messages.count_tokens,
+                is_anthropic=True,
+                dump={"exclude_none": True},
+            ),
+        }
+
+    def warm_up(self) -> None:
+        """Compile the chat template and load lazy parts of the tokenizer."""
+        self._renderer.warmup()
+
+    # -- API-shaped calls --------------------------------------------------------------------------------------------
+
+    async def serve(self, api: Api, body: Any, headers: Mapping[str, str]) -> JsonReply | SseReply:
+        """Answer one call; every failure becomes a reply in that API's own shape."""
+        endpoint = self._endpoints[api]
+        raw_request = SimpleNamespace(headers=_passed_on(headers), state=SimpleNamespace())
+        try:
+            request = await _parse(endpoint.request_class, body)
+            result = await endpoint.call(request, raw_request)
+        except _Rejected as rejected:
+            return _error_reply(rejected.response, endpoint)
+        except Exception as error:
+            return _error_reply(_as_error_response(error), endpoint)
+        if isinstance(result, ErrorResponse):
+            return _error_reply(result, endpoint)
+        if hasattr(result, "model_dump_json"):
+            return JsonReply(200, result.model_dump_json(**(endpoint.dump or {})).encode())
+        events = _convert_stream_to_sse_events(result) if api == "responses" else result
+        return SseReply(_encoded(events, endpoint))
+
+    async def load_adapter(self, body: Any) -> JsonReply:
+        return await self._adapter_call(LoadLoRAAdapterRequest, self.models.load_lora_adapter, body)
+
+    async def unload_adapter(self, body: Any) -> JsonReply:
+        return await self._adapter_call(UnloadLoRAAdapterRequest, self.models.unload_lora_adapter, body)
+
+    async def add_adapter(self, name: str, path: str) -> str | None:
+        """Load one adapter from disk and check it in the engine. Returns what is wrong with it, None when it is served."""
+        result = await self.models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
+        return result.error.message if isinstance(result, ErrorResponse) else None
+
+    async def models_reply(self) -> JsonReply:
+        return JsonReply(200, (await self.models.show_available_models()).model_dump_json().encode())
+
+    def adapters(self) -> list[AdapterInfo]:
+        return [
+            AdapterInfo(name, _rank_of(request.lora_path))
+            for name, request in self.models.lora_requests.items()
+        ]
+
+    def lora_requests(self) -> list[LoRARequest]:
+        return list(self.models.lora_requests.values())
+
+    async def _adapter_call(self, request_class: Any, call: Any, body: Any) -> JsonReply:
+        try:
+            result = await call(await _parse(request_class, body))
+        except _Rejected as rejected:
+            result = rejected.response
+        except Exception as error:
+            result = _as_error_response(error)
+        if not isinstance(result, ErrorResponse):
+            return JsonReply(200, json.dumps({"status": result}).encode())
+        if result.error.code == 500 and not self._client.errored:
+            # vLLM blames itself for an adapter that does not load; the engine is well, the files are not.
+            result.error.code, result.error.type = 400, "BadRequestError"
+        return JsonReply(result.error.code, result.model_dump_json().encode())
+
+    # -- the gateway's own turns -------------------------------------------------------------------------------------
+
+    async def prepare(self, request: GenerateRequest) -> tuple[Any, SamplingParams, LoRARequest | None]:
+        """Render and tokenise a turn as a chat completion would be.
+
+        Returns the engine's input, sampling parameters and adapter. Raises InvalidRequest.
+        """
+        lora_request = self._lora_request(request.adapter)
+        sampling = {name: value for name, value in _fields(request.sampling) if value is not None}
+        if request.prompt_token_ids is not None:
+            chat_request = ChatCompletionRequest(messages=[], stream=True, **sampling)
+            engine_input: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
+            prompt_len = len(request.prompt_token_ids)
+        else:
+            messages: Any = [{"role": m.role, "content": m.content} for m in request.messages]
+            chat_request = ChatCompletionRequest(messages=messages, stream=True, **sampling)
+            engine_input, prompt_len = await self._render(chat_request)
+        params = chat_request.to_sampling_params(
+            self._max_tokens(chat_request.max_tokens, prompt_len), self._chat.default_sampling_params
+        )
+        params.output_kind = RequestOutputKind.DELTA
+        return engine_input, params, lora_request
+
+    async def _render(self, chat_request: ChatCompletionRequest) -> tuple[Any, int]:
+        try:
+            result = await self._renderer.render_chat(chat_request)
+        except (VLLMError, ValueError) as error:
+            raise _too_long_or_invalid(str(error)) from error
+        if isinstance(result, ErrorResponse):
+            raise _too_long_or_invalid(result.error.message)
+        engine_input = result[1][0]
+        return engine_input, len(engine_input["prompt_token_ids"])
+
+    def _max_tokens(self, wanted: int | None, prompt_len: int) -> int:
+        limit = self._client.model_config.max_model_len
+        if prompt_len >= limit:
+            raise _too_long(prompt_len, limit)
+        return get_max_tokens(limit, wanted, prompt_len, self._chat.default_sampling_params)
+
+    def _lora_request(self, adapter: str | None) -> LoRARequest | None:
+        if adapter is None or self.models.is_base_model(adapter):
+            return None
+        lora_request = self.models.lora_requests.get(adapter)
+        if lora_request is None:
+            raise InvalidRequest(
+                f"The model `{adapter}` does not exist.", param="adapter", code="unknown_model"
+            )
+        return lora_request
+
+
+class _Rejected(Exception):
+    def __init__(self, response: ErrorResponse) -> None:
+        super().__init__(response.error.message)
+        self.response = response
+
+
+async def _parse(request_class: Any, body: Any) -> Any:
+    """A pydantic request from a JSON value; raises _Rejected with the body that vLLM's server would send."""
+    if isinstance(body, dict):
+        body = {name: value for name, value in body.items() if name not in _SERVER_FIELDS}
+    try:
+        return request_class.model_validate(body)
+    except ValidationError as error:
+        errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+        reply = await validation_exception_handler(_VALIDATION_CONTEXT, RequestValidationError(errors))
+        raise _Rejected(ErrorResponse.model_validate_json(bytes(reply.body))) from error
+    except Exception as error:  # vLLM's validators raise their own class, which pydantic lets through
+        raise _Rejected(create_error_response(error)) from error
+
+
+def _as_error_response(error: Exception) -> ErrorResponse:
+    if isinstance(error, EngineUnavailable):
+        return create_error_response(RetryableRequestError(str(error)))
+    response = create_error_response(error)
+    if response.error.code >= 500 and not isinstance(error, RetryableRequestError | NotImplementedError):
+        log.error("a request failed inside the serving layer", exc_info=error)
+        response.error.message = "The server failed on this request."
+    return response
+
+
+def _error_reply(response: ErrorResponse, endpoint: _Endpoint) -> JsonReply:
+    if endpoint.is_anthropic:
+        return JsonReply(response.error.code, bytes(translate_error_response(response).body))
+    return JsonReply(response.error.code, response.model_dump_json().encode())
+
+
+async def _encoded(events: AsyncIterator[str], endpoint: _Endpoint) -> AsyncIterator[bytes]:
+    """Server-sent events as bytes. What a generator lets out after its first byte becomes a last error event."""
+    try:
+        async for event in events:
+            yield event.encode()
+    except Exception as error:
+        body = _error_reply(_as_error_response(error), endpoint).body.decode()
+        yield f"event: error\ndata: {body}\n\n".encode()
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]
+
+
+def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+    """Only the request id: vLLM would also take priority, rank and session from headers."""
+    request_id = headers.get("X-Request-Id")
+    return {"X-Request-Id": request_id} if request_id else {}
+
+
+def _fields(struct: Any) -> list[tuple[str, Any]]:
+    return [(name, getattr(struct, name)) for name in struct.__struct_fields__]
+
+
+def _too_long(prompt_len: int, limit: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"This conversation has {prompt_len} tokens; the model reads at most {limit}. Start a new chat or shorten it.",
+        code="prompt_too_long",
+    )
+
+
+def _too_long_or_invalid(message: str) -> InvalidRequest:
+    is_length = "context length" in message or "longer than the maximum" in message
+    if is_length:
+        return InvalidRequest(f"{message} Start a new chat or shorten this one.", code="prompt_too_long")
+    return InvalidRequest(message)
+
+
+def _rank_of(path: str) -> int | None:
+    try:
+        with open(f"{path}/adapter_config.json") as file:
+            return int(json.load(file)["r"])
+    except (OSError, ValueError, KeyError):
+        return None

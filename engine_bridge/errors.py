@@ -1,0 +1,43 @@
+"""What can go wrong between the gateway and an engine, without a word of HTTP or websockets.
+
+The gateway maps these to statuses, bodies and close codes (`gateway/errors.py`). Messages are safe to show to a client: no paths,
+no stack traces; causes are chained and go to the log.
+"""
+
+
+class BridgeError(Exception):
+    """Base of all errors that a node raises on purpose."""
+
+
+class InvalidRequest(BridgeError):
+    """The request can never work as it is.
+
+    Attributes:
+        param: the field at fault, or None.
+        code: a short machine-readable reason.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "bad_request") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineUnavailable(BridgeError):
+    """The node takes no requests now: it is starting, being rebuilt, draining or closed. Worth another try later.
+
+    Attributes:
+        code: `starting`, `engine_failed` or `draining`.
+    """
+
+    def __init__(self, message: str, *, code: str = "engine_failed") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class NotSupported(BridgeError):
+    """This node does not offer the operation (a capability that depends on version, platform or configuration)."""
+
+
+class SeamMoved(RuntimeError):
+    """A name or signature of vLLM that the driver stands on has changed. Raised at start-up, never in the middle of work."""

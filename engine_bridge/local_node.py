@@ -1,0 +1,264 @@
+"""A node in this process: vLLM on a thread of its own, behind the `Node` protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from engine_bridge.bridge import EngineThread
+from engine_bridge.driver.engine import EngineConfig, VllmDriver
+from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
+from engine_bridge.node import (
+    AdapterInfo,
+    Advisory,
+    Api,
+    Delta,
+    GenerateRequest,
+    JsonReply,
+    NodeState,
+    NodeStats,
+    Progress,
+    RequestId,
+    SessionId,
+    SseReply,
+)
+from engine_bridge.token_stream import TokenStream
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.engine_client import BridgeEngineClient
+    from engine_bridge.driver.serving import Serving
+
+log = logging.getLogger(__name__)
+
+
+class LocalNodeConfig(Struct, frozen=True, kw_only=True):
+    """An engine and what is served with it. `adapters` are (name, folder) pairs that are loaded at the start."""
+
+    engine: EngineConfig
+    adapters: tuple[tuple[str, str], ...] = ()
+    tool_parser: str | None = None
+    reasoning_parser: str = ""
+    chat_template: str | None = None
+
+
+class LocalNode:
+    """See `engine_bridge.node.Node` for what each method promises."""
+
+    def __init__(self, config: LocalNodeConfig) -> None:
+        self._config = config
+        self._thread = EngineThread(self._make_driver, self._deliver, self._fail)
+        self._client: BridgeEngineClient | None = None
+        self._serving: Serving | None = None
+        self._running: dict[RequestId, TokenStream] = {}
+        self._is_draining = False
+        self._stage = "waiting"
+        self._error: str | None = None
+        self._since = time.monotonic()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._since = time.monotonic()
+        try:
+            await self._thread.start()
+            await self._build_serving()
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+            raise
+        self._stage = "ready"
+
+    async def _build_serving(self) -> None:
+        from engine_bridge.driver.engine_client import BridgeEngineClient
+        from engine_bridge.driver.serving import Serving, ServingOptions
+
+        engine = await self._thread.call(lambda driver: driver.engine)
+        config = self._config
+        self._client = BridgeEngineClient(self._thread, engine)
+        serving = Serving(
+            self._client,
+            ServingOptions(
+                served_model_name=config.engine.served_model_name,
+                model_path=config.engine.model,
+                tool_parser=config.tool_parser,
+                reasoning_parser=config.reasoning_parser,
+                chat_template=config.chat_template,
+            ),
+        )
+        self._stage = "compiling the chat template"
+        await asyncio.to_thread(serving.warm_up)
+        for name, path in config.adapters:
+            self._stage = f"loading adapter {name}"
+            problem = await serving.add_adapter(name, path)
+            if problem is not None:
+                log.error("adapter %s is left out: %s", name, problem)
+        self._serving = serving
+
+    def _make_driver(self) -> VllmDriver:
+        known = self._serving.lora_requests() if self._serving is not None else ()
+        return VllmDriver(self._config.engine, known, self._report)
+
+    def _report(self, stage: str) -> None:
+        self._stage = stage
+
+    def _deliver(self, outputs: list[Any]) -> None:
+        if self._client is not None:
+            self._client.deliver(outputs)
+
+    def _fail(self, error: BaseException) -> None:
+        self._since = time.monotonic()
+        if self._client is not None:
+            self._client.fail_all()
+
+    async def drain(self, timeout_s: float) -> bool:
+        self._is_draining = True
+        if self._client is None:
+            return True
+        try:
+            await asyncio.wait_for(self._client.idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        self._is_draining = True
+        await self._thread.close()
+        if self._client is not None:
+            self._client.fail_all()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> NodeState:
+        state = self._thread.state
+        if self._error is not None:
+            return "failed"
+        if state == "ready" and self._serving is None:
+            return "starting"
+        return "draining" if state == "ready" and self._is_draining else state
+
+    @property
+    def progress(self) -> Progress:
+        error = self._error or (str(self._thread.error) if self._thread.error else None)
+        return Progress(self.state, self._stage, time.monotonic() - self._since, error)
+
+    async def stats(self) -> NodeStats:
+        counts = await self._thread.call(lambda driver: driver.counts())
+        return NodeStats(
+            state=self.state,
+            model=self._config.engine.served_model_name,
+            max_model_len=self.max_model_len,
+            num_running=counts.num_running,
+            num_waiting=counts.num_waiting,
+            num_kv_blocks=counts.num_kv_blocks,
+            num_free_kv_blocks=counts.num_free_kv_blocks,
+            block_size=counts.block_size,
+            num_steps=self._thread.num_steps,
+            num_rebuilds=self._thread.num_rebuilds,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """In tokens; 0 until the engine is up."""
+        return self._client.model_config.max_model_len if self._client is not None else 0
+
+    @property
+    def num_steps(self) -> int:
+        return self._thread.num_steps
+
+    @property
+    def num_rebuilds(self) -> int:
+        return self._thread.num_rebuilds
+
+    # -- work --------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        serving, client = self._ready()
+        stream = TokenStream(request.min_delta_interval_s)
+        engine_input, params, lora_request = await serving.prepare(request)
+        serving, client = self._ready()
+        try:
+            unique_id, core_request = client.submit(
+                engine_input,
+                params,
+                request.request_id,
+                stream,
+                lora_request=lora_request,
+                session_id=request.session_id,
+            )
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        self._running[request.request_id] = stream
+        client.launch(unique_id, core_request, None)
+        try:
+            while True:
+                delta = await stream.next()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        except BridgeError:
+            raise
+        except Exception as error:
+            raise EngineUnavailable(str(error)) from error
+        finally:
+            client.forget(unique_id, abort=not stream.is_ended_by_engine)
+            self._running.pop(request.request_id, None)
+
+    async def cancel(self, request_id: RequestId) -> bool:
+        stream = self._running.get(request_id)
+        if stream is not None:
+            stream.stop()
+        return stream is not None
+
+    async def serve(self, api: Api, body: Any, headers: Mapping[str, str]) -> JsonReply | SseReply:
+        serving, _ = self._ready()
+        return await serving.serve(api, body, headers)
+
+    async def models(self) -> JsonReply:
+        """The body of `/v1/models`."""
+        serving, _ = self._ready()
+        return await serving.models_reply()
+
+    def adapters(self) -> list[AdapterInfo]:
+        return self._serving.adapters() if self._serving is not None else []
+
+    async def load_adapter(self, body: Any) -> JsonReply:
+        serving, _ = self._ready()
+        return await serving.load_adapter(body)
+
+    async def unload_adapter(self, body: Any) -> JsonReply:
+        serving, _ = self._ready()
+        return await serving.unload_adapter(body)
+
+    async def advise(self, advisory: Advisory) -> None:
+        raise NotSupported("this node acts on no advisories")
+
+    async def export_kv(self, session_id: SessionId) -> bytes:
+        raise NotSupported("this node exports no KV")
+
+    async def import_kv(self, session_id: SessionId, blocks: bytes) -> None:
+        raise NotSupported("this node imports no KV")
+
+    def _ready(self) -> tuple[Serving, BridgeEngineClient]:
+        if self._is_draining:
+            raise EngineUnavailable("the server is going down; try again in a moment", code="draining")
+        if self._serving is None or self._client is None:
+            raise EngineUnavailable(f"the engine is starting ({self._stage})", code="starting")
+        self._client.check_ready()
+        return self._serving, self._client
+
+
+def find_adapters(folder: Path | None) -> tuple[tuple[str, str], ...]:
+    """(name, path) of every PEFT adapter directly under `folder`, by name. Missing folder: none."""
+    if folder is None or not folder.is_dir():
+        return ()
+    return tuple(
+        (path.name, str(path))
+        for path in sorted(folder.iterdir())
+        if (path / "adapter_config.json").is_file()
+    )

@@ -1,0 +1,214 @@
+"""The node protocol: what the gateway asks of whatever runs a model, and the data that crosses.
+
+Everything here is plain data (msgspec structs, strings, numbers, bytes), so a node may live on a thread of this process or on another
+machine. This module stands on the ground: it imports neither asyncio, torch nor vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Literal, NewType, Protocol
+
+import msgspec
+from msgspec import Meta, Struct
+
+RequestId = NewType("RequestId", str)
+SessionId = NewType("SessionId", str)
+AdapterId = NewType("AdapterId", str)
+
+FinishReason = Literal["stop", "length", "stopped"]
+NodeState = Literal["starting", "ready", "rebuilding", "draining", "failed", "closed"]
+Api = Literal["chat", "completions", "responses", "messages", "count_tokens"]
+
+
+class ChatMessage(Struct, frozen=True):
+    """One message of a conversation, before the chat template."""
+
+    role: str
+    content: str
+
+
+class Sampling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How to choose tokens. What is left out comes from the model's generation config, then from vLLM's defaults."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=16)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    ignore_eos: bool | None = None
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True):
+    """One answer to compute.
+
+    Either `messages` (the node renders its model's chat template) or `prompt_token_ids` is given.
+    `min_delta_interval_s` bounds how often deltas after the first come: text that arrives in between is merged into one.
+    """
+
+    request_id: RequestId
+    messages: tuple[ChatMessage, ...] = ()
+    prompt_token_ids: tuple[int, ...] | None = None
+    adapter: str | None = None
+    sampling: Sampling = Sampling()
+    session_id: str | None = None
+    priority: int = 0
+    min_delta_interval_s: float = 0.0
+
+
+class Usage(Struct, frozen=True):
+    """Token counts of one request. `cached_tokens` of the prompt were not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class KvSources(Struct, frozen=True):
+    """Where the KV of the prompt came from, in tokens; the four add up to the prompt."""
+
+    device: int
+    host: int
+    disk: int
+    recomputed: int
+
+
+class Timings(Struct, frozen=True):
+    """Durations of one request on the monotonic clock, in milliseconds.
+
+    `queue_ms`: until the scheduler first took it. `ttft_ms`: until its first token reached the node. `tpot_ms`:
+    (e2e − ttft) / (completion tokens − 1), None for fewer than two tokens.
+    """
+
+    queue_ms: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    e2e_ms: float
+    kv: KvSources
+
+
+class Delta(Struct, frozen=True):
+    """More of an answer. The last one carries `finish_reason`, `usage` and `timings`."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class AdapterInfo(Struct, frozen=True):
+    """A LoRA adapter that requests may name."""
+
+    name: str
+    rank: int | None = None
+
+
+class Advisory(Struct, frozen=True, kw_only=True):
+    """Word that a request of this session will come. Source: SYMPHONY §4.1, plus the adapter.
+
+    `expected_arrival_s` is a lower bound from now, or None when nobody can tell (a person typing).
+    """
+
+    session_id: str
+    expected_arrival_s: float | None = None
+    ordered: bool = False
+    priority: int | None = None
+    adapter: str | None = None
+
+
+class NodeStats(Struct, frozen=True, kw_only=True):
+    """A snapshot for dashboards and routing; cheap to take."""
+
+    state: NodeState
+    model: str
+    max_model_len: int
+    num_running: int
+    num_waiting: int
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+    block_size: int
+    num_steps: int
+    num_rebuilds: int
+
+
+class Progress(Struct, frozen=True):
+    """How far a node has come on its way to `ready`. `stage` is a phrase for people."""
+
+    state: NodeState
+    stage: str
+    elapsed_s: float
+    error: str | None = None
+
+
+class JsonReply(Struct, frozen=True):
+    """A whole answer of an OpenAI- or Anthropic-shaped call: HTTP status and a JSON body."""
+
+    status: int
+    body: bytes
+
+
+class SseReply(Struct, frozen=True):
+    """A streamed answer: complete server-sent events as bytes. The caller must exhaust or `aclose()` the iterator."""
+
+    events: AsyncIterator[bytes]
+
+
+class Node(Protocol):
+    """A place where a model runs. All methods are called from one event loop.
+
+    Methods raise `engine_bridge.errors.BridgeError` subclasses; anything else is a bug.
+    """
+
+    @property
+    def progress(self) -> Progress: ...
+
+    async def start(self) -> None:
+        """Begin to bring the engine up; returns when it is ready or raises what stopped it."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Stream one answer. Closing the iterator aborts the request within one engine step."""
+        ...
+
+    async def serve(self, api: Api, body: object, headers: Mapping[str, str]) -> JsonReply | SseReply:
+        """Answer one OpenAI- or Anthropic-shaped call from its JSON value. Errors come as a `JsonReply` in that API's shape."""
+        ...
+
+    async def cancel(self, request_id: RequestId) -> bool:
+        """Stop a running `generate`; its stream ends with finish_reason `stopped`. False if it is not running here."""
+        ...
+
+    async def advise(self, advisory: Advisory) -> None:
+        """Prepare for a request to come. Raises NotSupported where the node acts on no advisories."""
+        ...
+
+    def adapters(self) -> list[AdapterInfo]: ...
+
+    async def models(self) -> JsonReply:
+        """The body of `/v1/models`."""
+        ...
+
+    async def load_adapter(self, body: object) -> JsonReply:
+        """Load an adapter from a JSON value of vLLM's `/v1/load_lora_adapter` shape."""
+        ...
+
+    async def unload_adapter(self, body: object) -> JsonReply: ...
+
+    async def export_kv(self, session_id: SessionId) -> bytes: ...
+
+    async def import_kv(self, session_id: SessionId, blocks: bytes) -> None: ...
+
+    async def stats(self) -> NodeStats: ...
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new requests and wait for the running ones. True if all ended in time."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def encode(value: object) -> bytes:
+    """JSON bytes of any struct above."""
+    return msgspec.json.encode(value)

@@ -1,0 +1,153 @@
+"""One answer on its way from the engine thread's outputs to whoever reads it, merged while the reader rests."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Any
+
+from engine_bridge.node import Delta, FinishReason, KvSources, Timings, Usage
+
+
+class TokenStream:
+    """Collects one request's outputs; belongs to the event loop.
+
+    The first token wakes the reader at once, later ones at most every `min_interval_s`, the end at once. So a person sees the
+    first word as early as can be, and a fast model does not cost the event loop a wake-up per token.
+
+    Args:
+        min_interval_s: least time between two deltas after the first, in seconds; 0 wakes for every output.
+    """
+
+    def __init__(self, min_interval_s: float) -> None:
+        self._min_interval_s = min_interval_s
+        self._loop = asyncio.get_running_loop()
+        self._wake: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._error: Exception | None = None
+        self._finish_reason: FinishReason | None = None
+        self.is_ended_by_engine = False
+        self._arrived_s = time.monotonic()
+        self._first_s: float | None = None
+        self._last_s = self._arrived_s
+        self._given_s = -math.inf
+        self._num_tokens = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._queue_ms: float | None = None
+
+    # -- the engine's side -------------------------------------------------------------------------------------------
+
+    def put(self, output: Any) -> None:
+        """Take a `RequestOutput` of vLLM (delta kind), or the exception that ends the stream."""
+        if self._finish_reason is not None:
+            return
+        if isinstance(output, Exception):
+            self._error = output
+            self._notify(at_once=True)
+            return
+        completion = output.outputs[0]
+        self._text.append(completion.text)
+        self._token_ids.extend(completion.token_ids)
+        self._num_tokens += len(completion.token_ids)
+        self._last_s = time.monotonic()
+        is_first = self._first_s is None
+        if is_first:
+            self._note_start(output)
+        if output.finished:
+            self.is_ended_by_engine = True
+            self._finish_reason = _finish_reason(completion.finish_reason)
+        self._notify(at_once=is_first or output.finished)
+
+    def stop(self) -> None:
+        """End the stream from outside; what has come so far stands, with finish_reason `stopped`."""
+        if self._finish_reason is None:
+            self._finish_reason = "stopped"
+            self._notify(at_once=True)
+
+    def _note_start(self, output: Any) -> None:
+        self._first_s = self._last_s
+        self._prompt_tokens = len(output.prompt_token_ids or ())
+        self._cached_tokens = output.num_cached_tokens or 0
+        stats = output.metrics
+        if stats is not None and stats.scheduled_ts and stats.queued_ts:
+            self._queue_ms = (stats.scheduled_ts - stats.queued_ts) * 1000
+
+    # -- the reader's side -------------------------------------------------------------------------------------------
+
+    async def next(self) -> Delta:
+        """Wait for more. After a delta with a `finish_reason` there is no more. Raises the error that ended the stream."""
+        while not (self._is_due() or self._error or self._finish_reason):
+            self._wake = self._loop.create_future()
+            if self._token_ids:
+                self._arm()
+            await self._wake
+        self._given_s = time.monotonic()
+        if self._error is not None and not self._finish_reason:
+            raise self._error
+        delta = Delta(
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=self._finish_reason,
+            usage=self._usage() if self._finish_reason else None,
+            timings=self._timings() if self._finish_reason else None,
+        )
+        self._text.clear()
+        self._token_ids.clear()
+        return delta
+
+    def _is_due(self) -> bool:
+        return bool(self._token_ids) and time.monotonic() - self._given_s >= self._min_interval_s
+
+    def _notify(self, *, at_once: bool) -> None:
+        if self._wake is None or self._wake.done():
+            return
+        if at_once or self._is_due():
+            self._wake.set_result(None)
+        else:
+            self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            due_s = self._given_s + self._min_interval_s - time.monotonic()
+            self._timer = self._loop.call_later(max(due_s, 0.0), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    def _usage(self) -> Usage:
+        return Usage(self._prompt_tokens, self._num_tokens, self._cached_tokens)
+
+    def _timings(self) -> Timings:
+        e2e_s = self._last_s - self._arrived_s
+        first_s = None if self._first_s is None else self._first_s - self._arrived_s
+        tpot_s = None
+        if first_s is not None and self._num_tokens > 1:
+            tpot_s = (e2e_s - first_s) / (self._num_tokens - 1)
+        return Timings(
+            queue_ms=_rounded(self._queue_ms),
+            ttft_ms=None if first_s is None else _rounded(first_s * 1000),
+            tpot_ms=None if tpot_s is None else _rounded(tpot_s * 1000),
+            e2e_ms=round(e2e_s * 1000, 2),
+            kv=KvSources(
+                device=self._cached_tokens,
+                host=0,
+                disk=0,
+                recomputed=self._prompt_tokens - self._cached_tokens,
+            ),
+        )
+
+
+def _rounded(value_ms: float | None) -> float | None:
+    return None if value_ms is None else round(value_ms, 2)
+
+
+def _finish_reason(reason: str | None) -> FinishReason:
+    return reason if reason in ("stop", "length") else "stopped"  # type: ignore[return-value]

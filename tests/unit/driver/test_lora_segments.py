@@ -1,0 +1,223 @@
+"""Which rows are computed together, and that the laid-out weights say what the adapters say."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from hypothesis import given, settings  # noqa: E402  (after the skips)
+from hypothesis import strategies as st  # noqa: E402
+
+from engine_bridge.driver import lora  # noqa: E402
+from engine_bridge.driver.lora import LONG_RUN_ROWS, NO_ADAPTER, RowBlock, SegmentPunicaWrapper, pack_slot, plan_rows  # noqa: E402
+from engine_bridge.errors import SeamMoved  # noqa: E402
+
+RUNS = st.lists(st.tuples(st.integers(NO_ADAPTER, 4), st.sampled_from([1, 1, 2, 3, LONG_RUN_ROWS, LONG_RUN_ROWS + 7])), max_size=12)
+
+
+def rows_by_slot(block: RowBlock) -> dict[int, list[int]]:
+    """The batch rows that each slot computes in this block, in order."""
+    order = block.order.tolist() if block.order is not None else list(range(block.stop - block.start))
+    out, at = {}, 0
+    for slot, size in zip(block.slots, block.sizes, strict=True):
+        out.setdefault(slot, []).extend(block.start + row for row in order[at : at + size])
+        at += size
+    return out
+
+
+@settings(deadline=None)
+@given(RUNS)
+def test_each_row_is_computed_by_its_own_adapter_and_by_no_other(runs):
+    slots = [slot for slot, size in runs for _ in range(size)]
+    seen = {}
+    for block in plan_rows(slots):
+        for slot, rows in rows_by_slot(block).items():
+            for row in rows:
+                assert slots[row] == slot
+                seen[row] = slot
+    assert {row: slot for row, slot in seen.items() if slot != NO_ADAPTER} == {
+        row: slot for row, slot in enumerate(slots) if slot != NO_ADAPTER
+    }
+
+
+@settings(deadline=None)
+@given(RUNS)
+def test_blocks_are_disjoint_and_no_group_has_a_lone_row(runs):
+    blocks = plan_rows([slot for slot, size in runs for _ in range(size)])
+    assert all(a.stop <= b.start for a, b in zip(blocks, blocks[1:], strict=False))
+    for block in blocks:
+        assert all(size >= 2 for slot, size in zip(block.slots, block.sizes, strict=True) if slot != NO_ADAPTER)
+
+
+@settings(deadline=None)
+@given(RUNS)
+def test_reading_and_writing_back_changes_nothing(runs):
+    slots = [slot for slot, size in runs for _ in range(size)]
+    rows = torch.randn(len(slots), 3).bfloat16()
+    before = rows.clone()
+    for block in plan_rows(slots):
+        block.write(rows, block.read(rows))
+    assert torch.equal(rows, before)
+
+
+def test_scattered_decode_rows_of_one_adapter_become_one_group():
+    (block,) = plan_rows([0, 1, NO_ADAPTER, 0, 1, 0])
+    assert dict(zip(block.slots, block.sizes, strict=True)) == {0: 3, 1: 2, NO_ADAPTER: 1}
+
+
+def test_a_prefill_stays_in_place_between_decodes():
+    blocks = plan_rows([0, 1, 0, *[2] * LONG_RUN_ROWS, 1, 1])
+    assert [(b.start, b.stop, b.order is None) for b in blocks] == [
+        (0, 3, False),
+        (3, 3 + LONG_RUN_ROWS, True),
+        (3 + LONG_RUN_ROWS, 5 + LONG_RUN_ROWS, True),
+    ]
+
+
+@pytest.mark.parametrize("slots", [[], [NO_ADAPTER], [NO_ADAPTER] * 100])
+def test_base_rows_alone_need_no_work(slots):
+    assert plan_rows(slots) == ()
+
+
+# --- arithmetic ---------------------------------------------------------------------------------------------------------------
+
+
+def fake_layer(outs: tuple[int, ...], num_in: int = 24, slots: int = 3, max_rank: int = 16) -> SimpleNamespace:
+    """Stands for vLLM's merged linear layer: the stacks and the two functions that fill them."""
+    a = tuple(torch.zeros(slots, 1, max_rank, num_in, dtype=torch.bfloat16) for _ in outs)
+    b = tuple(torch.zeros(slots, 1, out, max_rank, dtype=torch.bfloat16) for out in outs)
+    layer = SimpleNamespace(lora_a_stacked=a, lora_b_stacked=b)
+
+    def reset_lora(index):
+        for stack in a + b:
+            stack[index] = 0
+
+    def set_lora(index, lora_a, lora_b):
+        layer.reset_lora(index)
+        for i in range(len(outs)):
+            if lora_a[i] is not None:
+                a[i][index, 0, : lora_a[i].shape[0]] = lora_a[i]
+                b[i][index, 0, :, : lora_b[i].shape[1]] = lora_b[i]
+
+    layer.set_lora, layer.reset_lora = set_lora, reset_lora
+    return layer
+
+
+def adapter(ranks, outs, num_in=24):
+    """Random weights, None for a slice of rank 0."""
+    a = [torch.randn(r, num_in).bfloat16() if r else None for r in ranks]
+    return a, [torch.randn(out, r).bfloat16() if r else None for r, out in zip(ranks, outs, strict=True)]
+
+
+def expected(y, x, slots, weights):
+    out = y.float()
+    for row, slot in enumerate(slots):
+        left = 0
+        for a, b in zip(*weights.get(slot, ([], [])), strict=True):
+            if a is not None:
+                out[row, left : left + b.shape[0]] += b.float() @ (a.float() @ x[row].float())
+            left += b.shape[0] if b is not None else OUTS[len(OUTS) - 1]
+    return out
+
+
+OUTS = (16, 8, 8)
+SLOTS = [2, NO_ADAPTER, 0, 2, 1, NO_ADAPTER]
+
+
+def wrapper_for(layer, slots=SLOTS):
+    wrapper = SegmentPunicaWrapper(64, 8, "cpu")
+    wrapper.watch(layer)
+    ids = [slot + 1 for slot in slots]
+    wrapper.update_metadata(SimpleNamespace(index_mapping=ids, prompt_mapping=ids, is_prefill=True), [1, 2, 3], 4, 100)
+    return wrapper
+
+
+def add(wrapper, layer, y, x):
+    wrapper.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, OUTS)
+    return y
+
+
+@pytest.mark.parametrize("block_diagonal_bytes", [0, 1 << 20])
+def test_every_row_gets_its_own_adapter_at_its_true_rank(monkeypatch, block_diagonal_bytes):
+    monkeypatch.setattr(lora, "BLOCK_DIAGONAL_BYTES", block_diagonal_bytes)
+    torch.manual_seed(0)
+    layer = fake_layer(OUTS)
+    wrapper = wrapper_for(layer)
+    weights = {0: adapter((4, 4, 4), OUTS), 1: adapter((16, 2, 8), OUTS), 2: adapter((8, 0, 8), OUTS)}
+    for slot, (a, b) in weights.items():
+        layer.set_lora(slot, a, b)
+    x, y = torch.randn(6, 24).bfloat16(), torch.randn(6, sum(OUTS)).bfloat16()
+    want = expected(y, x, SLOTS, weights)
+    base = y.clone()
+    got = add(wrapper, layer, y, x)
+    torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
+    assert torch.equal(got[[1, 5]], base[[1, 5]])
+
+
+def test_a_reloaded_or_reset_slot_forgets_its_old_weights():
+    layer = fake_layer(OUTS)
+    wrapper = wrapper_for(layer)
+    x, zero = torch.randn(6, 24).bfloat16(), torch.zeros(6, sum(OUTS)).bfloat16()
+    big, small = adapter((16, 16, 16), OUTS), adapter((2, 2, 2), OUTS)
+    layer.set_lora(2, *big)
+    layer.set_lora(2, *small)
+    torch.testing.assert_close(
+        add(wrapper, layer, zero.clone(), x).float(), expected(zero, x, SLOTS, {2: small}), rtol=1e-2, atol=1e-2
+    )
+    layer.reset_lora(2)
+    assert torch.equal(add(wrapper, layer, zero.clone(), x), zero)
+
+
+def test_memory_of_a_slot_is_used_again():
+    layer = fake_layer(OUTS)
+    wrapper = wrapper_for(layer)
+    layer.set_lora(0, *adapter((16, 16, 16), OUTS))
+    peak = wrapper.cached_bytes
+    for _ in range(5):
+        layer.set_lora(0, *adapter((2, 2, 2), OUTS))
+        layer.set_lora(0, *adapter((16, 16, 16), OUTS))
+    assert wrapper.cached_bytes == peak
+
+
+@pytest.mark.parametrize("num_in", [256, 1024, 1536])
+@pytest.mark.parametrize("rank", [8, 16, 128])
+def test_a_rows_bits_do_not_depend_on_its_companions(num_in, rank):
+    torch.manual_seed(1)
+    weight = pack_slot([torch.randn(rank, num_in)], [torch.randn(512, rank)], [rank])
+    x, y = torch.randn(33, num_in), torch.randn(33, 512)
+
+    def row_zero(num_rows):
+        out = y[:num_rows].clone()
+        weight.add_to(out, x[:num_rows], 1.0)
+        return out[0]
+
+    alone = row_zero(2)
+    assert all(torch.equal(row_zero(n), alone) for n in (3, 5, 8, 16, 17, 33))
+
+
+def test_a_layer_that_never_announced_itself_is_refused():
+    wrapper = wrapper_for(fake_layer(OUTS))
+    stranger = fake_layer(OUTS)
+    with pytest.raises(SeamMoved):
+        add(wrapper, stranger, torch.zeros(6, sum(OUTS)).bfloat16(), torch.zeros(6, 24).bfloat16())
+
+
+# --- the seam -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_installed_vllm_has_the_seam():
+    lora.check_seam()
+
+
+def test_a_moved_signature_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(lora.PunicaWrapperCPU, "add_lora_linear", lambda self, y, x, adapters: None)
+    with pytest.raises(SeamMoved, match="PunicaWrapperCPU.add_lora_linear"):
+        lora.check_seam()
+
+
+def test_a_call_that_no_longer_happens_is_refused(monkeypatch):
+    monkeypatch.setattr(lora.model_manager.LoRAModelManager, "_init_punica_wrapper", lambda self: None)
+    with pytest.raises(SeamMoved, match="get_punica_wrapper"):
+        lora.install()

@@ -1,0 +1,219 @@
+"""The engine thread: order, idleness and recovery, against drivers that fail on purpose."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from engine_bridge import bridge
+from engine_bridge.bridge import EngineThread
+from engine_bridge.errors import EngineUnavailable
+
+
+class ScriptedDriver:
+    """A driver whose requests are numbers: each step gives one output of each until it reaches zero."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.num_steps = 0
+        self.is_gated = False
+        self.fault: Exception | None = None
+        self.thread = threading.current_thread()
+        self.is_closed = False
+
+    def has_work(self) -> bool:
+        return bool(self.left)
+
+    def is_stuck(self) -> bool:
+        return self.is_gated
+
+    def step(self) -> list[Any]:
+        assert threading.current_thread() is self.thread, "stepped on another thread than it was built on"
+        self.num_steps += 1
+        if self.fault is not None:
+            raise self.fault
+        if self.is_gated:
+            return []
+        outputs = []
+        for name in list(self.left):
+            self.left[name] -= 1
+            outputs.append((name, self.left[name]))
+            if self.left[name] == 0:
+                del self.left[name]
+        return outputs
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Harness:
+    """An engine thread with what it delivered and the drivers it built."""
+
+    def __init__(self, make: Callable[[], ScriptedDriver] = ScriptedDriver) -> None:
+        self.built: list[ScriptedDriver] = []
+        self.outputs: list[Any] = []
+        self.failures: list[BaseException] = []
+        self.changed = asyncio.Event()
+        self._make = make
+        self.thread: EngineThread[ScriptedDriver] = EngineThread(
+            self._build, self._on_outputs, self._on_failed
+        )
+
+    def _build(self) -> ScriptedDriver:
+        driver = self._make()
+        self.built.append(driver)
+        return driver
+
+    def _on_outputs(self, outputs: list[Any]) -> None:
+        self.outputs.extend(outputs)
+        self.changed.set()
+
+    def _on_failed(self, error: BaseException) -> None:
+        self.failures.append(error)
+        self.changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def until_state(self, state: str, num_rebuilds: int = 0) -> None:
+        """The engine thread tells nobody of its state, so it is looked at until it is right."""
+        async with asyncio.timeout(5):
+            while self.thread.num_rebuilds < num_rebuilds or self.thread.state != state:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running(make: Callable[[], ScriptedDriver] = ScriptedDriver) -> AsyncIterator[Harness]:
+    harness = Harness(make)
+    await harness.thread.start()
+    try:
+        yield harness
+    finally:
+        await harness.thread.close()
+
+
+async def test_outputs_arrive_in_order_and_complete() -> None:
+    async with running() as harness:
+        harness.thread.submit(lambda driver: driver.left.update(a=3, b=2))
+        await harness.until(lambda: len(harness.outputs) == 5)
+    assert [left for name, left in harness.outputs if name == "a"] == [2, 1, 0]
+    assert [left for name, left in harness.outputs if name == "b"] == [1, 0]
+
+
+async def test_an_idle_engine_does_not_step() -> None:
+    async with running() as harness:
+        for _ in range(20):
+            await harness.thread.call(lambda driver: None)
+        assert harness.built[0].num_steps == 0
+
+
+async def test_work_that_may_not_run_is_not_spun_on() -> None:
+    async with running() as harness:
+
+        def gate(driver: ScriptedDriver) -> None:
+            driver.left["a"] = 1
+            driver.is_gated = True
+
+        harness.thread.submit(gate)
+        await asyncio.to_thread(time.sleep, 0.3)
+        # Without a back-off it would have stepped thousands of times.
+        assert 1 <= harness.built[0].num_steps < 60
+        harness.thread.submit(lambda driver: setattr(driver, "is_gated", False))
+        await harness.until(lambda: harness.outputs == [("a", 0)])
+
+
+async def test_a_failed_step_ends_the_streams_and_rebuilds() -> None:
+    async with running() as harness:
+        harness.thread.submit(lambda driver: driver.left.update(a=10**9))
+        boom = RuntimeError("boom")
+        harness.thread.submit(lambda driver: setattr(driver, "fault", boom))
+        await harness.until(lambda: harness.failures == [boom])
+        await harness.until_state("ready", 1)
+        assert harness.built[0].is_closed and len(harness.built) == 2
+        harness.thread.submit(lambda driver: driver.left.update(b=1))
+        await harness.until(lambda: ("b", 0) in harness.outputs)
+
+
+async def test_calls_fail_clearly_while_the_engine_is_rebuilt() -> None:
+    release = threading.Event()
+    builds = 0
+
+    def make() -> ScriptedDriver:
+        nonlocal builds
+        builds += 1
+        if builds == 2:
+            release.wait(5)
+        return ScriptedDriver()
+
+    async with running(make) as harness:
+        harness.thread.submit(
+            lambda driver: (driver.left.update(a=1), setattr(driver, "fault", RuntimeError("boom")))
+        )
+        await harness.until(lambda: bool(harness.failures))
+        with pytest.raises(EngineUnavailable):
+            await harness.thread.call(lambda driver: None)
+        release.set()
+        await harness.until_state("ready", 1)
+        assert await harness.thread.call(lambda driver: driver.left) == {}
+
+
+async def test_rebuilding_is_tried_again_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "REBUILD_WAITS_S", (0.0, 0.001))
+    builds = 0
+
+    def make() -> ScriptedDriver:
+        nonlocal builds
+        builds += 1
+        if builds > 1:
+            raise OSError("no memory")
+        return ScriptedDriver()
+
+    async with running(make) as harness:
+        harness.thread.submit(
+            lambda driver: (driver.left.update(a=1), setattr(driver, "fault", RuntimeError("boom")))
+        )
+        await harness.until_state("failed")
+        assert builds == 3
+        with pytest.raises(EngineUnavailable):
+            await harness.thread.call(lambda driver: None)
+
+
+async def test_a_failing_command_harms_nobody_else() -> None:
+    async with running() as harness:
+        with pytest.raises(ZeroDivisionError):
+            await harness.thread.call(lambda driver: 1 // 0)
+        harness.thread.submit(lambda driver: 1 // 0)
+        assert await harness.thread.call(lambda driver: 7) == 7
+        assert harness.failures == []
+
+
+async def test_start_raises_what_stopped_it() -> None:
+    def make() -> ScriptedDriver:
+        raise OSError("no such model")
+
+    harness = Harness(make)
+    with pytest.raises(OSError, match="no such model"):
+        await harness.thread.start()
+    assert harness.thread.state == "failed"
+    await harness.thread.close()
+
+
+async def test_close_ends_pending_calls() -> None:
+    async with running() as harness:
+        entered, release = threading.Event(), threading.Event()
+        first = harness.thread.call(lambda driver: (entered.set(), release.wait(5)))
+        await asyncio.to_thread(entered.wait, 5)
+        closing = asyncio.create_task(harness.thread.close())
+        second = harness.thread.call(lambda driver: None)
+        release.set()
+        await closing
+        assert first.done()
+        # Either it was still run, or it was told that the engine is closed; it never hangs.
+        assert isinstance((await asyncio.gather(second, return_exceptions=True))[0], EngineUnavailable | None)

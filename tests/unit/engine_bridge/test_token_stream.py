@@ -1,0 +1,85 @@
+"""Merging of deltas and the figures of one answer."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_bridge.token_stream import TokenStream
+
+
+def output(
+    text: str, *, finish: str | None = None, num_tokens: int = 1, prompt: int = 10, cached: int = 4
+) -> Any:
+    """The parts of a vLLM RequestOutput that a stream reads."""
+    completion = SimpleNamespace(text=text, token_ids=list(range(num_tokens)), finish_reason=finish)
+    return SimpleNamespace(
+        outputs=[completion],
+        finished=finish is not None,
+        prompt_token_ids=[0] * prompt,
+        num_cached_tokens=cached,
+        metrics=SimpleNamespace(queued_ts=1.0, scheduled_ts=1.25),
+    )
+
+
+async def test_the_first_token_comes_at_once_and_later_ones_are_merged() -> None:
+    stream = TokenStream(min_interval_s=0.05)
+    stream.put(output("a"))
+    assert (await stream.next()).text == "a"
+    for letter in "bcd":
+        stream.put(output(letter))
+    merged = await asyncio.wait_for(stream.next(), 1)
+    assert merged.text == "bcd" and len(merged.token_ids) == 3
+
+
+async def test_the_end_does_not_wait_for_the_interval() -> None:
+    stream = TokenStream(min_interval_s=3600)
+    stream.put(output("a"))
+    await stream.next()
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    stream.put(output("b"))
+    stream.put(output("c", finish="stop"))
+    last = await asyncio.wait_for(waiting, 1)
+    assert last.text == "bc" and last.finish_reason == "stop" and stream.is_ended_by_engine
+
+
+async def test_figures_add_up() -> None:
+    stream = TokenStream(0)
+    stream.put(output("a"))
+    stream.put(output("b", finish="length"))
+    last = await stream.next()
+    assert last.usage is not None and last.timings is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (10, 2, 4)
+    kv = last.timings.kv
+    assert kv.device + kv.host + kv.disk + kv.recomputed == 10 and kv.device == 4
+    assert last.timings.queue_ms == pytest.approx(250)
+    assert last.timings.ttft_ms is not None and last.timings.ttft_ms <= last.timings.e2e_ms
+
+
+async def test_stop_keeps_what_came_and_ignores_what_follows() -> None:
+    stream = TokenStream(3600)
+    stream.put(output("a"))
+    await stream.next()
+    stream.put(output("b"))
+    stream.stop()
+    stream.put(output("c"))
+    last = await stream.next()
+    assert (last.text, last.finish_reason) == ("b", "stopped") and not stream.is_ended_by_engine
+
+
+async def test_an_error_reaches_a_waiting_reader() -> None:
+    stream = TokenStream(3600)
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    stream.put(RuntimeError("engine gone"))
+    with pytest.raises(RuntimeError, match="engine gone"):
+        await waiting
+
+
+async def test_one_token_has_no_tpot() -> None:
+    stream = TokenStream(0)
+    stream.put(output("a", finish="stop"))
+    last = await stream.next()
+    assert last.timings is not None and last.timings.tpot_ms is None
