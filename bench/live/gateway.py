@@ -1,0 +1,200 @@
+"""What the gateway costs over a bare engine loop, and what an idle socket costs.
+
+    python -m bench.live.gateway [--quick]
+
+One process holds the engine and the gateway, as in production; clients are a process of their own. The peer is a loop of
+`LLMEngine.step()` on the very same engine and thread, without metrics, and takes turns with the gateway round by round.
+The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from bench.live.load import prompt_of
+from bench.live.report import report, spread
+from engine_bridge.driver.engine import VllmDriver, configure_environment
+from gateway.app import Server, build_services, engine_config
+from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
+
+NUM_STREAMS = 16
+PROBE_S = 0.005
+AIMS = {"stream_efficiency": "aim ≥ 0.95", "idle_socket_bytes": "aim ≤ 40,960", "loop_stall_ms_p99": "aim ≤ 20"}
+
+
+def bare_loop(driver: VllmDriver, prompts: list[list[int]], num_tokens: int) -> float:
+    """Tokens per second of a bare engine loop over `prompts`; runs on the engine thread, with vLLM's statistics off."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine: Any = driver.engine
+    kept = engine.log_stats, engine.output_processor.log_stats, engine.logger_manager
+    engine.log_stats, engine.output_processor.log_stats, engine.logger_manager = False, False, None
+    try:
+        started = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(
+                temperature=0, max_tokens=num_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+            )
+            engine.add_request(f"bare-{started}-{number}", {"prompt_token_ids": prompt}, params)
+        count = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                count += len(output.outputs[0].token_ids)
+        elapsed_s = time.perf_counter() - started
+    finally:
+        engine.log_stats, engine.output_processor.log_stats, engine.logger_manager = kept
+    return count / elapsed_s
+
+
+async def load(*arguments: object) -> dict[str, Any]:
+    """Run the load process to its end and return its last JSON line."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.live.load", *map(str, arguments), stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the load process failed with {process.returncode}")
+    return json.loads(out.splitlines()[-1])
+
+
+async def probe_stalls(samples_ms: list[float]) -> None:
+    """Note for ever how late the event loop runs a timer, in ms."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + PROBE_S
+        await asyncio.sleep(PROBE_S)
+        samples_ms.append((loop.time() - due) * 1000)
+
+
+async def measure_streams(server: Server, repeats: int, num_tokens: int) -> dict[str, Any]:
+    """Gateway and bare loop in turn."""
+    node = server.services.node
+    tokenizer = (await node._thread.call(lambda driver: driver.engine.renderer.tokenizer)) if node else None
+    bare: list[float] = []
+    ours: list[float] = []
+    stalls_ms: list[float] = []
+    for number in range(-1, repeats):  # round -1 warms both up
+        texts = [[{"role": "user", "content": prompt_of(n, 500 + number)}] for n in range(NUM_STREAMS)]
+        prompts = [list(tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=False)) for t in texts]
+        samples_ms: list[float] = []
+        probe = asyncio.create_task(probe_stalls(samples_ms))
+        result = await load("stream", server.port, "--streams", NUM_STREAMS, "--tokens", num_tokens, "--round", number + 2)
+        probe.cancel()
+        rate = await node._thread.call(lambda driver, prompts=prompts: bare_loop(driver, prompts, num_tokens))
+        if number < 0:
+            continue
+        stalls_ms += samples_ms
+        bare.append(rate)
+        ours.append(result["num_tokens"] / result["elapsed_s"])
+        print(f"  round {number + 1}/{repeats}: gateway {ours[-1]:.0f}, bare {bare[-1]:.0f} tokens/s", flush=True)
+    ratios = [mine / peer for mine, peer in zip(ours, bare, strict=True)]
+    return {
+        "stream_efficiency": statistics.median(ratios),
+        "loop_stall_ms_p99": statistics.quantiles(stalls_ms, n=100)[98],
+        "gateway_tokens_per_s": ours,
+        "bare_tokens_per_s": bare,
+        "ratios": ratios,
+    }
+
+
+async def measure_idle_sockets(server: Server, num_sockets: int) -> dict[str, Any]:
+    """Resident memory that `num_sockets` silent chat sockets add to this process, per socket."""
+    process = psutil.Process()
+    await load("idle", server.port, "--sockets", 50)  # stdin is closed: opens, closes, and warms the path up
+    gc.collect()
+    before = process.memory_info().rss
+    holder = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.live.load", "idle", str(server.port), "--sockets", str(num_sockets)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert holder.stdout is not None and holder.stdin is not None
+    opened = json.loads(await holder.stdout.readline())["num_sockets"]
+    gc.collect()
+    after = process.memory_info().rss
+    holder.stdin.close()
+    await holder.wait()
+    return {"idle_socket_bytes": (after - before) / opened, "num_sockets": opened}
+
+
+async def measure_lora(quick: bool) -> dict[str, Any]:
+    """`bench.live.lora` in a fresh process: two engines would disturb each other here."""
+    arguments = ["--quick"] if quick else []
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.live.lora", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    return json.loads(out.splitlines()[-1])
+
+
+async def bench(quick: bool) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    repeats, num_tokens = (3, 192) if quick else (7, 384)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(
+            model=str(DEMO_MODEL_DIR), adapters_dir=DEMO_ADAPTERS_DIR, port=0, data_dir=Path(folder), drain_timeout_s=5
+        )
+        print("starting the engine …", flush=True)
+        services = await build_services(config)
+        async with Server(services) as server:
+            await services.node.start()
+            streams = await measure_streams(server, repeats, num_tokens)
+            print("opening idle sockets …", flush=True)
+            sockets = await measure_idle_sockets(server, 5000)
+    print("measuring the LoRA wrappers …", flush=True)
+    lora = await measure_lora(quick)
+    show(streams, sockets, lora)
+
+
+def show(streams: dict[str, Any], sockets: dict[str, Any], lora: dict[str, Any]) -> None:
+    keys = ("mixed_batch_identical", "lora_decode_ratio", "lora_prefill_ratio")
+    result = {
+        "stream_efficiency": round(streams["stream_efficiency"], 3),
+        "idle_socket_bytes": round(sockets["idle_socket_bytes"]),
+        "loop_stall_ms_p99": round(streams["loop_stall_ms_p99"], 2),
+        **{key: lora[key] for key in keys},
+    }
+    report(
+        "gateway",
+        [
+            ("bare engine loop, 16 streams, tokens/s", spread(streams["bare_tokens_per_s"]), ""),
+            ("gateway, 16 chat sockets, tokens/s", spread(streams["gateway_tokens_per_s"]), ""),
+            ("gateway ÷ bare", spread(streams["ratios"]), AIMS["stream_efficiency"]),
+            ("event loop stall p99, ms", f"{result['loop_stall_ms_p99']}", AIMS["loop_stall_ms_p99"]),
+            (f"memory per idle socket at {sockets['num_sockets']}, bytes", f"{result['idle_socket_bytes']}", AIMS["idle_socket_bytes"]),
+            ("5 adapters + base in one batch = single runs", f"{result['mixed_batch_identical']}", "aim true"),
+            ("LoRA decode step, ours ÷ vLLM's wrapper, time", f"{result['lora_decode_ratio']}", "smaller is better"),
+            ("LoRA 64-token prefill, ours ÷ vLLM's wrapper, time", f"{result['lora_prefill_ratio']}", "smaller is better"),
+        ],
+        result,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, within 3 minutes")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    config = Config(model=str(DEMO_MODEL_DIR))
+    configure_environment(engine_config(config))
+    uvloop.run(bench(args.quick))
+
+
+if __name__ == "__main__":
+    main()

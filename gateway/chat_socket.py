@@ -1,0 +1,293 @@
+"""The chat socket: a thin shell around `chat_protocol` (frames) and `turns` (work). Source: docs/protocol.md."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any
+
+from aiohttp import ClientConnectionError, WSCloseCode, WSMsgType, web
+from msgspec import to_builtins
+
+from gateway import __version__
+from gateway.auth import Principal, extract_key
+from gateway.chat_protocol import (
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    Ping,
+    Stop,
+    Typing,
+    decode,
+    encode,
+    frame_id,
+)
+from gateway.errors import CloseCode, GatewayError, as_gateway_error, to_frame
+from gateway.services import SERVICES, Services
+from gateway.turns import LiveTurn, unavailable
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+HEARTBEAT_S = 30.0  # aiohttp closes when no pong comes within half of this
+SLOW_READER_S = 20.0
+HARD_FRAME_BYTES = 16 << 20
+CLOSE_TIMEOUT_S = 2.0
+
+
+async def chat_socket(request: web.Request) -> web.WebSocketResponse:
+    """`GET /ws`."""
+    services = request.app[SERVICES]
+    socket = web.WebSocketResponse(
+        heartbeat=HEARTBEAT_S, max_msg_size=HARD_FRAME_BYTES, compress=False, timeout=CLOSE_TIMEOUT_S
+    )
+    await socket.prepare(request)
+    connections = services.connections
+    if len(connections) >= services.config.max_sockets:
+        await socket.close(code=CloseCode.TOO_MANY_SOCKETS, message=b"too many sockets")
+        return socket
+    connection = ChatConnection(socket, services, extract_key(request.headers))
+    connections.add(connection)
+    services.metrics.sockets.inc()
+    try:
+        await connection.run()
+    finally:
+        connections.discard(connection)
+        services.metrics.sockets.dec()
+        connection.leave()
+    return socket
+
+
+class ChatConnection:
+    """One socket. It holds no text: for each turn that it follows, only how many pieces it has sent."""
+
+    __slots__ = (
+        "_key",
+        "_outbox",
+        "_principal",
+        "_said_hello",
+        "_sent",
+        "_services",
+        "_socket",
+        "_waiting",
+        "_writer",
+        "blocked_since",
+    )
+
+    def __init__(self, socket: web.WebSocketResponse, services: Services, key: str | None) -> None:
+        self._socket = socket
+        self._services = services
+        self._key = key
+        self._principal: Principal | None = None
+        self._said_hello = False
+        self._sent: dict[LiveTurn, int] = {}
+        self._waiting: dict[LiveTurn, None] = {}  # an ordered set: turns with more to send
+        self._outbox: list[bytes] = []
+        self._writer: asyncio.Task[None] | None = None
+        self.blocked_since: float | None = None
+
+    async def run(self) -> None:
+        """Read frames until the socket closes."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S) as hello_timeout:
+                async for message in self._socket:
+                    if message.type is WSMsgType.TEXT:
+                        await self._on_text(message.data)
+                    elif message.type is WSMsgType.BINARY:
+                        self._send_error(GatewayError("bad_request", "Frames must be text, not binary."))
+                    if self._said_hello:
+                        hello_timeout.reschedule(None)
+        except TimeoutError:
+            await self.close(CloseCode.NO_HELLO, "the first frame must be hello")
+
+    # -- frames in ---------------------------------------------------------------------------------------------------
+
+    async def _on_text(self, data: str) -> None:
+        turn_id = None
+        try:
+            try:
+                frame = decode(data, self._services.config.max_frame_bytes)
+            except GatewayError:
+                turn_id = frame_id(data) if len(data) <= self._services.config.max_frame_bytes else None
+                raise
+            turn_id = getattr(frame, "id", None)
+            if isinstance(frame, Hello):
+                await self._on_hello(frame)
+            elif isinstance(frame, Ping):
+                self._send({"type": "pong", "t": frame.t})
+            elif not self._said_hello:
+                raise GatewayError("bad_request", "The first frame must be hello.")
+            elif isinstance(frame, Message):
+                await self._on_message(frame)
+            elif isinstance(frame, Stop):
+                await self._on_stop(frame)
+            elif isinstance(frame, Typing):
+                self._on_typing(frame)
+        except GatewayError as error:
+            await self._fail(error, turn_id)
+        except Exception as error:
+            log.exception("a frame failed")
+            await self._fail(as_gateway_error(error), turn_id)
+
+    async def _on_hello(self, frame: Hello) -> None:
+        principal = self._services.keys.authenticate(frame.api_key or self._key)
+        if self._principal is not None and principal != self._principal:
+            raise GatewayError("bad_request", "A socket belongs to one key: open another for another.")
+        progress = self._services.node.progress
+        if progress.state in ("starting", "failed"):
+            raise unavailable(progress.state, progress.stage)
+        session = None
+        if frame.session_id is not None:
+            session = to_builtins(await self._services.store.get_session(principal.owner, frame.session_id))
+        self._principal = principal
+        self._said_hello = True
+        self._send(
+            {"type": "ready", "protocol": PROTOCOL_VERSION, "session": session}
+            | {"models": self._services.models(), "server": self._services.server_info(__version__)}
+        )
+        for resume in frame.resume:
+            live = self._services.turns.find(principal.owner, resume.id)
+            if live is None:
+                self._send_error(
+                    GatewayError("not_found", "This turn is not under way any more: read the session."),
+                    resume.id,
+                )
+            else:
+                self._follow(live, min(resume.seq, len(live.pieces)))
+
+    async def _on_message(self, frame: Message) -> None:
+        live = await self._services.turns.ask(self._owner, frame)
+        self._send({"type": "accepted", "id": live.id, "session_id": live.session_id, "title": live.title})
+        self._follow(live, 0)
+
+    async def _on_stop(self, frame: Stop) -> None:
+        if not await self._services.turns.stop(self._owner, frame.id) and not self._services.turns.find(
+            self._owner, frame.id
+        ):
+            raise GatewayError("not_found", "This turn is not under way.", param="id")
+
+    def _on_typing(self, frame: Typing) -> None:
+        self._services.metrics.typing.inc()
+        self._send({"type": "advisory", "session_id": frame.session_id, "state": "off"})
+
+    @property
+    def _owner(self) -> str:
+        assert self._principal is not None
+        return self._principal.owner
+
+    # -- frames out --------------------------------------------------------------------------------------------------
+
+    def wake(self, turn: LiveTurn) -> None:
+        """A turn that this socket follows has more."""
+        self._waiting[turn] = None
+        self._start_writer()
+
+    def _follow(self, live: LiveTurn, num_sent: int) -> None:
+        self._sent[live] = num_sent
+        self._services.turns.follow(live, self)
+        if live.is_over or len(live.pieces) > num_sent:
+            self.wake(live)
+
+    def _send(self, frame: dict[str, Any]) -> None:
+        self._outbox.append(encode(frame))
+        self._start_writer()
+
+    def _send_error(self, error: GatewayError, turn_id: str | None = None) -> None:
+        self._services.metrics.socket_errors.labels(error.code).inc()
+        self._send(to_frame(error, turn_id))
+
+    async def _fail(self, error: GatewayError, turn_id: str | None) -> None:
+        self._send_error(error, turn_id)
+        if error.close_code is not None:
+            if self._writer is not None:
+                await asyncio.wait({self._writer}, timeout=CLOSE_TIMEOUT_S)
+            await self.close(error.close_code, error.code)
+
+    def _start_writer(self) -> None:
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write())
+
+    async def _write(self) -> None:
+        """Send what waits, then end: an idle socket has no task of its own beside the reader."""
+        try:
+            while self._outbox or self._waiting:
+                frames, self._outbox = self._outbox, []
+                waiting, self._waiting = self._waiting, {}
+                for turn in waiting:
+                    frames.extend(self._frames_of(turn))
+                for frame in frames:
+                    # Noted before the write: when the peer takes nothing, the sweeper sees for how long.
+                    self.blocked_since = time.monotonic()
+                    await self._socket.send_frame(frame, WSMsgType.TEXT)
+                self.blocked_since = None
+        except (ConnectionError, ClientConnectionError, RuntimeError):
+            pass  # the peer is gone; the reader's loop ends by itself
+        finally:
+            self._writer = None
+
+    def _frames_of(self, turn: LiveTurn) -> list[bytes]:
+        num_sent = self._sent.get(turn)
+        if num_sent is None:
+            return []
+        frames = []
+        seq = len(turn.pieces)
+        if seq > num_sent:
+            frames.append(
+                encode({"type": "delta", "id": turn.id, "seq": seq, "text": "".join(turn.pieces[num_sent:])})
+            )
+            self._sent[turn] = seq
+        if turn.is_over:
+            del self._sent[turn]
+            turn.followers.discard(self)
+            if turn.error is not None:
+                frames.append(encode(to_frame(turn.error, turn.id)))
+            elif turn.done is not None:
+                frames.append(encode({"type": "done", "id": turn.id, "seq": seq} | turn.done))
+        return frames
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    async def close(self, code: int, reason: str) -> None:
+        """Close with a reason; a peer that does not answer is cut off after CLOSE_TIMEOUT_S."""
+        with contextlib.suppress(ConnectionError, ClientConnectionError, RuntimeError, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._socket.close(code=code, message=reason.encode())
+
+    def leave(self) -> None:
+        """Let go of everything; the turns go on for a while without this socket."""
+        if self._writer is not None:
+            self._writer.cancel()
+        for turn in list(self._sent):
+            self._services.turns.unfollow(turn, self)
+        self._sent.clear()
+        self._waiting.clear()
+
+    def abort(self) -> None:
+        """Cut the connection without waiting for the peer."""
+        transport = self._socket._req.transport if self._socket._req is not None else None
+        if transport is not None:
+            transport.abort()
+
+
+async def sweep_slow_readers(services: Services) -> None:
+    """For ever: close sockets whose peer has taken no bytes for SLOW_READER_S while something waited for it."""
+    while True:
+        await asyncio.sleep(1.0)
+        now = time.monotonic()
+        for connection in list(services.connections):
+            since = connection.blocked_since
+            if since is not None and now - since > SLOW_READER_S:
+                services.metrics.slow_readers.inc()
+                log.info("closing a chat socket that reads too slowly")
+                connection.blocked_since = None
+                await connection.close(CloseCode.SLOW_READER, "slow reader")
+                connection.abort()
+
+
+async def close_all(services: Services) -> None:
+    """Tell every socket that the server goes away."""
+    async with asyncio.TaskGroup() as group:
+        for connection in list(services.connections):
+            group.create_task(connection.close(WSCloseCode.GOING_AWAY, "the server is going away"))

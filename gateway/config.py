@@ -1,0 +1,494 @@
+"""The settings of a gateway: one frozen, flat `Config`, and where each value comes from.
+
+Later sources win: built-in defaults < config file (TOML) < environment (`OVERTURE_PORT` ...) < flags (`--port` ...).
+Every setting has one name; the others follow from it: `max_num_seqs` is `max_num_seqs = 64` in the file,
+`OVERTURE_MAX_NUM_SEQS` in the environment and `--max-num-seqs` on the command line.
+
+Files that belong to the project (the page, the demo model) lie beside the packages, in the checkout that the
+package was installed from (`pip install -e`); `PROJECT_ROOT` is that folder, and nothing else computes it.
+"""
+
+import difflib
+import ipaddress
+import logging
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from gateway.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+STATIC_DIR = PROJECT_ROOT / "static"
+DEMO_MODEL_DIR = PROJECT_ROOT / "demo" / "model"
+DEMO_ADAPTERS_DIR = PROJECT_ROOT / "demo" / "adapters"
+DEMO_MODEL_NAME = "overture-demo"
+
+DEFAULT_CONFIG_FILE = "overture.toml"
+ENV_PREFIX = "OVERTURE_"
+# Read by `overture chat` and by `--config`, so they are no misspelt settings.
+OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFIG"})
+
+KIB = 1024
+MIB = 1024 * KIB
+
+SECRET_SETTINGS = frozenset({"api_keys"})
+# A repeatable flag reads better in the singular: `--api-key A --api-key B`.
+_SINGULAR_FLAGS = {"api_keys": "--api-key", "cors_origins": "--cors-origin"}
+# Defaults that depend on the machine, in words.
+_DEFAULT_TEXTS = {"data_dir": "~/.local/share/overture", "model": "the demo model"}
+_TRUE_WORDS = {"1", "true", "yes", "on"}
+_FALSE_WORDS = {"0", "false", "no", "off"}
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+LogFormat = Literal["plain", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Positive = Annotated[int, Meta(ge=1)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+
+
+class ConfigError(StartupError):
+    """A setting is unknown, of the wrong type, or cannot be used. The message is one line, fit to show a user."""
+
+
+def default_data_dir(environ: Mapping[str, str]) -> Path:
+    """Where sessions are kept unless told: `$XDG_DATA_HOME/overture`, else `~/.local/share/overture`."""
+    xdg = environ.get("XDG_DATA_HOME", "")
+    # The XDG base directory specification says that a relative value is to be ignored.
+    base = Path(xdg) if os.path.isabs(xdg) else Path("~/.local/share").expanduser()
+    return base / "overture"
+
+
+def _in(group: str, description: str, **constraints: Any) -> Meta:
+    """What the help and the error texts say about a setting."""
+    return Meta(description=description, extra={"group": group}, **constraints)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting of the server, checked. Build it with `load_config`, or directly in tests.
+
+    `served_model_name` and `adapters_dir` are filled in from `model` when they are left empty, so readers
+    need no fallback of their own.
+    """
+
+    host: Annotated[str, _in("Server", "Address to listen on.", min_length=1)] = "127.0.0.1"
+    port: Annotated[int, _in("Server", "Port to listen on; 0 takes any free one.", ge=0, le=65535)] = 8000
+    data_dir: Annotated[
+        Path, _in("Server", "Folder of the session database, made if missing (mode 0700).")
+    ] = msgspec.field(default_factory=lambda: default_data_dir(os.environ))
+    drain_timeout_s: Annotated[
+        float, _in("Server", "After SIGTERM, seconds that running answers are given to finish.", ge=0)
+    ] = 30.0
+    log_format: Annotated[LogFormat, _in("Server", "Plain lines for people, JSON lines for collectors.")] = (
+        "plain"
+    )
+    log_level: Annotated[LogLevel, _in("Server", "Least severe message that is logged.")] = "info"
+
+    model: Annotated[str, _in("Model", "Model folder, or its name on a model hub.", min_length=1)] = str(
+        DEMO_MODEL_DIR
+    )
+    served_model_name: Annotated[
+        str,
+        _in("Model", "Name that clients use for the base model; empty: the last part of the model's path."),
+    ] = ""
+    device: Annotated[
+        Device, _in("Model", "Where the engine runs; auto: what the installed vLLM was built for.")
+    ] = "auto"
+    dtype: Annotated[Dtype, _in("Model", "Type of the weights and activations.")] = "auto"
+    max_model_len: Annotated[
+        Positive | None,
+        _in("Model", "Longest prompt and answer together, in tokens; unset: what the model allows."),
+    ] = None
+    seed: Annotated[int, _in("Model", "Seed of sampling.", ge=0)] = 0
+    chat_template: Annotated[
+        Path | None, _in("Model", "Jinja file to use in place of the model's own template.")
+    ] = None
+    tool_parser: Annotated[
+        str | None, _in("Model", "vLLM's parser for tool calls, such as hermes or llama3_json.")
+    ] = None
+    reasoning_parser: Annotated[
+        str, _in("Model", "vLLM's parser for reasoning text, such as qwen3; empty: none.")
+    ] = ""
+
+    max_num_seqs: Annotated[int, _in("Engine", "Most requests in one batch.", ge=1)] = 64
+    block_size: Annotated[Positive | None, _in("Engine", "Tokens of a KV block; unset: vLLM's choice.")] = (
+        None
+    )
+    kv_cache_gib: Annotated[float, _in("Engine", "KV cache on CPU, in GiB.", gt=0)] = 1.0
+    gpu_memory_utilization: Annotated[
+        float, _in("Engine", "Share of the GPU's memory to use.", gt=0, le=1)
+    ] = 0.9
+
+    adapters_dir: Annotated[
+        Path | None, _in("Adapters", "Folder with one LoRA adapter (PEFT format) in each subfolder.")
+    ] = None
+    max_loras: Annotated[int, _in("Adapters", "Most different adapters in one batch.", ge=1)] = 8
+    max_lora_rank: Annotated[int, _in("Adapters", "Largest adapter rank.", ge=1)] = 128
+    max_cpu_loras: Annotated[int, _in("Adapters", "Most adapters kept in host memory.", ge=1)] = 64
+    allow_adapter_loading: Annotated[
+        bool, _in("Adapters", "Let clients load and unload adapters while the server runs.")
+    ] = False
+
+    api_keys: Annotated[
+        tuple[NonEmpty, ...],
+        _in(
+            "Access", "A key that clients must send. Others on this machine can see flags: prefer a key file."
+        ),
+    ] = ()
+    api_key_file: Annotated[
+        Path | None, _in("Access", "File of hashed keys, one a line, from `overture keys new`.")
+    ] = None
+    cors_origins: Annotated[
+        tuple[NonEmpty, ...],
+        _in(
+            "Access",
+            "An origin whose pages may call the API, such as https://chat.example.org; none: CORS is off.",
+        ),
+    ] = ()
+    max_body_bytes: Annotated[int, _in("Access", "Largest HTTP body, in bytes.", ge=KIB)] = 16 * MIB
+    max_frame_bytes: Annotated[
+        int, _in("Access", "Largest chat socket frame, in bytes.", ge=KIB, le=16 * MIB)
+    ] = MIB
+    max_sockets: Annotated[int, _in("Access", "Most chat sockets open at once.", ge=1)] = 10_000
+
+    sources: dict[str, str] = msgspec.field(default_factory=dict)
+    """Setting name -> where its value came from; a setting that is not in it has its default."""
+
+    def __post_init__(self) -> None:
+        # force_setattr is msgspec's own way to finish a frozen struct inside __post_init__.
+        if not self.served_model_name:
+            name = DEMO_MODEL_NAME if self.is_demo_model else self.model.rstrip("/").rsplit("/", 1)[-1]
+            msgspec.structs.force_setattr(self, "served_model_name", name)
+        if self.adapters_dir is None and self.is_demo_model:
+            msgspec.structs.force_setattr(self, "adapters_dir", DEMO_ADAPTERS_DIR)
+
+    @property
+    def is_demo_model(self) -> bool:
+        """Whether `model` is the small model that comes with the project."""
+        return Path(self.model).expanduser().resolve() == DEMO_MODEL_DIR
+
+    @property
+    def has_api_keys(self) -> bool:
+        """Whether clients must send a key."""
+        return bool(self.api_keys) or self.api_key_file is not None
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return _is_loopback(self.host)
+
+    def warnings(self) -> list[str]:
+        """What the operator should know before the server starts, one sentence each."""
+        found = []
+        if not self.is_loopback and not self.has_api_keys:
+            found.append(
+                f"Anyone who reaches {self.host}:{self.port} can use this server and read its sessions: no API key is set. "
+                "Make one with `overture keys new`, or listen on 127.0.0.1."
+            )
+        if "*" in self.cors_origins and not self.has_api_keys:
+            found.append(
+                "cors_origins holds '*' and no API key is set: any web page that a user opens can use this server."
+            )
+        return found
+
+    def prepare_data_dir(self) -> Path:
+        """Make `data_dir`, readable by its owner only, if it is missing. Raises ConfigError if it cannot be written."""
+        try:
+            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"data_dir: cannot make {self.data_dir}: {error.strerror}") from error
+        if not os.access(self.data_dir, os.W_OK | os.X_OK):
+            raise ConfigError(f"data_dir: {self.data_dir} is not writable by this user")
+        return self.data_dir
+
+    def describe(self) -> str:
+        """A table of all settings: name, value (secrets masked) and source."""
+        rows = [(setting.name, _shown(setting.name, getattr(self, setting.name))) for setting in SETTINGS]
+        name_width = max(len(name) for name, _ in rows)
+        value_width = min(48, max(len(value) for _, value in rows))
+        return "\n".join(
+            f"{name:<{name_width}}  {value:<{value_width}}  {self.sources.get(name, 'default')}"
+            for name, value in rows
+        )
+
+    def __repr__(self) -> str:
+        fields = ", ".join(
+            f"{setting.name}={_shown(setting.name, getattr(self, setting.name))}" for setting in SETTINGS
+        )
+        return f"Config({fields})"
+
+
+class Setting(NamedTuple):
+    """One field of `Config` as the help, the environment and the command line know it."""
+
+    name: str
+    group: str
+    description: str
+    default: str
+    type: msgspec.inspect.Type
+
+    @property
+    def flag(self) -> str:
+        """`--max-num-seqs`; in the singular for settings that take several values."""
+        return _SINGULAR_FLAGS.get(self.name, "--" + self.name.replace("_", "-"))
+
+    @property
+    def env(self) -> str:
+        """`OVERTURE_MAX_NUM_SEQS`."""
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def is_bool(self) -> bool:
+        return isinstance(self.type, msgspec.inspect.BoolType)
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.type, msgspec.inspect.VarTupleType)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed words, or () if the setting takes other values."""
+        return (
+            tuple(str(value) for value in self.type.values)
+            if isinstance(self.type, msgspec.inspect.LiteralType)
+            else ()
+        )
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, for error texts: "an integer from 0 to 65535"."""
+        return _expected(self.type)
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    config_file: str | os.PathLike[str] | None = None,
+    cwd: Path | None = None,
+) -> Config:
+    """The settings from file, environment and flags, later sources over earlier ones.
+
+    `flags` maps setting names to strings, bools, or sequences of strings; None and () mean "not given".
+    `config_file` must exist if given (`OVERTURE_CONFIG` stands in for it); otherwise `overture.toml` in `cwd` is
+    read if it is there. Relative paths in the file count from the file's folder, others from `cwd`.
+    Raises ConfigError, which names the source, the setting and what was expected.
+    """
+    environ = os.environ if environ is None else environ
+    cwd = Path.cwd() if cwd is None else cwd
+    values: dict[str, Any] = {"data_dir": default_data_dir(environ)}
+    sources: dict[str, str] = {}
+    for layer in (
+        _from_file(config_file, environ, cwd),
+        _from_environ(environ, cwd),
+        _from_flags(flags or {}, cwd),
+    ):
+        for name, (value, source) in layer.items():
+            values[name] = value
+            sources[name] = source
+    config = Config(**values, sources=sources)
+    _check(config)
+    return config
+
+
+def _check(config: Config) -> None:
+    """What no single setting shows: files that are named but missing, and settings that do not go together."""
+    for name in ("chat_template", "api_key_file"):
+        path = getattr(config, name)
+        if path is not None and not path.is_file():
+            raise ConfigError(f"{name}: there is no file {path} ({config.sources[name]})")
+    if (
+        "adapters_dir" in config.sources
+        and config.adapters_dir is not None
+        and not config.adapters_dir.is_dir()
+    ):
+        raise ConfigError(
+            f"adapters_dir: there is no folder {config.adapters_dir} ({config.sources['adapters_dir']})"
+        )
+    if (
+        config.model.startswith((".", "/", "~"))
+        and not config.is_demo_model
+        and not Path(config.model).is_dir()
+    ):
+        raise ConfigError(f"model: there is no folder {config.model} ({config.sources['model']})")
+    if config.max_cpu_loras < config.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras: {config.max_cpu_loras} is less than max_loras ({config.max_loras}); "
+            "every adapter of a batch is in host memory too"
+        )
+
+
+_Layer = dict[str, tuple[Any, str]]
+
+
+def _from_file(config_file: str | os.PathLike[str] | None, environ: Mapping[str, str], cwd: Path) -> _Layer:
+    given = config_file or environ.get("OVERTURE_CONFIG")
+    path = cwd / (Path(given).expanduser() if given else DEFAULT_CONFIG_FILE)
+    if not given and not path.exists():
+        return {}
+    layer: _Layer = {}
+    for name, raw in _read_toml(path).items():
+        if name not in _BY_NAME:
+            raise ConfigError(f"{path}: unknown setting {name!r}{_did_you_mean(name, _BY_NAME)}")
+        setting = _BY_NAME[name]
+        layer[name] = (_convert(setting, raw, f"{path}: {name}", path.parent, strict=True), str(path))
+    return layer
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def _from_environ(environ: Mapping[str, str], cwd: Path) -> _Layer:
+    by_env = {setting.env: setting for setting in SETTINGS}
+    layer: _Layer = {}
+    for key, raw in environ.items():
+        if not key.startswith(ENV_PREFIX) or not raw or key in OTHER_ENV_NAMES:
+            continue
+        setting = by_env.get(key)
+        if setting is None:
+            # Not an error: such a variable may belong to another program.
+            logger.warning("%s is no setting of this server, ignored%s", key, _did_you_mean(key, by_env))
+            continue
+        value: Any = [part.strip() for part in raw.split(",")] if setting.is_list else raw
+        layer[setting.name] = (
+            _convert(setting, value, f"environment: {key}", cwd, strict=False),
+            f"env {key}",
+        )
+    return layer
+
+
+def _from_flags(flags: Mapping[str, Any], cwd: Path) -> _Layer:
+    layer: _Layer = {}
+    for name, raw in flags.items():
+        setting = _BY_NAME.get(name)
+        if setting is None:
+            raise ConfigError(f"unknown flag for {name!r}{_did_you_mean(name, _BY_NAME)}")
+        if raw is None or raw == ():
+            continue
+        layer[name] = (_convert(setting, raw, setting.flag, cwd, strict=False), f"flag {setting.flag}")
+    return layer
+
+
+def _convert(setting: Setting, raw: Any, where: str, base: Path, *, strict: bool) -> Any:
+    """`raw` as the type of the setting. `strict`: "8" is no number (a file has types); `base`: folder of relative paths."""
+    if not strict and setting.is_bool and isinstance(raw, str):
+        raw = _to_bool(raw)
+    try:
+        value = msgspec.convert(raw, _FIELD_TYPES[setting.name], strict=strict, dec_hook=_decode_path)
+    except msgspec.ValidationError as error:
+        got = "" if setting.name in SECRET_SETTINGS else f", got {raw!r}"
+        raise ConfigError(f"{where}: expected {setting.expected}{got}") from error
+    if isinstance(value, Path):
+        return base / value
+    if setting.name == "model":
+        return _find_model(value, base)
+    return value
+
+
+def _to_bool(word: str) -> bool | str:
+    lowered = word.strip().lower()
+    if lowered in _TRUE_WORDS:
+        return True
+    return False if lowered in _FALSE_WORDS else word
+
+
+def _decode_path(kind: type, value: Any) -> Any:
+    """msgspec's hook for types that it does not know. A `~` in a path is the user's home."""
+    if kind is Path and isinstance(value, str) and value:
+        return Path(value).expanduser()
+    raise ValueError("not a path")
+
+
+def _find_model(model: str, base: Path) -> str:
+    """The folder's full path if there is such a folder, else `model` as it is: the name of a model on a hub."""
+    folder = base / Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
+
+
+def _did_you_mean(word: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _shown(name: str, value: Any) -> str:
+    if name in SECRET_SETTINGS:
+        return f"{len(value)} set, hidden" if value else "none"
+    if value is None:
+        return "unset"
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def _expected(kind: msgspec.inspect.Type) -> str:
+    match kind:
+        case msgspec.inspect.LiteralType(values=values):
+            return "one of " + ", ".join(str(value) for value in values)
+        case msgspec.inspect.UnionType(types=types):
+            return _expected(next(part for part in types if not isinstance(part, msgspec.inspect.NoneType)))
+        case msgspec.inspect.VarTupleType():
+            return "a list of non-empty strings"
+        case msgspec.inspect.IntType():
+            return "an integer" + _range(kind)
+        case msgspec.inspect.FloatType():
+            return "a number" + _range(kind)
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case msgspec.inspect.StrType(min_length=1):
+            return "a non-empty string"
+        case msgspec.inspect.CustomType():
+            return "a path"
+    return "a string"
+
+
+def _range(kind: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
+    low = kind.ge if kind.ge is not None else kind.gt
+    above = "more than" if kind.gt is not None else "at least"
+    if low is None:
+        return ""
+    if kind.le is None:
+        return f", {above} {low}"
+    return f" from {low} to {kind.le}" if kind.gt is None else f", more than {low} and at most {kind.le}"
+
+
+def _settings() -> tuple[Setting, ...]:
+    info = msgspec.inspect.type_info(Config)
+    assert isinstance(info, msgspec.inspect.StructType)
+    return tuple(_setting(field) for field in info.fields if isinstance(field.type, msgspec.inspect.Metadata))
+
+
+def _setting(field: msgspec.inspect.Field) -> Setting:
+    meta = field.type
+    assert isinstance(meta, msgspec.inspect.Metadata)
+    schema, extra = meta.extra_json_schema or {}, meta.extra or {}
+    default = _DEFAULT_TEXTS.get(field.name) or _shown(field.name, field.default)
+    return Setting(field.name, extra["group"], schema["description"], default, meta.type)
+
+
+SETTINGS: Sequence[Setting] = _settings()
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+_FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}

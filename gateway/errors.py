@@ -1,0 +1,129 @@
+"""The gateway's errors, and the one table that says how each looks to each kind of client.
+
+The codes are those of ``docs/protocol.md``. A message is shown to clients, so it says what happened and what to do, and never holds a path,
+a key or a stack trace: causes are chained (``raise … from …``) and end in the log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+
+class CloseCode(IntEnum):
+    """Why the server closes a chat socket. Source: docs/protocol.md, "Close codes"; below 4000 they are those of RFC 6455 §7.4.1."""
+
+    NORMAL = 1000
+    GOING_AWAY = 1001
+    TOO_LARGE = 1009
+    NO_HELLO = 4400
+    UNAUTHORIZED = 4401
+    SLOW_READER = 4408
+    TOO_MANY_SOCKETS = 4429
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """How one error code looks outside: HTTP status, OpenAI error ``type``, close code (None: the socket stays open)."""
+
+    http_status: int
+    openai_type: str
+    is_retryable: bool = False
+    close_code: CloseCode | None = None
+
+
+# 409 for `conflict` and `busy`: the OpenAI and Anthropic SDKs retry it by themselves, which is what a busy session wants and what a
+# conflict survives. 503 rather than 429 for `overloaded`: the server has no room, the client did nothing wrong.
+KINDS: dict[str, ErrorKind] = {
+    "bad_request": ErrorKind(400, "invalid_request_error"),
+    "prompt_too_long": ErrorKind(400, "invalid_request_error"),
+    "unauthorized": ErrorKind(401, "authentication_error", close_code=CloseCode.UNAUTHORIZED),
+    "not_found": ErrorKind(404, "invalid_request_error"),
+    "unknown_model": ErrorKind(404, "invalid_request_error"),
+    "conflict": ErrorKind(409, "invalid_request_error"),
+    "busy": ErrorKind(409, "invalid_request_error"),
+    "frame_too_large": ErrorKind(413, "invalid_request_error"),
+    "overloaded": ErrorKind(503, "overloaded_error", is_retryable=True),
+    "draining": ErrorKind(503, "server_error", is_retryable=True),
+    "starting": ErrorKind(503, "server_error", is_retryable=True),
+    "engine_failed": ErrorKind(503, "server_error", is_retryable=True),
+    "internal": ErrorKind(500, "server_error"),
+}
+
+
+class GatewayError(Exception):
+    """An error with a code of docs/protocol.md, raised anywhere in the gateway and turned into bytes at its doors.
+
+    code: a key of ``KINDS``; another one is a mistake in the program and raises ValueError. message: safe to show to a client.
+    retryable: None takes what the table says. param: the name of the field at fault, where there is one.
+    """
+
+    def __init__(
+        self, code: str, message: str, *, retryable: bool | None = None, param: str | None = None
+    ) -> None:
+        if code not in KINDS:
+            raise ValueError(f"{code!r} is not an error code of docs/protocol.md")
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retryable = KINDS[code].is_retryable if retryable is None else retryable
+        self.param = param
+
+    @property
+    def http_status(self) -> int:
+        """The status of the HTTP response that carries this error."""
+        return KINDS[self.code].http_status
+
+    @property
+    def close_code(self) -> CloseCode | None:
+        """What to close a chat socket with after the error frame; None leaves it open."""
+        return KINDS[self.code].close_code
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.code!r}, {self.message!r})"
+
+
+class StartupError(GatewayError):
+    """Something that the operator must mend before the server can serve.
+
+    Raised only before a client is there, so its message may name files; print it and exit.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("internal", message)
+
+
+def as_gateway_error(error: BaseException) -> GatewayError:
+    """What a client may see of any exception: a GatewayError as it is, all others as ``internal`` with no detail.
+
+    The caller logs `error` itself, where the detail belongs.
+    """
+    # A StartupError's text is the operator's: it may name files.
+    if isinstance(error, GatewayError) and not isinstance(error, StartupError):
+        return error
+    return GatewayError("internal", "Something went wrong on the server. Its log says what.")
+
+
+def to_openai_body(err: GatewayError) -> dict[str, Any]:
+    """The JSON body of a REST or OpenAI-style response that failed with `err`."""
+    error = {
+        "message": err.message,
+        "type": KINDS[err.code].openai_type,
+        "param": err.param,
+        "code": err.code,
+    }
+    return {"error": error}
+
+
+def to_frame(err: GatewayError, id: str | None = None) -> dict[str, Any]:
+    """The chat socket's ``error`` frame. id: the turn that `err` ends; None where it belongs to no turn."""
+    frame: dict[str, Any] = {
+        "type": "error",
+        "code": err.code,
+        "message": err.message,
+        "retryable": err.retryable,
+    }
+    if id is not None:
+        frame["id"] = id
+    return frame

@@ -1,0 +1,89 @@
+"""Figures for Prometheus. vLLM's own (`vllm:…`) live in the same registry; ours start with `overture_`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from engine_bridge.node import Delta
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
+STALL_PROBE_S = 0.1
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """The gateway's own metrics.
+
+    Args:
+        registry: where they are registered; tests pass one of their own.
+    """
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self.registry = registry
+        self._turns_running = Gauge("overture_turns_running", "Turns under way", registry=registry)
+        self._turns = Counter("overture_turns", "Turns that ended, by how", ["outcome"], registry=registry)
+        self._ttft = Histogram(
+            "overture_ttft_seconds",
+            "Time to first token of chat turns, by where most of the prompt's KV came from",
+            ["kv_source"],
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "overture_prompt_tokens",
+            "Prompt tokens of chat turns, by where their KV came from",
+            ["kv_source"],
+            registry=registry,
+        )
+        self.sockets = Gauge("overture_sockets", "Chat sockets open", registry=registry)
+        self.socket_errors = Counter(
+            "overture_socket_errors", "Error frames sent", ["code"], registry=registry
+        )
+        self.slow_readers = Counter(
+            "overture_slow_readers", "Sockets closed for not reading", registry=registry
+        )
+        self.typing = Counter("overture_typing_frames", "Typing frames received", registry=registry)
+        self.http = Counter("overture_http_requests", "HTTP requests", ["route", "status"], registry=registry)
+        self.engine_rebuilds = Gauge(
+            "overture_engine_rebuilds", "Engine rebuilds since the start", registry=registry
+        )
+        self.engine_steps = Gauge("overture_engine_steps", "Engine steps since the start", registry=registry)
+        self._stall = Histogram(
+            "overture_loop_stall_seconds",
+            "How late the event loop ran a timer",
+            buckets=STALL_BUCKETS_S,
+            registry=registry,
+        )
+
+    @contextlib.contextmanager
+    def turn_running(self) -> Iterator[None]:
+        with self._turns_running.track_inprogress():
+            yield
+
+    def turn_ended(self, outcome: str, final: Delta | None) -> None:
+        """Count a turn. outcome: a turn status or an error code."""
+        self._turns.labels(outcome).inc()
+        if final is None or final.timings is None:
+            return
+        kv = {name: getattr(final.timings.kv, name) for name in ("device", "host", "disk", "recomputed")}
+        for source, num_tokens in kv.items():
+            self._prompt_tokens.labels(source).inc(num_tokens)
+        if final.timings.ttft_ms is not None:
+            self._ttft.labels(max(kv, key=lambda source: kv[source])).observe(final.timings.ttft_ms / 1000)
+
+    async def watch_loop(self) -> None:
+        """Measure for ever how late timers run. A late loop is late for every socket."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + STALL_PROBE_S
+            await asyncio.sleep(STALL_PROBE_S)
+            self._stall.observe(max(loop.time() - due, 0.0))
+
+    async def exposition(self) -> bytes:
+        """The text that Prometheus reads; rendered off the event loop, since vLLM's histograms alone take milliseconds."""
+        return await asyncio.to_thread(generate_latest, self.registry)

@@ -1,0 +1,191 @@
+"""The OpenAI and Anthropic routes: bytes in, the node's replies out, and the session that a request may name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from engine_bridge.node import Api, JsonReply, SseReply
+from gateway.api_turns import AnswerReader, history_as_input, question_of, session_named
+from gateway.errors import GatewayError
+from gateway.rest import json_body
+from gateway.services import SERVICES, Services
+
+log = logging.getLogger(__name__)
+
+SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+SESSION_HEADER = "X-Session-Id"
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """Where a finished API call is written down as a turn."""
+
+    owner: str
+    session_id: str
+    question: str
+    adapter: str | None
+
+
+def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """The handler of one API family's main call."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        services = request.app[SERVICES]
+        owner = services.principal(request).owner
+        body = await json_body(request)
+        recording = await _recording(services, owner, api, body, request.headers.get(SESSION_HEADER))
+        reply = await services.node.serve(api, body, request.headers)
+        headers = {SESSION_HEADER: recording.session_id} if recording else {}
+        reader = AnswerReader(api) if recording else None
+        if isinstance(reply, JsonReply):
+            if reader is not None and recording is not None and reply.status == 200:
+                reader.feed_json(reply.body)
+                await _record(services, recording, reader)
+            return web.Response(
+                body=reply.body, status=reply.status, content_type="application/json", headers=headers
+            )
+        return await _stream(request, services, reply, headers, recording, reader)
+
+    return handle
+
+
+async def _recording(
+    services: Services, owner: str, api: Api, body: Any, header: str | None
+) -> _Recording | None:
+    """The session that a call belongs to, in this order: header, body `session_id`, `previous_response_id`.
+
+    With `previous_response_id` the history of that response is put in front of `input`, so it works after a restart too.
+    """
+    if not isinstance(body, dict) or api == "count_tokens":
+        return None
+    session_id = session_named(header, body)
+    previous = body.pop("previous_response_id", None) if api == "responses" else None
+    if previous is not None:
+        found = await services.store.find_response(owner, str(previous))
+        if found is None:
+            raise GatewayError(
+                "not_found", f"There is no response {previous!r} here.", param="previous_response_id"
+            )
+        body["input"] = history_as_input(await services.store.history_until(owner, *found)) + as_items(body)
+        session_id = session_id or found[0]
+    keeps_response = api == "responses" and body.get("store") is not False
+    if session_id is None and not keeps_response:
+        return None
+    session = await services.store.create_session(
+        owner, session_id=session_id, exist_ok=True, now=time.time()
+    )
+    model = body.get("model")
+    adapter = model if isinstance(model, str) and model != services.config.served_model_name else None
+    return _Recording(owner, session.id, question_of(api, body), adapter)
+
+
+def as_items(body: dict[str, Any]) -> list[Any]:
+    """`input` of a Responses call as a list of items."""
+    value = body.get("input")
+    return list(value) if isinstance(value, list) else [{"role": "user", "content": value}]
+
+
+async def _stream(
+    request: web.Request,
+    services: Services,
+    reply: SseReply,
+    headers: dict[str, str],
+    recording: _Recording | None,
+    reader: AnswerReader | None,
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers=SSE_HEADERS | headers)
+    services.streams.add(response)
+    try:
+        await response.prepare(request)
+        async for event in reply.events:
+            if reader is not None:
+                reader.feed(event)
+            await response.write(event)
+    finally:
+        # Also when the client has gone: closing the events aborts the request in the engine.
+        await reply.events.aclose()  # type: ignore[attr-defined]
+        if reader is not None and recording is not None and reader.has_answer:
+            await asyncio.shield(_record(services, recording, reader))
+    await response.write_eof()
+    return response
+
+
+async def _record(services: Services, recording: _Recording, reader: AnswerReader) -> None:
+    """Write the call down as a turn. A full disk must not turn a good answer into an error: it is logged."""
+    try:
+        await services.store.record_turn(
+            recording.owner,
+            recording.session_id,
+            uuid.uuid4().hex,
+            recording.question,
+            answer=reader.answer,
+            status="done" if reader.is_complete else "stopped",
+            adapter=recording.adapter,
+            finish_reason=reader.finish_reason,
+            usage=reader.usage,
+            response_id=reader.response_id,
+            now=time.time(),
+        )
+    except GatewayError as error:
+        log.error("an API turn of session %s could not be stored: %s", recording.session_id, error.message)
+
+
+async def models(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    services.principal(request)
+    reply = await services.node.models()
+    return web.Response(body=reply.body, status=reply.status, content_type="application/json")
+
+
+async def model(request: web.Request) -> web.Response:
+    """One card of `/v1/models`."""
+    services = request.app[SERVICES]
+    services.principal(request)
+    name = request.match_info["name"]
+    cards = orjson.loads((await services.node.models()).body)["data"]
+    card = next((card for card in cards if card["id"] == name), None)
+    if card is None:
+        raise GatewayError("unknown_model", f"The model `{name}` does not exist.", param="model")
+    return web.Response(body=orjson.dumps(card), content_type="application/json")
+
+
+def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Load or unload an adapter, where the operator allows it: the body names a path on this machine."""
+
+    async def handle(request: web.Request) -> web.Response:
+        services = request.app[SERVICES]
+        services.principal(request)
+        if not services.config.allow_adapter_loading:
+            raise GatewayError(
+                "unauthorized" if not services.keys.is_open else "bad_request",
+                "This server does not load adapters over HTTP. Its operator can allow it with --allow-adapter-loading.",
+            )
+        reply = await getattr(services.node, method)(await json_body(request))
+        return web.Response(body=reply.body, status=reply.status, content_type="application/json")
+
+    return handle
+
+
+def add_routes(app: web.Application) -> None:
+    app.add_routes(
+        [
+            web.get("/v1/models", models),
+            web.get("/v1/models/{name:.+}", model),
+            web.post("/v1/chat/completions", endpoint("chat")),
+            web.post("/v1/completions", endpoint("completions")),
+            web.post("/v1/responses", endpoint("responses")),
+            web.post("/v1/messages", endpoint("messages")),
+            web.post("/v1/messages/count_tokens", endpoint("count_tokens")),
+            web.post("/v1/load_lora_adapter", adapter_call("load_adapter")),
+            web.post("/v1/unload_lora_adapter", adapter_call("unload_adapter")),
+        ]
+    )

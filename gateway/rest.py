@@ -1,0 +1,191 @@
+"""REST beside the chat socket: sessions, health, metrics and the page. Source: docs/protocol.md, "REST beside it"."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
+
+from gateway.config import STATIC_DIR
+from gateway.errors import GatewayError
+from gateway.metrics import CONTENT_TYPE
+from gateway.services import SERVICES
+from gateway.turns import unavailable
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'self'; img-src 'self' data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; object-src 'none'"
+)
+PAGE_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Always asked again, answered 304 while nothing changed: a page never runs with yesterday's scripts.
+    "Cache-Control": "no-cache",
+}
+
+
+class CreateSession(Struct, frozen=True, forbid_unknown_fields=True):
+    title: str | None = None
+    adapter: str | None = None
+
+
+class PatchSession(Struct, frozen=True, forbid_unknown_fields=True):
+    title: str | None | UnsetType = UNSET
+    adapter: str | None | UnsetType = UNSET
+
+
+def json_reply(value: Any, status: int = 200) -> web.Response:
+    """A JSON response from builtins or msgspec structs."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+async def json_body(request: web.Request) -> Any:
+    """The request's JSON value. Raises GatewayError `bad_request`."""
+    body = await request.read()
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise GatewayError("bad_request", f"The body is not valid JSON: {error}") from error
+
+
+async def _struct_body(request: web.Request, kind: type[Any]) -> Any:
+    try:
+        return msgspec.convert(await json_body(request) if request.can_read_body else {}, kind)
+    except msgspec.ValidationError as error:
+        raise GatewayError("bad_request", f"The body was not understood: {error}") from error
+
+
+# -- sessions --------------------------------------------------------------------------------------------------------
+
+
+async def list_sessions(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    owner = services.principal(request).owner
+    limit = _int_query(request, "limit", 50)
+    sessions, following = await services.store.list_sessions(
+        owner, q=request.query.get("q") or None, limit=limit, before=request.query.get("before") or None
+    )
+    return json_reply({"sessions": sessions, "next": following})
+
+
+async def create_session(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    owner = services.principal(request).owner
+    body = await _struct_body(request, CreateSession)
+    session = await services.store.create_session(
+        owner, title=body.title, adapter=body.adapter, now=time.time()
+    )
+    return json_reply(session, status=201)
+
+
+async def read_session(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    owner = services.principal(request).owner
+    return json_reply(await services.store.get_session(owner, request.match_info["id"]))
+
+
+async def patch_session(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    owner = services.principal(request).owner
+    body = await _struct_body(request, PatchSession)
+    return json_reply(
+        await services.store.patch(owner, request.match_info["id"], title=body.title, adapter=body.adapter)
+    )
+
+
+async def delete_session(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    owner = services.principal(request).owner
+    session_id = request.match_info["id"]
+    await services.store.delete(owner, session_id, time.time())
+    await services.turns.stop_session(owner, session_id)
+    return web.Response(status=204)
+
+
+async def restore_session(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    owner = services.principal(request).owner
+    return json_reply(await services.store.restore(owner, request.match_info["id"], time.time()))
+
+
+async def list_models(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    services.principal(request)
+    return json_reply({"models": services.models()})
+
+
+def _int_query(request: web.Request, name: str, default: int) -> int:
+    try:
+        return int(request.query.get(name, default))
+    except ValueError as error:
+        raise GatewayError("bad_request", f"'{name}' must be a whole number.", param=name) from error
+
+
+# -- health ----------------------------------------------------------------------------------------------------------
+
+
+async def healthz(request: web.Request) -> web.Response:
+    """The process answers: restart it only when this fails."""
+    return json_reply({"status": "ok"})
+
+
+async def readyz(request: web.Request) -> web.Response:
+    """Whether requests are taken now, and how far the engine has come. No key is asked for: it says nothing private."""
+    progress = request.app[SERVICES].node.progress
+    if progress.state == "ready":
+        return json_reply({"status": "ready"})
+    status = "starting" if progress.state == "rebuilding" else progress.state
+    body = {"status": status, "stage": progress.stage, "elapsed_s": round(progress.elapsed_s, 1)}
+    if progress.state == "failed":
+        body["message"] = unavailable(progress.state, progress.stage).message
+    return json_reply(body, status=503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus text. Asks for a key where the server does: names of adapters and loads are the operator's."""
+    services = request.app[SERVICES]
+    services.principal(request)
+    services.metrics.engine_steps.set(services.node.num_steps)
+    services.metrics.engine_rebuilds.set(services.node.num_rebuilds)
+    return web.Response(body=await services.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+async def page(request: web.Request) -> web.FileResponse:
+    return web.FileResponse(STATIC_DIR / "index.html", headers=PAGE_HEADERS)
+
+
+async def static_file(request: web.Request) -> web.FileResponse:
+    """A file under static/. Anything that resolves outside it does not exist."""
+    path = (STATIC_DIR / request.match_info["path"]).resolve()
+    if not path.is_relative_to(STATIC_DIR.resolve()) or not path.is_file():
+        raise web.HTTPNotFound
+    headers = PAGE_HEADERS | ({"Content-Type": "text/javascript"} if Path(path).suffix == ".js" else {})
+    return web.FileResponse(path, headers=headers)
+
+
+def add_routes(app: web.Application) -> None:
+    app.add_routes(
+        [
+            web.get("/", page),
+            web.get("/static/{path:.+}", static_file),
+            web.get("/api/sessions", list_sessions),
+            web.post("/api/sessions", create_session),
+            web.get("/api/sessions/{id}", read_session),
+            web.patch("/api/sessions/{id}", patch_session),
+            web.delete("/api/sessions/{id}", delete_session),
+            web.post("/api/sessions/{id}/restore", restore_session),
+            web.get("/api/models", list_models),
+            web.get("/healthz", healthz),
+            web.get("/readyz", readyz),
+            web.get("/metrics", metrics),
+        ]
+    )

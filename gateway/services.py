@@ -1,0 +1,55 @@
+"""What every door of the gateway needs, in one place."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from engine_bridge.local_node import LocalNode
+from gateway.auth import KeyRing, Principal, extract_key
+from gateway.config import Config
+from gateway.metrics import Metrics
+from gateway.sessions import SessionStore
+from gateway.turns import Turns
+
+if TYPE_CHECKING:
+    from gateway.chat_socket import ChatConnection
+
+
+@dataclass(eq=False)
+class Services:
+    """The parts of a running gateway."""
+
+    config: Config
+    node: LocalNode
+    store: SessionStore
+    turns: Turns
+    keys: KeyRing
+    metrics: Metrics
+    connections: set[ChatConnection] = field(default_factory=set)
+    streams: weakref.WeakSet[web.StreamResponse] = field(default_factory=weakref.WeakSet)
+
+    def principal(self, request: web.Request) -> Principal:
+        """Who asks. Raises GatewayError `unauthorized`."""
+        return self.keys.authenticate(extract_key(request.headers))
+
+    def models(self) -> list[dict[str, Any]]:
+        """The `models` of the protocol: the base model, then the adapters."""
+        base = {"id": self.config.served_model_name, "adapter": False}
+        return [base] + [
+            {"id": info.name, "adapter": True, "rank": info.rank} for info in self.node.adapters()
+        ]
+
+    def server_info(self, version: str) -> dict[str, Any]:
+        return {
+            "version": version,
+            "model": self.config.served_model_name,
+            "max_model_len": self.node.max_model_len,
+            "max_message_bytes": self.config.max_frame_bytes,
+        }
+
+
+SERVICES = web.AppKey("services", Services)

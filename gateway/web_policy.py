@@ -1,0 +1,164 @@
+"""What every HTTP request passes on its way in and out: errors in the caller's shape, origins, CORS and counts."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from aiohttp import web
+
+from engine_bridge.errors import BridgeError
+from gateway.config import Config
+from gateway.errors import GatewayError, as_gateway_error, to_openai_body
+from gateway.services import SERVICES
+from gateway.turns import from_bridge
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+RETRY_AFTER_S = 3
+# Source: Anthropic's API errors, by status.
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn whatever a handler raises into a body of the API's own shape. Nothing ends as a bare 500."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _http_error(request, error)
+    except GatewayError as error:
+        return error_reply(request, error)
+    except BridgeError as error:
+        return error_reply(request, from_bridge(error))
+    except ConnectionResetError:
+        raise  # the client went away in the middle of a response; there is nobody to tell
+    except Exception as error:
+        log.exception("%s %s failed", request.method, request.path)
+        return error_reply(request, as_gateway_error(error))
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        limit = request.app[SERVICES].config.max_body_bytes
+        wrapped = GatewayError("frame_too_large", f"The body is larger than the limit of {limit} bytes.")
+    elif isinstance(error, web.HTTPMethodNotAllowed):
+        wrapped = GatewayError("bad_request", f"{request.method} is not allowed on {request.path}.")
+    elif isinstance(error, web.HTTPNotFound):
+        wrapped = GatewayError("not_found", f"There is nothing at {request.path}.")
+    else:
+        wrapped = GatewayError("bad_request", error.reason)
+    return error_reply(request, wrapped, status=error.status)
+
+
+def error_reply(request: web.Request, error: GatewayError, *, status: int | None = None) -> web.Response:
+    """An error in OpenAI's shape, or in Anthropic's for its routes and clients."""
+    status = status or error.http_status
+    if request.path.startswith("/v1/messages"):
+        kind = ANTHROPIC_TYPES.get(status, "api_error")
+        body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
+    else:
+        body = to_openai_body(error)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.retryable else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(
+        body=orjson.dumps(body), status=status, content_type="application/json", headers=headers
+    )
+
+
+@web.middleware
+async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Keep other web pages out, and answer CORS where the operator has allowed an origin.
+
+    A browser sends `Origin` with every websocket and every request that could change something, so a page elsewhere cannot talk to a
+    server on the user's own machine. Requests without `Origin` come from programs and pass.
+    """
+    config = request.app[SERVICES].config
+    origin = request.headers.get("Origin")
+    if origin is None:
+        return await handler(request)
+    is_cross = _is_cross_origin(origin, request, config)
+    if is_cross and not _is_allowed(origin, config):
+        raise web.HTTPForbidden(reason="Pages of this origin may not use this server (see --cors-origin).")
+    if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+        response: web.StreamResponse = web.Response(status=204)
+    else:
+        response = await handler(request)
+    if is_cross and not response.prepared:
+        response.headers.update(_cors_headers(origin))
+    return response
+
+
+async def add_stream_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler: CORS headers for responses that are sent while their handler still runs (streams)."""
+    origin = request.headers.get("Origin")
+    config = request.app[SERVICES].config
+    if origin is not None and _is_cross_origin(origin, request, config) and _is_allowed(origin, config):
+        response.headers.update(_cors_headers(origin))
+
+
+def _cors_headers(origin: str) -> dict[str, str]:
+    return {
+        "Access-Control-Allow-Origin": origin,
+        "Access-Control-Allow-Methods": "GET, POST, PATCH, DELETE, OPTIONS",
+        "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Session-Id, X-Request-Id, X-Api-Key",
+        "Access-Control-Expose-Headers": "X-Session-Id",
+        "Access-Control-Max-Age": "600",
+        "Vary": "Origin",
+    }
+
+
+def _is_allowed(origin: str, config: Config) -> bool:
+    return "*" in config.cors_origins or origin in config.cors_origins
+
+
+def _is_cross_origin(origin: str, request: web.Request, config: Config) -> bool:
+    parts = urlsplit(origin)
+    if parts.netloc.lower() != request.host.lower():
+        return True
+    # The same name in both headers proves nothing when no key is asked for: a page elsewhere can let its own name
+    # point here (DNS rebinding). Addresses and localhost cannot be rebound.
+    return not config.has_api_keys and not _is_unbindable(parts.hostname or "")
+
+
+def _is_unbindable(hostname: str) -> bool:
+    if hostname == "localhost" or hostname.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(hostname)
+    except ValueError:
+        return False
+    return True
+
+
+@web.middleware
+async def counts(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count requests by route and status."""
+    status = 499  # the client went away
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    except web.HTTPException as error:
+        status = error.status
+        raise
+    finally:
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unknown"
+        request.app[SERVICES].metrics.http.labels(route, str(status)).inc()

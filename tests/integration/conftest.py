@@ -1,0 +1,103 @@
+"""One real engine with the demo model for all integration tests, and gateways on real loopback ports in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from engine_bridge.local_node import LocalNode
+from gateway.app import Server, build_services, node_config
+from gateway.client.chat import ChatClient
+from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
+from gateway.metrics import Metrics
+
+KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
+MODEL = "overture-demo"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests here run on one event loop: the engine's node belongs to it."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and pytest_asyncio.is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+def demo_config(data_dir: Path, **changes: Any) -> Config:
+    return Config(
+        model=str(DEMO_MODEL_DIR), adapters_dir=DEMO_ADAPTERS_DIR, port=0, data_dir=data_dir, drain_timeout_s=5, **changes
+    )
+
+
+class SharedNode(LocalNode):
+    """A node that outlives the gateways in front of it: they drain and close it, it does not mind."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        return True
+
+    async def close(self) -> None:
+        pass
+
+    async def really_close(self) -> None:
+        await super().close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedNode]:
+    node = SharedNode(node_config(demo_config(tmp_path_factory.mktemp("node"), max_num_seqs=32)))
+    await node.start()
+    yield node
+    await node.really_close()
+
+
+Gateways = Callable[..., Awaitable[Server]]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def gateways(node: SharedNode, tmp_path: Path) -> AsyncIterator[Gateways]:
+    """Makes gateways with settings of their own, all in front of the one engine."""
+    async with AsyncExitStack() as stack:
+
+        async def make(**changes: Any) -> Server:
+            data_dir = changes.pop("data_dir", tmp_path / "data")
+            services = await build_services(
+                demo_config(data_dir, **changes), node=node, metrics=Metrics(CollectorRegistry())
+            )
+            return await stack.enter_async_context(Server(services))
+
+        yield make
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def server(gateways: Gateways) -> Server:
+    return await gateways()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def http(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(server.url) as session:
+        yield session
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def chat(server: Server) -> AsyncIterator[ChatClient]:
+    async with ChatClient(server.url) as client:
+        yield client
+
+
+async def engine_is_empty(node: LocalNode) -> None:
+    """Wait until the engine holds no request; fails if it does not come to that within the time of a few steps."""
+    async with asyncio.timeout(5):
+        while True:
+            stats = await node.stats()
+            if stats.num_running == stats.num_waiting == 0:
+                return
+            await asyncio.sleep(0.01)

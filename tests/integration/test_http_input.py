@@ -1,0 +1,189 @@
+"""Bad and hostile HTTP input: a clear error in the API's own shape, and nobody else harmed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.app import Server
+
+from .conftest import MODEL, Gateways
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+
+
+async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    body = await response.json()
+    assert set(body["error"]) == {"message", "type", "param", "code"} and body["error"]["message"]
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe\x00", b'{"model":"\xff"}', b"[" * 100_000, b'{"messages":' + b"9" * 5000 + b"}"],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+async def test_malformed_bodies(http: aiohttp.ClientSession, path: str, data: bytes) -> None:
+    async with http.post(path, data=data) as response:
+        assert response.status == 400
+        await error_of(response)
+
+
+async def test_malformed_anthropic_bodies_are_answered_in_its_shape(http: aiohttp.ClientSession) -> None:
+    async with http.post("/v1/messages", data=b"{") as response:
+        assert response.status == 400
+        body = await response.json()
+    assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+
+
+async def test_fields_of_the_wrong_type(http: aiohttp.ClientSession) -> None:
+    for change in ({"messages": 5}, {"max_tokens": "x"}, {"stream": []}, {"messages": [{"role": 7}]}, {"session_id": 5}):
+        async with http.post(CHAT, json=BODY | change) as response:
+            assert response.status == 400, change
+            await error_of(response)
+
+
+async def test_a_huge_body_is_refused_without_being_read(server: Server) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {200 << 20}\r\n\r\n".encode())
+    writer.write(b"x" * 1000)  # the rest never comes
+    async with asyncio.timeout(10):
+        head = await reader.readuntil(b"\r\n\r\n")
+    assert b" 413 " in head.split(b"\r\n")[0]
+    writer.close()
+
+
+async def test_a_huge_chunked_body_is_refused(gateways: Gateways) -> None:
+    server = await gateways(max_body_bytes=100_000)
+
+    async def endless():
+        for _ in range(200):
+            yield b"x" * 10_000
+
+    async with aiohttp.ClientSession(server.url) as http:
+        async with http.post(CHAT, data=endless()) as response:
+            assert response.status == 413
+            assert "100000 bytes" in (await error_of(response))["message"]
+        async with http.post(CHAT, json=BODY) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", CHAT, 405),
+        ("GET", "/api/sessions/nope", 404),
+        ("DELETE", "/api/sessions/nope", 404),
+        ("POST", "/api/sessions/nope/restore", 404),
+        ("GET", "/api/sessions?limit=x", 400),
+        ("GET", "/api/sessions?limit=100000", 400),
+        ("GET", "/api/sessions?before=garbage", 400),
+        ("GET", "/v1/models/nope", 404),
+        ("GET", "/static/nope.js", 404),
+        ("GET", "/static/../README.md", 404),
+        ("GET", "/static/%2e%2e/README.md", 404),
+        ("GET", "/static/..%2fREADME.md", 404),
+        ("GET", "/static//etc/passwd", 404),
+        ("POST", "/v1/load_lora_adapter", 400),
+    ],
+)
+async def test_wrong_addresses(http: aiohttp.ClientSession, method: str, path: str, status: int) -> None:
+    from yarl import URL
+
+    url = URL(str(http._base_url).rstrip("/") + path, encoded=True)
+    async with http.request(method, url) as response:
+        assert response.status == status
+        await error_of(response)
+
+
+async def test_sessions_over_rest(http: aiohttp.ClientSession) -> None:
+    async with http.post("/api/sessions", json={"title": "Plans"}) as response:
+        assert response.status == 201
+        session = await response.json()
+    url = f"/api/sessions/{session['id']}"
+    async with http.patch(url, json={"title": "Better plans"}) as response:
+        assert (await response.json())["title"] == "Better plans"
+    async with http.get("/api/sessions", params={"q": "better"}) as response:
+        assert [item["id"] for item in (await response.json())["sessions"]] == [session["id"]]
+    for bad in ({"title": 5}, {"titel": "x"}, [], "x"):
+        async with http.patch(url, json=bad) as response:
+            assert response.status == 400
+    async with http.delete(url) as response:
+        assert response.status == 204
+    async with http.get(url) as response:
+        assert response.status == 404
+    async with http.post(url + "/restore") as response:
+        assert (await response.json())["title"] == "Better plans"
+
+
+@pytest.mark.parametrize("path", ["/ws", "/api/sessions", CHAT])
+async def test_pages_of_other_origins_are_kept_out(http: aiohttp.ClientSession, path: str, server: Server) -> None:
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+        async with http.get(path, headers={"Origin": origin}) as response:
+            assert response.status == 403
+            assert "Access-Control-Allow-Origin" not in response.headers
+    # A name that was pointed at this machine agrees with itself, and is refused all the same.
+    rebound = {"Origin": "http://evil.example:80", "Host": "evil.example:80"}
+    async with http.get("/api/sessions", headers=rebound) as response:
+        assert response.status == 403
+    async with http.get("/api/sessions", headers={"Origin": server.url}) as response:
+        assert response.status == 200
+
+
+async def test_an_allowed_origin_may_use_the_api(gateways: Gateways) -> None:
+    server = await gateways(cors_origins=("https://app.example",))
+    headers = {"Origin": "https://app.example"}
+    preflight = headers | {"Access-Control-Request-Method": "POST"}
+    async with aiohttp.ClientSession(server.url) as http:
+        async with http.options(CHAT, headers=preflight) as response:
+            assert response.status == 204
+            assert response.headers["Access-Control-Allow-Origin"] == "https://app.example"
+        for stream in (False, True):
+            async with http.post(CHAT, json=BODY | {"stream": stream}, headers=headers) as response:
+                assert response.status == 200
+                assert response.headers["Access-Control-Allow-Origin"] == "https://app.example"
+                await response.read()
+
+
+async def test_the_page_is_served_with_its_policy(http: aiohttp.ClientSession) -> None:
+    async with http.get("/") as response:
+        assert response.status == 200 and response.content_type == "text/html"
+        assert "default-src 'self'" in response.headers["Content-Security-Policy"]
+        page = await response.text()
+    assert "<script" in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+async def test_health_and_metrics(http: aiohttp.ClientSession) -> None:
+    async with http.get("/healthz") as response:
+        assert response.status == 200
+    async with http.get("/readyz") as response:
+        assert (response.status, await response.json()) == (200, {"status": "ready"})
+    async with http.post(CHAT, json=BODY) as response:
+        assert response.status == 200
+    async with http.get("/metrics") as response:
+        text = await response.text()
+    assert f'overture_http_requests_total{{route="{CHAT}",status="200"}} 1.0' in text
+
+
+async def test_vllms_own_metrics_are_in_the_default_registry(http: aiohttp.ClientSession) -> None:
+    from prometheus_client import REGISTRY, generate_latest
+
+    async with http.post(CHAT, json=BODY) as response:
+        assert response.status == 200
+    text = generate_latest(REGISTRY).decode()
+    for name in ("vllm:num_requests_running", "vllm:time_to_first_token_seconds_count", "vllm:kv_cache_usage_perc"):
+        assert name in text
+
+
+async def test_sse_has_done_and_parses(http: aiohttp.ClientSession) -> None:
+    async with http.post(CHAT, json=BODY | {"stream": True}) as response:
+        assert response.content_type == "text/event-stream"
+        lines = [line for line in (await response.text()).split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    assert all(json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-1])

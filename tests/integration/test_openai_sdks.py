@@ -1,0 +1,263 @@
+"""The OpenAI and Anthropic SDKs against the gateway on the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import pytest_asyncio
+from pydantic import BaseModel
+
+from gateway.app import Server
+
+from .conftest import KEYS, MODEL, Gateways, SharedNode, engine_is_empty
+
+HELLO: Any = [{"role": "user", "content": "Hello, how are you?"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city",
+            "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]},
+        },
+    }
+]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def claude(server: Server) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+async def test_models_lists_base_and_adapters(client: openai.AsyncOpenAI) -> None:
+    models = [model.id async for model in client.models.list()]
+    assert models[0] == MODEL and {"shout", "pirate", "json"} <= set(models)
+    assert (await client.models.retrieve("shout")).id == "shout"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("nope")
+
+
+async def test_a_stream_equals_the_whole_answer_and_ends_with_usage(client: openai.AsyncOpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": HELLO, "temperature": 0}
+    whole = await client.chat.completions.create(**options)
+    text, usage, finish = "", None, None
+    async for chunk in await client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+    assert text == whole.choices[0].message.content != ""
+    assert finish == whole.choices[0].finish_reason == "stop"
+    assert usage is not None and whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+async def test_an_adapter_is_a_model(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(model="shout", messages=HELLO, temperature=0)
+    text = answer.choices[0].message.content
+    assert text and text.isupper() and answer.model == "shout"
+
+
+async def test_the_second_turn_reuses_the_first(client: openai.AsyncOpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "My name is Quorin and my city is Dalvek. " * 3}]
+    first = await client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+    messages += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "Thank you."},
+    ]
+    second = await client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+    assert second.usage is not None and second.usage.prompt_tokens_details is not None
+    assert (second.usage.prompt_tokens_details.cached_tokens or 0) > 0
+
+
+async def test_choices_stops_and_logprobs(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=HELLO, n=2, temperature=1, seed=3, max_tokens=8, logprobs=True, top_logprobs=2
+    )
+    assert len(answer.choices) == 2
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and len(logprobs.content[0].top_logprobs) == 2
+    whole = (await client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0)).choices[0].message.content
+    assert whole is not None
+    stop = whole[5:8]
+    cut = await client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0, stop=[stop])
+    assert cut.choices[0].message.content == whole[: whole.index(stop)]
+
+
+async def test_structured_output_fits_its_schema(client: openai.AsyncOpenAI) -> None:
+    class Mood(BaseModel):
+        happy: bool
+
+    answer = await client.chat.completions.parse(
+        model=MODEL, messages=HELLO, response_format=Mood, temperature=1, max_tokens=100
+    )
+    assert isinstance(answer.choices[0].message.parsed, Mood)
+
+
+async def test_tools(client: openai.AsyncOpenAI) -> None:
+    auto = await client.chat.completions.create(
+        model=MODEL, messages=HELLO, tools=TOOLS, tool_choice="auto", temperature=0, max_tokens=30
+    )
+    assert auto.choices[0].message.content, "without a tool parser, 'auto' is answered in text"
+
+
+async def test_completions(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model=MODEL, prompt=["Hello", "Bye"], max_tokens=5, temperature=0)
+    assert len(answer.choices) == 2
+    parts = [
+        chunk.choices[0].text
+        async for chunk in await client.completions.create(
+            model=MODEL, prompt="Hello", max_tokens=5, temperature=0, stream=True
+        )
+    ]
+    assert "".join(parts) == answer.choices[0].text
+
+
+async def test_responses_go_on_from_one_another(client: openai.AsyncOpenAI, server: Server) -> None:
+    first = await client.responses.create(model=MODEL, input="My secret word is Fezin.", temperature=0)
+    second = await client.responses.create(
+        model=MODEL, input="What is my secret word?", previous_response_id=first.id, temperature=0
+    )
+    assert "Fezin" in second.output_text
+    events = [
+        event
+        async for event in await client.responses.create(
+            model=MODEL, input="And again, what is my secret word?", previous_response_id=second.id, temperature=0, stream=True
+        )
+    ]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert "Fezin" in text and events[-1].type == "response.completed"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.create(model=MODEL, input="Hello", previous_response_id="resp_nope")
+
+
+async def test_anthropic_messages(claude: anthropic.AsyncAnthropic) -> None:
+    message = await claude.messages.create(model=MODEL, max_tokens=60, messages=HELLO, temperature=0)
+    assert message.content[0].type == "text" and message.content[0].text
+    async with claude.messages.stream(model="shout", max_tokens=60, messages=HELLO, temperature=0) as stream:
+        text = "".join([part async for part in stream.text_stream])
+    assert text.isupper()
+    counted = await claude.messages.count_tokens(model=MODEL, messages=HELLO)
+    assert counted.input_tokens == message.usage.input_tokens
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await claude.messages.create(model="nope", max_tokens=5, messages=HELLO)
+    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    with pytest.raises(anthropic.BadRequestError) as bad:
+        await claude.messages.create(model=MODEL, max_tokens=5, messages="x")  # type: ignore[arg-type]
+    assert bad.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+
+
+async def test_a_named_session_keeps_the_call(client: openai.AsyncOpenAI, server: Server) -> None:
+    async with client.chat.completions.with_streaming_response.create(
+        model=MODEL, messages=HELLO, temperature=0, stream=True, extra_headers={"X-Session-Id": "agent-7"}
+    ) as response:
+        assert response.headers["X-Session-Id"] == "agent-7"
+        await response.read()
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=HELLO, temperature=0, extra_body={"session_id": "agent-7"}
+    )
+    session = await server.services.store.get_session("local", "agent-7")
+    assert [turn.content for turn in session.turns] == [HELLO[0]["content"]] * 2
+    assert {turn.answer for turn in session.turns} == {answer.choices[0].message.content}
+    assert session.turns[0].status == "done"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"model": "nope"}, openai.NotFoundError),
+        ({"temperature": -1}, openai.BadRequestError),
+        ({"messages": "x"}, openai.BadRequestError),
+        ({"messages": [{"role": "user", "content": "word " * 20_000}]}, openai.BadRequestError),
+        ({"n": 0}, openai.BadRequestError),
+        ({"max_tokens": "many"}, openai.BadRequestError),
+        ({"logit_bias": {"99999999": 1}}, openai.BadRequestError),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}}, openai.BadRequestError),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_requests_are_4xx_before_any_stream(
+    client: openai.AsyncOpenAI, options: dict[str, Any], error: type[openai.APIStatusError], stream: bool
+) -> None:
+    with pytest.raises(error) as raised:
+        await client.chat.completions.create(**{"model": MODEL, "messages": HELLO, "stream": stream} | options)
+    body: Any = raised.value.body
+    assert body["message"] and body["code"] and "Traceback" not in body["message"]
+
+
+async def test_keys(gateways: Gateways) -> None:
+    server = await gateways(api_keys=KEYS)
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as raised:
+            await client.models.list()
+        assert raised.value.body["type"] == "authentication_error"  # type: ignore[index]
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=KEYS[0]) as client:
+        assert [model.id async for model in client.models.list()]
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key=KEYS[1]) as claude:
+        assert (await claude.messages.count_tokens(model=MODEL, messages=HELLO)).input_tokens > 0
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="wrong", max_retries=0) as claude:
+        with pytest.raises(anthropic.AuthenticationError):
+            await claude.messages.count_tokens(model=MODEL, messages=HELLO)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_the_engine(client: openai.AsyncOpenAI, node: SharedNode, stream: bool) -> None:
+    before = (await node.stats()).num_free_kv_blocks
+    call = client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=3000, temperature=1, stream=stream, extra_body={"ignore_eos": True}
+    )
+    if stream:
+        chunks: Any = await call
+        await anext(aiter(chunks))
+        await chunks.close()
+    else:
+        task = asyncio.ensure_future(call)
+        async with asyncio.timeout(10):
+            while (await node.stats()).num_running == 0:
+                await asyncio.sleep(0.01)
+        task.cancel()
+    await engine_is_empty(node)
+    assert (await node.stats()).num_free_kv_blocks == before
+
+
+async def test_repeated_request_ids_do_not_mix(client: openai.AsyncOpenAI) -> None:
+    async def one(word: str) -> str:
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": f"My secret word is {word}. What is my secret word?"}],
+            temperature=0,
+            extra_headers={"X-Request-Id": "same"},
+        )
+        return answer.choices[0].message.content or ""
+
+    words = ["Fezin", "Tobar", "Mirel", "Quorin"]
+    alone = [await one(word) for word in words]
+    assert await asyncio.gather(*(one(word) for word in words)) == alone
+
+
+async def test_open_webui_style_request(client: openai.AsyncOpenAI) -> None:
+    """Open WebUI sends tool_choice with every request, and a few fields of its own."""
+    stream: Any = await client.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,
+        stream=True,
+        tool_choice="auto",
+        tools=TOOLS,
+        extra_body={"chat_id": "x", "background_tasks": {}, "priority": 99, "vllm_xargs": {"lane": "hi"}},
+    )
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+    assert text
+    assert json.dumps(text)

@@ -1,0 +1,113 @@
+"""The gateway as a user runs it: a process that is killed, started again and told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gateway.client.chat import Accepted, ChatClient, ChatError, Delta, Done
+from tests.conftest import ROOT
+
+LONG = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.asynccontextmanager
+async def serving(port: int, data_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`overture serve` until the block ends, however it ends."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gateway.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def output_until(process: asyncio.subprocess.Process, word: bytes) -> list[bytes]:
+    """The lines of stdout up to one that holds `word`."""
+    assert process.stdout is not None
+    lines = []
+    async with asyncio.timeout(180):
+        while not (lines and word in lines[-1]):
+            line = await process.stdout.readline()
+            assert line, f"the server ended before it said {word!r}: {lines}"
+            lines.append(line)
+    return lines
+
+
+async def ask(client: ChatClient, content: str, session_id: str | None = None) -> tuple[str, Done]:
+    text = ""
+    async for event in client.ask(content, session_id=session_id, sampling={"temperature": 0}):
+        if isinstance(event, Delta):
+            text += event.text
+        elif isinstance(event, Done):
+            return text, event
+    raise AssertionError("no done frame")
+
+
+@pytest.mark.slow
+async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    async with serving(port, tmp_path) as process:
+        lines = await output_until(process, b"ready")
+        assert url.encode() in lines[0] and len(lines) >= 3, "progress is shown while the engine starts"
+        async with ChatClient(url) as client:
+            answer, done = await ask(client, "My secret word is Fezin.")
+            turn_id = None
+            with contextlib.suppress(ChatError, TimeoutError):
+                async with asyncio.timeout(15):
+                    async for event in client.ask("Tell me a long story.", session_id=done.session_id, sampling=LONG):
+                        turn_id = event.id if isinstance(event, Accepted) else turn_id
+                        if isinstance(event, Delta):
+                            process.send_signal(signal.SIGKILL)
+                            break
+        await process.wait()
+    async with serving(port, tmp_path) as process:
+        await output_until(process, b"ready")
+        async with aiohttp.ClientSession(url) as http, http.get(f"/api/sessions/{done.session_id}") as response:
+            turns = (await response.json())["turns"]
+        assert [(turn["status"], turn["answer"]) for turn in turns] == [("done", answer), ("failed", "")]
+        assert turns[1]["id"] == turn_id
+        async with ChatClient(url) as client:
+            recalled, _ = await ask(client, "What is my secret word?", done.session_id)
+            assert "Fezin" in recalled
+            events = client.ask("Hello, how are you?", session_id=done.session_id, sampling={"temperature": 0})
+            async for event in events:
+                if isinstance(event, Delta):
+                    process.send_signal(signal.SIGTERM)
+                    break
+            rest = [event async for event in events]
+            assert isinstance(rest[-1], Done), "a running answer may finish while the server drains"
+        async with asyncio.timeout(30):
+            assert await process.wait() == 0
+
+
+async def test_a_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        async with serving(taken.getsockname()[1], tmp_path) as process:
+            lines = await output_until(process, b"error")
+            assert b"--port" in lines[-1]
+            assert await process.wait() == 2

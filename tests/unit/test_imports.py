@@ -1,0 +1,47 @@
+"""Import purity: what must stay light and free of the engine is loaded in a fresh interpreter, and looked at."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENGINE = {"torch", "vllm", "transformers", "numpy"}
+
+
+def loaded_by(module: str) -> set[str]:
+    """The names of all modules that are there after `import module`, beyond those of a bare interpreter."""
+    code = f"import sys; before = set(sys.modules); import {module}; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def policy_modules() -> list[str]:
+    """Every module of the packages that decide and do nothing else."""
+    folders = (ROOT / "engine_bridge" / "policy", ROOT / "kvtiers" / "policy")
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files
+    ]
+
+
+@pytest.mark.parametrize("module", ["engine_bridge.node", *policy_modules()])
+def test_policy_and_the_node_protocol_load_without_asyncio_or_the_engine(module: str) -> None:
+    assert loaded_by(module) & (ENGINE | {"asyncio", "aiohttp"}) == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["gateway", "gateway.config", "gateway.cli", "gateway.errors", "gateway.logs", "engine_bridge"]
+)
+def test_the_light_modules_load_without_the_engine_or_the_server(module: str) -> None:
+    assert loaded_by(module) & (ENGINE | {"aiohttp", "asyncio"}) == set()
+
+
+@pytest.mark.parametrize("module", ["gateway.client.chat", "gateway.client.terminal"])
+def test_the_client_loads_nothing_of_the_server(module: str) -> None:
+    loaded = loaded_by(module)
+    ours = {name for name in loaded if name.split(".")[0] in {"gateway", "engine_bridge", "kvtiers"}}
+    assert ours <= {"gateway", "gateway.client", "gateway.client.chat", "gateway.client.terminal"}
+    assert loaded & (ENGINE | {"aiohttp"}) == set()
