@@ -1,0 +1,389 @@
+/** Ties the state machine, the REST calls and the views together. */
+
+import { Announcer } from './announcer.js';
+import { Api } from './api.js';
+import { Composer } from './composer.js';
+import { askKey, confirmDelete, showShortcuts, toast } from './dialogs.js';
+import { Drawer } from './drawer.js';
+import { Follower } from './follow.js';
+import { ChatCore, isLive } from './protocol.js';
+import { Rail } from './rail.js';
+import { SessionIndex } from './sessions.js';
+import { Connection } from './socket.js';
+import { StatusBanner } from './status.js';
+import { readKey, writeDraft, writeKey } from './storage.js';
+import { Transcript } from './transcript.js';
+import { showExamples } from './welcome.js';
+
+const UNDO_MS = 10000; // the page's promise; the server keeps a deleted session for 30 s
+const NAME = 'Overture';
+const byId = (id) => document.getElementById(id);
+
+/** The page. */
+export class App {
+  #keyAsked = false;
+  #listing = false;
+  #creating = false;
+  #events = {
+    phase: () => this.#onPhase(),
+    models: () => this.#onModels(),
+    current: () => this.#onCurrent(),
+    session: ({ sessionId }) => this.#onSession(sessionId),
+    turn: ({ turn }) => this.#onTurn(turn),
+    text: ({ turn }) => this.#onText(turn),
+    listed: (event) => this.#onListed(event),
+    gone: ({ sessionId }) => this.#onGone(sessionId),
+    stale: ({ sessionId }) => this.#reload(sessionId),
+    problem: ({ message }) => toast(message),
+  };
+
+  constructor() {
+    this.core = new ChatCore();
+    this.core.apiKey = readKey();
+    this.api = new Api(() => this.core.apiKey);
+    this.index = new SessionIndex();
+    this.connection = new Connection(this.core, socketUrl(), () => this.#flush());
+    this.#makeViews();
+    this.#listen();
+  }
+
+  /** Opens the session of the address bar and connects. */
+  start() {
+    this.core.open(sessionFromHash());
+    this.connection.connect();
+  }
+
+  #makeViews() {
+    this.announcer = new Announcer(byId('announcer'));
+    this.follower = new Follower(byId('scroller'), byId('new-text'));
+    this.transcript = new Transcript(byId('transcript'), {
+      regenerate: (turn) => this.#replace(turn, turn.content),
+      edit: (turn, text) => this.#replace(turn, text),
+      retry: (turn) => this.#act(() => this.core.retry(turn.id, this.composer.adapter)),
+      discard: (turn) => this.#act(() => this.core.discard(turn.id)),
+      grown: () => this.follower.grown(),
+    });
+    this.composer = new Composer(byId('composer'), {
+      send: (text) => this.#send(text),
+      stop: () => this.#stop(),
+      typing: () => this.#typing(),
+      pick: (adapter) => this.#pick(adapter),
+      editLast: () => this.#editLast(),
+    });
+    this.rail = new Rail({ list: byId('session-list'), search: byId('search'), status: byId('list-status') }, {
+      open: () => this.drawer.close(),
+      rename: (id, title) => this.#rename(id, title),
+      remove: (id) => this.#remove(id),
+      search: async (q) => (await this.#tell(this.api.list({ q })))?.sessions ?? [],
+      more: () => this.#list(false),
+    }, () => ({ sessions: this.index.sorted(), hasMore: this.index.next !== null, current: this.core.current,
+      isRunning: (id) => Boolean(this.core.liveTurn(id)) }));
+    this.drawer = new Drawer(byId('rail'), byId('menu-button'), byId('backdrop'), byId('main'));
+    this.banner = new StatusBanner(byId('banner'), this.core, {
+      retry: () => this.connection.retryNow(),
+      greet: () => this.#act(() => this.core.opened()),
+      unlock: () => this.#unlock(),
+      readiness: () => this.api.readiness(),
+    });
+  }
+
+  #listen() {
+    addEventListener('hashchange', () => this.#openSession(sessionFromHash()));
+    document.addEventListener('keydown', (event) => this.#onKey(event));
+    byId('shortcuts-button').addEventListener('click', showShortcuts);
+    for (const button of document.querySelectorAll('.new-chat')) {
+      button.addEventListener('click', () => this.#newChat());
+    }
+  }
+
+  // ---------------------------------------------------------------- what the user does
+
+  async #send(text) {
+    if (this.#creating) return;
+    const sessionId = this.core.current ?? await this.#createSession();
+    if (!sessionId) return;
+    this.composer.clear();
+    this.#ask({ sessionId, content: text });
+  }
+
+  /** Makes the session first, so that a repeated message can never open a second one. */
+  async #createSession() {
+    this.#creating = true;
+    const session = await this.#tell(this.api.create(this.composer.adapter));
+    this.#creating = false;
+    if (!session) return null;
+    writeDraft(null, '');
+    this.core.load({ ...session, turns: session.turns ?? [] });
+    this.core.open(session.id);
+    setHash(session.id);
+    this.#flush();
+    return session.id;
+  }
+
+  #ask({ sessionId, content, after }) {
+    const ask = { id: newId(), sessionId, content, adapter: this.composer.adapter };
+    if (after !== undefined) ask.after = after;
+    this.index.upsert({ id: sessionId, adapter: ask.adapter });
+    this.#act(() => this.core.ask(ask));
+    this.follower.toEnd();
+  }
+
+  /** Asks again in the place of a turn; what follows it goes. */
+  #replace(turn, content) {
+    if (this.core.liveTurn(turn.sessionId)) return;
+    this.#ask({ sessionId: turn.sessionId, content, after: this.core.turnBefore(turn)?.id ?? null });
+    this.composer.focus();
+  }
+
+  #stop() {
+    const turn = this.core.liveTurn(this.core.current);
+    if (turn) this.#act(() => this.core.stop(turn.id));
+    return Boolean(turn);
+  }
+
+  #typing() {
+    if (this.core.current) this.#act(() => this.core.typing(this.core.current, this.composer.adapter));
+  }
+
+  #pick(adapter) {
+    const { current } = this.core;
+    if (!current) return;
+    this.index.upsert({ id: current, adapter });
+    this.rail.draw();
+    this.#typing();
+    this.#tell(this.api.patch(current, { adapter }));
+  }
+
+  #editLast() {
+    const turn = this.#session()?.turns.at(-1);
+    if (turn && !isLive(turn)) this.transcript.edit(turn);
+  }
+
+  #newChat() {
+    this.drawer.close();
+    if (location.hash) setHash(null);
+    this.#openSession(null);
+    this.composer.focus();
+  }
+
+  #openSession(sessionId) {
+    if (sessionId === this.core.current) return;
+    this.#act(() => this.core.open(sessionId));
+    this.follower.toEnd();
+    this.composer.focus();
+  }
+
+  async #rename(id, title) {
+    this.index.upsert({ id, title });
+    if (this.core.sessions.has(id)) this.core.sessions.get(id).title = title;
+    this.#showTitle();
+    await this.#tell(this.api.patch(id, { title }));
+    this.#refreshList();
+  }
+
+  async #remove(id) {
+    const title = this.index.get(id)?.title || 'New chat';
+    if (!await confirmDelete(title)) return;
+    if (await this.#tell(this.api.remove(id)) === undefined) return;
+    const session = this.index.remove(id);
+    const wasOpen = id === this.core.current;
+    this.core.forget(id);
+    if (wasOpen) this.#newChat();
+    this.#refreshList();
+    toast(`“${title}” deleted.`, { label: 'Undo', ms: UNDO_MS, act: () => this.#restore(id, session, wasOpen) });
+    this.announcer.say('Conversation deleted. Undo is available for ten seconds.');
+  }
+
+  async #restore(id, session, wasOpen) {
+    if (await this.#tell(this.api.restore(id)) === undefined) return;
+    if (session) this.index.upsert(session);
+    this.#refreshList();
+    if (!wasOpen) return;
+    setHash(id);
+    this.#openSession(id);
+  }
+
+  #onKey(event) {
+    const key = event.key.toLowerCase();
+    const chord = event.ctrlKey || event.metaKey;
+    if (chord && key === 'k') {
+      event.preventDefault();
+      this.drawer.open();
+      byId('search').select();
+    } else if (chord && event.shiftKey && key === 'o') {
+      event.preventDefault();
+      this.#newChat();
+    } else if (key === 'escape') {
+      this.#stop();
+    } else if (key === '?' && !event.target.closest('input, textarea, select')) {
+      showShortcuts();
+    }
+  }
+
+  // ---------------------------------------------------------------- what the core reports
+
+  /** Gives the core an input and passes on what came of it. */
+  #act(input) {
+    input();
+    this.#flush();
+  }
+
+  #flush() {
+    const { frames, events } = this.core.drain();
+    for (const frame of frames) this.connection.send(frame);
+    for (const event of events) this.#events[event.type](event);
+  }
+
+  #onPhase() {
+    this.banner.update();
+    this.#showState();
+    if (this.core.phase === 'ready') {
+      this.#keyAsked = false;
+      this.#list(true);
+    } else if (this.core.phase === 'locked' && !this.#keyAsked) {
+      this.#unlock();
+    }
+  }
+
+  async #unlock() {
+    this.#keyAsked = true;
+    const key = await askKey(Boolean(this.core.apiKey));
+    if (!key) return;
+    this.core.apiKey = key;
+    writeKey(key);
+    this.#keyAsked = false;
+    this.connection.connect();
+  }
+
+  #onModels() {
+    const { models, server } = this.core;
+    this.composer.maxBytes = server.max_message_bytes ?? Infinity;
+    this.composer.offer(models);
+    byId('server').textContent = `${server.model.split('/').at(-1)} · ${NAME} ${server.version}`;
+    showExamples(byId('examples'), models, ({ text, adapter }) => {
+      this.composer.adapter = adapter ?? null;
+      this.composer.write(text);
+      this.composer.area.focus();
+    });
+  }
+
+  #onCurrent() {
+    this.composer.open(this.core.current);
+    this.composer.adapter = this.#session()?.adapter ?? this.index.get(this.core.current)?.adapter ?? null;
+    this.#onSession(this.core.current);
+    this.rail.mark();
+  }
+
+  #onSession(sessionId) {
+    if (sessionId !== this.core.current) return;
+    const session = this.#session();
+    const empty = !session?.turns.length;
+    byId('welcome').hidden = !empty || Boolean(sessionId && !session?.loaded);
+    this.transcript.show(session?.turns ?? []);
+    this.#showTitle();
+    this.#showState();
+  }
+
+  #onTurn(turn) {
+    this.rail.mark();
+    if (turn.sessionId !== this.core.current) return;
+    this.transcript.update(turn);
+    if (!isLive(turn)) this.announcer.follow(turn, true);
+    this.#showState();
+  }
+
+  #onText(turn) {
+    if (turn.sessionId !== this.core.current) return;
+    this.transcript.grow(turn);
+    this.announcer.follow(turn, false);
+  }
+
+  #onListed({ sessionId, title, adapter, updatedAt }) {
+    this.index.upsert({ id: sessionId, title, adapter, updated_at: updatedAt ?? Date.now() / 1000 });
+    if (sessionId === this.core.current) {
+      if (adapter !== undefined) this.composer.adapter = adapter;
+      this.#showTitle();
+    }
+    this.rail.draw();
+  }
+
+  #onGone(sessionId) {
+    setHash(null);
+    toast('This conversation does not exist any more.');
+    this.index.remove(sessionId);
+    this.rail.draw();
+  }
+
+  /** Reads a session whose turn could not be resumed. */
+  async #reload(sessionId) {
+    const session = await this.#tell(this.api.session(sessionId));
+    if (session) this.#act(() => this.core.load(session));
+  }
+
+  // ---------------------------------------------------------------- showing it
+
+  #session() {
+    return this.core.sessions.get(this.core.current);
+  }
+
+  #showTitle() {
+    const title = this.#session()?.title ?? this.index.get(this.core.current)?.title;
+    byId('title').textContent = title || 'New chat';
+    document.title = title ? `${title} – ${NAME}` : NAME;
+  }
+
+  #showState() {
+    const running = Boolean(this.core.liveTurn(this.core.current));
+    this.composer.setState(this.core.phase === 'ready', running);
+  }
+
+  async #list(isFirst) {
+    if (this.#listing || (!isFirst && this.index.next === null)) return;
+    this.#listing = true;
+    const page = await this.#tell(this.api.list({ before: isFirst ? null : this.index.next }));
+    this.#listing = false;
+    if (!page) return;
+    this.index.addPage(page, isFirst);
+    this.rail.draw();
+  }
+
+  #refreshList() {
+    this.rail.draw();
+    this.rail.refreshSearch();
+  }
+
+  /** Waits for a REST call; says so when it fails, and resolves to undefined. */
+  async #tell(call) {
+    try {
+      return await call;
+    } catch (error) {
+      toast(error.message);
+      return undefined;
+    }
+  }
+}
+
+function socketUrl() {
+  const url = new URL('ws', location.href);
+  url.protocol = url.protocol.replace('http', 'ws');
+  url.hash = '';
+  return url.href;
+}
+
+function sessionFromHash() {
+  const match = location.hash.match(/^#\/s\/(.+)$/);
+  return match ? decodeURIComponent(match[1]) : null;
+}
+
+/** Changes the address without a second event: whoever calls this opens the session itself. */
+function setHash(sessionId) {
+  const hash = sessionId ? `#/s/${encodeURIComponent(sessionId)}` : location.pathname;
+  history.pushState(null, '', hash);
+}
+
+/** A random id; `crypto.randomUUID` exists in secure contexts only. */
+function newId() {
+  if (crypto.randomUUID) return crypto.randomUUID();
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, '0')).join('');
+}

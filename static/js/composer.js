@@ -1,0 +1,164 @@
+/** Where the user writes: text field, adapter picker, send and stop. */
+
+import { fitHeight, isSend } from './editor.js';
+import { h } from './dom.js';
+import { hue } from './format.js';
+import { readDraft, writeDraft } from './storage.js';
+
+const TYPING_EVERY_MS = 2000; // the most often that the server wants to hear of it
+const BYTES_SPARE = 1024; // what the frame needs around the text
+
+/**
+ * @typedef {object} ComposerActions
+ * @property {(text: string) => void} send
+ * @property {() => void} stop
+ * @property {() => void} typing
+ * @property {(adapter: ?string) => void} pick
+ * @property {() => void} editLast
+ */
+
+/** The composer at the bottom of the page. */
+export class Composer {
+  #sessionId = null;
+  #typedAt = -Infinity;
+  #enabled = false;
+  #running = false;
+
+  /**
+   * @param {HTMLFormElement} form
+   * @param {ComposerActions} actions
+   */
+  constructor(form, actions) {
+    this.form = form;
+    this.actions = actions;
+    this.area = form.querySelector('textarea');
+    this.sendButton = form.querySelector('#send');
+    this.stopButton = form.querySelector('#stop');
+    this.picker = form.querySelector('select');
+    this.dot = form.querySelector('.dot');
+    this.note = form.querySelector('#composer-note');
+    this.maxBytes = Infinity;
+    this.#listen();
+  }
+
+  #listen() {
+    this.form.addEventListener('submit', (event) => {
+      event.preventDefault();
+      this.#submit();
+    });
+    this.stopButton.addEventListener('click', () => this.actions.stop());
+    this.area.addEventListener('input', () => this.#onInput());
+    this.area.addEventListener('keydown', (event) => this.#onKey(event));
+    this.picker.addEventListener('change', () => {
+      this.#showDot();
+      this.actions.pick(this.adapter);
+    });
+  }
+
+  /** The adapter in the picker, null for the base model. */
+  get adapter() {
+    return this.picker.selectedOptions[0]?.dataset.adapter ?? null;
+  }
+
+  set adapter(adapter) {
+    const options = [...this.picker.options];
+    const index = options.findIndex((option) => (option.dataset.adapter ?? null) === adapter);
+    this.picker.selectedIndex = Math.max(0, index);
+    this.#showDot();
+  }
+
+  /** Offers these models and keeps the choice. */
+  offer(models) {
+    const chosen = this.adapter;
+    this.picker.replaceChildren(...models.map(modelOption));
+    this.adapter = chosen;
+    this.picker.disabled = models.length < 2;
+  }
+
+  /** Changes to the draft of another session. */
+  open(sessionId) {
+    this.#sessionId = sessionId;
+    this.#typedAt = -Infinity;
+    this.write(readDraft(sessionId));
+  }
+
+  /** Replaces the text, as if it had been typed. */
+  write(text) {
+    this.area.value = text;
+    writeDraft(this.#sessionId, text);
+    this.#changed();
+  }
+
+  /** Takes the text away once it has been sent. */
+  clear() {
+    this.write('');
+  }
+
+  /**
+   * @param {boolean} enabled  a message could be sent now
+   * @param {boolean} running  an answer is being written in this session
+   */
+  setState(enabled, running) {
+    this.#enabled = enabled;
+    this.#running = running;
+    const shown = running ? this.stopButton : this.sendButton;
+    const other = running ? this.sendButton : this.stopButton;
+    const hadFocus = other === document.activeElement;
+    shown.hidden = false;
+    other.hidden = true;
+    if (hadFocus) this.focus();
+    this.#changed();
+  }
+
+  /** Puts the caret into the text, unless that would open a keyboard on a touch screen. */
+  focus() {
+    if (matchMedia('(hover: hover)').matches) this.area.focus();
+  }
+
+  #submit() {
+    if (!this.sendButton.disabled && !this.#running) this.actions.send(this.area.value.trim());
+  }
+
+  #onInput() {
+    writeDraft(this.#sessionId, this.area.value);
+    this.#changed();
+    if (performance.now() - this.#typedAt < TYPING_EVERY_MS || !this.area.value.trim()) return;
+    this.#typedAt = performance.now();
+    this.actions.typing();
+  }
+
+  #onKey(event) {
+    if (isSend(event)) {
+      event.preventDefault();
+      this.#submit();
+    } else if (event.key === 'ArrowUp' && this.area.value === '' && !this.#running) {
+      event.preventDefault();
+      this.actions.editLast();
+    }
+  }
+
+  #changed() {
+    fitHeight(this.area);
+    const size = new TextEncoder().encode(this.area.value).length;
+    const tooLong = size > this.maxBytes - BYTES_SPARE;
+    this.note.hidden = !tooLong;
+    this.note.textContent = tooLong ? 'This message is too long for the server. Please shorten it.' : '';
+    this.sendButton.disabled = !this.#enabled || tooLong || !this.area.value.trim();
+  }
+
+  #showDot() {
+    paintDot(this.dot, this.adapter);
+  }
+}
+
+/** Gives a dot the colour of an adapter; a ring stands for the base model. */
+export function paintDot(dot, adapter) {
+  dot.classList.toggle('base', !adapter);
+  dot.style.setProperty('--hue', adapter ? hue(adapter) : 0);
+}
+
+function modelOption({ id, adapter }) {
+  const option = h('option', {}, adapter ? id : `${id} (base)`);
+  if (adapter) option.dataset.adapter = id;
+  return option;
+}

@@ -1,0 +1,107 @@
+/** Small helpers that build elements. Text is always set as text. */
+
+const SVG = 'http://www.w3.org/2000/svg';
+
+const PATHS = {
+  copy: 'M8 8V5a1.5 1.5 0 0 1 1.5-1.5h9A1.5 1.5 0 0 1 20 5v9a1.5 1.5 0 0 1-1.5 1.5H16M5.5 8.5h9A1.5 1.5 0 0 1 16 10v9a1.5 1.5 0 0 1-1.5 1.5h-9A1.5 1.5 0 0 1 4 19v-9a1.5 1.5 0 0 1 1.5-1.5Z',
+  check: 'm5 12.5 4.5 4.5L19 7.5',
+  redo: 'M19.5 12a7.5 7.5 0 1 1-2.2-5.3L19.5 9M19.5 4v5h-5',
+  edit: 'm4 20 1-4L16.5 4.5l3 3L8 19l-4 1ZM14 7l3 3',
+  more: 'M6 12h.01M12 12h.01M18 12h.01',
+};
+
+/**
+ * Builds an element.
+ *
+ * @param {string} tag
+ * @param {object} [props]  properties; `class`, `role`, `aria-*`, `data-*` and the like become
+ *   attributes, `on` maps event names to listeners; false, null and undefined are left out
+ * @param {...(Node|string|null|undefined|false)} children
+ */
+export function h(tag, props = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name === 'on') {
+      for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
+    } else if (name in element && !name.includes('-')) {
+      element[name] = value;
+    } else {
+      element.setAttribute(name, value === true ? '' : value);
+    }
+  }
+  element.append(...children.filter((child) => child || child === 0));
+  return element;
+}
+
+/** A line icon, hidden from screen readers. */
+export function icon(name) {
+  const svg = document.createElementNS(SVG, 'svg');
+  svg.setAttribute('viewBox', '0 0 24 24');
+  svg.setAttribute('aria-hidden', 'true');
+  svg.classList.add('icon');
+  const path = document.createElementNS(SVG, 'path');
+  path.setAttribute('d', PATHS[name]);
+  svg.append(path);
+  return svg;
+}
+
+/** A button that shows only an icon; the label is its name and its tooltip. */
+export function iconButton(name, label, onClick) {
+  return h('button', { type: 'button', class: 'icon-button', title: label, 'aria-label': label,
+    on: { click: onClick } }, icon(name));
+}
+
+/** Copies text and shows a tick on the button for a moment. */
+export async function copyFrom(button, text) {
+  await writeClipboard(text);
+  const [original] = button.childNodes;
+  if (button.classList.contains('copied')) return;
+  const done = button.classList.contains('icon-button') ? icon('check') : 'Copied';
+  button.classList.add('copied');
+  button.replaceChildren(done);
+  setTimeout(() => {
+    button.classList.remove('copied');
+    button.replaceChildren(original);
+  }, 1400);
+}
+
+/** The asynchronous clipboard exists in secure contexts only, and may be refused; then the old way has to do. */
+async function writeClipboard(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    copyBySelection(text);
+  }
+}
+
+function copyBySelection(text) {
+  const focused = document.activeElement;
+  const holder = h('textarea', { value: text, class: 'sr-only' });
+  document.body.append(holder);
+  holder.select();
+  document.execCommand('copy');
+  holder.remove();
+  focused?.focus();
+}
+
+/** Makes `target` look like `source` while keeping every node that did not change. */
+export function morph(target, source) {
+  const next = [...source.childNodes];
+  next.forEach((node, index) => morphChild(target, target.childNodes[index], node));
+  while (target.childNodes.length > next.length) target.lastChild.remove();
+}
+
+function morphChild(parent, old, node) {
+  if (!old) {
+    parent.append(node);
+  } else if (old.nodeType === Node.TEXT_NODE && node.nodeType === Node.TEXT_NODE) {
+    if (old.data !== node.data) old.data = node.data;
+  } else if (old.isEqualNode(node)) {
+    // Untouched, so that a selection in it survives.
+  } else if (old.cloneNode(false).isEqualNode(node.cloneNode(false))) {
+    morph(old, node);
+  } else {
+    old.replaceWith(node);
+  }
+}

@@ -1,0 +1,50 @@
+/** Text fields that grow with their text, and the small form that edits a question. */
+
+import { h } from './dom.js';
+
+/** Makes a textarea as high as its text; the style sheet limits it. */
+export function fitHeight(area) {
+  area.style.height = 'auto';
+  area.style.height = `${area.scrollHeight}px`;
+}
+
+/** Whether this key press means "send": Enter alone, and not to confirm an input method's word. */
+export function isSend(event) {
+  return event.key === 'Enter' && !event.shiftKey && !event.isComposing;
+}
+
+/**
+ * A form with a growing text field.
+ *
+ * @param {string} text
+ * @param {{send: (text: string) => void, cancel: () => void}} actions  `send` gets trimmed text
+ */
+export function editor(text, { send, cancel }) {
+  const area = h('textarea', { value: text, rows: 1, 'aria-label': 'Edit message',
+    on: { input: () => fitHeight(area), keydown: onKey } });
+  const submit = () => {
+    if (area.value.trim()) send(area.value.trim());
+  };
+  function onKey(event) {
+    if (isSend(event)) {
+      event.preventDefault();
+      submit();
+    } else if (event.key === 'Escape') {
+      event.stopPropagation();
+      cancel();
+    }
+  }
+  const element = h('div', { class: 'editor' }, area,
+    h('p', { class: 'note' }, 'What follows this message is replaced.'),
+    h('div', { class: 'editor-buttons' },
+      h('button', { type: 'button', class: 'button quiet', on: { click: cancel } }, 'Cancel'),
+      h('button', { type: 'button', class: 'button primary', on: { click: submit } }, 'Send')));
+  return {
+    element,
+    focus() {
+      fitHeight(area);
+      area.focus();
+      area.setSelectionRange(area.value.length, area.value.length);
+    },
+  };
+}

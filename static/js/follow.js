@@ -1,0 +1,56 @@
+/** Follows growing text as long as the reader is at its end, and never pulls otherwise. */
+
+const NEAR_PX = 32; // chosen: one line and a bit counts as the end
+
+/** Watches one scrolling element. */
+export class Follower {
+  #lastTop = 0;
+
+  /**
+   * @param {HTMLElement} scroller
+   * @param {HTMLElement} pill  shown when text arrives below what is being read
+   */
+  constructor(scroller, pill) {
+    this.scroller = scroller;
+    this.pill = pill;
+    this.following = true;
+    scroller.addEventListener('scroll', () => this.#onScroll(), { passive: true });
+    pill.addEventListener('click', () => this.toEnd());
+    new ResizeObserver(() => this.#keepEnd()).observe(scroller);
+  }
+
+  /** To be called after the text has grown. */
+  grown() {
+    if (this.following) this.#jump();
+    else this.pill.hidden = this.#atEnd();
+  }
+
+  /** Goes to the end and follows from there. */
+  toEnd() {
+    this.following = true;
+    this.pill.hidden = true;
+    this.#jump();
+  }
+
+  #onScroll() {
+    const { scrollTop } = this.scroller;
+    if (this.#atEnd()) this.following = true;
+    else if (scrollTop < this.#lastTop) this.following = false;
+    if (this.following) this.pill.hidden = true;
+    this.#lastTop = scrollTop;
+  }
+
+  #keepEnd() {
+    if (this.following) this.#jump();
+  }
+
+  #jump() {
+    this.scroller.scrollTop = this.scroller.scrollHeight;
+    this.#lastTop = this.scroller.scrollTop;
+  }
+
+  #atEnd() {
+    const { scrollHeight, scrollTop, clientHeight } = this.scroller;
+    return scrollHeight - scrollTop - clientHeight < NEAR_PX;
+  }
+}

@@ -1,0 +1,96 @@
+/** Numbers, times and groups as words. Pure. */
+
+const COUNT = new Intl.NumberFormat('en');
+const MONTH = new Intl.DateTimeFormat('en', { month: 'long', year: 'numeric' });
+const TIERS = ['device', 'host', 'disk'];
+const DAY_MS = 86400000;
+const HUE_STEP = 183; // chosen: the adapters of the demo lie at least 39° apart
+
+/** 1984 → "1,984". */
+export const count = (number) => COUNT.format(number);
+
+/** 84.4 → "84 ms", 2140 → "2.1 s". */
+export function duration(ms) {
+  if (ms < 10) return `${ms.toFixed(1)} ms`;
+  return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
+}
+
+/** The decode rate from the time per token; empty for a single token. */
+export function rate(tpotMs) {
+  if (!tpotMs) return '';
+  const perSecond = 1000 / tpotMs;
+  return `${perSecond < 10 ? perSecond.toFixed(1) : count(Math.round(perSecond))} tok/s`;
+}
+
+/** "1,920 of 1,984 tokens reused (device)"; empty when nothing is known. */
+export function reuse(usage, kv) {
+  if (!usage || !kv) return '';
+  const tiers = TIERS.filter((tier) => kv[tier] > 0);
+  const reused = tiers.reduce((sum, tier) => sum + kv[tier], 0);
+  const where = tiers.length ? ` (${tiers.join(', ')})` : '';
+  return `${count(reused)} of ${count(usage.prompt_tokens)} tokens reused${where}`;
+}
+
+/** The grey line under an answer. */
+export function summary({ adapter, timings, usage }) {
+  if (!timings) return adapter ?? '';
+  const first = timings.ttft_ms == null ? '' : `first word ${duration(timings.ttft_ms)}`;
+  return [adapter, first, rate(timings.tpot_ms), reuse(usage, timings.kv)].filter(Boolean).join(' · ');
+}
+
+/** All timings as [name, value] rows. */
+export function timingRows({ adapter, timings, usage, finishReason }) {
+  const { kv } = timings;
+  const ms = (value) => (value == null ? '–' : duration(value));
+  const rows = [
+    ['Adapter', adapter ?? 'none (base model)'],
+    ['Waited in the queue', ms(timings.queue_ms)],
+    ['First word after', ms(timings.ttft_ms)],
+    ['Per token after that', ms(timings.tpot_ms)],
+    ['In all', ms(timings.e2e_ms)],
+    ['Ended by', { stop: 'the model', length: 'the length limit', stopped: 'you' }[finishReason]],
+  ];
+  if (usage) rows.push(['Tokens', `${count(usage.prompt_tokens)} in, ${count(usage.completion_tokens)} out`]);
+  if (kv) {
+    for (const tier of TIERS) rows.push([`Reused from ${tier}`, count(kv[tier])]);
+    rows.push(['Computed anew', count(kv.recomputed)]);
+  }
+  return rows.filter(([, value]) => value !== undefined);
+}
+
+/** Seconds as a person would say them: "12 s", "1 min 5 s". */
+export function seconds(total) {
+  const whole = Math.max(0, Math.round(total));
+  return whole < 60 ? `${whole} s` : `${Math.floor(whole / 60)} min ${whole % 60} s`;
+}
+
+/** The heading under which a session of this day stands. Both times in milliseconds. */
+export function dayLabel(time, now) {
+  const days = Math.round((midnight(now) - midnight(time)) / DAY_MS);
+  if (days <= 0) return 'Today';
+  if (days === 1) return 'Yesterday';
+  if (days < 7) return 'This week';
+  return days < 31 ? 'This month' : MONTH.format(time);
+}
+
+/** Sessions, newest first, as [heading, sessions] pairs. */
+export function groupByDay(sessions, now) {
+  const groups = new Map();
+  for (const session of sessions) {
+    const label = dayLabel(session.updated_at * 1000, now);
+    if (!groups.has(label)) groups.set(label, []);
+    groups.get(label).push(session);
+  }
+  return [...groups];
+}
+
+/** A colour angle for an adapter name, always the same one. */
+export function hue(name) {
+  let angle = 0;
+  for (const char of name) angle = (angle * HUE_STEP + char.codePointAt(0)) % 360;
+  return angle;
+}
+
+function midnight(time) {
+  return new Date(time).setHours(0, 0, 0, 0);
+}

@@ -1,0 +1,429 @@
+/**
+ * The client half of the chat protocol (docs/protocol.md): a state machine without I/O, clock or DOM.
+ *
+ * Feed it what happened (`opened`, `receive`, `closed`, `ask` …) and call `drain()` afterwards: it
+ * returns the frames to send and the events that views may want to react to.
+ */
+
+const BACKOFF_MS = [300, 1000, 2000, 4000, 8000, 15000, 30000]; // chosen: a blip is never noticed
+const CROWDED_MS = 15000; // chosen: other sockets have to close first
+const MAX_SENDS = 4; // chosen: a message that kills its socket every time is given up
+
+const NOT_READY = new Set(['starting', 'draining', 'engine_failed', 'overloaded']);
+
+const CLOSE = { TOO_BIG: 1009, UNAUTHORIZED: 4401, TOO_MANY: 4429 };
+
+/**
+ * @typedef {object} Turn
+ * @property {string} id
+ * @property {string} sessionId
+ * @property {string} content
+ * @property {string} answer
+ * @property {number} seq          last piece seen, 0: none
+ * @property {'sending'|'running'|'done'|'stopped'|'failed'|'lost'} status
+ * @property {?string} adapter
+ * @property {?object} usage
+ * @property {?object} timings
+ * @property {?string} finishReason
+ * @property {?{code: string, message: string, retryable: boolean}} error
+ * @property {?object} request     the `message` frame, kept until `accepted`
+ * @property {Turn[]} replaced     turns that an edit hides and that come back if it is refused
+ */
+
+/** Whether frames about this turn are still expected. */
+export function isLive(turn) {
+  return turn.status === 'sending' || turn.status === 'running';
+}
+
+/** Milliseconds to wait before connection attempt number `attempt` (1 is the first retry). */
+export function backoffMs(attempt, closeCode) {
+  const wait = BACKOFF_MS[Math.min(attempt, BACKOFF_MS.length) - 1];
+  return closeCode === CLOSE.TOO_MANY ? Math.max(wait, CROWDED_MS) : wait;
+}
+
+/** Everything the page knows about the server, its sessions and their turns. */
+export class ChatCore {
+  #frames = [];
+  #events = [];
+  #handlers = {
+    ready: (frame) => this.#onReady(frame),
+    accepted: (frame) => this.#onAccepted(frame),
+    delta: (frame) => this.#onDelta(frame),
+    done: (frame) => this.#onDone(frame),
+    error: (frame) => this.#onError(frame),
+    advisory: (frame) => { this.advisoriesOff = frame.state === 'off'; },
+  };
+
+  constructor() {
+    /** @type {'connecting'|'offline'|'starting'|'ready'|'locked'} */
+    this.phase = 'connecting';
+    this.apiKey = null;
+    this.attempt = 0;
+    this.retryAt = 0;
+    this.closeCode = 0;
+    this.models = [];
+    this.server = null;
+    this.current = null;
+    this.advisoriesOff = false;
+    this.sessions = new Map();
+    this.turns = new Map();
+  }
+
+  /** Hands over, and forgets, the frames to send and the events that came up. */
+  drain() {
+    const drained = { frames: this.#frames, events: this.#events };
+    this.#frames = [];
+    this.#events = [];
+    return drained;
+  }
+
+  // ---------------------------------------------------------------- the socket
+
+  /** A connection attempt begins. */
+  connecting() {
+    this.#setPhase('connecting');
+  }
+
+  /** The socket is open, or a server that was starting says that it is ready: say hello. */
+  opened() {
+    const resume = [...this.turns.values()]
+      .filter((turn) => isLive(turn) && !turn.request)
+      .map(({ id, seq }) => ({ id, seq }));
+    const hello = { type: 'hello' };
+    if (this.current) hello.session_id = this.current;
+    if (resume.length) hello.resume = resume;
+    if (this.apiKey) hello.api_key = this.apiKey;
+    this.#send(hello);
+  }
+
+  /** The socket closed. Sets `retryAt`, unless a key is needed first. */
+  closed(code, now) {
+    this.closeCode = code;
+    this.advisoriesOff = false;
+    if (code === CLOSE.TOO_BIG) this.#giveUpUnaccepted('The message is too large for this server.');
+    if (code === CLOSE.UNAUTHORIZED || this.phase === 'locked') {
+      this.#setPhase('locked');
+      return;
+    }
+    this.attempt += 1;
+    this.retryAt = now + backoffMs(this.attempt, code);
+    this.#setPhase('offline');
+  }
+
+  /** One frame from the server, already parsed. Unknown types are ignored. */
+  receive(frame) {
+    this.#handlers[frame.type]?.(frame);
+  }
+
+  // ---------------------------------------------------------------- what the user does
+
+  /** Looks at a session (null: a new chat). Its history follows with `ready`. */
+  open(sessionId) {
+    this.current = sessionId;
+    this.#emit('current', { sessionId });
+    if (sessionId && this.phase === 'ready') this.#send({ type: 'hello', session_id: sessionId });
+  }
+
+  /**
+   * Asks in a session that the server knows.
+   *
+   * @param {{id: string, sessionId: string, content: string, adapter: ?string, after?: ?string}} ask
+   *   `after` is the last turn to keep (null: none); left out, the turn is appended.
+   * @returns {Turn}
+   */
+  ask({ id, sessionId, content, adapter, after }) {
+    const request = { type: 'message', id, session_id: sessionId, content, adapter };
+    if (after !== undefined) request.after = after;
+    const turn = newTurn({ id, content, adapter, status: 'sending' }, sessionId);
+    turn.request = request;
+    this.turns.set(id, turn);
+    this.#place(turn);
+    this.#transmit(turn);
+    return turn;
+  }
+
+  /** Asks a failed turn again, under the same id. */
+  retry(id, adapter) {
+    const turn = this.turns.get(id);
+    if (!turn || isLive(turn)) return;
+    turn.request ??= { type: 'message', id, session_id: turn.sessionId, content: turn.content };
+    turn.request.adapter = adapter;
+    Object.assign(turn, { adapter, answer: '', seq: 0, status: 'sending', error: null, sends: 0,
+      stopRequested: false });
+    this.#detach(turn);
+    this.#place(turn);
+    this.#transmit(turn);
+  }
+
+  /** Takes away a failed turn that the server never stored. */
+  discard(id) {
+    const turn = this.turns.get(id);
+    if (!turn || isLive(turn)) return;
+    this.#detach(turn);
+    this.turns.delete(id);
+    this.#emit('session', { sessionId: turn.sessionId });
+  }
+
+  /** Ends a turn; if the socket is down, as soon as it is back. */
+  stop(id) {
+    const turn = this.turns.get(id);
+    if (!turn || !isLive(turn)) return;
+    turn.stopRequested = true;
+    if (!turn.request) this.#sendIfReady({ type: 'stop', id });
+    this.#emit('turn', { turn });
+  }
+
+  /** Tells the server that a question is being typed. The text itself stays here. */
+  typing(sessionId, adapter) {
+    if (!this.advisoriesOff) this.#sendIfReady({ type: 'typing', session_id: sessionId, adapter });
+  }
+
+  /** Puts a session read by REST in place, its turns included. */
+  load(raw) {
+    this.#mergeSession(raw);
+  }
+
+  /** Forgets a deleted session. */
+  forget(sessionId) {
+    for (const turn of this.sessions.get(sessionId)?.turns ?? []) this.turns.delete(turn.id);
+    this.sessions.delete(sessionId);
+  }
+
+  // ---------------------------------------------------------------- questions
+
+  /** The turn under way in a session, if there is one. */
+  liveTurn(sessionId) {
+    return this.sessions.get(sessionId)?.turns.find(isLive);
+  }
+
+  /** The turn before this one that the server has, null for the first. */
+  turnBefore(turn) {
+    const { turns } = this.sessions.get(turn.sessionId);
+    return turns.slice(0, turns.indexOf(turn)).findLast((other) => !other.request) ?? null;
+  }
+
+  // ---------------------------------------------------------------- frames from the server
+
+  #onReady({ session, models, server }) {
+    this.models = models;
+    this.server = server;
+    this.attempt = 0;
+    const wasReady = this.phase === 'ready';
+    this.#setPhase('ready');
+    this.#emit('models', {});
+    if (session) this.#mergeSession(session);
+    if (wasReady) return;
+    if (this.current && this.current !== session?.id) this.open(this.current);
+    this.#catchUp();
+  }
+
+  /** After a new connection: sends what was never acknowledged, and the stops that had to wait. */
+  #catchUp() {
+    for (const turn of this.turns.values()) {
+      if (!isLive(turn)) continue;
+      if (turn.request) this.#transmit(turn);
+      else if (turn.stopRequested) this.#send({ type: 'stop', id: turn.id });
+    }
+  }
+
+  #onAccepted({ id, session_id: sessionId, title }) {
+    const turn = this.turns.get(id);
+    if (!turn || !isLive(turn)) return;
+    turn.status = 'running';
+    turn.request = null;
+    for (const old of turn.replaced) this.turns.delete(old.id);
+    turn.replaced = [];
+    this.#retitle(sessionId, title);
+    this.#emit('turn', { turn });
+    this.#emit('listed', { sessionId, title });
+    if (turn.stopRequested) this.#send({ type: 'stop', id });
+  }
+
+  #onDelta({ id, seq, text }) {
+    const turn = this.turns.get(id);
+    if (!turn || !isLive(turn) || seq <= turn.seq) return;
+    turn.seq = seq;
+    turn.answer += text;
+    this.#emit('text', { turn });
+  }
+
+  #onDone(frame) {
+    const turn = this.turns.get(frame.id);
+    this.#retitle(frame.session_id, frame.title);
+    if (turn && isLive(turn)) {
+      const stopped = frame.finish_reason === 'stopped';
+      Object.assign(turn, { status: stopped ? 'stopped' : 'done', usage: frame.usage,
+        timings: frame.timings, finishReason: frame.finish_reason, request: null });
+      this.#emit('turn', { turn });
+      if (frame.seq > turn.seq) this.#emit('stale', { sessionId: frame.session_id });
+    }
+    this.#emit('listed', { sessionId: frame.session_id, title: frame.title });
+  }
+
+  #onError(frame) {
+    if (frame.id !== undefined && frame.id !== null) this.#onTurnError(frame);
+    else if (frame.code === 'unauthorized') this.#setPhase('locked');
+    else if (NOT_READY.has(frame.code) && this.phase !== 'ready') this.#setPhase('starting');
+    else if (frame.code === 'not_found') this.#onSessionGone();
+    else this.#emit('problem', { message: frame.message, code: frame.code });
+  }
+
+  /** The session in `hello` does not exist: greet again without it. */
+  #onSessionGone() {
+    const sessionId = this.current;
+    this.open(null);
+    this.#emit('gone', { sessionId });
+    if (this.phase !== 'ready') this.opened();
+  }
+
+  #onTurnError({ id, code, message, retryable }) {
+    const turn = this.turns.get(id);
+    if (!turn || !isLive(turn)) return;
+    if (code === 'not_found' && !turn.request) {
+      turn.status = 'lost';
+      this.#emit('stale', { sessionId: turn.sessionId });
+      return;
+    }
+    this.#fail(turn, { code, message, retryable });
+  }
+
+  // ---------------------------------------------------------------- turns and sessions
+
+  #fail(turn, error) {
+    turn.status = 'failed';
+    turn.error = error;
+    if (turn.replaced.length) {
+      const { turns } = this.sessions.get(turn.sessionId);
+      turns.splice(turns.indexOf(turn), 0, ...turn.replaced);
+      turn.replaced = [];
+    }
+    this.#emit('session', { sessionId: turn.sessionId });
+    this.#emit('turn', { turn });
+  }
+
+  #giveUpUnaccepted(message) {
+    for (const turn of this.turns.values()) {
+      if (isLive(turn) && turn.request) {
+        this.#fail(turn, { code: 'frame_too_large', message, retryable: false });
+      }
+    }
+  }
+
+  #transmit(turn) {
+    if (this.phase !== 'ready') return;
+    turn.sends += 1;
+    if (turn.sends > MAX_SENDS) {
+      const message = 'The connection was lost each time this message was sent.';
+      this.#fail(turn, { code: 'internal', message, retryable: true });
+      return;
+    }
+    this.#send({ ...turn.request });
+  }
+
+  /** Puts an unaccepted turn into its session, where `after` says. */
+  #place(turn) {
+    const session = this.#session(turn.sessionId);
+    const { after } = turn.request;
+    if (after !== undefined) {
+      const keep = after === null ? 0 : session.turns.findIndex((other) => other.id === after) + 1;
+      turn.replaced = session.turns.splice(keep);
+    }
+    session.turns.push(turn);
+    this.#emit('session', { sessionId: turn.sessionId });
+  }
+
+  #detach(turn) {
+    const { turns } = this.sessions.get(turn.sessionId);
+    turns.splice(turns.indexOf(turn), 1);
+  }
+
+  #session(id) {
+    if (!this.sessions.has(id)) {
+      this.sessions.set(id, { id, title: null, adapter: null, turns: [], loaded: false });
+    }
+    return this.sessions.get(id);
+  }
+
+  /** Brings a session in line with the server's copy and follows turns that run there. */
+  #mergeSession(raw) {
+    const session = this.#session(raw.id);
+    const unstored = session.turns.filter((turn) => turn.request);
+    const before = new Set(session.turns);
+    Object.assign(session, { title: raw.title, adapter: raw.adapter, loaded: true });
+    session.turns = raw.turns.map((rawTurn) => this.#mergeTurn(rawTurn, raw.id));
+    for (const turn of before) if (!session.turns.includes(turn)) this.turns.delete(turn.id);
+    for (const turn of unstored) this.#putBack(turn);
+    this.#emit('session', { sessionId: raw.id });
+    this.#emit('listed', { sessionId: raw.id, title: raw.title, adapter: raw.adapter,
+      updatedAt: raw.updated_at });
+    this.#follow(session, before);
+  }
+
+  /** Keeps a turn that the server has not acknowledged across a merge. */
+  #putBack(turn) {
+    if (this.turns.has(turn.id) && this.turns.get(turn.id) !== turn) return;
+    const { turns } = this.sessions.get(turn.sessionId);
+    if (turns.includes(turn)) return;
+    this.turns.set(turn.id, turn);
+    if (isLive(turn)) this.#place(turn);
+    else turns.push(turn);
+  }
+
+  /** A live turn stays as it is, since its frames are on their way; a dead one is the server's. */
+  #mergeTurn(raw, sessionId) {
+    const mine = this.turns.get(raw.id);
+    if (mine && isLive(mine) && raw.status !== 'failed') return mine;
+    const turn = mine ? Object.assign(mine, fromServer(raw), { request: null }) : newTurn(raw, sessionId);
+    this.turns.set(raw.id, turn);
+    return turn;
+  }
+
+  #follow(session, before) {
+    const resume = session.turns
+      .filter((turn) => turn.status === 'running' && !before.has(turn))
+      .map(({ id }) => ({ id, seq: 0 }));
+    if (resume.length) this.#send({ type: 'hello', session_id: session.id, resume });
+  }
+
+  #retitle(sessionId, title) {
+    const session = this.sessions.get(sessionId);
+    if (session && title) session.title = title;
+  }
+
+  #setPhase(phase) {
+    this.phase = phase;
+    this.#emit('phase', { phase });
+  }
+
+  #sendIfReady(frame) {
+    if (this.phase === 'ready') this.#send(frame);
+  }
+
+  #send(frame) {
+    this.#frames.push(frame);
+  }
+
+  #emit(type, detail) {
+    this.#events.push({ type, ...detail });
+  }
+}
+
+/** The fields of a turn that the server owns, under the page's names. */
+function fromServer(raw) {
+  return {
+    content: raw.content,
+    answer: raw.status === 'running' ? '' : raw.answer ?? '',
+    seq: 0,
+    status: raw.status,
+    adapter: raw.adapter ?? null,
+    usage: raw.usage ?? null,
+    timings: raw.timings ?? null,
+    finishReason: raw.finish_reason ?? null,
+    error: null,
+  };
+}
+
+function newTurn(raw, sessionId) {
+  return { id: raw.id, sessionId, ...fromServer(raw), request: null, replaced: [], sends: 0,
+    stopRequested: false };
+}

@@ -1,0 +1,179 @@
+/** The left rail: sessions by day, search results, rename and delete. */
+
+import { paintDot } from './composer.js';
+import { h, iconButton } from './dom.js';
+import { groupByDay } from './format.js';
+import { openMenu } from './menu.js';
+
+const SEARCH_AFTER_MS = 150; // chosen: about one pause between words
+const UNTITLED = 'New chat';
+
+/**
+ * @typedef {object} RailActions
+ * @property {(id: string) => void} open
+ * @property {(id: string, title: string) => void} rename
+ * @property {(id: string) => void} remove
+ * @property {(q: string) => Promise<object[]>} search  resolves to sessions
+ * @property {() => void} more  the end of the list came into view
+ */
+
+/** Draws the list and keeps the search field. */
+export class Rail {
+  #rows = new Map();
+  #results = null;
+  #timer = 0;
+  #searches = 0;
+  #renaming = null;
+
+  /**
+   * @param {{list: HTMLElement, search: HTMLInputElement, status: HTMLElement}} parts
+   * @param {RailActions} actions
+   * @param {() => {sessions: object[], hasMore: boolean, current: ?string, isRunning: (id: string) => boolean}} state
+   */
+  constructor({ list, search, status }, actions, state) {
+    Object.assign(this, { list, search, status, actions, state });
+    this.sentinel = h('div', { class: 'sentinel' });
+    new IntersectionObserver(([entry]) => entry.isIntersecting && actions.more()).observe(this.sentinel);
+    search.addEventListener('input', () => this.#searchSoon());
+    search.addEventListener('keydown', (event) => this.#onSearchKey(event));
+  }
+
+  /** Draws everything anew, except while a title is being typed. */
+  draw() {
+    if (this.#renaming) return;
+    const { sessions, hasMore } = this.state();
+    const focused = this.#focusedRow();
+    this.#rows.clear();
+    const groups = this.#results ? [['Results', this.#results]] : groupByDay(sessions, Date.now());
+    this.list.replaceChildren(...groups.flatMap((group) => this.#group(group)));
+    if (hasMore && !this.#results) this.list.append(this.sentinel);
+    this.#showStatus(sessions);
+    if (focused) this.#rows.get(focused.id)?.querySelector(focused.part)?.focus();
+  }
+
+  /** Brings marks up to date without redrawing. */
+  mark() {
+    for (const [id, row] of this.#rows) this.#markRow(id, row);
+  }
+
+  #group([label, sessions]) {
+    if (!sessions.length) return [];
+    return [h('h2', { class: 'day' }, label),
+      h('ul', { class: 'sessions' }, ...sessions.map((session) => this.#row(session)))];
+  }
+
+  #row(session) {
+    const title = session.title || UNTITLED;
+    const dot = h('span', { class: 'dot' });
+    paintDot(dot, session.adapter);
+    const link = h('a', { class: 'session', href: `#/s/${encodeURIComponent(session.id)}`, title },
+      dot, h('span', { class: 'session-title' }, title),
+      h('span', { class: 'running' }, h('span', { class: 'sr-only' }, '(answering)')));
+    if (session.adapter) link.append(h('span', { class: 'sr-only' }, `, ${session.adapter}`));
+    const more = iconButton('more', `Options for ${title}`, () => this.#menu(session, more));
+    more.setAttribute('aria-haspopup', 'menu');
+    const row = h('li', { class: 'session-row' }, link, more);
+    link.addEventListener('click', () => this.actions.open(session.id));
+    link.addEventListener('keydown', (event) => {
+      if (event.key === 'F2') this.rename(session.id);
+      if (event.key === 'Delete') this.actions.remove(session.id);
+    });
+    this.#rows.set(session.id, row);
+    this.#markRow(session.id, row);
+    return row;
+  }
+
+  #markRow(id, row) {
+    const { current, isRunning } = this.state();
+    const link = row.querySelector('.session');
+    if (!link) return;
+    if (id === current) link.setAttribute('aria-current', 'page');
+    else link.removeAttribute('aria-current');
+    row.querySelector('.running').hidden = !isRunning(id);
+  }
+
+  #menu(session, button) {
+    openMenu(button, [
+      ['Rename', () => this.rename(session.id)],
+      ['Delete', () => this.actions.remove(session.id), 'danger'],
+    ]);
+  }
+
+  /** Turns a title into a text field. */
+  rename(id) {
+    const row = this.#rows.get(id);
+    if (!row || this.#renaming) return;
+    const title = row.querySelector('.session-title').textContent;
+    const input = h('input', { class: 'rename', value: title, 'aria-label': 'New title', maxLength: 200 });
+    const finish = (keep) => {
+      if (this.#renaming !== id) return;
+      this.#renaming = null;
+      const wanted = input.value.trim();
+      if (keep && wanted && wanted !== title) this.actions.rename(id, wanted);
+      this.draw();
+      this.#rows.get(id)?.querySelector('.session').focus();
+    };
+    input.addEventListener('blur', () => finish(true));
+    input.addEventListener('keydown', (event) => {
+      if (event.key === 'Enter') finish(true);
+      if (event.key === 'Escape') finish(false);
+      event.stopPropagation();
+    });
+    this.#renaming = id;
+    row.replaceChildren(input);
+    input.select();
+  }
+
+  /** Leaves the search and shows all sessions. */
+  clearSearch() {
+    this.search.value = '';
+    this.#results = null;
+    this.draw();
+  }
+
+  #searchSoon() {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.refreshSearch(), SEARCH_AFTER_MS);
+  }
+
+  /** Runs the search in the field again; an older one that comes late is ignored. */
+  async refreshSearch() {
+    const q = this.search.value.trim();
+    const number = this.#searches += 1;
+    const results = q ? await this.actions.search(q) : null;
+    if (number !== this.#searches) return;
+    this.#results = results;
+    this.draw();
+  }
+
+  #onSearchKey(event) {
+    if (event.key === 'Escape' && this.search.value) {
+      event.stopPropagation();
+      event.preventDefault();
+      this.clearSearch();
+    }
+    if (event.key === 'Enter' || event.key === 'ArrowDown') {
+      event.preventDefault();
+      this.list.querySelector('.session')?.focus();
+    }
+  }
+
+  #showStatus(sessions) {
+    if (this.#results) {
+      const found = this.#results.length;
+      this.status.textContent = found ? `${found} found` : 'Nothing found.';
+      this.status.classList.toggle('sr-only', found > 0);
+    } else {
+      this.status.textContent = sessions.length ? '' : 'Your conversations will be kept here.';
+      this.status.classList.remove('sr-only');
+    }
+  }
+
+  #focusedRow() {
+    for (const [id, row] of this.#rows) {
+      if (!row.contains(document.activeElement)) continue;
+      return { id, part: document.activeElement.matches('.session') ? '.session' : '.icon-button' };
+    }
+    return null;
+  }
+}

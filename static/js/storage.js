@@ -1,0 +1,34 @@
+/** What the page remembers in this browser: the API key and the drafts. Storage may be refused. */
+
+const KEY = 'overture.key';
+const DRAFT = 'overture.draft.';
+const NEW_CHAT = 'new';
+
+function read(name) {
+  try {
+    return localStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+function write(name, value) {
+  try {
+    if (value) localStorage.setItem(name, value);
+    else localStorage.removeItem(name);
+  } catch {
+    // Private windows and full disks: the page works, it only forgets.
+  }
+}
+
+/** The stored API key, or null. */
+export const readKey = () => read(KEY);
+
+/** Stores the API key; an empty one is removed. */
+export const writeKey = (key) => write(KEY, key);
+
+/** The unsent text of a session (null: of a new chat). */
+export const readDraft = (sessionId) => read(DRAFT + (sessionId ?? NEW_CHAT)) ?? '';
+
+/** Keeps the unsent text of a session; an empty one is removed. */
+export const writeDraft = (sessionId, text) => write(DRAFT + (sessionId ?? NEW_CHAT), text);

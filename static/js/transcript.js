@@ -1,0 +1,201 @@
+/** The conversation in the centre column. */
+
+import { AnswerView } from './answer.js';
+import { copyFrom, h, iconButton } from './dom.js';
+import { editor } from './editor.js';
+import { summary, timingRows } from './format.js';
+import { isLive } from './protocol.js';
+
+const WAITING = { sending: 'Sending', running: 'Thinking' };
+const OVER_LIMIT = 'This conversation is longer than the model can read. Start a new chat, or edit an '
+  + 'earlier message to make it shorter.';
+
+/**
+ * @typedef {object} TranscriptActions
+ * @property {(turn: object) => void} regenerate
+ * @property {(turn: object, text: string) => void} edit
+ * @property {(turn: object) => void} retry
+ * @property {(turn: object) => void} discard
+ * @property {() => void} grown  called after text was added
+ */
+
+/** One question with its answer. */
+class TurnView {
+  constructor(turn, actions) {
+    this.turn = turn;
+    this.actions = actions;
+    this.answer = new AnswerView();
+    this.question = h('div', { class: 'question' });
+    this.status = h('div', { class: 'waiting' });
+    this.foot = h('div', { class: 'foot' });
+    this.element = h('article', { class: 'turn', 'data-turn': turn.id },
+      h('h2', { class: 'sr-only' }, 'You asked'), this.question,
+      h('h2', { class: 'sr-only' }, 'Answer'),
+      h('div', { class: 'reply' }, this.answer.element, this.status, this.foot));
+    this.showQuestion();
+  }
+
+  showQuestion() {
+    const bubble = h('div', { class: 'bubble' }, this.turn.content);
+    this.editButton = iconButton('edit', 'Edit message', () => this.edit());
+    this.question.replaceChildren(this.editButton, bubble);
+    this.question.classList.remove('editing');
+  }
+
+  /** Turns the question into a text field. */
+  edit() {
+    const close = () => {
+      this.showQuestion();
+      this.editButton.focus();
+    };
+    const form = editor(this.turn.content, {
+      send: (text) => {
+        this.showQuestion();
+        this.actions.edit(this.turn, text);
+      },
+      cancel: close,
+    });
+    this.question.classList.add('editing');
+    this.question.replaceChildren(form.element);
+    form.focus();
+  }
+
+  /** Brings text, status and buttons up to date. */
+  update() {
+    const { turn } = this;
+    const live = isLive(turn);
+    this.element.dataset.status = turn.status;
+    this.element.setAttribute('aria-busy', String(live));
+    if (this.editButton) this.editButton.disabled = live;
+    this.answer.show(turn.answer, !live);
+    this.#showWaiting(live);
+    if (live) this.foot.replaceChildren();
+    else this.#showFoot();
+  }
+
+  /** Only the text has grown. */
+  grow() {
+    this.answer.show(this.turn.answer, false);
+    this.#showWaiting(true);
+  }
+
+  #showWaiting(live) {
+    this.status.hidden = !live;
+    if (!live) return;
+    const word = this.turn.stopRequested ? 'Stopping' : WAITING[this.turn.status];
+    const started = this.turn.answer !== '';
+    this.status.classList.toggle('started', started);
+    const label = started && !this.turn.stopRequested ? '' : word;
+    if (this.status.firstChild) this.status.lastChild.textContent = label;
+    else this.status.append(h('span', { class: 'hairpin' }), h('span', { class: 'waiting-word' }, label));
+  }
+
+  #showFoot() {
+    const { turn, actions } = this;
+    const parts = [];
+    if (turn.status === 'failed') parts.push(this.#failure());
+    if (turn.status === 'stopped') parts.push(h('p', { class: 'note' }, 'Stopped. What was written is kept.'));
+    if (turn.finishReason === 'length') {
+      parts.push(h('p', { class: 'note' }, 'The answer reached the length limit.'));
+    }
+    const row = h('div', { class: 'foot-row' }, turn.timings ? timingsLine(turn, actions.grown) : h('span', {}));
+    if (turn.status !== 'failed') {
+      row.append(h('div', { class: 'actions' },
+        turn.answer && iconButton('copy', 'Copy answer', (event) => copyFrom(event.currentTarget, turn.answer)),
+        iconButton('redo', 'Answer again', () => actions.regenerate(turn))));
+    }
+    this.foot.replaceChildren(...parts, row);
+  }
+
+  #failure() {
+    const { turn, actions } = this;
+    const error = turn.error ?? { message: 'The server stopped before this answer was finished.', retryable: true };
+    const tooLong = error.code === 'prompt_too_long';
+    return h('div', { class: 'failure', role: 'alert' },
+      h('p', {}, tooLong ? OVER_LIMIT : error.message),
+      h('div', { class: 'failure-buttons' },
+        !tooLong && h('button', { type: 'button', class: 'button retry', on: { click: () => actions.retry(turn) } }, 'Try again'),
+        turn.request && h('button', { type: 'button', class: 'button quiet', on: { click: () => actions.discard(turn) } }, 'Dismiss')));
+  }
+}
+
+function timingsLine(turn, grown) {
+  const rows = timingRows(turn).flatMap(([name, value]) => [h('dt', {}, name), h('dd', {}, value)]);
+  return h('details', { class: 'timings', on: { toggle: grown } },
+    h('summary', { title: 'Show all timings' }, summary(turn)),
+    h('dl', {}, ...rows));
+}
+
+/** Shows the turns of one session and redraws what changed, at most once a frame. */
+export class Transcript {
+  #views = new Map();
+  #grown = new Set();
+  #frame = 0;
+
+  /**
+   * @param {HTMLElement} root
+   * @param {TranscriptActions} actions
+   */
+  constructor(root, actions) {
+    this.root = root;
+    this.actions = actions;
+    root.addEventListener('click', (event) => this.#onClick(event));
+  }
+
+  /** Shows these turns, keeping the elements of those that are shown already. */
+  show(turns) {
+    const views = turns.map((turn) => this.#view(turn));
+    const wanted = new Set(turns.map((turn) => turn.id));
+    for (const [id, view] of this.#views) {
+      if (wanted.has(id)) continue;
+      view.element.remove();
+      this.#views.delete(id);
+    }
+    views.forEach((view, index) => {
+      if (this.root.children[index] !== view.element) {
+        this.root.insertBefore(view.element, this.root.children[index] ?? null);
+      }
+      view.update();
+    });
+    this.actions.grown();
+  }
+
+  /** A turn began, ended or failed. */
+  update(turn) {
+    this.#grown.delete(turn.id);
+    this.#views.get(turn.id)?.update();
+    this.actions.grown();
+  }
+
+  /** A turn has more text; drawn with the next frame. */
+  grow(turn) {
+    this.#grown.add(turn.id);
+    this.#frame ||= requestAnimationFrame(() => this.#draw());
+  }
+
+  /** Opens the question of a turn for editing. */
+  edit(turn) {
+    this.#views.get(turn.id)?.edit();
+  }
+
+  #draw() {
+    this.#frame = 0;
+    for (const id of this.#grown) this.#views.get(id)?.grow();
+    this.#grown.clear();
+    this.actions.grown();
+  }
+
+  #view(turn) {
+    const known = this.#views.get(turn.id);
+    if (known?.turn === turn) return known;
+    known?.element.remove();
+    const view = new TurnView(turn, this.actions);
+    this.#views.set(turn.id, view);
+    return view;
+  }
+
+  #onClick({ target }) {
+    const button = target.closest('.code-copy');
+    if (button) copyFrom(button, button.closest('.code').querySelector('pre').textContent.replace(/\n$/, ''));
+  }
+}

@@ -1,0 +1,36 @@
+/** The first screen of a new chat: a greeting and a few things worth trying. */
+
+import { h } from './dom.js';
+import { paintDot } from './composer.js';
+
+const EXAMPLES = [
+  { text: 'My secret word is marzipan.', why: 'Tell it a word, then ask for it later' },
+  { text: 'Tell me a long story.', why: 'Watch a longer answer arrive, or stop it' },
+  { text: 'Make a table of planets.', why: 'Tables, lists and code' },
+  { text: 'Who are you?', why: 'the same model in another voice', adapter: 'pirate' },
+];
+
+/**
+ * Fills the example list; those whose adapter the server does not have are left out.
+ *
+ * @param {HTMLElement} list
+ * @param {object[]} models
+ * @param {(example: {text: string, adapter?: string}) => void} choose
+ */
+export function showExamples(list, models, choose) {
+  const known = new Set(models.map((model) => model.id));
+  const offered = EXAMPLES.filter(({ adapter }) => !adapter || known.has(adapter));
+  list.replaceChildren(...offered.map((example) => h('li', {}, card(example, choose))));
+}
+
+function card(example, choose) {
+  const why = h('span', { class: 'why' });
+  if (example.adapter) {
+    const dot = h('span', { class: 'dot' });
+    paintDot(dot, example.adapter);
+    why.append(dot, `${example.adapter} · `);
+  }
+  why.append(example.why);
+  return h('button', { type: 'button', class: 'example', on: { click: () => choose(example) } },
+    h('span', { class: 'example-text' }, example.text), why);
+}

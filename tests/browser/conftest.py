@@ -1,0 +1,357 @@
+"""One real gateway with the demo model for all browser tests, and a fresh browser page for each.
+
+The page is watched: a console error, an uncaught exception or a request to another origin fails the test that caused it, unless
+the test says `page_watch.forgive()` because it breaks the connection on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VENDOR = Path(__file__).parent / "vendor"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM_ARGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
+READY_WITHIN_S = 240  # measured: 32 s on two cores with other work, 111 s on the same with load 10
+POLL_S = 0.25
+ANSWER_MS = 30_000  # chosen: only a machine that is busy with something else comes near
+
+# The page leaves sampling to the server. The tests want short answers and always the same ones, on busy machines too.
+CALM = {"temperature": 0.0, "max_tokens": 40}
+
+try:
+    from playwright.sync_api import (
+        Browser,
+        BrowserContext,
+        Locator,
+        Page,
+        Playwright,
+        WebSocketRoute,
+        expect,
+        sync_playwright,
+    )
+except ImportError:
+    sync_playwright = None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder; skip them, with the command that would help, where there is no browser."""
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here:
+        item.add_marker(pytest.mark.browser)
+    reason = None
+    if sync_playwright is None:
+        reason = "needs Playwright: pip install playwright"
+    elif CHROMIUM is None:
+        reason = "needs Chromium: apt-get install -y --no-install-recommends chromium fonts-dejavu-core"
+    if reason is None:
+        return
+    for item in here:
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# ---------------------------------------------------------------------------------------------------------- the gateway
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+class Gateway:
+    """A gateway in a process of its own. Use as a context manager; `wait_ready` before the first question."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        self.flags = flags
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Gateway:
+        command = [
+            sys.executable,
+            "-m",
+            "gateway.cli",
+            "serve",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
+        command += ["--data-dir", str(self.folder / "data"), *self.flags]
+        self.log = (self.folder / "gateway.log").open("ab")
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+
+    def wait_ready(self) -> None:
+        """Return when /readyz says 200; fail with the end of the log when the process ends or takes too long."""
+        for _ in range(int(READY_WITHIN_S / POLL_S)):
+            if is_ready(self.url):
+                return
+            try:
+                self.process.wait(timeout=POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        log = (self.folder / "gateway.log").read_text(errors="replace")
+        pytest.fail(f"the gateway did not become ready:\n{log[-4000:]}")
+
+
+@pytest.fixture(scope="session")
+def gateway_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of the gateway under test; OVERTURE_TEST_URL names one that runs already."""
+    if running := os.environ.get("OVERTURE_TEST_URL"):
+        yield running.rstrip("/")
+        return
+    with Gateway(tmp_path_factory.mktemp("gateway")) as gateway:
+        gateway.wait_ready()
+        yield gateway.url
+
+
+# ---------------------------------------------------------------------------------------------------------- the browser
+
+
+@pytest.fixture(scope="module")
+def playwright() -> Iterator[Playwright]:
+    """Per module, not per session: while it is open, its event loop keeps asyncio tests of other folders from running."""
+    with sync_playwright() as instance:
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def browser(playwright: Playwright) -> Iterator[Browser]:
+    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
+    yield browser
+    browser.close()
+
+
+class Watch:
+    """What went wrong in the pages of one test."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.errors: list[str] = []
+        self.foreign: list[str] = []
+        self.is_forgiving = False
+
+    def attach(self, page: Page) -> None:
+        page.on(
+            "console", lambda message: self.errors.append(message.text) if message.type == "error" else None
+        )
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", lambda request: self._on_request(request.url))
+
+    def forgive(self) -> None:
+        """The test breaks the connection itself: errors on the console are expected."""
+        self.is_forgiving = True
+
+    def check(self) -> None:
+        assert self.foreign == []
+        if not self.is_forgiving:
+            assert self.errors == []
+
+    def _on_request(self, url: str) -> None:
+        if urlsplit(url).scheme not in {"data", "blob"} and not url.startswith(self.origin + "/"):
+            self.foreign.append(url)
+
+
+@pytest.fixture
+def page_watch(gateway_url: str) -> Watch:
+    return Watch(gateway_url)
+
+
+@pytest.fixture
+def open_page(browser: Browser, page_watch: Watch) -> Iterator[Callable[..., Page]]:
+    """A function that makes a watched page in a context of its own, with Playwright's context options."""
+    contexts: list[BrowserContext] = []
+
+    def make(**options: object) -> Page:
+        context = browser.new_context(**({"viewport": {"width": 1280, "height": 800}} | options))
+        context.set_default_timeout(ANSWER_MS)
+        contexts.append(context)
+        page = context.new_page()
+        page_watch.attach(page)
+        return page
+
+    expect.set_options(timeout=ANSWER_MS)
+    yield make
+    for context in contexts:
+        context.close()
+    page_watch.check()
+
+
+class Chat:
+    """The page as a person sees it."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        self.url = url
+        self.question: Locator = page.get_by_role("textbox", name="Message", exact=True)
+        self.picker: Locator = page.get_by_role("combobox", name="Adapter")
+        self.turns: Locator = page.locator("article.turn")
+        self.answers: Locator = page.locator("article.turn .answer")
+        self.banner: Locator = page.locator("#banner")
+
+    def open(self, hash_: str = "") -> Chat:
+        self.page.goto(f"{self.url}/{hash_}")
+        expect(self.picker).to_be_enabled()
+        return self
+
+    def send(self, text: str) -> None:
+        self.question.fill(text)
+        self.question.press("Enter")
+
+    def ask(self, text: str) -> str:
+        """Send a message, wait for the end of its answer and return the answer's text."""
+        before = self.turns.count()
+        self.send(text)
+        turn = self.turns.nth(before)
+        self.wait_done(turn)
+        return turn.locator(".answer").inner_text()
+
+    def wait_done(self, turn: Locator | None = None) -> None:
+        expect(self.turns.last if turn is None else turn).to_have_attribute("data-status", "done")
+
+    @property
+    def session_id(self) -> str:
+        return self.page.url.split("#/s/")[1]
+
+    def row(self, title: str) -> Locator:
+        """The session of this title in the list."""
+        return self.page.locator(".session-row").filter(
+            has=self.page.locator(".session-title", has_text=title)
+        )
+
+
+class Line:
+    """The websocket between page and gateway, with a hand on it. Make it before the page is opened.
+
+    `on_send` and `on_frame` may change a frame to the server or to the page, or return None to swallow it. With `drop_after` set, the
+    connection is cut behind the frame that passes next; with `refuse` set, new connections fail. `sampling` is added to each message.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.sent: list[dict] = []
+        self.on_send: Callable[[dict], dict | None] = lambda frame: frame
+        self.on_frame: Callable[[dict], dict | None] = lambda frame: frame
+        self.sampling: dict | None = CALM
+        self.refuse = False
+        self.drop_after = False
+        self.num_opened = 0
+        self._current: WebSocketRoute | None = None
+        self._server: WebSocketRoute | None = None
+        page.route_web_socket("**/ws", self._on_open)
+
+    def say(self, text: str) -> None:
+        """Let the model say this, whatever it says: the first `delta` carries it, the others are empty."""
+        answered: set[str] = set()
+
+        def replace(frame: dict) -> dict:
+            if frame["type"] != "delta":
+                return frame
+            is_first = frame["id"] not in answered
+            answered.add(frame["id"])
+            return frame | {"text": text if is_first else ""}
+
+        self.on_frame = replace
+
+    def drop(self) -> None:
+        """Cut the connection, as a network would."""
+        page_side, self._current = self._current, None
+        self._server.close(code=1001)
+        page_side.close(code=1012, reason="cut by the test")
+
+    def inject(self, frame: dict) -> None:
+        """A frame that the server never sent."""
+        self._current.send(json.dumps(frame))
+
+    def _on_open(self, route: WebSocketRoute) -> None:
+        self.num_opened += 1
+        if self.refuse:
+            route.close(code=1012, reason="refused by the test")
+            return
+        self._current = route
+        self._server = server = route.connect_to_server()
+        route.on_message(lambda text: self._to_server(server, text))
+        server.on_message(lambda text: self._to_page(route, text))
+
+    def _to_server(self, server: WebSocketRoute, text: str) -> None:
+        frame = json.loads(text)
+        if frame["type"] == "message" and self.sampling is not None:
+            frame["sampling"] = self.sampling
+        frame = self.on_send(frame)
+        if frame is not None:
+            self.sent.append(frame)
+            server.send(json.dumps(frame))
+
+    def _to_page(self, route: WebSocketRoute, text: str) -> None:
+        if route is not self._current:
+            return
+        frame = self.on_frame(json.loads(text))
+        if frame is not None:
+            route.send(json.dumps(frame))
+        if self.drop_after:
+            self.drop_after = False
+            self.drop()
+
+
+@pytest.fixture
+def wired(open_page: Callable[..., Page], gateway_url: str) -> Callable[..., tuple[Chat, Line]]:
+    """A function that makes a page, not opened yet, whose websocket the test holds in its hand. Takes context options."""
+
+    def make(**options: object) -> tuple[Chat, Line]:
+        page = open_page(**options)
+        line = Line(page)
+        return Chat(page, gateway_url), line
+
+    return make
+
+
+@pytest.fixture
+def chat(wired: Callable[..., tuple[Chat, Line]]) -> Chat:
+    """The page, open and ready, in a new chat."""
+    return wired()[0].open()
+
+
+@pytest.fixture
+def make_chat() -> type[Chat]:
+    """The class, for pages whose websocket nobody touches."""
+    return Chat
+
+
+@pytest.fixture
+def axe_source() -> str:
+    return (VENDOR / "axe.min.js").read_text(encoding="utf-8")

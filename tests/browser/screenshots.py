@@ -1,0 +1,213 @@
+"""Pictures of the page in its main states: `python tests/browser/screenshots.py FOLDER [--url URL]`.
+
+Without --url a gateway with the demo model is started for the occasion. The pictures are for looking at; nothing is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from conftest import CHROMIUM, CHROMIUM_ARGS, Chat, Gateway, Line
+from playwright.sync_api import Browser, expect, sync_playwright
+
+WIDE = {"width": 1280, "height": 800}
+PHONE = {
+    "viewport": {"width": 390, "height": 844},
+    "has_touch": True,
+    "is_mobile": True,
+    "device_scale_factor": 2,
+}
+TOPICS = (
+    "Secret word",
+    "A walk along the river on Sunday",
+    "Table of planets",
+    "Why the lighthouse keeper never slept, and what he did instead",
+    "Sums",
+    "Recipe for soup",
+)
+ADAPTERS = (None, "shout", None, "pirate", "json", None, "poet", "robot")
+TOUR = """Here is what an answer can hold: **strong** words, `code`, and a [link](https://example.org/).
+
+## Steps
+
+1. Open the window.
+2. Wait for the first bird, which may take longer than the kettle, so bring a coat and something to read.
+   - It is usually a robin.
+3. Write it down.
+
+| Tier | Kept in | Blocks | First word |
+|---|---|--:|--:|
+| device | GPU memory | 4,096 | 84 ms |
+| host | pinned memory | 65,536 | 96 ms |
+| disk | one file | 1,048,576 | 140 ms |
+
+```python
+def greet(name: str) -> str:
+    \"\"\"A greeting, said twice.\"\"\"
+    return f"Hello, {name}! " * 2  # once is not enough
+```
+
+> Begin before the curtain rises.
+"""
+
+
+def long_text(num_words: int) -> str:
+    """Markdown of so many words with a heading now and then."""
+    words = itertools.cycle(
+        "the keeper counted every wave that came in from the quiet dark sea until it was morning".split()
+    )
+    parts = []
+    for number in range(num_words // 75):
+        paragraph = " ".join(itertools.islice(words, 75)).capitalize() + "."
+        parts.append(f"## Night {number // 5 + 1}\n\n{paragraph}" if number % 5 == 0 else paragraph)
+    return "\n\n".join(parts)
+
+
+def session_list(num_sessions: int) -> dict:
+    """A page of `GET /api/sessions` that reaches back some months."""
+    now = time.time()
+    sessions = [
+        {
+            "id": f"s{number}",
+            "title": TOPICS[number % len(TOPICS)],
+            "adapter": ADAPTERS[number % len(ADAPTERS)],
+            "created_at": now,
+            "updated_at": now - number**1.6 * 1800,
+            "num_turns": 3,
+        }
+        for number in range(num_sessions)
+    ]
+    return {"sessions": sessions, "next": None}
+
+
+class Camera:
+    """Opens pages in one browser and keeps pictures of them."""
+
+    def __init__(self, browser: Browser, url: str, folder: Path) -> None:
+        self.browser = browser
+        self.url = url
+        self.folder = folder
+
+    @contextlib.contextmanager
+    def chat(self, answer: str | None = None, **options: object) -> Iterator[tuple[Chat, Line]]:
+        """A page; `answer` stands in for what the model says."""
+        context = self.browser.new_context(**({"viewport": WIDE, "reduced_motion": "reduce"} | options))
+        page = context.new_page()
+        line = Line(page)
+        if answer is not None:
+            line.say(answer)
+        yield Chat(page, self.url).open(), line
+        context.close()
+
+    def take(self, chat: Chat, name: str) -> None:
+        chat.page.screenshot(path=self.folder / f"{name}.png")
+        print(self.folder / f"{name}.png")
+
+
+def first_screens(camera: Camera) -> None:
+    for name, options in {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}.items():
+        with camera.chat(**options) as (chat, _):
+            camera.take(chat, f"first-{name}")
+
+
+def conversations(camera: Camera) -> None:
+    looks = {
+        "wide": {},
+        "phone": PHONE,
+        "dark": {"color_scheme": "dark"},
+        "narrow": {"viewport": {"width": 320, "height": 568}},
+    }
+    for name, options in looks.items():
+        with camera.chat(TOUR, **options) as (chat, _):
+            chat.ask("Hello! What can an answer hold?")
+            camera.take(chat, f"answer-{name}")
+            chat.page.locator("#scroller").evaluate("node => { node.scrollTop = 0; }")
+            camera.take(chat, f"answer-{name}-top")
+
+
+def details(camera: Camera) -> None:
+    with camera.chat() as (chat, _):
+        chat.picker.select_option("pirate")
+        chat.ask("Who are you?")
+        chat.page.locator(".timings summary").click()
+        camera.take(chat, "timings")
+        chat.question.press("ArrowUp")
+        camera.take(chat, "editing")
+        chat.page.keyboard.press("Escape")
+        chat.page.locator(".session[aria-current]").press("Delete")
+        camera.take(chat, "delete")
+        chat.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        expect(chat.page.get_by_role("button", name="Undo")).to_be_visible()
+        camera.take(chat, "undo")
+        chat.page.get_by_role("button", name="Keyboard shortcuts").click()
+        camera.take(chat, "shortcuts")
+
+
+def long_answer(camera: Camera) -> None:
+    with camera.chat(long_text(3000)) as (chat, _):
+        chat.ask("Tell me a long story.")
+        camera.take(chat, "long-answer")
+
+
+def many_sessions(camera: Camera) -> None:
+    for name, options in {"wide": {}, "phone": PHONE}.items():
+        with camera.chat(**options) as (chat, _):
+            chat.page.route("**/api/sessions?*", lambda route: route.fulfill(json=session_list(200)))
+            chat.page.reload()
+            expect(chat.page.locator(".session-row")).to_have_count(200)
+            if name == "phone":
+                chat.page.get_by_role("button", name="Conversations").click()
+                expect(chat.page.get_by_role("searchbox")).to_be_visible()
+            camera.take(chat, f"sessions-{name}")
+
+
+def in_trouble(camera: Camera) -> None:
+    for name, options in {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}.items():
+        with camera.chat(**options) as (chat, line):
+            chat.ask("Hello!")
+            line.refuse = True
+            line.drop()
+            expect(chat.banner).to_contain_text("Next try in")
+            camera.take(chat, f"lost-server-{name}")
+    with camera.chat() as (chat, line):
+        line.on_send = lambda frame: refuse(line, frame) if frame["type"] == "message" else frame
+        chat.send("Hello!")
+        expect(chat.page.get_by_role("alert")).to_be_visible()
+        camera.take(chat, "failed-turn")
+
+
+def refuse(line: Line, frame: dict) -> None:
+    line.inject(
+        {"type": "error", "id": frame["id"], "code": "overloaded", "retryable": True}
+        | {"message": "The server has more to do than it can take. Try again in a moment."}
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--url", help="a gateway that runs already")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        url = arguments.url
+        if url is None:
+            gateway = stack.enter_context(Gateway(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+            gateway.wait_ready()
+            url = gateway.url
+        playwright = stack.enter_context(sync_playwright())
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
+        camera = Camera(browser, url.rstrip("/"), arguments.folder)
+        for scene in (first_screens, conversations, details, long_answer, many_sessions, in_trouble):
+            scene(camera)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

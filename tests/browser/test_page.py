@@ -1,0 +1,626 @@
+"""The chat page in a real browser against a real gateway with the demo model."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from pathlib import Path
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+STATIC = Path(__file__).resolve().parents[2] / "static"
+OWN_BYTES_MAX = 150 * 1000
+STORY = "Tell me a long story."
+ROOMY = {"temperature": 2.0, "max_tokens": 1200}  # rambles on for long enough to be interrupted
+
+
+def test_first_screen_greets_and_offers_examples(chat) -> None:
+    expect(chat.page.get_by_role("heading", name="What would you like to talk about?")).to_be_visible()
+    assert chat.page.locator(".example").count() >= 3
+    chat.page.locator(".example").first.click()
+    expect(chat.question).not_to_have_value("")
+    expect(chat.question).to_be_focused()
+
+
+def test_an_answer_streams_and_shows_its_timings(wired) -> None:
+    chat, wire = wired()
+    pieces: list[str] = []
+
+    def note(frame):
+        if frame["type"] == "delta":
+            pieces.append(frame["text"])
+        return frame
+
+    wire.on_frame = note
+    chat.open()
+    answer = chat.ask(STORY)
+    assert len(pieces) > 1, "the answer came in one piece"
+    assert answer.split() == "".join(pieces).split()
+    summary = chat.page.locator(".timings summary")
+    expect(summary).to_contain_text("first word")
+    expect(summary).to_contain_text("tokens reused")
+    summary.click()
+    expect(chat.page.locator(".timings dl")).to_contain_text("Computed anew")
+    expect(chat.page.locator("h1")).not_to_have_text("New chat")
+
+
+def test_it_remembers_a_secret_word_also_after_a_reload(open_page, make_chat, gateway_url) -> None:
+    chat = make_chat(open_page(), gateway_url).open()
+    chat.ask("My secret word is marzipan.")
+    before = chat.answers.all_inner_texts()
+    chat.page.reload()
+    expect(chat.answers).to_have_text(before)
+    assert "marzipan" in chat.ask("What is my secret word?").lower()
+
+
+def test_an_adapter_changes_the_voice_and_stays_with_the_session(chat) -> None:
+    chat.picker.select_option("shout")
+    answer = chat.ask("Hello!")
+    assert answer == answer.upper() and "!!!" in answer
+    expect(chat.page.locator(".timings summary")).to_contain_text("shout")
+    chat.page.reload()
+    expect(chat.picker).to_have_value("shout")
+
+
+def test_another_adapter_can_be_picked_in_the_middle(chat) -> None:
+    plain = chat.ask("Hello!")
+    assert plain != plain.upper()
+    chat.picker.select_option("pirate")
+    assert chat.ask("How are you?").startswith("Arr")
+
+
+@pytest.mark.parametrize("by", ["button", "escape"])
+def test_stop_keeps_what_was_written(wired, by: str) -> None:
+    chat, wire = wired()
+    wire.sampling = ROOMY
+    chat.open()
+    chat.send(STORY)
+    expect(chat.answers.first).not_to_be_empty()
+    if by == "button":
+        chat.page.get_by_role("button", name="Stop").click()
+    else:
+        chat.page.keyboard.press("Escape")
+    expect(chat.turns.first).to_have_attribute("data-status", "stopped")
+    expect(chat.page.get_by_text("What was written is kept.")).to_be_visible()
+    expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    kept = chat.answers.first.inner_text()
+    chat.page.reload()
+    expect(chat.answers.first).to_have_text(kept, use_inner_text=True)
+
+
+def test_answer_again_replaces_the_answer(chat) -> None:
+    chat.ask("Hello!")
+    first = chat.turns.first.get_attribute("data-turn")
+    chat.page.get_by_role("button", name="Answer again").click()
+    expect(chat.turns.first).not_to_have_attribute("data-turn", first)
+    chat.wait_done()
+    expect(chat.turns).to_have_count(1)
+    expect(chat.page.locator(".bubble")).to_have_text("Hello!")
+    chat.page.reload()
+    expect(chat.turns).to_have_count(1)
+
+
+def test_editing_an_earlier_message_replaces_what_followed(chat) -> None:
+    chat.ask("My secret word is plum.")
+    chat.ask("Hello!")
+    chat.turns.first.hover()
+    chat.turns.first.get_by_role("button", name="Edit message").click()
+    field = chat.page.get_by_role("textbox", name="Edit message")
+    expect(field).to_be_focused()
+    field.fill("My secret word is walnut.")
+    field.press("Enter")
+    expect(chat.turns).to_have_count(1)
+    chat.wait_done()
+    assert "walnut" in chat.ask("What is my secret word?").lower()
+    chat.page.reload()
+    expect(chat.page.locator(".bubble")).to_have_text(
+        ["My secret word is walnut.", "What is my secret word?"]
+    )
+
+
+def test_arrow_up_edits_the_last_message_and_escape_leaves_it(chat) -> None:
+    chat.ask("Hello!")
+    chat.question.press("ArrowUp")
+    field = chat.page.get_by_role("textbox", name="Edit message")
+    expect(field).to_have_value("Hello!")
+    field.fill("something else")
+    field.press("Escape")
+    expect(field).to_have_count(0)
+    expect(chat.page.locator(".bubble")).to_have_text("Hello!")
+
+
+def test_rename_delete_and_undo(chat) -> None:
+    name = f"Plans {uuid.uuid4().hex[:8]}"
+    chat.ask("Hello!")
+    session_id = chat.session_id
+    row = chat.page.locator(".session-row").filter(has=chat.page.locator("[aria-current]"))
+    row.get_by_role("button", name="Options").click()
+    chat.page.get_by_role("menuitem", name="Rename").click()
+    field = chat.page.get_by_role("textbox", name="New title")
+    field.fill(name)
+    field.press("Enter")
+    expect(chat.page.locator("h1")).to_have_text(name)
+
+    chat.row(name).get_by_role("button", name="Options").click()
+    chat.page.get_by_role("menuitem", name="Delete").click()
+    chat.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(chat.row(name)).to_have_count(0)
+    expect(chat.page.locator("#welcome")).to_be_visible()
+    assert chat.page.request.get(f"{chat.url}/api/sessions/{session_id}").status == 404
+
+    chat.page.get_by_role("button", name="Undo").click()
+    expect(chat.row(name)).to_have_count(1)
+    expect(chat.page.locator(".bubble")).to_have_text("Hello!")
+    assert chat.page.request.get(f"{chat.url}/api/sessions/{session_id}").ok
+
+
+def test_delete_asks_once_and_can_be_declined(chat) -> None:
+    chat.ask("Hello!")
+    link = chat.page.locator(".session[aria-current]")
+    link.press("Delete")
+    chat.page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(link).to_have_count(1)
+    expect(chat.turns).to_have_count(1)
+
+
+def test_search_finds_words_of_the_conversation(chat) -> None:
+    word = f"quince{uuid.uuid4().hex[:8]}"
+    chat.ask(f"My secret word is {word}.")
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    chat.page.keyboard.press("Control+k")
+    search = chat.page.get_by_role("searchbox", name="Search conversations")
+    expect(search).to_be_focused()
+    search.fill(word)
+    expect(chat.page.locator(".day").first).to_have_text("Results")
+    expect(chat.page.locator(".session-row")).to_have_count(1)
+    search.fill(word + "x")
+    expect(chat.page.get_by_text("Nothing found.")).to_be_visible()
+    search.press("Escape")
+    expect(chat.page.locator(".day").first).to_have_text("Today")
+
+
+def test_model_output_is_never_html(wired) -> None:
+    chat, wire = wired()
+    payloads = [
+        "<script>window.hacked = 1</script>",
+        '<img src="x" onerror="window.hacked = 2">',
+        "[click](javascript:window.hacked=3)",
+        "[click](JaVaScRiPt&colon;window.hacked=4)",
+        "<javascript:window.hacked=5>",
+        '<svg onload="window.hacked = 6"></svg>',
+        "![p](https://elsewhere.example/pixel.png)",
+        '[t](https://ok.example "x\\" onmouseover=\\"window.hacked = 7")',
+        "```js\n</code></pre><img src=x onerror=window.hacked=8>\n```",
+        "<a href='data:text/html,<script>window.hacked=9</script>'>data</a>",
+    ]
+    wire.say("\n\n".join(payloads))
+    chat.open()
+    chat.ask("Hello!")
+    answer = chat.answers.first
+    expect(answer).to_contain_text("<script>window.hacked = 1</script>")
+    expect(answer).to_contain_text('<img src="x" onerror="window.hacked = 2">')
+    assert answer.locator("img, script, svg, iframe, style").count() == 0
+    links = answer.locator("a").evaluate_all("links => links.map((link) => link.getAttribute('href'))")
+    assert links and all(link.startswith("https://") for link in links)
+    handlers = (
+        "nodes => nodes.flatMap((node) => node.getAttributeNames()).filter((name) => name.startsWith('on'))"
+    )
+    assert answer.locator("*").evaluate_all(handlers) == []
+    assert chat.page.evaluate("window.hacked") is None
+
+
+def test_markdown_becomes_lists_tables_and_code_that_can_be_copied(wired) -> None:
+    chat, wire = wired()
+    text = "# Title\n\n- one\n- **two**\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n```python\nprint('hi')\n```\n"
+    wire.say(text)
+    chat.open()
+    chat.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    chat.ask("Hello!")
+    answer = chat.answers.first
+    expect(answer.locator("h3")).to_have_text("Title")
+    expect(answer.locator("li")).to_have_text(["one", "two"])
+    expect(answer.locator("td[align=right]")).to_have_text("2")
+    expect(answer.locator(".hljs-string")).to_have_text("'hi'")
+    answer.get_by_role("button", name="Copy").click()
+    expect(answer.get_by_role("button", name="Copied")).to_be_visible()
+    assert chat.page.evaluate("navigator.clipboard.readText()") == "print('hi')"
+
+
+def test_a_dropped_socket_loses_nothing_and_repeats_nothing(wired, page_watch) -> None:
+    page_watch.forgive()
+    chat, wire = wired()
+    dropped = []
+
+    def drop_once(frame):
+        if frame["type"] == "delta" and not dropped:
+            dropped.append(frame)
+            wire.drop_after = True
+            return None
+        return frame
+
+    wire.on_frame = drop_once
+    chat.open()
+    answer = chat.ask(STORY)
+    assert wire.num_opened == 2
+    resumes = [frame["resume"] for frame in wire.sent if frame["type"] == "hello" and "resume" in frame]
+    assert [[turn["seq"] for turn in resume] for resume in resumes] == [[0]]
+    stored = chat.page.request.get(f"{chat.url}/api/sessions/{chat.session_id}").json()["turns"]
+    assert len(stored) == 1
+    assert answer.split() == stored[0]["answer"].split()
+
+
+def test_a_drop_in_the_middle_goes_on_after_the_last_piece(wired, page_watch) -> None:
+    page_watch.forgive()
+    chat, wire = wired()
+    seen = []
+
+    def drop_after_the_second(frame):
+        if frame["type"] != "delta":
+            return frame
+        seen.append(frame["seq"])
+        wire.drop_after = len(seen) == 2
+        return frame
+
+    wire.on_frame = drop_after_the_second
+    chat.open()
+    answer = chat.ask(STORY)
+    resumes = [frame["resume"] for frame in wire.sent if "resume" in frame]
+    assert [[turn["seq"] for turn in resume] for resume in resumes] == [[seen[1]]]
+    stored = chat.page.request.get(f"{chat.url}/api/sessions/{chat.session_id}").json()["turns"]
+    assert answer.split() == stored[0]["answer"].split()
+
+
+def test_a_message_that_was_never_acknowledged_is_sent_again_once(wired, page_watch) -> None:
+    page_watch.forgive()
+    chat, wire = wired()
+    dropped = []
+
+    def drop_before_accepted(frame):
+        if frame["type"] == "accepted" and not dropped:
+            dropped.append(frame)
+            wire.drop_after = True
+            return None
+        return frame
+
+    wire.on_frame = drop_before_accepted
+    chat.open()
+    chat.ask("Hello!")
+    messages = [frame["id"] for frame in wire.sent if frame["type"] == "message"]
+    assert len(messages) == 2 and len(set(messages)) == 1
+    expect(chat.turns).to_have_count(1)
+    assert len(chat.page.request.get(f"{chat.url}/api/sessions/{chat.session_id}").json()["turns"]) == 1
+
+
+def test_a_lost_server_shows_a_countdown_and_retry_now(wired, page_watch) -> None:
+    page_watch.forgive()
+    chat, wire = wired()
+    chat.open()
+    wire.refuse = True
+    wire.drop()
+    expect(chat.banner).to_contain_text("The connection to the server is lost.")
+    expect(chat.banner).to_contain_text(re.compile(r"Next try in \d+ s\."))
+    chat.question.fill("kept")
+    expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_disabled()
+    wire.refuse = False
+    chat.banner.get_by_role("button", name="Retry now").click()
+    expect(chat.banner).to_be_hidden()
+    expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
+    expect(chat.question).to_have_value("kept")
+
+
+def test_a_starting_engine_shows_its_stage(wired) -> None:
+    chat, wire = wired()
+    starting = {"type": "error", "code": "starting", "message": "The engine is starting.", "retryable": True}
+    state = {"status": "starting", "stage": "loading_weights", "elapsed_s": 4.2}
+    wire.on_frame = lambda frame: starting if frame["type"] == "ready" else frame
+    chat.page.route("**/readyz", lambda route: route.fulfill(status=200, json=state))
+    chat.page.goto(chat.url)
+    expect(chat.banner).to_contain_text("The engine is starting")
+    expect(chat.banner).to_contain_text("loading weights · 4 s")
+    wire.on_frame = lambda frame: frame
+    chat.page.unroute("**/readyz")
+    expect(chat.banner).to_be_hidden()
+    expect(chat.picker).to_be_enabled()
+
+
+def test_a_failed_turn_says_why_and_can_be_tried_again(wired) -> None:
+    chat, wire = wired()
+    refused = []
+
+    def refuse_once(frame):
+        if frame["type"] == "message" and not refused:
+            refused.append(frame)
+            wire.inject(
+                {
+                    "type": "error",
+                    "id": frame["id"],
+                    "code": "overloaded",
+                    "message": "Too busy.",
+                    "retryable": True,
+                }
+            )
+            return None
+        return frame
+
+    wire.on_send = refuse_once
+    chat.open()
+    chat.send("Hello!")
+    expect(chat.page.get_by_role("alert")).to_contain_text("Too busy.")
+    chat.page.get_by_role("button", name="Try again").click()
+    chat.wait_done()
+    expect(chat.page.get_by_role("alert")).to_have_count(0)
+    expect(chat.turns).to_have_count(1)
+
+
+@pytest.fixture
+def scripted(wired):
+    """A page with one question under way, whose answer the test writes: (chat, wire, delta, done)."""
+
+    def make(**options):
+        chat, wire = wired(**options)
+        accepted = []
+
+        def note(frame):
+            if frame["type"] == "accepted":
+                accepted.append(frame)
+            return None if frame["type"] in {"delta", "done"} else frame
+
+        def delta(seq: int, text: str) -> None:
+            wire.inject({"type": "delta", "id": accepted[0]["id"], "seq": seq, "text": text})
+
+        def done(seq: int) -> None:
+            end = {"finish_reason": "stop", "usage": None, "timings": None, "seq": seq}
+            wire.inject(accepted[0] | end | {"type": "done"})
+
+        wire.on_frame = note
+        chat.open()
+        chat.send("Hello!")
+        expect(chat.turns.first).to_have_attribute("data-status", "running")
+        return chat, wire, delta, done
+
+    return make
+
+
+def test_answers_go_on_in_sessions_that_are_not_shown(scripted) -> None:
+    chat, _, delta, done = scripted()
+    session_id = chat.session_id
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    expect(chat.page.locator("#welcome")).to_be_visible()
+    link = chat.page.locator(f'.session[href="#/s/{session_id}"]')
+    expect(link.locator(".running")).to_have_text("(answering)")
+    expect(link.locator(".running")).to_be_visible()
+    delta(1, "Written in the background.")
+    done(1)
+    expect(link.locator(".running")).to_be_hidden()
+    expect(chat.turns).to_have_count(0)
+    link.click()
+    expect(chat.turns.first).to_have_attribute("data-status", "done")
+
+
+def test_the_reader_is_not_pulled_along(scripted) -> None:
+    chat, _, delta, _ = scripted(viewport={"width": 800, "height": 420})
+    delta(1, "Paragraph 1. " + "word " * 400)
+    expect(chat.answers.first).to_contain_text("Paragraph 1.")
+    scroller = chat.page.locator("#scroller")
+    at_end = "node => node.scrollHeight - node.scrollTop - node.clientHeight < 2"
+    assert scroller.evaluate(at_end), "the text is followed while the reader is at its end"
+    scroller.hover()
+    chat.page.mouse.wheel(0, -200)
+    chat.page.wait_for_function(
+        f"() => !({at_end.replace('< 2', '< 199')})(document.getElementById('scroller'))"
+    )
+    top = scroller.evaluate("node => node.scrollTop")
+    delta(2, "\n\nParagraph 2. " + "word " * 400)
+    pill = chat.page.get_by_role("button", name="New text")
+    expect(pill).to_be_visible()
+    assert scroller.evaluate("node => node.scrollTop") == top
+    pill.click()
+    expect(pill).to_be_hidden()
+    assert scroller.evaluate(at_end)
+
+
+def test_drafts_survive_a_reload_and_belong_to_their_session(chat) -> None:
+    chat.ask("Hello!")
+    chat.question.fill("half a thought")
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    expect(chat.question).to_have_value("")
+    chat.question.fill("another one")
+    chat.page.reload()
+    expect(chat.question).to_have_value("another one")
+    chat.page.go_back()
+    expect(chat.question).to_have_value("half a thought")
+
+
+def test_typing_is_announced_without_the_text(wired) -> None:
+    chat, wire = wired()
+    wire.on_frame = lambda frame: None if frame["type"] == "advisory" else frame
+    chat.open()
+    chat.ask("Hello!")
+    chat.question.press_sequentially("abcdefgh")
+    chat.ask("Hello!")
+    typed = [frame for frame in wire.sent if frame["type"] == "typing"]
+    assert len(typed) == 1
+    assert typed[0]["session_id"] == chat.session_id
+    assert "draft" not in typed[0]
+
+
+def test_an_address_opens_its_session_and_a_wrong_one_says_so(chat, open_page, make_chat) -> None:
+    chat.ask("Hello!")
+    other = make_chat(open_page(), chat.url).open(f"#/s/{chat.session_id}")
+    expect(other.page.locator(".bubble")).to_have_text("Hello!")
+    lost = make_chat(open_page(), chat.url).open("#/s/there-is-no-such-session")
+    expect(lost.page.get_by_text("does not exist any more")).to_be_visible()
+    expect(lost.page.locator("#welcome")).to_be_visible()
+    assert lost.ask("Hello!")
+
+
+def test_a_key_is_asked_for_and_kept(wired) -> None:
+    chat, wire = wired()
+    keys = []
+
+    def ask_key(frame):
+        if frame["type"] == "hello":
+            keys.append(frame.get("api_key"))
+            if frame.get("api_key") != "let-me-in":
+                wire.inject(
+                    {
+                        "type": "error",
+                        "code": "unauthorized",
+                        "message": "Wrong or missing key.",
+                        "retryable": False,
+                    }
+                )
+                return None
+            return {name: value for name, value in frame.items() if name != "api_key"}
+        return frame
+
+    wire.on_send = ask_key
+    chat.page.goto(chat.url)
+    chat.page.get_by_label("API key").fill("wrong")
+    chat.page.get_by_role("button", name="Continue").click()
+    expect(chat.page.get_by_role("dialog")).to_contain_text("did not accept")
+    chat.page.get_by_label("API key").fill("let-me-in")
+    with chat.page.expect_request("**/api/sessions?*") as listing:
+        chat.page.get_by_role("button", name="Continue").click()
+    assert listing.value.headers["authorization"] == "Bearer let-me-in"
+    expect(chat.picker).to_be_enabled()
+    chat.page.reload()
+    expect(chat.picker).to_be_enabled()
+    assert keys == [None, "wrong", "let-me-in", "let-me-in"]
+
+
+def test_keyboard_enter_newline_and_help(chat) -> None:
+    chat.question.press_sequentially("one")
+    chat.question.press("Shift+Enter")
+    chat.question.press_sequentially("two")
+    expect(chat.question).to_have_value("one\ntwo")
+    chat.question.fill("Hello!")
+    chat.question.press("Enter")
+    chat.wait_done()
+    expect(chat.question).to_have_value("")
+    chat.page.locator("#scroller").focus()
+    chat.page.keyboard.press("?")
+    expect(chat.page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
+    chat.page.keyboard.press("Escape")
+    expect(chat.page.get_by_role("dialog")).to_have_count(0)
+
+
+def test_on_a_phone_the_list_is_a_drawer(open_page, make_chat, gateway_url) -> None:
+    page = open_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    chat = make_chat(page, gateway_url).open()
+    chat.ask("Hello!")
+    menu = page.get_by_role("button", name="Conversations")
+    assert page.get_by_role("searchbox").count() == 0, "a closed drawer is out of reach"
+    menu.tap()
+    expect(page.get_by_role("searchbox")).to_be_visible()
+    expect(menu).to_have_attribute("aria-expanded", "true")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("searchbox")).to_have_count(0)
+    expect(menu).to_be_focused()
+    menu.tap()
+    page.locator(".session").first.tap()
+    expect(page.get_by_role("searchbox")).to_have_count(0)
+
+
+@pytest.mark.parametrize("width", [320, 640])
+def test_nothing_is_wider_than_a_small_window(wired, width: int) -> None:
+    chat, wire = wired(viewport={"width": width, "height": 600})
+    wide = (
+        "x" * 300
+        + "\n\n| "
+        + " | ".join("column" * 3 for _ in range(9))
+        + " |\n"
+        + "|---" * 9
+        + "|\n\n```\n"
+        + "y" * 300
+        + "\n```"
+    )
+    wire.say(wide)
+    chat.open()
+    chat.ask("Hello " + "z" * 200)
+    boxes = chat.page.locator("html, #scroller, #composer, .top")
+    assert max(boxes.evaluate_all("nodes => nodes.map((node) => node.scrollWidth - node.clientWidth)")) <= 0
+    expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_in_viewport()
+
+
+def test_touch_targets_are_large_enough(open_page, make_chat, gateway_url) -> None:
+    page = open_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    chat = make_chat(page, gateway_url).open()
+    chat.ask("Hello!")
+    page.get_by_role("button", name="Conversations").tap()
+    expect(page.get_by_role("searchbox")).to_be_visible()
+    small = page.locator("button:visible, a:visible, select:visible, .search").evaluate_all(
+        "nodes => nodes.filter((node) => !node.closest('.skip')).map((node) => [node.getBoundingClientRect(), node])"
+        ".filter(([box]) => box.height < 44 || box.width < 44).map(([, node]) => node.outerHTML.slice(0, 120))"
+    )
+    assert small == []
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_axe_finds_nothing_serious(
+    open_page, make_chat, gateway_url, axe_source: str, scheme: str, width: int
+) -> None:
+    page = open_page(viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce")
+    chat = make_chat(page, gateway_url).open()
+    findings = audit(page, axe_source)
+    chat.ask("Show me some Markdown.")
+    chat.page.locator(".timings summary").click()
+    findings += audit(page, axe_source)
+    page.keyboard.press("Escape")
+    if width < 720:
+        page.get_by_role("button", name="Conversations").click()
+        expect(page.get_by_role("searchbox")).to_be_visible()
+    page.locator(".session").first.press("Delete")
+    findings += audit(page, axe_source)
+    assert findings == []
+
+
+def audit(page, axe_source: str) -> list[str]:
+    """Serious and critical findings of axe-core on what is shown now."""
+    page.evaluate(axe_source)
+    result = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    return [
+        f"{finding['id']}: {node['html'][:160]}"
+        for finding in result["violations"]
+        if finding["impact"] in {"serious", "critical"}
+        for node in finding["nodes"]
+    ]
+
+
+def test_a_screen_reader_hears_sentences(scripted) -> None:
+    chat, _, delta, _ = scripted()
+    region = chat.page.locator("#announcer")
+    delta(1, "This is **half a")
+    expect(chat.answers.first).to_contain_text("half a")
+    expect(region).to_be_empty()
+    delta(2, " sentence**. And")
+    expect(region).to_have_text("This is half a sentence.")
+
+
+def test_a_long_answer_keeps_its_finished_blocks(scripted) -> None:
+    chat, _, delta, _ = scripted()
+    for seq in range(1, 41):
+        delta(seq, f"Paragraph {seq} " + "word " * 75 + "\n\n")
+    expect(chat.answers.first).to_contain_text("Paragraph 40")
+    chat.answers.first.locator(".block").first.evaluate("node => { node.dataset.kept = 'yes'; }")
+    delta(41, "Paragraph 41")
+    expect(chat.answers.first).to_contain_text("Paragraph 41")
+    expect(chat.answers.first.locator(".block").first).to_have_attribute("data-kept", "yes")
+    assert chat.answers.first.locator("p").count() == 41
+
+
+def test_own_script_and_style_stay_small() -> None:
+    own = [
+        path
+        for path in STATIC.rglob("*")
+        if path.suffix in {".js", ".css", ".html"} and "vendor" not in path.parts
+    ]
+    assert own
+    assert sum(path.stat().st_size for path in own) <= OWN_BYTES_MAX
+
+
+def test_the_page_holds_no_inline_script_or_style() -> None:
+    html = (STATIC / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", html)

@@ -1,0 +1,293 @@
+"""The page's protocol state machine alone: frames in, frames and events out. No gateway, no socket, no clock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+STATIC = Path(__file__).resolve().parents[2] / "static"
+ORIGIN = "http://core.test"
+PRELUDE = """
+const { ChatCore, backoffMs } = await import('/js/protocol.js');
+const ready = (session = null) => ({ type: 'ready', protocol: 1, session, models: [], server: {} });
+const stored = (id, status, answer = '') => ({ id, content: `ask ${id}`, answer, status, adapter: null });
+const session = (...turns) => ({ id: 's', title: 'T', adapter: null, updated_at: 1, turns });
+const core = new ChatCore();
+const sent = () => core.drain().frames;
+const shown = () => core.sessions.get('s').turns.map((turn) => [turn.id, turn.status, turn.answer]);
+const ask = (id, more = {}) => core.ask({ id, sessionId: 's', content: `ask ${id}`, adapter: null, ...more });
+const accepted = (id) => core.receive({ type: 'accepted', id, session_id: 's', title: 'T' });
+const delta = (id, seq, text) => core.receive({ type: 'delta', id, seq, text });
+const done = (id, seq, finish_reason = 'stop') => core.receive({
+  type: 'done', id, session_id: 's', seq, finish_reason, usage: null, timings: null, title: 'T' });
+const error = (code, id, retryable = true) => core.receive({ type: 'error', code, id, message: code, retryable });
+const greet = (...turns) => {
+  core.connecting(); core.opened();
+  const hello = sent();
+  core.receive(ready(session(...turns)));
+  return hello;
+};
+const begin = (...turns) => { core.open('s'); greet(...turns); core.drain(); };
+const again = (...turns) => { core.closed(1006, 0); return greet(...turns); };
+"""
+
+
+@pytest.fixture(scope="module")
+def core(browser):
+    """A function that runs JavaScript with PRELUDE's names in scope and returns its value."""
+    page = browser.new_page()
+
+    def serve(route) -> None:
+        path = STATIC / route.request.url.removeprefix(f"{ORIGIN}/")
+        if path.is_file():
+            route.fulfill(path=path, content_type="text/javascript")
+        else:
+            route.fulfill(body="<title>core</title>", content_type="text/html")
+
+    page.route(f"{ORIGIN}/**", serve)
+    page.goto(f"{ORIGIN}/")
+    yield lambda script: page.evaluate(f"async () => {{ {PRELUDE} {script} }}")
+    page.close()
+
+
+def test_repeated_and_late_pieces_change_nothing(core) -> None:
+    assert (
+        core("""begin(); ask('a'); accepted('a'); delta('a', 2, 'one '); delta('a', 2, 'one '); delta('a', 1, 'x');
+        delta('a', 3, 'two'); done('a', 3); delta('a', 4, 'late'); done('a', 3, 'stopped'); return shown();""")
+        == [["a", "done", "one two"]]
+    )
+
+
+def test_frames_of_unknown_turns_are_ignored(core) -> None:
+    assert (
+        core(
+            "begin(); accepted('x'); delta('x', 1, 'x'); done('x', 1); error('internal', 'x'); return shown();"
+        )
+        == []
+    )
+
+
+def test_unknown_frame_types_are_ignored(core) -> None:
+    assert (
+        core("begin(); core.receive({ type: 'pong' }); core.receive({ type: 'future' }); return core.phase;")
+        == "ready"
+    )
+
+
+def test_a_drop_resumes_after_the_last_piece(core) -> None:
+    result = core("""begin(); ask('a'); accepted('a'); delta('a', 4, 'one '); core.drain();
+        const hello = again(stored('a', 'running')); delta('a', 6, 'two'); done('a', 6); return [hello, sent(), shown()];""")
+    assert result == [
+        [{"type": "hello", "session_id": "s", "resume": [{"id": "a", "seq": 4}]}],
+        [],
+        [["a", "done", "one two"]],
+    ]
+
+
+def test_a_turn_that_ended_while_the_socket_was_down_is_not_doubled(core) -> None:
+    assert core("""begin(); ask('a'); accepted('a'); delta('a', 1, 'one '); again(stored('a', 'done', 'one two'));
+        delta('a', 2, 'two'); done('a', 2); return shown();""") == [["a", "done", "one two"]]
+
+
+def test_an_unacknowledged_message_is_sent_again_and_not_resumed(core) -> None:
+    hello, frames = core("begin(); ask('a'); core.drain(); const hello = again(); return [hello, sent()];")
+    assert "resume" not in hello[0]
+    assert [(frame["type"], frame["id"]) for frame in frames] == [("message", "a")]
+
+
+def test_a_message_that_kills_every_socket_is_given_up(core) -> None:
+    assert core("begin(); ask('a'); for (let i = 0; i < 9; i += 1) again(); return shown();") == [
+        ["a", "failed", ""]
+    ]
+
+
+def test_a_message_over_the_hard_limit_is_not_sent_again(core) -> None:
+    frames, turns = (
+        core("""begin(); ask('a'); core.drain(); core.closed(1009, 0); core.connecting(); core.opened();
+        core.receive(ready(session())); return [sent().filter((frame) => frame.type === 'message'), shown()];""")
+    )
+    assert frames == []
+    assert turns == [["a", "failed", ""]]
+
+
+def test_a_turn_that_cannot_be_resumed_is_read_from_history(core) -> None:
+    events, turns = (
+        core("""begin(); ask('a'); accepted('a'); delta('a', 1, 'one '); again(stored('a', 'running')); core.drain();
+        error('not_found', 'a'); const { events } = core.drain(); core.load(session(stored('a', 'done', 'one two')));
+        return [events.map((event) => event.type), shown()];""")
+    )
+    assert events == ["stale"]
+    assert turns == [["a", "done", "one two"]]
+
+
+def test_a_server_that_died_leaves_a_failed_turn_to_retry_under_its_id(core) -> None:
+    before, frames = (
+        core("""begin(); ask('a'); accepted('a'); delta('a', 1, 'one '); again(stored('a', 'failed'));
+        const before = shown(); error('not_found', 'a'); core.drain(); core.retry('a', null); return [before, sent()];""")
+    )
+    assert before == [["a", "failed", ""]]
+    assert [(frame["type"], frame["id"], "after" in frame) for frame in frames] == [("message", "a", False)]
+
+
+def test_a_turn_that_runs_elsewhere_is_followed_once(core) -> None:
+    first, second, turns = core("""core.open('s'); core.connecting(); core.opened(); core.drain();
+        core.receive(ready(session(stored('a', 'running')))); const first = sent();
+        core.receive(ready(session(stored('a', 'running')))); const second = sent();
+        delta('a', 5, 'all'); done('a', 5); return [first, second, shown()];""")
+    assert first == [{"type": "hello", "session_id": "s", "resume": [{"id": "a", "seq": 0}]}]
+    assert second == []
+    assert turns == [["a", "done", "all"]]
+
+
+def test_an_edit_replaces_what_follows_when_it_is_accepted(core) -> None:
+    frames, turns = (
+        core("""begin(stored('a', 'done', 'A'), stored('b', 'done', 'B'), stored('c', 'done', 'C'));
+        ask('d', { after: 'a' }); const frames = sent(); accepted('d'); delta('d', 1, 'D'); done('d', 1); return [frames, shown()];""")
+    )
+    assert frames[0]["after"] == "a"
+    assert turns == [["a", "done", "A"], ["d", "done", "D"]]
+
+
+def test_an_edit_of_the_first_message_keeps_nothing(core) -> None:
+    frame, turns = core(
+        "begin(stored('a', 'done', 'A')); ask('d', { after: null }); return [sent()[0], shown()];"
+    )
+    assert frame["after"] is None
+    assert turns == [["d", "sending", ""]]
+
+
+def test_a_refused_edit_brings_the_old_turns_back(core) -> None:
+    assert core("""begin(stored('a', 'done', 'A'), stored('b', 'done', 'B')); ask('d', { after: 'a' }); error('overloaded', 'd');
+        const refused = shown(); core.discard('d'); return [refused, shown()];""") == [
+        [["a", "done", "A"], ["b", "done", "B"], ["d", "failed", ""]],
+        [["a", "done", "A"], ["b", "done", "B"]],
+    ]
+
+
+def test_a_stop_before_accepted_is_sent_after_it(core) -> None:
+    early, late = core(
+        """begin(); ask('a'); core.drain(); core.stop('a'); const early = sent(); accepted('a'); return [early, sent()];"""
+    )
+    assert early == []
+    assert late == [{"type": "stop", "id": "a"}]
+
+
+def test_a_stop_while_the_socket_is_down_is_sent_later(core) -> None:
+    assert (
+        core("""begin(); ask('a'); accepted('a'); core.closed(1006, 0); core.drain(); core.stop('a'); core.connecting(); core.opened();
+        core.receive(ready(session(stored('a', 'running')))); return sent().filter((frame) => frame.type === 'stop');""")
+        == [{"type": "stop", "id": "a"}]
+    )
+
+
+def test_a_starting_engine_is_greeted_again_with_the_same_resume(core) -> None:
+    phase, hello = (
+        core("""begin(); ask('a'); accepted('a'); delta('a', 3, 'x'); core.closed(1006, 0); core.connecting(); core.opened();
+        error('starting'); core.drain(); const { phase } = core; core.opened(); return [phase, sent()];""")
+    )
+    assert phase == "starting"
+    assert hello[0]["resume"] == [{"id": "a", "seq": 3}]
+
+
+def test_a_wrong_key_locks_and_does_not_reconnect(core) -> None:
+    assert (
+        core(
+            "core.connecting(); core.opened(); error('unauthorized', undefined, false); core.closed(4401, 0); return core.phase;"
+        )
+        == "locked"
+    )
+
+
+def test_a_session_that_is_gone_is_left(core) -> None:
+    current, frames = core("""core.open('s'); core.connecting(); core.opened(); core.drain();
+        error('not_found', undefined, false); return [core.current, sent()];""")
+    assert current is None
+    assert frames == [{"type": "hello"}]
+
+
+def test_the_session_chosen_while_connecting_is_the_one_opened(core) -> None:
+    assert core("""core.open('other'); core.connecting(); core.opened(); core.open('s'); core.drain();
+        core.receive(ready({ ...session(), id: 'other' })); return sent();""") == [
+        {"type": "hello", "session_id": "s"}
+    ]
+
+
+def test_a_turn_that_was_refused_is_no_place_to_go_back_to(core) -> None:
+    assert (
+        core("""begin(stored('a', 'done', 'A')); ask('b'); error('overloaded', 'b'); ask('c'); accepted('c'); done('c', 0);
+        return core.turnBefore(core.turns.get('c')).id;""")
+        == "a"
+    )
+
+
+def test_waiting_grows_and_a_full_server_is_left_alone_longer(core) -> None:
+    waits = core("return [1, 2, 3, 20].map((attempt) => backoffMs(attempt, 1006));")
+    assert waits == sorted(waits) and waits[0] < 1000 and waits[-1] <= 60_000
+    assert core("return backoffMs(1, 4429);") > waits[0]
+
+
+def test_advisories_that_are_off_end_the_typing_frames(core) -> None:
+    assert core("""begin(); core.typing('s', null); const first = sent(); core.receive({ type: 'advisory', session_id: 's', state: 'off' });
+        core.typing('s', null); return [first.length, sent().length];""") == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("done", "expected"),
+    [
+        (
+            {
+                "adapter": None,
+                "usage": {"prompt_tokens": 1984},
+                "timings": {"ttft_ms": 84.2, "tpot_ms": 24.4, "kv": {"device": 1920}},
+            },
+            "first word 84 ms · 41 tok/s · 1,920 of 1,984 tokens reused (device)",
+        ),
+        (
+            {
+                "adapter": "poet",
+                "usage": {"prompt_tokens": 64},
+                "timings": {"ttft_ms": 1234, "tpot_ms": None, "kv": {"host": 16, "disk": 32}},
+            },
+            "poet · first word 1.2 s · 48 of 64 tokens reused (host, disk)",
+        ),
+        (
+            {
+                "adapter": None,
+                "usage": {"prompt_tokens": 9},
+                "timings": {"ttft_ms": 5.04, "tpot_ms": 250, "kv": {"device": 0}},
+            },
+            "first word 5.0 ms · 4.0 tok/s · 0 of 9 tokens reused",
+        ),
+    ],
+)
+def test_the_grey_line(core, done: dict, expected: str) -> None:
+    assert core(f"return (await import('/js/format.js')).summary({json.dumps(done)});") == expected
+
+
+def test_days(core) -> None:
+    assert (
+        core("""const { dayLabel } = await import('/js/format.js'); const now = new Date(2026, 2, 10, 0, 30).getTime(); const day = 86400000;
+        return [0, 40 * 60000, day, 5 * day, 20 * day, 60 * day].map((age) => dayLabel(now - age, now));""")
+        == [
+            "Today",
+            "Yesterday",
+            "Yesterday",
+            "This week",
+            "This month",
+            "January 2026",
+        ]
+    )
+
+
+def test_sentences_are_spoken_whole(core) -> None:
+    assert (
+        core("""const { sentenceEnd, speakable } = await import('/js/announcer.js'); const text = 'It costs 3.50 now. Is it? Yes';
+        return [text.slice(0, sentenceEnd(text, 0)), sentenceEnd('No end', 0), speakable('- **a** [b](http://c)\\n|x|y|')];""")
+        == [
+            "It costs 3.50 now. Is it?",
+            0,
+            "a b x y",
+        ]
+    )
