@@ -5,6 +5,9 @@ SHELL := bash
 DEVICE ?= cpu
 PY := .venv/bin/python
 
+# The first start compiles what it imports; without the compiled files every start would take a minute.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The stamps carry a checksum of the lists, so a changed list installs again and a fresh checkout of the same one does not.
 sum = $(firstword $(shell cat $(1) | cksum))
 RUNTIME := .venv/.runtime-$(DEVICE)-$(call sum,requirements/$(DEVICE).txt pyproject.toml)

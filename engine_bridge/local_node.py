@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from engine_bridge.driver.serving import Serving
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class LocalNodeConfig(Struct, frozen=True, kw_only=True):
@@ -179,7 +181,7 @@ class LocalNode:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         serving, client = self._ready()
-        stream = TokenStream(request.min_delta_interval_s)
+        stream = TokenStream()
         engine_input, params, lora_request = await serving.prepare(request)
         serving, client = self._ready()
         try:
@@ -243,6 +245,10 @@ class LocalNode:
 
     async def import_kv(self, session_id: SessionId, blocks: bytes) -> None:
         raise NotSupported("this node imports no KV")
+
+    async def run_on_engine(self, run: Callable[[VllmDriver], T]) -> T:
+        """The result of `run(driver)`, called on the engine thread between two steps. For benches and tests."""
+        return await self._thread.call(run)
 
     def _ready(self) -> tuple[Serving, BridgeEngineClient]:
         if self._is_draining:

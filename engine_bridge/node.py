@@ -18,6 +18,16 @@ AdapterId = NewType("AdapterId", str)
 
 FinishReason = Literal["stop", "length", "stopped"]
 NodeState = Literal["starting", "ready", "rebuilding", "draining", "failed", "closed"]
+# How Anthropic's API names errors, by HTTP status. Source: its documentation of errors.
+ANTHROPIC_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 Api = Literal["chat", "completions", "responses", "messages", "count_tokens"]
 
 
@@ -44,7 +54,6 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One answer to compute.
 
     Either `messages` (the node renders its model's chat template) or `prompt_token_ids` is given.
-    `min_delta_interval_s` bounds how often deltas after the first come: text that arrives in between is merged into one.
     """
 
     request_id: RequestId
@@ -54,7 +63,6 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     session_id: str | None = None
     priority: int = 0
-    min_delta_interval_s: float = 0.0
 
 
 class Usage(Struct, frozen=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from typing import Any
 
@@ -11,20 +10,14 @@ from engine_bridge.node import Delta, FinishReason, KvSources, Timings, Usage
 
 
 class TokenStream:
-    """Collects one request's outputs; belongs to the event loop.
+    """Collects one request's outputs until its reader takes them; belongs to the event loop.
 
-    The first token wakes the reader at once, later ones at most every `min_interval_s`, the end at once. So a person sees the
-    first word as early as can be, and a fast model does not cost the event loop a wake-up per token.
-
-    Args:
-        min_interval_s: least time between two deltas after the first, in seconds; 0 wakes for every output.
+    What arrives while the reader is busy, or together, is merged into one delta. How often outputs arrive is the bridge's affair.
     """
 
-    def __init__(self, min_interval_s: float) -> None:
-        self._min_interval_s = min_interval_s
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._error: Exception | None = None
@@ -33,7 +26,6 @@ class TokenStream:
         self._arrived_s = time.monotonic()
         self._first_s: float | None = None
         self._last_s = self._arrived_s
-        self._given_s = -math.inf
         self._num_tokens = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -47,29 +39,27 @@ class TokenStream:
             return
         if isinstance(output, Exception):
             self._error = output
-            self._notify(at_once=True)
-            return
-        completion = output.outputs[0]
-        self._text.append(completion.text)
-        self._token_ids.extend(completion.token_ids)
-        self._num_tokens += len(completion.token_ids)
-        self._last_s = time.monotonic()
-        is_first = self._first_s is None
-        if is_first:
-            self._note_start(output)
-        if output.finished:
-            self.is_ended_by_engine = True
-            self._finish_reason = _finish_reason(completion.finish_reason)
-        self._notify(at_once=is_first or output.finished)
+        else:
+            completion = output.outputs[0]
+            self._text.append(completion.text)
+            self._token_ids.extend(completion.token_ids)
+            if self._first_s is None:
+                self._note_start(output)
+            if output.finished:
+                self.is_ended_by_engine = True
+                self._finish_reason = _finish_reason(completion.finish_reason)
+                self._last_s = time.monotonic()
+        self._notify()
 
     def stop(self) -> None:
         """End the stream from outside; what has come so far stands, with finish_reason `stopped`."""
         if self._finish_reason is None:
             self._finish_reason = "stopped"
-            self._notify(at_once=True)
+            self._last_s = time.monotonic()
+            self._notify()
 
     def _note_start(self, output: Any) -> None:
-        self._first_s = self._last_s
+        self._first_s = time.monotonic()
         self._prompt_tokens = len(output.prompt_token_ids or ())
         self._cached_tokens = output.num_cached_tokens or 0
         stats = output.metrics
@@ -80,14 +70,12 @@ class TokenStream:
 
     async def next(self) -> Delta:
         """Wait for more. After a delta with a `finish_reason` there is no more. Raises the error that ended the stream."""
-        while not (self._is_due() or self._error or self._finish_reason):
+        while not (self._token_ids or self._error or self._finish_reason):
             self._wake = self._loop.create_future()
-            if self._token_ids:
-                self._arm()
             await self._wake
-        self._given_s = time.monotonic()
         if self._error is not None and not self._finish_reason:
             raise self._error
+        self._num_tokens += len(self._token_ids)
         delta = Delta(
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
@@ -99,24 +87,7 @@ class TokenStream:
         self._token_ids.clear()
         return delta
 
-    def _is_due(self) -> bool:
-        return bool(self._token_ids) and time.monotonic() - self._given_s >= self._min_interval_s
-
-    def _notify(self, *, at_once: bool) -> None:
-        if self._wake is None or self._wake.done():
-            return
-        if at_once or self._is_due():
-            self._wake.set_result(None)
-        else:
-            self._arm()
-
-    def _arm(self) -> None:
-        if self._timer is None:
-            due_s = self._given_s + self._min_interval_s - time.monotonic()
-            self._timer = self._loop.call_later(max(due_s, 0.0), self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
+    def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 

@@ -33,11 +33,15 @@ CLOSE_STREAMS_S = 5.0
 def engine_config(config: Config) -> EngineConfig:
     """The engine's part of the settings."""
     device = config.device if config.device != "auto" else detect_device()
+    dtype = config.dtype
+    if dtype == "auto" and device == "cpu" and config.is_demo_model:
+        dtype = "float32"  # docs/decisions/0005
     return EngineConfig(
         model=config.model,
         served_model_name=config.served_model_name,
         device=device,
-        dtype=config.dtype,
+        dtype=dtype,
+        cpu_threads=config.cpu_threads,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,

@@ -155,12 +155,17 @@ class ChatConnection:
                     resume.id,
                 )
             else:
+                # Again, in case the socket dropped before the first one arrived: the client needs the session's id.
+                self._send_accepted(live)
                 self._follow(live, min(resume.seq, len(live.pieces)))
 
     async def _on_message(self, frame: Message) -> None:
         live = await self._services.turns.ask(self._owner, frame)
-        self._send({"type": "accepted", "id": live.id, "session_id": live.session_id, "title": live.title})
+        self._send_accepted(live)
         self._follow(live, 0)
+
+    def _send_accepted(self, live: LiveTurn) -> None:
+        self._send({"type": "accepted", "id": live.id, "session_id": live.session_id, "title": live.title})
 
     async def _on_stop(self, frame: Stop) -> None:
         if not await self._services.turns.stop(self._owner, frame.id) and not self._services.turns.find(
@@ -185,6 +190,8 @@ class ChatConnection:
         self._start_writer()
 
     def _follow(self, live: LiveTurn, num_sent: int) -> None:
+        if live in self._sent:
+            return  # this socket has had all up to here: going back would repeat text
         self._sent[live] = num_sent
         self._services.turns.follow(live, self)
         if live.is_over or len(live.pieces) > num_sent:

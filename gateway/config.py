@@ -74,8 +74,8 @@ def _in(group: str, description: str, **constraints: Any) -> Meta:
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting of the server, checked. Build it with `load_config`, or directly in tests.
 
-    `served_model_name` and `adapters_dir` are filled in from `model` when they are left empty, so readers
-    need no fallback of their own.
+    `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, so
+    readers need no fallback of their own.
     """
 
     host: Annotated[str, _in("Server", "Address to listen on.", min_length=1)] = "127.0.0.1"
@@ -122,6 +122,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         None
     )
     kv_cache_gib: Annotated[float, _in("Engine", "KV cache on CPU, in GiB.", gt=0)] = 1.0
+    cpu_threads: Annotated[
+        Positive | None,
+        _in("Engine", "Processor cores that a CPU engine computes on; unset: all (the demo model: 1)."),
+    ] = None
     gpu_memory_utilization: Annotated[
         float, _in("Engine", "Share of the GPU's memory to use.", gt=0, le=1)
     ] = 0.9
@@ -168,6 +172,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "served_model_name", name)
         if self.adapters_dir is None and self.is_demo_model:
             msgspec.structs.force_setattr(self, "adapters_dir", DEMO_ADAPTERS_DIR)
+        if self.cpu_threads is None and self.is_demo_model:
+            # Its matrices are too small to share between cores: docs/decisions/0005.
+            msgspec.structs.force_setattr(self, "cpu_threads", 1)
 
     @property
     def is_demo_model(self) -> bool:

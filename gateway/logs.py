@@ -20,26 +20,17 @@ _JSON_NAMES = {"levelname": "level", "name": "logger"}
 # Keys of ours (`ov-…`), of OpenAI's form (`sk-…`), and whatever follows "Bearer".
 _KEY = re.compile(r"\b(ov-|sk-|[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}")
 
-# Others' loggers that tell at INFO what only a developer wants: one line per request, per file, per compiled graph.
-_CHATTY = (
-    "aiohttp.access",
-    "asyncio",
-    "filelock",
-    "httpcore",
-    "httpx",
-    "httpx2",
-    "torch",
-    "transformers",
-    "urllib3",
-    "vllm",
-)
+# Others' loggers that tell at INFO what only a developer wants: one line per request, per file, per connection.
+_CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "httpx2", "urllib3")
+# These warn a dozen times at each healthy start: of packages that CPU serving does without, of their own deprecations.
+_NERVOUS = ("py.warnings", "torch", "torch._library", "transformers", "vllm")
 
 
 def setup(log_format: str, level: str, *, stream: TextIO | None = None) -> None:
     """Send all log messages of this process to `stream` (default: stderr). Call it once, before vLLM is imported.
 
-    `log_format` is "plain" or "json", `level` one of "debug", "info", "warning", "error". At "info" the loggers of
-    libraries speak from "warning" up; at "debug" they say everything that they say at INFO. `VLLM_LOGGING_LEVEL`, if set,
+    `log_format` is "plain" or "json", `level` one of "debug", "info", "warning", "error". At "info" libraries speak from
+    "warning" up and the engine's from "error" up; at "debug" all of them from INFO up. `VLLM_LOGGING_LEVEL`, if set,
     holds for vLLM's part.
     """
     _quiet_vllm()
@@ -52,9 +43,9 @@ def setup(log_format: str, level: str, *, stream: TextIO | None = None) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(ours)
-    theirs = logging.INFO if ours <= logging.DEBUG else max(ours, logging.WARNING)
-    for name in _CHATTY:
-        logging.getLogger(name).setLevel(theirs)
+    for names, quiet in ((_CHATTY, logging.WARNING), (_NERVOUS, logging.ERROR)):
+        for name in names:
+            logging.getLogger(name).setLevel(logging.INFO if ours == logging.DEBUG else max(ours, quiet))
     if vllm_level := os.environ.get("VLLM_LOGGING_LEVEL"):
         logging.getLogger("vllm").setLevel(vllm_level.upper())
     logging.captureWarnings(True)

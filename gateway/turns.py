@@ -27,9 +27,6 @@ log = logging.getLogger(__name__)
 
 KEEP_FINISHED_S = 120.0  # docs/protocol.md, rule 4
 KEEP_UNFOLLOWED_S = 30.0  # docs/protocol.md, rule 4
-# Chosen: one frame per turn for every second refresh of a 60 Hz screen. Nobody sees the difference, and a model that gives
-# hundreds of tokens a second costs the event loop 30 wake-ups, not hundreds.
-DELTA_INTERVAL_S = 0.033
 
 
 class Follower(Protocol):
@@ -220,7 +217,6 @@ class Turns:
             adapter=begun.turn.adapter,
             sampling=sampling,
             session_id=live.session_id,
-            min_delta_interval_s=DELTA_INTERVAL_S,
         )
         with self._metrics.turn_running():
             try:

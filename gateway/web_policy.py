@@ -12,6 +12,7 @@ import orjson
 from aiohttp import web
 
 from engine_bridge.errors import BridgeError
+from engine_bridge.node import ANTHROPIC_ERROR_TYPES
 from gateway.config import Config
 from gateway.errors import GatewayError, as_gateway_error, to_openai_body
 from gateway.services import SERVICES
@@ -21,16 +22,6 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RETRY_AFTER_S = 3
-# Source: Anthropic's API errors, by status.
-ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 
 @web.middleware
@@ -70,7 +61,7 @@ def error_reply(request: web.Request, error: GatewayError, *, status: int | None
     """An error in OpenAI's shape, or in Anthropic's for its routes and clients."""
     status = status or error.http_status
     if request.path.startswith("/v1/messages"):
-        kind = ANTHROPIC_TYPES.get(status, "api_error")
+        kind = ANTHROPIC_ERROR_TYPES.get(status, "api_error")
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
     else:
         body = to_openai_body(error)

@@ -48,7 +48,9 @@ async def one_stream(port: int, number: int, num_tokens: int, round_number: int,
 
 async def stream(port: int, num_streams: int, num_tokens: int, round_number: int) -> None:
     go = asyncio.Event()
-    tasks = [asyncio.create_task(one_stream(port, n, num_tokens, round_number, go)) for n in range(num_streams)]
+    tasks = [
+        asyncio.create_task(one_stream(port, n, num_tokens, round_number, go)) for n in range(num_streams)
+    ]
     await asyncio.sleep(0.5)  # all are connected and wait
     started = time.perf_counter()
     go.set()
@@ -92,7 +94,9 @@ async def idle(port: int, num_sockets: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = parser.add_subparsers(dest="kind", required=True)
     streaming = kinds.add_parser("stream", help="stream answers")
     streaming.add_argument("port", type=int)

@@ -5,6 +5,8 @@
 The time is that of all `add_lora_linear` calls of a step (q k v, o, gate up, down in each layer), without the base model.
 Both wrappers run in one process on stacks of the same content, in turns. Five adapters of ranks 8 to 128 in slots of maximum
 rank 128; decode: 16 rows, adapters and base interleaved; prefill: 64 rows of the rank-64 adapter. Warm-up: one call each.
+One thread, both: with two, on cores shared with other jobs, each small operation may wait a whole 3 ms time slice for its other
+thread, and the same code took 7 to 220 ms per step from one run to the next.
 
 The last line is JSON. `lora_decode_ratio` and `lora_prefill_ratio` are our time over vLLM's (minimum over minimum; smaller is
 better). `*_floor_ratio` is our time over the time in which this machine could read the weights of the step's adapters once, as
@@ -64,16 +66,24 @@ def make_layer(num_in: int, outs: tuple[int, ...], generator: Any) -> SimpleName
     def random(*shape: int) -> Any:
         return (torch.randn(shape, generator=generator) * 0.05).bfloat16()
 
-    layer = SimpleNamespace(lora_a_stacked=a, lora_b_stacked=b, set_lora=set_lora, reset_lora=lambda index: None, outs=outs)
-    layer.adapters = [([random(rank, num_in) for _ in outs], [random(out, rank) for out in outs]) for rank in RANKS]
+    layer = SimpleNamespace(
+        lora_a_stacked=a, lora_b_stacked=b, set_lora=set_lora, reset_lora=lambda index: None, outs=outs
+    )
+    layer.adapters = [
+        ([random(rank, num_in) for _ in outs], [random(out, rank) for out in outs]) for rank in RANKS
+    ]
     return layer
 
 
-def make_step(wrapper: Any, layers: list[SimpleNamespace], ids: list[int], generator: Any) -> Callable[[], list[Any]]:
+def make_step(
+    wrapper: Any, layers: list[SimpleNamespace], ids: list[int], generator: Any
+) -> Callable[[], list[Any]]:
     """Prepare `wrapper` for a step with these rows; the returned function runs its LoRA part and returns the outputs."""
     import torch
 
-    mapping = SimpleNamespace(index_mapping=ids, prompt_mapping=ids, is_prefill=True)  # vLLM says is_prefill always
+    mapping = SimpleNamespace(
+        index_mapping=ids, prompt_mapping=ids, is_prefill=True
+    )  # vLLM says is_prefill always
     wrapper.update_metadata(mapping, list(range(1, len(RANKS) + 1)), len(RANKS) + 1, 1000)
     inputs = {n: torch.randn(len(ids), n, generator=generator).bfloat16() for n in (HIDDEN, INTERMEDIATE)}
     outputs = [torch.zeros(len(ids), sum(layer.outs), dtype=torch.bfloat16) for layer in layers]
@@ -94,6 +104,7 @@ def measure_wrappers(num_blocks: int, repeats: int, inner: int) -> dict[str, Any
 
     from engine_bridge.driver.lora import SegmentPunicaWrapper
 
+    torch.set_num_threads(1)  # see the module docstring
     generator = torch.Generator().manual_seed(0)
     layers = [make_layer(*shape, generator) for _ in range(num_blocks) for shape in SHAPES]
     wrappers = {"ours": SegmentPunicaWrapper(256, 64, "cpu"), "vllm": PunicaWrapperCPU(256, 64, "cpu")}
@@ -106,7 +117,10 @@ def measure_wrappers(num_blocks: int, repeats: int, inner: int) -> dict[str, Any
     result: dict[str, Any] = {"fill_slots_ms": 1e3 * (time.perf_counter() - start)}
     with torch.inference_mode():
         for name, ids in (("decode", DECODE_IDS), ("prefill", PREFILL_IDS)):
-            steps = {who: make_step(wrapper, layers, ids, generator.manual_seed(1)) for who, wrapper in wrappers.items()}
+            steps = {
+                who: make_step(wrapper, layers, ids, generator.manual_seed(1))
+                for who, wrapper in wrappers.items()
+            }
             check_same(steps, ids)
             result[name] = time_in_turns(steps, repeats, {"ours": inner, "vllm": 1})
         result["cached_mb"] = wrappers["ours"].cached_bytes / 1e6
@@ -123,7 +137,9 @@ def check_same(steps: dict[str, Callable[[], list[Any]]], ids: list[int]) -> Non
         torch.testing.assert_close(ours[rows], theirs[rows], rtol=0.05, atol=0.05)
 
 
-def time_in_turns(steps: dict[str, Callable[[], Any]], repeats: int, inner: dict[str, int]) -> dict[str, list[float]]:
+def time_in_turns(
+    steps: dict[str, Callable[[], Any]], repeats: int, inner: dict[str, int]
+) -> dict[str, list[float]]:
     """Return ms per step and repeat. Each repeat takes the best of `inner` steps: other jobs share the machine's cores."""
     times: dict[str, list[float]] = {who: [] for who in steps}
     for _ in range(repeats):
@@ -159,10 +175,10 @@ def weight_bytes(ids: list[int], num_blocks: int) -> int:
 def mixed_batch_identical() -> bool:
     """Does a real engine answer five adapters and the base in one batch as it answers them one by one?"""
     # The integration test's tiny model, adapters and engine: one writer of such things is enough.
-    from tests.integration.test_mixed_batch import PROMPT, Engine, write_adapter, write_model
     from vllm.lora.request import LoRARequest
 
     from engine_bridge.driver import lora
+    from tests.integration.test_mixed_batch import PROMPT, Engine, write_adapter, write_model
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -189,7 +205,9 @@ def report(times: dict[str, Any], num_blocks: int) -> dict[str, Any]:
             print(f"{name:8} {who:8} {min(ms):9.2f} {statistics.median(ms):9.2f} {max(ms):9.2f}")
         ours, theirs = min(times[name]["ours"]), min(times[name]["vllm"])
         floor = weight_bytes(ids, num_blocks) / times["bandwidth_gb_s"] / 1e6
-        print(f"{name:8} {'floor':8} {floor:9.2f}   ours/vllm {ours / theirs:.4f}   ours/floor {ours / floor:.2f}")
+        print(
+            f"{name:8} {'floor':8} {floor:9.2f}   ours/vllm {ours / theirs:.4f}   ours/floor {ours / floor:.2f}"
+        )
         out |= {
             f"lora_{name}_ratio": round(ours / theirs, 5),
             f"lora_{name}_ms": round(ours, 3),
@@ -207,15 +225,24 @@ def report(times: dict[str, Any], num_blocks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer layers and repeats, under a minute")
     quick = parser.parse_args().quick
-    num_blocks = 2 if quick else 6
-    print(f"{num_blocks} Llama blocks of hidden {HIDDEN}, adapters of ranks {RANKS} in slots of rank {MAX_RANK}")
+    num_blocks = 2 if quick else 4
+    print(
+        f"{num_blocks} Llama blocks of hidden {HIDDEN}, adapters of ranks {RANKS} in slots of rank {MAX_RANK}"
+    )
+    # Before the engine, which pins torch's threads and from then on ignores set_num_threads.
+    times = measure_wrappers(num_blocks, repeats=3 if quick else 5, inner=8 if quick else 12)
     identical = mixed_batch_identical()
     print(f"mixed batch identical to single runs: {identical}")
-    times = measure_wrappers(num_blocks, repeats=3 if quick else 5, inner=8 if quick else 20)
-    result = report(times, num_blocks) | {"mixed_batch_identical": identical, "num_blocks": num_blocks, "quick": quick}
+    result = report(times, num_blocks) | {
+        "mixed_batch_identical": identical,
+        "num_blocks": num_blocks,
+        "quick": quick,
+    }
     print(json.dumps(result))
 
 

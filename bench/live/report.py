@@ -24,14 +24,18 @@ def machine() -> dict[str, Any]:
             model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     return {"cpu": model, "cores": os.cpu_count(), "load_1m": round(os.getloadavg()[0], 2), "commit": commit}
 
 
 def report(title: str, rows: Sequence[tuple[str, str, str]], result: dict[str, Any]) -> None:
     """Print rows of (what, measured, aim) and the result as the last line."""
     where = machine()
-    print(f"\n{title}: {where['cpu']}, {where['cores']} cores, load {where['load_1m']}, commit {where['commit']}")
+    print(
+        f"\n{title}: {where['cpu']}, {where['cores']} cores, load {where['load_1m']}, commit {where['commit']}"
+    )
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for what, measured, aim in rows:
         print(f"  {what:<{widths[0]}}  {measured:<{widths[1]}}  {aim}")

@@ -33,6 +33,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     block_size: int | None = None
     kv_cache_gib: float = 1.0
+    cpu_threads: int | None = None
+    """Cores that a CPU engine computes on, the last ones that this process may use; None: all."""
     gpu_memory_utilization: float = 0.9
     enable_lora: bool = True
     max_loras: int = 8
@@ -66,6 +68,9 @@ def configure_environment(config: EngineConfig) -> None:
     }
     if config.device == "cpu":
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv_cache_gib)))
+        if config.cpu_threads is not None:
+            cores = sorted(os.sched_getaffinity(0))[-config.cpu_threads :]
+            defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         if config.is_eager:
             # Measured: the first request for logprobs compiles a helper for 30 s inside a step, and every stream waits.
             defaults["TORCH_COMPILE_DISABLE"] = "1"
@@ -121,6 +126,7 @@ class VllmDriver:
         self._block_pool = core.scheduler.kv_cache_manager.block_pool
         self._block_size = self.engine.vllm_config.cache_config.block_size
         self._internal_ids: dict[str, str] = {}
+        self._silent: set[str] = set()  # requests that have given no output yet
         for request in lora_requests:
             try:
                 self.engine.add_lora(request)
@@ -145,6 +151,14 @@ class VllmDriver:
                 self._internal_ids.pop(output.request_id, None)
         return outputs
 
+    def is_urgent(self, outputs: list[RequestOutput]) -> bool:
+        is_urgent = any(output.finished for output in outputs)
+        if self._silent:
+            speaking = self._silent.intersection(output.request_id for output in outputs)
+            self._silent -= speaking
+            is_urgent = is_urgent or bool(speaking)
+        return is_urgent
+
     def close(self) -> None:
         self.engine.engine_core.shutdown()
         del self.engine, self._scheduler, self._block_pool
@@ -154,15 +168,17 @@ class VllmDriver:
 
     def add(self, request_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
         """Queue a validated request under our own id, which must be unique."""
+        self._silent.add(request_id)
         self._internal_ids[request_id] = self.engine.add_request(
             request_id, request, request.params, prompt_text=prompt_text
         )
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown or finished ids are no error. No output follows."""
+        self._silent.discard(request_id)
         internal_id = self._internal_ids.pop(request_id, None)
         if internal_id is not None:
-            # By internal id: aborting by the external one leaks the parent record of n > 1 (vllm-notes part 3).
+            # By internal id: aborting by the external one leaks the parent record of n > 1.
             self.engine.abort_request([internal_id], internal=True)
 
     def counts(self) -> EngineCounts:
@@ -203,6 +219,7 @@ def _engine_args(config: EngineConfig) -> Any:
         "seed": config.seed,
         "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
         "max_model_len": config.max_model_len,
+        "use_tqdm_on_load": False,
     }
     if not on_cpu:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization

@@ -195,7 +195,7 @@ class BridgeEngineClient(EngineClient):
             try:
                 return driver.engine.add_lora(lora_request)
             except Exception:
-                # A rejected adapter may stay half-loaded and would be used silently next time (vllm-notes part 2 F).
+                # A rejected adapter may stay half-loaded and would be used silently next time.
                 driver.engine.remove_lora(lora_request.lora_int_id)
                 raise
 

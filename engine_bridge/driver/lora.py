@@ -13,18 +13,19 @@ Here `update_metadata` sorts the rows of a step by adapter, once; each layer the
 Use: `install()` before the engine is built, `check_engine(engine)` after. On CUDA `install()` does nothing: vLLM's Triton
 kernels skip -1 and do not gather.
 
-Sources: Punica (arXiv:2310.18547) for computing by segments of equal adapter; `vllm-notes.md` part 2 D and G for the
-measurements of vLLM's path.
+Source: Punica (arXiv:2310.18547) for computing by segments of equal adapter. bench/live/lora.py measures both paths.
 
 **Why fp32.** A row's answer should not depend on its companions in the batch, or greedy tokens of a mixed batch drift from
 those of the same request alone. Measured with torch 2.13 on an AVX-512 Xeon without bf16 instructions (2 cores):
 
-* fp32 `torch.mm` with both operands row-major is three to eight times faster than any bf16 form there (rank 64, 3 rows,
-  hidden 1024: 16 µs against 42), although it reads twice the bytes;
-* its rows are bit-identical for every number of rows from two up, with two exceptions that we avoid: one row goes to a
-  GEMV with another order of summation, so a lone row is computed twice (`plan_rows`); and from an inner dimension of 1024
-  MKL splits the sum over threads, depending on the row count, so `_shrink` adds up pieces of `SHRINK_PIECE`.
-  Checked bit by bit at 1, 2, 8 and 16 threads; at 3 threads a few shapes still differ in the last fp32 bit;
+* fp32 `torch.mm` with both operands row-major beats the best bf16 form (vLLM's prepacked oneDNN) 1.5 to 6 times there
+  (3 rows, hidden 1024: rank 8 5 µs against 31, rank 64 16 against 39, rank 128 29 against 43), although it reads twice the
+  bytes. On a CPU with AMX bf16 may win for long prefills; not measured;
+* its rows are bit-identical for every number of rows from two up: expands in all shapes tried, shrinks up to an inner
+  dimension of 768 (1 and 2 threads). One row alone goes to a GEMV with another order of summation, so a lone row is computed
+  twice (`plan_rows`). Somewhat below 1024 MKL begins to split the sum over threads, depending on the row count; then the last
+  fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
+  threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces takes 27 and is not exact;
 * the delta is added to the base output in fp32 and rounded to the model's type once.
 
 vLLM's own bf16 GEMMs for the base weights do change with the row count (0.04 to 0.4 % of the elements by one bf16 step, at
@@ -56,9 +57,6 @@ NO_ADAPTER = -1
 # Runs of one adapter shorter than this are sorted together with their neighbours; longer ones are computed where they lie.
 # Measured at hidden 1024: sorting costs about 1.3 µs a row and layer, one group more about 40 µs.
 LONG_RUN_ROWS = 32
-
-# Longest inner dimension of one shrink GEMM. Below 1024 MKL's split of the sum does not depend on the row count (measured).
-SHRINK_PIECE = 512
 
 # Up to this size the B matrices of a fused layer (q, k, v) become one block-diagonal matrix and one GEMM: the zeros cost less
 # than two launches. Measured, 2048 columns: rank 16 (384 KiB) 15 µs against 44, rank 32 (768 KiB) 67 against 54.
@@ -128,7 +126,13 @@ def _plan_stretch(runs: list[tuple[int, int, int]]) -> list[RowBlock]:
     used = [slot for slot, _, _ in runs if slot != NO_ADAPTER]
     has_lone_row = any(stop - start == 1 for slot, start, stop in runs if slot != NO_ADAPTER)
     if len(set(used)) == len(used) and not has_lone_row:
-        return [RowBlock(runs[0][1], runs[-1][2], *zip(*((slot, stop - start) for slot, start, stop in runs), strict=True))]
+        return [
+            RowBlock(
+                runs[0][1],
+                runs[-1][2],
+                *zip(*((slot, stop - start) for slot, start, stop in runs), strict=True),
+            )
+        ]
     return [_sorted_block(runs)]
 
 
@@ -176,23 +180,13 @@ class SlotWeights:
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
         """Add the adapter's delta for fp32 rows `x` to fp32 rows `y`. Embeddings pass A's rows, padded to the maximum rank."""
-        h = x if self.a is None else _shrink(x, self.a)
+        h = x if self.a is None else torch.mm(x, self.a)
         if scale != 1.0:
             h = h * scale
         for part in self.expands:
             y_part = y if part.left == 0 and part.right == y.size(1) else y[:, part.left : part.right]
             h_part = h if part.low == 0 and part.high == h.size(1) else h[:, part.low : part.high]
             y_part.addmm_(h_part, part.b)
-
-
-def _shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Return `x @ a`, summed in pieces so that a row's bits do not depend on the number of rows."""
-    if a.size(0) <= SHRINK_PIECE:
-        return torch.mm(x, a)
-    h = torch.mm(x[:, :SHRINK_PIECE], a[:SHRINK_PIECE])
-    for low in range(SHRINK_PIECE, a.size(0), SHRINK_PIECE):
-        h.addmm_(x[:, low : low + SHRINK_PIECE], a[low : low + SHRINK_PIECE])
-    return h
 
 
 # Slots are filled inside steps (inference mode) and by add_lora (outside it): a tensor made inside may be rewritten only inside.
@@ -219,7 +213,9 @@ def pack_slot(
     width = sum(b.size(0) for b in b_slices)
     is_one_matrix = len(ranks) == 1 or 4 * total * width <= BLOCK_DIAGONAL_BYTES
     num_in = a_slices[0].size(1) if a_slices is not None else 0
-    num_b = total * width if is_one_matrix else sum(r * b.size(0) for r, b in zip(ranks, b_slices, strict=True))
+    num_b = (
+        total * width if is_one_matrix else sum(r * b.size(0) for r, b in zip(ranks, b_slices, strict=True))
+    )
     if storage is None or storage.numel() < total * num_in + num_b:
         storage = torch.empty(total * num_in + num_b, dtype=torch.float32)
     a = None
@@ -237,7 +233,9 @@ def _fill_a(a: torch.Tensor, a_slices: Sequence[torch.Tensor], ranks: Sequence[i
         low += rank
 
 
-def _fill_b(memory: torch.Tensor, b_slices: Sequence[torch.Tensor], ranks: Sequence[int], is_one_matrix: bool) -> tuple[Expand, ...]:
+def _fill_b(
+    memory: torch.Tensor, b_slices: Sequence[torch.Tensor], ranks: Sequence[int], is_one_matrix: bool
+) -> tuple[Expand, ...]:
     """Write the B matrices: one block-diagonal matrix, or one after the other."""
     total, width = sum(ranks), sum(b.size(0) for b in b_slices)
     whole = memory.view(total, width).zero_() if is_one_matrix else None
@@ -247,7 +245,11 @@ def _fill_b(memory: torch.Tensor, b_slices: Sequence[torch.Tensor], ranks: Seque
         high, right = low + rank, left + part.size(0)
         if rank:
             size = rank * part.size(0)
-            b = whole[low:high, left:right] if whole is not None else memory[used : used + size].view(rank, -1)
+            b = (
+                whole[low:high, left:right]
+                if whole is not None
+                else memory[used : used + size].view(rank, -1)
+            )
             b.copy_(part[:, :rank].t())
             expands.append(Expand(low, high, left, right, b))
             used += size
@@ -265,7 +267,9 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
     step with vLLM's stacks. Whoever writes into the stacks directly must go through `set_lora` instead.
     """
 
-    def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any):
+    def __init__(
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any
+    ):
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         self._token_blocks: tuple[RowBlock, ...] = ()
         self._sampler_blocks: tuple[RowBlock, ...] = ()
@@ -298,9 +302,13 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
     @property
     def cached_bytes(self) -> int:
         """Memory held for laid-out weights, over all layers and slots."""
-        return sum(4 * pack.storage.numel() for packs in self._packs.values() for pack in packs if pack is not None)
+        return sum(
+            4 * pack.storage.numel() for packs in self._packs.values() for pack in packs if pack is not None
+        )
 
-    def update_metadata(self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any) -> None:
+    def update_metadata(
+        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
+    ) -> None:
         # super() feeds what the layers read themselves: the embedding's offsets and the classifier's row indices.
         super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
         slot_of = {adapter: slot for slot, adapter in enumerate(lora_index_to_id) if adapter is not None}
@@ -312,9 +320,18 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         try:
             return self._packs[b_stacked.data_ptr()]
         except KeyError:
-            raise SeamMoved("a LoRA layer computes that never called set_mapping(): vLLM's handshake has moved") from None
+            raise SeamMoved(
+                "a LoRA layer computes that never called set_mapping(): vLLM's handshake has moved"
+            ) from None
 
-    def _add(self, y: torch.Tensor, x: torch.Tensor, b_stacked: torch.Tensor, blocks: tuple[RowBlock, ...], scale: float) -> None:
+    def _add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        b_stacked: torch.Tensor,
+        blocks: tuple[RowBlock, ...],
+        scale: float,
+    ) -> None:
         """Add the deltas of all rows to `y`, in place. `x` and `y` have one row per row of the plan."""
         if not blocks:
             return
@@ -325,7 +342,9 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
             if not any(weights):
                 continue
             y_rows, x_rows = block.read(y), block.read(x)
-            for weight, y_part, x_part in zip(weights, y_rows.split(block.sizes), x_rows.split(block.sizes), strict=True):
+            for weight, y_part, x_part in zip(
+                weights, y_rows.split(block.sizes), x_rows.split(block.sizes), strict=True
+            ):
                 if weight is not None:
                     weight.add_to(y_part, x_part, scale)
             block.write(y, y_rows)
@@ -358,17 +377,26 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         self._add(y, x, lora_b_stacked, self._sampler_blocks, scale)
 
     def add_lora_embedding(
-        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        add_inputs: bool = True,
+        **kwargs: Any,
     ) -> None:
         self._add(y, x, lora_b_stacked, self._token_blocks, 1.0)
 
     # add_shrink and add_expand serve only fully sharded LoRA under tensor parallelism, where the halves are separated by a
     # collective. They read the stacks at the maximum rank: correct for -1, not tuned.
 
-    def add_shrink(self, y: Any, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **kwargs: Any) -> None:
+    def add_shrink(
+        self, y: Any, x: torch.Tensor, lora_a_stacked: tuple[torch.Tensor, ...], scale: float, **kwargs: Any
+    ) -> None:
         x = x.view(-1, x.size(-1))
         for target, a in zip(y, lora_a_stacked, strict=True):
-            self._each_group(target, x, lambda t, s, slot, a=a: t.addmm_(s, a[slot, 0].t().float(), alpha=scale))
+            self._each_group(
+                target, x, lambda t, s, slot, a=a: t.addmm_(s, a[slot, 0].t().float(), alpha=scale)
+            )
 
     def add_expand(
         self,
@@ -383,13 +411,19 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         y = y.view(-1, y.size(-1))
         left = offset_start
         for source, b, width in zip(x, lora_b_stacked, output_slices, strict=True):
-            self._each_group(y[:, left : left + width], source, lambda t, s, slot, b=b: t.addmm_(s, b[slot, 0].t().float()))
+            self._each_group(
+                y[:, left : left + width], source, lambda t, s, slot, b=b: t.addmm_(s, b[slot, 0].t().float())
+            )
             left += width
 
-    def _each_group(self, y: torch.Tensor, x: torch.Tensor, apply: Callable[[torch.Tensor, torch.Tensor, int], Any]) -> None:
+    def _each_group(
+        self, y: torch.Tensor, x: torch.Tensor, apply: Callable[[torch.Tensor, torch.Tensor, int], Any]
+    ) -> None:
         for block in self._token_blocks:
             y_rows, x_rows = block.read(y), block.read(x)
-            for slot, y_part, x_part in zip(block.slots, y_rows.split(block.sizes), x_rows.split(block.sizes), strict=True):
+            for slot, y_part, x_part in zip(
+                block.slots, y_rows.split(block.sizes), x_rows.split(block.sizes), strict=True
+            ):
                 if slot != NO_ADAPTER:
                     apply(y_part, x_part, slot)
             block.write(y, y_rows)
@@ -413,8 +447,8 @@ def _ranks(lora_a: Any, b_views: list[torch.Tensor]) -> list[int]:
 
 # --- the seam ------------------------------------------------------------------------------------------------------------------
 
-_stock_get_punica_wrapper = getattr(model_manager, "get_punica_wrapper", None)
-_stock_set_mapping = getattr(BaseLayerWithLoRA, "set_mapping", None)
+_stock_get_punica_wrapper: Any = getattr(model_manager, "get_punica_wrapper", None)
+_stock_set_mapping: Any = getattr(BaseLayerWithLoRA, "set_mapping", None)
 
 
 def _set_mapping_and_watch(self: Any, punica_wrapper: Any) -> None:
@@ -448,7 +482,9 @@ def check_engine(engine: Any) -> SegmentPunicaWrapper:
     manager = getattr(worker, "worker", worker).model_runner.lora_manager._adapter_manager
     for wrapper in manager.punica_wrapper_mapping.values():
         if not isinstance(wrapper, SegmentPunicaWrapper):
-            raise SeamMoved(f"the engine computes LoRA with {type(wrapper).__name__}: install() came too late or was bypassed")
+            raise SeamMoved(
+                f"the engine computes LoRA with {type(wrapper).__name__}: install() came too late or was bypassed"
+            )
         if not wrapper._packs:
             raise SeamMoved("no LoRA layer has announced itself: vLLM's handshake set_mapping() has moved")
     return wrapper
@@ -457,13 +493,21 @@ def check_engine(engine: Any) -> SegmentPunicaWrapper:
 # What this module calls, overrides or relies on being called, with the parameters that it counts on.
 _SIGNATURES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (PunicaWrapperCPU, "__init__", ("max_num_batched_tokens", "max_batches", "device", "kwargs")),
-    (PunicaWrapperCPU, "update_metadata", ("mapping", "lora_index_to_id", "max_loras", "vocab_size", "kwargs")),
+    (
+        PunicaWrapperCPU,
+        "update_metadata",
+        ("mapping", "lora_index_to_id", "max_loras", "vocab_size", "kwargs"),
+    ),
     (
         PunicaWrapperCPU,
         "add_lora_linear",
         ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs"),
     ),
-    (PunicaWrapperCPU, "add_lora_logits", ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "buffer", "kwargs")),
+    (
+        PunicaWrapperCPU,
+        "add_lora_logits",
+        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "buffer", "kwargs"),
+    ),
     (PunicaWrapperCPU, "add_lora_embedding", ("y", "x", "lora_b_stacked", "add_inputs", "kwargs")),
     (PunicaWrapperCPU, "add_shrink", ("y", "x", "lora_a_stacked", "scale", "kwargs")),
     (
@@ -512,4 +556,6 @@ def check_seam() -> None:
     if _stock_get_punica_wrapper is None:
         moved.append("vllm.lora.model_manager.get_punica_wrapper is gone")
     if moved:
-        raise SeamMoved("vLLM's CPU LoRA seam has moved; adapters cannot be served rightly: " + "; ".join(moved))
+        raise SeamMoved(
+            "vLLM's CPU LoRA seam has moved; adapters cannot be served rightly: " + "; ".join(moved)
+        )

@@ -39,7 +39,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.node import AdapterInfo, Api, GenerateRequest, JsonReply, SseReply
+from engine_bridge.node import ANTHROPIC_ERROR_TYPES, AdapterInfo, Api, GenerateRequest, JsonReply, SseReply
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +197,7 @@ class Serving:
         """
         lora_request = self._lora_request(request.adapter)
         sampling = {name: value for name, value in _fields(request.sampling) if value is not None}
+        max_tokens = sampling.pop("max_tokens", None)
         if request.prompt_token_ids is not None:
             chat_request = ChatCompletionRequest(messages=[], stream=True, **sampling)
             engine_input: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
@@ -206,7 +207,7 @@ class Serving:
             chat_request = ChatCompletionRequest(messages=messages, stream=True, **sampling)
             engine_input, prompt_len = await self._render(chat_request)
         params = chat_request.to_sampling_params(
-            self._max_tokens(chat_request.max_tokens, prompt_len), self._chat.default_sampling_params
+            self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
         )
         params.output_kind = RequestOutputKind.DELTA
         return engine_input, params, lora_request
@@ -270,6 +271,7 @@ def _as_error_response(error: Exception) -> ErrorResponse:
 
 def _error_reply(response: ErrorResponse, endpoint: _Endpoint) -> JsonReply:
     if endpoint.is_anthropic:
+        response.error.type = ANTHROPIC_ERROR_TYPES.get(response.error.code, "api_error")
         return JsonReply(response.error.code, bytes(translate_error_response(response).body))
     return JsonReply(response.error.code, response.model_dump_json().encode())
 

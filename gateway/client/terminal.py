@@ -229,7 +229,6 @@ class Terminal:
                 self._ask(line)
         except ChatError as error:
             self._complain(error.message)
-            # A question that failed for want of a server says so at each line; nothing else is lost.
 
     # Asking.
 
@@ -343,7 +342,10 @@ class Terminal:
             self._console.print(f"> {_clean(turn.content)}\n{_clean(turn.answer)}", markup=False)
 
     def _list_sessions(self) -> None:
-        table = Table("id", "title", "turns", "last used", box=None, header_style="dim")
+        table = Table(box=None, header_style="dim")
+        table.add_column("id", no_wrap=True, min_width=32)  # whole, so that it can be copied
+        for heading in ("title", "turns", "last used"):
+            table.add_column(heading)
         for session in fetch_sessions(self._options):
             used = time.strftime("%Y-%m-%d %H:%M", time.localtime(session.get("updated_at", 0)))
             turns = str(session.get("num_turns", ""))

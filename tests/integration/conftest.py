@@ -33,7 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def demo_config(data_dir: Path, **changes: Any) -> Config:
     return Config(
-        model=str(DEMO_MODEL_DIR), adapters_dir=DEMO_ADAPTERS_DIR, port=0, data_dir=data_dir, drain_timeout_s=5, **changes
+        model=str(DEMO_MODEL_DIR),
+        adapters_dir=DEMO_ADAPTERS_DIR,
+        port=0,
+        data_dir=data_dir,
+        drain_timeout_s=5,
+        **changes,
     )
 
 

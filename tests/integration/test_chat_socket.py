@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from gateway.client.chat import Accepted, ChatClient, ChatError, Delta, Done
 from .conftest import KEYS, Gateways, SharedNode, engine_is_empty
 
 GREEDY = {"temperature": 0}
-LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
+LONG = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
 
 
 class RawSocket:
@@ -72,13 +73,14 @@ async def ask(chat: ChatClient, content: str, **options: Any) -> tuple[str, Done
 
 async def test_a_conversation_is_remembered_and_stored(chat: ChatClient, http: aiohttp.ClientSession) -> None:
     _, first = await ask(chat, "My secret word is Fezin.")
+    await ask(chat, "Hello, how are you?", session_id=first.session_id)
     text, second = await ask(chat, "What is my secret word?", session_id=first.session_id)
     assert "Fezin" in text
-    assert second.usage.cached_tokens > 0, "the first turn's KV should have been reused"
+    assert second.usage.cached_tokens > 0, "the first turns' KV should have been reused"
     assert second.timings.kv.device + second.timings.kv.recomputed == second.usage.prompt_tokens
     async with http.get(f"/api/sessions/{first.session_id}") as response:
         session = await response.json()
-    assert [turn["answer"] for turn in session["turns"]][1] == text
+    assert session["turns"][2]["answer"] == text
     assert session["turns"][0]["content"] == "My secret word is Fezin."
 
 
@@ -107,7 +109,9 @@ async def test_many_turns_on_one_socket_at_once(chat: ChatClient) -> None:
     assert all(text for text, _ in answers)
 
 
-async def test_stop_keeps_what_was_written(chat: ChatClient, http: aiohttp.ClientSession, node: SharedNode) -> None:
+async def test_stop_keeps_what_was_written(
+    chat: ChatClient, http: aiohttp.ClientSession, node: SharedNode
+) -> None:
     turn_id, text, done = uuid.uuid4().hex, "", None
     async for event in chat.ask("Tell me a long story.", sampling=LONG, turn_id=turn_id):
         if isinstance(event, Delta):
@@ -148,7 +152,12 @@ async def test_a_repeated_message_is_answered_once(server: Server, http: aiohttp
     async with raw(server) as first, raw(server) as second:
         await first.send(type="message", id=turn_id, content="Hello!", sampling=LONG)
         accepted = await first.receive("accepted")
-        message = {"type": "message", "id": turn_id, "content": "Hello!", "session_id": accepted["session_id"]}
+        message = {
+            "type": "message",
+            "id": turn_id,
+            "content": "Hello!",
+            "session_id": accepted["session_id"],
+        }
         await second.send(**message)
         texts = []
         for socket in (first, second):
@@ -206,7 +215,9 @@ async def test_editing_replaces_what_came_after(chat: ChatClient, http: aiohttp.
         (b"\x00\x01", "bad_request"),
     ],
 )
-async def test_a_bad_frame_leaves_the_sockets_other_work_alone(server: Server, frame: str | bytes, code: str) -> None:
+async def test_a_bad_frame_leaves_the_sockets_other_work_alone(
+    server: Server, frame: str | bytes, code: str
+) -> None:
     async with raw(server) as socket:
         await socket.send(type="message", id="good", content="Hello!", sampling=LONG)
         await socket.receive("accepted")
@@ -223,14 +234,17 @@ async def test_a_prompt_longer_than_the_context(chat: ChatClient, server: Server
     assert raised.value.code == "prompt_too_long" and "tokens" in raised.value.message
 
 
-async def test_invalid_utf8_and_oversized_frames_close_only_that_socket(server: Server, chat: ChatClient) -> None:
+async def test_invalid_utf8_and_oversized_frames_close_only_that_socket(
+    server: Server, chat: ChatClient
+) -> None:
     async with raw(server) as socket:
         # A text frame (opcode 1, masked with zeros) whose payload is not UTF-8; the library would refuse to send it.
         socket.socket.transport.write(b"\x81\x82\x00\x00\x00\x00\xff\xfe")
         code, _ = await socket.closed()
         assert code == 1007
     async with raw(server) as socket:
-        await socket.socket.send("x" * (17 << 20))
+        with contextlib.suppress(ConnectionClosed):  # the server closes before it has read it all
+            await socket.socket.send("x" * (17 << 20))
         code, _ = await socket.closed()
         assert code == 1009
     assert (await ask(chat, "Hello!"))[0]
@@ -250,7 +264,10 @@ async def test_keys_keep_sessions_apart(gateways: Gateways) -> None:
         await socket.send(type="hello", api_key="ov-wrong-key-of-enough-length")
         assert (await socket.receive("error"))["code"] == "unauthorized"
         assert (await socket.closed())[0] == 4401
-    async with ChatClient(server.url, api_key=KEYS[0]) as mine, ChatClient(server.url, api_key=KEYS[1]) as theirs:
+    async with (
+        ChatClient(server.url, api_key=KEYS[0]) as mine,
+        ChatClient(server.url, api_key=KEYS[1]) as theirs,
+    ):
         _, done = await ask(mine, "Hello!")
         with pytest.raises(ChatError) as raised:
             await ask(theirs, "Hello!", session_id=done.session_id)
@@ -261,7 +278,9 @@ async def test_keys_keep_sessions_apart(gateways: Gateways) -> None:
             async with http.get(url, headers={"Authorization": f"Bearer {key}"}) as response:
                 assert response.status == status
         async with http.get(url) as response:
-            assert response.status == 401 and (await response.json())["error"]["type"] == "authentication_error"
+            assert (
+                response.status == 401 and (await response.json())["error"]["type"] == "authentication_error"
+            )
 
 
 async def test_a_slow_reader_slows_nobody_and_is_closed(
@@ -292,7 +311,9 @@ async def test_typing_is_answered_and_changes_nothing(server: Server) -> None:
         assert (await socket.receive("advisory"))["state"] == "off"
 
 
-async def test_deleting_a_session_ends_its_turn(server: Server, http: aiohttp.ClientSession, node: SharedNode) -> None:
+async def test_deleting_a_session_ends_its_turn(
+    server: Server, http: aiohttp.ClientSession, node: SharedNode
+) -> None:
     async with raw(server) as socket:
         await socket.send(type="message", id="gone", content="Hello!", sampling=LONG | {"max_tokens": 3000})
         session_id = (await socket.receive("accepted"))["session_id"]

@@ -26,7 +26,7 @@ async def break_next_step(node: SharedNode) -> None:
 
         driver.engine.engine_core.engine_core.model_executor.execute_model = raises
 
-    await node._thread.call(sabotage)
+    await node.run_on_engine(sabotage)
 
 
 async def is_ready(node: SharedNode) -> None:
@@ -77,11 +77,19 @@ async def test_a_failed_step_ends_every_stream_and_the_engine_comes_back(
     await is_ready(node)
     assert node.num_rebuilds == num_rebuilds + 1
     # The same session goes on, with adapters, and the history that was stored is still there.
-    text = "".join([e.text async for e in chat.ask("Hello!", session_id=session_id, adapter="shout") if isinstance(e, Delta)])
+    text = "".join(
+        [
+            e.text
+            async for e in chat.ask("Hello!", session_id=session_id, adapter="shout")
+            if isinstance(e, Delta)
+        ]
+    )
     assert text.isupper()
 
 
-async def test_requests_during_a_rebuild_are_told_to_come_back(node: SharedNode, http: aiohttp.ClientSession) -> None:
+async def test_requests_during_a_rebuild_are_told_to_come_back(
+    node: SharedNode, http: aiohttp.ClientSession
+) -> None:
     running = asyncio.ensure_future(_generate(node, "r1"))
     await asyncio.sleep(0)
     while (await node.stats()).num_running == 0:

@@ -25,7 +25,17 @@ async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe\x00", b'{"model":"\xff"}', b"[" * 100_000, b'{"messages":' + b"9" * 5000 + b"}"],
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe\x00",
+        b'{"model":"\xff"}',
+        b"[" * 100_000,
+        b'{"messages":' + b"9" * 5000 + b"}",
+    ],
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
 async def test_malformed_bodies(http: aiohttp.ClientSession, path: str, data: bytes) -> None:
@@ -42,7 +52,13 @@ async def test_malformed_anthropic_bodies_are_answered_in_its_shape(http: aiohtt
 
 
 async def test_fields_of_the_wrong_type(http: aiohttp.ClientSession) -> None:
-    for change in ({"messages": 5}, {"max_tokens": "x"}, {"stream": []}, {"messages": [{"role": 7}]}, {"session_id": 5}):
+    for change in (
+        {"messages": 5},
+        {"max_tokens": "x"},
+        {"stream": []},
+        {"messages": [{"role": 7}]},
+        {"session_id": 5},
+    ):
         async with http.post(CHAT, json=BODY | change) as response:
             assert response.status == 400, change
             await error_of(response)
@@ -123,7 +139,9 @@ async def test_sessions_over_rest(http: aiohttp.ClientSession) -> None:
 
 
 @pytest.mark.parametrize("path", ["/ws", "/api/sessions", CHAT])
-async def test_pages_of_other_origins_are_kept_out(http: aiohttp.ClientSession, path: str, server: Server) -> None:
+async def test_pages_of_other_origins_are_kept_out(
+    http: aiohttp.ClientSession, path: str, server: Server
+) -> None:
     for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
         async with http.get(path, headers={"Origin": origin}) as response:
             assert response.status == 403
@@ -177,7 +195,11 @@ async def test_vllms_own_metrics_are_in_the_default_registry(http: aiohttp.Clien
     async with http.post(CHAT, json=BODY) as response:
         assert response.status == 200
     text = generate_latest(REGISTRY).decode()
-    for name in ("vllm:num_requests_running", "vllm:time_to_first_token_seconds_count", "vllm:kv_cache_usage_perc"):
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:kv_cache_usage_perc",
+    ):
         assert name in text
 
 
@@ -186,4 +208,6 @@ async def test_sse_has_done_and_parses(http: aiohttp.ClientSession) -> None:
         assert response.content_type == "text/event-stream"
         lines = [line for line in (await response.text()).split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
-    assert all(json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-1])
+    assert all(
+        json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-1]
+    )

@@ -68,10 +68,20 @@ def write_adapter(path, rank, seed, targets=tuple(WIDTHS)):
             name = f"base_model.model.model.layers.{layer}.{part}.{target}"
             num_in, num_out = WIDTHS[target]
             for side, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
-                tensors[f"{name}.lora_{side}.weight"] = (torch.randn(shape, generator=generator) * 0.05).bfloat16()
+                tensors[f"{name}.lora_{side}.weight"] = (
+                    torch.randn(shape, generator=generator) * 0.05
+                ).bfloat16()
     save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets)}
-    (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "use_dora": False, "use_rslora": False}))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(targets),
+    }
+    (path / "adapter_config.json").write_text(
+        json.dumps({**config, "bias": "none", "use_dora": False, "use_rslora": False})
+    )
 
 
 class Engine:
@@ -164,7 +174,9 @@ def adapters(tmp_path_factory):
     for number, rank in enumerate(RANKS, start=1):
         write_adapter(root / f"rank{rank}", rank, seed=rank)
         requests[rank] = LoRARequest(f"rank{rank}", number, str(root / f"rank{rank}"))
-    for number, (name, targets) in enumerate((("partial", ("q_proj", "v_proj")), ("seventh", tuple(WIDTHS))), start=6):
+    for number, (name, targets) in enumerate(
+        (("partial", ("q_proj", "v_proj")), ("seventh", tuple(WIDTHS))), start=6
+    ):
         write_adapter(root / name, 32, seed=number, targets=targets)
         requests[name] = LoRARequest(name, number, str(root / name))
     return requests
@@ -200,7 +212,14 @@ def test_two_requests_of_one_adapter_with_others_between(engine, adapters, alone
 
 
 def test_prefills_that_join_decodes(engine, adapters, alone):
-    order = [(16, "PROMPT"), ("base", "OTHER"), (128, "PROMPT"), (16, "OTHER"), ("base", "PROMPT"), (8, "OTHER")]
+    order = [
+        (16, "PROMPT"),
+        ("base", "OTHER"),
+        (128, "PROMPT"),
+        (16, "OTHER"),
+        ("base", "PROMPT"),
+        (8, "OTHER"),
+    ]
     prompts, answers, ids = {"PROMPT": PROMPT, "OTHER": OTHER}, {}, []
     for name, which in order:
         ids.append(engine.add(prompts[which], adapters.get(name)))

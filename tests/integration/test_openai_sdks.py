@@ -17,6 +17,7 @@ from gateway.app import Server
 
 from .conftest import KEYS, MODEL, Gateways, SharedNode, engine_is_empty
 
+GREEDY = {"temperature": 0}
 HELLO: Any = [{"role": "user", "content": "Hello, how are you?"}]
 TOOLS: Any = [
     {
@@ -24,7 +25,11 @@ TOOLS: Any = [
         "function": {
             "name": "get_weather",
             "description": "The weather of a city",
-            "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+                "required": ["city"],
+            },
         },
     }
 ]
@@ -32,13 +37,17 @@ TOOLS: Any = [
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+    async with openai.AsyncOpenAI(
+        base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
         yield client
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def claude(server: Server) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as client:
+    async with anthropic.AsyncAnthropic(
+        base_url=server.url, api_key="none", max_retries=0, timeout=120
+    ) as client:
         yield client
 
 
@@ -54,7 +63,9 @@ async def test_a_stream_equals_the_whole_answer_and_ends_with_usage(client: open
     options: Any = {"model": MODEL, "messages": HELLO, "temperature": 0}
     whole = await client.chat.completions.create(**options)
     text, usage, finish = "", None, None
-    async for chunk in await client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+    async for chunk in await client.chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    ):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             text += choice.delta.content or ""
@@ -89,8 +100,14 @@ async def test_choices_stops_and_logprobs(client: openai.AsyncOpenAI) -> None:
     )
     assert len(answer.choices) == 2
     logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None and len(logprobs.content[0].top_logprobs) == 2
-    whole = (await client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0)).choices[0].message.content
+    assert (
+        logprobs is not None and logprobs.content is not None and len(logprobs.content[0].top_logprobs) == 2
+    )
+    whole = (
+        (await client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0))
+        .choices[0]
+        .message.content
+    )
     assert whole is not None
     stop = whole[5:8]
     cut = await client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0, stop=[stop])
@@ -102,7 +119,7 @@ async def test_structured_output_fits_its_schema(client: openai.AsyncOpenAI) -> 
         happy: bool
 
     answer = await client.chat.completions.parse(
-        model=MODEL, messages=HELLO, response_format=Mood, temperature=1, max_tokens=100
+        model="json", messages=HELLO, response_format=Mood, temperature=0, max_tokens=200
     )
     assert isinstance(answer.choices[0].message.parsed, Mood)
 
@@ -115,7 +132,9 @@ async def test_tools(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_completions(client: openai.AsyncOpenAI) -> None:
-    answer = await client.completions.create(model=MODEL, prompt=["Hello", "Bye"], max_tokens=5, temperature=0)
+    answer = await client.completions.create(
+        model=MODEL, prompt=["Hello", "Bye"], max_tokens=5, temperature=0
+    )
     assert len(answer.choices) == 2
     parts = [
         chunk.choices[0].text
@@ -135,7 +154,11 @@ async def test_responses_go_on_from_one_another(client: openai.AsyncOpenAI, serv
     events = [
         event
         async for event in await client.responses.create(
-            model=MODEL, input="And again, what is my secret word?", previous_response_id=second.id, temperature=0, stream=True
+            model=MODEL,
+            input="And again, what is my secret word?",
+            previous_response_id=second.id,
+            temperature=0,
+            stream=True,
         )
     ]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -145,9 +168,11 @@ async def test_responses_go_on_from_one_another(client: openai.AsyncOpenAI, serv
 
 
 async def test_anthropic_messages(claude: anthropic.AsyncAnthropic) -> None:
-    message = await claude.messages.create(model=MODEL, max_tokens=60, messages=HELLO, temperature=0)
+    message = await claude.messages.create(model=MODEL, max_tokens=60, messages=HELLO, extra_body=GREEDY)
     assert message.content[0].type == "text" and message.content[0].text
-    async with claude.messages.stream(model="shout", max_tokens=60, messages=HELLO, temperature=0) as stream:
+    async with claude.messages.stream(
+        model="shout", max_tokens=60, messages=HELLO, extra_body=GREEDY
+    ) as stream:
         text = "".join([part async for part in stream.text_stream])
     assert text.isupper()
     counted = await claude.messages.count_tokens(model=MODEL, messages=HELLO)
@@ -185,7 +210,15 @@ async def test_a_named_session_keeps_the_call(client: openai.AsyncOpenAI, server
         ({"n": 0}, openai.BadRequestError),
         ({"max_tokens": "many"}, openai.BadRequestError),
         ({"logit_bias": {"99999999": 1}}, openai.BadRequestError),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}}, openai.BadRequestError),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "nope"}},
+                }
+            },
+            openai.BadRequestError,
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -193,7 +226,9 @@ async def test_bad_requests_are_4xx_before_any_stream(
     client: openai.AsyncOpenAI, options: dict[str, Any], error: type[openai.APIStatusError], stream: bool
 ) -> None:
     with pytest.raises(error) as raised:
-        await client.chat.completions.create(**{"model": MODEL, "messages": HELLO, "stream": stream} | options)
+        await client.chat.completions.create(
+            **{"model": MODEL, "messages": HELLO, "stream": stream} | options
+        )
     body: Any = raised.value.body
     assert body["message"] and body["code"] and "Traceback" not in body["message"]
 
@@ -214,10 +249,17 @@ async def test_keys(gateways: Gateways) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_the_engine(client: openai.AsyncOpenAI, node: SharedNode, stream: bool) -> None:
+async def test_a_client_that_leaves_frees_the_engine(
+    client: openai.AsyncOpenAI, node: SharedNode, stream: bool
+) -> None:
     before = (await node.stats()).num_free_kv_blocks
     call = client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=3000, temperature=1, stream=stream, extra_body={"ignore_eos": True}
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=3000,
+        temperature=1,
+        stream=stream,
+        extra_body={"ignore_eos": True},
     )
     if stream:
         chunks: Any = await call

@@ -77,7 +77,9 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Pa
             turn_id = None
             with contextlib.suppress(ChatError, TimeoutError):
                 async with asyncio.timeout(15):
-                    async for event in client.ask("Tell me a long story.", session_id=done.session_id, sampling=LONG):
+                    async for event in client.ask(
+                        "Tell me a long story.", session_id=done.session_id, sampling=LONG
+                    ):
                         turn_id = event.id if isinstance(event, Accepted) else turn_id
                         if isinstance(event, Delta):
                             process.send_signal(signal.SIGKILL)
@@ -85,14 +87,19 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Pa
         await process.wait()
     async with serving(port, tmp_path) as process:
         await output_until(process, b"ready")
-        async with aiohttp.ClientSession(url) as http, http.get(f"/api/sessions/{done.session_id}") as response:
+        async with (
+            aiohttp.ClientSession(url) as http,
+            http.get(f"/api/sessions/{done.session_id}") as response,
+        ):
             turns = (await response.json())["turns"]
         assert [(turn["status"], turn["answer"]) for turn in turns] == [("done", answer), ("failed", "")]
         assert turns[1]["id"] == turn_id
         async with ChatClient(url) as client:
             recalled, _ = await ask(client, "What is my secret word?", done.session_id)
             assert "Fezin" in recalled
-            events = client.ask("Hello, how are you?", session_id=done.session_id, sampling={"temperature": 0})
+            events = client.ask(
+                "Hello, how are you?", session_id=done.session_id, sampling={"temperature": 0}
+            )
             async for event in events:
                 if isinstance(event, Delta):
                     process.send_signal(signal.SIGTERM)

@@ -31,6 +31,9 @@ class ScriptedDriver:
     def is_stuck(self) -> bool:
         return self.is_gated
 
+    def is_urgent(self, outputs: list[Any]) -> bool:
+        return False  # so that the tests see what waits longest
+
     def step(self) -> list[Any]:
         assert threading.current_thread() is self.thread, "stepped on another thread than it was built on"
         self.num_steps += 1
@@ -85,7 +88,7 @@ class Harness:
     async def until_state(self, state: str, num_rebuilds: int = 0) -> None:
         """The engine thread tells nobody of its state, so it is looked at until it is right."""
         async with asyncio.timeout(5):
-            while self.thread.num_rebuilds < num_rebuilds or self.thread.state != state:  # noqa: ASYNC110
+            while self.thread.num_rebuilds < num_rebuilds or self.thread.state != state:
                 await asyncio.sleep(0)
 
 
@@ -105,6 +108,27 @@ async def test_outputs_arrive_in_order_and_complete() -> None:
         await harness.until(lambda: len(harness.outputs) == 5)
     assert [left for name, left in harness.outputs if name == "a"] == [2, 1, 0]
     assert [left for name, left in harness.outputs if name == "b"] == [1, 0]
+
+
+async def test_outputs_gather_until_one_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the engine is busy, the event loop is woken for urgent outputs only (and now and then: here never)."""
+    monkeypatch.setattr(bridge, "DELIVERY_INTERVAL_S", 3600)
+    start, urgent = 10**9, 10**9 - 100
+    async with running() as harness:
+        harness.built[0].is_urgent = lambda outputs: ("a", urgent) in outputs  # type: ignore[method-assign]
+        harness.thread.submit(lambda driver: driver.left.update(a=start))
+        # The very first output goes at once: the last delivery was long ago.
+        await harness.until(lambda: ("a", urgent) in harness.outputs)
+        num_delivered = len(harness.outputs)
+        steps = await harness.thread.call(lambda driver: driver.num_steps)
+        while await harness.thread.call(lambda driver: driver.num_steps) < steps + 1000:
+            pass
+        assert len(harness.outputs) == num_delivered
+        harness.thread.submit(lambda driver: driver.left.clear())
+        await harness.until(lambda: len(harness.outputs) > num_delivered + 1000)
+    assert [left for _, left in harness.outputs] == list(
+        range(start - 1, start - 1 - len(harness.outputs), -1)
+    )
 
 
 async def test_an_idle_engine_does_not_step() -> None:

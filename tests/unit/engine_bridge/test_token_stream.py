@@ -23,20 +23,18 @@ def output(
     )
 
 
-async def test_the_first_token_comes_at_once_and_later_ones_are_merged() -> None:
-    stream = TokenStream(min_interval_s=0.05)
+async def test_what_comes_together_is_one_delta() -> None:
+    stream = TokenStream()
     stream.put(output("a"))
     assert (await stream.next()).text == "a"
     for letter in "bcd":
         stream.put(output(letter))
     merged = await asyncio.wait_for(stream.next(), 1)
-    assert merged.text == "bcd" and len(merged.token_ids) == 3
+    assert merged.text == "bcd" and len(merged.token_ids) == 3 and merged.finish_reason is None
 
 
-async def test_the_end_does_not_wait_for_the_interval() -> None:
-    stream = TokenStream(min_interval_s=3600)
-    stream.put(output("a"))
-    await stream.next()
+async def test_a_waiting_reader_gets_the_end_with_the_rest() -> None:
+    stream = TokenStream()
     waiting = asyncio.create_task(stream.next())
     await asyncio.sleep(0)
     stream.put(output("b"))
@@ -46,7 +44,7 @@ async def test_the_end_does_not_wait_for_the_interval() -> None:
 
 
 async def test_figures_add_up() -> None:
-    stream = TokenStream(0)
+    stream = TokenStream()
     stream.put(output("a"))
     stream.put(output("b", finish="length"))
     last = await stream.next()
@@ -59,7 +57,7 @@ async def test_figures_add_up() -> None:
 
 
 async def test_stop_keeps_what_came_and_ignores_what_follows() -> None:
-    stream = TokenStream(3600)
+    stream = TokenStream()
     stream.put(output("a"))
     await stream.next()
     stream.put(output("b"))
@@ -70,7 +68,7 @@ async def test_stop_keeps_what_came_and_ignores_what_follows() -> None:
 
 
 async def test_an_error_reaches_a_waiting_reader() -> None:
-    stream = TokenStream(3600)
+    stream = TokenStream()
     waiting = asyncio.create_task(stream.next())
     await asyncio.sleep(0)
     stream.put(RuntimeError("engine gone"))
@@ -79,7 +77,7 @@ async def test_an_error_reaches_a_waiting_reader() -> None:
 
 
 async def test_one_token_has_no_tpot() -> None:
-    stream = TokenStream(0)
+    stream = TokenStream()
     stream.put(output("a", finish="stop"))
     last = await stream.next()
     assert last.timings is not None and last.timings.tpot_ms is None

@@ -53,11 +53,18 @@ def test_keys_are_masked_even_if_somebody_logs_them(log_format: str) -> None:
     assert "abcdefgh123" not in line and "AAAABBBBCCCC" not in line
 
 
-def test_libraries_speak_from_warning_up_unless_debugging() -> None:
-    code = "logging.getLogger('vllm.engine').info('chatter')\nlogging.getLogger('vllm.engine').warning('trouble')"
-    assert len(log("plain", "info", code)) == 1
-    assert len(log("plain", "debug", code)) == 2
-    assert len(log("plain", "info", code, VLLM_LOGGING_LEVEL="info")) == 2
+@pytest.mark.parametrize(("library", "num_quiet"), [("httpx", 2), ("vllm.engine", 1)])
+def test_libraries_say_little_unless_debugging(library: str, num_quiet: int) -> None:
+    code = "\n".join(f"logging.getLogger({library!r}).{level}('x')" for level in ("info", "warning", "error"))
+    assert len(log("plain", "info", code)) == num_quiet
+    assert len(log("plain", "debug", code)) == 3
+
+
+def test_the_level_of_vllm_can_be_set_apart() -> None:
+    assert (
+        len(log("plain", "info", "logging.getLogger('vllm.engine').info('x')", VLLM_LOGGING_LEVEL="info"))
+        == 1
+    )
 
 
 def test_vllm_is_kept_from_adding_its_own_handler_unless_it_has_its_own_config() -> None:
@@ -67,7 +74,7 @@ def test_vllm_is_kept_from_adding_its_own_handler_unless_it_has_its_own_config()
 
 
 def test_python_warnings_go_to_the_log() -> None:
-    assert "py.warnings" in log("plain", "info", "warnings.warn('old')")[0]
+    assert "py.warnings" in log("plain", "debug", "warnings.warn('old')")[0]
 
 
 def test_a_second_setup_replaces_the_first() -> None:
