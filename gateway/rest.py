@@ -46,7 +46,11 @@ def json_reply(value: Any, status: int = 200) -> web.Response:
 
 
 async def json_body(request: web.Request) -> Any:
-    """The request's JSON value. Raises GatewayError `bad_request`."""
+    """The request's JSON value. Raises GatewayError `bad_request`, or aiohttp's own error for a body that is too large."""
+    limit = request.app[SERVICES].config.max_body_bytes
+    if (request.content_length or 0) > limit:
+        # Said at once: aiohttp itself would first read up to the limit.
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length or 0)
     body = await request.read()
     try:
         return orjson.loads(body)

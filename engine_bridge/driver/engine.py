@@ -205,6 +205,7 @@ class VllmDriver:
 
 
 def _engine_args(config: EngineConfig) -> Any:
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import EngineArgs
 
     on_cpu = config.device == "cpu"
@@ -220,6 +221,8 @@ def _engine_args(config: EngineConfig) -> Any:
         "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
         "max_model_len": config.max_model_len,
         "use_tqdm_on_load": False,
+        # A small model that may put white space between JSON tokens does little else until its tokens run out.
+        "structured_outputs_config": StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
     }
     if not on_cpu:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization

@@ -32,6 +32,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import RetryableRequestError, VLLMError
 from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -48,6 +49,8 @@ _VALIDATION_CONTEXT: Any = SimpleNamespace(
     app=SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(log_error_stack=False))),
     state=SimpleNamespace(),
 )
+# Chosen: proxies cut a silent connection after 30 to 60 s; a comment is no event to any client.
+KEEP_ALIVE_S = 15.0
 # Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's.
 _SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
 
@@ -149,7 +152,7 @@ class Serving:
         if hasattr(result, "model_dump_json"):
             return JsonReply(200, result.model_dump_json(**(endpoint.dump or {})).encode())
         events = _convert_stream_to_sse_events(result) if api == "responses" else result
-        return SseReply(_encoded(events, endpoint))
+        return SseReply(_encoded(with_sse_keep_alive(events, KEEP_ALIVE_S), endpoint))
 
     async def load_adapter(self, body: Any) -> JsonReply:
         return await self._adapter_call(LoadLoRAAdapterRequest, self.models.load_lora_adapter, body)

@@ -24,8 +24,12 @@ MODEL = "overture-demo"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests here run on one event loop: the engine's node belongs to it."""
+    """Order the tests, and run all of them on one event loop: the engine's node belongs to it."""
     here = Path(__file__).parent
+    # vLLM keeps the state of its process groups per process: engines of other tests must be gone before the shared one starts.
+    items.sort(
+        key=lambda item: item.path.name != "test_mixed_batch.py" if here in item.path.parents else False
+    )
     for item in items:
         if here in item.path.parents and pytest_asyncio.is_async_test(item):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)

@@ -20,6 +20,10 @@ from gateway.client.chat import Accepted, ChatClient, ChatError, Delta, Done
 from .conftest import KEYS, Gateways, SharedNode, engine_is_empty
 
 GREEDY = {"temperature": 0}
+UPGRADE = (
+    b"GET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
 LONG = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
 
 
@@ -288,10 +292,7 @@ async def test_a_slow_reader_slows_nobody_and_is_closed(
 ) -> None:
     monkeypatch.setattr("gateway.chat_socket.SLOW_READER_S", 0.5)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
-    writer.write(
-        b"GET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-    )
+    writer.write(UPGRADE)
     # Pings of which no pong is ever read: the server's send buffers fill up.
     ping = json.dumps({"type": "ping", "t": "x" * 60_000}).encode()
     frame = b"\x81\xff" + len(ping).to_bytes(8, "big") + bytes(4) + ping
@@ -329,3 +330,17 @@ async def test_deleting_a_session_ends_its_turn(
 async def test_events_tell_the_session_before_the_text(chat: ChatClient) -> None:
     kinds = [type(event) async for event in chat.ask("Hello!", sampling=GREEDY)]
     assert kinds[0] is Accepted and kinds[-1] is Done and Delta in kinds
+
+
+async def test_a_half_open_socket_is_noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.chat_socket.HEARTBEAT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(UPGRADE)
+    await reader.readuntil(b"\r\n\r\n")
+    hello = b'{"type":"hello"}'
+    writer.write(bytes([0x81, 0x80 | len(hello), 0, 0, 0, 0]) + hello)
+    # It reads on but never answers a ping, as a peer does whose machine is gone.
+    async with asyncio.timeout(10):
+        await reader.read(-1)
+    assert not server.services.connections
+    writer.close()

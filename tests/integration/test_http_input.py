@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import aiohttp
@@ -11,7 +12,7 @@ import pytest
 
 from gateway.app import Server
 
-from .conftest import MODEL, Gateways
+from .conftest import MODEL, Gateways, SharedNode
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
@@ -211,3 +212,20 @@ async def test_sse_has_done_and_parses(http: aiohttp.ClientSession) -> None:
     assert all(
         json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-1]
     )
+
+
+async def test_a_silent_stream_is_kept_alive_with_comments(
+    http: aiohttp.ClientSession, node: SharedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_bridge.driver.serving.KEEP_ALIVE_S", 0.05)
+    # The engine is held for a moment, as by a long prefill of somebody else.
+    release = threading.Event()
+    held = asyncio.ensure_future(node.run_on_engine(lambda driver: release.wait(30)))
+    async with http.post(CHAT, json=BODY | {"stream": True}) as response:
+        comment = await asyncio.wait_for(response.content.readuntil(b"\n\n"), 20)
+        release.set()
+        rest = (await response.read()).decode()
+    await held
+    assert comment.startswith(b":")
+    events = [line for line in rest.split("\n\n") if line and not line.startswith(":")]
+    assert events[-1] == "data: [DONE]" and len(events) > 2
