@@ -28,6 +28,7 @@ REBUILD_WAITS_S = (0.0, 1.0, 5.0, 30.0)
 # Outputs that nobody waits for (neither the first nor the last of a request) cross to the event loop at most this often:
 # docs/decisions/0002.
 DELIVERY_INTERVAL_S = 0.033
+STEP_SMOOTHING = 0.1  # chosen: the last ten steps or so count
 
 
 class Driver(Protocol):
@@ -81,6 +82,8 @@ class EngineThread(Generic[D]):
         self.error: BaseException | None = None
         self.num_steps = 0
         self.num_rebuilds = 0
+        self.step_s = 0.0
+        """Recent time of a step that gave outputs, smoothed, in seconds; 0 before the first."""
 
     # -- event loop side ---------------------------------------------------------------------------------------------
 
@@ -161,11 +164,14 @@ class EngineThread(Generic[D]):
                 self._flush()
                 self._sleep(None)
                 continue
+            started_s = time.monotonic()
             outputs = driver.step()
             self.num_steps += 1
             if outputs:
+                now_s = time.monotonic()
+                self.step_s += STEP_SMOOTHING * (now_s - started_s - self.step_s)
                 self._outputs.append(outputs)
-                if driver.is_urgent(outputs) or time.monotonic() - self._delivered_s >= DELIVERY_INTERVAL_S:
+                if driver.is_urgent(outputs) or now_s - self._delivered_s >= DELIVERY_INTERVAL_S:
                     self._flush()
                 wait_s = FIRST_WAIT_S
             elif driver.is_stuck():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
-from engine_bridge.bridge import EngineThread
+from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
 from engine_bridge.driver.engine import EngineConfig, VllmDriver
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.node import (
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# Chosen: if the engine becomes as many times slower while an answer runs, its deltas still come every quarter of a second.
+MAX_STREAM_INTERVAL = 8
 
 
 class LocalNodeConfig(Struct, frozen=True, kw_only=True):
@@ -177,12 +179,22 @@ class LocalNode:
     def num_rebuilds(self) -> int:
         return self._thread.num_rebuilds
 
+    @property
+    def stream_interval(self) -> int:
+        """How many tokens of one answer vLLM may hold back before it makes an output of them.
+
+        As many as the engine computes between two deliveries anyway: an output per token would only be merged again. The first and
+        the last token are never held back. Source: vLLM's SamplingParams.stream_interval.
+        """
+        per_delivery = DELIVERY_INTERVAL_S / self._thread.step_s if self._thread.step_s else 1
+        return min(max(int(per_delivery), 1), MAX_STREAM_INTERVAL)
+
     # -- work --------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         serving, client = self._ready()
         stream = TokenStream()
-        engine_input, params, lora_request = await serving.prepare(request)
+        engine_input, params, lora_request = await serving.prepare(request, self.stream_interval)
         serving, client = self._ready()
         try:
             unique_id, core_request = client.submit(

@@ -40,7 +40,7 @@ AIMS = {
 }
 
 
-def bare_loop(driver: VllmDriver, prompts: list[list[int]], num_tokens: int) -> float:
+def bare_loop(driver: VllmDriver, prompts: list[list[int]], num_tokens: int, stream_interval: int) -> float:
     """Tokens per second of a bare engine loop over `prompts`; runs on the engine thread, with vLLM's statistics off."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -52,7 +52,11 @@ def bare_loop(driver: VllmDriver, prompts: list[list[int]], num_tokens: int) -> 
         started = time.perf_counter()
         for number, prompt in enumerate(prompts):
             params = SamplingParams(
-                temperature=0, max_tokens=num_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+                temperature=0,
+                max_tokens=num_tokens,
+                ignore_eos=True,
+                output_kind=RequestOutputKind.DELTA,
+                stream_interval=stream_interval,
             )
             engine.add_request(f"bare-{started}-{number}", {"prompt_token_ids": prompt}, params)
         count = 0
@@ -95,8 +99,11 @@ async def measure_streams(server: Server, repeats: int, num_tokens: int) -> dict
         return result["num_tokens"] / result["elapsed_s"]
 
     async def bare_rate() -> float:
-        prompts = await server.services.node.run_on_engine(lambda driver: render(driver, next(rounds)))
-        return await server.services.node.run_on_engine(lambda driver: bare_loop(driver, prompts, num_tokens))
+        node = server.services.node
+        prompts = await node.run_on_engine(lambda driver: render(driver, next(rounds)))
+        # The peer's best settings: it too makes an output of several tokens at a time.
+        interval = node.stream_interval
+        return await node.run_on_engine(lambda driver: bare_loop(driver, prompts, num_tokens, interval))
 
     ours, bare = [await gateway_rate()], [await bare_rate()]  # warm both up
     for number in range(repeats):

@@ -65,6 +65,8 @@ def configure_environment(config: EngineConfig) -> None:
         "VLLM_LOG_STATS_INTERVAL": "86400",
         "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
         "TOKENIZERS_PARALLELISM": "false",
+        # Its C++ side warns at every start about memory policies that nobody asked to change.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if config.device == "cpu":
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv_cache_gib)))

@@ -193,8 +193,10 @@ class Serving:
 
     # -- the gateway's own turns -------------------------------------------------------------------------------------
 
-    async def prepare(self, request: GenerateRequest) -> tuple[Any, SamplingParams, LoRARequest | None]:
-        """Render and tokenise a turn as a chat completion would be.
+    async def prepare(
+        self, request: GenerateRequest, stream_interval: int
+    ) -> tuple[Any, SamplingParams, LoRARequest | None]:
+        """Render and tokenise a turn as a chat completion would be. `stream_interval`: tokens per output after the first.
 
         Returns the engine's input, sampling parameters and adapter. Raises InvalidRequest.
         """
@@ -213,6 +215,7 @@ class Serving:
             self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
         )
         params.output_kind = RequestOutputKind.DELTA
+        params.stream_interval = stream_interval
         return engine_input, params, lora_request
 
     async def _render(self, chat_request: ChatCompletionRequest) -> tuple[Any, int]:
