@@ -147,6 +147,10 @@ class LocalNode:
         return "draining" if state == "ready" and self._is_draining else state
 
     @property
+    def model_name(self) -> str:
+        return self._config.engine.served_model_name
+
+    @property
     def progress(self) -> Progress:
         error = self._error or (str(self._thread.error) if self._thread.error else None)
         return Progress(self.state, self._stage, time.monotonic() - self._since, error)
@@ -194,22 +198,22 @@ class LocalNode:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         serving, client = self._ready()
         stream = TokenStream()
-        engine_input, params, lora_request = await serving.prepare(request, self.stream_interval)
-        serving, client = self._ready()
-        try:
-            unique_id, core_request = client.submit(
-                engine_input,
-                params,
-                request.request_id,
-                stream,
-                lora_request=lora_request,
-                session_id=request.session_id,
-            )
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
+        # Known from the first moment, so that a stop that comes while the prompt is tokenised is not lost.
         self._running[request.request_id] = stream
-        client.launch(unique_id, core_request, None)
+        unique_id: str | None = None
         try:
+            engine_input, params, lora_request = await serving.prepare(request, self.stream_interval)
+            if not stream.is_over:
+                client.check_ready()
+                unique_id, core_request = client.submit(
+                    engine_input,
+                    params,
+                    request.request_id,
+                    stream,
+                    lora_request=lora_request,
+                    session_id=request.session_id,
+                )
+                client.launch(unique_id, core_request, None)
             while True:
                 delta = await stream.next()
                 yield delta
@@ -217,10 +221,13 @@ class LocalNode:
                     return
         except BridgeError:
             raise
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
         except Exception as error:
             raise EngineUnavailable(str(error)) from error
         finally:
-            client.forget(unique_id, abort=not stream.is_ended_by_engine)
+            if unique_id is not None:
+                client.forget(unique_id, abort=not stream.is_ended_by_engine)
             self._running.pop(request.request_id, None)
 
     async def cancel(self, request_id: RequestId) -> bool:

@@ -172,6 +172,11 @@ class Node(Protocol):
     @property
     def progress(self) -> Progress: ...
 
+    @property
+    def model_name(self) -> str:
+        """The name of the base model."""
+        ...
+
     async def start(self) -> None:
         """Begin to bring the engine up; returns when it is ready or raises what stopped it."""
         ...

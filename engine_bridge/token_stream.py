@@ -51,6 +51,11 @@ class TokenStream:
                 self._last_s = time.monotonic()
         self._notify()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the end has come, read or not."""
+        return self._finish_reason is not None or self._error is not None
+
     def stop(self) -> None:
         """End the stream from outside; what has come so far stands, with finish_reason `stopped`."""
         if self._finish_reason is None:

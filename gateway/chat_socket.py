@@ -35,6 +35,8 @@ HEARTBEAT_S = 30.0  # aiohttp closes when no pong comes within half of this
 SLOW_READER_S = 20.0
 HARD_FRAME_BYTES = 16 << 20
 CLOSE_TIMEOUT_S = 2.0
+# Chosen: replies that may wait for a peer before no more of its frames are read.
+MAX_QUEUED_BYTES = 1 << 20
 
 
 async def chat_socket(request: web.Request) -> web.WebSocketResponse:
@@ -64,9 +66,11 @@ class ChatConnection:
     """One socket. It holds no text: for each turn that it follows, only how many pieces it has sent."""
 
     __slots__ = (
+        "_is_greeted",
         "_key",
         "_outbox",
         "_principal",
+        "_queued_bytes",
         "_said_hello",
         "_sent",
         "_services",
@@ -81,10 +85,12 @@ class ChatConnection:
         self._services = services
         self._key = key
         self._principal: Principal | None = None
+        self._is_greeted = False  # a hello with a good key came, whatever was answered
         self._said_hello = False
         self._sent: dict[LiveTurn, int] = {}
         self._waiting: dict[LiveTurn, None] = {}  # an ordered set: turns with more to send
         self._outbox: list[bytes] = []
+        self._queued_bytes = 0
         self._writer: asyncio.Task[None] | None = None
         self.blocked_since: float | None = None
 
@@ -97,8 +103,10 @@ class ChatConnection:
                         await self._on_text(message.data)
                     elif message.type is WSMsgType.BINARY:
                         self._send_error(GatewayError("bad_request", "Frames must be text, not binary."))
-                    if self._said_hello:
+                    if self._is_greeted:
                         hello_timeout.reschedule(None)
+                    while self._queued_bytes > MAX_QUEUED_BYTES and self._writer is not None:
+                        await asyncio.wait({self._writer})
         except TimeoutError:
             await self.close(CloseCode.NO_HELLO, "the first frame must be hello")
 
@@ -133,6 +141,7 @@ class ChatConnection:
 
     async def _on_hello(self, frame: Hello) -> None:
         principal = self._services.keys.authenticate(frame.api_key or self._key)
+        self._is_greeted = True
         if self._principal is not None and principal != self._principal:
             raise GatewayError("bad_request", "A socket belongs to one key: open another for another.")
         progress = self._services.node.progress
@@ -149,7 +158,7 @@ class ChatConnection:
         )
         for resume in frame.resume:
             live = self._services.turns.find(principal.owner, resume.id)
-            if live is None:
+            if live is None or not live.can_resume(resume.seq):
                 self._send_error(
                     GatewayError("not_found", "This turn is not under way any more: read the session."),
                     resume.id,
@@ -157,7 +166,7 @@ class ChatConnection:
             else:
                 # Again, in case the socket dropped before the first one arrived: the client needs the session's id.
                 self._send_accepted(live)
-                self._follow(live, min(resume.seq, len(live.pieces)))
+                self._follow(live, resume.seq)
 
     async def _on_message(self, frame: Message) -> None:
         live = await self._services.turns.ask(self._owner, frame)
@@ -198,7 +207,9 @@ class ChatConnection:
             self.wake(live)
 
     def _send(self, frame: dict[str, Any]) -> None:
-        self._outbox.append(encode(frame))
+        data = encode(frame)
+        self._outbox.append(data)
+        self._queued_bytes += len(data)
         self._start_writer()
 
     def _send_error(self, error: GatewayError, turn_id: str | None = None) -> None:
@@ -221,6 +232,7 @@ class ChatConnection:
         try:
             while self._outbox or self._waiting:
                 frames, self._outbox = self._outbox, []
+                self._queued_bytes = sum(map(len, frames))
                 waiting, self._waiting = self._waiting, {}
                 for turn in waiting:
                     frames.extend(self._frames_of(turn))
@@ -233,6 +245,7 @@ class ChatConnection:
             pass  # the peer is gone; the reader's loop ends by itself
         finally:
             self._writer = None
+            self._queued_bytes = sum(map(len, self._outbox))
 
     def _frames_of(self, turn: LiveTurn) -> list[bytes]:
         num_sent = self._sent.get(turn)
@@ -283,14 +296,15 @@ async def sweep_slow_readers(services: Services) -> None:
     while True:
         await asyncio.sleep(1.0)
         now = time.monotonic()
-        for connection in list(services.connections):
-            since = connection.blocked_since
-            if since is not None and now - since > SLOW_READER_S:
-                services.metrics.slow_readers.inc()
-                log.info("closing a chat socket that reads too slowly")
-                connection.blocked_since = None
-                await connection.close(CloseCode.SLOW_READER, "slow reader")
-                connection.abort()
+        slow = [c for c in services.connections if c.blocked_since and now - c.blocked_since > SLOW_READER_S]
+        await asyncio.gather(*(_close_slow(services, connection) for connection in slow))
+
+
+async def _close_slow(services: Services, connection: ChatConnection) -> None:
+    services.metrics.slow_readers.inc()
+    log.info("closing a chat socket that reads too slowly")
+    await connection.close(CloseCode.SLOW_READER, "slow reader")
+    connection.abort()
 
 
 async def close_all(services: Services) -> None:

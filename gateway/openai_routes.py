@@ -18,11 +18,13 @@ from gateway.api_turns import AnswerReader, history_as_input, question_of, sessi
 from gateway.errors import GatewayError
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
+from gateway.sessions import checked_id
 
 log = logging.getLogger(__name__)
 
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 SESSION_HEADER = "X-Session-Id"
+SLOW_READER_S = 20.0  # as for chat sockets: docs/protocol.md, rule 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,12 @@ async def _recording(
     keeps_response = api == "responses" and body.get("store") is not False
     if session_id is None and not keeps_response:
         return None
-    session = await services.store.create_session(
-        owner, session_id=session_id, exist_ok=True, now=time.time()
-    )
+    session_id = checked_id(session_id, "session_id") if session_id else uuid.uuid4().hex
     model = body.get("model")
-    adapter = model if isinstance(model, str) and model != services.config.served_model_name else None
-    return _Recording(owner, session.id, question_of(api, body), adapter)
+    adapter = (
+        model if isinstance(model, str) and model not in ("", services.config.served_model_name) else None
+    )
+    return _Recording(owner, session_id, question_of(api, body), adapter)
 
 
 def as_items(body: dict[str, Any]) -> list[Any]:
@@ -109,11 +111,18 @@ async def _stream(
         async for event in reply.events:
             if reader is not None:
                 reader.feed(event)
-            await response.write(event)
+            try:
+                async with asyncio.timeout(SLOW_READER_S):
+                    await response.write(event)
+            except TimeoutError:
+                log.info("cutting off a client that does not read its stream")
+                if request.transport is not None:
+                    request.transport.abort()
+                raise ConnectionResetError("slow reader") from None
     finally:
         # Also when the client has gone: closing the events aborts the request in the engine.
         await reply.events.aclose()  # type: ignore[attr-defined]
-        if reader is not None and recording is not None and reader.has_answer:
+        if reader is not None and recording is not None and (reader.has_answer or reader.response_id):
             await asyncio.shield(_record(services, recording, reader))
     await response.write_eof()
     return response
@@ -122,6 +131,9 @@ async def _stream(
 async def _record(services: Services, recording: _Recording, reader: AnswerReader) -> None:
     """Write the call down as a turn. A full disk must not turn a good answer into an error: it is logged."""
     try:
+        await services.store.create_session(
+            recording.owner, session_id=recording.session_id, exist_ok=True, now=time.time()
+        )
         await services.store.record_turn(
             recording.owner,
             recording.session_id,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import orjson
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.config import STATIC_DIR
@@ -51,7 +52,12 @@ async def json_body(request: web.Request) -> Any:
     if (request.content_length or 0) > limit:
         # Said at once: aiohttp itself would first read up to the limit.
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length or 0)
-    body = await request.read()
+    try:
+        body = await request.read()
+    except RequestPayloadError as error:
+        raise GatewayError(
+            "bad_request", "The body could not be read: its encoding or length is wrong."
+        ) from error
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -82,8 +88,9 @@ async def create_session(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     owner = services.principal(request).owner
     body = await _struct_body(request, CreateSession)
+    adapter = services.turns.known_adapter(body.adapter) if body.adapter else None
     session = await services.store.create_session(
-        owner, title=body.title, adapter=body.adapter, now=time.time()
+        owner, title=body.title, adapter=adapter or None, now=time.time()
     )
     return json_reply(session, status=201)
 
@@ -99,7 +106,12 @@ async def patch_session(request: web.Request) -> web.Response:
     owner = services.principal(request).owner
     body = await _struct_body(request, PatchSession)
     return json_reply(
-        await services.store.patch(owner, request.match_info["id"], title=body.title, adapter=body.adapter)
+        await services.store.patch(
+            owner,
+            request.match_info["id"],
+            title=body.title,
+            adapter=services.turns.known_adapter(body.adapter),
+        )
     )
 
 
@@ -169,8 +181,12 @@ async def page(request: web.Request) -> web.FileResponse:
 
 async def static_file(request: web.Request) -> web.FileResponse:
     """A file under static/. Anything that resolves outside it does not exist."""
-    path = (STATIC_DIR / request.match_info["path"]).resolve()
-    if not path.is_relative_to(STATIC_DIR.resolve()) or not path.is_file():
+    try:
+        path = (STATIC_DIR / request.match_info["path"]).resolve()
+        is_ours = path.is_relative_to(STATIC_DIR.resolve()) and path.is_file()
+    except (ValueError, OSError):  # a NUL, or a name that no file system takes
+        is_ours = False
+    if not is_ours:
         raise web.HTTPNotFound
     headers = PAGE_HEADERS | ({"Content-Type": "text/javascript"} if Path(path).suffix == ".js" else {})
     return web.FileResponse(path, headers=headers)

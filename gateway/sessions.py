@@ -178,7 +178,7 @@ class SessionStore:
         exist_ok: answer with the session that this owner already has under that id, unchanged. Raises ``bad_request`` for a malformed id
         or title, ``conflict`` if the id is taken, also by a session that was deleted and can still be restored.
         """
-        chosen = uuid.uuid4().hex if session_id is None else _checked_id(session_id, "session_id")
+        chosen = uuid.uuid4().hex if session_id is None else checked_id(session_id, "session_id")
         return await self._writer.transact(
             _create, owner, chosen, _checked_title(title), _clean(adapter), exist_ok, now
         )
@@ -257,7 +257,7 @@ class SessionStore:
         When the result says ``is_new``, the caller must run the turn and call ``finish_turn``, however it ends.
         Raises ``not_found`` (session, `after`), ``conflict`` (known id, other content), ``busy`` (another turn runs), ``bad_request``.
         """
-        message = _Message(_checked_id(turn_id, "id"), content, adapter, after, now)
+        message = _Message(checked_id(turn_id, "id"), content, adapter, after, now)
         return await self._writer.transact(_begin, owner, session_id, message)
 
     async def finish_turn(
@@ -310,12 +310,16 @@ class SessionStore:
         Raises ``conflict`` (known id, other content), ``bad_request``.
         """
         end = _End(answer, _over(status), finish_reason, _json(usage), _json(timings))
-        message = _Message(_checked_id(turn_id, "id"), content, _clean(adapter), UNSET, now)
+        message = _Message(checked_id(turn_id, "id"), content, _clean(adapter), UNSET, now)
         return await self._writer.transact(_record, owner, session_id, message, end, _clean(response_id))
 
     async def find_response(self, owner: str, response_id: str) -> tuple[SessionId, TurnId] | None:
         """Which turn of this owner was recorded under `response_id`; None if there is none, or no longer."""
         return await self._reader.transact(_find_response, owner, response_id)
+
+    async def find_turn(self, owner: str, turn_id: str) -> SessionId | None:
+        """The session in which this owner has a turn of this id (the latest, if in several); None if there is none."""
+        return await self._reader.transact(_find_turn, owner, turn_id)
 
     async def history_until(self, owner: str, session_id: str, turn_id: str) -> list[Turn]:
         """The turns up to and including `turn_id`, oldest first, without those that came to nothing. Raises ``not_found``."""
@@ -417,6 +421,7 @@ _SCHEMA_1 = (
         UNIQUE (session, id)
     )""",
     "CREATE UNIQUE INDEX turns_running ON turns (session) WHERE status = 'running'",
+    "CREATE INDEX turns_by_id ON turns (id)",
     "CREATE INDEX turns_by_response ON turns (response_id) WHERE response_id IS NOT NULL",
 )
 _MIGRATIONS: Final = (_SCHEMA_1,)
@@ -589,7 +594,7 @@ def _clean(text: str | None) -> str | None:
     return None if text is None else clean_text(text)
 
 
-def _checked_id(value: str, param: str) -> str:
+def checked_id(value: str, param: str) -> str:
     if not _ID.fullmatch(value):
         raise GatewayError(
             "bad_request", f"'{param}' must have 1 to {MAX_ID_CHARS} visible ASCII characters.", param=param
@@ -966,6 +971,13 @@ def _find_response(conn: sqlite3.Connection, owner: str, response_id: str) -> tu
         WHERE t.response_id = ? AND s.owner = ? AND s.deleted_at IS NULL ORDER BY t.seq DESC LIMIT 1"""
     found = conn.execute(sql, (_clean(response_id), owner)).fetchone()
     return None if found is None else (found[0], found[1])
+
+
+def _find_turn(conn: sqlite3.Connection, owner: str, turn_id: str) -> SessionId | None:
+    sql = """SELECT s.id FROM turns t JOIN sessions s ON s.row = t.session
+        WHERE t.id = ? AND s.owner = ? AND s.deleted_at IS NULL ORDER BY t.seq DESC LIMIT 1"""
+    found = conn.execute(sql, (_clean(turn_id), owner)).fetchone()
+    return None if found is None else SessionId(found[0])
 
 
 def _history_until(conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str) -> list[Turn]:

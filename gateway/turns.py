@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from msgspec import UnsetType, to_builtins
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 KEEP_FINISHED_S = 120.0  # docs/protocol.md, rule 4
 KEEP_UNFOLLOWED_S = 30.0  # docs/protocol.md, rule 4
+# Chosen: how long to wait between tries to store the end of an answer on a disk that is full or locked.
+STORE_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class Follower(Protocol):
@@ -40,16 +43,21 @@ class LiveTurn:
 
     Attributes:
         pieces: the answer so far; `seq` of the protocol is how many of them one has.
+        base_seq: how many of the pieces stand for an earlier try at the same turn (they are empty), or for an answer that was
+            read back from disk: whoever has seen text up to there has seen another list of pieces.
         done: the fields of its `done` frame once it is over and stored.
         error: what ended it instead.
+        is_stop_wanted: somebody stopped it, perhaps before the engine knew of it.
     """
 
     __slots__ = (
+        "base_seq",
         "content",
         "done",
         "error",
         "followers",
         "id",
+        "is_stop_wanted",
         "owner",
         "pieces",
         "request_id",
@@ -66,6 +74,8 @@ class LiveTurn:
         self.title = title
         self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
         self.pieces: list[str] = []
+        self.base_seq = 0
+        self.is_stop_wanted = False
         self.done: dict[str, Any] | None = None
         self.error: GatewayError | None = None
         self.followers: set[Follower] = set()
@@ -74,6 +84,10 @@ class LiveTurn:
     @property
     def is_over(self) -> bool:
         return self.done is not None or self.error is not None
+
+    def can_resume(self, seq: int) -> bool:
+        """Whether a socket that has seen `seq` pieces can go on from there without loss or repetition."""
+        return seq == 0 or self.base_seq < seq <= len(self.pieces)
 
     def wake_followers(self) -> None:
         for follower in self.followers:
@@ -95,7 +109,9 @@ class Turns:
         self._metrics = metrics
         self._now = now
         self._live: dict[tuple[str, str], LiveTurn] = {}
+        self._asking: dict[tuple[str, str], asyncio.Task[LiveTurn]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._repairs: set[asyncio.Task[None]] = set()  # not waited for when the server goes down
 
     # -- for sockets -------------------------------------------------------------------------------------------------
 
@@ -104,9 +120,12 @@ class Turns:
 
         Goes on to its end when the caller is cancelled: a stored turn that nobody runs would keep its session busy.
         """
-        asking = asyncio.create_task(self._ask(owner, message))
-        self._tasks.add(asking)
-        asking.add_done_callback(self._tasks.discard)
+        key = (owner, message.id)
+        # One after the other: a socket that comes back repeats its message while the first is still being stored.
+        while (earlier := self._asking.get(key)) is not None:
+            await asyncio.wait({earlier})
+        asking = self._asking[key] = asyncio.create_task(self._ask(owner, message))
+        asking.add_done_callback(lambda _: self._asking.pop(key, None))
         return await asyncio.shield(asking)
 
     def find(self, owner: str, turn_id: str) -> LiveTurn | None:
@@ -115,13 +134,17 @@ class Turns:
     async def stop(self, owner: str, turn_id: str) -> bool:
         """End a turn that runs; what it has so far is kept. False if it does not run."""
         live = self._live.get((owner, turn_id))
-        return live is not None and not live.is_over and await self._node.cancel(live.request_id)
+        if live is None or live.is_over:
+            return False
+        live.is_stop_wanted = True
+        await self._node.cancel(live.request_id)
+        return True
 
     async def stop_session(self, owner: str, session_id: str) -> None:
         """End whatever runs in a session (it is being deleted)."""
         for live in list(self._live.values()):
-            if live.owner == owner and live.session_id == session_id and not live.is_over:
-                await self._node.cancel(live.request_id)
+            if live.owner == owner and live.session_id == session_id:
+                await self.stop(owner, live.id)
 
     def follow(self, live: LiveTurn, follower: Follower) -> None:
         live.followers.add(follower)
@@ -148,39 +171,60 @@ class Turns:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         for live in list(self._live.values()):
-            if not live.is_over:
-                await self._node.cancel(live.request_id)
+            await self.stop(live.owner, live.id)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=10.0)
+        for repair in self._repairs:
+            repair.cancel()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     async def _ask(self, owner: str, message: Message) -> LiveTurn:
-        live = self._live.get((owner, message.id))
+        earlier = self._live.get((owner, message.id))
+        if (
+            earlier is not None
+            and message.session_id not in (None, earlier.session_id)
+            and not earlier.is_over
+        ):
+            raise GatewayError("conflict", "This id is under way in another session.", param="id")
         # A failed turn is asked again; any other is followed where it stands, so that sockets that resume it find its pieces.
-        if live is not None and live.error is None and message.session_id in (None, live.session_id):
-            if live.content != clean_text(message.content):
+        if earlier is not None and earlier.error is None and message.session_id in (None, earlier.session_id):
+            if earlier.content != clean_text(message.content):
                 raise GatewayError("conflict", "This id is already used for another message.", param="id")
-            return live
-        self._check_askable(message.adapter)
-        begun, session_id = await self._begin(owner, message)
+            return earlier
+        self._check_ready()
+        adapter = self.known_adapter(message.adapter)
+        begun, session_id = await self._begin(owner, message, adapter)
+        if begun.turn.status == "running" and not begun.is_new:
+            raise GatewayError(
+                "overloaded", "The end of this answer could not be stored yet. Try again in a moment."
+            )
         for replaced in begun.replaced:
             self._live.pop((owner, replaced), None)
         live = LiveTurn(owner, session_id, begun.turn, begun.title)
         self._live[owner, message.id] = live
         if begun.is_new:
-            task = asyncio.create_task(self._run(live, begun, message.sampling), name=f"turn {message.id}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            live.base_seq = len(earlier.pieces) if earlier is not None else 0
+            live.pieces = [""] * live.base_seq
+            self._spawn(self._run(live, begun, message.sampling))
             self._watch_unfollowed(live)
         else:
             live.pieces = [begun.turn.answer] if begun.turn.answer else []
+            live.base_seq = len(live.pieces)
             live.done = _done_fields(live, begun.turn)
             self._forget_later(live)
         return live
 
-    async def _begin(self, owner: str, message: Message) -> tuple[BeginResult, str]:
-        session_id = message.session_id
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _begin(
+        self, owner: str, message: Message, adapter: str | None | UnsetType
+    ) -> tuple[BeginResult, str]:
+        session_id: str | None = message.session_id or await self._store.find_turn(owner, message.id)
+        is_made = session_id is None
         if session_id is None:
             session_id = (await self._store.create_session(owner, now=self._now())).id
         try:
@@ -189,24 +233,32 @@ class Turns:
                 session_id,
                 message.id,
                 message.content,
-                adapter=message.adapter,
+                adapter=adapter,
                 after=message.after,
                 now=self._now(),
             )
         except GatewayError:
-            if message.session_id is None:
+            if is_made:
                 await self._store.delete(owner, session_id, self._now())
             raise
         return begun, session_id
 
-    def _check_askable(self, adapter: str | None | UnsetType) -> None:
+    def known_adapter(self, adapter: str | None | UnsetType) -> str | None | UnsetType:
+        """The adapter that a client means: the base model's own name and "" are None. Raises `unknown_model`."""
+        if adapter is None or isinstance(adapter, UnsetType):
+            return adapter
+        if adapter in ("", self._node.model_name):
+            return None
+        if adapter not in {info.name for info in self._node.adapters()}:
+            raise GatewayError(
+                "unknown_model", f"There is no adapter named {adapter[:100]!r} here.", param="adapter"
+            )
+        return adapter
+
+    def _check_ready(self) -> None:
         progress = self._node.progress
         if progress.state != "ready":
             raise unavailable(progress.state, progress.stage)
-        if isinstance(adapter, str) and adapter not in {info.name for info in self._node.adapters()}:
-            raise GatewayError(
-                "unknown_model", f"There is no adapter named {adapter!r} here.", param="adapter"
-            )
 
     async def _run(self, live: LiveTurn, begun: BeginResult, sampling: Sampling) -> None:
         final: Delta | None = None
@@ -252,6 +304,8 @@ class Turns:
             )
         except GatewayError as failure:
             stored, error = None, failure
+            self._repairs.add(repair := asyncio.create_task(self._store_failure(live)))
+            repair.add_done_callback(self._repairs.discard)
         if error is None and stored is None:
             error = GatewayError("not_found", "The session was deleted while this answer was written.")
         if error is not None or stored is None:
@@ -261,6 +315,25 @@ class Turns:
         self._metrics.turn_ended(live.error.code if live.error else status, final)
         live.wake_followers()
         self._forget_later(live)
+
+    async def _store_failure(self, live: LiveTurn) -> None:
+        """Mark as failed a turn whose end could not be stored; until that succeeds its session takes no other."""
+        for wait_s in itertools.chain(STORE_AGAIN_S, itertools.repeat(STORE_AGAIN_S[-1])):
+            await asyncio.sleep(wait_s)
+            try:
+                await self._store.finish_turn(
+                    live.owner,
+                    live.session_id,
+                    live.id,
+                    answer="".join(live.pieces),
+                    status="failed",
+                    now=self._now(),
+                )
+            except GatewayError as failure:
+                if failure.code == "draining":  # the store is closed; the next start marks the turn
+                    return
+            else:
+                return
 
     def _forget_later(self, live: LiveTurn) -> None:
         def forget() -> None:
@@ -272,9 +345,7 @@ class Turns:
     def _stop_unfollowed(self, live: LiveTurn) -> None:
         live.unfollowed = None
         if not live.followers and not live.is_over:
-            task = asyncio.create_task(self.stop(live.owner, live.id))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._spawn(self.stop(live.owner, live.id))
 
 
 def from_bridge(error: BridgeError) -> GatewayError:

@@ -75,12 +75,17 @@ def error_reply(request: web.Request, error: GatewayError, *, status: int | None
 
 @web.middleware
 async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Keep other web pages out, and answer CORS where the operator has allowed an origin.
+    """Keep other web pages out, and answer CORS where the operator has allowed an origin. Source: docs/operations.md, "Keys".
 
     A browser sends `Origin` with every websocket and every request that could change something, so a page elsewhere cannot talk to a
     server on the user's own machine. Requests without `Origin` come from programs and pass.
     """
     config = request.app[SERVICES].config
+    if config.is_loopback and not config.has_api_keys and not _is_own_host(request.host, config):
+        # A name of somebody else's that was made to point here (DNS rebinding); its page sends no Origin when it reads.
+        raise web.HTTPForbidden(
+            reason="This name is not one of this server's: use its address, or name it with --cors-origin."
+        )
     origin = request.headers.get("Origin")
     if origin is None:
         return await handler(request)
@@ -120,12 +125,28 @@ def _is_allowed(origin: str, config: Config) -> bool:
 
 
 def _is_cross_origin(origin: str, request: web.Request, config: Config) -> bool:
-    parts = urlsplit(origin)
-    if parts.netloc.lower() != request.host.lower():
+    host = _netloc(origin)
+    if host is None or host != request.host.lower():
         return True
-    # The same name in both headers proves nothing when no key is asked for: a page elsewhere can let its own name
-    # point here (DNS rebinding). Addresses and localhost cannot be rebound.
-    return not config.has_api_keys and not _is_unbindable(parts.hostname or "")
+    # The same name in both headers proves nothing when no key is asked for: see `origins`.
+    return not config.has_api_keys and not _is_own_host(host, config)
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None
+
+
+def _is_own_host(host: str, config: Config) -> bool:
+    """Whether a `Host` header names this server in a way that nobody else's page could: an address, localhost, or an allowed name."""
+    try:
+        hostname = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    allowed = {_netloc(origin) for origin in config.cors_origins}
+    return _is_unbindable(hostname) or host.lower() in allowed
 
 
 def _is_unbindable(hostname: str) -> bool:

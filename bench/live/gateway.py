@@ -171,7 +171,7 @@ async def measure_lora(quick: bool) -> dict[str, Any]:
 async def bench(quick: bool) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    repeats, num_tokens = (5, 256) if quick else (11, 512)
+    repeats, num_tokens = (5, 512) if quick else (11, 512)
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
             model=str(DEMO_MODEL_DIR),

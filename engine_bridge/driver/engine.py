@@ -63,6 +63,8 @@ def configure_environment(config: EngineConfig) -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         # The gateway has its own periodic figures (/metrics); vLLM's log line every 10 s would only repeat them.
         "VLLM_LOG_STATS_INTERVAL": "86400",
+        # vLLM's own bound of 16,384 choices would let one call stand before everybody else in the queue.
+        "VLLM_MAX_N_SEQUENCES": str(config.max_num_seqs),
         "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
         "TOKENIZERS_PARALLELISM": "false",
         # Its C++ side warns at every start about memory policies that nobody asked to change.

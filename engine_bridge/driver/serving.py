@@ -203,26 +203,25 @@ class Serving:
         lora_request = self._lora_request(request.adapter)
         sampling = {name: value for name, value in _fields(request.sampling) if value is not None}
         max_tokens = sampling.pop("max_tokens", None)
-        if request.prompt_token_ids is not None:
-            chat_request = ChatCompletionRequest(messages=[], stream=True, **sampling)
-            engine_input: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
-            prompt_len = len(request.prompt_token_ids)
-        else:
-            messages: Any = [{"role": m.role, "content": m.content} for m in request.messages]
+        messages: Any = [{"role": m.role, "content": m.content} for m in request.messages]
+        try:
             chat_request = ChatCompletionRequest(messages=messages, stream=True, **sampling)
-            engine_input, prompt_len = await self._render(chat_request)
-        params = chat_request.to_sampling_params(
-            self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
-        )
+            if request.prompt_token_ids is not None:
+                engine_input: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
+                prompt_len = len(request.prompt_token_ids)
+            else:
+                engine_input, prompt_len = await self._render(chat_request)
+            params = chat_request.to_sampling_params(
+                self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
+            )
+        except (VLLMError, ValueError) as error:
+            raise _too_long_or_invalid(str(error)) from error
         params.output_kind = RequestOutputKind.DELTA
         params.stream_interval = stream_interval
         return engine_input, params, lora_request
 
     async def _render(self, chat_request: ChatCompletionRequest) -> tuple[Any, int]:
-        try:
-            result = await self._renderer.render_chat(chat_request)
-        except (VLLMError, ValueError) as error:
-            raise _too_long_or_invalid(str(error)) from error
+        result = await self._renderer.render_chat(chat_request)
         if isinstance(result, ErrorResponse):
             raise _too_long_or_invalid(result.error.message)
         engine_input = result[1][0]

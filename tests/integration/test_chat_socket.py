@@ -16,6 +16,7 @@ from websockets.exceptions import ConnectionClosed
 
 from gateway.app import Server
 from gateway.client.chat import Accepted, ChatClient, ChatError, Delta, Done
+from gateway.errors import GatewayError
 
 from .conftest import KEYS, Gateways, SharedNode, engine_is_empty
 
@@ -213,6 +214,7 @@ async def test_editing_replaces_what_came_after(chat: ChatClient, http: aiohttp.
         ('{"type":"message","id":"x","content":"a","adapter":"nope"}', "unknown_model"),
         ('{"type":"message","id":"x","content":"a","session_id":"nope"}', "not_found"),
         ('{"type":"message","id":"x y","content":"a"}', "bad_request"),
+        ('{"type":"message","id":"x","content":"a","sampling":{"stop":[""]}}', "bad_request"),
         ('{"type":"stop","id":"nope"}', "not_found"),
         ('{"type":"hello","session_id":"nope"}', "not_found"),
         (json.dumps({"type": "ping", "t": "x" * (5 << 20)}), "frame_too_large"),
@@ -344,3 +346,74 @@ async def test_a_half_open_socket_is_noticed(server: Server, monkeypatch: pytest
         await reader.read(-1)
     assert not server.services.connections
     writer.close()
+
+
+async def test_the_same_message_from_two_sockets_at_once_is_one_turn(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    async with raw(server) as first, raw(server) as second:
+        message = {"type": "message", "id": "twin", "content": "Hello!", "sampling": LONG}
+        await asyncio.gather(first.send(**message), second.send(**message))
+        texts, sessions = [], set()
+        for socket in (first, second):
+            sessions.add((await socket.receive("accepted"))["session_id"])
+            text = ""
+            while (frame := await socket.receive("delta", "done"))["type"] == "delta":
+                text += frame["text"]
+            texts.append((text, frame["finish_reason"]))
+    assert texts[0] == texts[1] and texts[0][1] == "length" and len(sessions) == 1
+    async with http.get("/api/sessions") as response:
+        assert len((await response.json())["sessions"]) == 1
+
+
+async def test_a_stop_right_behind_its_message_is_not_lost(server: Server, node: SharedNode) -> None:
+    async with raw(server) as socket:
+        await socket.send(
+            type="message", id="x", content="Hello! " * 300, sampling=LONG | {"max_tokens": 3000}
+        )
+        await socket.send(type="stop", id="x")
+        assert (await socket.receive("done"))["finish_reason"] == "stopped"
+    await engine_is_empty(node)
+
+
+async def test_resuming_from_where_the_turn_never_was(server: Server) -> None:
+    async with raw(server) as socket:
+        await socket.send(type="message", id="x", content="Hello!", sampling=LONG)
+        await socket.receive("done")
+        await socket.send(type="hello", resume=[{"id": "x", "seq": 10_000}, {"id": "y"}])
+        assert [(await socket.receive("error"))["code"] for _ in range(2)] == ["not_found"] * 2
+
+
+async def test_the_base_model_may_be_named(chat: ChatClient, server: Server) -> None:
+    _, done = await ask(chat, "Hello!", adapter="overture-demo")
+    session = await server.services.store.get_session("local", done.session_id)
+    assert session.turns[0].adapter is None
+
+
+async def test_an_end_that_cannot_be_stored_does_not_block_the_session(
+    server: Server, chat: ChatClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.turns.STORE_AGAIN_S", (0.01,))
+    store = server.services.store
+    finish, num_failures = store.finish_turn, 0
+
+    async def full_disk(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_failures
+        num_failures += 1
+        if num_failures < 3:
+            raise GatewayError("overloaded", "The disk is full.")
+        stored.set()
+        return await finish(*args, **kwargs)
+
+    stored = asyncio.Event()
+    store.finish_turn = full_disk  # type: ignore[method-assign]
+    session = await store.create_session("local", now=1.0)
+    with pytest.raises(ChatError) as raised:
+        await ask(chat, "Hello!", session_id=session.id)
+    assert raised.value.code == "overloaded" and raised.value.retryable
+    await asyncio.wait_for(stored.wait(), 10)
+    assert (await ask(chat, "Hello again!", session_id=session.id))[0]
+    assert [turn.status for turn in (await store.get_session("local", session.id)).turns] == [
+        "failed",
+        "done",
+    ]

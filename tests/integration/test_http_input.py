@@ -67,7 +67,7 @@ async def test_fields_of_the_wrong_type(http: aiohttp.ClientSession) -> None:
 
 async def test_a_huge_body_is_refused_without_being_read(server: Server) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {200 << 20}\r\n\r\n".encode())
+    writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {200 << 20}\r\n\r\n".encode())
     writer.write(b"x" * 1000)  # the rest never comes
     async with asyncio.timeout(10):
         head = await reader.readuntil(b"\r\n\r\n")
@@ -107,6 +107,8 @@ async def test_a_huge_chunked_body_is_refused(gateways: Gateways) -> None:
         ("GET", "/static/%2e%2e/README.md", 404),
         ("GET", "/static/..%2fREADME.md", 404),
         ("GET", "/static//etc/passwd", 404),
+        ("GET", "/static/%00", 404),
+        ("GET", "/static/" + "x" * 300, 404),
         ("POST", "/v1/load_lora_adapter", 400),
     ],
 )
@@ -143,14 +145,18 @@ async def test_sessions_over_rest(http: aiohttp.ClientSession) -> None:
 async def test_pages_of_other_origins_are_kept_out(
     http: aiohttp.ClientSession, path: str, server: Server
 ) -> None:
-    for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "http://["):
         async with http.get(path, headers={"Origin": origin}) as response:
             assert response.status == 403
             assert "Access-Control-Allow-Origin" not in response.headers
     # A name that was pointed at this machine agrees with itself, and is refused all the same.
-    rebound = {"Origin": "http://evil.example:80", "Host": "evil.example:80"}
-    async with http.get("/api/sessions", headers=rebound) as response:
-        assert response.status == 403
+    # Its page sends no Origin when it only reads.
+    rebound = {"Host": "evil.example:80"}
+    for headers in (rebound, rebound | {"Origin": "http://evil.example:80"}):
+        async with http.get("/api/sessions", headers=headers) as response:
+            assert response.status == 403
+    async with http.get("/api/sessions", headers={"Host": "localhost:8000"}) as response:
+        assert response.status == 200
     async with http.get("/api/sessions", headers={"Origin": server.url}) as response:
         assert response.status == 200
 
@@ -229,3 +235,28 @@ async def test_a_silent_stream_is_kept_alive_with_comments(
     assert comment.startswith(b":")
     events = [line for line in rest.split("\n\n") if line and not line.startswith(":")]
     assert events[-1] == "data: [DONE]" and len(events) > 2
+
+
+async def test_a_body_that_is_not_what_its_encoding_says(http: aiohttp.ClientSession) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with http.post(CHAT, data=b"this is not gzip", headers=headers) as response:
+        assert response.status == 400
+
+
+async def test_an_unknown_adapter_is_not_stored(http: aiohttp.ClientSession) -> None:
+    async with http.post("/api/sessions", json={"adapter": "nope"}) as response:
+        assert response.status == 404 and (await error_of(response))["code"] == "unknown_model"
+    async with http.post("/api/sessions", json={"adapter": MODEL}) as response:
+        assert (await response.json())["adapter"] is None
+
+
+async def test_a_refused_call_leaves_no_session(http: aiohttp.ClientSession) -> None:
+    async with http.post("/v1/responses", json={"model": "nope", "input": "Hello"}) as response:
+        assert response.status == 404
+    async with http.get("/api/sessions") as response:
+        assert (await response.json())["sessions"] == []
+
+
+async def test_too_many_choices(http: aiohttp.ClientSession) -> None:
+    async with http.post(CHAT, json=BODY | {"n": 10_000}) as response:
+        assert response.status == 400
