@@ -27,7 +27,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.001, 0.050
 REBUILD_WAITS_S = (0.0, 1.0, 5.0, 30.0)
 # Outputs that nobody waits for (neither the first nor the last of a request) cross to the event loop at most this often:
 # docs/decisions/0002.
-DELIVERY_INTERVAL_S = 0.033
+DELIVERY_INTERVAL_S = 0.050
 STEP_SMOOTHING = 0.1  # chosen: the last ten steps or so count
 
 
