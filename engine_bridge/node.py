@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Literal, NewType, Protocol
 
-import msgspec
 from msgspec import Meta, Struct
 
 RequestId = NewType("RequestId", str)
@@ -220,8 +219,3 @@ class Node(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-def encode(value: object) -> bytes:
-    """JSON bytes of any struct above."""
-    return msgspec.json.encode(value)

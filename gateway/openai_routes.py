@@ -105,7 +105,6 @@ async def _stream(
     reader: AnswerReader | None,
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers=SSE_HEADERS | headers)
-    services.streams.add(response)
     try:
         await response.prepare(request)
         async for event in reply.events:

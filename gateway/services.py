@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,6 @@ class Services:
     keys: KeyRing
     metrics: Metrics
     connections: set[ChatConnection] = field(default_factory=set)
-    streams: weakref.WeakSet[web.StreamResponse] = field(default_factory=weakref.WeakSet)
 
     def principal(self, request: web.Request) -> Principal:
         """Who asks. Raises GatewayError `unauthorized`."""

@@ -47,7 +47,6 @@ class LiveTurn:
             read back from disk: whoever has seen text up to there has seen another list of pieces.
         done: the fields of its `done` frame once it is over and stored.
         error: what ended it instead.
-        is_stop_wanted: somebody stopped it, perhaps before the engine knew of it.
     """
 
     __slots__ = (
@@ -57,7 +56,6 @@ class LiveTurn:
         "error",
         "followers",
         "id",
-        "is_stop_wanted",
         "owner",
         "pieces",
         "request_id",
@@ -75,7 +73,6 @@ class LiveTurn:
         self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
         self.pieces: list[str] = []
         self.base_seq = 0
-        self.is_stop_wanted = False
         self.done: dict[str, Any] | None = None
         self.error: GatewayError | None = None
         self.followers: set[Follower] = set()
@@ -136,7 +133,6 @@ class Turns:
         live = self._live.get((owner, turn_id))
         if live is None or live.is_over:
             return False
-        live.is_stop_wanted = True
         await self._node.cancel(live.request_id)
         return True
 
@@ -161,10 +157,6 @@ class Turns:
         if not live.followers and not live.is_over and live.unfollowed is None:
             loop = asyncio.get_running_loop()
             live.unfollowed = loop.call_later(KEEP_UNFOLLOWED_S, self._stop_unfollowed, live)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._tasks)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait for the running turns; after `timeout_s` stop them. All are stored when this returns."""

@@ -48,7 +48,6 @@ class BridgeEngineClient(EngineClient):
         self.renderer = engine.renderer
         self.input_processor = engine.input_processor
         self._tasks = engine.get_supported_tasks()
-        self.num_aborted = 0
 
     # -- called by the node ------------------------------------------------------------------------------------------
 
@@ -99,7 +98,6 @@ class BridgeEngineClient(EngineClient):
         if not self._streams:
             self.idle.set()
         if abort:
-            self.num_aborted += 1
             self._thread.submit(lambda driver: driver.abort(unique_id))
 
     def _register(self, unique_id: str, stream: Any) -> None:
