@@ -1,0 +1,725 @@
+"""The disk tier: KV blocks by key, in append-only segment files of one folder.
+
+What an owner may rely on:
+
+* A block that is read is the block that was written: every part is verified after it was read. What is missing, damaged or unreadable is a
+  miss and a count; no fault of the disk raises once the store is open.
+* The segment files never take more than `capacity_bytes` together, also while blocks are carried forward.
+* A process that is killed loses nothing that `append` said was written. Nothing is synced, so a power cut may cost the newest records; the
+  checksums find out. KV can be computed again, so a sync for each record would buy little.
+* One process holds a folder. A new one starts a new segment and never appends to an old one.
+
+What does not fit goes, the oldest segment first. Those of its blocks that were read since they were written get a second chance: they are
+carried forward into the newest segment, most recently read first. Source: CLOCK and FIFO-reinsertion (Corbató 1969; Yang et al., "FIFO can
+be better than LRU", HotOS 2023); departs in that a segment passes on no more than half its bytes, so that each eviction makes room.
+
+Threads: everything async belongs to one event loop. Files are touched in a bounded pool of threads, writes through aiofiles. `in` and
+`count_prefix` may be called from any thread at any time: they only read a dict, which under the GIL needs no lock; what they say may be out of
+date when it is used, and a read then reports the block as bad.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from msgspec import Struct
+
+from kvtiers.errors import KvTiersError
+from kvtiers.io.block_reader import BatchResult, BlockReader, Fault, Part
+from kvtiers.io.files import AppendFile, Claim, Files, is_same_file, prepare
+from kvtiers.io.read_plan import BlockPlace, ReadOp, RecordPlace, plan_reads
+from kvtiers.io.records import (
+    SEGMENT_HEADER_BYTES,
+    RecordBytes,
+    RecordHead,
+    checksum,
+    encode_segment_header,
+)
+from kvtiers.io.scan import SegmentScan, live_blocks, scan_segment, segment_path, segment_paths
+from kvtiers.io.segment import Segment
+from kvtiers.keys import BlockKey, BlockShape
+
+logger = logging.getLogger(__name__)
+
+MAX_SEGMENT_BYTES: Final = 64 << 20  # Chosen: small against the capacity, so that little goes at once.
+SEGMENTS_PER_CAPACITY: Final = 16  # Chosen: the same for small capacities.
+READS_IN_FLIGHT: Final = 4  # Chosen: enough to keep an NVMe disk busy with reads of this size.
+NUM_THREADS: Final = READS_IN_FLIGHT + 2  # The reads, and room for the writer and for opening files.
+MAX_READ_BYTES: Final = 4 << 20
+MAX_BYTES_IN_FLIGHT: Final = (
+    8 << 20
+)  # Measured: reads of 2 MiB are as fast as any on a warm file and on a cold one.
+WRITE_BUFFER_BYTES: Final = 4 << 20  # Chosen: a write as large as the largest read.
+RETRY_AFTER_S: Final = 5.0  # Chosen: a full disk costs one failed write in this time.
+NEVER: Final = -math.inf
+
+_T = TypeVar("_T")
+
+
+class DiskStats(Struct, frozen=True, kw_only=True):
+    """Counts are since `open`. bytes: of all segment files now. read_s, write_s: how long threads were busy, so they may outrun the clock.
+
+    num_corrupt: blocks whose bytes were wrong. num_torn: segments with something that is no record behind their last one, as a killed process
+    leaves them. num_foreign: segments of another namespace or format. num_refused: appends given up because of their size, because all segments
+    were being read, or soon after a write error. num_evicted: blocks dropped to make room.
+    """
+
+    num_blocks: int
+    num_segments: int
+    bytes: int
+    capacity_bytes: int
+    bytes_written: int = 0
+    bytes_read: int = 0
+    num_corrupt: int = 0
+    num_torn: int = 0
+    num_foreign: int = 0
+    num_read_errors: int = 0
+    num_write_errors: int = 0
+    num_refused: int = 0
+    num_evicted: int = 0
+    num_carried: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+
+
+class _Counts(Struct):
+    """Those of `DiskStats` that only grow."""
+
+    bytes_written: int = 0
+    bytes_read: int = 0
+    num_corrupt: int = 0
+    num_torn: int = 0
+    num_foreign: int = 0
+    num_read_errors: int = 0
+    num_write_errors: int = 0
+    num_refused: int = 0
+    num_evicted: int = 0
+    num_carried: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+
+
+class ReadResult(Struct, frozen=True):
+    """bad: which of the keys were not there, damaged or unreadable; what lies in their places is not KV."""
+
+    bad: tuple[int, ...]
+    bytes_read: int
+    elapsed_s: float
+
+
+class _Entry(Struct, gc=False):
+    """Where a block is. last_read_s: since it was written or carried forward, else NEVER."""
+
+    record: RecordPlace
+    position: int
+    last_read_s: float = NEVER
+
+
+class _Reading:
+    """One read under way: which layers are complete, which blocks are bad."""
+
+    def __init__(
+        self,
+        reader: BlockReader,
+        batches: list[list[ReadOp]],
+        num_layers: int,
+        first_layer: int,
+        on_layer: Callable[[int], None],
+        on_bad: Callable[[int], None],
+    ) -> None:
+        self.reader = reader
+        self.batches = iter(batches)
+        self.num_batches = len(batches)
+        self.bytes_read = 0
+        self._ops_left = [0] * num_layers
+        for op in itertools.chain.from_iterable(batches):
+            for layer in op.layers:
+                self._ops_left[layer] += 1
+        self._next_layer = first_layer
+        self._on_layer = on_layer
+        self._on_bad = on_bad
+
+    def mark_bad(self, block: int) -> bool:
+        """Whether that is news."""
+        if block in self.reader.bad:
+            return False
+        self.reader.bad.add(block)
+        self._on_bad(block)
+        return True
+
+    def settle(self, ops: Iterable[ReadOp] = ()) -> None:
+        """These are done; report the layers that are now complete."""
+        for op in ops:
+            for layer in op.layers:
+                self._ops_left[layer] -= 1
+        while self._next_layer < len(self._ops_left) and self._ops_left[self._next_layer] == 0:
+            self._on_layer(self._next_layer)
+            self._next_layer += 1
+
+
+def _ignore(_: Any) -> None:
+    pass
+
+
+class DiskLog:
+    """An open store. Make one with `open`, end it with `close`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        fingerprint: str,
+        shape: BlockShape,
+        capacity_bytes: int,
+        segment_bytes: int,
+        describe: bytes | None,
+        files: Files,
+        on_dropped: Callable[[list[BlockKey]], None],
+        now: Callable[[], float],
+    ) -> None:
+        """Touches no file; `open` does."""
+        self._directory = directory
+        self._fingerprint = fingerprint
+        self._shape = shape
+        self._capacity_bytes = capacity_bytes
+        self._segment_bytes = segment_bytes
+        self._describe = describe
+        self._files = files
+        self._on_dropped = on_dropped
+        self._now = now
+        self._segment_header = encode_segment_header(fingerprint)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
+        self._claim: Claim | None = None
+        self._index: dict[BlockKey, _Entry] = {}
+        self._segments: dict[int, Segment] = {}  # Oldest first.
+        self._active: tuple[Segment, AppendFile] | None = None
+        self._next_number = 0
+        self._num_bytes = 0  # Of all segment files.
+        self._counts = _Counts()
+        self._write_lock = asyncio.Lock()
+        self._read_slots = asyncio.Semaphore(READS_IN_FLIGHT)
+        self._buffer = memoryview(bytearray(0))
+        self._retry_at_s = NEVER
+        self._num_reads = 0
+        self._no_reads = asyncio.Event()
+        self._no_reads.set()
+        self._is_closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        directory: Path,
+        fingerprint: str,
+        shape: BlockShape,
+        capacity_bytes: int,
+        *,
+        segment_bytes: int | None = None,
+        describe: bytes | None = None,
+        files: Files | None = None,
+        on_dropped: Callable[[list[BlockKey]], None] = _ignore,
+        now: Callable[[], float] = time.monotonic,
+    ) -> DiskLog:
+        """Claim the folder, made if need be, and index what is in it. Segments of another fingerprint, shape or format hold no blocks.
+
+        describe: JSON that says what the store holds, kept in `namespace.json`. on_dropped: called on the loop with keys that
+        were evicted or lost; a block that a read found bad is told to that read. now: seconds, for the order of use, the pause after an error
+        and the busy times; called from any thread. Raises StoreBusy when another process holds the folder, StoreUnusable when it cannot be made
+        or written, OSError when it cannot be listed.
+        """
+        if segment_bytes is None:
+            segment_bytes = min(MAX_SEGMENT_BYTES, capacity_bytes // SEGMENTS_PER_CAPACITY)
+        log = cls(
+            directory,
+            fingerprint,
+            shape,
+            capacity_bytes,
+            segment_bytes,
+            describe,
+            files or Files(),
+            on_dropped,
+            now,
+        )
+        try:
+            await log._load()
+            await log._make_room(0)
+        except BaseException:
+            await log.close()
+            raise
+        return log
+
+    async def _load(self) -> None:
+        """Claim the folder and take over what is in it; nothing is held if this raises StoreBusy, StoreUnusable or OSError."""
+        try:
+            await self._in_worker(self._take_claim)
+            found = await self._in_worker(segment_paths, self._directory)
+            scans = await asyncio.gather(
+                *(
+                    self._in_worker(scan_segment, self._files, number, path, self._fingerprint, self._shape)
+                    for number, path in found
+                )
+            )
+            index = await self._in_worker(_index_of, scans)
+        except BaseException:
+            self._release_claim()
+            raise
+        self._segments = {scan.number: _segment_of(scan) for scan in scans}
+        self._num_bytes = sum(scan.num_bytes for scan in scans)
+        self._next_number = max([self._next_number - 1, *self._segments]) + 1
+        self._index = index
+        self._counts.num_torn += sum(scan.is_torn for scan in scans)
+        self._counts.num_foreign += sum(scan.is_foreign for scan in scans)
+        self._counts.num_read_errors += sum(scan.has_failed for scan in scans)
+
+    def _take_claim(self) -> None:
+        # Stored by the thread that took it: a result handed to a cancelled task would be lost, and the folder locked for good.
+        self._claim = prepare(self._directory, self._describe)
+
+    def _release_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    # What any thread may ask.
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._index
+
+    def count_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """How many of the first keys are on disk without a gap."""
+        index = self._index
+        for i, key in enumerate(keys):
+            if key not in index:
+                return i
+        return len(keys)
+
+    @property
+    def stats(self) -> DiskStats:
+        counts = {name: getattr(self._counts, name) for name in _Counts.__struct_fields__}
+        return DiskStats(
+            num_blocks=len(self._index),
+            num_segments=len(self._segments),
+            bytes=self._num_bytes,
+            capacity_bytes=self._capacity_bytes,
+            **counts,
+        )
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Take blocks out of the index. Their bytes stay until their segment goes, so a store opened again has them again."""
+        for key in keys:
+            self._index.pop(key, None)
+
+    # Reading.
+
+    async def read(
+        self,
+        keys: Sequence[BlockKey],
+        part: Part,
+        *,
+        first_layer: int = 0,
+        on_layer: Callable[[int], None] = _ignore,
+        on_bad: Callable[[int], None] = _ignore,
+        max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
+    ) -> ReadResult:
+        """Fill `part(i, layer)`, a writable view of `layer_bytes` bytes, for every key i and every layer from `first_layer` on, in that order.
+
+        `part` is called in worker threads. All its memory belongs to the read until this returns or raises, also that of bad blocks; a cancelled
+        read waits for the threads that still write into it. on_layer(l): layer l of all blocks that are not bad is there and verified; called
+        once for each layer, in order. on_bad(i): block i will not come; the store has forgotten it. Both are called on the loop. What they
+        or `part` raise ends the read and comes out, in an ExceptionGroup if other reads were under way.
+        """
+        started_s = self._now()
+        entries = [self._index.get(key) for key in keys]
+        for entry in entries:
+            if entry is not None:
+                entry.last_read_s = started_s
+        return await self._read(keys, entries, part, first_layer, on_layer, on_bad, max_bytes_in_flight)
+
+    async def _read(
+        self,
+        keys: Sequence[BlockKey],
+        entries: Sequence[_Entry | None],
+        part: Part,
+        first_layer: int = 0,
+        on_layer: Callable[[int], None] = _ignore,
+        on_bad: Callable[[int], None] = _ignore,
+        max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
+    ) -> ReadResult:
+        started_s = self._now()
+        places = [None if entry is None else BlockPlace(entry.record, entry.position) for entry in entries]
+        records = {place.record for place in places if place is not None}
+        max_read_bytes = max(1, min(max_bytes_in_flight // READS_IN_FLIGHT, MAX_READ_BYTES))
+        batches = plan_reads(places, self._shape, max_read_bytes, first_layer)
+        with self._pinned({record.segment for record in records}) as segments:
+            reader = BlockReader(self._files, self._shape, segments, records, keys, part, self._now)
+            reading = _Reading(reader, batches, self._shape.num_layers, first_layer, on_layer, on_bad)
+            for block, place in enumerate(places):
+                if place is None:
+                    reading.mark_bad(block)
+            reading.settle()
+            await self._run(reading, keys, entries)
+        return ReadResult(tuple(sorted(reader.bad)), reading.bytes_read, self._now() - started_s)
+
+    async def _run(
+        self, reading: _Reading, keys: Sequence[BlockKey], entries: Sequence[_Entry | None]
+    ) -> None:
+        async def lane() -> None:
+            for ops in reading.batches:
+                async with self._read_slots:
+                    result = await self._in_worker(reading.reader.read_batch, ops)
+                self._take(reading, result, keys, entries)
+                reading.settle(ops)
+
+        if reading.num_batches < 2:
+            await lane()
+            return
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(min(reading.num_batches, READS_IN_FLIGHT)):
+                lanes.create_task(lane())
+
+    def _take(
+        self,
+        reading: _Reading,
+        result: BatchResult,
+        keys: Sequence[BlockKey],
+        entries: Sequence[_Entry | None],
+    ) -> None:
+        """Count what a batch brought, and forget the blocks that it found bad."""
+        reading.bytes_read += result.num_bytes
+        self._counts.bytes_read += result.num_bytes
+        self._counts.read_s += result.busy_s
+        for block, fault in result.faults.items():
+            if not reading.mark_bad(block):
+                continue
+            if fault is Fault.CORRUPT:
+                self._counts.num_corrupt += 1
+            else:
+                self._counts.num_read_errors += 1
+            entry = entries[block]
+            if entry is not None and self._index.get(keys[block]) is entry:
+                del self._index[keys[block]]
+            if fault is Fault.LOST and entry is not None:
+                self._lose(entry.record.segment)
+
+    def _lose(self, number: int) -> None:
+        """A segment's file is gone: so are its blocks. What it took of the capacity is written off when its turn to go comes."""
+        segment = self._segments.get(number)
+        if segment is not None:
+            self._drop(self._live(segment))
+            segment.records.clear()
+
+    @contextmanager
+    def _pinned(self, numbers: Iterable[int]) -> Iterator[dict[int, Segment]]:
+        segments = {number: self._segments[number] for number in numbers}
+        self._num_reads += 1
+        self._no_reads.clear()
+        for segment in segments.values():
+            segment.pin()
+        try:
+            yield segments
+        finally:
+            for segment in segments.values():
+                segment.unpin(self._files)
+            self._num_reads -= 1
+            if self._num_reads == 0:
+                self._no_reads.set()
+
+    # Writing.
+
+    async def append(self, keys: Sequence[BlockKey], part: Part) -> bool:
+        """Write the blocks that are not yet there as one record; `part(i, layer)` gives the bytes of key i, `layer_bytes` of them.
+
+        Returns whether all keys are on disk now. False when the record was refused or the disk failed (see `stats`); nothing of it is kept then,
+        and the disk is left alone for RETRY_AFTER_S. `part` is called in a worker thread; its memory must not change until this returns. Not cut
+        short by being cancelled: a cancelled append is finished first.
+        """
+        return await _to_the_end(self._append(keys, part))
+
+    async def _append(self, keys: Sequence[BlockKey], part: Part) -> bool:
+        async with self._write_lock:
+            if self._is_closed:
+                return False
+            if self._now() < self._retry_at_s:
+                self._counts.num_refused += 1
+                return False
+            try:
+                return await self._append_new(keys, part)
+            except (OSError, KvTiersError) as error:
+                self._counts.num_write_errors += 1
+                self._retry_at_s = self._now() + RETRY_AFTER_S
+                logger.warning("KV blocks cannot be written to %s: %s", self._directory, error)
+                return False
+
+    async def _append_new(self, keys: Sequence[BlockKey], part: Part) -> bool:
+        """Raises OSError, StoreBusy or StoreUnusable."""
+        await self._recover()
+        blocks = list({key: i for i, key in enumerate(keys) if key not in self._index}.values())
+        if not blocks:
+            return True
+        need_bytes = RecordHead(len(blocks), self._shape).record_bytes + SEGMENT_HEADER_BYTES
+        if need_bytes > self._capacity_bytes or not await self._make_room(need_bytes):
+            self._counts.num_refused += 1
+            return False
+        new_keys = [keys[i] for i in blocks]
+        record = await self._write(new_keys, lambda block, layer: part(blocks[block], layer))
+        self._publish(new_keys, record)
+        return True
+
+    async def _recover(self) -> None:
+        """If the folder or the newest segment was removed or replaced under us, start over with what is there now."""
+        if self._active is not None:
+            segment, file = self._active
+            if not await self._in_worker(is_same_file, segment.path, file.fileno()):
+                await self._seal()
+                self._lose(segment.number)
+        if self._claim is None or not await self._in_worker(self._claim.is_valid):
+            await self._seal()
+            self._release_claim()
+            for segment in self._segments.values():
+                self._lose(segment.number)
+            await self._load()
+
+    async def _write(self, keys: Sequence[BlockKey], part: Part) -> RecordPlace:
+        """Append one record to the newest segment, or to a new one if it does not fit. The caller has made room. Raises OSError."""
+        started_s = self._now()
+        record = await self._in_worker(_assemble, keys, self._shape, part)
+        if self._active is not None and self._active[0].num_bytes + record.num_bytes > self._segment_bytes:
+            await self._seal()
+        segment, file = self._active or await self._start_segment()
+        place = RecordPlace(segment.number, segment.num_bytes, len(keys))
+        if not self._buffer:
+            self._buffer = memoryview(bytearray(min(WRITE_BUFFER_BYTES, max(self._segment_bytes, 4096))))
+        try:
+            while used := await self._in_worker(record.fill, self._buffer):
+                await self._write_all(file, self._buffer[:used])
+        except OSError:
+            await self._mend(segment, file)
+            raise
+        segment.num_bytes += record.num_bytes
+        self._num_bytes += record.num_bytes
+        segment.records.append((place, list(keys)))
+        self._counts.bytes_written += record.num_bytes
+        self._counts.write_s += self._now() - started_s
+        return place
+
+    async def _write_all(self, file: AppendFile, data: memoryview) -> None:
+        while data:
+            num_bytes = await self._files.write(file, data)
+            if num_bytes == 0:
+                raise OSError("the disk took no bytes")
+            data = data[num_bytes:]
+
+    async def _start_segment(self) -> tuple[Segment, AppendFile]:
+        """Raises OSError."""
+        path = segment_path(self._directory, self._next_number)
+        file = await self._files.create(path, self._pool)
+        segment = Segment(self._next_number, path, 0)
+        self._next_number += 1
+        self._segments[segment.number] = segment
+        self._active = segment, file
+        try:
+            await self._write_all(file, memoryview(self._segment_header))
+        except OSError:
+            await self._mend(segment, file)
+            await self._seal()
+            raise
+        segment.num_bytes = SEGMENT_HEADER_BYTES
+        self._num_bytes += SEGMENT_HEADER_BYTES
+        return segment, file
+
+    async def _mend(self, segment: Segment, file: AppendFile) -> None:
+        """Cut a torn record off; a segment where that fails takes no more records, and what it really takes is counted."""
+        try:
+            await self._files.truncate(file, segment.num_bytes)
+        except OSError:
+            try:
+                size = await self._in_worker(self._files.size, file.fileno())
+            except OSError:
+                size = segment.num_bytes
+            self._num_bytes += size - segment.num_bytes
+            segment.num_bytes = size
+            await self._seal()
+
+    async def _seal(self) -> None:
+        """The newest segment takes no more records."""
+        if self._active is not None:
+            _, file = self._active
+            self._active = None
+            try:
+                await file.close()
+            except OSError:
+                self._counts.num_write_errors += 1
+
+    def _publish(self, keys: Sequence[BlockKey], record: RecordPlace) -> None:
+        for position, key in enumerate(keys):
+            self._index[key] = _Entry(record, position)
+
+    # Making room.
+
+    async def _make_room(self, need_bytes: int) -> bool:
+        """Evict until `need_bytes` fit, with room to carry blocks forward next time; False when all that could go is being read.
+
+        Raises OSError when a file cannot be removed.
+        """
+        room_to_carry = self._segment_bytes // 2 + SEGMENT_HEADER_BYTES
+        target = max(self._capacity_bytes - room_to_carry - need_bytes, 0)
+        while self._num_bytes > target:
+            victim = next((s for s in self._segments.values() if not s.is_pinned), None)
+            if victim is None:
+                return self._num_bytes + need_bytes <= self._capacity_bytes
+            await self._evict(victim)
+        return True
+
+    async def _evict(self, victim: Segment) -> None:
+        """Remove a segment, after its blocks that were read have been carried forward. Raises OSError; the segment is then still counted."""
+        if self._active is not None and self._active[0] is victim:
+            await self._seal()
+        live = self._live(victim)
+        chosen = self._second_chance(victim, live)
+        dropped = [key for key in live if key not in chosen]
+        self._counts.num_evicted += len(dropped)
+        self._drop(dropped)
+        for record, keys in victim.records:
+            kept = [key for key in keys if key in chosen and self._is_at(key, record)]
+            if kept:
+                await self._carry(kept)
+        left = self._live(victim)
+        self._counts.num_evicted += len(left)
+        self._drop(left)
+        await victim.wait_unpinned()  # Reads of the blocks just carried may have begun meanwhile.
+        try:
+            await self._in_worker(self._files.unlink, victim.path)
+        except FileNotFoundError:
+            pass
+        # Another segment object may stand there if the folder was loaded again.
+        if self._segments.get(victim.number) is victim:
+            del self._segments[victim.number]
+            self._num_bytes -= victim.num_bytes
+
+    def _second_chance(self, victim: Segment, live: Iterable[BlockKey]) -> set[BlockKey]:
+        """Which blocks to carry forward: those read since they were written, most recently read first, up to half a segment's bytes."""
+        half = min(victim.num_bytes, self._segment_bytes) // 2
+        single = RecordHead(
+            1, self._shape
+        ).record_bytes  # An upper bound: blocks of one record share its header.
+        read = [key for key in live if self._index[key].last_read_s > NEVER]
+        read.sort(key=lambda key: self._index[key].last_read_s, reverse=True)
+        return set(read[: half // single])
+
+    async def _carry(self, keys: list[BlockKey]) -> None:
+        """Copy blocks of one record into the newest segment. Those that cannot be read or written stay where they are."""
+        entries = [self._index[key] for key in keys]
+        shape = self._shape
+        data = memoryview(bytearray(len(keys) * shape.block_bytes))
+
+        def part(block: int, layer: int) -> memoryview:
+            start = block * shape.block_bytes + layer * shape.layer_bytes
+            return data[start : start + shape.layer_bytes]
+
+        bad = set((await self._read(keys, entries, part)).bad)
+        good = [i for i in range(len(keys)) if i not in bad]
+        need_bytes = RecordHead(len(good), shape).record_bytes + SEGMENT_HEADER_BYTES
+        if not good or self._num_bytes + need_bytes > self._capacity_bytes:
+            return
+        good_keys = [keys[i] for i in good]
+        try:
+            record = await self._write(good_keys, lambda block, layer: part(good[block], layer))
+        except OSError as error:
+            self._counts.num_write_errors += 1
+            logger.warning("KV blocks cannot be carried forward in %s: %s", self._directory, error)
+            return
+        for position, i in enumerate(good):
+            # Unless somebody forgot it meanwhile.
+            if self._index.get(keys[i]) is entries[i]:
+                self._index[keys[i]] = _Entry(record, position)
+                self._counts.num_carried += 1
+
+    def _live(self, segment: Segment) -> list[BlockKey]:
+        """The blocks for which this segment is the place to read."""
+        return [key for record, keys in segment.records for key in keys if self._is_at(key, record)]
+
+    def _is_at(self, key: BlockKey, record: RecordPlace) -> bool:
+        entry = self._index.get(key)
+        return entry is not None and entry.record == record
+
+    def _drop(self, keys: list[BlockKey]) -> None:
+        """Forget blocks and tell the owner."""
+        self.forget(keys)
+        if keys:
+            self._on_dropped(keys)
+
+    # The rest.
+
+    async def close(self) -> None:
+        """End the reads under way, let go of the folder. After this the store is empty: nothing is in it, reads miss, appends are refused."""
+        self._is_closed = True
+        async with self._write_lock:
+            await self._seal()
+        self._index = {}
+        await self._no_reads.wait()
+        self._release_claim()
+        self._pool.shutdown()
+
+    async def _in_worker(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Run it in the pool. A cancelled caller still waits for the thread: it may be writing into memory that the caller owns."""
+        job = self._pool.submit(function, *args)
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            if not job.cancel():
+                await _outlast(asyncio.wrap_future(job))
+            raise
+
+
+async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
+    """Await `work`; if we are cancelled, finish it first and then be cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await _outlast(task)
+        raise
+
+
+async def _outlast(future: Awaitable[Any]) -> None:
+    """Wait until it is done, whatever comes of it and however often we are cancelled."""
+    waiting = asyncio.ensure_future(future)
+    while not waiting.done():
+        try:
+            await asyncio.wait([waiting])
+        except asyncio.CancelledError:
+            pass
+    if not waiting.cancelled():
+        waiting.exception()  # Looked at, so that asyncio does not complain that nobody did.
+
+
+def _assemble(keys: Sequence[BlockKey], shape: BlockShape, part: Part) -> RecordBytes:
+    """Collect and sum up the parts of a record. Raises ValueError for a part of a wrong size."""
+    parts: list[memoryview] = []
+    sums: list[int] = []
+    for layer in range(shape.num_layers):
+        for block in range(len(keys)):
+            view = part(block, layer)
+            if len(view) != shape.layer_bytes:
+                raise ValueError(f"part() gave {len(view)} bytes, a layer has {shape.layer_bytes}")
+            parts.append(view)
+            sums.append(checksum(view))
+        time.sleep(0)  # Let go of the GIL: small parts are summed without, and an event loop may be waiting.
+    return RecordBytes(keys, shape, parts, sums)
+
+
+def _segment_of(scan: SegmentScan) -> Segment:
+    segment = Segment(scan.number, scan.path, scan.num_bytes)
+    segment.records = scan.records
+    return segment
+
+
+def _index_of(scans: Iterable[SegmentScan]) -> dict[BlockKey, _Entry]:
+    return {key: _Entry(record, position) for key, record, position in live_blocks(scans)}

@@ -1,0 +1,171 @@
+"""The file system, as thinly as can be: what fails, and what tests make fail, goes through here.
+
+Only Linux: `preadv`, `flock` and `posix_fadvise` are used as they are there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Protocol
+
+from kvtiers.errors import StoreBusy, StoreUnusable
+
+LOCK_NAME = "lock"
+DESCRIPTION_NAME = "namespace.json"
+
+
+class AppendFile(Protocol):
+    """What we use of an aiofiles handle."""
+
+    def fileno(self) -> int: ...
+    async def write(self, data: memoryview) -> int: ...
+    async def truncate(self, size: int) -> int: ...
+    async def close(self) -> None: ...
+
+
+class Files:
+    """Each method is one call of the system and raises OSError; those that are not async block and belong into a worker thread."""
+
+    def open_read(self, path: Path) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
+        """May return less than asked for: b"" at the end of the file."""
+        return os.pread(fd, num_bytes, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers, 1024 at most, in their order; returns the bytes read, 0 at the end of the file."""
+        return os.preadv(fd, buffers, offset)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    async def create(self, path: Path, pool: Executor) -> AppendFile:
+        """A new file that only its owner may read, for appending, unbuffered; FileExistsError when there is one."""
+
+        # Here, because it loads asyncio, which the command line does without when it looks at stores.
+        import aiofiles  # type: ignore[import-untyped]
+
+        def opener(name: str, flags: int) -> int:
+            return os.open(name, flags | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+        file: AppendFile = await aiofiles.open(path, "ab", buffering=0, opener=opener, executor=pool)
+        return file
+
+    async def write(self, file: AppendFile, data: memoryview) -> int:
+        """Append `data`, or its first bytes; returns how many."""
+        return await file.write(data)
+
+    async def truncate(self, file: AppendFile, num_bytes: int) -> None:
+        await file.truncate(num_bytes)
+
+
+def read_up_to(files: Files, fd: int, num_bytes: int, offset: int) -> bytes:
+    """`num_bytes` bytes, fewer only at the end of the file."""
+    data = files.pread(fd, num_bytes, offset)
+    while len(data) < num_bytes and (more := files.pread(fd, num_bytes - len(data), offset + len(data))):
+        data += more
+    return data
+
+
+def fill_up_to(files: Files, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill the buffers from one range of the file; returns the bytes read, fewer than their sum only at the end of the file."""
+    total = sum(map(len, buffers))
+    done = files.preadv(fd, buffers, offset)
+    while 0 < done < total:
+        got = files.preadv(fd, _after(buffers, done), offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def _after(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of the buffers behind their first `num_bytes`."""
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if num_bytes < len(buffer):
+            rest.append(buffer[num_bytes:])
+        num_bytes = max(num_bytes - len(buffer), 0)
+    return rest
+
+
+class Claim:
+    """One process's hold on a store's folder. The system lets go of it when the process dies, however it dies."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    def is_valid(self) -> bool:
+        """Whether the folder is still the one that was claimed: not removed, not moved, not replaced."""
+        return is_same_file(self.path, self._fd)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def is_same_file(path: Path, fd: int) -> bool:
+    """Whether `path` still names the open file."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
+
+
+def claim(directory: Path) -> Claim:
+    """Lock a store's folder for this process. Raises StoreBusy when another holds it, OSError when it cannot be locked."""
+    path = directory / LOCK_NAME
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise StoreBusy(
+                f"{directory} is in use by another process; stop it or choose another folder"
+            ) from error
+        except OSError:
+            os.close(fd)
+            raise
+        if is_same_file(path, fd):
+            return Claim(path, fd)
+        os.close(fd)  # Somebody removed the folder between our open and our lock.
+
+
+def prepare(directory: Path, describe: bytes | None) -> Claim:
+    """Make the store's folder, for its owner only, lock it and say in `namespace.json` what it holds.
+
+    Raises StoreBusy, or StoreUnusable with the OSError chained.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        os.chmod(directory, 0o700)
+        held = claim(directory)
+    except OSError as error:
+        raise StoreUnusable(f"{directory} cannot be used for KV blocks: {error.strerror}") from error
+    try:
+        if describe is not None:
+            _replace(directory / DESCRIPTION_NAME, describe)
+    except OSError as error:
+        held.release()
+        raise StoreUnusable(f"{directory} cannot be written: {error.strerror}") from error
+    return held
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a small file so that a reader sees the old or the new one, never a part."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(data)
+    os.chmod(partial, 0o600)
+    partial.replace(path)

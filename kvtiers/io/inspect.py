@@ -1,0 +1,113 @@
+"""Looking at stores on disk, and making them smaller, without opening them; for the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from msgspec import Struct
+
+from kvtiers.errors import StoreBusy
+from kvtiers.io.files import DESCRIPTION_NAME, LOCK_NAME, Files, claim
+from kvtiers.io.scan import live_blocks, scan_segment, segment_paths
+
+
+class StoreInfo(Struct, frozen=True, kw_only=True):
+    """One namespace's folder. bytes: of its segment files. description: what `namespace.json` says, unparsed.
+
+    oldest_s, newest_s: when its least and most recently written segments were last written, in seconds since the epoch; None without segments.
+    num_blocks: different blocks whose records look whole; their bodies were not read.
+    """
+
+    directory: Path
+    description: bytes | None
+    num_segments: int
+    num_blocks: int
+    bytes: int
+    oldest_s: float | None
+    newest_s: float | None
+
+
+class Pruned(Struct, frozen=True, kw_only=True):
+    """What `prune` removed, and what is left."""
+
+    num_segments: int
+    bytes: int
+    bytes_left: int
+
+
+def inspect(directory: Path) -> list[StoreInfo]:
+    """Every store under `directory`, or the one that it is, by name. Takes no lock and changes nothing, so a live store may be looked at.
+
+    Raises OSError when `directory` cannot be listed; what vanishes meanwhile is left out.
+    """
+    return [_store_info(folder) for folder in _stores(directory)]
+
+
+def prune(
+    directory: Path, *, max_bytes: int | None = None, older_than_s: float | None = None, now: float
+) -> Pruned:
+    """Delete whole segments of the stores under `directory`, or of the one that it is, least recently written first.
+
+    older_than_s: delete those last written longer ago than this. max_bytes: then delete until all stores together take no more. now: seconds
+    since the epoch. Raises StoreBusy, with nothing deleted, when a live process holds one of the stores; OSError when one cannot be deleted.
+    """
+    with ExitStack() as held:
+        folders = list(_stores(directory))
+        for folder in folders:
+            held.callback(claim(folder).release)
+        segments = sorted(
+            ((stat.st_mtime, path, stat.st_size) for folder in folders for path, stat in _segments(folder)),
+        )
+        left = sum(size for _, _, size in segments)
+        num_removed = removed_bytes = 0
+        for written_s, path, size in segments:
+            is_old = older_than_s is not None and now - written_s > older_than_s
+            if is_old or (max_bytes is not None and left > max_bytes):
+                path.unlink()
+                num_removed += 1
+                removed_bytes += size
+                left -= size
+    return Pruned(num_segments=num_removed, bytes=removed_bytes, bytes_left=left)
+
+
+def _stores(directory: Path) -> Iterator[Path]:
+    """The folders that a `DiskLog` has held."""
+    if (directory / LOCK_NAME).is_file():
+        yield directory
+        return
+    for folder in sorted(directory.iterdir()):
+        if (folder / LOCK_NAME).is_file():
+            yield folder
+
+
+def _segments(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for _, path in segment_paths(folder):
+        try:
+            yield path, path.stat()
+        except FileNotFoundError:
+            continue  # A live store has just evicted it.
+
+
+def _store_info(folder: Path) -> StoreInfo:
+    found = list(_segments(folder))
+    scans = [scan_segment(Files(), number, path) for number, (path, _) in enumerate(found)]
+    times_s = [stat.st_mtime for _, stat in found]
+    try:
+        description = (folder / DESCRIPTION_NAME).read_bytes()
+    except OSError:
+        description = None
+    return StoreInfo(
+        directory=folder,
+        description=description,
+        num_segments=len(found),
+        num_blocks=len({key for key, _, _ in live_blocks(scans)}),
+        bytes=sum(stat.st_size for _, stat in found),
+        oldest_s=min(times_s, default=None),
+        newest_s=max(times_s, default=None),
+    )
+
+
+__all__ = ["Pruned", "StoreBusy", "StoreInfo", "inspect", "prune"]

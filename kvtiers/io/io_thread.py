@@ -1,0 +1,42 @@
+"""One thread with an event loop of its own for the tiers' file work: neither the gateway's loop nor the engine's step waits for a disk."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class IoThread:
+    """An asyncio loop on a daemon thread, from construction until `close`."""
+
+    def __init__(self, name: str = "kv-io") -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine on the loop. May be called from any other thread; the future may be waited for or cancelled there."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread."""
+        if self._thread.is_alive():
+            self.start(self._cancel_all()).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+
+    async def _cancel_all(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()

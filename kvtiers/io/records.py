@@ -1,0 +1,159 @@
+"""The bytes of a segment file: its header, and records of KV blocks. Pure: bytes in, bytes out.
+
+A segment is a file header and then records, back to back. A record holds n >= 1 blocks, as a rule neighbours in one conversation:
+
+    header    32 bytes: magic, version, checksum of the rest of the header and of the keys, n, layers L, bytes per layer B
+    keys      n of 32 bytes
+    sums      L*n of 8 bytes: xxh3_64 of each part, layer-major like the body
+    body      layer 0 of all n blocks, layer 1 of all n blocks, ...; B bytes each
+
+Layer-major, because an engine needs the first layers first: those of a whole conversation are one sequential read. A checksum for each
+part, because any subset of blocks must be verifiable alone. Numbers are little-endian. Nothing read back is trusted: each `decode_*`
+returns None for bytes that are not exactly what `encode_*` makes.
+
+The checksums stand against faults of disks and of power, not against people: who may write the folder may write KV.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+from xxhash import xxh3_64_intdigest as checksum
+
+from kvtiers.keys import FORMAT_VERSION, KEY_BYTES, BlockKey, BlockShape
+
+__all__ = [
+    "SEGMENT_HEADER_BYTES",
+    "RecordBytes",
+    "RecordHead",
+    "checksum",
+    "decode_head",
+    "decode_keys",
+    "decode_segment_header",
+    "decode_sums",
+    "encode_prelude",
+    "encode_segment_header",
+]
+
+SEGMENT_MAGIC = b"OVTKVSEG"
+RECORD_MAGIC = b"OVKR"
+_SEGMENT_HEADER = struct.Struct(
+    "<8sHH108sQ"
+)  # magic, version, length of the fingerprint, fingerprint, checksum
+_RECORD_HEADER = struct.Struct("<4sHHQIIII")  # magic, version, 0, checksum, n, L, B, 0
+_MAX_FINGERPRINT_BYTES = 108  # Chosen: makes the header 128 bytes; `Namespace.fingerprint` is 57 at most.
+_CHECKED_FROM = 16  # The record's checksum covers what follows it: n, L, B and the keys.
+_SUM_BYTES = 8
+SEGMENT_HEADER_BYTES = _SEGMENT_HEADER.size
+
+
+class RecordHead(Struct, frozen=True):
+    """What a record's first 32 bytes say. Not to be believed before `decode_keys` has checked them."""
+
+    num_blocks: int
+    shape: BlockShape
+
+    @property
+    def keys_end(self) -> int:
+        """Bytes from the record's start to the end of its keys: what `decode_keys` wants."""
+        return _RECORD_HEADER.size + self.num_blocks * KEY_BYTES
+
+    @property
+    def prelude_bytes(self) -> int:
+        """Bytes before the body."""
+        return self.keys_end + self.num_blocks * self.shape.num_layers * _SUM_BYTES
+
+    @property
+    def record_bytes(self) -> int:
+        return self.prelude_bytes + self.num_blocks * self.shape.block_bytes
+
+    def part_offset(self, layer: int, position: int) -> int:
+        """Where the part of block `position` for `layer` begins, in bytes from the record's start."""
+        return self.prelude_bytes + (layer * self.num_blocks + position) * self.shape.layer_bytes
+
+
+def encode_segment_header(fingerprint: str) -> bytes:
+    """The first bytes of a segment. Raises ValueError for a fingerprint of more than 108 bytes."""
+    name = fingerprint.encode()
+    if len(name) > _MAX_FINGERPRINT_BYTES:
+        raise ValueError(f"a fingerprint has at most {_MAX_FINGERPRINT_BYTES} bytes, not {len(name)}")
+    header = _SEGMENT_HEADER.pack(SEGMENT_MAGIC, FORMAT_VERSION, len(name), name, 0)[:-_SUM_BYTES]
+    return header + checksum(header).to_bytes(_SUM_BYTES, "little")
+
+
+def decode_segment_header(data: bytes) -> str | None:
+    """The fingerprint; None when this is no segment of our format, or a damaged one."""
+    if len(data) < SEGMENT_HEADER_BYTES:
+        return None
+    magic, version, length, name, found = _SEGMENT_HEADER.unpack_from(data)
+    if (magic, version) != (SEGMENT_MAGIC, FORMAT_VERSION):
+        return None
+    if checksum(data[: SEGMENT_HEADER_BYTES - _SUM_BYTES]) != found:
+        return None
+    return str(name[:length], "utf-8", "replace")
+
+
+def encode_prelude(keys: Sequence[BlockKey], shape: BlockShape, sums: Iterable[int]) -> bytes:
+    """Everything of a record before its body. `sums` has L*n checksums, layer-major."""
+    fields = struct.pack("<IIII", len(keys), shape.num_layers, shape.layer_bytes, 0)
+    checked = b"".join((fields, *keys))
+    front = struct.pack("<4sHHQ", RECORD_MAGIC, FORMAT_VERSION, 0, checksum(checked))
+    table = struct.pack(f"<{len(keys) * shape.num_layers}Q", *sums)
+    return front + checked + table
+
+
+def decode_head(data: bytes) -> RecordHead | None:
+    """A record's head, unchecked but for its magic; None when no record begins here. Check `record_bytes` against the file's end."""
+    if len(data) < _RECORD_HEADER.size:
+        return None
+    magic, version, zero, _, num_blocks, num_layers, layer_bytes, more = _RECORD_HEADER.unpack_from(data)
+    if (magic, version, zero, more) != (RECORD_MAGIC, FORMAT_VERSION, 0, 0):
+        return None
+    if not (num_blocks and num_layers and layer_bytes):
+        return None
+    return RecordHead(num_blocks, BlockShape(num_layers, layer_bytes))
+
+
+def decode_keys(head: RecordHead, data: bytes) -> list[BlockKey] | None:
+    """The record's keys, in the order of its blocks; None when head or keys are damaged. `data` starts where the record does."""
+    if len(data) < head.keys_end:
+        return None
+    found = int.from_bytes(data[8:_CHECKED_FROM], "little")
+    if checksum(data[_CHECKED_FROM : head.keys_end]) != found:
+        return None
+    starts = range(_RECORD_HEADER.size, head.keys_end, KEY_BYTES)
+    return [BlockKey(data[start : start + KEY_BYTES]) for start in starts]
+
+
+def decode_sums(head: RecordHead, data: bytes) -> tuple[int, ...]:
+    """The checksums, layer-major: that of block p in layer l is at l*n + p. A damaged one fails its part, so they need no check."""
+    return struct.unpack_from(f"<{head.num_blocks * head.shape.num_layers}Q", data, head.keys_end)
+
+
+class RecordBytes:
+    """A record as a stream of bytes that is taken piece by piece, so that a large one needs no buffer of its size."""
+
+    def __init__(
+        self, keys: Sequence[BlockKey], shape: BlockShape, parts: Sequence[memoryview], sums: Iterable[int]
+    ) -> None:
+        """parts: layer-major, like the body; they must not change until the last byte was taken."""
+        prelude = encode_prelude(keys, shape, sums)
+        self.num_bytes = len(prelude) + len(parts) * shape.layer_bytes
+        self._sources = iter((memoryview(prelude), *parts))
+        self._rest = memoryview(b"")
+
+    def fill(self, buffer: memoryview) -> int:
+        """Copy the next bytes into `buffer`; returns how many, 0 at the end."""
+        used = 0
+        while used < len(buffer):
+            if not self._rest:
+                self._rest = next(self._sources, self._rest)
+                if not self._rest:
+                    break
+            size = min(len(self._rest), len(buffer) - used)
+            buffer[used : used + size] = self._rest[:size]
+            self._rest = self._rest[size:]
+            used += size
+        return used

@@ -1,0 +1,114 @@
+"""What lies in a store's folder, found by reading headers only: opening a store costs a read of a few KiB per record, not its bodies."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from kvtiers.io.files import Files, read_up_to
+from kvtiers.io.read_plan import RecordPlace
+from kvtiers.io.records import (
+    SEGMENT_HEADER_BYTES,
+    decode_head,
+    decode_keys,
+    decode_segment_header,
+)
+from kvtiers.keys import BlockKey, BlockShape
+
+SEGMENT_NAME = re.compile(r"segment-(\d{10})\.kv")
+# Chosen: one page, which has the keys of records of up to 127 blocks; larger ones take a second read.
+HEAD_READ_BYTES = 4096
+
+
+class SegmentScan(Struct):
+    """One segment file. `records` are those that are whole, in the order of the file.
+
+    is_foreign: of another namespace or format, or no segment at all; nothing of it was looked at. is_torn: something after the last whole
+    record is not one. has_failed: the disk gave an error; `records` ends where it did.
+    """
+
+    number: int
+    path: Path
+    num_bytes: int
+    records: list[tuple[RecordPlace, list[BlockKey]]]
+    is_foreign: bool = False
+    is_torn: bool = False
+    has_failed: bool = False
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    return directory / f"segment-{number:010d}.kv"
+
+
+def segment_paths(directory: Path) -> list[tuple[int, Path]]:
+    """The segment files of a folder as (number, path), oldest first. Raises OSError."""
+    with os.scandir(directory) as entries:
+        matches = [(SEGMENT_NAME.fullmatch(entry.name), entry.path) for entry in entries]
+    return sorted((int(match[1]), Path(path)) for match, path in matches if match)
+
+
+def scan_segment(
+    files: Files, number: int, path: Path, fingerprint: str | None = None, shape: BlockShape | None = None
+) -> SegmentScan:
+    """Find the records of one segment. Blocks the thread; raises nothing.
+
+    fingerprint, shape: what a segment, and each record, must have to count; None takes any.
+    """
+    scan = SegmentScan(number, path, 0, [])
+    try:
+        fd = files.open_read(path)
+    except OSError:
+        scan.has_failed = True
+        scan.num_bytes = _size_of(path)
+        return scan
+    try:
+        # Without this, the kernel reads megabytes ahead of every header.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        scan.num_bytes = files.size(fd)
+        found = decode_segment_header(read_up_to(files, fd, SEGMENT_HEADER_BYTES, 0))
+        scan.is_foreign = found is None or fingerprint not in (None, found)
+        if not scan.is_foreign:
+            _scan_records(files, fd, scan, shape)
+    except OSError:
+        scan.has_failed = True
+    finally:
+        files.close(fd)
+    return scan
+
+
+def _size_of(path: Path) -> int:
+    """What a segment that cannot be opened takes of the capacity."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _scan_records(files: Files, fd: int, scan: SegmentScan, shape: BlockShape | None) -> None:
+    offset = SEGMENT_HEADER_BYTES
+    while offset < scan.num_bytes:
+        data = read_up_to(files, fd, min(HEAD_READ_BYTES, scan.num_bytes - offset), offset)
+        head = decode_head(data)
+        if head is None or shape not in (None, head.shape) or offset + head.record_bytes > scan.num_bytes:
+            scan.is_torn = True
+            return
+        if len(data) < head.keys_end:
+            data = read_up_to(files, fd, head.keys_end, offset)
+        keys = decode_keys(head, data)
+        if keys is None:
+            scan.is_torn = True
+            return
+        scan.records.append((RecordPlace(scan.number, offset, head.num_blocks), keys))
+        offset += head.record_bytes
+
+
+def live_blocks(scans: Iterable[SegmentScan]) -> Iterator[tuple[BlockKey, RecordPlace, int]]:
+    """Every block as (key, record, position), oldest first: of a key that comes twice, the later one counts."""
+    for scan in scans:
+        for record, keys in scan.records:
+            for position, key in enumerate(keys):
+                yield key, record, position

@@ -1,0 +1,72 @@
+"""What a KV block is called, and what shape its bytes have.
+
+A block's key is vLLM's block hash: SHA-256 over the parent's hash, the block's token ids, the adapter and the cache salt. Model, weights,
+dtype and layout are not in it: they name the folder that a store lives in (`Namespace`), so that no key means two things.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NewType
+
+import msgspec
+from msgspec import Struct
+
+BlockKey = NewType("BlockKey", bytes)
+KEY_BYTES = 32
+FORMAT_VERSION = 1
+# Chosen: enough of each weight file to tell retrained weights apart without reading gigabytes at every start.
+SAMPLE_BYTES = 1 << 20
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+class BlockShape(Struct, frozen=True):
+    """One KV block: `num_layers` parts of `layer_bytes` each, the same for every layer."""
+
+    num_layers: int
+    layer_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * self.layer_bytes
+
+
+class Namespace(Struct, frozen=True, kw_only=True):
+    """Everything that must be equal for two processes to share KV blocks."""
+
+    model: str
+    revision: str
+    dtype: str
+    block_size_tokens: int
+    layout: str
+    hash_algorithm: str
+    shape: BlockShape
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def fingerprint(self) -> str:
+        """The name of the store's folder: readable in front, unique behind."""
+        digest = hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+        readable = "".join(c if c.isalnum() or c in "-_." else "-" for c in Path(self.model).name)
+        return f"{readable[:40]}-{digest[:16]}"
+
+
+def folder_revision(folder: Path) -> str:
+    """Which weights lie in a model's folder: a digest of its JSON files, and of each weight file's size, first and last MiB.
+
+    Weights that differ nowhere in those places would pass for the same ones; training changes all of them.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in WEIGHT_SUFFIXES:
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}:".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(SAMPLE_BYTES))
+                file.seek(max(size - SAMPLE_BYTES, 0))
+                digest.update(file.read(SAMPLE_BYTES))
+        elif path.suffix == ".json":
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,95 @@
+"""Which KV leaves the host tier when it is full. The disk has all of it, so a wrong choice costs a read, never a recomputation.
+
+KV is judged by group (all blocks of one session), a band of layers at a time: a session that keeps its first layers in memory can start
+while the others come from disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+NUM_BANDS = 4
+"""Bands of layers that leave one after another. Chosen: the start of a restore needs no finer steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """One session's KV in the host tier.
+
+    `expected_s`: when a request of it is expected (an advisory), on the clock of `now`; None when nobody announced one.
+    `is_over`: nobody will ask for it again (its session was deleted).
+    """
+
+    group: str
+    num_bytes: int
+    last_used_s: float
+    num_uses: int
+    is_over: bool = False
+    expected_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """Take a group's layers from `keep_layers` on out of the host tier; 0 takes it out whole."""
+
+    group: str
+    keep_layers: int
+
+
+class EvictionPolicy(Protocol):
+    def order(self, groups: Sequence[GroupFacts], num_layers: int, now: float) -> Iterator[Victim]:
+        """Victims, the first to go first. The caller stops as soon as it has enough room; it skips what is in use."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lru:
+    """Least recently used session first, whole. The baseline."""
+
+    def order(self, groups: Sequence[GroupFacts], num_layers: int, now: float) -> Iterator[Victim]:
+        for facts in sorted(groups, key=lambda facts: (facts.last_used_s, facts.group)):
+            yield Victim(facts.group, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ByValue:
+    """Lowest value per byte first: how likely the session comes back, times what its layers save when it does.
+
+    A session's last layers count half as much per band as those before them, because reading them overlaps with computing the first ones; among
+    equals the smallest KV goes first, since it is the cheapest to bring back.
+
+    Source: SYMPHONY §4.3 (latest layers first, then the smallest KV). Departs in weighing layers against likelihood: taking last layers of
+    every live session before the first layer of any abandoned one would make each live session pay for the dead.
+    """
+
+    half_life_s: float = 300.0
+    """After this long without a request a session is half as likely to send one. Chosen: people read and type for minutes."""
+
+    def order(self, groups: Sequence[GroupFacts], num_layers: int, now: float) -> Iterator[Victim]:
+        for facts in groups:
+            if facts.is_over:
+                yield Victim(facts.group, 0)
+        bands = [
+            (self.likelihood(facts, now) - band, facts.num_bytes, facts.group, band)
+            for facts in groups
+            if not facts.is_over
+            for band in range(NUM_BANDS)
+        ]
+        for _, _, group, band in sorted(bands):
+            yield Victim(group, first_layer(band, num_layers))
+
+    def likelihood(self, facts: GroupFacts, now: float) -> float:
+        """Of a request soon, as a power of two (a logarithm, so that hours of idleness do not all round to nothing)."""
+        if facts.expected_s is not None and now <= facts.expected_s + self.half_life_s:
+            return float(NUM_BANDS)  # announced: its last band outlives any other session's first
+        idle_s = max(now - facts.last_used_s, 0.0)
+        # A session of many turns goes on more often than one of a single question (num_uses / (num_uses + 1)).
+        return math.log2(max(facts.num_uses, 1) / (max(facts.num_uses, 1) + 1)) - idle_s / self.half_life_s
+
+
+def first_layer(band: int, num_layers: int) -> int:
+    """The first layer of a band; bands differ by at most one layer."""
+    return band * num_layers // NUM_BANDS

@@ -1,0 +1,39 @@
+"""Measured speeds for predictions: recent samples count, old ones fade back to what is assumed of any machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMOOTHING = 0.3  # chosen: three or four samples replace the past
+HALF_LIFE_S = 60.0  # chosen: a disk that was slow a minute ago deserves another try
+
+
+@dataclass(slots=True)
+class Rate:
+    """Units per second, from samples of (amount, seconds).
+
+    Args:
+        prior: assumed before the first sample, and again long after the last one.
+    """
+
+    prior: float
+    value: float | None = None
+    updated_s: float = 0.0
+
+    def note(self, amount: float, seconds: float, now: float) -> None:
+        """Take a sample; one without amount or time is ignored."""
+        if amount <= 0 or seconds <= 0:
+            return
+        sample = amount / seconds
+        self.value = sample if self.value is None else self.value + SMOOTHING * (sample - self.value)
+        self.updated_s = now
+
+    def at(self, now: float) -> float:
+        """The rate to predict with."""
+        if self.value is None:
+            return self.prior
+        if self.value >= self.prior:
+            return self.value
+        # Only pessimism fades: it keeps its own subject from being measured again.
+        trust: float = 0.5 ** (max(now - self.updated_s, 0.0) / HALF_LIFE_S)
+        return self.prior + (self.value - self.prior) * trust

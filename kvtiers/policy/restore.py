@@ -1,0 +1,127 @@
+"""Load a prompt's KV, wait for more of it, or compute it again: whichever is expected to give the first token sooner.
+
+The parts of a prompt, in blocks, behind what the device already holds:  [ in host memory | on disk | new text ]. Loading from host starts now;
+what is on disk must be read first; all that is not loaded is prefilled. Loading runs layer by layer under the forward pass, so a restore may
+start before its last layers have come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+# Chosen priors, replaced by measurements: an SSD or better; a quarter of a laptop's memory bandwidth.
+PRIOR_DISK_BYTES_PER_S = 500e6
+PRIOR_HOST_BYTES_PER_S = 4e9
+# One read from disk is about this large: before one has come back, nothing is known about its speed.
+READ_BYTES = 4 << 20
+# Share of the predicted time for computing that must suffice for the reading beneath it. Chosen: predictions are off by a fifth.
+OVERLAP_SAFETY = 0.8
+
+
+class Action(Enum):
+    LOAD = "load"
+    WAIT = "wait"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFacts:
+    """What is known when a request could start. Blocks are counted from the first one that the device lacks."""
+
+    num_blocks: int
+    """Leading blocks that are, or soon will be, in host memory."""
+    num_ready_blocks: int
+    """Leading blocks whose layers are all in host memory now."""
+    num_tail_tokens: int
+    """Tokens behind `num_blocks` that must be prefilled in any case."""
+    block_size_tokens: int
+    block_bytes: int
+    num_layers: int
+    num_ready_layers: int
+    """Layers that all `num_blocks` have in host memory now."""
+    disk_bytes_done: int
+    """Delivered by the disk, for whomever, since this request began to wait."""
+    disk_bytes_left: int
+    disk_bytes_ahead: int
+    """Of other requests, which the disk reads first."""
+    waited_s: float
+    prefill_s_per_token: float | None
+    disk_bytes_per_s: float | None
+    host_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreDecision:
+    """LOAD `num_blocks` now (0: compute everything), or WAIT and ask again."""
+
+    action: Action
+    num_blocks: int
+    reason: str
+    expected_s: float
+    """Predicted time to the first token from now on."""
+
+
+class RestorePolicy(Protocol):
+    def decide(self, facts: RestoreFacts) -> RestoreDecision: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FasterWins:
+    """Wait for the disk only while that is predicted to be faster than prefilling what it holds.
+
+    Predictions are corrected by what the wait itself shows: a disk that delivers less than expected is given up after the time in which one
+    read should have come, so that a hung disk costs a few per cent of a prefill.
+
+    Source: AdaptiveLLM §3.3 (swap or recompute by predicted cost), for restores; SYMPHONY §4.2 (start when the first layers are there).
+
+    Args:
+        overlaps: start a restore while its last layers are still on their way; False waits for all (the baseline).
+        max_wait_s: bound of any wait for the disk.
+    """
+
+    overlaps: bool = True
+    max_wait_s: float = 10.0
+
+    def decide(self, facts: RestoreFacts) -> RestoreDecision:
+        now_s = self._cost_of(facts, facts.num_ready_blocks)
+        all_s = self._cost_of(facts, facts.num_blocks)
+        if facts.num_ready_blocks == facts.num_blocks:
+            if facts.num_blocks and all_s > self._cost_of(facts, 0):
+                return RestoreDecision(Action.LOAD, 0, "copying is slower", self._cost_of(facts, 0))
+            return RestoreDecision(Action.LOAD, facts.num_blocks, "in host memory", all_s)
+        left_s = disk_s(facts)
+        if facts.waited_s > self.max_wait_s or left_s + all_s >= now_s:
+            num_blocks = facts.num_ready_blocks if now_s < self._cost_of(facts, 0) else 0
+            return RestoreDecision(
+                Action.LOAD, num_blocks, "disk is slower", self._cost_of(facts, num_blocks)
+            )
+        if self.overlaps and self._can_overlap(facts, left_s, all_s):
+            return RestoreDecision(Action.LOAD, facts.num_blocks, "layers come in time", all_s)
+        return RestoreDecision(Action.WAIT, facts.num_blocks, "on its way from disk", left_s + all_s)
+
+    def _cost_of(self, facts: RestoreFacts, num_blocks: int) -> float:
+        """Seconds to the first token when `num_blocks` are loaded from host and the rest is prefilled."""
+        host_s = num_blocks * facts.block_bytes / (facts.host_bytes_per_s or PRIOR_HOST_BYTES_PER_S)
+        num_tokens = (facts.num_blocks - num_blocks) * facts.block_size_tokens + facts.num_tail_tokens
+        # Until a prefill was measured, take it for slow: loading is the safe guess on all machines known to us.
+        return host_s + num_tokens * (
+            facts.prefill_s_per_token if facts.prefill_s_per_token is not None else 0.01
+        )
+
+    def _can_overlap(self, facts: RestoreFacts, left_s: float, compute_s: float) -> bool:
+        """Whether each layer is there by the time that the forward pass comes to it."""
+        num_left = facts.num_layers - facts.num_ready_layers
+        if facts.num_ready_layers == 0 or facts.prefill_s_per_token is None or not num_left:
+            return False
+        layer_compute_s = OVERLAP_SAFETY * compute_s / facts.num_layers
+        first_in_time = left_s / num_left <= facts.num_ready_layers * layer_compute_s
+        return first_in_time and left_s <= (facts.num_layers - 1) * layer_compute_s
+
+
+def disk_s(facts: RestoreFacts) -> float:
+    """Predicted time until this request's blocks are read: by the measured rate, or by what this wait has seen if that is less."""
+    rate = facts.disk_bytes_per_s or PRIOR_DISK_BYTES_PER_S
+    if facts.waited_s > 0:
+        rate = min(rate, (facts.disk_bytes_done + READ_BYTES) / facts.waited_s)
+    return (facts.disk_bytes_ahead + facts.disk_bytes_left) / rate

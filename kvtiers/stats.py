@@ -1,0 +1,59 @@
+"""Figures of the tiers: plain data for metrics, `/stats` and the command line."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class HostStats(Struct, kw_only=True):
+    """The host tier. Counts are blocks since the start unless a unit says otherwise."""
+
+    bytes: int = 0
+    capacity_bytes: int = 0
+    num_blocks: int = 0
+    num_sessions: int = 0
+    num_saved: int = 0
+    num_hits: int = 0
+    """Blocks that a restore found in host memory, all layers."""
+    num_misses: int = 0
+    """Blocks of prompts that neither device, host nor disk held."""
+    num_evicted: int = 0
+    """Blocks that lost their last layer here; those that lost some of them count in `num_trimmed`."""
+    num_trimmed: int = 0
+    num_dropped_saves: int = 0
+    """Finished blocks that found no room: all of it in use or waiting for the disk."""
+
+
+class DiskTierStats(Struct, kw_only=True):
+    """The disk tier as the store sees it. Counts are blocks since the start."""
+
+    is_on: bool = False
+    bytes: int = 0
+    capacity_bytes: int = 0
+    num_blocks: int = 0
+    num_hits: int = 0
+    num_evicted: int = 0
+    num_corrupt: int = 0
+    """Records or blocks whose checksum or shape was wrong: served as misses."""
+    num_read_errors: int = 0
+    num_write_errors: int = 0
+    num_skipped_writes: int = 0
+    """Blocks that were not written because too much was waiting for the disk already."""
+    num_unwritten: int = 0
+    """Blocks waiting to be written: the queue's depth."""
+    write_lag_s: float = 0.0
+    """How long the oldest of them has waited."""
+    num_reads_queued: int = 0
+    """Blocks being read, or waiting to be."""
+    bytes_written: int = 0
+    bytes_read: int = 0
+    bytes_per_s: float = 0.0
+    """Measured rate of recent reads; 0 before the first."""
+
+
+class TierStats(Struct, kw_only=True):
+    """Both tiers behind the device. `problem` says in words why a tier is off, if one is."""
+
+    host: HostStats
+    disk: DiskTierStats
+    problem: str | None = None

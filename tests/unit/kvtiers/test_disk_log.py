@@ -1,0 +1,739 @@
+"""The disk tier on real files: what it promises, and what each fault of a disk costs."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kvtiers.errors import StoreBusy, StoreUnusable
+from kvtiers.io.disk_log import RETRY_AFTER_S, DiskLog, ReadResult
+from kvtiers.io.files import AppendFile, Files
+from kvtiers.io.inspect import inspect, prune
+from kvtiers.io.records import SEGMENT_HEADER_BYTES, RecordHead
+from kvtiers.keys import BlockKey, BlockShape
+
+SHAPE = BlockShape(num_layers=3, layer_bytes=64)
+ROOMY = 1 << 20
+ROOT = Path(__file__).parents[3]
+
+
+def key(name: object) -> BlockKey:
+    return BlockKey(hashlib.sha256(str(name).encode()).digest())
+
+
+def content(block_key: BlockKey, layer: int) -> memoryview:
+    """What a block holds follows from its key, so that a reader knows what must come back."""
+    return memoryview(hashlib.shake_128(block_key + bytes([layer])).digest(SHAPE.layer_bytes))
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1e-6  # Never the same twice, as with a real one.
+        return self.now_s
+
+
+async def append(log: DiskLog, *names: object) -> bool:
+    keys = [key(name) for name in names]
+    return await log.append(keys, lambda block, layer: content(keys[block], layer))
+
+
+class Reader:
+    """One read: its result, and the calls back in their order."""
+
+    def __init__(self, *names: object) -> None:
+        self.keys = [key(name) for name in names]
+        self.buffer = memoryview(bytearray(len(names) * SHAPE.block_bytes))
+        self.layers: list[int] = []
+        self.bad: list[int] = []
+
+    def part(self, block: int, layer: int) -> memoryview:
+        start = block * SHAPE.block_bytes + layer * SHAPE.layer_bytes
+        return self.buffer[start : start + SHAPE.layer_bytes]
+
+    def on_layer(self, layer: int) -> None:
+        for block in range(len(self.keys)):
+            if block not in self.bad:
+                assert self.part(block, layer) == content(self.keys[block], layer)
+        self.layers.append(layer)
+
+    async def run(self, log: DiskLog, max_bytes_in_flight: int = 1 << 20) -> ReadResult:
+        result = await log.read(
+            self.keys,
+            self.part,
+            on_layer=self.on_layer,
+            on_bad=self.bad.append,
+            max_bytes_in_flight=max_bytes_in_flight,
+        )
+        assert self.layers == list(range(SHAPE.num_layers))
+        assert sorted(self.bad) == list(result.bad)
+        for block, block_key in enumerate(self.keys):
+            if block not in result.bad:
+                whole = b"".join(content(block_key, layer) for layer in range(SHAPE.num_layers))
+                assert self.buffer[block * SHAPE.block_bytes :][: SHAPE.block_bytes] == whole
+        return result
+
+
+async def bad_of(log: DiskLog, *names: object, max_bytes_in_flight: int = 1 << 20) -> list[object]:
+    """Read and check; returns the names of the blocks that did not come."""
+    result = await Reader(*names).run(log, max_bytes_in_flight)
+    return [names[i] for i in result.bad]
+
+
+class Opener:
+    """Opens stores in one folder, and closes them at the end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.clock = Clock()
+        self.dropped: list[BlockKey] = []
+        self._opened: list[DiskLog] = []
+
+    async def __call__(
+        self,
+        *,
+        files: Files | None = None,
+        capacity_bytes: int = ROOMY,
+        segment_bytes: int | None = None,
+        fingerprint: str = "tiny",
+        shape: BlockShape = SHAPE,
+    ) -> DiskLog:
+        log = await DiskLog.open(
+            self.directory,
+            fingerprint,
+            shape,
+            capacity_bytes,
+            segment_bytes=segment_bytes,
+            describe=b'{"model":"tiny"}',
+            files=files,
+            on_dropped=self.dropped.extend,
+            now=self.clock,
+        )
+        self._opened.append(log)
+        return log
+
+    async def close(self) -> None:
+        for log in self._opened:
+            await log.close()
+
+    def segments(self) -> list[Path]:
+        return sorted(self.directory.glob("segment-*.kv"))
+
+
+@pytest_asyncio.fixture
+async def opened(tmp_path: Path) -> AsyncIterator[Opener]:
+    opener = Opener(tmp_path / "store")
+    yield opener
+    await opener.close()
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+# What it keeps.
+
+
+async def test_what_was_written_is_read_back(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a", "b", "c")
+    assert await append(log, "d")
+    assert await bad_of(log, "d", "b", "a", "c") == []
+    assert log.stats.num_blocks == 4
+
+
+@pytest.mark.parametrize("max_bytes_in_flight", [1, 4 * 64, 4 * 150, 4 * 400])
+async def test_reads_of_any_portion_give_the_same(opened: Opener, max_bytes_in_flight: int) -> None:
+    log = await opened()
+    assert await append(log, *range(7))
+    assert await append(log, *range(7, 9))
+    assert await bad_of(log, 8, *range(1, 6), "none", max_bytes_in_flight=max_bytes_in_flight) == ["none"]
+
+
+async def test_a_read_of_nothing_and_one_of_only_missing_blocks_end(opened: Opener) -> None:
+    log = await opened()
+    assert await bad_of(log) == []
+    assert await bad_of(log, "x", "y") == ["x", "y"]
+
+
+async def test_what_is_on_disk_can_be_asked(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a", "b")
+    assert key("a") in log
+    assert key("c") not in log
+    assert log.count_prefix([key("a"), key("b"), key("c")]) == 2
+    assert log.count_prefix([key("c"), key("a")]) == 0
+    assert log.count_prefix([]) == 0
+
+
+async def test_blocks_already_there_are_not_written_again(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a", "b")
+    before = log.stats.bytes
+    assert await append(log, "b", "a", "a")
+    assert log.stats.bytes == before
+    assert await append(log, "a", "c", "c")
+    assert log.stats.bytes == before + RecordHead(1, SHAPE).record_bytes
+
+
+async def test_forgotten_blocks_are_gone_until_written_again(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a", "b")
+    log.forget([key("a"), key("never")])
+    assert await bad_of(log, "a", "b") == ["a"]
+    assert await append(log, "a")
+    assert await bad_of(log, "a", "b") == []
+
+
+async def test_a_store_opened_again_has_everything_and_starts_a_new_segment(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a", "b")
+    await log.close()
+    log = await opened()
+    assert await bad_of(log, "a", "b") == []
+    assert await append(log, "c")
+    assert len(opened.segments()) == 2
+    await log.close()
+    assert await bad_of(await opened(), "a", "b", "c") == []
+
+
+async def test_a_record_of_more_keys_than_one_header_read_is_found_again(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, *range(300))
+    await log.close()
+    assert await bad_of(await opened(), *range(300)) == []
+
+
+async def test_files_are_for_their_owner_only_and_say_what_they_hold(opened: Opener) -> None:
+    await append(await opened(), "a")
+    assert stat.S_IMODE(opened.directory.stat().st_mode) == 0o700
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in opened.directory.iterdir()}
+    assert modes == {"lock": 0o600, "namespace.json": 0o600, "segment-0000000000.kv": 0o600}
+    assert (opened.directory / "namespace.json").read_bytes() == b'{"model":"tiny"}'
+
+
+async def test_segments_of_another_namespace_or_shape_are_left_alone(opened: Opener) -> None:
+    log = await opened(fingerprint="other")
+    assert await append(log, "a")
+    await log.close()
+    log = await opened()
+    assert key("a") not in log
+    assert log.stats.num_foreign == 1
+    assert await append(log, "b")
+    await log.close()
+    log = await opened(shape=BlockShape(2, 64))
+    assert log.stats.num_blocks == 0
+    await log.close()
+    log = await opened(fingerprint="other")
+    assert await bad_of(log, "a") == []
+
+
+async def test_a_closed_store_is_empty_and_refuses(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a")
+    await log.close()
+    await log.close()
+    assert key("a") not in log
+    assert await bad_of(log, "a") == ["a"]
+    assert not await append(log, "b")
+
+
+async def test_a_part_of_a_wrong_size_is_the_owners_mistake(opened: Opener) -> None:
+    log = await opened()
+    with pytest.raises(ValueError, match="a layer has 64"):
+        await log.append([key("a")], lambda block, layer: memoryview(b"short"))
+    assert await append(log, "a")
+    with pytest.raises(ValueError, match="a layer has 64"):
+        await log.read([key("a")], lambda block, layer: memoryview(bytearray(5)))
+
+
+# How it makes room.
+
+SINGLE = RecordHead(1, SHAPE).record_bytes
+# Four segments of four single blocks, and what a new store keeps free to carry half a segment.
+SEGMENT = SEGMENT_HEADER_BYTES + 4 * SINGLE
+CAPACITY = 4 * SEGMENT + SEGMENT // 2 + 2 * SEGMENT_HEADER_BYTES
+
+
+async def test_the_oldest_unread_blocks_go_first(opened: Opener) -> None:
+    log = await opened(capacity_bytes=CAPACITY, segment_bytes=SEGMENT)
+    for i in range(17):
+        assert await append(log, i)
+        assert log.stats.bytes == sum(path.stat().st_size for path in opened.segments()) <= CAPACITY
+    assert opened.dropped == [key(i) for i in range(4)]
+    assert log.stats.num_evicted == 4
+    assert await bad_of(log, *range(17)) == [0, 1, 2, 3]
+
+
+async def test_blocks_that_were_read_get_a_second_chance_but_no_third(opened: Opener) -> None:
+    log = await opened(capacity_bytes=CAPACITY, segment_bytes=SEGMENT)
+    for i in range(16):
+        assert await append(log, i)
+    assert await bad_of(log, 1) == []
+    for i in range(16, 20):
+        assert await append(log, i)
+    assert key(1) in log
+    assert log.stats.num_carried == 1
+    for i in range(20, 40):
+        assert await append(log, i)
+    assert key(1) not in log
+
+
+async def test_a_segment_passes_on_half_its_bytes_the_last_read_first(opened: Opener) -> None:
+    log = await opened(capacity_bytes=CAPACITY, segment_bytes=SEGMENT)
+    for i in range(16):
+        assert await append(log, i)
+    for i in (2, 0, 3, 1):
+        assert await bad_of(log, i) == []
+    assert await append(log, 16)
+    assert [i for i in range(4) if key(i) in log] == [1, 3]
+    assert await bad_of(log, 1, 3, 16) == []
+
+
+async def test_a_record_larger_than_a_segment_gets_its_own(opened: Opener) -> None:
+    log = await opened(capacity_bytes=CAPACITY, segment_bytes=SEGMENT)
+    assert await append(log, "small")
+    assert await append(log, *range(8))
+    assert await append(log, "next")
+    assert len(opened.segments()) == 3
+    assert await bad_of(log, "small", *range(8), "next") == []
+
+
+async def test_a_record_larger_than_the_capacity_is_refused(opened: Opener) -> None:
+    log = await opened(capacity_bytes=CAPACITY, segment_bytes=SEGMENT)
+    assert await append(log, "a")
+    assert not await append(log, *range(100))
+    assert log.stats.num_refused == 1
+    assert await bad_of(log, "a") == []
+
+
+async def test_a_smaller_capacity_is_kept_from_the_start(opened: Opener) -> None:
+    log = await opened()
+    for i in range(20):
+        assert await append(log, i)
+    await log.close()
+    log = await opened(capacity_bytes=SEGMENT)
+    assert log.stats.bytes <= SEGMENT
+    assert sorted(opened.dropped) == sorted(key(i) for i in range(20))
+
+
+class SlowFiles(Files):
+    """Reads of bodies wait until they are let through."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+        return super().preadv(fd, buffers, offset)
+
+
+async def test_nothing_is_evicted_while_it_is_read(opened: Opener) -> None:
+    files = SlowFiles()
+    log = await opened(capacity_bytes=2 * SEGMENT, segment_bytes=SEGMENT, files=files)
+    for i in range(4):
+        assert await append(log, i)
+    reading = asyncio.create_task(bad_of(log, 0))
+    await asyncio.to_thread(files.has_begun.wait)
+    for i in range(4, 12):
+        await append(log, i)
+    assert key(0) in log
+    files.may_end.set()
+    assert await reading == []
+
+
+async def fill_up_and_carry(opened: Opener, files: SlowFiles) -> tuple[DiskLog, asyncio.Task[bool]]:
+    """A store that is about to carry block 0 forward: its read for that has begun and waits."""
+    files.may_end.set()
+    log = await opened(capacity_bytes=CAPACITY, segment_bytes=SEGMENT, files=files)
+    for i in range(16):
+        assert await append(log, i)
+    assert await bad_of(log, 0) == []
+    files.may_end.clear()
+    files.has_begun.clear()
+    appending = asyncio.create_task(append(log, 16))
+    await asyncio.to_thread(files.has_begun.wait)
+    return log, appending
+
+
+async def test_a_block_is_there_while_it_is_carried_forward(opened: Opener) -> None:
+    files = SlowFiles()
+    log, appending = await fill_up_and_carry(opened, files)
+    oldest = opened.segments()[0]
+    reading = asyncio.create_task(bad_of(log, 0, max_bytes_in_flight=1))
+    assert key(0) in log
+    assert log.stats.bytes <= CAPACITY
+    files.may_end.set()
+    assert await reading == []
+    assert await appending
+    assert oldest not in opened.segments()
+    assert await bad_of(log, 0, 16) == []
+
+
+async def test_a_block_forgotten_while_it_is_carried_forward_stays_forgotten(opened: Opener) -> None:
+    files = SlowFiles()
+    log, appending = await fill_up_and_carry(opened, files)
+    log.forget([key(0)])
+    files.may_end.set()
+    assert await appending
+    assert key(0) not in log
+
+
+async def test_a_segment_unlinked_under_a_read_is_read_to_the_end(opened: Opener) -> None:
+    files = SlowFiles()
+    log = await opened(files=files)
+    assert await append(log, *range(4))
+    reading = asyncio.create_task(bad_of(log, *range(4), max_bytes_in_flight=1))
+    await asyncio.to_thread(files.has_begun.wait)
+    opened.segments()[0].unlink()
+    files.may_end.set()
+    assert await reading == []
+
+
+async def test_a_cancelled_read_leaves_its_buffers_alone_afterwards(opened: Opener) -> None:
+    files = SlowFiles()
+    log = await opened(files=files)
+    assert await append(log, "a")
+    reader = Reader("a")
+    reading = asyncio.create_task(reader.run(log))
+    await asyncio.to_thread(files.has_begun.wait)
+    reading.cancel()
+    done, _ = await asyncio.wait([reading], timeout=0)
+    assert not done
+    files.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert await bad_of(log, "a") == []
+
+
+async def test_closing_waits_for_the_reads_under_way(opened: Opener) -> None:
+    files = SlowFiles()
+    log = await opened(files=files)
+    assert await append(log, "a", "b", "c")
+    reading = asyncio.create_task(bad_of(log, "a", "b", "c", max_bytes_in_flight=1))
+    await asyncio.to_thread(files.has_begun.wait)
+    closing = asyncio.create_task(log.close())
+    await asyncio.wait([closing], timeout=0)
+    files.may_end.set()
+    await closing
+    assert await reading == []
+
+
+# What faults cost.
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+async def test_a_flipped_bit_costs_its_block(opened: Opener, layer: int) -> None:
+    log = await opened()
+    assert await append(log, "a", "b", "c")
+    flip(opened.segments()[0], SEGMENT_HEADER_BYTES + RecordHead(3, SHAPE).part_offset(layer, 1) + 7)
+    assert await bad_of(log, "a", "b", "c") == ["b"]
+    assert log.stats.num_corrupt == 1
+    assert key("b") not in log
+    assert await append(log, "a", "b", "c")
+    assert await bad_of(log, "a", "b", "c") == []
+
+
+async def test_a_flipped_bit_in_the_keys_costs_the_record(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a", "b")
+    assert await append(log, "c")
+    flip(opened.segments()[0], SEGMENT_HEADER_BYTES + 40)
+    assert await bad_of(log, "a", "b", "c") == ["a", "b"]
+
+
+async def test_a_segment_put_in_anothers_place_gives_nothing(opened: Opener) -> None:
+    log = await opened(segment_bytes=1)
+    assert await append(log, "a")
+    assert await append(log, "b")
+    one, other = opened.segments()
+    shutil.copy(one, other)
+    assert await bad_of(log, "a", "b") == ["b"]
+    assert log.stats.num_corrupt == 1
+
+
+async def test_a_corrupt_header_ends_its_segment_when_opened(opened: Opener) -> None:
+    log = await opened()
+    for name in ("a", "b", "c"):
+        assert await append(log, name)
+    await log.close()
+    flip(opened.segments()[0], SEGMENT_HEADER_BYTES + SINGLE)
+    log = await opened()
+    assert log.stats.num_torn == 1
+    assert await bad_of(log, "a", "b", "c") == ["b", "c"]
+
+
+async def test_a_segment_cut_off_costs_what_was_behind(opened: Opener) -> None:
+    log = await opened()
+    for name in ("a", "b", "c"):
+        assert await append(log, name)
+    os.truncate(opened.segments()[0], SEGMENT_HEADER_BYTES + 2 * SINGLE - 1)
+    assert await bad_of(log, "a", "b", "c") == ["b", "c"]
+    await log.close()
+    log = await opened()
+    assert await bad_of(log, "a", "b", "c") == ["b", "c"]
+    assert log.stats.num_torn == 1
+
+
+class ShortFiles(Files):
+    """No read gives more than 50 bytes."""
+
+    def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
+        return super().pread(fd, min(num_bytes, 50), offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return super().preadv(fd, [buffers[0][:50]], offset)
+
+
+async def test_short_reads_are_read_on(opened: Opener) -> None:
+    log = await opened(files=ShortFiles())
+    assert await append(log, "a", "b", "c")
+    await log.close()
+    assert await bad_of(await opened(files=ShortFiles()), "a", "b", "c") == []
+
+
+class BadSector(Files):
+    """Reads that touch one byte of a file fail."""
+
+    def __init__(self) -> None:
+        self.offset = -1
+
+    def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
+        self._touch(offset, num_bytes)
+        return super().pread(fd, num_bytes, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._touch(offset, sum(map(len, buffers)))
+        return super().preadv(fd, buffers, offset)
+
+    def _touch(self, offset: int, num_bytes: int) -> None:
+        if offset <= self.offset < offset + num_bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+async def test_a_bad_sector_in_the_body_costs_its_block(opened: Opener) -> None:
+    files = BadSector()
+    log = await opened(files=files)
+    assert await append(log, "a", "b", "c")
+    files.offset = SEGMENT_HEADER_BYTES + RecordHead(3, SHAPE).part_offset(1, 2)
+    assert await bad_of(log, "a", "b", "c") == ["c"]
+    assert log.stats.num_read_errors == 1
+
+
+async def test_a_bad_sector_in_the_header_costs_the_record(opened: Opener) -> None:
+    files = BadSector()
+    log = await opened(files=files)
+    assert await append(log, "a", "b")
+    assert await append(log, "c")
+    files.offset = SEGMENT_HEADER_BYTES
+    assert await bad_of(log, "a", "b", "c") == ["a", "b"]
+    await log.close()
+    log = await opened(files=files)
+    assert log.stats.num_blocks == 0
+    assert log.stats.num_read_errors == 1
+
+
+class FullDisk(Files):
+    """Takes so many bytes and no more, unless it has been given room again."""
+
+    def __init__(self, room_bytes: int, *, can_truncate: bool = True) -> None:
+        self.room_bytes = room_bytes
+        self.num_attempts = 0
+        self._can_truncate = can_truncate
+
+    async def write(self, file: AppendFile, data: memoryview) -> int:
+        self.num_attempts += 1
+        if self.room_bytes == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = await super().write(file, data[: self.room_bytes])
+        self.room_bytes -= written
+        return written
+
+    async def truncate(self, file: AppendFile, num_bytes: int) -> None:
+        if not self._can_truncate:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        await super().truncate(file, num_bytes)
+
+
+@pytest.mark.parametrize("can_truncate", [True, False])
+@pytest.mark.parametrize("extra_bytes", [0, 10, SINGLE - 1])
+async def test_a_full_disk_costs_the_record_and_then_nothing_for_a_while(
+    opened: Opener, extra_bytes: int, can_truncate: bool
+) -> None:
+    files = FullDisk(SEGMENT_HEADER_BYTES + SINGLE + extra_bytes, can_truncate=can_truncate)
+    log = await opened(files=files)
+    assert await append(log, "a")
+    assert not await append(log, "b")
+    assert log.stats.num_write_errors == 1
+    num_attempts = files.num_attempts
+    files.room_bytes = ROOMY
+    assert not await append(log, "b")
+    assert files.num_attempts == num_attempts
+    opened.clock.now_s += RETRY_AFTER_S
+    assert await append(log, "b")
+    assert log.stats.bytes == sum(path.stat().st_size for path in opened.segments())
+    assert await bad_of(log, "a", "b") == []
+    await log.close()
+    assert await bad_of(await opened(), "a", "b") == []
+
+
+async def test_a_disk_too_full_for_a_segment_is_tried_again_later(opened: Opener) -> None:
+    files = FullDisk(10)
+    log = await opened(files=files)
+    assert not await append(log, "a")
+    files.room_bytes = ROOMY
+    opened.clock.now_s += RETRY_AFTER_S
+    assert await append(log, "a")
+    assert log.stats.bytes == sum(path.stat().st_size for path in opened.segments())
+
+
+async def test_a_vanished_folder_costs_its_blocks_and_is_made_again(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a", "b")
+    shutil.rmtree(opened.directory)
+    assert await bad_of(log, "a") == ["a"]
+    assert opened.dropped == [key("b")]
+    assert await append(log, "a")
+    assert await bad_of(log, "a", "b") == ["b"]
+    await log.close()
+    assert await bad_of(await opened(), "a") == []
+
+
+async def test_a_folder_that_cannot_be_made_again_is_a_write_error_until_it_can(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a")
+    shutil.rmtree(opened.directory)
+    opened.directory.write_text("in the way")
+    assert not await append(log, "a")
+    assert await bad_of(log, "a") == ["a"]
+    opened.directory.unlink()
+    opened.clock.now_s += RETRY_AFTER_S
+    assert await append(log, "a")
+    assert await bad_of(log, "a") == []
+
+
+async def test_a_folder_that_was_moved_away_and_back_is_taken_over_again(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a")
+    away = opened.directory.with_name("away")
+    opened.directory.rename(away)
+    assert await bad_of(log, "a") == ["a"]
+    opened.directory.mkdir()
+    assert await append(log, "b")
+    shutil.rmtree(opened.directory)
+    away.rename(opened.directory)
+    assert await append(log, "c")
+    assert await bad_of(log, "a", "c") == []
+
+
+async def test_a_removed_newest_segment_takes_no_more_records(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a")
+    opened.segments()[0].unlink()
+    assert await append(log, "b")
+    assert await bad_of(log, "a", "b") == ["a"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+async def test_a_folder_that_may_not_be_written_is_a_write_error(opened: Opener) -> None:
+    log = await opened(segment_bytes=1)
+    assert await append(log, "a")
+    opened.directory.chmod(0o500)
+    try:
+        assert not await append(log, "b")
+        assert await bad_of(log, "a") == []
+    finally:
+        opened.directory.chmod(0o700)
+    opened.clock.now_s += RETRY_AFTER_S
+    assert await append(log, "b")
+
+
+async def test_a_store_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnusable, match="cannot be used"):
+        await DiskLog.open(tmp_path / "file" / "store", "tiny", SHAPE, ROOMY)
+
+
+# Who may hold it.
+
+
+async def test_a_folder_has_one_holder(opened: Opener) -> None:
+    log = await opened()
+    with pytest.raises(StoreBusy, match="in use by another process"):
+        await opened()
+    await log.close()
+    await opened()
+
+
+async def test_a_second_process_is_refused(opened: Opener) -> None:
+    await opened()
+    code = (
+        "import asyncio, sys; from pathlib import Path; from kvtiers.io.disk_log import DiskLog;"
+        "from kvtiers.keys import BlockShape;"
+        "asyncio.run(DiskLog.open(Path(sys.argv[1]), 'tiny', BlockShape(3, 64), 1 << 20))"
+    )
+    command = [sys.executable, "-c", code, str(opened.directory)]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=ROOT)
+    assert "StoreBusy" in done.stderr
+
+
+# Looking at it, and making it smaller, from outside.
+
+
+async def test_a_live_store_can_be_looked_at_but_not_pruned(opened: Opener, tmp_path: Path) -> None:
+    log = await opened(segment_bytes=SEGMENT)
+    for i in range(6):
+        assert await append(log, i)
+    (info,) = inspect(tmp_path)
+    assert (info.directory, info.num_segments, info.num_blocks) == (opened.directory, 2, 6)
+    assert info.bytes == log.stats.bytes
+    assert info.description == b'{"model":"tiny"}'
+    assert info.oldest_s is not None
+    with pytest.raises(StoreBusy):
+        prune(tmp_path, max_bytes=0, now=0.0)
+    assert len(opened.segments()) == 2
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_bytes": SEGMENT}, {"older_than_s": 50.0}], ids=["by-size", "by-age"]
+)
+async def test_pruning_deletes_the_oldest_segments(
+    opened: Opener, tmp_path: Path, limits: dict[str, float]
+) -> None:
+    log = await opened(segment_bytes=SEGMENT)
+    for i in range(6):
+        assert await append(log, i)
+    await log.close()
+    for written_s, path in zip((100, 200), opened.segments(), strict=True):
+        os.utime(path, (written_s, written_s))
+    prune_it: Callable[..., object] = prune
+    prune_it(tmp_path, **limits, now=201.0)
+    (info,) = inspect(opened.directory)
+    assert (info.num_segments, info.num_blocks, info.oldest_s) == (1, 2, 200.0)
+    assert await bad_of(await opened(), *range(6)) == [0, 1, 2, 3]
+
+
+def test_a_folder_without_stores_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    assert inspect(tmp_path) == []
+    assert prune(tmp_path, max_bytes=0, now=0.0).num_segments == 0

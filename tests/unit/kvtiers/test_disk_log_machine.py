@@ -1,0 +1,159 @@
+"""The disk tier against a model, in any order of use, damage and restart."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtiers.io.disk_log import DiskLog
+from kvtiers.io.files import Files
+from kvtiers.io.scan import live_blocks, scan_segment, segment_paths
+from kvtiers.keys import BlockKey, BlockShape
+
+SHAPE = BlockShape(num_layers=2, layer_bytes=40)
+CAPACITY_BYTES = 4000
+SEGMENT_BYTES = 900
+KEYS = [BlockKey(hashlib.sha256(bytes([i])).digest()) for i in range(24)]
+keys_of_records = st.lists(st.sampled_from(range(24)), min_size=1, max_size=6)
+
+
+class DiskLogMachine(RuleBasedStateMachine):
+    """`written`: every content that a key was ever given. A block may be missing; what is there must be one of these, whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp())
+        self.runner = asyncio.Runner()
+        self.version = 0
+        self.written: dict[int, set[bytes]] = {i: set() for i in range(24)}
+        self.last: dict[int, bytes] = {}
+        self.is_damaged = False
+        self.open()
+
+    def open(self) -> None:
+        opening = DiskLog.open(
+            self.directory,
+            "machine",
+            SHAPE,
+            CAPACITY_BYTES,
+            segment_bytes=SEGMENT_BYTES,
+            on_dropped=self.drop,
+        )
+        self.log = self.runner.run(opening)
+
+    def drop(self, keys: list[BlockKey]) -> None:
+        for key in keys:
+            assert key not in self.log
+            self.last.pop(KEYS.index(key), None)
+
+    def teardown(self) -> None:
+        self.runner.run(self.log.close())
+        self.runner.close()
+        shutil.rmtree(self.directory)
+
+    def content(self, block: int) -> bytes:
+        """New for each version, so that old bytes under a key are seen to be old."""
+        return hashlib.shake_128(bytes([block]) + self.version.to_bytes(4, "big")).digest(SHAPE.block_bytes)
+
+    @rule(blocks=keys_of_records)
+    def append(self, blocks: list[int]) -> None:
+        self.version += 1
+        datas = [self.content(block) for block in blocks]
+        is_new = [KEYS[block] not in self.log for block in blocks]
+        for block, data, new in zip(blocks, datas, is_new, strict=True):
+            if new:
+                self.written[block].add(data)
+                self.last[block] = data
+
+        def part(i: int, layer: int) -> memoryview:
+            start = layer * SHAPE.layer_bytes
+            return memoryview(datas[i])[start : start + SHAPE.layer_bytes]
+
+        appended = self.runner.run(self.log.append([KEYS[block] for block in blocks], part))
+        assert appended
+        assert all(KEYS[block] in self.log for block, new in zip(blocks, is_new, strict=True) if new)
+
+    @rule(blocks=st.lists(st.sampled_from(range(24)), max_size=10), max_bytes=st.sampled_from([1, 400, 4000]))
+    def read(self, blocks: list[int], max_bytes: int) -> None:
+        buffers = [bytearray(SHAPE.block_bytes) for _ in blocks]
+        there = [KEYS[block] in self.log for block in blocks]
+
+        def part(i: int, layer: int) -> memoryview:
+            start = layer * SHAPE.layer_bytes
+            return memoryview(buffers[i])[start : start + SHAPE.layer_bytes]
+
+        keys = [KEYS[block] for block in blocks]
+        result = self.runner.run(self.log.read(keys, part, max_bytes_in_flight=max_bytes))
+        for i, block in enumerate(blocks):
+            if i in result.bad:
+                assert not there[i] or self.is_damaged
+                assert KEYS[block] not in self.log
+            else:
+                assert there[i]
+                assert bytes(buffers[i]) in self.written[block]
+                assert self.is_damaged or bytes(buffers[i]) == self.last[block]
+
+    @rule(blocks=keys_of_records)
+    def forget_and_write_anew(self, blocks: list[int]) -> None:
+        self.log.forget(KEYS[block] for block in blocks)
+        self.append(blocks)
+
+    @rule(blocks=keys_of_records)
+    def forget(self, blocks: list[int]) -> None:
+        self.log.forget(KEYS[block] for block in blocks)
+
+    @rule()
+    def reopen(self) -> None:
+        self.runner.run(self.log.close())
+        self.open()
+        scans = [scan_segment(Files(), *found, "machine", SHAPE) for found in segment_paths(self.directory)]
+        assert {key for key in KEYS if key in self.log} == {key for key, _, _ in live_blocks(scans)}
+
+    @rule(which=st.integers(0, 20), where=st.integers(0, 900), bit=st.integers(0, 7))
+    def corrupt(self, which: int, where: int, bit: int) -> None:
+        found = segment_paths(self.directory)
+        if found:
+            path = found[which % len(found)][1]
+            data = path.read_bytes()
+            if data:
+                where %= len(data)
+                # In place: a store has the file open.
+                with path.open("r+b") as file:
+                    file.seek(where)
+                    file.write(bytes([data[where] ^ (1 << bit)]))
+                self.is_damaged = True
+
+    @rule(which=st.integers(0, 20), length=st.integers(0, 900))
+    def cut_off(self, which: int, length: int) -> None:
+        found = segment_paths(self.directory)
+        if found:
+            path = found[which % len(found)][1]
+            os.truncate(path, min(length, path.stat().st_size))
+            self.is_damaged = True
+
+    @invariant()
+    def the_files_fit_the_capacity(self) -> None:
+        on_disk = sum(path.stat().st_size for _, path in segment_paths(self.directory))
+        stats = self.log.stats
+        assert on_disk <= CAPACITY_BYTES
+        assert stats.bytes <= CAPACITY_BYTES
+        assert self.is_damaged or on_disk == stats.bytes
+
+    @invariant()
+    def nothing_is_there_that_was_never_written(self) -> None:
+        for block, key in enumerate(KEYS):
+            assert key not in self.log or self.written[block]
+
+
+TestDiskLogMachine = DiskLogMachine.TestCase
+TestDiskLogMachine.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

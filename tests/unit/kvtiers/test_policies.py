@@ -1,0 +1,231 @@
+"""Who leaves host memory, whether to load or to compute again, and what speed is assumed: decisions without an engine."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtiers.policy.eviction import NUM_BANDS, ByValue, GroupFacts, Lru, Victim, first_layer
+from kvtiers.policy.rates import HALF_LIFE_S, Rate
+from kvtiers.policy.restore import READ_BYTES, Action, FasterWins, RestoreFacts
+
+MIB = 1 << 20
+
+
+def group(name: str, idle_s: float, num_bytes: int = MIB, num_uses: int = 1, **facts: object) -> GroupFacts:
+    return GroupFacts(name, num_bytes, 1000.0 - idle_s, num_uses, **facts)  # type: ignore[arg-type]
+
+
+def order(policy: Lru | ByValue, *groups: GroupFacts, num_layers: int = 8) -> list[Victim]:
+    return list(policy.order(groups, num_layers, 1000.0))
+
+
+# -- eviction --------------------------------------------------------------------------------------------------------
+
+
+def test_lru_takes_the_longest_idle_whole() -> None:
+    assert order(Lru(), group("b", 1), group("a", 9)) == [Victim("a", 0), Victim("b", 0)]
+
+
+def test_among_equally_fresh_sessions_last_layers_go_before_first_ones() -> None:
+    kept = [victim.keep_layers for victim in order(ByValue(), group("a", 1), group("b", 1))]
+    assert kept == [6, 6, 4, 4, 2, 2, 0, 0]
+
+
+def test_among_equals_the_smallest_kv_goes_first() -> None:
+    victims = order(ByValue(), group("large", 1, 9 * MIB), group("small", 1, MIB))
+    assert [victim.group for victim in victims[:2]] == ["small", "large"]
+
+
+def test_an_abandoned_session_goes_whole_before_a_live_one_loses_a_layer() -> None:
+    victims = order(ByValue(), group("live", 1), group("abandoned", 3600))
+    assert [victim.group for victim in victims[:NUM_BANDS]] == ["abandoned"] * NUM_BANDS
+
+
+def test_a_session_of_many_turns_outlives_a_single_question() -> None:
+    victims = order(ByValue(), group("chat", 30, num_uses=20), group("once", 30))
+    assert victims[0].group == "once"
+
+
+def test_what_is_over_goes_first_and_what_is_expected_last() -> None:
+    victims = order(
+        ByValue(),
+        group("expected", 5000, expected_s=1002.0),
+        group("fresh", 0, num_uses=50),
+        group("over", 0, is_over=True),
+    )
+    assert victims[0] == Victim("over", 0)
+    assert [victim.group for victim in victims[-NUM_BANDS:]] == ["expected"] * NUM_BANDS
+
+
+def test_an_announcement_that_nothing_followed_is_forgotten() -> None:
+    late = group("late", 5000, expected_s=500.0)
+    assert ByValue().likelihood(late, 1000.0) < ByValue().likelihood(group("fresh", 1), 1000.0)
+
+
+@given(
+    groups=st.lists(
+        st.builds(
+            GroupFacts,
+            group=st.uuids().map(str),
+            num_bytes=st.integers(1, 1 << 40),
+            last_used_s=st.floats(0, 2000),
+            num_uses=st.integers(0, 1000),
+            is_over=st.booleans(),
+            expected_s=st.none() | st.floats(0, 3000),
+        ),
+        max_size=20,
+        unique_by=lambda facts: facts.group,
+    ),
+    num_layers=st.integers(1, 100),
+    policy=st.sampled_from([Lru(), ByValue()]),
+)
+def test_every_session_can_be_emptied_and_never_grows_back(
+    groups: list[GroupFacts], num_layers: int, policy: Lru | ByValue
+) -> None:
+    kept = dict.fromkeys((facts.group for facts in groups), num_layers)
+    for victim in policy.order(groups, num_layers, 1000.0):
+        assert victim.keep_layers <= kept[victim.group]
+        kept[victim.group] = victim.keep_layers
+    assert set(kept.values()) <= {0}
+
+
+def test_bands_cover_the_layers() -> None:
+    assert [first_layer(band, 32) for band in range(NUM_BANDS)] == [0, 8, 16, 24]
+    assert [first_layer(band, 3) for band in range(NUM_BANDS)] == [0, 0, 1, 2]
+
+
+# -- load or compute -------------------------------------------------------------------------------------------------
+
+# 64 blocks of 32 tokens, 384 KiB each (24 MiB): 0.41 s to compute at 5,000 tokens/s, 24 ms to read at 1 GB/s.
+FACTS = RestoreFacts(
+    num_blocks=64,
+    num_ready_blocks=0,
+    num_tail_tokens=32,
+    block_size_tokens=32,
+    block_bytes=384 << 10,
+    num_layers=12,
+    num_ready_layers=0,
+    disk_bytes_done=0,
+    disk_bytes_left=24 * MIB,
+    disk_bytes_ahead=0,
+    waited_s=0.0,
+    prefill_s_per_token=1 / 5000,
+    disk_bytes_per_s=1e9,
+    host_bytes_per_s=10e9,
+)
+READY = {"num_ready_blocks": 64, "num_ready_layers": 12, "disk_bytes_left": 0}
+
+
+def facts(**changes: object) -> RestoreFacts:
+    values = {name: getattr(FACTS, name) for name in FACTS.__dataclass_fields__}
+    return RestoreFacts(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_what_is_in_host_memory_is_loaded() -> None:
+    decision = FasterWins().decide(facts(**READY))
+    assert (decision.action, decision.num_blocks) == (Action.LOAD, 64)
+
+
+def test_a_copy_slower_than_computing_is_not_made() -> None:
+    decision = FasterWins().decide(facts(**READY, host_bytes_per_s=10e6))
+    assert (decision.action, decision.num_blocks) == (Action.LOAD, 0)
+
+
+def test_a_fast_disk_is_waited_for() -> None:
+    assert FasterWins().decide(FACTS).action is Action.WAIT
+
+
+def test_a_slow_disk_is_not_waited_for() -> None:
+    decision = FasterWins().decide(facts(disk_bytes_per_s=20e6))
+    assert (decision.action, decision.num_blocks) == (Action.LOAD, 0)
+
+
+def test_what_came_already_is_used_when_the_rest_is_too_slow() -> None:
+    decision = FasterWins().decide(facts(disk_bytes_per_s=20e6, num_ready_blocks=40, disk_bytes_left=9 * MIB))
+    assert (decision.action, decision.num_blocks) == (Action.LOAD, 40)
+
+
+def test_a_queue_at_the_disk_counts() -> None:
+    assert FasterWins().decide(facts(disk_bytes_ahead=1000 * MIB)).action is Action.LOAD
+
+
+def test_a_disk_that_hangs_is_given_up_within_a_fraction_of_a_prefill() -> None:
+    policy = FasterWins()
+    step_s = 0.001
+    waited_s = next(
+        waited * step_s
+        for waited in range(10_000)
+        if policy.decide(facts(waited_s=waited * step_s)).action is Action.LOAD
+    )
+    prefill_s = 64 * 32 / 5000
+    assert waited_s <= prefill_s * (READ_BYTES / (24 * MIB)) + step_s
+
+
+def test_first_layers_suffice_when_the_others_come_under_the_computation() -> None:
+    some = facts(num_ready_layers=4, disk_bytes_left=16 * MIB, num_tail_tokens=2048)
+    assert FasterWins().decide(some).action is Action.LOAD
+    assert FasterWins(overlaps=False).decide(some).action is Action.WAIT
+
+
+def test_first_layers_do_not_suffice_when_there_is_little_to_compute() -> None:
+    assert FasterWins().decide(facts(num_ready_layers=4, disk_bytes_left=16 * MIB)).action is Action.WAIT
+
+
+@given(
+    st.builds(
+        RestoreFacts,
+        num_blocks=st.integers(0, 500),
+        num_ready_blocks=st.integers(0, 500),
+        num_tail_tokens=st.integers(1, 10_000),
+        block_size_tokens=st.just(32),
+        block_bytes=st.integers(1, 1 << 24),
+        num_layers=st.just(12),
+        num_ready_layers=st.integers(0, 12),
+        disk_bytes_done=st.integers(0, 1 << 34),
+        disk_bytes_left=st.integers(0, 1 << 34),
+        disk_bytes_ahead=st.integers(0, 1 << 34),
+        waited_s=st.floats(0, 100),
+        prefill_s_per_token=st.none() | st.floats(1e-6, 0.1),
+        disk_bytes_per_s=st.none() | st.floats(1e3, 1e10),
+        host_bytes_per_s=st.none() | st.floats(1e6, 1e11),
+    ).filter(lambda facts: facts.num_ready_blocks <= facts.num_blocks)
+)
+def test_a_decision_never_promises_more_than_computing_would_take(drawn: RestoreFacts) -> None:
+    decision = FasterWins().decide(drawn)
+    assert 0 <= decision.num_blocks <= drawn.num_blocks
+    nothing = FasterWins()._cost_of(drawn, 0)
+    assert decision.expected_s <= nothing * (1 + 1e-9)
+    if decision.action is Action.WAIT:
+        assert drawn.waited_s <= FasterWins().max_wait_s
+
+
+# -- rates -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_is_its_prior_until_measured_and_then_follows() -> None:
+    rate = Rate(100.0)
+    assert rate.at(0.0) == 100.0
+    rate.note(1000, 1.0, now=0.0)
+    assert rate.at(0.0) == 1000.0
+    for _ in range(20):
+        rate.note(200, 1.0, now=0.0)
+    assert rate.at(0.0) == pytest.approx(200, rel=0.01)
+
+
+def test_a_bad_measurement_fades_and_a_good_one_stays() -> None:
+    slow, fast = Rate(100.0), Rate(100.0)
+    slow.note(10, 1.0, now=0.0)
+    fast.note(1000, 1.0, now=0.0)
+    assert slow.at(0.0) == 10.0
+    assert slow.at(HALF_LIFE_S) == pytest.approx(55.0)
+    assert slow.at(100 * HALF_LIFE_S) == pytest.approx(100.0)
+    assert fast.at(100 * HALF_LIFE_S) == 1000.0
+
+
+def test_a_sample_of_nothing_is_none() -> None:
+    rate = Rate(100.0)
+    rate.note(0, 1.0, now=0.0)
+    rate.note(5, 0.0, now=0.0)
+    assert rate.value is None

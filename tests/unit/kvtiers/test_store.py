@@ -1,0 +1,375 @@
+"""The two tiers behind the device: what is saved comes back, byte for byte, from wherever it is, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtiers.io.disk_log import DiskLog
+from kvtiers.io.files import Files
+from kvtiers.io.io_thread import IoThread
+from kvtiers.keys import BlockKey, BlockShape
+from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
+from kvtiers.store import KvStore, Stage
+
+SHAPE = BlockShape(num_layers=6, layer_bytes=64)
+SETTLE_S = 10.0
+
+
+def key_of(number: int) -> BlockKey:
+    return BlockKey(hashlib.sha256(b"%d" % number).digest())
+
+
+def content(key: BlockKey, layer: int) -> bytes:
+    return hashlib.shake_128(key + bytes([layer])).digest(SHAPE.layer_bytes)
+
+
+class Tiers:
+    """A store on a folder, with what tests do to it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        host_blocks: int = 8,
+        disk_bytes: int = 1 << 20,
+        eviction: EvictionPolicy | None = None,
+        files: Files | None = None,
+    ) -> None:
+        self.io = IoThread("test-io")
+        disk = (
+            self.io.start(DiskLog.open(folder, "test", SHAPE, disk_bytes, files=files)).result()
+            if disk_bytes
+            else None
+        )
+        self.store = KvStore(SHAPE, host_blocks * SHAPE.block_bytes, self.io, disk, eviction or ByValue())
+
+    def save(self, group: str, keys: Sequence[BlockKey], *, spoil: bool = False) -> int:
+        """Save what is not held yet; returns how many blocks that were."""
+        save = self.store.begin_save(group, keys)
+        for position, slots in zip(save.positions, save.slots, strict=True):
+            for layer, slot in enumerate(slots):
+                self.store.pool.slot(slot)[:] = (
+                    bytes(SHAPE.layer_bytes) if spoil else content(keys[position], layer)
+                )
+        (self.store.abandon if spoil else self.store.commit)(save)
+        return len(save.blocks)
+
+    def restore(self, group: str, keys: Sequence[BlockKey]) -> tuple[int, int]:
+        """(blocks that came, those of them that the disk gave); every byte of them is checked."""
+        stage = self.store.stage(group, keys)
+        num_blocks = self.check(stage, keys)
+        num_read = sum(stage.is_from_disk[:num_blocks])
+        self.store.release(stage)
+        return num_blocks, num_read
+
+    def check(self, stage: Stage, keys: Sequence[BlockKey]) -> int:
+        num_layers = SHAPE.num_layers
+        num_blocks = len(stage.blocks)
+        for layer in range(num_layers):
+            num_blocks = min(num_blocks, self.store.wait_for_layer(stage, num_blocks, layer, SETTLE_S))
+        for key, slots in zip(keys, stage.slots[:num_blocks], strict=False):
+            for layer, slot in enumerate(slots):
+                assert bytes(self.store.pool.slot(slot)) == content(key, layer)
+        return num_blocks
+
+    def close(self) -> None:
+        self.store.close()
+        self.io.close()
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    tiers = Tiers(tmp_path)
+    yield tiers
+    tiers.close()
+
+
+KEYS = [key_of(number) for number in range(64)]
+
+
+def test_a_saved_block_is_in_host_memory_at_once(tiers: Tiers) -> None:
+    assert tiers.save("a", KEYS[:3]) == 3
+    assert tiers.restore("a", KEYS[:5]) == (3, 0)
+    assert tiers.store.stats().host.num_hits == 3
+    assert tiers.store.stats().host.num_misses == 2
+
+
+def test_a_block_is_saved_once(tiers: Tiers) -> None:
+    assert tiers.save("a", KEYS[:3]) == 3
+    assert tiers.save("b", KEYS[:4]) == 1
+
+
+def test_a_prefix_ends_at_the_first_block_that_is_nowhere(tiers: Tiers) -> None:
+    tiers.save("a", [KEYS[0], KEYS[2]])
+    assert tiers.restore("a", KEYS[:3]) == (1, 0)
+
+
+def test_what_left_host_memory_comes_from_disk(tiers: Tiers) -> None:
+    tiers.save("a", KEYS[:4])
+    assert tiers.store.flush()
+    tiers.store.drop_host()
+    assert tiers.store.stats().host.bytes == 0
+    assert tiers.restore("a", KEYS[:4]) == (4, 4)
+    assert tiers.restore("a", KEYS[:4]) == (4, 0)
+
+
+def test_an_abandoned_save_leaves_nothing(tiers: Tiers) -> None:
+    tiers.save("a", KEYS[:2], spoil=True)
+    tiers.store.check_invariants()
+    assert tiers.restore("a", KEYS[:2]) == (0, 0)
+    assert tiers.store.stats().host.bytes == 0
+    assert tiers.save("a", KEYS[:2]) == 2
+
+
+def test_more_than_host_memory_holds_goes_through_to_disk(tiers: Tiers) -> None:
+    for start in range(0, 32, 4):
+        assert tiers.save(f"s{start}", KEYS[start : start + 4]) == 4
+        tiers.store.flush()
+    stats = tiers.store.stats()
+    assert stats.host.bytes <= stats.host.capacity_bytes
+    assert stats.disk.num_blocks == 32
+    for start in range(0, 32, 4):
+        assert tiers.restore(f"s{start}", KEYS[start : start + 4])[0] == 4
+
+
+def test_blocks_in_use_do_not_leave(tiers: Tiers) -> None:
+    tiers.save("a", KEYS[:8])
+    tiers.store.flush()
+    held = tiers.store.stage("a", KEYS[:8])
+    assert tiers.save("b", KEYS[8:10]) == 0, "all of host memory is held"
+    assert tiers.store.stats().host.num_dropped_saves == 2
+    assert tiers.check(held, KEYS[:8]) == 8
+    tiers.store.release(held)
+    assert tiers.save("b", KEYS[8:10]) == 2
+
+
+def test_a_stage_is_cut_to_the_memory_that_there_is(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8)
+    for start in range(0, 12, 4):
+        tiers.save("a", KEYS[start : start + 4])
+        tiers.store.flush()
+    assert tiers.restore("a", KEYS[:12])[0] == 8
+    tiers.store.check_invariants()
+    tiers.close()
+
+
+def test_two_stages_share_one_read(tiers: Tiers) -> None:
+    tiers.save("a", KEYS[:4])
+    tiers.store.flush()
+    tiers.store.drop_host()
+    first = tiers.store.stage("a", KEYS[:4])
+    second = tiers.store.stage("b", KEYS[:4])
+    assert tiers.check(second, KEYS[:4]) == 4
+    assert tiers.check(first, KEYS[:4]) == 4
+    tiers.store.release(first)
+    tiers.store.release(second)
+    assert tiers.store.stats().disk.bytes_read == 4 * SHAPE.block_bytes
+
+
+def test_last_layers_leave_before_any_session_loses_its_first(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8, eviction=ByValue())
+    for number, group in enumerate(("a", "b")):
+        tiers.save(group, KEYS[4 * number : 4 * number + 4])
+    tiers.store.flush()
+    tiers.save("c", KEYS[8:10])
+    assert tiers.store.stats().host.num_trimmed > 0
+    assert tiers.store.stats().host.num_evicted == 0
+    # The rest comes from disk, and only the rest.
+    assert tiers.restore("a", KEYS[:4])[0] == 4
+    assert 0 < tiers.store.stats().disk.bytes_read < 4 * SHAPE.block_bytes
+    tiers.close()
+
+
+def test_a_session_that_is_over_goes_first(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8, disk_bytes=0)
+    tiers.save("over", KEYS[:4])
+    tiers.save("old", KEYS[4:8])
+    tiers.store.end("over")
+    tiers.save("new", KEYS[8:12])
+    assert tiers.restore("old", KEYS[4:8]) == (4, 0)
+    assert tiers.restore("over", KEYS[:4]) == (0, 0)
+    tiers.close()
+
+
+def test_an_expected_session_stays(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8, disk_bytes=0)
+    tiers.save("expected", KEYS[:4])
+    tiers.save("recent", KEYS[4:8])
+    tiers.store.expect("expected", at_s=float("inf"))
+    tiers.save("new", KEYS[8:12])
+    assert tiers.restore("expected", KEYS[:4]) == (4, 0)
+    tiers.close()
+
+
+def test_without_a_disk_the_host_tier_works_alone(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, disk_bytes=0)
+    tiers.save("a", KEYS[:4])
+    assert tiers.store.flush()
+    assert tiers.restore("a", KEYS[:4]) == (4, 0)
+    tiers.store.drop_host()
+    assert tiers.restore("a", KEYS[:4]) == (0, 0)
+    tiers.close()
+
+
+def test_a_new_process_finds_what_the_last_one_wrote(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path)
+    tiers.save("a", KEYS[:4])
+    tiers.close()
+    again = Tiers(tmp_path)
+    assert again.restore("a", KEYS[:4]) == (4, 4)
+    again.close()
+
+
+def test_a_disk_that_cannot_keep_up_leaves_half_of_host_memory_to_reading(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8)
+    tiers.save("a", KEYS[:8])
+    assert tiers.store.stats().disk.num_unwritten <= 4
+    assert tiers.store.stats().disk.num_skipped_writes == 4
+    assert tiers.restore("a", KEYS[:8]) == (8, 0)
+    tiers.close()
+
+
+class BrokenReads(Files):
+    """A disk whose reads fail once `is_broken`."""
+
+    is_broken = False
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.is_broken:
+            raise OSError(errno.EIO, "bad sector")
+        return super().preadv(fd, buffers, offset)
+
+
+def test_a_block_that_cannot_be_read_is_a_miss_and_may_be_saved_again(tmp_path: Path) -> None:
+    files = BrokenReads()
+    tiers = Tiers(tmp_path, files=files)
+    tiers.save("a", KEYS[:4])
+    tiers.store.flush()
+    tiers.store.drop_host()
+    files.is_broken = True
+    assert tiers.restore("a", KEYS[:4])[0] == 0
+    files.is_broken = False
+    assert tiers.store.wait_for_reads(SETTLE_S)
+    assert tiers.store.stats().disk.num_read_errors > 0
+    assert tiers.store.stats().host.bytes == 0
+    assert tiers.save("a", KEYS[:4]) == 4
+    tiers.close()
+
+
+def test_a_damaged_block_shortens_the_prefix(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path)
+    tiers.save("a", KEYS[:4])
+    tiers.store.flush()
+    tiers.store.drop_host()
+    (segment,) = tmp_path.glob("segment-*.kv")
+    data = bytearray(segment.read_bytes())
+    position = data.index(content(KEYS[2], 3))
+    data[position] ^= 1
+    segment.write_bytes(data)
+    assert tiers.restore("a", KEYS[:4])[0] == 2
+    assert tiers.store.stats().disk.num_corrupt == 1
+    tiers.close()
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Random saves, restores, losses and restarts. `Tiers.check` compares every byte; what was never saved must not come."""
+
+    numbers = st.integers(0, 40)
+    lengths = st.integers(1, 9)
+    groups = st.sampled_from(["a", "b", "c", "d"])
+
+    @initialize(eviction=st.sampled_from([ByValue(), Lru()]))
+    def open(self, eviction: EvictionPolicy) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.eviction = eviction
+        self.saved: set[BlockKey] = set()
+        self.held: list[tuple[Stage, list[BlockKey]]] = []
+        self.tiers = self._open()
+
+    def _open(self) -> Tiers:
+        # Room for about 20 blocks on disk and 8 in memory, so that both overflow.
+        return Tiers(
+            Path(self.folder.name), disk_bytes=20 * (SHAPE.block_bytes + 200), eviction=self.eviction
+        )
+
+    @rule(group=groups, start=numbers, length=lengths)
+    def save(self, group: str, start: int, length: int) -> None:
+        keys = KEYS[start : start + length]
+        self.tiers.save(group, keys)
+        self.saved.update(keys)
+
+    @rule(group=groups, start=numbers, length=lengths)
+    def abandon(self, group: str, start: int, length: int) -> None:
+        self.tiers.save(group, KEYS[start : start + length], spoil=True)
+
+    @rule(group=groups, start=numbers, length=lengths)
+    def restore(self, group: str, start: int, length: int) -> None:
+        keys = KEYS[start : start + length]
+        num_blocks, _ = self.tiers.restore(group, keys)
+        assert self.saved.issuperset(keys[:num_blocks])
+
+    @rule(group=groups, start=numbers, length=lengths)
+    def hold(self, group: str, start: int, length: int) -> None:
+        keys = KEYS[start : start + length]
+        self.held.append((self.tiers.store.stage(group, keys), keys))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        stage, keys = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        if data.draw(st.booleans()):  # else while it is still being read
+            num_blocks = self.tiers.check(stage, keys)
+            assert self.saved.issuperset(keys[:num_blocks])
+        self.tiers.store.release(stage)
+
+    @rule()
+    def flush(self) -> None:
+        assert self.tiers.store.flush()
+
+    @rule()
+    def lose_host_memory(self) -> None:
+        self.tiers.store.drop_host()
+
+    @rule(group=groups)
+    def end_session(self, group: str) -> None:
+        self.tiers.store.end(group)
+
+    @precondition(lambda self: not self.held)
+    @rule()
+    def restart(self) -> None:
+        self.tiers.close()
+        self.tiers = self._open()
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "tiers"):
+            self.tiers.store.check_invariants()
+            stats = self.tiers.store.stats()
+            assert stats.host.bytes <= stats.host.capacity_bytes
+            assert stats.disk.bytes <= stats.disk.capacity_bytes
+
+    def teardown(self) -> None:
+        if hasattr(self, "tiers"):
+            for stage, keys in self.held:
+                self.tiers.check(stage, keys)
+                self.tiers.store.release(stage)
+            self.tiers.close()
+            self.folder.cleanup()
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
