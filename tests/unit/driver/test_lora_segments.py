@@ -14,6 +14,7 @@ from hypothesis import strategies as st  # noqa: E402
 from engine_bridge.driver import lora  # noqa: E402
 from engine_bridge.driver.lora import (  # noqa: E402
     LONG_RUN_ROWS,
+    MIN_ROWS,
     NO_ADAPTER,
     RowBlock,
     SegmentPunicaWrapper,
@@ -55,12 +56,12 @@ def test_each_row_is_computed_by_its_own_adapter_and_by_no_other(runs):
 
 @settings(deadline=None)
 @given(RUNS)
-def test_blocks_are_disjoint_and_no_group_has_a_lone_row(runs):
+def test_blocks_are_disjoint_and_no_group_has_few_rows(runs):
     blocks = plan_rows([slot for slot, size in runs for _ in range(size)])
     assert all(a.stop <= b.start for a, b in pairwise(blocks))
     for block in blocks:
         assert all(
-            size >= 2 for slot, size in zip(block.slots, block.sizes, strict=True) if slot != NO_ADAPTER
+            size >= MIN_ROWS for slot, size in zip(block.slots, block.sizes, strict=True) if slot != NO_ADAPTER
         )
 
 
@@ -77,15 +78,15 @@ def test_reading_and_writing_back_changes_nothing(runs):
 
 def test_scattered_decode_rows_of_one_adapter_become_one_group():
     (block,) = plan_rows([0, 1, NO_ADAPTER, 0, 1, 0])
-    assert dict(zip(block.slots, block.sizes, strict=True)) == {0: 3, 1: 2, NO_ADAPTER: 1}
+    assert dict(zip(block.slots, block.sizes, strict=True)) == {0: MIN_ROWS, 1: MIN_ROWS, NO_ADAPTER: 1}
 
 
 def test_a_prefill_stays_in_place_between_decodes():
-    blocks = plan_rows([0, 1, 0, *[2] * LONG_RUN_ROWS, 1, 1])
+    blocks = plan_rows([0, 1, 0, *[2] * LONG_RUN_ROWS, *[1] * MIN_ROWS])
     assert [(b.start, b.stop, b.order is None) for b in blocks] == [
         (0, 3, False),
         (3, 3 + LONG_RUN_ROWS, True),
-        (3 + LONG_RUN_ROWS, 5 + LONG_RUN_ROWS, True),
+        (3 + LONG_RUN_ROWS, 3 + LONG_RUN_ROWS + MIN_ROWS, True),
     ]
 
 
@@ -213,8 +214,8 @@ def test_a_rows_bits_do_not_depend_on_its_companions(num_in, rank):
         weight.add_to(out, x[:num_rows], 1.0)
         return out[0]
 
-    alone = row_zero(2)
-    assert all(torch.equal(row_zero(n), alone) for n in (3, 5, 8, 16, 17, 33))
+    alone = row_zero(MIN_ROWS)
+    assert all(torch.equal(row_zero(n), alone) for n in (5, 8, 16, 17, 33))
 
 
 def test_a_layer_that_never_announced_itself_is_refused():
