@@ -108,6 +108,10 @@ class EngineThread(Generic[D]):
         self._put(_Command(run, future))
         return future
 
+    def wake(self) -> None:
+        """Have the engine look again soon: something that it could not run may run now. From any thread."""
+        self._wake.set()
+
     async def close(self) -> None:
         """Stop after the step in flight and wait for the thread."""
         self._stopping = True

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
 from engine_bridge.driver.engine import EngineConfig, VllmDriver
+from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.node import (
     AdapterInfo,
@@ -29,6 +30,7 @@ from engine_bridge.node import (
     SseReply,
 )
 from engine_bridge.token_stream import TokenStream
+from kvtiers.stats import TierStats
 
 if TYPE_CHECKING:
     from engine_bridge.driver.engine_client import BridgeEngineClient
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 # Chosen: if the engine becomes as many times slower while an answer runs, its deltas still come every quarter of a second.
 MAX_STREAM_INTERVAL = 8
+GIB = 1 << 30
 
 
 class LocalNodeConfig(Struct, frozen=True, kw_only=True):
@@ -54,9 +57,12 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
 class LocalNode:
     """See `engine_bridge.node.Node` for what each method promises."""
 
-    def __init__(self, config: LocalNodeConfig) -> None:
+    def __init__(self, config: LocalNodeConfig, tiers: KvTiers | None = None) -> None:
         self._config = config
         self._thread = EngineThread(self._make_driver, self._deliver, self._fail)
+        self._tiers = tiers or make_tiers(config.engine)
+        if self._tiers is not None:
+            self._tiers.on_progress = self._thread.wake
         self._client: BridgeEngineClient | None = None
         self._serving: Serving | None = None
         self._running: dict[RequestId, TokenStream] = {}
@@ -105,7 +111,7 @@ class LocalNode:
 
     def _make_driver(self) -> VllmDriver:
         known = self._serving.lora_requests() if self._serving is not None else ()
-        return VllmDriver(self._config.engine, known, self._report)
+        return VllmDriver(self._config.engine, known, self._report, self._tiers)
 
     def _report(self, stage: str) -> None:
         self._stage = stage
@@ -134,6 +140,8 @@ class LocalNode:
         await self._thread.close()
         if self._client is not None:
             self._client.fail_all()
+        if self._tiers is not None:
+            await asyncio.to_thread(self._tiers.close)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -168,7 +176,15 @@ class LocalNode:
             block_size=counts.block_size,
             num_steps=self._thread.num_steps,
             num_rebuilds=self._thread.num_rebuilds,
+            kv_tiers=self.kv_tiers(),
         )
+
+    def kv_tiers(self) -> TierStats | None:
+        return self._tiers.stats() if self._tiers is not None else None
+
+    def end_session(self, session_id: str) -> None:
+        if self._tiers is not None and self._tiers.store is not None:
+            self._tiers.store.end(session_id)
 
     @property
     def max_model_len(self) -> int:
@@ -202,15 +218,17 @@ class LocalNode:
         self._running[request.request_id] = stream
         unique_id: str | None = None
         try:
-            engine_input, params, lora_request = await serving.prepare(request, self.stream_interval)
+            prepared = await serving.prepare(request, self.stream_interval)
+            stream.prompt = prepared.prompt
             if not stream.is_over:
                 client.check_ready()
                 unique_id, core_request = client.submit(
-                    engine_input,
-                    params,
+                    prepared.engine_input,
+                    prepared.params,
                     request.request_id,
                     stream,
-                    lora_request=lora_request,
+                    tenant=request.tenant,
+                    lora_request=prepared.lora_request,
                     session_id=request.session_id,
                 )
                 client.launch(unique_id, core_request, None)
@@ -236,9 +254,11 @@ class LocalNode:
             stream.stop()
         return stream is not None
 
-    async def serve(self, api: Api, body: Any, headers: Mapping[str, str]) -> JsonReply | SseReply:
+    async def serve(
+        self, api: Api, body: Any, headers: Mapping[str, str], tenant: str = ""
+    ) -> JsonReply | SseReply:
         serving, _ = self._ready()
-        return await serving.serve(api, body, headers)
+        return await serving.serve(api, body, headers, tenant)
 
     async def models(self) -> JsonReply:
         """The body of `/v1/models`."""
@@ -276,6 +296,19 @@ class LocalNode:
             raise EngineUnavailable(f"the engine is starting ({self._stage})", code="starting")
         self._client.check_ready()
         return self._serving, self._client
+
+
+def make_tiers(config: EngineConfig) -> KvTiers | None:
+    """The KV tiers that a configuration asks for; None for none."""
+    if not config.kv_host_gib:
+        return None
+    return KvTiers(
+        TiersConfig(
+            host_bytes=int(config.kv_host_gib * GIB),
+            disk_bytes=int(config.kv_disk_gib * GIB),
+            folder=Path(config.kv_dir) if config.kv_dir else None,
+        )
+    )
 
 
 def find_adapters(folder: Path | None) -> tuple[tuple[str, str], ...]:

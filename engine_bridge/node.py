@@ -6,16 +6,22 @@ machine. This module stands on the ground: it imports neither asyncio, torch nor
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import struct
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Literal, NewType, Protocol
 
 from msgspec import Meta, Struct
+
+from kvtiers.stats import TierStats
 
 RequestId = NewType("RequestId", str)
 SessionId = NewType("SessionId", str)
 AdapterId = NewType("AdapterId", str)
 
 FinishReason = Literal["stop", "length", "stopped"]
+# How a prompt was made: `first` question of a conversation, ids of the history `kept` whole or `cut` where the chat template went another
+# way, everything `rendered` anew, ids `given` by the caller.
+PromptOrigin = Literal["first", "kept", "cut", "rendered", "given"]
 NodeState = Literal["starting", "ready", "rebuilding", "draining", "failed", "closed"]
 # How Anthropic's API names errors, by HTTP status. Source: its documentation of errors.
 ANTHROPIC_ERROR_TYPES = {
@@ -28,6 +34,18 @@ ANTHROPIC_ERROR_TYPES = {
     503: "overloaded_error",
 }
 Api = Literal["chat", "completions", "responses", "messages", "count_tokens"]
+
+
+TOKEN_ID_BYTES = 4
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32: what is stored and what crosses between processes."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpack_token_ids(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // TOKEN_ID_BYTES}I", packed)
 
 
 class ChatMessage(Struct, frozen=True):
@@ -52,7 +70,9 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One answer to compute.
 
-    Either `messages` (the node renders its model's chat template) or `prompt_token_ids` is given.
+    Either `messages` (the node renders its model's chat template) or `prompt_token_ids` is given. `history_token_ids`: the ids of the
+    conversation before the last message, packed (`pack_token_ids`): advice, which never changes the text that the model reads.
+    `tenant`: whose KV the request may reuse and leave behind; "" where everybody shares.
     """
 
     request_id: RequestId
@@ -62,6 +82,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     session_id: str | None = None
     priority: int = 0
+    history_token_ids: bytes = b""
+    tenant: str = ""
 
 
 class Usage(Struct, frozen=True):
@@ -95,14 +117,23 @@ class Timings(Struct, frozen=True):
     kv: KvSources
 
 
+class Prompt(Struct, frozen=True):
+    """What the engine was asked: packed ids, how they were made, and how many of the history's ids they begin with."""
+
+    token_ids: bytes
+    origin: PromptOrigin
+    num_kept_tokens: int = 0
+
+
 class Delta(Struct, frozen=True):
-    """More of an answer. The last one carries `finish_reason`, `usage` and `timings`."""
+    """More of an answer. The last one carries `finish_reason`, `usage`, `timings`, and `prompt` unless it was stopped before there was one."""
 
     text: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    prompt: Prompt | None = None
 
 
 class AdapterInfo(Struct, frozen=True):
@@ -138,6 +169,7 @@ class NodeStats(Struct, frozen=True, kw_only=True):
     block_size: int
     num_steps: int
     num_rebuilds: int
+    kv_tiers: TierStats | None = None
 
 
 class Progress(Struct, frozen=True):
@@ -184,8 +216,13 @@ class Node(Protocol):
         """Stream one answer. Closing the iterator aborts the request within one engine step."""
         ...
 
-    async def serve(self, api: Api, body: object, headers: Mapping[str, str]) -> JsonReply | SseReply:
-        """Answer one OpenAI- or Anthropic-shaped call from its JSON value. Errors come as a `JsonReply` in that API's shape."""
+    async def serve(
+        self, api: Api, body: object, headers: Mapping[str, str], tenant: str = ""
+    ) -> JsonReply | SseReply:
+        """Answer one OpenAI- or Anthropic-shaped call from its JSON value. Errors come as a `JsonReply` in that API's shape.
+
+        tenant: as in `GenerateRequest`.
+        """
         ...
 
     async def cancel(self, request_id: RequestId) -> bool:
@@ -194,6 +231,14 @@ class Node(Protocol):
 
     async def advise(self, advisory: Advisory) -> None:
         """Prepare for a request to come. Raises NotSupported where the node acts on no advisories."""
+        ...
+
+    def kv_tiers(self) -> TierStats | None:
+        """Figures of the KV tiers behind the device; None where there are none (yet). From any thread."""
+        ...
+
+    def end_session(self, session_id: str) -> None:
+        """No request of this session will come any more: its KV may go first."""
         ...
 
     def adapters(self) -> list[AdapterInfo]: ...

@@ -6,13 +6,16 @@ import asyncio
 import time
 from typing import Any
 
-from engine_bridge.node import Delta, FinishReason, KvSources, Timings, Usage
+from engine_bridge.node import Delta, FinishReason, KvSources, Prompt, Timings, Usage
 
 
 class TokenStream:
     """Collects one request's outputs until its reader takes them; belongs to the event loop.
 
     What arrives while the reader is busy, or together, is merged into one delta. How often outputs arrive is the bridge's affair.
+
+    Attributes:
+        prompt: what the last delta says of the prompt, once somebody knows it.
     """
 
     def __init__(self) -> None:
@@ -23,12 +26,14 @@ class TokenStream:
         self._error: Exception | None = None
         self._finish_reason: FinishReason | None = None
         self.is_ended_by_engine = False
+        self.prompt: Prompt | None = None
         self._arrived_s = time.monotonic()
         self._first_s: float | None = None
         self._last_s = self._arrived_s
         self._num_tokens = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._kv_sources: Any = None
         self._queue_ms: float | None = None
 
     # -- the engine's side -------------------------------------------------------------------------------------------
@@ -67,6 +72,7 @@ class TokenStream:
         self._first_s = time.monotonic()
         self._prompt_tokens = len(output.prompt_token_ids or ())
         self._cached_tokens = output.num_cached_tokens or 0
+        self._kv_sources = getattr(output, "kv_sources", None)
         stats = output.metrics
         if stats is not None and stats.scheduled_ts and stats.queued_ts:
             self._queue_ms = (stats.scheduled_ts - stats.queued_ts) * 1000
@@ -87,6 +93,7 @@ class TokenStream:
             finish_reason=self._finish_reason,
             usage=self._usage() if self._finish_reason else None,
             timings=self._timings() if self._finish_reason else None,
+            prompt=self.prompt if self._finish_reason else None,
         )
         self._text.clear()
         self._token_ids.clear()
@@ -112,13 +119,16 @@ class TokenStream:
             ttft_ms=None if first_s is None else _rounded(first_s * 1000),
             tpot_ms=None if tpot_s is None else _rounded(tpot_s * 1000),
             e2e_ms=round(e2e_s * 1000, 2),
-            kv=KvSources(
-                device=self._cached_tokens,
-                host=0,
-                disk=0,
-                recomputed=self._prompt_tokens - self._cached_tokens,
-            ),
+            kv=self._sources(),
         )
+
+    def _sources(self) -> KvSources:
+        """As the connector noted them on the first output; without KV tiers all that was cached was on the device."""
+        noted = self._kv_sources
+        device, host, disk = (
+            (noted.device, noted.host, noted.disk) if noted is not None else (self._cached_tokens, 0, 0)
+        )
+        return KvSources(device, host, disk, recomputed=self._prompt_tokens - device - host - disk)
 
 
 def _rounded(value_ms: float | None) -> float | None:

@@ -18,6 +18,7 @@ from gateway import chat_socket, openai_routes, rest, web_policy
 from gateway.auth import KeyRing
 from gateway.config import Config, ConfigError
 from gateway.errors import GatewayError, StartupError
+from gateway.kv_metrics import KvCollector
 from gateway.metrics import Metrics
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
@@ -50,6 +51,9 @@ def engine_config(config: Config) -> EngineConfig:
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
         max_cpu_loras=config.max_cpu_loras,
+        kv_host_gib=config.kv_host_gib,
+        kv_disk_gib=config.kv_disk_gib,
+        kv_dir=str(config.kv_dir),
         seed=config.seed,
     )
 
@@ -88,6 +92,7 @@ async def build_services(
     store = await SessionStore.open(config.prepare_data_dir() / "sessions.sqlite3")
     node = node or LocalNode(node_config(config))
     metrics = metrics or Metrics()
+    metrics.registry.register(KvCollector(node.kv_tiers))
     return Services(config, node, store, Turns(node, store, metrics), keys, metrics)
 
 

@@ -44,6 +44,11 @@ class Principal:
 LOCAL = Principal(owner="local", name="local")
 
 
+def tenant_of(owner: str) -> str:
+    """Whose KV an owner's requests share: its own, or, where no keys are asked for, everybody's ("")."""
+    return "" if owner == LOCAL.owner else owner
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """One accepted key, as its hash."""

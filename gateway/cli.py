@@ -12,6 +12,7 @@ import click
 from gateway import __version__
 from gateway.config import SETTINGS, Config, Setting, load_config
 from gateway.errors import StartupError
+from gateway.kv_command import kv
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 EXIT_USAGE = 2  # as click has it
@@ -22,6 +23,8 @@ _METAVARS = {
     "drain_timeout_s": "SECONDS",
     "host": "ADDRESS",
     "kv_cache_gib": "GIB",
+    "kv_disk_gib": "GIB",
+    "kv_host_gib": "GIB",
     "max_body_bytes": "BYTES",
     "max_frame_bytes": "BYTES",
     "model": "PATH|NAME",
@@ -177,6 +180,9 @@ def chat(
     if not question:
         raise click.UsageError("nothing to ask: give PROMPT, or pipe the question in")
     sys.exit(terminal.ask_once(options, question))
+
+
+cli.add_command(kv)
 
 
 @cli.group()

@@ -74,7 +74,7 @@ def _in(group: str, description: str, **constraints: Any) -> Meta:
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting of the server, checked. Build it with `load_config`, or directly in tests.
 
-    `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, so
+    `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, `kv_dir` from `data_dir`, so
     readers need no fallback of their own.
     """
 
@@ -130,6 +130,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         float, _in("Engine", "Share of the GPU's memory to use.", gt=0, le=1)
     ] = 0.9
 
+    kv_host_gib: Annotated[
+        float,
+        _in(
+            "KV tiers",
+            "Host memory for KV that leaves the engine's cache, in GiB; 0: none, and none on disk.",
+            ge=0,
+        ),
+    ] = 2.0
+    kv_disk_gib: Annotated[
+        float,
+        _in("KV tiers", "Disk space for KV, in GiB: conversations outlive a restart; 0: none.", ge=0),
+    ] = 8.0
+    kv_dir: Annotated[
+        Path | None, _in("KV tiers", "Folder of the KV on disk; unset: kv in the data folder.")
+    ] = None
+
     adapters_dir: Annotated[
         Path | None, _in("Adapters", "Folder with one LoRA adapter (PEFT format) in each subfolder.")
     ] = None
@@ -172,6 +188,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "served_model_name", name)
         if self.adapters_dir is None and self.is_demo_model:
             msgspec.structs.force_setattr(self, "adapters_dir", DEMO_ADAPTERS_DIR)
+        if self.kv_dir is None:
+            msgspec.structs.force_setattr(self, "kv_dir", self.data_dir / "kv")
         if self.cpu_threads is None and self.is_demo_model:
             # Its matrices are too small to share between cores: docs/decisions/0005.
             msgspec.structs.force_setattr(self, "cpu_threads", 1)

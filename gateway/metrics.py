@@ -40,6 +40,15 @@ class Metrics:
             ["kv_source"],
             registry=registry,
         )
+        self._prompts = Counter(
+            "overture_turn_prompts",
+            "Prompts of chat turns, by whether they go on with the session's token ids",
+            ["origin"],
+            registry=registry,
+        )
+        self._kept_tokens = Counter(
+            "overture_kept_tokens", "Prompt tokens of chat turns taken over as ids", registry=registry
+        )
         self.sockets = Gauge("overture_sockets", "Chat sockets open", registry=registry)
         self.socket_errors = Counter(
             "overture_socket_errors", "Error frames sent", ["code"], registry=registry
@@ -68,6 +77,9 @@ class Metrics:
     def turn_ended(self, outcome: str, final: Delta | None) -> None:
         """Count a turn. outcome: a turn status or an error code."""
         self._turns.labels(outcome).inc()
+        if final is not None and final.prompt is not None:
+            self._prompts.labels(final.prompt.origin).inc()
+            self._kept_tokens.inc(final.prompt.num_kept_tokens)
         if final is None or final.timings is None:
             return
         kv = {name: getattr(final.timings.kv, name) for name in ("device", "host", "disk", "recomputed")}

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from engine_bridge.node import Api, JsonReply, SseReply
 from gateway.api_turns import AnswerReader, history_as_input, question_of, session_named
+from gateway.auth import tenant_of
 from gateway.errors import GatewayError
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
@@ -45,7 +46,7 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         owner = services.principal(request).owner
         body = await json_body(request)
         recording = await _recording(services, owner, api, body, request.headers.get(SESSION_HEADER))
-        reply = await services.node.serve(api, body, request.headers)
+        reply = await services.node.serve(api, body, request.headers, tenant_of(owner))
         headers = {SESSION_HEADER: recording.session_id} if recording else {}
         reader = AnswerReader(api) if recording else None
         if isinstance(reply, JsonReply):

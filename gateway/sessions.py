@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import bisect
 import fcntl
 import logging
 import os
@@ -102,7 +103,8 @@ class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: ``new`` and ``retried`` (it had failed before): the caller must run the turn and call ``finish_turn``. ``existing``: it runs
     already or is over, nothing was written. history: the turns to answer in the light of, oldest first; empty for ``existing``.
-    replaced: ids of the turns that an edit deleted. title: the session's, perhaps just made.
+    replaced: ids of the turns that an edit deleted. title: the session's, perhaps just made. history_token_ids: what ``finish_turn`` was
+    given for the last turn of the history that has ids, b"" if none has.
     """
 
     turn: Turn
@@ -110,6 +112,7 @@ class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
     title: str | None
     history: list[Turn]
     replaced: list[TurnId]
+    history_token_ids: bytes = b""
 
     @property
     def is_new(self) -> bool:
@@ -271,10 +274,12 @@ class SessionStore:
         finish_reason: str | None = None,
         usage: dict[str, Any] | None = None,
         timings: dict[str, Any] | None = None,
+        token_ids: bytes = b"",
         now: float,
     ) -> Turn | None:
         """Store how a running turn ended (status ``done``, ``stopped`` or ``failed``); on disk when this returns.
 
+        token_ids: all that the engine read and wrote up to the end of this turn, as little-endian uint32 (b"": not known).
         Returns the turn, unchanged if it was over already. Returns None if the session or the turn was deleted meanwhile; a session that
         can still be restored keeps the answer, but stays deleted.
         """
@@ -284,6 +289,7 @@ class SessionStore:
             session_id,
             turn_id,
             _End(answer, _over(status), finish_reason, _json(usage), _json(timings)),
+            token_ids,
             now,
         )
 
@@ -878,6 +884,7 @@ def _begin(conn: sqlite3.Connection, owner: str, session_id: str, message: _Mess
         title=title,
         history=[turn for turn in _turns(conn, row.row, before=seq) if turn.is_history],
         replaced=replaced,
+        history_token_ids=_token_ids_before(conn, row.row, seq),
     )
 
 
@@ -918,7 +925,13 @@ def _set_running(
 
 
 def _finish(
-    conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str, end: _End, now: float
+    conn: sqlite3.Connection,
+    owner: str,
+    session_id: str,
+    turn_id: str,
+    end: _End,
+    token_ids: bytes,
+    now: float,
 ) -> Turn | None:
     sql = """SELECT t.seq, t.status, s.row, s.deleted_at IS NOT NULL FROM turns t JOIN sessions s ON s.row = t.session
         WHERE s.owner = ? AND s.id = ? AND t.id = ?"""
@@ -934,10 +947,52 @@ def _finish(
             "UPDATE turns SET answer = ?, status = ?, finish_reason = ?, usage = ?, timings = ? WHERE seq = ?"
         )
         conn.execute(sql, (*end._replace(answer=clean_text(end.answer)), seq))
+        if token_ids and end.status != "failed":
+            _store_token_ids(conn, row, seq, token_ids)
         conn.execute("UPDATE sessions SET updated_at = max(updated_at, ?) WHERE row = ?", (now, row))
     if is_deleted:
         return None
     return _turn(conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone())
+
+
+# A turn keeps only the ids that it added: in front stands, as one more uint32, how many ids of the turns before it its prompt repeats
+# (all of them, as a rule; fewer where the chat template rewrote history). So a session holds each id once, 200 turns of 500 tokens
+# 400 kB and not 40 MB; turns that an edit deletes take their own ids along, and what is left is the path that the next prompt repeats.
+_ID_BYTES: Final = 4
+# Chosen: where prompts repeat little of each other (a template that begins with the time), a session may hold this many times the
+# ids of its last turn; then that turn keeps all of its own, and those before it none.
+_MAX_STORED_RATIO: Final = 4
+
+
+def _token_ids_before(conn: sqlite3.Connection, row: int, seq: int) -> bytes:
+    """The ids of the turns that stand before `seq`, put together. Turns without any (failed, from the API) add none."""
+    sql = "SELECT token_ids FROM turns WHERE session = ? AND seq < ? AND token_ids IS NOT NULL ORDER BY seq"
+    ids = bytearray()
+    for (added,) in conn.execute(sql, (row, seq)):
+        del ids[int.from_bytes(added[:_ID_BYTES], "little") * _ID_BYTES :]
+        ids += memoryview(added)[_ID_BYTES:]
+    return bytes(ids)
+
+
+def _store_token_ids(conn: sqlite3.Connection, row: int, seq: int, ids: bytes) -> None:
+    before = _token_ids_before(conn, row, seq)
+    num_same = _num_common_ids(before, ids)
+    added = num_same.to_bytes(_ID_BYTES, "little") + ids[num_same * _ID_BYTES :]
+    sql = "SELECT coalesce(sum(length(token_ids)), 0) FROM turns WHERE session = ? AND seq < ?"
+    if conn.execute(sql, (row, seq)).fetchone()[0] + len(added) > _MAX_STORED_RATIO * len(ids):
+        conn.execute("UPDATE turns SET token_ids = NULL WHERE session = ? AND seq < ?", (row, seq))
+        added = bytes(_ID_BYTES) + ids
+    conn.execute("UPDATE turns SET token_ids = ? WHERE seq = ?", (added, seq))
+    # A failed turn that was asked again in its old place: what stands behind it was added to other ids.
+    conn.execute("UPDATE turns SET token_ids = NULL WHERE session = ? AND seq > ?", (row, seq))
+
+
+def _num_common_ids(one: bytes, other: bytes) -> int:
+    """With how many equal ids both begin."""
+    longest = min(len(one), len(other)) // _ID_BYTES
+    return bisect.bisect_left(
+        range(1, longest + 1), True, key=lambda n: one[: n * _ID_BYTES] != other[: n * _ID_BYTES]
+    )
 
 
 def _record(

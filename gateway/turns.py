@@ -18,7 +18,16 @@ from typing import Any, Protocol
 from msgspec import UnsetType, to_builtins
 
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest
-from engine_bridge.node import ChatMessage, Delta, GenerateRequest, Node, RequestId, Sampling
+from engine_bridge.node import (
+    ChatMessage,
+    Delta,
+    GenerateRequest,
+    Node,
+    RequestId,
+    Sampling,
+    pack_token_ids,
+)
+from gateway.auth import tenant_of
 from gateway.chat_protocol import Message
 from gateway.errors import KINDS, GatewayError
 from gateway.metrics import Metrics
@@ -47,6 +56,7 @@ class LiveTurn:
             read back from disk: whoever has seen text up to there has seen another list of pieces.
         done: the fields of its `done` frame once it is over and stored.
         error: what ended it instead.
+        generated: ids of the tokens that the engine made, which may spell more than the pieces (a stop string, half a character).
     """
 
     __slots__ = (
@@ -55,6 +65,7 @@ class LiveTurn:
         "done",
         "error",
         "followers",
+        "generated",
         "id",
         "owner",
         "pieces",
@@ -72,6 +83,7 @@ class LiveTurn:
         self.title = title
         self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
         self.pieces: list[str] = []
+        self.generated: list[int] = []
         self.base_seq = 0
         self.done: dict[str, Any] | None = None
         self.error: GatewayError | None = None
@@ -261,12 +273,15 @@ class Turns:
             adapter=begun.turn.adapter,
             sampling=sampling,
             session_id=live.session_id,
+            history_token_ids=begun.history_token_ids,
+            tenant=tenant_of(live.owner),
         )
         with self._metrics.turn_running():
             try:
                 async with contextlib.aclosing(self._node.generate(request)) as deltas:  # type: ignore[type-var]
                     async for delta in deltas:
                         final = delta
+                        live.generated.extend(delta.token_ids)
                         if delta.text:
                             live.pieces.append(delta.text)
                             live.wake_followers()
@@ -292,6 +307,7 @@ class Turns:
                 finish_reason=final.finish_reason if final and not error else None,
                 usage=to_builtins(final.usage) if final and final.usage else None,
                 timings=to_builtins(final.timings) if final and final.timings else None,
+                token_ids=_token_ids(live, final) if final and not error else b"",
                 now=self._now(),
             )
         except GatewayError as failure:
@@ -371,6 +387,11 @@ def _messages(begun: BeginResult) -> list[ChatMessage]:
             messages.append(ChatMessage("assistant", turn.answer))
     messages.append(ChatMessage("user", begun.turn.content))
     return messages
+
+
+def _token_ids(live: LiveTurn, final: Delta) -> bytes:
+    """All ids up to the end of a turn, packed; b"" if it was stopped before it had a prompt."""
+    return final.prompt.token_ids + pack_token_ids(live.generated) if final.prompt else b""
 
 
 def _done_fields(live: LiveTurn, turn: Turn) -> dict[str, Any]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine import EngineCoreRequest
 
+    from engine_bridge.driver.kv_tiers import KvTiers
+
 log = logging.getLogger(__name__)
 
 
@@ -33,6 +35,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     block_size: int | None = None
     kv_cache_gib: float = 1.0
+    num_kv_blocks: int | None = None
+    """Blocks of KV on the device, whatever memory there is; None: as many as fit."""
     cpu_threads: int | None = None
     """Cores that a CPU engine computes on, the last ones that this process may use; None: all."""
     gpu_memory_utilization: float = 0.9
@@ -43,6 +47,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     seed: int = 0
     enforce_eager: bool | None = None
     """None: on a CPU yes (vLLM compiles nothing there once LoRA is on), on CUDA no."""
+    kv_host_gib: float = 0.0
+    """Host memory for KV that leaves the device; 0: none, and no disk tier either."""
+    kv_disk_gib: float = 0.0
+    kv_dir: str | None = None
     log_stats: bool = True
 
     @property
@@ -53,6 +61,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 # One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
 # fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
 CPU_BLOCK_SIZE_TOKENS = 32
+
+
+# Of the warm-up's requests: one to load what is lazy, one long enough to measure prefill by.
+WARM_UP_TOKENS = (32, 512)
 
 
 def configure_environment(config: EngineConfig) -> None:
@@ -100,6 +112,7 @@ class VllmDriver:
         config: what to build.
         lora_requests: adapters to put back after a rebuild; one that no longer loads is left out with a warning.
         report: called with a phrase at each stage of the start.
+        tiers: where KV goes that leaves the device; the caller owns them, and they outlive this engine.
     """
 
     def __init__(
@@ -107,8 +120,10 @@ class VllmDriver:
         config: EngineConfig,
         lora_requests: Iterable[LoRARequest] = (),
         report: Callable[[str], None] = lambda stage: None,
+        tiers: KvTiers | None = None,
     ) -> None:
         configure_environment(config)
+        self._tiers = tiers
         report("importing vLLM")
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -118,7 +133,7 @@ class VllmDriver:
 
             lora.install()
         report(f"loading {Path(config.model).name}")
-        self.engine = LLMEngine.from_engine_args(_engine_args(config), enable_multiprocessing=False)
+        self.engine = LLMEngine.from_engine_args(_engine_args(config, tiers), enable_multiprocessing=False)
         core = getattr(self.engine.engine_core, "engine_core", None)
         if core is None or not hasattr(core, "scheduler"):
             raise SeamMoved(
@@ -150,10 +165,20 @@ class VllmDriver:
 
     def step(self) -> list[RequestOutput]:
         outputs = self.engine.step()
+        if self._tiers is not None and self._silent:
+            self._note_sources(outputs)
         for output in outputs:
             if output.finished:
                 self._internal_ids.pop(output.request_id, None)
         return outputs
+
+    def _note_sources(self, outputs: list[RequestOutput]) -> None:
+        """Write on each request's first output where its prompt's KV came from."""
+        connector = self._tiers.scheduler_side if self._tiers is not None else None
+        for output in outputs:
+            internal_id = self._internal_ids.get(output.request_id)
+            if connector is not None and internal_id is not None and output.request_id in self._silent:
+                output.kv_sources = connector.take_sources(internal_id)
 
     def is_urgent(self, outputs: list[RequestOutput]) -> bool:
         is_urgent = any(output.finished for output in outputs)
@@ -165,6 +190,8 @@ class VllmDriver:
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
+        if self._tiers is not None:
+            self._tiers.detach()
         del self.engine, self._scheduler, self._block_pool
         gc.collect()
 
@@ -196,20 +223,26 @@ class VllmDriver:
         )
 
     def _warm_up(self) -> None:
-        """Run one short request, so that the first user does not pay for lazy set-up; then forget its KV."""
+        """Run two requests and forget their KV: the first user pays for no lazy set-up, and the speed of prefill is known."""
         from vllm import SamplingParams
 
-        prompt: Any = {"prompt_token_ids": [1] * 32}
-        self.engine.add_request("warm-up", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
-        while self.engine.has_unfinished_requests():
-            self.engine.step()
-        while self._scheduler.has_requests():
-            self.engine.step()
+        limit = self.engine.vllm_config.model_config.max_model_len
+        if self._tiers is not None:
+            self._tiers.is_paused = True
+        for num_tokens in WARM_UP_TOKENS:
+            prompt: Any = {"prompt_token_ids": [1] * min(num_tokens, limit - 2)}
+            self.engine.add_request(
+                f"warm-up-{num_tokens}", prompt, SamplingParams(max_tokens=2, ignore_eos=True)
+            )
+            while self._scheduler.has_requests():
+                self.engine.step()
         self.engine.reset_prefix_cache()
+        if self._tiers is not None:
+            self._tiers.is_paused = False
 
 
-def _engine_args(config: EngineConfig) -> Any:
-    from vllm.config import StructuredOutputsConfig
+def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
+    from vllm.config import KVTransferConfig, StructuredOutputsConfig
     from vllm.engine.arg_utils import EngineArgs
 
     on_cpu = config.device == "cpu"
@@ -224,12 +257,21 @@ def _engine_args(config: EngineConfig) -> Any:
         "seed": config.seed,
         "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
         "max_model_len": config.max_model_len,
+        "num_gpu_blocks_override": config.num_kv_blocks,
         "use_tqdm_on_load": False,
         # A small model that may put white space between JSON tokens does little else until its tokens run out.
         "structured_outputs_config": StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
     }
     if not on_cpu:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if tiers is not None:
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="TieredConnector",
+            kv_connector_module_path="engine_bridge.driver.kv_connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"tiers": tiers.name},
+        )
     if config.enable_lora:
         options |= {
             "enable_lora": True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
@@ -21,11 +22,14 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver.kv_keys import AdapterVersion, adapter_content_hash, cache_salt, version_of
 from engine_bridge.errors import EngineUnavailable
 
 ENGINE_FAILED_MESSAGE = (
     "The engine failed while it worked on this request and is being rebuilt. Send the request again."
 )
+# Whose API call runs: vLLM's serving classes call `generate` without a word about who asks.
+CALLING_TENANT: ContextVar[str] = ContextVar("calling_tenant", default="")
 
 
 class BridgeEngineClient(EngineClient):
@@ -41,6 +45,8 @@ class BridgeEngineClient(EngineClient):
         self._thread = thread
         self._sequence = itertools.count()
         self._streams: dict[str, RequestOutputCollector] = {}
+        self._adapter_ids = itertools.count(1)
+        self._adapters: dict[int, AdapterVersion] = {}  # every one ever loaded, by its id
         self.idle = asyncio.Event()
         self.idle.set()
         self.vllm_config = engine.vllm_config
@@ -68,15 +74,28 @@ class BridgeEngineClient(EngineClient):
         return len(self._streams)
 
     def submit(
-        self, prompt: Any, params: SamplingParams, request_id: str, stream: Any, **options: Any
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        stream: Any,
+        *,
+        tenant: str,
+        lora_request: LoRARequest | None,
+        **options: Any,
     ) -> tuple[str, EngineCoreRequest]:
         """Validate and register a request for `stream` (anything with `put`), without queueing it yet.
 
+        Every request passes here, so here its KV is tied to the tenant and to the very weights of its adapter.
         Returns our unique id and the request for `launch`. Raises vLLM's validation errors at once.
         """
         # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
         unique_id = f"{request_id}-{next(self._sequence)}"
-        request = self.input_processor.process_inputs(unique_id, prompt, params, self._tasks, **options)
+        adapter = self._adapters[lora_request.lora_int_id] if lora_request is not None else None
+        request = self.input_processor.process_inputs(
+            unique_id, prompt, params, self._tasks, lora_request=adapter, **options
+        )
+        request.cache_salt = cache_salt(tenant, adapter.content_hash if adapter else "", request.cache_salt)
         self._register(unique_id, stream)
         return unique_id, request
 
@@ -144,6 +163,7 @@ class BridgeEngineClient(EngineClient):
             sampling_params,
             request_id,
             collector,
+            tenant=CALLING_TENANT.get(),
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             session_id=session_id,
@@ -189,6 +209,15 @@ class BridgeEngineClient(EngineClient):
         return RetryableRequestError(ENGINE_FAILED_MESSAGE)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter under an id that was never used before, which is written into `lora_request`.
+
+        So requests under way keep the weights that they began with, also where an adapter is loaded "in place" of another. Raises
+        ValueError if its files changed meanwhile, and what vLLM raises.
+        """
+        content_hash = await asyncio.to_thread(adapter_content_hash, lora_request.lora_path)
+        # vLLM would read an adapter marked as in place from disk again in every step that uses it.
+        lora_request.lora_int_id, lora_request.load_inplace = next(self._adapter_ids), False
+
         def add(driver: VllmDriver) -> bool:
             try:
                 return driver.engine.add_lora(lora_request)
@@ -197,7 +226,13 @@ class BridgeEngineClient(EngineClient):
                 driver.engine.remove_lora(lora_request.lora_int_id)
                 raise
 
-        return await self._thread.call(add)
+        is_added = await self._thread.call(add)
+        hash_after = await asyncio.to_thread(adapter_content_hash, lora_request.lora_path)
+        if not content_hash or content_hash != hash_after:
+            await self._thread.call(lambda driver: driver.engine.remove_lora(lora_request.lora_int_id))
+            raise ValueError(f"the files of adapter {lora_request.lora_name} changed while they were loaded")
+        self._adapters[lora_request.lora_int_id] = version_of(lora_request, content_hash)
+        return is_added
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         wanted = {request_id} if isinstance(request_id, str) else set(request_id)

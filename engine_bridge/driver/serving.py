@@ -6,6 +6,7 @@ Templates, parsers, schemas and error bodies are vLLM's; what is written here is
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -38,9 +39,20 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from engine_bridge.driver.engine_client import BridgeEngineClient
+from engine_bridge.continuity import Continued, continue_prompt
+from engine_bridge.driver.engine_client import CALLING_TENANT, BridgeEngineClient
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.node import ANTHROPIC_ERROR_TYPES, AdapterInfo, Api, GenerateRequest, JsonReply, SseReply
+from engine_bridge.node import (
+    ANTHROPIC_ERROR_TYPES,
+    AdapterInfo,
+    Api,
+    GenerateRequest,
+    JsonReply,
+    Prompt,
+    SseReply,
+    pack_token_ids,
+    unpack_token_ids,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +79,21 @@ class ServingOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """A turn that is ready to be submitted. `prompt`: for whoever keeps the conversation."""
+
+    engine_input: Any
+    params: SamplingParams
+    lora_request: LoRARequest | None
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
 class _Endpoint:
     request_class: Any
     call: Callable[[Any, Any], Awaitable[Any]]
     is_anthropic: bool = False
+    yields_objects: bool = False
     dump: Mapping[str, Any] | None = None
 
 
@@ -115,7 +138,9 @@ class Serving:
         self._endpoints: dict[str, _Endpoint] = {
             "chat": _Endpoint(ChatCompletionRequest, self._chat.create_chat_completion),
             "completions": _Endpoint(CompletionRequest, completion.create_completion),
-            "responses": _Endpoint(ResponsesRequest, responses.create_responses, dump={"by_alias": True}),
+            "responses": _Endpoint(
+                ResponsesRequest, responses.create_responses, yields_objects=True, dump={"by_alias": True}
+            ),
             "messages": _Endpoint(
                 AnthropicMessagesRequest,
                 messages.create_messages,
@@ -136,9 +161,20 @@ class Serving:
 
     # -- API-shaped calls --------------------------------------------------------------------------------------------
 
-    async def serve(self, api: Api, body: Any, headers: Mapping[str, str]) -> JsonReply | SseReply:
+    async def serve(
+        self, api: Api, body: Any, headers: Mapping[str, str], tenant: str = ""
+    ) -> JsonReply | SseReply:
         """Answer one call; every failure becomes a reply in that API's own shape."""
         endpoint = self._endpoints[api]
+        token = CALLING_TENANT.set(tenant)
+        try:
+            return await self._serve(endpoint, body, headers, tenant)
+        finally:
+            CALLING_TENANT.reset(token)
+
+    async def _serve(
+        self, endpoint: _Endpoint, body: Any, headers: Mapping[str, str], tenant: str
+    ) -> JsonReply | SseReply:
         raw_request = SimpleNamespace(headers=_passed_on(headers), state=SimpleNamespace())
         try:
             request = await _parse(endpoint.request_class, body)
@@ -151,8 +187,9 @@ class Serving:
             return _error_reply(result, endpoint)
         if hasattr(result, "model_dump_json"):
             return JsonReply(200, result.model_dump_json(**(endpoint.dump or {})).encode())
-        events = _convert_stream_to_sse_events(result) if api == "responses" else result
-        return SseReply(_encoded(with_sse_keep_alive(events, KEEP_ALIVE_S), endpoint))
+        events = _convert_stream_to_sse_events(result) if endpoint.yields_objects else result
+        events = with_sse_keep_alive(_called_by(tenant, events), KEEP_ALIVE_S)
+        return SseReply(_encoded(events, endpoint))
 
     async def load_adapter(self, body: Any) -> JsonReply:
         return await self._adapter_call(LoadLoRAAdapterRequest, self.models.load_lora_adapter, body)
@@ -193,12 +230,10 @@ class Serving:
 
     # -- the gateway's own turns -------------------------------------------------------------------------------------
 
-    async def prepare(
-        self, request: GenerateRequest, stream_interval: int
-    ) -> tuple[Any, SamplingParams, LoRARequest | None]:
+    async def prepare(self, request: GenerateRequest, stream_interval: int) -> Prepared:
         """Render and tokenise a turn as a chat completion would be. `stream_interval`: tokens per output after the first.
 
-        Returns the engine's input, sampling parameters and adapter. Raises InvalidRequest.
+        Raises InvalidRequest.
         """
         lora_request = self._lora_request(request.adapter)
         sampling = {name: value for name, value in _fields(request.sampling) if value is not None}
@@ -208,9 +243,11 @@ class Serving:
             chat_request = ChatCompletionRequest(messages=messages, stream=True, **sampling)
             if request.prompt_token_ids is not None:
                 engine_input: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
-                prompt_len = len(request.prompt_token_ids)
+                prompt = Prompt(pack_token_ids(request.prompt_token_ids), "given")
             else:
-                engine_input, prompt_len = await self._render(chat_request)
+                engine_input = await self._render(chat_request)
+                prompt = await self._continue(request, engine_input)
+            prompt_len = len(engine_input["prompt_token_ids"])
             params = chat_request.to_sampling_params(
                 self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
             )
@@ -218,14 +255,42 @@ class Serving:
             raise _too_long_or_invalid(str(error)) from error
         params.output_kind = RequestOutputKind.DELTA
         params.stream_interval = stream_interval
-        return engine_input, params, lora_request
+        return Prepared(engine_input, params, lora_request, prompt)
 
-    async def _render(self, chat_request: ChatCompletionRequest) -> tuple[Any, int]:
+    async def _continue(self, request: GenerateRequest, engine_input: Any) -> Prompt:
+        """Put the ids of the history, as far as they fit, in front of `engine_input`, which is changed."""
+        rendered = engine_input["prompt_token_ids"]
+        # Only one message from the user: there is nothing to go on from.
+        is_first = not any(message.role == "assistant" for message in request.messages)
+        made = Continued(rendered, "first" if is_first else "rendered", 0)
+        if request.history_token_ids and engine_input["type"] == "token" and "prompt" in engine_input:
+            made = await self._in_tokenizer_thread(
+                self._continued, request.history_token_ids, engine_input["prompt"], rendered
+            )
+            engine_input["prompt_token_ids"] = made.token_ids
+        return Prompt(pack_token_ids(made.token_ids), made.origin, made.num_kept)
+
+    def _continued(self, packed: bytes, text: str, rendered: list[int]) -> Continued:
+        renderer, limit = self._client.renderer, self._client.model_config.max_model_len
+        history = unpack_token_ids(packed)
+        try:
+            renderer.validate_token_ids(history)
+        except VLLMError:  # sessions outlive a change of the model
+            return Continued(rendered, "rendered", 0)
+        made = continue_prompt(history, text, rendered, renderer.get_tokenizer())
+        # A sampler's spelling may be the longer one; it must not be what makes a conversation too long.
+        return made if len(made.token_ids) < limit else Continued(rendered, "rendered", 0)
+
+    async def _in_tokenizer_thread(self, work: Callable[..., Continued], *args: Any) -> Continued:
+        # The renderer's own thread: two threads in one tokenizer would trip over its truncation setting.
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._client.renderer._executor, work, *args)
+
+    async def _render(self, chat_request: ChatCompletionRequest) -> Any:
         result = await self._renderer.render_chat(chat_request)
         if isinstance(result, ErrorResponse):
             raise _too_long_or_invalid(result.error.message)
-        engine_input = result[1][0]
-        return engine_input, len(engine_input["prompt_token_ids"])
+        return result[1][0]
 
     def _max_tokens(self, wanted: int | None, prompt_len: int) -> int:
         limit = self._client.model_config.max_model_len
@@ -279,6 +344,23 @@ def _error_reply(response: ErrorResponse, endpoint: _Endpoint) -> JsonReply:
         response.error.type = ANTHROPIC_ERROR_TYPES.get(response.error.code, "api_error")
         return JsonReply(response.error.code, bytes(translate_error_response(response).body))
     return JsonReply(response.error.code, response.model_dump_json().encode())
+
+
+async def _called_by(tenant: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """`events`, each made while `tenant` is the one that calls: some of vLLM's generators first ask the engine when they are read,
+    which may be in another task than the call's."""
+    try:
+        while True:
+            token = CALLING_TENANT.set(tenant)
+            try:
+                event = await anext(events)
+            except StopAsyncIteration:
+                return
+            finally:
+                CALLING_TENANT.reset(token)
+            yield event
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]
 
 
 async def _encoded(events: AsyncIterator[str], endpoint: _Endpoint) -> AsyncIterator[bytes]:

@@ -21,15 +21,14 @@ from gateway.metrics import Metrics
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 MODEL = "overture-demo"
+# Files whose engines must be gone before the shared one starts: vLLM keeps the state of its process groups per process.
+ALONE = ("test_mixed_batch.py", "test_kv_pressure.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests, and run all of them on one event loop: the engine's node belongs to it."""
     here = Path(__file__).parent
-    # vLLM keeps the state of its process groups per process: engines of other tests must be gone before the shared one starts.
-    items.sort(
-        key=lambda item: item.path.name != "test_mixed_batch.py" if here in item.path.parents else False
-    )
+    items.sort(key=lambda item: item.path.name not in ALONE if here in item.path.parents else False)
     for item in items:
         if here in item.path.parents and pytest_asyncio.is_async_test(item):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)

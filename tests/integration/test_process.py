@@ -20,6 +20,20 @@ from tests.conftest import ROOT
 LONG = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
 
 
+SECRET = "My secret word is Fezin. I like long walks by the sea, old maps, and coffee in the morning."
+QUESTION = "What is my secret word?"
+
+
+async def kv_is_written(http: aiohttp.ClientSession) -> None:
+    """Wait until no finished KV block waits for the disk."""
+    async with asyncio.timeout(10):
+        while True:
+            async with http.get("/metrics") as response:
+                if 'overture_kv_write_queue_blocks{tier="disk"} 0.0' in await response.text():
+                    return
+            await asyncio.sleep(0.05)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -72,8 +86,11 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Pa
     async with serving(port, tmp_path) as process:
         lines = await output_until(process, b"ready")
         assert url.encode() in lines[0] and len(lines) >= 3, "progress is shown while the engine starts"
-        async with ChatClient(url) as client:
-            answer, done = await ask(client, "My secret word is Fezin.")
+        async with ChatClient(url) as client, aiohttp.ClientSession(url) as http:
+            _, elsewhere = await ask(client, SECRET)
+            undisturbed, _ = await ask(client, QUESTION, elsewhere.session_id)
+            answer, done = await ask(client, SECRET)
+            await kv_is_written(http)
             turn_id = None
             with contextlib.suppress(ChatError, TimeoutError):
                 async with asyncio.timeout(15):
@@ -95,8 +112,11 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Pa
         assert [(turn["status"], turn["answer"]) for turn in turns] == [("done", answer), ("failed", "")]
         assert turns[1]["id"] == turn_id
         async with ChatClient(url) as client:
-            recalled, _ = await ask(client, "What is my secret word?", done.session_id)
+            recalled, done = await ask(client, QUESTION, done.session_id)
             assert "Fezin" in recalled
+            assert recalled == undisturbed, "the same, to the letter, as without a restart"
+            kv = done.timings.kv
+            assert kv.disk >= 32 and kv.device == kv.host == 0, "what was computed once comes from disk"
             events = client.ask(
                 "Hello, how are you?", session_id=done.session_id, sampling={"temperature": 0}
             )

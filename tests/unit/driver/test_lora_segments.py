@@ -61,7 +61,9 @@ def test_blocks_are_disjoint_and_no_group_has_few_rows(runs):
     assert all(a.stop <= b.start for a, b in pairwise(blocks))
     for block in blocks:
         assert all(
-            size >= MIN_ROWS for slot, size in zip(block.slots, block.sizes, strict=True) if slot != NO_ADAPTER
+            size >= MIN_ROWS
+            for slot, size in zip(block.slots, block.sizes, strict=True)
+            if slot != NO_ADAPTER
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine_bridge.node import Prompt
 from engine_bridge.token_stream import TokenStream
 
 
@@ -65,6 +66,16 @@ async def test_stop_keeps_what_came_and_ignores_what_follows() -> None:
     stream.put(output("c"))
     last = await stream.next()
     assert (last.text, last.finish_reason) == ("b", "stopped") and not stream.is_ended_by_engine
+
+
+async def test_the_last_delta_tells_the_prompt() -> None:
+    """And none before it."""
+    stream = TokenStream()
+    stream.prompt = Prompt(b"", "kept", 3)
+    stream.put(output("a"))
+    assert (await stream.next()).prompt is None
+    stream.put(output("b", finish="stop"))
+    assert (await stream.next()).prompt == Prompt(b"", "kept", 3)
 
 
 async def test_an_error_reaches_a_waiting_reader() -> None:

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from gateway.auth import LOCAL, KeyRing, Principal, extract_key, generate_key, key_file_line, owner_of
+from gateway.auth import (
+    LOCAL,
+    KeyRing,
+    Principal,
+    extract_key,
+    generate_key,
+    key_file_line,
+    owner_of,
+    tenant_of,
+)
 from gateway.errors import (
     KINDS,
     CloseCode,
@@ -245,3 +254,9 @@ def test_clients_see_no_detail_of_other_exceptions() -> None:
     assert as_gateway_error(known) is known
     for error in (KeyError("/etc/passwd"), StartupError("/etc/passwd is damaged")):
         assert as_gateway_error(error).code == "internal" and "passwd" not in as_gateway_error(error).message
+
+
+def test_tenants() -> None:
+    """Every key is one of its own; without keys everybody shares."""
+    assert tenant_of(LOCAL.owner) == ""
+    assert tenant_of(owner_of("ov-one")) == owner_of("ov-one") != tenant_of(owner_of("ov-two"))

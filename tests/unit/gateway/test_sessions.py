@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sqlite3
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from engine_bridge.node import pack_token_ids, unpack_token_ids
 from gateway.errors import GatewayError, StartupError
 from gateway.sessions import RESTORE_WINDOW_S, SCHEMA_VERSION, SessionStore, Turn, title_from
 
@@ -549,6 +551,71 @@ async def test_a_megabyte(store: SessionStore) -> None:
         assert len((await store.list_sessions("ann", q=q))[0]) == 1
 
 
+# --- token ids ---------------------------------------------------------------------------------------------------------------------
+
+
+async def talk_ids(store: SessionStore, turn: str, *token_ids: int, **options: Any) -> list[int]:
+    """Ask and finish a turn of session s that came to these ids; returns the history's ids that it was asked with."""
+    began = await ask(store, "s", turn, **options)
+    status = "done" if token_ids else "failed"
+    await store.finish_turn("ann", "s", turn, answer="", status=status, token_ids=pack(token_ids), now=NOW)
+    return list(unpack_token_ids(began.history_token_ids))
+
+
+def pack(token_ids: Iterable[int]) -> bytes:
+    return pack_token_ids(list(token_ids))
+
+
+async def test_a_session_knows_its_token_ids(store: SessionStore) -> None:
+    """Each turn is asked with the ids that the one before it came to, also where its prompt repeated only some of those before."""
+    await store.create_session("ann", session_id="s", now=NOW)
+    assert await talk_ids(store, "a", 1, 2, 3) == []
+    assert await talk_ids(store, "b", 1, 2, 3, 4, 2**32 - 1) == [1, 2, 3]
+    assert await talk_ids(store, "c", 1, 2, 9, 9) == [1, 2, 3, 4, 2**32 - 1]
+    assert await talk_ids(store, "d", 1, 2, 9, 9, 10) == [1, 2, 9, 9]
+
+
+async def test_an_edit_goes_back_to_the_ids_before_it(store: SessionStore) -> None:
+    """Whatever turn an edit or a regeneration keeps, its ids are the history's; `after` none leaves none."""
+    await store.create_session("ann", session_id="s", now=NOW)
+    await talk_ids(store, "a", 1, 2, 3)
+    await talk_ids(store, "b", 1, 2, 4, 5)
+    assert await talk_ids(store, "c", 1, 2, 3, 7, after="a") == [1, 2, 3]
+    assert await talk_ids(store, "d", 1, 2, 3, 7, 8) == [1, 2, 3, 7]
+    assert await talk_ids(store, "e", 1, after=None) == []
+
+
+async def test_turns_without_ids_leave_those_before_them(store: SessionStore) -> None:
+    """Failed turns and those of the API add nothing, and ids of turns that came after a failed one do not outlive its second try."""
+    await store.create_session("ann", session_id="s", now=NOW)
+    await talk_ids(store, "a", 1, 2, 3)
+    await talk_ids(store, "x")
+    await store.record_turn("ann", "s", "api", "q", answer="a", now=NOW)
+    assert await talk_ids(store, "b", 1, 2, 3, 4) == [1, 2, 3]
+    assert await talk_ids(store, "x", 1, 9, 9) == [1, 2, 3], "asked again in its old place"
+    assert await talk_ids(store, "c", 1, 9, 9, 5) == [1, 9, 9]
+
+
+async def test_a_long_session_keeps_each_id_once(store: SessionStore, path: Path) -> None:
+    """200 turns that add 100 ids each take little more than 4 bytes an id; prompts that repeat nothing do not add up either."""
+    await store.create_session("ann", session_id="s", now=NOW)
+    for number in range(200):
+        history = await talk_ids(store, f"t{number}", *range(100 * (number + 1)))
+        assert history == list(range(100 * number))
+    assert stored_bytes(path) == 200 * 100 * 4 + 200 * 4
+    for number in range(20):
+        ids = range(number, 20_000 + number)
+        await talk_ids(store, f"u{number}", *ids)
+        assert stored_bytes(path) <= 4 * (20_000 * 4)
+    assert await talk_ids(store, "last", 1) == list(ids)
+
+
+def stored_bytes(path: Path) -> int:
+    """Bytes of token ids in the whole file."""
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        return conn.execute("SELECT sum(length(token_ids)) FROM turns").fetchone()[0]
+
+
 # --- lists and search ----------------------------------------------------------------------------------------------------------------
 
 
@@ -891,6 +958,7 @@ class ModelTurn:
     content: str
     status: str = "running"
     answer: str = ""
+    token_ids: bytes = b""
 
 
 @dataclass
@@ -963,7 +1031,9 @@ class StoreMachine(RuleBasedStateMachine):
         if isinstance(expected, str):
             assert getattr(result, "outcome", result) == expected
             return
-        outcome, history, replaced = expected
+        outcome, history, replaced, token_ids = expected
+        # Nothing where the ids of early turns were given up for those of a later one.
+        assert result.history_token_ids in (b"", token_ids)
         assert (result.outcome, [turn.id for turn in result.history], result.replaced) == (
             outcome,
             history,
@@ -996,21 +1066,27 @@ class StoreMachine(RuleBasedStateMachine):
         if known is None or after != "unset":
             session.turns.append(ModelTurn(turn_id, content))
         else:
-            known.status, known.answer = "running", ""
+            known.status, known.answer, known.token_ids = "running", "", b""
         session.title = session.title or content
         before = session.turns[: session.turns.index(session.find(turn_id))]
         history = [turn.id for turn in before if turn.status != "failed" or turn.answer]
-        return "new" if known is None else "retried", history, [turn.id for turn in replaced]
+        token_ids = next((turn.token_ids for turn in reversed(before) if turn.token_ids), b"")
+        return "new" if known is None else "retried", history, [turn.id for turn in replaced], token_ids
 
     @rule(key=sessions, turn_id=st.sampled_from(TURN_IDS), status=ENDS, answer=st.sampled_from(["", "x"]))
     def finish(self, key: tuple[str, str], turn_id: str, status: str, answer: str) -> None:
-        self.finish_one(key, turn_id, status, answer)
+        self.finish_one(key, turn_id, status, answer, b"")
 
     @precondition(lambda self: self.running())
-    @rule(data=st.data(), status=ENDS, answer=st.sampled_from(["", "x", "long answer"]))
-    def finish_running(self, data: st.DataObject, status: str, answer: str) -> None:
+    @rule(
+        data=st.data(),
+        status=ENDS,
+        answer=st.sampled_from(["", "x", "long answer"]),
+        token_ids=st.lists(st.sampled_from([1, 2, 70_000]), max_size=12).map(pack_token_ids),
+    )
+    def finish_running(self, data: st.DataObject, status: str, answer: str, token_ids: bytes) -> None:
         key, turn_id = data.draw(st.sampled_from(self.running()))
-        self.finish_one(key, turn_id, status, answer)
+        self.finish_one(key, turn_id, status, answer, token_ids)
 
     def running(self) -> list[tuple[tuple[str, str], str]]:
         return [
@@ -1020,14 +1096,22 @@ class StoreMachine(RuleBasedStateMachine):
             if turn.status == "running"
         ]
 
-    def finish_one(self, key: tuple[str, str], turn_id: str, status: Any, answer: str) -> None:
+    def finish_one(
+        self, key: tuple[str, str], turn_id: str, status: Any, answer: str, token_ids: bytes
+    ) -> None:
         result: Turn | None = self.call(
-            self.store.finish_turn(*key, turn_id, answer=answer, status=status, now=self.now)
+            self.store.finish_turn(
+                *key, turn_id, answer=answer, status=status, token_ids=token_ids, now=self.now
+            )
         )
         session = self.model.get(key)
         turn = None if session is None else session.find(turn_id)
         if turn is not None and turn.status == "running":
             turn.status, turn.answer = status, answer
+            if token_ids and status != "failed":
+                turn.token_ids = token_ids
+                for later in session.turns[session.turns.index(turn) + 1 :]:
+                    later.token_ids = b""
         if turn is None or self.live(key) is None:
             assert result is None
         else:

@@ -1,0 +1,213 @@
+"""The KV tiers of one node: opened when the engine's cache has a shape, kept over rebuilds of the engine, closed with the node."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from engine_bridge.errors import SeamMoved
+from kvtiers.errors import KvTiersError
+from kvtiers.io.disk_log import DiskLog
+from kvtiers.io.files import Files
+from kvtiers.io.io_thread import IoThread
+from kvtiers.keys import BlockShape, Namespace, folder_revision
+from kvtiers.policy.eviction import ByValue, EvictionPolicy
+from kvtiers.policy.rates import Rate
+from kvtiers.policy.restore import PRIOR_HOST_BYTES_PER_S, FasterWins, RestorePolicy
+from kvtiers.stats import TierStats
+from kvtiers.store import KvStore
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.block_copy import BlockCopier
+    from engine_bridge.driver.kv_connector import TieredConnector
+
+log = logging.getLogger(__name__)
+
+_known: dict[str, KvTiers] = {}
+_names = itertools.count()
+
+
+class TiersConfig(Struct, frozen=True, kw_only=True):
+    """Sizes in bytes; 0 turns a tier off. The disk tier needs the host tier, through which all its blocks pass.
+
+    Args:
+        folder: under which each model's KV has a folder of its own.
+    """
+
+    host_bytes: int
+    disk_bytes: int = 0
+    folder: Path | None = None
+
+
+class KvTiers:
+    """What the two halves of the connector and the driver share.
+
+    Args:
+        policies and files: other than the default ones for benches and tests.
+    """
+
+    def __init__(
+        self,
+        config: TiersConfig,
+        *,
+        policy: RestorePolicy | None = None,
+        eviction: EvictionPolicy | None = None,
+        files: Files | None = None,
+    ) -> None:
+        self.config = config
+        self.policy = policy or FasterWins()
+        self.store: KvStore | None = None
+        self.copier: BlockCopier | None = None
+        self.scheduler_side: TieredConnector | None = None
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called on the I/O thread when staged KV has come: the engine may have a request to start."""
+        self.is_paused = False
+        """Nothing is loaded or saved: the engine is warming up with prompts that nobody will repeat."""
+        self.num_failed_loads = 0
+        """Blocks that a step had counted on and that did not come; they were computed again."""
+        self._eviction = eviction or ByValue()
+        self._files = files or Files()
+        self._namespace: Namespace | None = None
+        self._io: IoThread | None = None
+        self._prefill_rate: Rate | None = None
+        self._host_rate = Rate(PRIOR_HOST_BYTES_PER_S)
+        self._copied = (0, 0.0)
+        self.name = f"tiers-{next(_names)}"
+        _known[self.name] = self
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def attach(self, kv_caches: dict[str, Any], vllm_config: Any) -> None:
+        """Take the cache of a newly built engine. Opens the store, or keeps it where the shape is still the same."""
+        from engine_bridge.driver import block_copy
+
+        tensors = list(kv_caches.values())
+        sizes = {block_copy.layer_bytes(tensor) for tensor in tensors}
+        if len(sizes) != 1:
+            raise SeamMoved(f"layers have KV blocks of different sizes: {sorted(sizes)}")
+        namespace = _namespace(tensors, sizes.pop(), vllm_config)
+        if namespace != self._namespace:
+            self._close_store()
+            self._open_store(namespace)
+        assert self.store is not None and self._io is not None
+        self._copied = (0, 0.0)
+        loop = self._io.loop
+        self.copier = block_copy.make_copier(
+            tensors,
+            self.store.pool.region,
+            lambda run: loop.call_soon_threadsafe(loop.run_in_executor, None, run),
+        )
+
+    def detach(self) -> None:
+        """The engine is gone; what is stored stays."""
+        self.copier = None
+        self.scheduler_side = None
+
+    def close(self) -> None:
+        """Write what waits for the disk and give all memory back."""
+        self._close_store()
+        _known.pop(self.name, None)
+
+    def _open_store(self, namespace: Namespace) -> None:
+        self._io = IoThread()
+        disk, problem = None, None
+        try:
+            disk = self._open_disk(namespace)
+        except (OSError, KvTiersError) as error:
+            problem = f"the disk tier is off: {error}"
+            log.error("%s; KV will not outlive this process", problem)
+        self.store = KvStore(namespace.shape, self.config.host_bytes, self._io, disk, self._eviction)
+        self.store.problem = problem
+        self.store.on_progress = lambda: self.on_progress()
+        self._namespace = namespace
+
+    def _open_disk(self, namespace: Namespace) -> DiskLog | None:
+        config = self.config
+        if not config.disk_bytes or config.folder is None:
+            return None
+        assert self._io is not None
+        return self._io.start(
+            DiskLog.open(
+                config.folder / namespace.fingerprint,
+                namespace.fingerprint,
+                namespace.shape,
+                config.disk_bytes,
+                files=self._files,
+                describe=msgspec.json.format(msgspec.json.encode(namespace)),
+            )
+        ).result()
+
+    def _close_store(self) -> None:
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+        if self._io is not None:
+            self._io.close()
+            self._io = None
+        self._namespace = None
+
+    # -- what was measured -------------------------------------------------------------------------------------------
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step computed so many tokens in that time."""
+        if self._prefill_rate is None:
+            self._prefill_rate = Rate(num_tokens / seconds)
+        self._prefill_rate.note(num_tokens, seconds, time.monotonic())
+
+    def prefill_s_per_token(self) -> float | None:
+        """None before the first prefill."""
+        return 1 / self._prefill_rate.at(time.monotonic()) if self._prefill_rate is not None else None
+
+    def host_bytes_per_s(self) -> float:
+        """Of copies between host tier and device, as far as steps have waited for them."""
+        if self.copier is not None:
+            num_bytes, seconds = self.copier.num_bytes, self.copier.seconds
+            self._host_rate.note(num_bytes - self._copied[0], seconds - self._copied[1], time.monotonic())
+            self._copied = (num_bytes, seconds)
+        return self._host_rate.at(time.monotonic())
+
+    def stats(self) -> TierStats | None:
+        return self.store.stats() if self.store is not None else None
+
+
+def find_tiers(name: str) -> KvTiers:
+    """The tiers that a connector's configuration names. Raises SeamMoved where the worker is another process."""
+    tiers = _known.get(name)
+    if tiers is None:
+        raise SeamMoved("KV tiers need the engine's worker in this process (one GPU, no tensor parallelism)")
+    return tiers
+
+
+def _namespace(tensors: list[Any], layer_bytes: int, vllm_config: Any) -> Namespace:
+    """What must be equal for stored KV to be this engine's. The layout names the CPU's instruction set where attention packs keys for it."""
+    import torch
+    import vllm
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    tensor = tensors[0]
+    layout = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm.__version__}"
+    if tensor.device.type == "cpu":
+        layout += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
+    folder = Path(model.model)
+    revision = folder_revision(folder) if folder.is_dir() else _hub_revision(model)
+    return Namespace(
+        model=model.model,
+        revision=revision,
+        dtype=f"{model.dtype} {tensor.dtype}",
+        block_size_tokens=cache.block_size,
+        layout=layout,
+        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        shape=BlockShape(len(tensors), layer_bytes),
+    )
+
+
+def _hub_revision(model: Any) -> str:
+    """The commit that a model of a hub was loaded from; the wanted revision where the hub's cache does not tell."""
+    return str(getattr(model.hf_config, "_commit_hash", None) or model.revision or "unknown")

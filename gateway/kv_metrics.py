@@ -1,0 +1,78 @@
+"""The KV tiers' figures for Prometheus, read when Prometheus asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtiers.stats import TierStats
+
+# (metric, help, {tier: field}); counts are blocks unless the name says otherwise.
+_GAUGES = (
+    (
+        "overture_kv_bytes",
+        "Memory or disk space that KV takes",
+        {"host": "bytes", "disk": "bytes"},
+    ),
+    (
+        "overture_kv_capacity_bytes",
+        "What it may take",
+        {"host": "capacity_bytes", "disk": "capacity_bytes"},
+    ),
+    ("overture_kv_blocks", "KV blocks held", {"host": "num_blocks", "disk": "num_blocks"}),
+    ("overture_kv_sessions", "Sessions with KV in host memory", {"host": "num_sessions"}),
+    ("overture_kv_write_queue_blocks", "Blocks waiting to be written", {"disk": "num_unwritten"}),
+    ("overture_kv_write_lag_seconds", "How long the oldest of them has waited", {"disk": "write_lag_s"}),
+    ("overture_kv_read_queue_blocks", "Blocks being read or waiting to be", {"disk": "num_reads_queued"}),
+    (
+        "overture_kv_read_bytes_per_second",
+        "Measured speed of recent reads; 0 before the first",
+        {"disk": "bytes_per_s"},
+    ),
+)
+_COUNTERS = (
+    ("overture_kv_hits", "Blocks that a tier gave", {"host": "num_hits", "disk": "num_hits"}),
+    ("overture_kv_misses", "Blocks of prompts that no tier held", {"host": "num_misses"}),
+    ("overture_kv_saved", "Blocks saved", {"host": "num_saved"}),
+    ("overture_kv_evicted", "Blocks that left to make room", {"host": "num_evicted", "disk": "num_evicted"}),
+    ("overture_kv_trimmed", "Blocks that lost their last layers to make room", {"host": "num_trimmed"}),
+    (
+        "overture_kv_dropped_saves",
+        "Finished blocks that were not kept: host memory in use, or the disk too slow",
+        {"host": "num_dropped_saves", "disk": "num_skipped_writes"},
+    ),
+    ("overture_kv_corrupt", "Blocks whose checksum was wrong, served as misses", {"disk": "num_corrupt"}),
+    ("overture_kv_read_errors", "Reads that failed", {"disk": "num_read_errors"}),
+    ("overture_kv_write_errors", "Writes that failed", {"disk": "num_write_errors"}),
+    ("overture_kv_read_bytes", "Bytes read", {"disk": "bytes_read"}),
+    ("overture_kv_written_bytes", "Bytes written", {"disk": "bytes_written"}),
+)
+
+
+class KvCollector(Collector):
+    """Makes metrics of a snapshot.
+
+    Args:
+        stats: gives the snapshot, or None where there are no tiers. Called on whatever thread renders the metrics.
+    """
+
+    def __init__(self, stats: Callable[[], TierStats | None]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        tiers = {"host": stats.host, "disk": stats.disk}
+        for family, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, documentation, fields in rows:
+                metric = family(name, documentation, labels=["tier"])
+                for tier, field in fields.items():
+                    metric.add_metric([tier], getattr(tiers[tier], field))
+                yield metric
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the registry must not take a snapshot of an engine that has not started."""
+        yield from ()

@@ -1,0 +1,37 @@
+"""Copies between a GPU's KV cache and host memory, against plain indexing."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.gpu
+
+NUM_LAYERS, NUM_BLOCKS, NUM_SLOTS = 3, 64, 400
+
+
+def test_blocks_go_to_host_and_back_on_a_stream_of_their_own() -> None:
+    from engine_bridge.driver.block_copy import CudaCopier
+
+    shape = (NUM_BLOCKS, 2, 32, 128)
+    layers = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(NUM_LAYERS)]
+    wanted = [layer.clone() for layer in layers]
+    region = np.zeros((NUM_SLOTS, layers[0][0].numel() * 2), dtype=np.uint8)
+    done = threading.Event()
+    copier = CudaCopier(layers, region, lambda run: threading.Thread(target=run).start())
+    blocks = [5, 6, 7, 40, 3]
+    slots = [[100 * layer + at for at in (10, 11, 12, 0, 99)] for layer in range(NUM_LAYERS)]
+    for layer in range(NUM_LAYERS):
+        copier.to_host(layer, blocks, slots[layer])
+    copier.end_step(done.set)
+    assert done.wait(30)
+    for layer in range(NUM_LAYERS):
+        layers[layer][blocks] = 0
+        copier.to_device(layer, blocks, slots[layer])
+    torch.cuda.synchronize()
+    for found, expected in zip(layers, wanted, strict=True):
+        assert torch.equal(found, expected)

@@ -1,0 +1,224 @@
+"""A chat goes on with the ids that the engine saw and made, whatever happens to its turns."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from engine_bridge.driver.engine_client import BridgeEngineClient
+from engine_bridge.node import ChatMessage, GenerateRequest, Prompt, RequestId, Sampling, pack_token_ids
+from gateway.app import Server
+from gateway.client.chat import ChatClient, Delta, Done
+from gateway.sessions import _token_ids_before
+
+from .conftest import SharedNode
+
+GREEDY = {"temperature": 0, "max_tokens": 40}
+FREE = {"temperature": 1.0, "max_tokens": 40}
+LONG = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
+BLOCK_SIZE = 32
+
+
+@dataclass
+class Seen:
+    """What went into the engine and what came out of it, for the requests of chat turns in their order."""
+
+    prompts: list[list[int]] = field(default_factory=list)
+    salts: list[str | None] = field(default_factory=list)
+    generated: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def last(self) -> list[int]:
+        """The last request's prompt and answer."""
+        return self.prompts[-1] + list(self.generated.values())[-1]
+
+
+@pytest.fixture
+def seen(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """Reads along between the node and its engine."""
+    seen, submit, deliver = Seen(), BridgeEngineClient.submit, BridgeEngineClient.deliver
+
+    def note_prompt(self: BridgeEngineClient, *args: Any, **kwargs: Any) -> Any:
+        unique_id, request = submit(self, *args, **kwargs)
+        seen.prompts.append(list(request.prompt_token_ids))
+        seen.salts.append(request.cache_salt)
+        seen.generated[unique_id] = []
+        return unique_id, request
+
+    def note_outputs(self: BridgeEngineClient, outputs: list[Any]) -> None:
+        for output in outputs:
+            seen.generated[output.request_id] += output.outputs[0].token_ids
+        deliver(self, outputs)
+
+    monkeypatch.setattr(BridgeEngineClient, "submit", note_prompt)
+    monkeypatch.setattr(BridgeEngineClient, "deliver", note_outputs)
+    yield seen
+
+
+class Conversation:
+    """One session of the chat socket, with the server behind it."""
+
+    def __init__(self, chat: ChatClient, server: Server) -> None:
+        self._chat = chat
+        self._server = server
+        self.session_id: str | None = None
+        self.turn_ids: list[str] = []
+
+    async def ask(self, content: str, *, stop_early: bool = False, **options: Any) -> Done:
+        turn_id, done = uuid.uuid4().hex, None
+        self.turn_ids.append(turn_id)
+        options.setdefault("sampling", GREEDY)
+        async for event in self._chat.ask(content, session_id=self.session_id, turn_id=turn_id, **options):
+            if isinstance(event, Delta) and stop_early:
+                await self._chat.stop(turn_id)
+            elif isinstance(event, Done):
+                done = event
+        assert done is not None
+        self.session_id = done.session_id
+        return done
+
+    async def stored(self) -> list[int]:
+        """All ids that the session has on disk."""
+
+        def read(conn: Any) -> bytes:
+            row = conn.execute("SELECT row FROM sessions WHERE id = ?", (self.session_id,)).fetchone()[0]
+            return _token_ids_before(conn, row, 2**62)
+
+        packed = await self._server.services.store._reader.transact(read)
+        return [int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4)]
+
+    async def rendered(self, node: SharedNode) -> str:
+        """The text of the last turn's prompt, from the stored turns and the model's own template."""
+        turns = (await self._server.services.store.get_session("local", str(self.session_id))).turns
+        messages = []
+        for turn in turns:
+            messages.append({"role": "user", "content": turn.content})
+            if turn.answer and turn is not turns[-1]:
+                messages.append({"role": "assistant", "content": turn.answer})
+        return tokenizer_of(node).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    def count(self, origin: str) -> float:
+        """How many prompts were made so, as the metric says."""
+        metrics = self._server.services.metrics
+        return metrics.registry.get_sample_value("overture_turn_prompts_total", {"origin": origin}) or 0
+
+
+def tokenizer_of(node: SharedNode) -> Any:
+    return node._client.renderer.get_tokenizer()
+
+
+@pytest.fixture
+def conversation(chat: ChatClient, server: Server) -> Conversation:
+    return Conversation(chat, server)
+
+
+async def test_a_long_chat_goes_on_with_what_the_engine_saw(
+    conversation: Conversation, seen: Seen, node: SharedNode
+) -> None:
+    """Free sampling, two adapters and a stop: each prompt begins with all ids before it, says what the template says, and hits."""
+    steps: list[dict[str, Any]] = [
+        {"sampling": FREE},
+        {"sampling": FREE},
+        {"sampling": FREE, "adapter": "pirate"},
+        {"sampling": FREE, "adapter": None},
+        {"sampling": LONG, "stop_early": True},
+        {"sampling": FREE},
+        {"sampling": FREE | {"max_tokens": 3}},
+        {"sampling": FREE},
+    ]
+    before: list[int] = []
+    for number, options in enumerate(steps):
+        done = await conversation.ask(f"Question {number}: how are you?", **options)
+        prompt, stored = seen.prompts[-1], await conversation.stored()
+        assert prompt[: len(before)] == before, "the ids of the turn before, all of them"
+        assert tokenizer_of(node).decode(prompt, skip_special_tokens=False) == await conversation.rendered(
+            node
+        )
+        assert stored == seen.last[: len(stored)] and len(stored) >= len(prompt)
+        assert options.get("stop_early") or stored == seen.last
+        if before and "adapter" not in options:
+            # The last id that was sampled never went through the model.
+            assert done.usage.cached_tokens == (len(before) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        before = stored
+    assert (conversation.count("first"), conversation.count("kept")) == (1, len(steps) - 1)
+
+
+async def test_a_regenerated_answer_goes_on_from_the_turn_before(
+    conversation: Conversation, seen: Seen
+) -> None:
+    await conversation.ask("Hello there!")
+    first = await conversation.stored()
+    await conversation.ask("What can you do?")
+    prompt = seen.prompts[-1]
+    again = await conversation.ask("What can you do?", sampling=FREE, after=conversation.turn_ids[0])
+    assert seen.prompts[-1] == prompt
+    assert again.usage.cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert await conversation.stored() == seen.last
+    await conversation.ask("Tell me more about it.", after=conversation.turn_ids[0])
+    assert seen.prompts[-1][: len(first)] == first
+    await conversation.ask("Something else, please.", after=None)
+    assert await conversation.stored() == seen.last, "nothing of the conversation that was edited away"
+    assert conversation.count("first") == 2
+
+
+async def test_a_stop_string_is_cut_off_the_ids(
+    conversation: Conversation, seen: Seen, node: SharedNode
+) -> None:
+    """It is in what the engine made and not in the answer: ids are kept up to it, and the metric says so."""
+    tokenizer = tokenizer_of(node)
+    await conversation.ask("Hello, how are you?")
+    text = tokenizer.decode(list(seen.generated.values())[-1], skip_special_tokens=True)
+    word = text.split()[2]
+    await conversation.ask("Hello, how are you?", after=None, sampling=GREEDY | {"stop": f" {word}"})
+    stopped = await conversation.stored()
+    assert word in tokenizer.decode(stopped[len(seen.prompts[-1]) :])
+    await conversation.ask("Go on, please.")
+    prompt = seen.prompts[-1]
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == await conversation.rendered(node)
+    assert conversation.count("cut") == 1 and prompt[: len(stopped) - 5] == stopped[:-5]
+
+
+async def prompt_of(node: SharedNode, messages: tuple[ChatMessage, ...], history: bytes) -> Prompt:
+    """How the node makes the prompt of such a request."""
+    request = GenerateRequest(
+        request_id=RequestId(uuid.uuid4().hex),
+        messages=messages,
+        sampling=Sampling(max_tokens=1),
+        history_token_ids=history,
+    )
+    deltas = [delta async for delta in node.generate(request)]
+    assert [delta.prompt is None for delta in deltas[:-1]] == [True] * (len(deltas) - 1)
+    assert deltas[-1].prompt is not None
+    return deltas[-1].prompt
+
+
+async def test_ids_that_do_not_fit_do_no_harm(node: SharedNode) -> None:
+    """A session outlives its model: ids of another vocabulary, and ids of another text, leave the prompt as it is rendered."""
+    messages = (
+        ChatMessage("user", "Hi"),
+        ChatMessage("assistant", "Hello."),
+        ChatMessage("user", "And now?"),
+    )
+    rendered = await prompt_of(node, messages, b"")
+    assert rendered.origin == "rendered"
+    for history in ([2**32 - 1], [1, 1, 1]):
+        assert await prompt_of(node, messages, pack_token_ids(history)) == rendered
+
+
+async def test_an_api_turn_between_does_no_harm(
+    conversation: Conversation, server: Server, seen: Seen, node: SharedNode
+) -> None:
+    """Its text is part of the next prompt, its ids are not known: those before it are kept."""
+    await conversation.ask("Hello there!")
+    before = await conversation.stored()
+    await server.services.store.record_turn(
+        "local", str(conversation.session_id), "api", "From the API.", answer="Fine.", now=0
+    )
+    await conversation.ask("What was that?")
+    assert seen.prompts[-1][: len(before)] == before
+    text = tokenizer_of(node).decode(seen.prompts[-1], skip_special_tokens=False)
+    assert "From the API." in text and text == await conversation.rendered(node)

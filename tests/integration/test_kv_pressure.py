@@ -1,0 +1,206 @@
+"""Tokens stay the same whatever tier their KV came from: with too little memory everywhere, with adapters, with a disk that fails.
+
+Runs before the shared engine starts (conftest), each engine after the one before it has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_bridge.driver.engine import EngineConfig
+from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
+from engine_bridge.node import Delta, GenerateRequest, KvSources, RequestId, Sampling
+from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+from kvtiers.io.files import Files
+from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
+
+BLOCK_BYTES = 4 * 2 * 2 * 64 * 32 * 4  # layers, K and V, heads, head size, tokens, float32
+ADAPTERS = (None, "pirate", "robot", "shout")
+NUM_TURNS, NUM_SESSIONS, ANSWER_TOKENS = 3, 8, 40
+
+_ids = itertools.count()
+
+
+@asynccontextmanager
+async def engine(tiers: KvTiers | None = None, num_kv_blocks: int | None = None) -> AsyncIterator[LocalNode]:
+    node = LocalNode(
+        LocalNodeConfig(
+            engine=EngineConfig(
+                model=str(DEMO_MODEL_DIR),
+                served_model_name="demo",
+                dtype="float32",
+                cpu_threads=1,
+                max_model_len=2048,
+                max_num_seqs=8,
+                num_kv_blocks=num_kv_blocks,
+            ),
+            adapters=find_adapters(DEMO_ADAPTERS_DIR),
+        ),
+        tiers,
+    )
+    await node.start()
+    try:
+        yield node
+    finally:
+        await node.close()
+
+
+async def generate(
+    node: LocalNode,
+    token_ids: Sequence[int],
+    session: str,
+    adapter: str | None = None,
+    tokens: int = ANSWER_TOKENS,
+) -> tuple[list[int], KvSources]:
+    request = GenerateRequest(
+        request_id=RequestId(f"r{next(_ids)}"),
+        prompt_token_ids=tuple(token_ids),
+        adapter=adapter,
+        session_id=session,
+        sampling=Sampling(temperature=0, max_tokens=tokens, ignore_eos=True),
+    )
+    answer: list[int] = []
+    last: Delta | None = None
+    async for delta in node.generate(request):
+        answer.extend(delta.token_ids)
+        last = delta
+    assert last is not None and last.timings is not None
+    return answer, last.timings.kv
+
+
+def text(seed: int, length: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(20, 900) for _ in range(length)]
+
+
+async def conversation(node: LocalNode, session: int) -> tuple[list[list[int]], list[KvSources]]:
+    """Turns of one session: each prompt is all that went before and a new question."""
+    history: list[int] = []
+    answers, sources = [], []
+    for turn in range(NUM_TURNS):
+        history += text(100 * session + turn, 150 + 37 * session)
+        answer, kv = await generate(node, history, f"s{session}", ADAPTERS[session % len(ADAPTERS)])
+        history += answer
+        answers.append(answer)
+        sources.append(kv)
+    return answers, sources
+
+
+class Faults(Files):
+    """A disk that fails, flips bits, runs full and stalls, each now and then, by a fixed sequence."""
+
+    def __init__(self) -> None:
+        self.chance = random.Random(7)
+        self.num_faults = 0
+
+    def _strikes(self, share: float) -> bool:
+        is_struck = self.chance.random() < share
+        self.num_faults += is_struck
+        return is_struck
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self._strikes(0.1):
+            raise OSError(errno.EIO, "bad sector")
+        if self._strikes(0.1):
+            time.sleep(0.2)
+        num_bytes = super().preadv(fd, buffers, offset)
+        if num_bytes and self._strikes(0.2):
+            buffers[0][self.chance.randrange(len(buffers[0]))] ^= 0x10
+        return num_bytes
+
+    async def write(self, file: Any, data: memoryview) -> int:
+        if self._strikes(0.02):
+            raise OSError(errno.ENOSPC, "no space left")
+        return await super().write(file, data)
+
+
+class TrustsTheDisk:
+    """Starts every restore at once, whether its layers are there or not: each late or damaged layer fails inside a step."""
+
+    def decide(self, facts: RestoreFacts) -> RestoreDecision:
+        return RestoreDecision(Action.LOAD, facts.num_blocks, "trust", 0.0)
+
+
+@pytest.fixture(scope="module")
+async def undisturbed() -> list[list[list[int]]]:
+    """What each conversation says alone, with all the memory it wants and no tiers."""
+    async with engine() as node:
+        return [(await conversation(node, session))[0] for session in range(NUM_SESSIONS)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("host", id="host memory only"),
+        pytest.param("disk", id="host memory for one session, and disk"),
+        pytest.param("faults", id="a disk that fails"),
+        pytest.param("blind", id="a disk that fails under restores that have begun"),
+    ],
+)
+async def test_tokens_are_the_same_under_memory_pressure(
+    kind: str, undisturbed: list[list[list[int]]], tmp_path: Path
+) -> None:
+    # The device holds two or three of the eight conversations, so requests are preempted and prefixes overwritten all the time.
+    host_blocks = 400 if kind == "host" else 48
+    tiers = KvTiers(
+        TiersConfig(
+            host_bytes=host_blocks * BLOCK_BYTES,
+            disk_bytes=0 if kind == "host" else 256 << 20,
+            folder=tmp_path,
+        ),
+        files=Faults() if kind in ("faults", "blind") else None,
+        policy=TrustsTheDisk() if kind == "blind" else None,
+    )
+    async with engine(tiers, num_kv_blocks=100) as node:
+        spoken = await asyncio.gather(*(conversation(node, session) for session in range(NUM_SESSIONS)))
+        for session, (answers, _) in enumerate(spoken):
+            assert answers == undisturbed[session], f"session {session} said something else"
+        stats = tiers.stats()
+        assert stats is not None and tiers.store is not None
+        tiers.store.check_invariants()
+        sources = [kv for _, kvs in spoken for kv in kvs]
+        if kind == "host":
+            assert sum(kv.host for kv in sources) > 0
+        elif kind == "disk":
+            assert sum(kv.disk for kv in sources) > 0
+        else:
+            assert isinstance(tiers._files, Faults) and tiers._files.num_faults > 0
+            assert stats.disk.num_corrupt + stats.disk.num_read_errors > 0
+        if kind == "blind":
+            assert tiers.num_failed_loads > 0
+        num_free = await node.run_on_engine(lambda driver: driver.counts().num_free_kv_blocks)
+        assert num_free == await node.run_on_engine(lambda driver: driver.counts().num_kv_blocks) - 1
+
+
+async def test_the_store_outlives_a_rebuild_of_the_engine(tmp_path: Path) -> None:
+    tiers = KvTiers(TiersConfig(host_bytes=64 << 20, disk_bytes=64 << 20, folder=tmp_path))
+    prompt = text(1, 500)
+    async with engine(tiers) as node:
+        before, _ = await generate(node, prompt, "s")
+
+        def break_next_step(driver: Any) -> None:
+            def fail() -> None:
+                raise RuntimeError("broken on purpose")
+
+            driver.engine.step = fail
+
+        await node.run_on_engine(break_next_step)
+        with pytest.raises(Exception, match="rebuilt"):
+            await generate(node, prompt, "s")
+        async with asyncio.timeout(60):
+            while node.num_rebuilds == 0:
+                await asyncio.sleep(0.05)
+        after, kv = await generate(node, prompt, "s")
+    assert after == before
+    assert kv.host == 480 and kv.recomputed == 20
