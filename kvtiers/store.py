@@ -499,7 +499,10 @@ class KvStore:
         ]
         for victim in self._eviction.order(facts, self.shape.num_layers, self._clock()):
             group = self._groups.get(victim.group)
-            for block in reversed(list(group.blocks.values())) if group is not None else ():
+            # Most sessions are trimmed to this band already, and there are more blocks than time to look at each.
+            if group is None or group.num_slots <= victim.keep_layers * len(group.blocks):
+                continue
+            for block in reversed(list(group.blocks.values())):
                 if self.pool.num_free >= goal:
                     return
                 if block.pins == 0 and not block.is_unwritten and len(block.slots) > victim.keep_layers:
