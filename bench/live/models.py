@@ -1,0 +1,144 @@
+"""The model that the live benches of KV restore run: a Llama with random weights, written once per machine.
+
+Random weights cost what trained ones cost, and greedy answers of a wide random model differ with every prompt, so that a wrong KV block
+shows as a wrong token. Twelve layers of 768 with four KV heads of 64 (grouped as in today's models): 75 M weights outside the embedding.
+A vocabulary of 320 keeps the embedding and the sampler from hiding the layers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+
+class ModelShape(Struct, frozen=True, kw_only=True):
+    """Sizes of a bench model. `dtype` is the name that torch and config.json use.
+
+    float32: measured on a CPU with AVX-512 BF16, bfloat16 was no faster from 2,048 tokens on (1.6 against 1.6 s; 4.0 against 4.1 s for
+    4,096), without those instructions it is far slower, and float32 has twice the bytes to restore: the harder case.
+    """
+
+    num_layers: int = 12
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_heads: int = 12
+    num_kv_heads: int = 4
+    vocab_size: int = 320
+    max_model_len: int = 8192
+    dtype: str = "float32"
+    seed: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of one token over all layers."""
+        return (
+            2 * self.num_layers * self.num_kv_heads * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
+        )
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.num_heads}x{self.num_kv_heads}"
+        return f"llama-{self.num_layers}x{self.hidden_size}-{heads}-{self.dtype}-seed{self.seed}"
+
+
+def model_folder(shape: ModelShape) -> Path:
+    """The model's folder, written at first use (about 2 s). Safe when several processes ask at once."""
+    cache = Path(tempfile.gettempdir()) / f"overture-bench-{os.getuid()}"
+    folder = cache / shape.name
+    if not (folder / "config.json").is_file():
+        cache.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            written = Path(scratch) / shape.name
+            _write(written, shape)
+            try:
+                written.rename(folder)  # atomic: nobody sees half a model
+            except OSError:
+                if not (folder / "config.json").is_file():
+                    shutil.rmtree(folder)
+                    written.rename(folder)
+    return folder
+
+
+def _write(folder: Path, shape: ModelShape) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(shape.seed)
+    hidden, kv_width = shape.hidden_size, shape.num_kv_heads * shape.head_dim
+    dtype = getattr(torch, shape.dtype)
+
+    def weight(*size: int) -> Any:
+        # Twice Llama's 0.02: at that size the layers add so little that nearly every prompt gets the same answer.
+        return (torch.randn(size, generator=generator) * 0.04).to(dtype)
+
+    tensors = {
+        "model.embed_tokens.weight": weight(shape.vocab_size, hidden),
+        "model.norm.weight": torch.ones(hidden, dtype=dtype),
+        "lm_head.weight": weight(shape.vocab_size, hidden),
+    }
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}"
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": torch.ones(hidden, dtype=dtype),
+            f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden, dtype=dtype),
+            f"{prefix}.self_attn.q_proj.weight": weight(hidden, hidden),
+            f"{prefix}.self_attn.k_proj.weight": weight(kv_width, hidden),
+            f"{prefix}.self_attn.v_proj.weight": weight(kv_width, hidden),
+            f"{prefix}.self_attn.o_proj.weight": weight(hidden, hidden),
+            f"{prefix}.mlp.gate_proj.weight": weight(shape.intermediate_size, hidden),
+            f"{prefix}.mlp.up_proj.weight": weight(shape.intermediate_size, hidden),
+            f"{prefix}.mlp.down_proj.weight": weight(hidden, shape.intermediate_size),
+        }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(folder)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": shape.dtype,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": shape.max_model_len,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One token per byte: prompts come as token ids, only the server's start wants a tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+    for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[letter] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+    fast.chat_template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+    )
+    fast.save_pretrained(folder)

@@ -1,0 +1,104 @@
+"""The bench's side of a worker: start it, send one command at a time, read one reply.
+
+A command is a JSON line `{"do": name, ...arguments}`, a reply `{"ok": result}` or `{"error": text}`. All workers stay alive so that runs
+can be interleaved; only the one that works on a command is active.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+START_TIMEOUT_S = 180.0
+COMMAND_TIMEOUT_S = 180.0
+# Between commands OpenMP's threads must sleep, not spin: the next worker needs the cores.
+QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+
+
+class WorkerFailed(RuntimeError):
+    """A worker did not start, died, or answered with an error."""
+
+
+class Worker:
+    """One engine in a process.
+
+    Args:
+        kind: which engine, a key of `bench.live.peers.worker.KINDS`.
+        options: the engine's settings (`worker.Settings`).
+        python: the interpreter that has what this engine needs.
+        log_file: gets what the engine prints.
+    """
+
+    def __init__(self, kind: str, options: dict[str, Any], python: str, log_file: Path) -> None:
+        self.kind = kind
+        self._log_file = log_file
+        with log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [python, "-m", "bench.live.peers.worker", kind, json.dumps(options)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | QUIET_OPENMP | {"PYTHONPATH": str(ROOT)},
+                start_new_session=True,  # Ctrl-C is the bench's to handle: it closes the workers in order
+            )
+
+    def wait_ready(self) -> dict[str, Any]:
+        """What the engine says about itself once it is up."""
+        return self._read("start", START_TIMEOUT_S)
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        """Have one command done. Raises WorkerFailed."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise WorkerFailed(f"{self.kind}: gone before {do!r}\n{self._log_tail()}") from None
+        return self._read(do, COMMAND_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the worker: by closing its stdin, then by force."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            pass
+        self._kill()
+        self._process.wait()
+
+    def _kill(self) -> None:
+        """Kill the worker and what it started."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def _read(self, do: str, timeout_s: float) -> Any:
+        assert self._process.stdout is not None
+        # A worker that hangs (a peer's server does not answer) must not hang the bench.
+        watchdog = threading.Timer(timeout_s, self._kill)
+        watchdog.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if not line:
+            raise WorkerFailed(f"{self.kind}: ended during {do!r}\n{self._log_tail()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise WorkerFailed(f"{self.kind}: {do!r} failed: {reply['error']}")
+        return reply["ok"]
+
+    def _log_tail(self) -> str:
+        return self._log_file.read_text(errors="replace")[-1500:]

@@ -1,0 +1,59 @@
+"""A worker process: one engine that does commands from stdin. Started by `bench.live.peers.client.Worker`.
+
+python -m bench.live.peers.worker KIND SETTINGS_JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from bench.live.peers.engine import Settings
+
+COMMANDS = frozenset(
+    "turn batch place settle memcpy kv_files host_copy disk_read slow_disk layerwise tier_stats cpu_s".split()
+)
+
+
+def make_engine(kind: str, settings: Settings) -> Any:
+    """Import late: our side's modules do not exist in a peer's interpreter, nor the peer's in ours."""
+    if kind in ("ours", "ours_off"):
+        from bench.live.peers.ours import TieredNode
+
+        return TieredNode(settings, has_tiers=kind == "ours")
+    from bench.live.peers import stock
+
+    return stock.ENGINES[kind](settings)
+
+
+def main() -> None:
+    # Libraries print to stdout: keep it for replies, and let them have stderr.
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message).encode() + b"\n")
+        replies.flush()
+
+    engine = make_engine(sys.argv[1], Settings(**json.loads(sys.argv[2])))
+    try:
+        reply({"ok": engine.describe()})
+        for line in sys.stdin.buffer:
+            command = json.loads(line)
+            name = command.pop("do")
+            try:
+                if name not in COMMANDS:
+                    raise ValueError("no such command")
+                reply({"ok": getattr(engine, name)(**command)})
+            except Exception as error:
+                traceback.print_exc()
+                reply({"error": f"{type(error).__name__}: {error}"})
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()
