@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,7 +44,8 @@ class BlockCopier(Protocol):
 
 
 class CpuCopier:
-    """Plain copies, merged where blocks and slots lie side by side.
+    """Gathers into, or scatters from, stretches of neighbouring rows, whichever side has fewer: one call of torch per stretch, on all
+    threads of the engine.
 
     Args:
         kv_caches: one tensor per layer, shape (num_blocks, ...), a block's bytes contiguous.
@@ -51,8 +53,9 @@ class CpuCopier:
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], region: NDArray[np.uint8]) -> None:
-        self._layers = [_rows(tensor).numpy() for tensor in kv_caches]
-        self._region = region
+        self._layers = [_words(_rows(tensor)) for tensor in kv_caches]
+        self._region = _words(torch.from_numpy(region))
+        self._row_bytes = region.shape[1]
         self.num_bytes = 0
         self.seconds = 0.0
 
@@ -66,13 +69,19 @@ class CpuCopier:
         then()
 
     def _copy(
-        self, into: NDArray[np.uint8], to_rows: Sequence[int], source: NDArray[np.uint8], rows: Sequence[int]
+        self, into: torch.Tensor, to_rows: Sequence[int], source: torch.Tensor, rows: Sequence[int]
     ) -> None:
         started_s = time.perf_counter()
-        for to_run, run in _paired_runs(to_rows, rows):
-            into[to_run] = source[run]
+        gathers = _stretches(to_rows, rows)
+        scatters = _stretches(rows, to_rows) if len(gathers) > 1 else gathers
+        if len(gathers) <= len(scatters):
+            for start, wanted in gathers:
+                torch.index_select(source, 0, torch.from_numpy(wanted), out=into[start : start + len(wanted)])
+        else:
+            for start, wanted in scatters:
+                into.index_copy_(0, torch.from_numpy(wanted), source[start : start + len(wanted)])
         self.seconds += time.perf_counter() - started_s
-        self.num_bytes += len(rows) * into.shape[1]
+        self.num_bytes += len(rows) * self._row_bytes
 
 
 class CudaCopier:
@@ -145,29 +154,18 @@ def _rows(kv_cache: torch.Tensor) -> torch.Tensor:
         ) from error
 
 
-def _paired_runs(a: Sequence[int], b: Sequence[int]) -> list[tuple[slice, slice]]:
-    """Pairs of slices that cover a[i] ↔ b[i]: neighbours on both sides go together, also where one side counts down."""
-    if len(a) == 1:
-        return [(slice(a[0], a[0] + 1), slice(b[0], b[0] + 1))]
-    first, second = np.asarray(a), np.asarray(b)
+def _words(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes as rows of 8-byte words where they allow it: torch gathers those faster (measured: 27 against 16 GB/s)."""
+    return rows.view(torch.int64) if rows.shape[1] % 8 == 0 and rows.data_ptr() % 8 == 0 else rows
+
+
+def _stretches(near: Sequence[int], far: Sequence[int]) -> list[tuple[int, Rows]]:
+    """(first row, the rows that belong to it and its successors on the other side) for each stretch of neighbouring rows of `near`."""
+    first, second = np.asarray(near, dtype=np.int64), np.asarray(far, dtype=np.int64)
     order = np.argsort(first)
     first, second = first[order], second[order]
-    steps = np.diff(second)
-    # A run goes on while the first side counts up by one and the second moves by the same ±1 as before.
-    follows = (np.diff(first) == 1) & (np.abs(steps) == 1)
-    follows[1:] &= (steps[1:] == steps[:-1]) | ~follows[:-1]
-    edges = np.flatnonzero(~follows) + 1
-    runs = []
-    for start, end in zip([0, *edges.tolist()], [*edges.tolist(), len(first)], strict=True):
-        low, high = int(first[start]), int(first[end - 1])
-        runs.append((slice(low, high + 1), _run(int(second[start]), int(second[end - 1]))))
-    return runs
-
-
-def _run(start: int, last: int) -> slice:
-    if last >= start:
-        return slice(start, last + 1)
-    return slice(start, last - 1 if last else None, -1)
+    edges = [0, *(np.flatnonzero(np.diff(first) != 1) + 1).tolist(), len(first)]
+    return [(int(first[start]), second[start:end]) for start, end in pairwise(edges)]
 
 
 def _pin(region: torch.Tensor) -> None:

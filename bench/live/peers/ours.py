@@ -45,7 +45,7 @@ class TieredNode(Engine):
         self.settings = settings
         self._files = SlowableFiles()
         self._tiers = make_tiers(settings, self._files) if has_tiers else None
-        self.sources = ("recompute", "disk_cold", "disk", "host", "device") if has_tiers else ("device",)
+        self.sources = ("recompute", "disk_cold", "disk", "host", "device") if has_tiers else ()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True).start()
         self._num_requests = 0
