@@ -24,8 +24,6 @@ import asyncio
 import itertools
 import logging
 import math
-import os
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,8 +53,7 @@ logger = logging.getLogger(__name__)
 MAX_SEGMENT_BYTES: Final = 64 << 20  # Chosen: small against the capacity, so that little goes at once.
 SEGMENTS_PER_CAPACITY: Final = 16  # Chosen: the same for small capacities.
 READS_IN_FLIGHT: Final = 4  # Chosen: enough to keep an NVMe disk busy with reads of this size.
-NUM_THREADS: Final = READS_IN_FLIGHT + 2  # The reads, and room for opening and looking at files.
-WRITER_NICENESS: Final = 15  # Chosen: a core that others want as well gives the writer a few per cent.
+NUM_THREADS: Final = READS_IN_FLIGHT + 2  # The reads, and room for the writer and for opening files.
 MAX_READ_BYTES: Final = 4 << 20
 MAX_BYTES_IN_FLIGHT: Final = (
     8 << 20
@@ -173,11 +170,6 @@ def _ignore(_: Any) -> None:
     pass
 
 
-def _step_back() -> None:
-    """Give this thread a lower priority: nobody waits for a write, while an engine on the same cores waits for every thread of its own."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
-
-
 class DiskLog:
     """An open store. Make one with `open`, end it with `close`."""
 
@@ -205,7 +197,6 @@ class DiskLog:
         self._now = now
         self._segment_header = encode_segment_header(fingerprint)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-disk-write", initializer=_step_back)
         self._claim: Claim | None = None
         self._index: dict[BlockKey, _Entry] = {}
         self._segments: dict[int, Segment] = {}  # Oldest first.
@@ -498,7 +489,7 @@ class DiskLog:
     async def _write(self, keys: Sequence[BlockKey], part: Part) -> RecordPlace:
         """Append one record to the newest segment, or to a new one if it does not fit. The caller has made room. Raises OSError."""
         started_s = self._now()
-        record = await self._in_worker(_assemble, keys, self._shape, part, pool=self._writer)
+        record = await self._in_worker(_assemble, keys, self._shape, part)
         if self._active is not None and self._active[0].num_bytes + record.num_bytes > self._segment_bytes:
             await self._seal()
         segment, file = self._active or await self._start_segment()
@@ -506,7 +497,7 @@ class DiskLog:
         if not self._buffer:
             self._buffer = memoryview(bytearray(min(WRITE_BUFFER_BYTES, max(self._segment_bytes, 4096))))
         try:
-            while used := await self._in_worker(record.fill, self._buffer, pool=self._writer):
+            while used := await self._in_worker(record.fill, self._buffer):
                 await self._write_all(file, self._buffer[:used])
         except OSError:
             await self._mend(segment, file)
@@ -528,7 +519,7 @@ class DiskLog:
     async def _start_segment(self) -> tuple[Segment, AppendFile]:
         """Raises OSError."""
         path = segment_path(self._directory, self._next_number)
-        file = await self._files.create(path, self._writer)
+        file = await self._files.create(path, self._pool)
         segment = Segment(self._next_number, path, 0)
         self._next_number += 1
         self._segments[segment.number] = segment
@@ -675,13 +666,10 @@ class DiskLog:
         await self._no_reads.wait()
         self._release_claim()
         self._pool.shutdown()
-        self._writer.shutdown()
 
-    async def _in_worker(
-        self, function: Callable[..., _T], *args: Any, pool: ThreadPoolExecutor | None = None
-    ) -> _T:
+    async def _in_worker(self, function: Callable[..., _T], *args: Any) -> _T:
         """Run it in the pool. A cancelled caller still waits for the thread: it may be writing into memory that the caller owns."""
-        job = (pool or self._pool).submit(function, *args)
+        job = self._pool.submit(function, *args)
         try:
             return await asyncio.wrap_future(job)
         except asyncio.CancelledError:

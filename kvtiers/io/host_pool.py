@@ -84,16 +84,15 @@ class _Runs:
             self.lengths.insert(at, length)
 
     def take(self, wanted: int) -> list[int]:
-        """From the first run that holds all of them, else from the largest ones."""
+        """From the first run that holds all of them, else from the last runs: looking for the largest would take too long under the lock."""
         slots: list[int] = []
         for at, length in enumerate(self.lengths):
             if length >= wanted:
                 self._cut(at, wanted, slots)
                 return slots
         while wanted:
-            at = max(range(len(self.lengths)), key=self.lengths.__getitem__)
-            length = min(self.lengths[at], wanted)
-            self._cut(at, length, slots)
+            length = min(self.lengths[-1], wanted)
+            self._cut(len(self.lengths) - 1, length, slots)
             wanted -= length
         return slots
 
