@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def configure_environment(settings: Settings) -> None:
         os.environ.setdefault(name, value)
 
 
-class Engine:
+class Engine(ABC):
     """Commands that need only the `LLMEngine`, `self.llm`, and the caller's thread to be the engine's."""
 
     llm: Any
@@ -118,23 +119,23 @@ class Engine:
         """The files that hold KV."""
         return [str(path) for path in sorted(Path(self.settings.folder).rglob("*")) if path.is_file()]
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027  (most engines write nothing behind)
         """Return once nothing is being written any more."""
 
+    @abstractmethod
     def place(self, source: str) -> None:
         """See to it that a history's KV is in `source` and in nothing faster."""
-        raise NotImplementedError
 
+    @abstractmethod
     def turn(self, tokens: list[int], max_tokens: int) -> dict[str, Any]:
         """Run one request alone: TTFT in seconds, token ids, and how many prompt tokens were not computed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """Run requests together: the rate at which tokens come once each has its first."""
-        raise NotImplementedError
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 def drop_page_cache(paths: Sequence[str | Path]) -> None:
