@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import logging
 import threading
 import time
@@ -619,39 +620,45 @@ class KvStore:
 
     async def _write_all(self) -> None:
         async with self._writing:
-            while blocks := self._next_unwritten():
-                await self._write(blocks)
+            while records := self._next_unwritten():
+                await self._write(records)
 
-    def _next_unwritten(self) -> list[_Block]:
-        """Blocks of one session for one record, the longest-waiting session first; they stay pinned until written."""
-        limit = max(RECORD_BYTES // self.shape.block_bytes, 1)
+    def _next_unwritten(self) -> list[list[_Block]]:
+        """Blocks that wait, a list for each record: of one session, so that reading it is sequential. The longest-waiting sessions first,
+        RECORD_BYTES in all; the blocks stay pinned until written.
+        """
+        num_left = max(RECORD_BYTES // self.shape.block_bytes, 1)
+        records = []
         with self._lock:
-            if not self._unwritten:
-                return []
-            group = next(iter(self._unwritten))
-            queue = self._unwritten.pop(group)
-            if len(queue) > limit:
-                self._unwritten[group] = queue[limit:]
-            blocks = [block for _, block in queue[:limit]]
-            for block in blocks:
-                block.pins += 1
-            return blocks
+            while self._unwritten and num_left:
+                group = next(iter(self._unwritten))
+                queue = self._unwritten.pop(group)
+                if len(queue) > num_left:
+                    self._unwritten[group] = queue[num_left:]
+                blocks = [block for _, block in queue[:num_left]]
+                num_left -= len(blocks)
+                for block in blocks:
+                    block.pins += 1
+                records.append(blocks)
+        return records
 
-    async def _write(self, blocks: list[_Block]) -> None:
+    async def _write(self, records: list[list[_Block]]) -> None:
         assert self._disk is not None
         try:
-            await self._disk.append(
-                [block.key for block in blocks],
-                lambda index, layer: self.pool.slot(blocks[index].slots[layer]),
+            await self._disk.append_all(
+                [([block.key for block in blocks], self._parts_of(blocks)) for blocks in records]
             )
         except Exception:
-            log.exception("writing %d KV blocks failed", len(blocks))
+            log.exception("writing %d KV blocks failed", sum(map(len, records)))
         finally:
             with self._lock:
-                for block in blocks:
+                for block in itertools.chain.from_iterable(records):
                     block.is_unwritten = False
                     self._num_unwritten -= 1
                     self._unpin(block)
+
+    def _parts_of(self, blocks: list[_Block]) -> Callable[[int, int], memoryview]:
+        return lambda index, layer: self.pool.slot(blocks[index].slots[layer])
 
 
 def _count_while(flags: Iterable[bool]) -> int:

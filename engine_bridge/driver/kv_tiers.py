@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,10 @@ class KvTiers:
         self.store.problem = problem
         self.store.on_progress = lambda: self.on_progress()
         self._namespace = namespace
+        pool, io = self.store.pool, self._io
+        threading.Thread(
+            target=pool.populate, args=(lambda: self._io is io,), name="kv-populate", daemon=True
+        ).start()
 
     def _open_disk(self, namespace: Namespace) -> DiskLog | None:
         config = self.config

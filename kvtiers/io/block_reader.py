@@ -10,11 +10,9 @@ from msgspec import Struct
 
 from kvtiers.io.files import Files, fill_up_to, read_up_to
 from kvtiers.io.read_plan import ReadOp, RecordPlace
-from kvtiers.io.records import RecordHead, checksum, decode_head, decode_keys, decode_sums
+from kvtiers.io.records import Part, RecordHead, checksum, decode_head, decode_keys, decode_sums
 from kvtiers.io.segment import Segment
 from kvtiers.keys import BlockKey, BlockShape
-
-Part = Callable[[int, int], memoryview]
 
 
 class Fault(enum.Enum):

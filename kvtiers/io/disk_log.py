@@ -24,6 +24,7 @@ import asyncio
 import itertools
 import logging
 import math
+import mmap
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,14 +35,15 @@ from typing import Any, Final, TypeVar
 from msgspec import Struct
 
 from kvtiers.errors import KvTiersError
-from kvtiers.io.block_reader import BatchResult, BlockReader, Fault, Part
+from kvtiers.io.block_reader import BatchResult, BlockReader, Fault
 from kvtiers.io.files import AppendFile, Claim, Files, is_same_file, prepare
 from kvtiers.io.read_plan import BlockPlace, ReadOp, RecordPlace, plan_reads
 from kvtiers.io.records import (
     SEGMENT_HEADER_BYTES,
-    RecordBytes,
+    Part,
+    Record,
     RecordHead,
-    checksum,
+    RecordStream,
     encode_segment_header,
 )
 from kvtiers.io.scan import SegmentScan, live_blocks, scan_segment, segment_path, segment_paths
@@ -58,7 +60,7 @@ MAX_READ_BYTES: Final = 4 << 20
 MAX_BYTES_IN_FLIGHT: Final = (
     8 << 20
 )  # Measured: reads of 2 MiB are as fast as any on a warm file and on a cold one.
-WRITE_BUFFER_BYTES: Final = 4 << 20  # Chosen: a write as large as the largest read.
+WRITE_BUFFER_BYTES: Final = 8 << 20  # Chosen: few writes, and little memory.
 RETRY_AFTER_S: Final = 5.0  # Chosen: a full disk costs one failed write in this time.
 NEVER: Final = -math.inf
 
@@ -195,7 +197,8 @@ class DiskLog:
         self._files = files
         self._on_dropped = on_dropped
         self._now = now
-        self._segment_header = encode_segment_header(fingerprint)
+        self._segment_header = memoryview(mmap.mmap(-1, SEGMENT_HEADER_BYTES))
+        self._segment_header[:] = encode_segment_header(fingerprint)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
         self._claim: Claim | None = None
         self._index: dict[BlockKey, _Entry] = {}
@@ -206,7 +209,7 @@ class DiskLog:
         self._counts = _Counts()
         self._write_lock = asyncio.Lock()
         self._read_slots = asyncio.Semaphore(READS_IN_FLIGHT)
-        self._buffer = memoryview(bytearray(0))
+        self._buffer = memoryview(b"")
         self._retry_at_s = NEVER
         self._num_reads = 0
         self._no_reads = asyncio.Event()
@@ -440,74 +443,112 @@ class DiskLog:
         and the disk is left alone for RETRY_AFTER_S. `part` is called in a worker thread; its memory must not change until this returns. Not cut
         short by being cancelled: a cancelled append is finished first.
         """
-        return await _to_the_end(self._append(keys, part))
+        return await self.append_all([(keys, part)])
 
-    async def _append(self, keys: Sequence[BlockKey], part: Part) -> bool:
+    async def append_all(self, records: Sequence[Record]) -> bool:
+        """`append` each of these; cheaper than one by one, because the folder is looked at once. Returns whether all are on disk now."""
+        return await _to_the_end(self._append_all(records))
+
+    async def _append_all(self, records: Sequence[Record]) -> bool:
         async with self._write_lock:
             if self._is_closed:
                 return False
             if self._now() < self._retry_at_s:
-                self._counts.num_refused += 1
+                self._counts.num_refused += len(records)
                 return False
             try:
-                return await self._append_new(keys, part)
+                await self._recover()
+                return await self._append_new(records)
             except (OSError, KvTiersError) as error:
                 self._counts.num_write_errors += 1
                 self._retry_at_s = self._now() + RETRY_AFTER_S
                 logger.warning("KV blocks cannot be written to %s: %s", self._directory, error)
                 return False
 
-    async def _append_new(self, keys: Sequence[BlockKey], part: Part) -> bool:
-        """Raises OSError, StoreBusy or StoreUnusable."""
-        await self._recover()
-        blocks = list({key: i for i, key in enumerate(keys) if key not in self._index}.values())
-        if not blocks:
-            return True
-        need_bytes = RecordHead(len(blocks), self._shape).record_bytes + SEGMENT_HEADER_BYTES
-        if need_bytes > self._capacity_bytes or not await self._make_room(need_bytes):
-            self._counts.num_refused += 1
-            return False
-        new_keys = [keys[i] for i in blocks]
-        record = await self._write(new_keys, lambda block, layer: part(blocks[block], layer))
-        self._publish(new_keys, record)
-        return True
+    async def _append_new(self, records: Iterable[Record]) -> bool:
+        """Raises OSError."""
+        is_all = True
+        for batch in self._batches(records):
+            need_bytes = sum(self._record_bytes(keys) for keys, _ in batch) + SEGMENT_HEADER_BYTES
+            if need_bytes > self._capacity_bytes or not await self._make_room(need_bytes):
+                self._counts.num_refused += len(batch)
+                is_all = False
+                continue
+            for (keys, _), place in zip(batch, await self._write(batch), strict=True):
+                self._publish(keys, place)
+        return is_all
+
+    def _batches(self, records: Iterable[Record]) -> Iterator[list[Record]]:
+        """What of the records is new, as many together as one write takes: each write costs hand-overs between threads."""
+        batch: list[Record] = []
+        num_bytes, taken = 0, set[BlockKey]()
+        for keys, part in records:
+            blocks = list(
+                {key: i for i, key in enumerate(keys) if key not in self._index and key not in taken}.values()
+            )
+            if not blocks:
+                continue
+            new = [keys[i] for i in blocks], _reordered(part, blocks)
+            taken.update(new[0])
+            size = self._record_bytes(new[0])
+            if batch and num_bytes + size > min(WRITE_BUFFER_BYTES, self._segment_bytes):
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(new)
+            num_bytes += size
+        if batch:
+            yield batch
+
+    def _record_bytes(self, keys: Sequence[BlockKey]) -> int:
+        return RecordHead(len(keys), self._shape).record_bytes
 
     async def _recover(self) -> None:
         """If the folder or the newest segment was removed or replaced under us, start over with what is there now."""
-        if self._active is not None:
-            segment, file = self._active
-            if not await self._in_worker(is_same_file, segment.path, file.fileno()):
-                await self._seal()
-                self._lose(segment.number)
-        if self._claim is None or not await self._in_worker(self._claim.is_valid):
+        is_newest_there, is_folder_ours = await self._in_worker(self._look_around)
+        if self._active is not None and not is_newest_there:
+            segment, _ = self._active
+            await self._seal()
+            self._lose(segment.number)
+        if self._claim is None or not is_folder_ours:
             await self._seal()
             self._release_claim()
             for segment in self._segments.values():
                 self._lose(segment.number)
             await self._load()
 
-    async def _write(self, keys: Sequence[BlockKey], part: Part) -> RecordPlace:
-        """Append one record to the newest segment, or to a new one if it does not fit. The caller has made room. Raises OSError."""
+    def _look_around(self) -> tuple[bool, bool]:
+        """Whether the newest segment is still the file that we write to, and the folder the one that we claimed."""
+        is_newest_there = self._active is None or is_same_file(self._active[0].path, self._active[1].fileno())
+        return is_newest_there, self._claim is not None and self._claim.is_valid()
+
+    async def _write(self, records: Sequence[Record]) -> list[RecordPlace]:
+        """Append records to the newest segment, or to a new one if they do not fit: all or none. The caller has made room. Raises OSError."""
         started_s = self._now()
-        record = await self._in_worker(_assemble, keys, self._shape, part)
-        if self._active is not None and self._active[0].num_bytes + record.num_bytes > self._segment_bytes:
+        if not self._buffer:
+            self._buffer = memoryview(
+                mmap.mmap(-1, WRITE_BUFFER_BYTES)
+            )  # begins at a page, as O_DIRECT wants
+        stream, used = await self._in_worker(_begin, records, self._shape, self._buffer)
+        if self._active is not None and self._active[0].num_bytes + stream.num_bytes > self._segment_bytes:
             await self._seal()
         segment, file = self._active or await self._start_segment()
-        place = RecordPlace(segment.number, segment.num_bytes, len(keys))
-        if not self._buffer:
-            self._buffer = memoryview(bytearray(min(WRITE_BUFFER_BYTES, max(self._segment_bytes, 4096))))
         try:
-            while used := await self._in_worker(record.fill, self._buffer):
+            await self._write_all(file, self._buffer[:used])
+            while stream.num_bytes_left:
+                used = await self._in_worker(stream.fill, self._buffer)
                 await self._write_all(file, self._buffer[:used])
         except OSError:
             await self._mend(segment, file)
             raise
-        segment.num_bytes += record.num_bytes
-        self._num_bytes += record.num_bytes
-        segment.records.append((place, list(keys)))
-        self._counts.bytes_written += record.num_bytes
+        places = []
+        for keys, _ in records:
+            places.append(RecordPlace(segment.number, segment.num_bytes, len(keys)))
+            segment.records.append((places[-1], list(keys)))
+            segment.num_bytes += self._record_bytes(keys)
+        self._num_bytes += stream.num_bytes
+        self._counts.bytes_written += stream.num_bytes
         self._counts.write_s += self._now() - started_s
-        return place
+        return places
 
     async def _write_all(self, file: AppendFile, data: memoryview) -> None:
         while data:
@@ -525,7 +566,7 @@ class DiskLog:
         self._segments[segment.number] = segment
         self._active = segment, file
         try:
-            await self._write_all(file, memoryview(self._segment_header))
+            await self._write_all(file, self._segment_header)
         except OSError:
             await self._mend(segment, file)
             await self._seal()
@@ -630,7 +671,7 @@ class DiskLog:
             return
         good_keys = [keys[i] for i in good]
         try:
-            record = await self._write(good_keys, lambda block, layer: part(good[block], layer))
+            (record,) = await self._write([(good_keys, _reordered(part, good))])
         except OSError as error:
             self._counts.num_write_errors += 1
             logger.warning("KV blocks cannot be carried forward in %s: %s", self._directory, error)
@@ -700,19 +741,14 @@ async def _outlast(future: Awaitable[Any]) -> None:
         waiting.exception()  # Looked at, so that asyncio does not complain that nobody did.
 
 
-def _assemble(keys: Sequence[BlockKey], shape: BlockShape, part: Part) -> RecordBytes:
-    """Collect and sum up the parts of a record. Raises ValueError for a part of a wrong size."""
-    parts: list[memoryview] = []
-    sums: list[int] = []
-    for layer in range(shape.num_layers):
-        for block in range(len(keys)):
-            view = part(block, layer)
-            if len(view) != shape.layer_bytes:
-                raise ValueError(f"part() gave {len(view)} bytes, a layer has {shape.layer_bytes}")
-            parts.append(view)
-            sums.append(checksum(view))
-        time.sleep(0)  # Let go of the GIL: small parts are summed without, and an event loop may be waiting.
-    return RecordBytes(keys, shape, parts, sums)
+def _begin(records: Sequence[Record], shape: BlockShape, buffer: memoryview) -> tuple[RecordStream, int]:
+    """The records and how many of their first bytes are in `buffer` now: one hand-over for both."""
+    stream = RecordStream(records, shape)
+    return stream, stream.fill(buffer)
+
+
+def _reordered(part: Part, blocks: Sequence[int]) -> Part:
+    return lambda position, layer: part(blocks[position], layer)
 
 
 def _segment_of(scan: SegmentScan) -> Segment:

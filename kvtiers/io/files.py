@@ -5,6 +5,7 @@ Only Linux: `preadv`, `flock` and `posix_fadvise` are used as they are there.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Sequence
@@ -51,23 +52,48 @@ class Files:
         os.unlink(path)
 
     async def create(self, path: Path, pool: Executor) -> AppendFile:
-        """A new file that only its owner may read, for appending, unbuffered; FileExistsError when there is one."""
+        """A new file that only its owner may read, for appending, unbuffered; FileExistsError when there is one.
+
+        Past the page cache where the file system can (O_DIRECT): the host tier is the cache of what was just computed, and filling the
+        kernel's too costs the cores that compute (measured: 3 against 8 to 110 ms for 42 MB, the most where memory is fresh).
+        """
 
         # Here, because it loads asyncio, which the command line does without when it looks at stores.
         import aiofiles  # type: ignore[import-untyped]
 
         def opener(name: str, flags: int) -> int:
-            return os.open(name, flags | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(name, flags | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            _set_direct(fd, True)
+            return fd
 
         file: AppendFile = await aiofiles.open(path, "ab", buffering=0, opener=opener, executor=pool)
         return file
 
     async def write(self, file: AppendFile, data: memoryview) -> int:
-        """Append `data`, or its first bytes; returns how many."""
+        """Append `data`, or its first bytes; returns how many. What cannot go past the page cache, such as the rest of a short write, goes
+        through it, as does all that follows in this file.
+        """
+        try:
+            return await file.write(data)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _set_direct(file.fileno(), False):
+                raise
         return await file.write(data)
 
     async def truncate(self, file: AppendFile, num_bytes: int) -> None:
         await file.truncate(num_bytes)
+
+
+def _set_direct(fd: int, wanted: bool) -> bool:
+    """Turn O_DIRECT on or off; whether that changed anything."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if bool(flags & os.O_DIRECT) is wanted:
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags ^ os.O_DIRECT)
+    except OSError:  # a file system that cannot
+        return False
+    return True
 
 
 def read_up_to(files: Files, fd: int, num_bytes: int, offset: int) -> bytes:

@@ -6,13 +6,16 @@ so that a layer moves in one copy and first layers can move first.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from bisect import bisect_left
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 HUGE_PAGE_BYTES = 2 << 20
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
 class HostPool:
@@ -20,7 +23,7 @@ class HostPool:
 
     Args:
         slot_bytes: one layer of one block.
-        capacity_bytes: upper bound of the region; the kernel backs it with memory when it is first written to.
+        capacity_bytes: upper bound of the region; the kernel backs it with memory when it is first written to, or in `populate`.
     """
 
     def __init__(self, slot_bytes: int, capacity_bytes: int) -> None:
@@ -41,6 +44,20 @@ class HostPool:
         if self.num_slots:
             self._free.add(0, self.num_slots)
         self.num_free = self.num_slots
+
+    def populate(self, is_wanted: Callable[[], bool]) -> None:
+        """Have the kernel back the region with memory, first slots first, while `is_wanted()`. Changes no byte; for a thread of its own.
+
+        Otherwise a step that saves pays for it: a page's first write costs 20 times its copy on a virtual machine (measured: 0.5 against 10 GB/s).
+        Where the kernel cannot do it in advance, nothing happens.
+        """
+        madvise = ctypes.CDLL(None).madvise  # `mmap.madvise` would keep the GIL
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        base, end = self.region.ctypes.data, len(self._memory)
+        for start in range(0, end, HUGE_PAGE_BYTES):
+            size = min(HUGE_PAGE_BYTES, end - start)
+            if not is_wanted() or madvise(base + start, size, MADV_POPULATE_WRITE) != 0:
+                return
 
     def allocate(self, num_slots: int) -> list[int] | None:
         """Slot numbers, in few ascending runs. None if there are not so many; then nothing changes."""

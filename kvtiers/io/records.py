@@ -6,6 +6,9 @@ A segment is a file header and then records, back to back. A record holds n >= 1
     keys      n of 32 bytes
     sums      L*n of 8 bytes: xxh3_64 of each part, layer-major like the body
     body      layer 0 of all n blocks, layer 1 of all n blocks, ...; B bytes each
+    zeros     up to a multiple of 4,096 bytes
+
+The file header is padded likewise, so that everything can be written past the page cache (O_DIRECT).
 
 Layer-major, because an engine needs the first layers first: those of a whole conversation are one sequential read. A checksum for each
 part, because any subset of blocks must be verifiable alone. Numbers are little-endian. Nothing read back is trusted: each `decode_*`
@@ -17,7 +20,8 @@ The checksums stand against faults of disks and of power, not against people: wh
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest as checksum
@@ -25,9 +29,12 @@ from xxhash import xxh3_64_intdigest as checksum
 from kvtiers.keys import FORMAT_VERSION, KEY_BYTES, BlockKey, BlockShape
 
 __all__ = [
+    "ALIGNMENT_BYTES",
     "SEGMENT_HEADER_BYTES",
-    "RecordBytes",
+    "Part",
+    "Record",
     "RecordHead",
+    "RecordStream",
     "checksum",
     "decode_head",
     "decode_keys",
@@ -46,7 +53,13 @@ _RECORD_HEADER = struct.Struct("<4sHHQIIII")  # magic, version, 0, checksum, n, 
 _MAX_FINGERPRINT_BYTES = 108  # Chosen: makes the header 128 bytes; `Namespace.fingerprint` is 57 at most.
 _CHECKED_FROM = 16  # The record's checksum covers what follows it: n, L, B and the keys.
 _SUM_BYTES = 8
-SEGMENT_HEADER_BYTES = _SEGMENT_HEADER.size
+ALIGNMENT_BYTES = 4096  # of records and of writes: what O_DIRECT asks for on any disk
+SEGMENT_HEADER_BYTES = ALIGNMENT_BYTES
+BREATH_BYTES = 1 << 20  # Chosen: 0.1 ms of work.
+
+Part = Callable[[int, int], memoryview]
+"""`part(i, layer)`: the bytes of block i's layer."""
+Record = tuple[Sequence[BlockKey], Part]
 
 
 class RecordHead(Struct, frozen=True):
@@ -67,7 +80,7 @@ class RecordHead(Struct, frozen=True):
 
     @property
     def record_bytes(self) -> int:
-        return self.prelude_bytes + self.num_blocks * self.shape.block_bytes
+        return _aligned(self.prelude_bytes + self.num_blocks * self.shape.block_bytes)
 
     def part_offset(self, layer: int, position: int) -> int:
         """Where the part of block `position` for `layer` begins, in bytes from the record's start."""
@@ -80,7 +93,7 @@ def encode_segment_header(fingerprint: str) -> bytes:
     if len(name) > _MAX_FINGERPRINT_BYTES:
         raise ValueError(f"a fingerprint has at most {_MAX_FINGERPRINT_BYTES} bytes, not {len(name)}")
     header = _SEGMENT_HEADER.pack(SEGMENT_MAGIC, FORMAT_VERSION, len(name), name, 0)[:-_SUM_BYTES]
-    return header + checksum(header).to_bytes(_SUM_BYTES, "little")
+    return (header + checksum(header).to_bytes(_SUM_BYTES, "little")).ljust(SEGMENT_HEADER_BYTES, b"\0")
 
 
 def decode_segment_header(data: bytes) -> str | None:
@@ -90,7 +103,7 @@ def decode_segment_header(data: bytes) -> str | None:
     magic, version, length, name, found = _SEGMENT_HEADER.unpack_from(data)
     if (magic, version) != (SEGMENT_MAGIC, FORMAT_VERSION):
         return None
-    if checksum(data[: SEGMENT_HEADER_BYTES - _SUM_BYTES]) != found:
+    if checksum(data[: _SEGMENT_HEADER.size - _SUM_BYTES]) != found:
         return None
     return str(name[:length], "utf-8", "replace")
 
@@ -132,16 +145,25 @@ def decode_sums(head: RecordHead, data: bytes) -> tuple[int, ...]:
     return struct.unpack_from(f"<{head.num_blocks * head.shape.num_layers}Q", data, head.keys_end)
 
 
-class RecordBytes:
-    """A record as a stream of bytes that is taken piece by piece, so that a large one needs no buffer of its size."""
+class RecordStream:
+    """Records, back to back, as a stream of bytes that is taken piece by piece, so that large ones need no buffer of their size."""
 
-    def __init__(
-        self, keys: Sequence[BlockKey], shape: BlockShape, parts: Sequence[memoryview], sums: Iterable[int]
-    ) -> None:
-        """parts: layer-major, like the body; they must not change until the last byte was taken."""
-        prelude = encode_prelude(keys, shape, sums)
-        self.num_bytes = len(prelude) + len(parts) * shape.layer_bytes
-        self._sources = iter((memoryview(prelude), *parts))
+    def __init__(self, records: Iterable[Record], shape: BlockShape) -> None:
+        """Sums up all parts, which must not change until the last byte was taken. Raises ValueError for a part of a wrong size."""
+        self.num_bytes = 0
+        sources: list[memoryview] = []
+        for keys, part in records:
+            parts = [part(block, layer) for layer in range(shape.num_layers) for block in range(len(keys))]
+            wrong = next((view for view in parts if len(view) != shape.layer_bytes), None)
+            if wrong is not None:
+                raise ValueError(f"part() gave {len(wrong)} bytes, a layer has {shape.layer_bytes}")
+            prelude = encode_prelude(keys, shape, [checksum(view) for view in _in_breaths(parts)])
+            num_bytes = len(prelude) + len(parts) * shape.layer_bytes
+            padding = _aligned(num_bytes) - num_bytes
+            sources += [memoryview(prelude), *parts, memoryview(bytes(padding))]
+            self.num_bytes += num_bytes + padding
+        self.num_bytes_left = self.num_bytes
+        self._sources = _in_breaths(sources)
         self._rest = memoryview(b"")
 
     def fill(self, buffer: memoryview) -> int:
@@ -149,11 +171,27 @@ class RecordBytes:
         used = 0
         while used < len(buffer):
             if not self._rest:
-                self._rest = next(self._sources, self._rest)
+                self._rest = next((view for view in self._sources if view), self._rest)
                 if not self._rest:
                     break
             size = min(len(self._rest), len(buffer) - used)
             buffer[used : used + size] = self._rest[:size]
             self._rest = self._rest[size:]
             used += size
+        self.num_bytes_left -= used
         return used
+
+
+def _in_breaths(views: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The views, letting go of the GIL now and then: summing and copying small ones keeps it, and an engine may be waiting."""
+    num_bytes = 0
+    for view in views:
+        num_bytes += len(view)
+        if num_bytes > BREATH_BYTES:
+            num_bytes = 0
+            time.sleep(0)
+        yield view
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from gateway.cli import cli, main
 from kvtiers.io.disk_log import DiskLog
+from kvtiers.io.records import ALIGNMENT_BYTES
 from kvtiers.keys import BlockKey, BlockShape
 
 SHAPE = BlockShape(2, 1024)
@@ -27,7 +28,9 @@ def held_store(root: Path, num_blocks: int) -> Iterator[None]:
     """A store of so many blocks, open within the block."""
     with asyncio.Runner() as runner:
         folder = root / "a-model-0123"
-        log = runner.run(DiskLog.open(folder, "0123", SHAPE, 1 << 20, segment_bytes=5000, describe=ABOUT))
+        log = runner.run(
+            DiskLog.open(folder, "0123", SHAPE, 1 << 20, segment_bytes=3 * ALIGNMENT_BYTES, describe=ABOUT)
+        )
         for number in range(num_blocks):
             key = BlockKey(bytes([number]) * 32)
             assert runner.run(log.append([key], lambda block, layer: memoryview(bytes(1024))))
@@ -53,7 +56,7 @@ def test_prune_deletes_the_oldest_down_to_a_size(tmp_path: Path) -> None:
         pass
     before = json.loads(run("show", "--json", "--kv-dir", str(tmp_path)).output)
     assert before["num_segments"] == 3
-    pruned = run("prune", "--max-gib", str(5500 / (1 << 30)), "--kv-dir", str(tmp_path))
+    pruned = run("prune", "--max-gib", str((4 * ALIGNMENT_BYTES) / (1 << 30)), "--kv-dir", str(tmp_path))
     assert pruned.exit_code == 0 and "2 files" in pruned.output
     assert json.loads(run("show", "--json", "--kv-dir", str(tmp_path)).output)["num_blocks"] == 2
     assert "1 files" in run("prune", "--all", "--kv-dir", str(tmp_path)).output

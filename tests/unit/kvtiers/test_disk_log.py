@@ -21,10 +21,10 @@ from kvtiers.errors import StoreBusy, StoreUnusable
 from kvtiers.io.disk_log import RETRY_AFTER_S, DiskLog, ReadResult
 from kvtiers.io.files import AppendFile, Files
 from kvtiers.io.inspect import inspect, prune
-from kvtiers.io.records import SEGMENT_HEADER_BYTES, RecordHead
+from kvtiers.io.records import SEGMENT_HEADER_BYTES, Record, RecordHead
 from kvtiers.keys import BlockKey, BlockShape
 
-SHAPE = BlockShape(num_layers=3, layer_bytes=64)
+SHAPE = BlockShape(num_layers=3, layer_bytes=1300)  # one block is a record of one page
 ROOMY = 1 << 20
 ROOT = Path(__file__).parents[3]
 
@@ -49,9 +49,13 @@ class Clock:
         return self.now_s
 
 
-async def append(log: DiskLog, *names: object) -> bool:
+def record(*names: object) -> Record:
     keys = [key(name) for name in names]
-    return await log.append(keys, lambda block, layer: content(keys[block], layer))
+    return keys, lambda block, layer: content(keys[block], layer)
+
+
+async def append(log: DiskLog, *names: object) -> bool:
+    return await log.append(*record(*names))
 
 
 class Reader:
@@ -217,9 +221,9 @@ async def test_a_store_opened_again_has_everything_and_starts_a_new_segment(open
 
 async def test_a_record_of_more_keys_than_one_header_read_is_found_again(opened: Opener) -> None:
     log = await opened()
-    assert await append(log, *range(300))
+    assert await append(log, *range(200))
     await log.close()
-    assert await bad_of(await opened(), *range(300)) == []
+    assert await bad_of(await opened(), *range(200)) == []
 
 
 async def test_files_are_for_their_owner_only_and_say_what_they_hold(opened: Opener) -> None:
@@ -258,10 +262,10 @@ async def test_a_closed_store_is_empty_and_refuses(opened: Opener) -> None:
 
 async def test_a_part_of_a_wrong_size_is_the_owners_mistake(opened: Opener) -> None:
     log = await opened()
-    with pytest.raises(ValueError, match="a layer has 64"):
+    with pytest.raises(ValueError, match="a layer has 1300"):
         await log.append([key("a")], lambda block, layer: memoryview(b"short"))
     assert await append(log, "a")
-    with pytest.raises(ValueError, match="a layer has 64"):
+    with pytest.raises(ValueError, match="a layer has 1300"):
         await log.read([key("a")], lambda block, layer: memoryview(bytearray(5)))
 
 
@@ -315,6 +319,26 @@ async def test_a_record_larger_than_a_segment_gets_its_own(opened: Opener) -> No
     assert await append(log, "next")
     assert len(opened.segments()) == 3
     assert await bad_of(log, "small", *range(8), "next") == []
+
+
+async def test_many_records_in_one_go_are_found_again(opened: Opener) -> None:
+    log = await opened(capacity_bytes=CAPACITY, segment_bytes=SEGMENT)
+    assert await append(log, "old")
+    records = [record("a", "b"), record("old"), record("c", "a"), record(*range(8)), record("d")]
+    assert await log.append_all(records)
+    names = ["old", "a", "b", "c", *range(8), "d"]
+    assert await bad_of(log, *names) == []
+    await log.close()
+    log = await opened(capacity_bytes=CAPACITY, segment_bytes=SEGMENT)
+    assert log.stats.num_blocks == len(names)
+    assert await bad_of(log, *names) == []
+
+
+async def test_one_record_too_large_costs_the_others_nothing(opened: Opener) -> None:
+    log = await opened(capacity_bytes=CAPACITY, segment_bytes=SEGMENT)
+    assert not await log.append_all([record("a"), record(*range(100)), record("b")])
+    assert log.stats.num_refused == 1
+    assert await bad_of(log, "a", "b") == []
 
 
 async def test_a_record_larger_than_the_capacity_is_refused(opened: Opener) -> None:
@@ -487,7 +511,7 @@ async def test_a_segment_cut_off_costs_what_was_behind(opened: Opener) -> None:
     log = await opened()
     for name in ("a", "b", "c"):
         assert await append(log, name)
-    os.truncate(opened.segments()[0], SEGMENT_HEADER_BYTES + 2 * SINGLE - 1)
+    os.truncate(opened.segments()[0], SEGMENT_HEADER_BYTES + SINGLE + RecordHead(1, SHAPE).part_offset(2, 0))
     assert await bad_of(log, "a", "b", "c") == ["b", "c"]
     await log.close()
     log = await opened()

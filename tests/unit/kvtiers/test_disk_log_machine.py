@@ -15,12 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
+from kvtiers.io.records import ALIGNMENT_BYTES
 from kvtiers.io.scan import live_blocks, scan_segment, segment_paths
 from kvtiers.keys import BlockKey, BlockShape
 
-SHAPE = BlockShape(num_layers=2, layer_bytes=40)
-CAPACITY_BYTES = 4000
-SEGMENT_BYTES = 900
+SHAPE = BlockShape(num_layers=2, layer_bytes=2000)  # one block is a record of one page
+CAPACITY_BYTES = 28 * ALIGNMENT_BYTES
+SEGMENT_BYTES = 7 * ALIGNMENT_BYTES
 KEYS = [BlockKey(hashlib.sha256(bytes([i])).digest()) for i in range(24)]
 keys_of_records = st.lists(st.sampled_from(range(24)), min_size=1, max_size=6)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvtiers.io.records import (
     SEGMENT_HEADER_BYTES,
-    RecordBytes,
     RecordHead,
+    RecordStream,
     checksum,
     decode_head,
     decode_keys,
@@ -28,7 +28,7 @@ SUMS = [checksum(part) for part in PARTS]
 
 
 def record(buffer_bytes: int = 1000) -> bytes:
-    stream = RecordBytes(KEYS, SHAPE, PARTS, SUMS)
+    stream = RecordStream([(KEYS, lambda block, layer: PARTS[layer * len(KEYS) + block])], SHAPE)
     buffer = memoryview(bytearray(buffer_bytes))
     data = b""
     while used := stream.fill(buffer):
@@ -86,7 +86,8 @@ def test_a_segment_header_gives_its_fingerprint_unless_a_byte_is_damaged() -> No
     header = encode_segment_header("tiny-1234")
     assert len(header) == SEGMENT_HEADER_BYTES
     assert decode_segment_header(header) == "tiny-1234"
-    for i in range(len(header)):
+    assert len(header.rstrip(b"\0")) == 128
+    for i in range(128):
         damaged = bytearray(header)
         damaged[i] ^= 0x80
         assert decode_segment_header(bytes(damaged)) is None
