@@ -43,6 +43,9 @@ class Driver(Protocol):
     def is_urgent(self, outputs: list[Any]) -> bool:
         """Is one of these outputs the first or the last of its request?"""
 
+    def wait_s(self) -> float | None:
+        """Without work: how long until there is some by itself; None for as long as nothing comes."""
+
     def is_stuck(self) -> bool:
         """After a step without outputs: does nothing run, so that stepping again at once would only spin?"""
 
@@ -166,7 +169,7 @@ class EngineThread(Generic[D]):
             self._do_commands(driver)
             if not driver.has_work():
                 self._flush()
-                self._sleep(None)
+                self._sleep(driver.wait_s())
                 continue
             started_s = time.monotonic()
             outputs = driver.step()

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct
 
 from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
-from engine_bridge.driver.engine import EngineConfig, VllmDriver
+from engine_bridge.driver.engine import BACKGROUND_PREFIX, EngineConfig, VllmDriver
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.node import (
     AdapterInfo,
     Advisory,
+    AdvisoryReport,
     Api,
     Delta,
     GenerateRequest,
@@ -28,19 +29,23 @@ from engine_bridge.node import (
     RequestId,
     SessionId,
     SseReply,
+    unpack_token_ids,
 )
 from engine_bridge.token_stream import TokenStream
 from kvtiers.stats import TierStats
 
 if TYPE_CHECKING:
     from engine_bridge.driver.engine_client import BridgeEngineClient
-    from engine_bridge.driver.serving import Serving
+    from engine_bridge.driver.promoter import Hashes
+    from engine_bridge.driver.serving import Prepared, Serving
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # Chosen: if the engine becomes as many times slower while an answer runs, its deltas still come every quarter of a second.
 MAX_STREAM_INTERVAL = 8
+# Chosen: how long a request may wait behind a piece of background work, and its size before prefill was measured.
+BACKGROUND_S, BACKGROUND_TOKENS = 0.05, 256
 GIB = 1 << 30
 
 
@@ -276,8 +281,66 @@ class LocalNode:
         serving, _ = self._ready()
         return await serving.unload_adapter(body)
 
-    async def advise(self, advisory: Advisory) -> None:
-        raise NotSupported("this node acts on no advisories")
+    async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
+        if self._tiers is None:
+            raise NotSupported("this server has no KV tiers to warm a session from (--kv-host-gib 0)")
+        serving, client = self._ready()
+        adapter = serving.lora_request(advisory.adapter)
+        salt = client.salt_of(advisory.tenant, adapter)
+        loop = asyncio.get_running_loop()
+
+        def report(state: AdvisoryReport) -> None:
+            loop.call_soon_threadsafe(on_change, state)
+
+        hashes: Hashes = ()
+        if advisory.token_ids and not await self._thread.call(
+            lambda driver: driver.remembers(advisory.session_id, salt)
+        ):
+            token_ids = unpack_token_ids(advisory.token_ids)
+            hashes = await asyncio.to_thread(client.hashes_of, token_ids, salt, adapter)
+        self._thread.submit(lambda driver: driver.advise(advisory, hashes, salt, report))
+
+    def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        self._thread.submit(lambda driver: driver.retract(advisory_id, is_expired))
+
+    async def prefill(self, request: GenerateRequest) -> int:
+        serving, client = self._ready()
+        prepared = await serving.prepare_draft(request)
+        token_ids: list[int] = prepared.engine_input["prompt_token_ids"]
+        block_size: int = client.vllm_config.cache_config.block_size
+        end = len(token_ids) // block_size * block_size
+        done = 0
+        while done < end:
+            done = min(done + self._background_tokens(block_size), end)
+            await self._prefill_to(client, prepared, token_ids[:done], request)
+        return end
+
+    async def _prefill_to(
+        self, client: BridgeEngineClient, prepared: Prepared, token_ids: list[int], request: GenerateRequest
+    ) -> None:
+        """Compute what is missing of these tokens' KV, once nothing else runs."""
+        stream = TokenStream()
+        unique_id, core_request = client.submit(
+            {"prompt_token_ids": token_ids},
+            prepared.params.clone(),
+            f"{BACKGROUND_PREFIX}{request.request_id}",
+            stream,
+            tenant=request.tenant,
+            lora_request=prepared.lora_request,
+            session_id=request.session_id,
+        )
+        client.launch_in_background(unique_id, core_request)
+        try:
+            while (await stream.next()).finish_reason is None:
+                pass
+        finally:
+            client.forget(unique_id, abort=not stream.is_ended_by_engine)
+
+    def _background_tokens(self, block_size: int) -> int:
+        """How many tokens a piece of background work computes: whoever comes meanwhile waits for no longer than BACKGROUND_S."""
+        seconds = self._tiers.prefill_s_per_token() if self._tiers is not None else None
+        num_tokens = int(BACKGROUND_S / seconds) if seconds else BACKGROUND_TOKENS
+        return max(num_tokens // block_size, 1) * block_size
 
     async def export_kv(self, session_id: SessionId) -> bytes:
         raise NotSupported("this node exports no KV")

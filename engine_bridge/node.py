@@ -7,7 +7,7 @@ machine. This module stands on the ground: it imports neither asyncio, torch nor
 from __future__ import annotations
 
 import struct
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Literal, NewType, Protocol
 
 from msgspec import Meta, Struct
@@ -146,14 +146,47 @@ class AdapterInfo(Struct, frozen=True):
 class Advisory(Struct, frozen=True, kw_only=True):
     """Word that a request of this session will come. Source: SYMPHONY §4.1, plus the adapter.
 
-    `expected_arrival_s` is a lower bound from now, or None when nobody can tell (a person typing).
+    `expected_arrival_s` is a lower bound from now, or None when nobody can tell (a person typing). `ordered`: the sender's advisories come
+    in the order of their requests. `probability`: that the request comes, as far as the gateway has learned. `token_ids`: what its prompt
+    will begin with, packed; without them a node goes by what the session's last request left. `tenant`: as in `GenerateRequest`.
     """
 
+    advisory_id: str
     session_id: str
     expected_arrival_s: float | None = None
     ordered: bool = False
     priority: int | None = None
     adapter: str | None = None
+    probability: float = 1.0
+    token_ids: bytes = b""
+    tenant: str = ""
+
+
+# `staging`: on its way up; `host`: in host memory, where it waits; `warm`: all that any tier holds is on the device. The others are ends: its
+# request came and found all of it (`hit`) or not yet (`late`); none came, or another than was told, after bytes were moved (`wasted`) or
+# before (`expired`); it was taken back (`cancelled`); no tier knows the session (`unknown`).
+AdvisoryState = Literal["staging", "host", "warm", "hit", "late", "wasted", "expired", "cancelled", "unknown"]
+ADVISORY_ENDS: frozenset[AdvisoryState] = frozenset(
+    ("hit", "late", "wasted", "expired", "cancelled", "unknown")
+)
+
+
+class AdvisoryReport(Struct, frozen=True, kw_only=True):
+    """How an advisory stands.
+
+    `num_tokens`: of the prefix, as far as any tier holds it; `device_tokens`: of these on the device. `host_bytes`, `disk_bytes`: copied to the
+    device for it, by where they were. `lead_s`: from the advisory to its request. `late_s`: what moving the rest would have taken, as predicted.
+    """
+
+    advisory_id: str
+    session_id: str
+    state: AdvisoryState
+    num_tokens: int = 0
+    device_tokens: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    lead_s: float | None = None
+    late_s: float | None = None
 
 
 class NodeStats(Struct, frozen=True, kw_only=True):
@@ -229,8 +262,23 @@ class Node(Protocol):
         """Stop a running `generate`; its stream ends with finish_reason `stopped`. False if it is not running here."""
         ...
 
-    async def advise(self, advisory: Advisory) -> None:
-        """Prepare for a request to come. Raises NotSupported where the node acts on no advisories."""
+    async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
+        """Prepare for a request to come; it takes the place of the session's last advisory.
+
+        on_change: called on the event loop with each new state, the last time with one of ADVISORY_ENDS. Raises NotSupported where the node acts
+        on no advisories.
+        """
+        ...
+
+    def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        """End an advisory, because it was taken back or its time is over. Nothing happens if it is over already."""
+        ...
+
+    async def prefill(self, request: GenerateRequest) -> int:
+        """Compute the KV of a prompt that may come, when nothing else runs; the last message is a draft that goes on.
+
+        Returns the tokens whose KV is there now. Cancel the task to stop; what is computed stays. No output is made, nothing is kept of the text.
+        """
         ...
 
     def kv_tiers(self) -> TierStats | None:

@@ -306,6 +306,11 @@ class KvStore:
                 self._io.loop.call_soon_threadsafe(job.stop_if_unwanted)
         stage.blocks, stage.jobs = [], set()
 
+    def disk_bytes_per_s(self) -> float:
+        """What the disk has delivered lately while it was read."""
+        with self._lock:
+            return self._disk_rate.at(self._clock())
+
     # -- what is known of sessions (any thread) ----------------------------------------------------------------------
 
     def expect(self, group: str, at_s: float | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
     from engine_bridge.driver.kv_tiers import KvTiers
+    from engine_bridge.driver.promoter import Hashes, OnChange, Promoter
+    from engine_bridge.node import Advisory
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 CPU_BLOCK_SIZE_TOKENS = 32
 
 
+# Begins the id of a request that only computes KV ahead of one that may come.
+BACKGROUND_PREFIX = "background-"
 # Of the warm-up's requests: one to load what is lazy, one long enough to measure prefill by.
 WARM_UP_TOKENS = (32, 512)
 
@@ -146,6 +151,8 @@ class VllmDriver:
         self._block_size = self.engine.vllm_config.cache_config.block_size
         self._internal_ids: dict[str, str] = {}
         self._silent: set[str] = set()  # requests that have given no output yet
+        self._background: deque[tuple[str, EngineCoreRequest]] = deque()
+        self.promoter = self._make_promoter(core.scheduler)
         for request in lora_requests:
             try:
                 self.engine.add_lora(request)
@@ -157,13 +164,24 @@ class VllmDriver:
     # -- the bridge's side -------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        # Not has_unfinished_requests(): the scheduler also has finished ids to flush and, later, KV to move.
-        return self._scheduler.has_requests()
+        # Not has_unfinished_requests(): the scheduler also has finished ids to flush.
+        return self._scheduler.has_requests() or bool(self._background) or self._promoter_has_work()
 
     def is_stuck(self) -> bool:
-        return self._scheduler.get_request_counts()[0] == 0
+        return self._scheduler.get_request_counts()[0] == 0 and not self._promoter_has_work()
+
+    def wait_s(self) -> float | None:
+        return self.promoter.wait_s() if self.promoter is not None else None
 
     def step(self) -> list[RequestOutput]:
+        if self._background and not sum(self._scheduler.get_request_counts()):
+            self.add(*self._background.popleft(), None)
+        outputs = self._step_engine() if self._scheduler.has_requests() else []
+        if self.promoter is not None:
+            self.promoter.advance()
+        return outputs
+
+    def _step_engine(self) -> list[RequestOutput]:
         outputs = self.engine.step()
         if self._tiers is not None and self._silent:
             self._note_sources(outputs)
@@ -207,10 +225,27 @@ class VllmDriver:
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown or finished ids are no error. No output follows."""
         self._silent.discard(request_id)
+        self._background = deque(item for item in self._background if item[0] != request_id)
         internal_id = self._internal_ids.pop(request_id, None)
         if internal_id is not None:
             # By internal id: aborting by the external one leaks the parent record of n > 1.
             self.engine.abort_request([internal_id], internal=True)
+
+    def remembers(self, session_id: str, salt: str | None) -> bool:
+        """Whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
+        return self.promoter is not None and self.promoter.remembers(session_id, salt)
+
+    def advise(self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange) -> None:
+        if self.promoter is not None:
+            self.promoter.advise(advisory, hashes, salt, on_change)
+
+    def retract(self, advisory_id: str, is_expired: bool) -> None:
+        if self.promoter is not None:
+            self.promoter.retract(advisory_id, is_expired=is_expired)
+
+    def add_background(self, request_id: str, request: EngineCoreRequest) -> None:
+        """Queue a request that runs when no other one runs or waits."""
+        self._background.append((request_id, request))
 
     def counts(self) -> EngineCounts:
         num_running, num_waiting = self._scheduler.get_request_counts()
@@ -221,6 +256,20 @@ class VllmDriver:
             num_free_kv_blocks=self._block_pool.get_num_free_blocks(),
             block_size=self._block_size,
         )
+
+    def _make_promoter(self, scheduler: Any) -> Promoter | None:
+        """None where there are no tiers to bring KV from."""
+        from engine_bridge.driver.promoter import Promoter
+
+        if self._tiers is None or self._tiers.store is None:
+            return None
+        self._tiers.promoter = Promoter(
+            self._block_pool, self._tiers, self._block_size, scheduler.get_request_counts
+        )
+        return self._tiers.promoter
+
+    def _promoter_has_work(self) -> bool:
+        return self.promoter is not None and self.promoter.has_work()
 
     def _warm_up(self) -> None:
         """Run two requests and forget their KV: the first user pays for no lazy set-up, and the speed of prefill is known."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,10 +19,12 @@ from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.request import Request
 
 from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.kv_keys import AdapterVersion, adapter_content_hash, cache_salt, version_of
+from engine_bridge.driver.promoter import Hashes
 from engine_bridge.errors import EngineUnavailable
 
 ENGINE_FAILED_MESSAGE = (
@@ -54,6 +56,7 @@ class BridgeEngineClient(EngineClient):
         self.renderer = engine.renderer
         self.input_processor = engine.input_processor
         self._tasks = engine.get_supported_tasks()
+        self._block_hasher = engine.engine_core.engine_core.request_block_hasher
 
     # -- called by the node ------------------------------------------------------------------------------------------
 
@@ -110,6 +113,31 @@ class BridgeEngineClient(EngineClient):
 
         self._loop = asyncio.get_running_loop()
         self._thread.submit(add)
+
+    def launch_in_background(self, unique_id: str, request: EngineCoreRequest) -> None:
+        """Queue a submitted request behind everything else, also behind what comes later."""
+        self._thread.submit(lambda driver: driver.add_background(unique_id, request))
+
+    def salt_of(self, tenant: str, lora_request: LoRARequest | None) -> str | None:
+        """What keeps the KV of this tenant and adapter apart."""
+        adapter = self._adapters[lora_request.lora_int_id] if lora_request is not None else None
+        return cache_salt(tenant, adapter.content_hash if adapter else "", None)
+
+    def hashes_of(
+        self, token_ids: Sequence[int], salt: str | None, lora_request: LoRARequest | None
+    ) -> Hashes:
+        """The hashes of a prompt's whole blocks. Takes microseconds per block: not for the event loop."""
+        adapter = self._adapters[lora_request.lora_int_id] if lora_request is not None else None
+        request = Request(
+            "prefix",
+            list(token_ids),
+            SamplingParams(max_tokens=1),
+            None,
+            lora_request=adapter,
+            cache_salt=salt,
+            block_hasher=self._block_hasher,
+        )
+        return list(request.block_hashes)
 
     def forget(self, unique_id: str, *, abort: bool) -> None:
         """Drop a stream; with `abort`, its request leaves the engine before the next step."""

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from engine_bridge.driver.engine import BACKGROUND_PREFIX
 from engine_bridge.driver.kv_tiers import KvTiers, find_tiers
 from engine_bridge.errors import SeamMoved
 from kvtiers.keys import BlockKey
@@ -116,6 +117,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         self._plan.requests[request.request_id] = request
+        promoter = self._tiers.promoter
+        if promoter is not None and not is_background(request.request_id):
+            promoter.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -139,6 +143,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, None]:
         self._plan.forget(request)
+        promoter = self._tiers.promoter
+        if promoter is not None and not is_background(request.request_id):
+            promoter.remember(request)
         return False, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
@@ -299,8 +306,8 @@ class _Plan:
             return step
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
-            if request is None:
-                continue
+            if request is None or is_background(request_id):
+                continue  # what nobody has asked yet (a draft) is to be nowhere but on the device
             # From 0 at its start, though the device may hold a prefix: the tiers may have lost it. A block whose last token is not known
             # yet (asynchronous scheduling) has no hash; it is offered one step later.
             first = self._num_offered.get(request_id, 0)
@@ -419,6 +426,11 @@ class _Step:
                 "%d KV blocks did not come in time or were damaged; they are computed again", len(failed)
             )
         return failed
+
+
+def is_background(request_id: str) -> bool:
+    """Whether a request only computes KV ahead of one that may come: it neither uses up an advisory nor says how a session goes on."""
+    return request_id.startswith(BACKGROUND_PREFIX)
 
 
 def group_of(request: Request) -> str:

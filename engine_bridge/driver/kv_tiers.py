@@ -28,6 +28,7 @@ from kvtiers.store import KvStore
 if TYPE_CHECKING:
     from engine_bridge.driver.block_copy import BlockCopier
     from engine_bridge.driver.kv_connector import TieredConnector
+    from engine_bridge.driver.promoter import Promoter
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,9 @@ class KvTiers:
         self.scheduler_side: TieredConnector | None = None
         self.on_progress: Callable[[], None] = lambda: None
         """Called on the I/O thread when staged KV has come: the engine may have a request to start."""
+        self.has_progressed = False
+        """Staged KV has come since somebody last cleared this."""
+        self.promoter: Promoter | None = None
         self.is_paused = False
         """Nothing is loaded or saved: the engine is warming up with prompts that nobody will repeat."""
         self.num_failed_loads = 0
@@ -108,6 +112,9 @@ class KvTiers:
 
     def detach(self) -> None:
         """The engine is gone; what is stored stays."""
+        if self.promoter is not None:
+            self.promoter.close()
+        self.promoter = None
         self.copier = None
         self.scheduler_side = None
 
@@ -126,7 +133,7 @@ class KvTiers:
             log.error("%s; KV will not outlive this process", problem)
         self.store = KvStore(namespace.shape, self.config.host_bytes, self._io, disk, self._eviction)
         self.store.problem = problem
-        self.store.on_progress = lambda: self.on_progress()
+        self.store.on_progress = self._on_progress
         self._namespace = namespace
         pool, io = self.store.pool, self._io
         threading.Thread(
@@ -157,6 +164,10 @@ class KvTiers:
             self._io.close()
             self._io = None
         self._namespace = None
+
+    def _on_progress(self) -> None:
+        self.has_progressed = True
+        self.on_progress()
 
     # -- what was measured -------------------------------------------------------------------------------------------
 

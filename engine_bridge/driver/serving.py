@@ -11,9 +11,11 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from vllm.entrypoints.anthropic.api_router import translate_error_response
@@ -46,6 +48,7 @@ from engine_bridge.node import (
     ANTHROPIC_ERROR_TYPES,
     AdapterInfo,
     Api,
+    ChatMessage,
     GenerateRequest,
     JsonReply,
     Prompt,
@@ -61,6 +64,8 @@ _VALIDATION_CONTEXT: Any = SimpleNamespace(
     app=SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(log_error_stack=False))),
     state=SimpleNamespace(),
 )
+# Ways in which a draft may go on: a word may grow, end or be followed by punctuation.
+DRAFT_ENDS = ("s", " a", ".")
 # Chosen: proxies cut a silent connection after 30 to 60 s; a comment is no event to any client.
 KEEP_ALIVE_S = 15.0
 # Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's.
@@ -257,6 +262,36 @@ class Serving:
         params.stream_interval = stream_interval
         return Prepared(engine_input, params, lora_request, prompt)
 
+    async def prepare_draft(self, request: GenerateRequest) -> Prepared:
+        """The tokens with which the prompt will begin however the last message goes on, for a request that only computes their KV.
+
+        Rendered twice, with two ways to go on: where they agree, typing on changes nothing. The last agreeing token is left out, because
+        its other half may still come.
+        """
+        *earlier, draft = request.messages
+        token_ids = None
+        for more in DRAFT_ENDS:
+            message = ChatMessage(draft.role, draft.content + more)
+            ids = await self._draft_ids(msgspec.structs.replace(request, messages=(*earlier, message)))
+            token_ids = ids if token_ids is None else _common(token_ids, ids)
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        token_ids = (token_ids or [])[:-1]
+        prompt = Prompt(pack_token_ids(token_ids), "given")
+        return Prepared({"prompt_token_ids": token_ids}, params, self._lora_request(request.adapter), prompt)
+
+    async def _draft_ids(self, request: GenerateRequest) -> list[int]:
+        messages: Any = [{"role": m.role, "content": m.content} for m in request.messages]
+        try:
+            engine_input = await self._render(ChatCompletionRequest(messages=messages))
+            await self._continue(request, engine_input)
+        except (VLLMError, ValueError) as error:
+            raise _too_long_or_invalid(str(error)) from error
+        return list(engine_input["prompt_token_ids"])
+
+    def lora_request(self, adapter: str | None) -> LoRARequest | None:
+        """The adapter of this name, None for the base model. Raises InvalidRequest."""
+        return self._lora_request(adapter)
+
     async def _continue(self, request: GenerateRequest, engine_input: Any) -> Prompt:
         """Put the ids of the history, as far as they fit, in front of `engine_input`, which is changed."""
         rendered = engine_input["prompt_token_ids"]
@@ -307,6 +342,12 @@ class Serving:
                 f"The model `{adapter}` does not exist.", param="adapter", code="unknown_model"
             )
         return lora_request
+
+
+def _common(first: list[int], second: list[int]) -> list[int]:
+    """The tokens with which both begin."""
+    count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    return first[:count]
 
 
 class _Rejected(Exception):

@@ -21,12 +21,16 @@ class ScriptedDriver:
         self.left: dict[str, int] = {}
         self.num_steps = 0
         self.is_gated = False
+        self.due_in_s: float | None = None
         self.fault: Exception | None = None
         self.thread = threading.current_thread()
         self.is_closed = False
 
     def has_work(self) -> bool:
         return bool(self.left)
+
+    def wait_s(self) -> float | None:
+        return self.due_in_s
 
     def is_stuck(self) -> bool:
         return self.is_gated
@@ -136,6 +140,18 @@ async def test_an_idle_engine_does_not_step() -> None:
         for _ in range(20):
             await harness.thread.call(lambda driver: None)
         assert harness.built[0].num_steps == 0
+
+
+async def test_an_idle_engine_looks_again_when_something_is_due() -> None:
+    async with running() as harness:
+        driver = harness.built[0]
+        driver.due_in_s = 0.01
+        harness.thread.wake()
+        await asyncio.sleep(0.05)
+        driver.left["a"] = 1  # nobody wakes the engine for it
+        async with asyncio.timeout(5):
+            while driver.left:
+                await asyncio.sleep(0.005)
 
 
 async def test_work_that_may_not_run_is_not_spun_on() -> None:

@@ -1,0 +1,104 @@
+"""Which expected session's KV deserves device memory, and when. Pure: facts in, decisions out.
+
+An advisory is a guess: its request may come late or never. What it costs is device memory that other sessions' prefixes lie in, and a
+copy; what it may save is the restore that the request would wait for. Guesses with the most to gain per block go first, and no tenant's
+guesses go before every other tenant's best one. Source: SYMPHONY §4.3 (priority) and §4.4 (cooperative memory); the value per byte is ours.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+# A guess with an arrival time takes device memory this long before, or so many times its copy's length. Chosen.
+MIN_LEAD_S = 2.0
+LEAD_COPIES = 4.0
+# Of the device's blocks, which guesses never take, so that what was used last keeps some room. Chosen.
+MARGIN_SHARE = 0.05
+
+
+class Tier(enum.Enum):
+    """How far up a guess's KV may come now."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class GuessFacts(Struct, frozen=True, kw_only=True):
+    """What is known of one expected request.
+
+    num_blocks: of its prefix, as far as any tier holds it. probability: that the request comes while it is expected. arrival_s: a lower
+    bound on the caller's clock, None when nobody can tell. saved_s: what the request would wait for if nothing were moved. copy_s: what moving
+    it to the device takes the engine.
+    """
+
+    name: str
+    tenant: str
+    num_blocks: int
+    probability: float
+    priority: int
+    arrival_s: float | None
+    issued_s: float
+    saved_s: float
+    copy_s: float
+
+
+class Target(Struct, frozen=True):
+    """How far one guess may go: its first `num_device_blocks` to the device, all of it to host memory."""
+
+    name: str
+    num_device_blocks: int
+
+
+def plan(guesses: Sequence[GuessFacts], num_free_blocks: int, num_blocks: int, now: float) -> list[Target]:
+    """Targets for all guesses, the most deserving first.
+
+    num_free_blocks: of the device's `num_blocks`, those that no running request holds; blocks that guesses already have there are among
+    them, because nothing holds them either.
+    """
+    budget = max(num_free_blocks - int(num_blocks * MARGIN_SHARE), 0)
+    targets = []
+    for guess in _in_turn(guesses):
+        wanted = guess.num_blocks if _is_due(guess, now) else 0
+        # A prefix that fits in part is of use in part.
+        granted = min(wanted, budget)
+        budget -= granted
+        targets.append(Target(guess.name, granted))
+    return targets
+
+
+def due_s(guess: GuessFacts) -> float | None:
+    """When a guess may begin to take device memory, on the caller's clock; None: at once, or (a low priority) never."""
+    if guess.arrival_s is None or guess.priority != 0:
+        return None
+    return guess.arrival_s - max(MIN_LEAD_S, LEAD_COPIES * guess.copy_s)
+
+
+def _is_due(guess: GuessFacts, now: float) -> bool:
+    """High priorities go to the device at once, low ones wait in host memory. Source: SYMPHONY §4.3."""
+    if guess.priority < 0:
+        return False
+    due = due_s(guess)
+    return due is None or now >= due
+
+
+def _in_turn(guesses: Sequence[GuessFacts]) -> list[GuessFacts]:
+    """Each tenant's best guess, then each one's second best, and so on: a flood from one tenant only competes with itself."""
+    by_tenant: dict[str, list[GuessFacts]] = defaultdict(list)
+    for guess in guesses:
+        by_tenant[guess.tenant].append(guess)
+    placed = []
+    for own in by_tenant.values():
+        own.sort(key=_merit, reverse=True)
+        placed += [(place, guess) for place, guess in enumerate(own)]
+    placed.sort(key=lambda item: (-item[0], _merit(item[1])), reverse=True)
+    return [guess for _, guess in placed]
+
+
+def _merit(guess: GuessFacts) -> tuple[int, float, float]:
+    """Priority, then seconds saved per block, then who has waited longer."""
+    per_block = guess.probability * guess.saved_s / max(guess.num_blocks, 1)
+    return guess.priority, per_block, -guess.issued_s

@@ -1,0 +1,320 @@
+"""Advisories on the real engine: what they bring to the device, what they cost, and that they change no token.
+
+Runs before the shared engine starts (conftest).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from engine_bridge.driver.engine import EngineConfig
+from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
+from engine_bridge.node import (
+    Advisory,
+    AdvisoryReport,
+    ChatMessage,
+    GenerateRequest,
+    KvSources,
+    RequestId,
+    Sampling,
+    pack_token_ids,
+)
+from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+
+BLOCK_TOKENS = 32
+NUM_DEVICE_BLOCKS = 40  # of which vLLM keeps one: two sessions of 500 tokens
+HISTORY_TOKENS = 512
+_ids = itertools.count()
+
+
+@asynccontextmanager
+async def engine(folder: Path, tiers: KvTiers | None = None) -> AsyncIterator[tuple[LocalNode, KvTiers]]:
+    tiers = tiers or KvTiers(TiersConfig(host_bytes=256 << 20, disk_bytes=512 << 20, folder=folder))
+    node = LocalNode(
+        LocalNodeConfig(
+            engine=EngineConfig(
+                model=str(DEMO_MODEL_DIR),
+                served_model_name="demo",
+                dtype="float32",
+                cpu_threads=1,
+                max_model_len=1024,
+                max_num_seqs=8,
+                num_kv_blocks=NUM_DEVICE_BLOCKS,
+            ),
+            adapters=find_adapters(DEMO_ADAPTERS_DIR),
+        ),
+        tiers,
+    )
+    await node.start()
+    try:
+        yield node, tiers
+    finally:
+        await node.close()
+
+
+class Watch:
+    """The reports of one advisory."""
+
+    def __init__(self) -> None:
+        self.reports: list[AdvisoryReport] = []
+        self._news = asyncio.Event()
+
+    def __call__(self, report: AdvisoryReport) -> None:
+        self.reports.append(report)
+        self._news.set()
+
+    @property
+    def states(self) -> list[str]:
+        return [report.state for report in self.reports]
+
+    async def until(self, *states: str) -> AdvisoryReport:
+        async with asyncio.timeout(20):
+            while not self.reports or self.reports[-1].state not in states:
+                self._news.clear()
+                await self._news.wait()
+        return self.reports[-1]
+
+
+def text(seed: object, length: int) -> list[int]:
+    chance = random.Random(repr(seed))
+    return [chance.randrange(20, 900) for _ in range(length)]
+
+
+async def generate(
+    node: LocalNode, token_ids: Sequence[int], session: str, adapter: str | None = None, tenant: str = ""
+) -> tuple[list[int], KvSources]:
+    request = GenerateRequest(
+        request_id=RequestId(f"r{next(_ids)}"),
+        prompt_token_ids=tuple(token_ids),
+        adapter=adapter,
+        session_id=session,
+        tenant=tenant,
+        sampling=Sampling(temperature=0, max_tokens=4, ignore_eos=True),
+    )
+    answer: list[int] = []
+    kv = None
+    async for delta in node.generate(request):
+        answer.extend(delta.token_ids)
+        kv = delta.timings.kv if delta.timings else kv
+    assert kv is not None
+    return answer, kv
+
+
+async def advise(node: LocalNode, session: str, **fields: object) -> tuple[Watch, str]:
+    watch, name = Watch(), f"a{next(_ids)}"
+    advisory = Advisory(advisory_id=name, session_id=session, **fields)  # type: ignore[arg-type]
+    await node.advise(advisory, watch)
+    return watch, name
+
+
+async def wash(node: LocalNode) -> None:
+    """Overwrite all of the device's KV with what nobody asks for again."""
+    for _ in range(3):
+        await generate(node, text(("wash", next(_ids)), 900), f"wash{next(_ids)}")
+
+
+def forget_host(tiers: KvTiers) -> None:
+    assert tiers.store is not None and tiers.store.flush()
+    tiers.store.drop_host()
+
+
+async def free_blocks(node: LocalNode) -> int:
+    return (await node.stats()).num_free_kv_blocks
+
+
+def num_pins(tiers: KvTiers) -> int:
+    assert tiers.store is not None
+    tiers.store.check_invariants()
+    return sum(block.pins for block in tiers.store._blocks.values())
+
+
+async def settle(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+async def test_promotion(tmp_path: Path) -> None:
+    """One engine for all of it: building one takes seconds."""
+    async with engine(tmp_path) as (node, tiers):
+        await a_session_comes_up_from_disk_and_says_the_same(node, tiers)
+        await prefixes_given_as_ids_and_other_tenants(node, tiers)
+        await an_advisory_that_is_too_late_is_so_scored(node, tiers)
+        await wrong_and_retracted_ones_cost_no_memory(node, tiers)
+        await more_guesses_than_memory_leave_room_for_requests(node, tiers)
+        await an_arrival_time_is_waited_for(node, tiers)
+        await drafts_are_computed_ahead_and_kept_nowhere(node, tiers)
+        assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
+        await settle(lambda: num_pins(tiers) == 0)
+    await a_restart_knows_a_session_by_its_ids(tmp_path)
+
+
+async def a_session_comes_up_from_disk_and_says_the_same(node: LocalNode, tiers: KvTiers) -> None:
+    for adapter in (None, "pirate"):
+        session, history = f"s-{adapter}", text(("history", adapter), HISTORY_TOKENS + 1)
+        await generate(node, history, session, adapter)
+        follow_up = history + text(("turn", adapter), 20)
+        await wash(node)
+        plain, kv = await generate(node, follow_up, session, adapter)
+        assert kv.device == 0 and kv.host == HISTORY_TOKENS
+        await wash(node)
+        forget_host(tiers)
+        free = await free_blocks(node)
+        watch, _ = await advise(node, session, adapter=adapter)
+        warm = await watch.until("warm")
+        assert warm.device_tokens == warm.num_tokens == HISTORY_TOKENS
+        assert warm.disk_bytes > 0 and warm.host_bytes == 0
+        assert await free_blocks(node) == free  # promoted blocks are anybody's
+        answer, kv = await generate(node, follow_up, session, adapter)
+        assert answer == plain
+        assert kv.device == HISTORY_TOKENS
+        hit = await watch.until("hit")
+        assert hit.lead_s is not None and hit.lead_s > 0
+        assert watch.states == ["staging", "warm", "hit"]
+
+
+async def prefixes_given_as_ids_and_other_tenants(node: LocalNode, tiers: KvTiers) -> None:
+    history = text("ids", HISTORY_TOKENS + 1)
+    await generate(node, history, "mine", tenant="one")
+    await wash(node)
+    stranger, _ = await advise(node, "mine", tenant="two")
+    assert (await stranger.until("unknown")).num_tokens == 0
+    stranger, _ = await advise(node, "mine", tenant="two", token_ids=pack_token_ids(history))
+    assert (await stranger.until("unknown")).device_tokens == 0  # another tenant's KV has other keys
+    other_adapter, _ = await advise(node, "mine", tenant="one", adapter="robot")
+    await other_adapter.until("unknown")
+    mine, name = await advise(node, "another name", tenant="one", token_ids=pack_token_ids(history))
+    assert (await mine.until("warm")).device_tokens == HISTORY_TOKENS
+    node.retract(name, is_expired=False)
+
+
+async def an_advisory_that_is_too_late_is_so_scored(node: LocalNode, tiers: KvTiers) -> None:
+    history = text("late", HISTORY_TOKENS + 1)
+    await generate(node, history, "late")
+    await wash(node)
+    forget_host(tiers)
+    watch = Watch()
+    advising = asyncio.create_task(node.advise(Advisory(advisory_id="late", session_id="late"), watch))
+    _, kv = await generate(node, [*history, 7], "late")
+    await advising
+    assert kv.recomputed < BLOCK_TOKENS  # what the advisory has not brought, the request brings itself
+    report = await watch.until("late", "hit", "warm")
+    assert report.state != "late" or (report.late_s is not None and report.late_s > 0)
+    node.retract("late", is_expired=False)
+
+
+async def wrong_and_retracted_ones_cost_no_memory(node: LocalNode, tiers: KvTiers) -> None:
+    history = text("wrong", HISTORY_TOKENS + 1)
+    await generate(node, history, "wrong")
+    await wash(node)
+    free = await free_blocks(node)
+    watch, name = await advise(node, "wrong")
+    await watch.until("warm")
+    _, kv = await generate(node, text("something else", 100), "wrong")
+    assert kv.device == 0
+    await watch.until("wasted")
+    await generate(node, history, "wrong")
+    await wash(node)
+    forget_host(tiers)
+    watch, name = await advise(node, "wrong")
+    node.retract("not this one", is_expired=False)
+    node.retract(name, is_expired=False)
+    await watch.until("cancelled")
+    await wash(node)
+    watch, name = await advise(node, "wrong")
+    await watch.until("warm")
+    node.retract(name, is_expired=True)
+    await watch.until("wasted")
+    again, _ = await advise(node, "wrong")
+    newer, name = await advise(node, "wrong")
+    await again.until("cancelled")
+    await newer.until("warm")
+    node.retract(name, is_expired=False)
+    unknown, _ = await advise(node, "nobody has heard of it")
+    await unknown.until("unknown")
+    assert await free_blocks(node) == free
+
+
+async def more_guesses_than_memory_leave_room_for_requests(node: LocalNode, tiers: KvTiers) -> None:
+    histories = {f"many{n}": text(("many", n), HISTORY_TOKENS + 1) for n in range(6)}
+    for session, history in histories.items():
+        await generate(node, history, session)
+    await wash(node)
+    forget_host(tiers)
+    watches = {session: (await advise(node, session))[0] for session in histories}
+    await asyncio.gather(*(watch.until("warm", "host") for watch in watches.values()))
+    assert {"warm", "host"} == {watch.states[-1] for watch in watches.values()}
+    assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
+    started_s = time.monotonic()
+    long, _ = await generate(node, text("long", 1000), "somebody else")  # needs most of the device at once
+    assert len(long) == 4 and time.monotonic() - started_s < 10
+    for session, history in histories.items():
+        _, kv = await generate(node, [*history, 5], session)
+        assert kv.recomputed < 2 * BLOCK_TOKENS
+        assert watches[session].states[-1] in ("hit", "late")
+
+
+async def an_arrival_time_is_waited_for(node: LocalNode, tiers: KvTiers) -> None:
+    history = text("arrival", HISTORY_TOKENS + 1)
+    await generate(node, history, "arrival")
+    await wash(node)
+    forget_host(tiers)
+    watch, _ = await advise(node, "arrival", expected_arrival_s=3.0)
+    waiting = await watch.until("host")
+    assert waiting.device_tokens == 0
+    issued_s = time.monotonic()
+    warm = await watch.until("warm")  # by itself, while nothing runs
+    assert time.monotonic() - issued_s > 0.3
+    assert warm.device_tokens == HISTORY_TOKENS
+    low, _ = await advise(node, "arrival", priority=-1)
+    await low.until("warm")  # it is there already
+    await wash(node)
+    low, name = await advise(node, "arrival", priority=-1)
+    assert (await low.until("host")).device_tokens == 0
+    node.retract(name, is_expired=False)
+
+
+async def drafts_are_computed_ahead_and_kept_nowhere(node: LocalNode, tiers: KvTiers) -> None:
+    assert tiers.store is not None
+    await wash(node)
+    saved = tiers.store.stats().host.num_saved
+    draft = "Please remember this: " + " ".join(f"the {n}th of them is called Anna." for n in range(60))
+
+    def request(name: str, content: str) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=RequestId(f"{name}-{next(_ids)}"),
+            messages=(ChatMessage("user", content),),
+            session_id="drafted",
+            sampling=Sampling(temperature=0, max_tokens=4, ignore_eos=True),
+        )
+
+    num_tokens = await node.prefill(request("draft", draft + " And the la"))
+    assert num_tokens > 300
+    assert tiers.store.stats().host.num_saved == saved
+    assert await node.prefill(request("draft", draft)) <= num_tokens  # backspace
+    kv = None
+    async for delta in node.generate(request("turn", draft + " And the last one is Eve.")):
+        kv = delta.timings.kv if delta.timings else kv
+    assert kv is not None and kv.device >= num_tokens - BLOCK_TOKENS
+    assert tiers.store.stats().host.num_saved > saved  # now it has been asked
+
+
+async def a_restart_knows_a_session_by_its_ids(folder: Path) -> None:
+    history = text("restart", HISTORY_TOKENS + 1)
+    async with engine(folder) as (node, _):
+        await generate(node, history, "restart")
+    async with engine(folder) as (node, _):
+        forgotten, _ = await advise(node, "restart")
+        await forgotten.until("unknown")
+        watch, _ = await advise(node, "restart", token_ids=pack_token_ids(history))
+        assert (await watch.until("warm")).device_tokens == HISTORY_TOKENS
+        _, kv = await generate(node, [*history, 9], "restart")
+        assert kv.device == HISTORY_TOKENS
+        await watch.until("hit")

@@ -1,0 +1,88 @@
+"""Which guess deserves the device's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_bridge.policy.guesses import MARGIN_SHARE, MIN_LEAD_S, GuessFacts, due_s, plan
+
+
+def guess(name: str, **fields: Any) -> GuessFacts:
+    defaults: dict[str, Any] = {
+        "tenant": "",
+        "num_blocks": 10,
+        "probability": 0.7,
+        "priority": 0,
+        "arrival_s": None,
+        "issued_s": 0.0,
+        "saved_s": 0.1,
+        "copy_s": 0.01,
+    }
+    return GuessFacts(name=name, **(defaults | fields))
+
+
+guesses = st.lists(
+    st.builds(
+        guess,
+        name=st.uuids().map(str),
+        tenant=st.sampled_from("abc"),
+        num_blocks=st.integers(1, 50),
+        probability=st.floats(0, 1),
+        priority=st.integers(-1, 1),
+        arrival_s=st.none() | st.floats(0, 100),
+        saved_s=st.floats(0, 10),
+    ),
+    max_size=12,
+)
+
+
+@given(guesses, st.integers(0, 200), st.floats(0, 100))
+def test_guesses_get_no_more_than_is_free_and_each_is_told(
+    facts: list[GuessFacts], num_free: int, now: float
+) -> None:
+    targets = plan(facts, num_free, 200, now)
+    assert sorted(target.name for target in targets) == sorted(fact.name for fact in facts)
+    assert sum(target.num_device_blocks for target in targets) <= max(num_free - int(200 * MARGIN_SHARE), 0)
+    wanted = {fact.name: fact for fact in facts}
+    for target in targets:
+        assert 0 <= target.num_device_blocks <= wanted[target.name].num_blocks
+        assert wanted[target.name].priority >= 0 or target.num_device_blocks == 0
+
+
+def names(facts: list[GuessFacts], now: float = 0.0) -> list[str]:
+    return [target.name for target in plan(facts, 1000, 1000, now)]
+
+
+def test_what_saves_more_for_its_size_goes_first() -> None:
+    assert names([guess("small gain"), guess("large gain", saved_s=1.0)]) == ["large gain", "small gain"]
+    assert names([guess("unlikely", probability=0.1), guess("likely")]) == ["likely", "unlikely"]
+    assert names([guess("big", num_blocks=100), guess("little")]) == ["little", "big"]
+    assert names([guess("new", issued_s=2.0), guess("old", issued_s=1.0)]) == ["old", "new"]
+
+
+def test_a_high_priority_goes_first_and_at_once() -> None:
+    far, high = guess("far", arrival_s=100.0), guess("high", arrival_s=100.0, priority=1, saved_s=0.0)
+    first, second = plan([far, high], 100, 100, now=0.0)
+    assert (first.name, first.num_device_blocks) == ("high", 10)
+    assert (second.name, second.num_device_blocks) == ("far", 0)
+
+
+def test_a_flood_of_one_tenant_goes_behind_the_first_of_another() -> None:
+    flood = [guess(f"flood{n}", tenant="loud", priority=1, saved_s=9.0) for n in range(50)]
+    order = names([*flood, guess("modest", tenant="quiet")])
+    assert order.index("modest") == 1
+
+
+def test_a_known_arrival_takes_the_device_shortly_before() -> None:
+    late = guess("late", arrival_s=10.0)
+    due = due_s(late)
+    assert due == 10.0 - MIN_LEAD_S
+    assert plan([late], 100, 100, due - 0.01)[0].num_device_blocks == 0
+    assert plan([late], 100, 100, due)[0].num_device_blocks == 10
+
+
+def test_a_prefix_that_fits_in_part_goes_up_in_part() -> None:
+    assert plan([guess("only", num_blocks=90)], 50, 100, 0.0)[0].num_device_blocks == 45
