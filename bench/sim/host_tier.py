@@ -193,8 +193,9 @@ class MemoryDisk:
     def forget_reads(self) -> None:
         self.read_keys, self.num_read = set(), [0] * SHAPE.num_layers
 
-    async def append(self, keys: Sequence[BlockKey], part: object) -> bool:
-        self._keys.update(keys)
+    async def append_all(self, records: Sequence[tuple[Sequence[BlockKey], object]]) -> bool:
+        for keys, _ in records:
+            self._keys.update(keys)
         return True
 
     async def read(
