@@ -260,10 +260,17 @@ class LocalNode:
         return stream is not None
 
     async def serve(
-        self, api: Api, body: Any, headers: Mapping[str, str], tenant: str = ""
+        self,
+        api: Api,
+        body: Any,
+        headers: Mapping[str, str],
+        tenant: str = "",
+        session_id: str = "",
     ) -> JsonReply | SseReply:
+        from engine_bridge.driver.engine_client import Caller
+
         serving, _ = self._ready()
-        return await serving.serve(api, body, headers, tenant)
+        return await serving.serve(api, body, headers, Caller(tenant, session_id))
 
     async def models(self) -> JsonReply:
         """The body of `/v1/models`."""

@@ -174,7 +174,8 @@ ADVISORY_ENDS: frozenset[AdvisoryState] = frozenset(
 class AdvisoryReport(Struct, frozen=True, kw_only=True):
     """How an advisory stands.
 
-    `num_tokens`: of the prefix, as far as any tier holds it; `device_tokens`: of these on the device. `host_bytes`, `disk_bytes`: copied to the
+    `num_tokens`: of the prefix, as far as any tier holds it; `missing_tokens`: what follows and must be computed; `device_tokens`: on the device.
+    `host_bytes`, `disk_bytes`: copied to the
     device for it, by where they were. `lead_s`: from the advisory to its request. `late_s`: what moving the rest would have taken, as predicted.
     """
 
@@ -182,6 +183,7 @@ class AdvisoryReport(Struct, frozen=True, kw_only=True):
     session_id: str
     state: AdvisoryState
     num_tokens: int = 0
+    missing_tokens: int = 0
     device_tokens: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -250,11 +252,16 @@ class Node(Protocol):
         ...
 
     async def serve(
-        self, api: Api, body: object, headers: Mapping[str, str], tenant: str = ""
+        self,
+        api: Api,
+        body: object,
+        headers: Mapping[str, str],
+        tenant: str = "",
+        session_id: str = "",
     ) -> JsonReply | SseReply:
         """Answer one OpenAI- or Anthropic-shaped call from its JSON value. Errors come as a `JsonReply` in that API's shape.
 
-        tenant: as in `GenerateRequest`.
+        tenant, session_id: as in `GenerateRequest`; "" for a call that belongs to no session.
         """
         ...
 

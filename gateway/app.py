@@ -14,9 +14,11 @@ from aiohttp import web
 
 from engine_bridge.driver.engine import EngineConfig, configure_environment
 from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
-from gateway import chat_socket, openai_routes, rest, web_policy
+from gateway import advisory_routes, chat_socket, openai_routes, rest, web_policy
+from gateway.advisories import Advisories
 from gateway.auth import KeyRing
 from gateway.config import Config, ConfigError
+from gateway.drafts import Drafts
 from gateway.errors import GatewayError, StartupError
 from gateway.kv_metrics import KvCollector
 from gateway.metrics import Metrics
@@ -93,7 +95,10 @@ async def build_services(
     node = node or LocalNode(node_config(config))
     metrics = metrics or Metrics()
     metrics.registry.register(KvCollector(node.kv_tiers))
-    return Services(config, node, store, Turns(node, store, metrics), keys, metrics)
+    drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
+    advisories = Advisories(node, store, metrics, drafts)
+    turns = Turns(node, store, metrics, drafts, advisories)
+    return Services(config, node, store, turns, keys, metrics, drafts, advisories)
 
 
 def build_app(services: Services) -> web.Application:
@@ -105,6 +110,7 @@ def build_app(services: Services) -> web.Application:
     app[SERVICES] = services
     rest.add_routes(app)
     openai_routes.add_routes(app)
+    advisory_routes.add_routes(app)
     app.add_routes([web.get("/ws", chat_socket.chat_socket)])
     app.on_response_prepare.append(web_policy.add_stream_headers)
     app.cleanup_ctx.append(_background)
@@ -164,6 +170,7 @@ class Server:
         services = self.services
         deadline = time.monotonic() + services.config.drain_timeout_s
         draining = asyncio.create_task(services.node.drain(services.config.drain_timeout_s))
+        await services.drafts.close()
         await services.turns.drain(services.config.drain_timeout_s)
         await asyncio.wait({draining}, timeout=max(deadline - time.monotonic(), 0.1))
         with contextlib.suppress(Exception):

@@ -12,6 +12,7 @@ from aiohttp import ClientConnectionError, WSCloseCode, WSMsgType, web
 from msgspec import to_builtins
 
 from gateway import __version__
+from gateway.advisories import Record, Wanted, outcome_of
 from gateway.auth import Principal, extract_key
 from gateway.chat_protocol import (
     PROTOCOL_VERSION,
@@ -66,6 +67,7 @@ class ChatConnection:
     """One socket. It holds no text: for each turn that it follows, only how many pieces it has sent."""
 
     __slots__ = (
+        "_is_gone",
         "_is_greeted",
         "_key",
         "_outbox",
@@ -75,6 +77,7 @@ class ChatConnection:
         "_sent",
         "_services",
         "_socket",
+        "_told",
         "_waiting",
         "_writer",
         "blocked_since",
@@ -92,6 +95,8 @@ class ChatConnection:
         self._outbox: list[bytes] = []
         self._queued_bytes = 0
         self._writer: asyncio.Task[None] | None = None
+        self._told: dict[str, str] = {}  # by session: the state of its advisory that was sent last
+        self._is_gone = False
         self.blocked_since: float | None = None
 
     async def run(self) -> None:
@@ -183,8 +188,35 @@ class ChatConnection:
             raise GatewayError("not_found", "This turn is not under way.", param="id")
 
     def _on_typing(self, frame: Typing) -> None:
-        self._services.metrics.typing.inc()
-        self._send({"type": "advisory", "session_id": frame.session_id, "state": "off"})
+        """Advice, so nothing about it is an error: what cannot be acted on is answered with `state: "off"`."""
+        services = self._services
+        services.metrics.typing.inc()
+        if not services.config.kv_host_gib:
+            self._send({"type": "advisory", "session_id": frame.session_id, "state": "off"})
+            return
+        wanted = Wanted(session_id=frame.session_id, model=frame.adapter, draft=frame.draft)
+        try:
+            services.advisories.submit(self._owner, wanted, "typing", self._on_advisory)
+        except GatewayError:
+            self._send({"type": "advisory", "session_id": frame.session_id, "state": "off"})
+
+    def _on_advisory(self, record: Record) -> None:
+        """Whether the session that is typed in is warm."""
+        if self._is_gone or record.report is None:
+            return
+        told = self._told.get(record.wanted.session_id)
+        if told != record.report.state:
+            self._told[record.wanted.session_id] = record.report.state
+            self._send(
+                {
+                    "type": "advisory",
+                    "session_id": record.wanted.session_id,
+                    "adapter": record.adapter,
+                }
+                | outcome_of(record.report)
+            )
+        if record.is_over:
+            self._told.pop(record.wanted.session_id, None)
 
     @property
     def _owner(self) -> str:
@@ -277,6 +309,7 @@ class ChatConnection:
 
     def leave(self) -> None:
         """Let go of everything; the turns go on for a while without this socket."""
+        self._is_gone = True
         if self._writer is not None:
             self._writer.cancel()
         for turn in list(self._sent):

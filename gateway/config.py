@@ -146,6 +146,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Path | None, _in("KV tiers", "Folder of the KV on disk; unset: kv in the data folder.")
     ] = None
 
+    draft_prefill: Annotated[
+        bool,
+        _in(
+            "KV tiers",
+            "Let users who wish it have their question computed while they type it. Drafts are never stored or logged.",
+        ),
+    ] = False
+
     adapters_dir: Annotated[
         Path | None, _in("Adapters", "Folder with one LoRA adapter (PEFT format) in each subfolder.")
     ] = None

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from engine_bridge.node import Delta
+from engine_bridge.node import AdvisoryReport, Delta
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
+LEAD_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 STALL_PROBE_S = 0.1
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -57,6 +58,40 @@ class Metrics:
             "overture_slow_readers", "Sockets closed for not reading", registry=registry
         )
         self.typing = Counter("overture_typing_frames", "Typing frames received", registry=registry)
+        self.advisories = Counter("overture_advisories", "Advisories acted on", ["source"], registry=registry)
+        self.advisories_merged = Counter(
+            "overture_advisories_merged", "Advisories that only renewed one under way", registry=registry
+        )
+        self.advisories_refused = Counter(
+            "overture_advisories_refused", "Advisories above a key's rate", registry=registry
+        )
+        self._advisory_outcomes = Counter(
+            "overture_advisory_outcomes", "How advisories ended", ["outcome"], registry=registry
+        )
+        self._advisory_bytes = Counter(
+            "overture_advisory_bytes",
+            "KV copied to the device for advisories, by the tier it came from and how the advisory ended",
+            ["tier", "outcome"],
+            registry=registry,
+        )
+        self._advisory_lead = Histogram(
+            "overture_advisory_lead_seconds",
+            "From an advisory to its request",
+            buckets=LEAD_BUCKETS_S,
+            registry=registry,
+        )
+        self._advisory_late = Histogram(
+            "overture_advisory_late_seconds",
+            "How much longer a late advisory would have needed",
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.computed_ahead = Counter(
+            "overture_computed_ahead_tokens",
+            "Prompt tokens prepared before they were asked for (those already there included)",
+            ["what"],
+            registry=registry,
+        )
         self.http = Counter("overture_http_requests", "HTTP requests", ["route", "status"], registry=registry)
         self.engine_rebuilds = Gauge(
             "overture_engine_rebuilds", "Engine rebuilds since the start", registry=registry
@@ -87,6 +122,15 @@ class Metrics:
             self._prompt_tokens.labels(source).inc(num_tokens)
         if final.timings.ttft_ms is not None:
             self._ttft.labels(max(kv, key=lambda source: kv[source])).observe(final.timings.ttft_ms / 1000)
+
+    def advisory_ended(self, report: AdvisoryReport) -> None:
+        self._advisory_outcomes.labels(report.state).inc()
+        self._advisory_bytes.labels("host", report.state).inc(report.host_bytes)
+        self._advisory_bytes.labels("disk", report.state).inc(report.disk_bytes)
+        if report.state in ("hit", "late") and report.lead_s is not None:
+            self._advisory_lead.observe(report.lead_s)
+        if report.late_s is not None:
+            self._advisory_late.observe(report.late_s)
 
     async def watch_loop(self) -> None:
         """Measure for ever how late timers run. A late loop is late for every socket."""

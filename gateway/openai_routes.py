@@ -45,8 +45,10 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         services = request.app[SERVICES]
         owner = services.principal(request).owner
         body = await json_body(request)
+        _take_hints(services, owner, body)
         recording = await _recording(services, owner, api, body, request.headers.get(SESSION_HEADER))
-        reply = await services.node.serve(api, body, request.headers, tenant_of(owner))
+        session_id = recording.session_id if recording else ""
+        reply = await services.node.serve(api, body, request.headers, tenant_of(owner), session_id)
         headers = {SESSION_HEADER: recording.session_id} if recording else {}
         reader = AnswerReader(api) if recording else None
         if isinstance(reply, JsonReply):
@@ -59,6 +61,16 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         return await _stream(request, services, reply, headers, recording, reader)
 
     return handle
+
+
+def _take_hints(services: Services, owner: str, body: Any) -> None:
+    """Act on `kv_hints`, by which a request says which sessions come after it. They are advice: bad ones fail no request."""
+    hints = body.pop("kv_hints", None) if isinstance(body, dict) else None
+    if hints is not None:
+        try:
+            services.advisories.hint(owner, hints)
+        except GatewayError as error:
+            log.info("the hints of a request were dropped: %s", error.message)
 
 
 async def _recording(

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from engine_bridge.local_node import LocalNode
+from gateway.advisories import Advisories
 from gateway.auth import KeyRing, Principal, extract_key
 from gateway.config import Config
+from gateway.drafts import Drafts
 from gateway.metrics import Metrics
 from gateway.sessions import SessionStore
 from gateway.turns import Turns
@@ -28,6 +30,8 @@ class Services:
     turns: Turns
     keys: KeyRing
     metrics: Metrics
+    drafts: Drafts
+    advisories: Advisories
     connections: set[ChatConnection] = field(default_factory=set)
 
     def principal(self, request: web.Request) -> Principal:
@@ -47,6 +51,7 @@ class Services:
             "model": self.config.served_model_name,
             "max_model_len": self.node.max_model_len,
             "max_message_bytes": self.config.max_frame_bytes,
+            "drafts": self.drafts.accepts_drafts,
         }
 
 

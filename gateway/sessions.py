@@ -25,7 +25,7 @@ import os
 import re
 import sqlite3
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, NewType, TypeVar
@@ -34,6 +34,7 @@ import aiosqlite
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from engine_bridge.node import ChatMessage
 from gateway.errors import GatewayError, StartupError
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,13 @@ class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
     def is_new(self) -> bool:
         """Whether the caller must run the turn."""
         return self.outcome != "existing"
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session's next prompt begins with: the turns so far, and the token ids of all that the engine has seen of them (packed)."""
+
+    history: list[Turn]
+    token_ids: bytes
 
 
 class SessionStore:
@@ -326,6 +334,10 @@ class SessionStore:
     async def find_turn(self, owner: str, turn_id: str) -> SessionId | None:
         """The session in which this owner has a turn of this id (the latest, if in several); None if there is none."""
         return await self._reader.transact(_find_turn, owner, turn_id)
+
+    async def outlook(self, owner: str, session_id: str) -> Outlook:
+        """What the next prompt of a session begins with. Raises ``not_found``."""
+        return await self._reader.transact(_outlook, owner, session_id)
 
     async def history_until(self, owner: str, session_id: str, turn_id: str) -> list[Turn]:
         """The turns up to and including `turn_id`, oldest first, without those that came to nothing. Raises ``not_found``."""
@@ -589,6 +601,16 @@ def _has_index(conn: sqlite3.Connection) -> bool:
 # SQLite's text is UTF-8, which has no lone surrogates, and its text functions (LIKE, FTS5) stop at a NUL.
 _UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
 _ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARS}}}")
+
+
+def messages_of(history: Iterable[Turn]) -> list[ChatMessage]:
+    """Turns as the messages of a conversation."""
+    messages = []
+    for turn in history:
+        messages.append(ChatMessage("user", turn.content))
+        if turn.answer:
+            messages.append(ChatMessage("assistant", turn.answer))
+    return messages
 
 
 def clean_text(text: str) -> str:
@@ -964,6 +986,9 @@ _ID_BYTES: Final = 4
 _MAX_STORED_RATIO: Final = 4
 
 
+_MAX_SEQ: Final = (1 << 63) - 1
+
+
 def _token_ids_before(conn: sqlite3.Connection, row: int, seq: int) -> bytes:
     """The ids of the turns that stand before `seq`, put together. Turns without any (failed, from the API) add none."""
     sql = "SELECT token_ids FROM turns WHERE session = ? AND seq < ? AND token_ids IS NOT NULL ORDER BY seq"
@@ -1033,6 +1058,12 @@ def _find_turn(conn: sqlite3.Connection, owner: str, turn_id: str) -> SessionId 
         WHERE t.id = ? AND s.owner = ? AND s.deleted_at IS NULL ORDER BY t.seq DESC LIMIT 1"""
     found = conn.execute(sql, (_clean(turn_id), owner)).fetchone()
     return None if found is None else SessionId(found[0])
+
+
+def _outlook(conn: sqlite3.Connection, owner: str, session_id: str) -> Outlook:
+    row = _live(conn, owner, session_id)
+    history = [turn for turn in _turns(conn, row.row) if turn.is_history]
+    return Outlook(history=history, token_ids=_token_ids_before(conn, row.row, _MAX_SEQ))
 
 
 def _history_until(conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str) -> list[Turn]:

@@ -27,11 +27,14 @@ from engine_bridge.node import (
     Sampling,
     pack_token_ids,
 )
+from gateway.adapters import known_adapter
+from gateway.advisories import Advisories
 from gateway.auth import tenant_of
 from gateway.chat_protocol import Message
+from gateway.drafts import Drafts
 from gateway.errors import KINDS, GatewayError
 from gateway.metrics import Metrics
-from gateway.sessions import BeginResult, SessionStore, Turn, TurnStatus, clean_text
+from gateway.sessions import BeginResult, SessionStore, Turn, TurnStatus, clean_text, messages_of
 
 log = logging.getLogger(__name__)
 
@@ -111,11 +114,19 @@ class Turns:
     """
 
     def __init__(
-        self, node: Node, store: SessionStore, metrics: Metrics, now: Callable[[], float] = time.time
+        self,
+        node: Node,
+        store: SessionStore,
+        metrics: Metrics,
+        drafts: Drafts,
+        advisories: Advisories,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._node = node
         self._store = store
         self._metrics = metrics
+        self._drafts = drafts
+        self._advisories = advisories
         self._now = now
         self._live: dict[tuple[str, str], LiveTurn] = {}
         self._asking: dict[tuple[str, str], asyncio.Task[LiveTurn]] = {}
@@ -203,6 +214,7 @@ class Turns:
             raise GatewayError(
                 "overloaded", "The end of this answer could not be stored yet. Try again in a moment."
             )
+        self._drafts.stop(owner, session_id)
         for replaced in begun.replaced:
             self._live.pop((owner, replaced), None)
         live = LiveTurn(owner, session_id, begun.turn, begun.title)
@@ -248,16 +260,8 @@ class Turns:
         return begun, session_id
 
     def known_adapter(self, adapter: str | None | UnsetType) -> str | None | UnsetType:
-        """The adapter that a client means: the base model's own name and "" are None. Raises `unknown_model`."""
-        if adapter is None or isinstance(adapter, UnsetType):
-            return adapter
-        if adapter in ("", self._node.model_name):
-            return None
-        if adapter not in {info.name for info in self._node.adapters()}:
-            raise GatewayError(
-                "unknown_model", f"There is no adapter named {adapter[:100]!r} here.", param="adapter"
-            )
-        return adapter
+        """See `gateway.adapters.known_adapter`."""
+        return known_adapter(self._node, adapter)
 
     def _check_ready(self) -> None:
         progress = self._node.progress
@@ -269,7 +273,7 @@ class Turns:
         error: GatewayError | None = None
         request = GenerateRequest(
             request_id=live.request_id,
-            messages=tuple(_messages(begun)),
+            messages=(*messages_of(begun.history), ChatMessage("user", begun.turn.content)),
             adapter=begun.turn.adapter,
             sampling=sampling,
             session_id=live.session_id,
@@ -320,6 +324,7 @@ class Turns:
             live.error = error
         else:
             live.done = _done_fields(live, stored)
+            live.done["advisory"] = self._advisories.take_outcome(live.owner, live.session_id)
         self._metrics.turn_ended(live.error.code if live.error else status, final)
         live.wake_followers()
         self._forget_later(live)
@@ -377,16 +382,6 @@ def unavailable(state: str, stage: str) -> GatewayError:
     return GatewayError(
         "engine_failed", "The engine could not be started. The server's log says why.", retryable=False
     )
-
-
-def _messages(begun: BeginResult) -> list[ChatMessage]:
-    messages = []
-    for turn in begun.history:
-        messages.append(ChatMessage("user", turn.content))
-        if turn.answer:
-            messages.append(ChatMessage("assistant", turn.answer))
-    messages.append(ChatMessage("user", begun.turn.content))
-    return messages
 
 
 def _token_ids(live: LiveTurn, final: Delta) -> bytes:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, RetryableRequestError
@@ -30,8 +30,18 @@ from engine_bridge.errors import EngineUnavailable
 ENGINE_FAILED_MESSAGE = (
     "The engine failed while it worked on this request and is being rebuilt. Send the request again."
 )
-# Whose API call runs: vLLM's serving classes call `generate` without a word about who asks.
-CALLING_TENANT: ContextVar[str] = ContextVar("calling_tenant", default="")
+
+
+class Caller(NamedTuple):
+    """Who makes an API call, and of which session it is ("": of none)."""
+
+    tenant: str = ""
+    session_id: str = ""
+
+
+# vLLM's serving classes call `generate` without a word about who asks.
+NOBODY = Caller()
+CALLER: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 
 
 class BridgeEngineClient(EngineClient):
@@ -182,19 +192,20 @@ class BridgeEngineClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """A plain function that validates at once: bad parameters become a 400 before any header of a stream is sent.
 
-        `priority`, `data_parallel_rank` and `kv_hints` come from clients and are ignored: they are the gateway's to set.
+        `priority`, `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: they are the gateway's to set.
         """
         self.check_ready()
+        caller = CALLER.get()
         collector = RequestOutputCollector(sampling_params.output_kind, request_id)
         unique_id, request = self.submit(
             prompt,
             sampling_params,
             request_id,
             collector,
-            tenant=CALLING_TENANT.get(),
+            tenant=caller.tenant,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
-            session_id=session_id,
+            session_id=caller.session_id or None,
         )
         # Registered only once the stream is read: a generator that is dropped before that must leave nothing behind.
         self.forget(unique_id, abort=False)

@@ -378,6 +378,7 @@ class Promoter:
                 session_id=guess.advisory.session_id,
                 state=state,
                 num_tokens=guess.limit * self._block_size,
+                missing_tokens=(len(guess.hashes) - guess.limit) * self._block_size,
                 device_tokens=guess.num_on_device * self._block_size,
                 host_bytes=guess.host_blocks * block_bytes,
                 disk_bytes=guess.disk_blocks * block_bytes,

@@ -42,7 +42,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from engine_bridge.continuity import Continued, continue_prompt
-from engine_bridge.driver.engine_client import CALLING_TENANT, BridgeEngineClient
+from engine_bridge.driver.engine_client import CALLER, BridgeEngineClient, Caller
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.node import (
     ANTHROPIC_ERROR_TYPES,
@@ -167,18 +167,18 @@ class Serving:
     # -- API-shaped calls --------------------------------------------------------------------------------------------
 
     async def serve(
-        self, api: Api, body: Any, headers: Mapping[str, str], tenant: str = ""
+        self, api: Api, body: Any, headers: Mapping[str, str], caller: Caller
     ) -> JsonReply | SseReply:
         """Answer one call; every failure becomes a reply in that API's own shape."""
         endpoint = self._endpoints[api]
-        token = CALLING_TENANT.set(tenant)
+        token = CALLER.set(caller)
         try:
-            return await self._serve(endpoint, body, headers, tenant)
+            return await self._serve(endpoint, body, headers, caller)
         finally:
-            CALLING_TENANT.reset(token)
+            CALLER.reset(token)
 
     async def _serve(
-        self, endpoint: _Endpoint, body: Any, headers: Mapping[str, str], tenant: str
+        self, endpoint: _Endpoint, body: Any, headers: Mapping[str, str], caller: Caller
     ) -> JsonReply | SseReply:
         raw_request = SimpleNamespace(headers=_passed_on(headers), state=SimpleNamespace())
         try:
@@ -193,7 +193,7 @@ class Serving:
         if hasattr(result, "model_dump_json"):
             return JsonReply(200, result.model_dump_json(**(endpoint.dump or {})).encode())
         events = _convert_stream_to_sse_events(result) if endpoint.yields_objects else result
-        events = with_sse_keep_alive(_called_by(tenant, events), KEEP_ALIVE_S)
+        events = with_sse_keep_alive(_called_by(caller, events), KEEP_ALIVE_S)
         return SseReply(_encoded(events, endpoint))
 
     async def load_adapter(self, body: Any) -> JsonReply:
@@ -387,18 +387,18 @@ def _error_reply(response: ErrorResponse, endpoint: _Endpoint) -> JsonReply:
     return JsonReply(response.error.code, response.model_dump_json().encode())
 
 
-async def _called_by(tenant: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """`events`, each made while `tenant` is the one that calls: some of vLLM's generators first ask the engine when they are read,
+async def _called_by(caller: Caller, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """`events`, each made while `caller` is the one that calls: some of vLLM's generators first ask the engine when they are read,
     which may be in another task than the call's."""
     try:
         while True:
-            token = CALLING_TENANT.set(tenant)
+            token = CALLER.set(caller)
             try:
                 event = await anext(events)
             except StopAsyncIteration:
                 return
             finally:
-                CALLING_TENANT.reset(token)
+                CALLER.reset(token)
             yield event
     finally:
         await events.aclose()  # type: ignore[attr-defined]

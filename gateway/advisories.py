@@ -1,0 +1,372 @@
+"""Advisories: word that a request of a session will come, from the page, from agents and from requests, and what came of it.
+
+They are advice: a wrong, late, repeated or hostile one changes no answer, and one that cannot be acted on is dropped. At most one for each session
+is under way; a repeated one renews it. Source: SYMPHONY §4.1; docs/protocol.md, "Advisories".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from engine_bridge.errors import BridgeError, NotSupported
+from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport, Node
+from gateway.adapters import known_adapter
+from gateway.auth import tenant_of
+from gateway.drafts import Drafts
+from gateway.errors import GatewayError
+from gateway.metrics import Metrics
+from gateway.policy.precision import Precision
+from gateway.sessions import Outlook, SessionStore
+
+log = logging.getLogger(__name__)
+
+# Chosen: somebody who types sends a word every few seconds; a minute of silence means that no question comes.
+DEFAULT_TTL_S = 60.0
+MAX_TTL_S = 3600.0
+# An expected request may come so much later than its lower bound, where no other lifetime is given. Chosen.
+GRACE_S = 60.0
+# Of one key: advisories under way, of which the oldest makes room, and new ones per second with a burst. Chosen: a team behind one key types
+# on far fewer keyboards; a program that sends more knows nothing.
+MAX_LIVE, MAX_PER_S, BURST = 256, 50.0, 200
+# Ended advisories that can still be asked for.
+MAX_ENDED = 4096
+# A repeated advisory whose arrival differs by less renews the old one. Chosen: no tier moves faster.
+SAME_ARRIVAL_S = 0.5
+HINT_ACTION = "session.advise"
+
+SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
+OnChange = Callable[["Record"], None]
+
+
+class Wanted(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of `POST /v1/advisories`, and the payload of a hint."""
+
+    session_id: SessionName
+    model: str | None = None
+    expected_arrival_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None
+    ordered: bool = False
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | None = None
+    draft: str | None = None
+
+    @property
+    def lifetime_s(self) -> float:
+        if self.ttl_s is not None:
+            return self.ttl_s
+        return DEFAULT_TTL_S if self.expected_arrival_s is None else self.expected_arrival_s + GRACE_S
+
+
+class Record:
+    """One advisory and how it stands.
+
+    Attributes:
+        report: the node's last word on it; None before the first.
+        followers: called with each change.
+    """
+
+    def __init__(self, owner: str, wanted: Wanted, adapter: str | None, source: str, now: float) -> None:
+        self.id = f"adv-{uuid.uuid4().hex}"
+        self.owner = owner
+        self.wanted = wanted
+        self.adapter = adapter
+        self.source = source
+        self.issued_s = now
+        self.expires_s = now + wanted.lifetime_s
+        self.num_merged = 0
+        self.report: AdvisoryReport | None = None
+        self.is_over = False
+        self.followers: set[OnChange] = set()
+        self.expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.owner, self.wanted.session_id
+
+    def is_like(self, wanted: Wanted, adapter: str | None) -> bool:
+        """Whether a new advisory says no more than this one."""
+        mine, other = self.wanted.expected_arrival_s, wanted.expected_arrival_s
+        is_same_time = mine is other or (
+            mine is not None and other is not None and abs(mine - other) < SAME_ARRIVAL_S
+        )
+        return is_same_time and self.adapter == adapter and self.wanted.priority == wanted.priority
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """As JSON values. Source: docs/protocol.md."""
+        body: dict[str, Any] = {
+            "id": self.id,
+            "object": "advisory",
+            "session_id": self.wanted.session_id,
+            "model": self.adapter,
+            "state": self.report.state if self.report is not None else "accepted",
+            "is_merged": self.num_merged > 0,
+            "expires_in_s": 0.0 if self.is_over else round(max(self.expires_s - now, 0.0), 3),
+        }
+        return body | outcome_of(self.report) if self.report is not None else body
+
+
+def outcome_of(report: AdvisoryReport) -> dict[str, Any]:
+    """What a report says, as in a `done` frame."""
+    num_tokens, device_tokens = report.num_tokens, report.device_tokens
+    return {
+        "state": report.state,
+        "tier": "device" if device_tokens >= num_tokens > 0 else "host" if num_tokens else None,
+        "num_tokens": num_tokens,
+        "device_tokens": device_tokens,
+        "host_bytes": report.host_bytes,
+        "disk_bytes": report.disk_bytes,
+        "lead_ms": _ms(report.lead_s),
+        "late_ms": _ms(report.late_s),
+    }
+
+
+class Advisories:
+    """Takes advisories in, hands them to the node, and keeps the accounts.
+
+    Args:
+        clock: monotonic seconds, for lifetimes and rates.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        store: SessionStore,
+        metrics: Metrics,
+        drafts: Drafts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node = node
+        self._store = store
+        self._metrics = metrics
+        self._drafts = drafts
+        self._clock = clock
+        self._precision = Precision()
+        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._live: dict[tuple[str, str], Record] = {}
+        self._by_owner: dict[str, dict[str, Record]] = {}
+        self._scored: OrderedDict[tuple[str, str], AdvisoryReport] = OrderedDict()
+        self._issued: dict[str, deque[float]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def submit(self, owner: str, wanted: Wanted, source: str, follower: OnChange | None = None) -> Record:
+        """Act on an advisory, or renew the one that it repeats. Returns at once.
+
+        source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. Raises `rate_limited`, `unknown_model`.
+        """
+        adapter = self._adapter_of(wanted.model)
+        now = self._clock()
+        live = self._live.get((owner, wanted.session_id))
+        if live is not None and live.is_like(wanted, adapter):
+            live.num_merged += 1
+            self._metrics.advisories_merged.inc()
+            self._renew(live, now + wanted.lifetime_s)
+            record = live
+        else:
+            self._check_rate(owner, now)
+            if live is not None:
+                self._node.retract(live.id, is_expired=False)
+            record = self._begin(Record(owner, wanted, adapter, source, now))
+        if follower is not None:
+            record.followers.add(follower)
+            if record.report is not None:
+                follower(record)
+        if wanted.draft is not None:
+            self._drafts.update(owner, wanted.session_id, adapter, wanted.draft)
+        return record
+
+    def hint(self, owner: str, envelope: Any) -> list[Record]:
+        """Act on the advisories of an envelope in the shape of vLLM's KV hints. Raises `bad_request`, `rate_limited`, `unknown_model`."""
+        try:
+            actions = msgspec.convert(envelope, Envelope).actions
+            wanted = [msgspec.convert(a.payload, Wanted) for a in actions if a.action_type == HINT_ACTION]
+        except msgspec.ValidationError as error:
+            raise GatewayError(
+                "bad_request", f"The hints were not understood: {error}", param="kv_hints"
+            ) from error
+        return [self.submit(owner, item, "hint") for item in wanted]
+
+    def find(self, owner: str, advisory_id: str) -> Record:
+        """Raises `not_found`, also for another owner's."""
+        record = self._records.get(advisory_id)
+        if record is None or record.owner != owner:
+            raise GatewayError("not_found", "There is no advisory of this id here (any more).")
+        return record
+
+    def cancel(self, owner: str, advisory_id: str) -> None:
+        """Take an advisory back; one that is over stays as it is. Raises `not_found`."""
+        record = self.find(owner, advisory_id)
+        if not record.is_over:
+            self._node.retract(record.id, is_expired=False)
+            self._drafts.stop(*record.key)
+
+    def take_outcome(self, owner: str, session_id: str) -> dict[str, Any] | None:
+        """What the advisory before a session's last request was worth; None if there was none. Asked once."""
+        report = self._scored.pop((owner, session_id), None)
+        return outcome_of(report) if report is not None else None
+
+    # -- the life of one ---------------------------------------------------------------------------------------------
+
+    def _begin(self, record: Record) -> Record:
+        own = self._by_owner.setdefault(record.owner, {})
+        if len(own) >= MAX_LIVE:
+            self._node.retract(next(iter(own)), is_expired=False)
+        own[record.id] = self._live[record.key] = self._records[record.id] = record
+        while len(self._records) > MAX_ENDED + len(self._live):
+            oldest = next((name for name, kept in self._records.items() if kept.is_over), None)
+            if oldest is None:
+                break
+            del self._records[oldest]
+        self._metrics.advisories.labels(record.source).inc()
+        self._renew(record, record.expires_s)
+        task = asyncio.create_task(self._start(record))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return record
+
+    async def _start(self, record: Record) -> None:
+        try:
+            outlook = await self._outlook(record)
+            if record.is_over:
+                return
+            await self._node.advise(
+                self._advisory(record, outlook), lambda report: self._changed(record, report)
+            )
+            if self._live.get(record.key) is not record and not record.is_over:
+                self._node.retract(record.id, is_expired=False)  # taken back while it was on its way
+        except NotSupported:
+            self._end(record, "unknown")
+        except BridgeError as error:
+            log.info("an advisory was dropped: %s", error)
+            self._end(record, "unknown")
+        except Exception:
+            log.exception("an advisory failed")
+            self._end(record, "unknown")
+
+    async def _outlook(self, record: Record) -> Outlook | None:
+        """None for a session that is not stored: an agent's first, or one of a client that keeps its history itself."""
+        with contextlib.suppress(GatewayError):
+            return await self._store.outlook(*record.key)
+        return None
+
+    def _advisory(self, record: Record, outlook: Outlook | None) -> Advisory:
+        wanted = record.wanted
+        return Advisory(
+            advisory_id=record.id,
+            session_id=wanted.session_id,
+            expected_arrival_s=wanted.expected_arrival_s,
+            ordered=wanted.ordered,
+            priority=wanted.priority,
+            adapter=record.adapter,
+            probability=self._precision.probability(record.owner, self._clock()),
+            token_ids=outlook.token_ids if outlook is not None else b"",
+            tenant=tenant_of(record.owner),
+        )
+
+    def _renew(self, record: Record, expires_s: float) -> None:
+        record.expires_s = expires_s
+        if record.expiry is not None:
+            record.expiry.cancel()
+        loop = asyncio.get_running_loop()
+        record.expiry = loop.call_later(max(expires_s - self._clock(), 0.0), self._expire, record)
+
+    def _expire(self, record: Record) -> None:
+        self._node.retract(record.id, is_expired=True)
+        self._drafts.stop(*record.key)
+
+    def _changed(self, record: Record, report: AdvisoryReport) -> None:
+        record.report = report
+        followers = list(record.followers)
+        if report.state in ADVISORY_ENDS and not record.is_over:
+            self._settle(record, report)
+        if record.source != "computed":
+            self._complete(record, report, followers)
+        for follower in followers:
+            follower(record)
+        if record.is_over:
+            record.followers.clear()
+
+    def _settle(self, record: Record, report: AdvisoryReport) -> None:
+        record.is_over = True
+        if record.expiry is not None:
+            record.expiry.cancel()
+        if self._live.get(record.key) is record:
+            del self._live[record.key]
+        own = self._by_owner.get(record.owner, {})
+        own.pop(record.id, None)
+        if not own:
+            self._by_owner.pop(record.owner, None)
+        self._metrics.advisory_ended(report)
+        if report.state in ("hit", "late", "wasted", "expired"):
+            self._precision.note(record.owner, report.state in ("hit", "late"), self._clock())
+        if report.lead_s is not None:
+            self._scored[record.key] = report
+            if len(self._scored) > MAX_ENDED:
+                self._scored.popitem(last=False)
+
+    def _complete(self, record: Record, report: AdvisoryReport, followers: list[OnChange]) -> None:
+        """What no tier holds of a session's history, as after another adapter was picked, is computed while nothing else runs."""
+
+        def tell() -> None:
+            if record.is_over and record.key not in self._live:
+                wanted = msgspec.structs.replace(record.wanted, draft=None)
+                again = Record(record.owner, wanted, record.adapter, "computed", self._clock())
+                again.followers.update(followers)
+                self._begin(again)
+
+        if report.state == "unknown" or (report.state == "warm" and report.missing_tokens):
+            self._drafts.warm_history(record.owner, record.wanted.session_id, record.adapter, tell)
+
+    def _end(self, record: Record, state: Any) -> None:
+        report = AdvisoryReport(advisory_id=record.id, session_id=record.wanted.session_id, state=state)
+        self._changed(record, report)
+
+    # -- bounds ------------------------------------------------------------------------------------------------------
+
+    def _adapter_of(self, model: str | None) -> str | None:
+        adapter = known_adapter(self._node, model)
+        assert adapter is None or isinstance(adapter, str)
+        return adapter
+
+    def _check_rate(self, owner: str, now: float) -> None:
+        """A bucket of BURST that fills at MAX_PER_S. Raises `rate_limited`."""
+        issued = self._issued.setdefault(owner, deque(maxlen=BURST))
+        if len(issued) == BURST and now - issued[0] < BURST / MAX_PER_S:
+            self._metrics.advisories_refused.inc()
+            raise GatewayError(
+                "rate_limited", f"More than {MAX_PER_S:.0f} advisories a second: send fewer, or none."
+            )
+        issued.append(now)
+        if len(self._issued) > MAX_ENDED:
+            self._issued = {name: times for name, times in self._issued.items() if now - times[-1] < 60}
+
+
+class HintAction(Struct, frozen=True):
+    """As vLLM's `KvHintAction`."""
+
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: dict[str, Any]
+
+
+class Envelope(Struct, frozen=True):
+    """As vLLM's `KvHintsEnvelope`. Actions of other types are not ours to judge."""
+
+    protocol_version: str
+    message_id: str
+    actions: Annotated[list[HintAction], Meta(max_length=64)]
+
+
+def _ms(seconds: float | None) -> float | None:
+    return round(seconds * 1000, 3) if seconds is not None else None

@@ -1,0 +1,168 @@
+"""Computing ahead: what is typed so far, and a history under the adapter that was just picked.
+
+A draft is prefilled as it grows, at the ends of words and after a pause, in the engine's idle time (`Node.prefill`). Enter then pays for the tail
+only. A draft is never stored and never logged: it lives in this process while it is typed, its KV on the device until that is needed.
+Source: spec E1, E11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+
+from engine_bridge.errors import BridgeError
+from engine_bridge.node import ChatMessage, GenerateRequest, Node, RequestId
+from gateway.auth import tenant_of
+from gateway.errors import GatewayError
+from gateway.metrics import Metrics
+from gateway.sessions import Outlook, SessionStore, messages_of
+
+log = logging.getLogger(__name__)
+
+# Chosen: longer than between two keys of a slow typist, shorter than a thought.
+PAUSE_S = 0.35
+# Computed ahead at a time, in all and for one key. Chosen.
+MAX_ACTIVE, MAX_ACTIVE_OF_ONE = 32, 4
+
+Key = tuple[str, str]
+
+
+class _Work:
+    """What is to be computed for one session: the newest text, once the one before it is done."""
+
+    def __init__(
+        self, adapter: str | None, text: str | None, pause_s: float, then: Callable[[], None]
+    ) -> None:
+        self.adapter = adapter
+        self.text = text
+        self.pause_s = pause_s
+        self.then = then
+        self.changed = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+
+class Drafts:
+    """Keeps at most one piece of work for each session.
+
+    Args:
+        accepts_drafts: the operator's leave; without it texts are dropped unread, and only histories are computed.
+    """
+
+    def __init__(self, node: Node, store: SessionStore, metrics: Metrics, *, accepts_drafts: bool) -> None:
+        self._node = node
+        self._store = store
+        self._metrics = metrics
+        self.accepts_drafts = accepts_drafts
+        self._work: OrderedDict[Key, _Work] = OrderedDict()
+
+    def update(self, owner: str, session_id: str, adapter: str | None, text: str) -> None:
+        """A draft has grown, shrunk or changed."""
+        text = whole_words(text)
+        if self.accepts_drafts and text:
+            self._put((owner, session_id), adapter, text, PAUSE_S)
+
+    def warm_history(
+        self, owner: str, session_id: str, adapter: str | None, then: Callable[[], None]
+    ) -> None:
+        """A session's history has no KV under this adapter: compute it, so that a question need not wait for it.
+
+        then: called when all of it is there.
+        """
+        if (owner, session_id) not in self._work:
+            self._put((owner, session_id), adapter, None, 0.0, then)
+
+    def stop(self, owner: str, session_id: str) -> None:
+        """The question was asked, or will not be."""
+        work = self._work.pop((owner, session_id), None)
+        if work is not None and work.task is not None:
+            work.task.cancel()
+
+    async def close(self) -> None:
+        tasks = [work.task for work in self._work.values() if work.task is not None]
+        for key in list(self._work):
+            self.stop(*key)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _put(
+        self,
+        key: Key,
+        adapter: str | None,
+        text: str | None,
+        pause_s: float,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        work = self._work.get(key)
+        if work is not None and work.adapter == adapter:
+            if work.text != text:
+                work.text, work.pause_s = text, pause_s
+                work.changed.set()
+            return
+        self.stop(*key)
+        own = [other for other in self._work if other[0] == key[0]]
+        if len(own) >= MAX_ACTIVE_OF_ONE:
+            self.stop(*own[0])
+        elif len(self._work) >= MAX_ACTIVE:
+            self.stop(*next(iter(self._work)))
+        work = self._work[key] = _Work(adapter, text, pause_s, then)
+        work.task = asyncio.create_task(self._run(key, work))
+
+    async def _run(self, key: Key, work: _Work) -> None:
+        try:
+            outlook = await self._outlook(key)
+            while True:
+                await self._pause(work)
+                await self._prefill(key, work, outlook)
+                if work.text is None:
+                    break
+                async with asyncio.timeout(60):  # nothing was typed for so long: it is no longer a draft
+                    await work.changed.wait()
+            work.then()
+        except (BridgeError, GatewayError, TimeoutError) as error:
+            log.debug("nothing was computed ahead: %s", type(error).__name__)
+        except Exception:
+            log.exception("computing ahead failed")
+        finally:
+            if self._work.get(key) is work:
+                del self._work[key]
+
+    async def _pause(self, work: _Work) -> None:
+        """Wait until nothing was typed for a while."""
+        while True:
+            work.changed.clear()
+            try:
+                async with asyncio.timeout(work.pause_s):
+                    await work.changed.wait()
+            except TimeoutError:
+                return
+
+    async def _prefill(self, key: Key, work: _Work, outlook: Outlook | None) -> None:
+        owner, session_id = key
+        history = messages_of(outlook.history) if outlook is not None else []
+        if work.text is None and not history:
+            work.then = lambda: None
+            return
+        request = GenerateRequest(
+            request_id=RequestId(f"draft-{uuid.uuid4().hex}"),
+            messages=(*history, ChatMessage("user", work.text or "")),
+            adapter=work.adapter,
+            session_id=session_id,
+            history_token_ids=outlook.token_ids if outlook is not None else b"",
+            tenant=tenant_of(owner),
+        )
+        num_tokens = await self._node.prefill(request)
+        self._metrics.computed_ahead.labels("draft" if work.text is not None else "history").inc(num_tokens)
+
+    async def _outlook(self, key: Key) -> Outlook | None:
+        with contextlib.suppress(GatewayError):
+            return await self._store.outlook(*key)
+        return None
+
+
+def whole_words(text: str) -> str:
+    """A draft without the word that is being typed."""
+    return re.sub(r"\S+\Z", "", text).rstrip()
