@@ -175,8 +175,8 @@ class AdvisoryReport(Struct, frozen=True, kw_only=True):
     """How an advisory stands.
 
     `num_tokens`: of the prefix, as far as any tier holds it; `missing_tokens`: what follows and must be computed; `device_tokens`: on the device.
-    `host_bytes`, `disk_bytes`: copied to the
-    device for it, by where they were. `lead_s`: from the advisory to its request. `late_s`: what moving the rest would have taken, as predicted.
+    `host_bytes`, `disk_bytes`: copied to the device for it, by where they were. `lead_s`: from the advisory to its request. `late_s`: what moving
+    the rest would have taken, as predicted.
     """
 
     advisory_id: str

@@ -162,7 +162,8 @@ class Advisories:
     def submit(self, owner: str, wanted: Wanted, source: str, follower: OnChange | None = None) -> Record:
         """Act on an advisory, or renew the one that it repeats. Returns at once.
 
-        source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. Raises `rate_limited`, `unknown_model`.
+        source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. Raises
+        `rate_limited`, `unknown_model`.
         """
         adapter = self._adapter_of(wanted.model)
         now = self._clock()
@@ -306,7 +307,7 @@ class Advisories:
         own.pop(record.id, None)
         if not own:
             self._by_owner.pop(record.owner, None)
-        self._metrics.advisory_ended(report)
+        self._metrics.advisory_ended(record.source, report)
         if report.state in ("hit", "late", "wasted", "expired"):
             self._precision.note(record.owner, report.state in ("hit", "late"), self._clock())
         if report.lead_s is not None:

@@ -21,6 +21,7 @@ from gateway.config import Config, ConfigError
 from gateway.drafts import Drafts
 from gateway.errors import GatewayError, StartupError
 from gateway.kv_metrics import KvCollector
+from gateway.learned import Learned
 from gateway.metrics import Metrics
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
@@ -98,7 +99,8 @@ async def build_services(
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
     advisories = Advisories(node, store, metrics, drafts)
     turns = Turns(node, store, metrics, drafts, advisories)
-    return Services(config, node, store, turns, keys, metrics, drafts, advisories)
+    learned = Learned(node, advisories, is_on=config.learned_advisories)
+    return Services(config, node, store, turns, keys, metrics, drafts, advisories, learned)
 
 
 def build_app(services: Services) -> web.Application:

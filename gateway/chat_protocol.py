@@ -43,7 +43,7 @@ class Stop(Struct, frozen=True, tag="stop"):
 
 
 class Typing(Struct, frozen=True, tag="typing"):
-    session_id: SessionName
+    session_id: SessionName | None = None
     adapter: str | None = None
     draft: str | None = None
 

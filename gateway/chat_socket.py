@@ -174,6 +174,7 @@ class ChatConnection:
                 self._follow(live, resume.seq)
 
     async def _on_message(self, frame: Message) -> None:
+        self._services.drafts.stop(self._owner, self._new_chat)
         live = await self._services.turns.ask(self._owner, frame)
         self._send_accepted(live)
         self._follow(live, 0)
@@ -188,17 +189,28 @@ class ChatConnection:
             raise GatewayError("not_found", "This turn is not under way.", param="id")
 
     def _on_typing(self, frame: Typing) -> None:
-        """Advice, so nothing about it is an error: what cannot be acted on is answered with `state: "off"`."""
+        """Advice, so nothing about it is an error: what cannot be acted on is answered with `off` (nothing ever can) or `unknown`."""
         services = self._services
         services.metrics.typing.inc()
         if not services.config.kv_host_gib:
             self._send({"type": "advisory", "session_id": frame.session_id, "state": "off"})
             return
-        wanted = Wanted(session_id=frame.session_id, model=frame.adapter, draft=frame.draft)
         try:
+            if (
+                frame.session_id is None
+            ):  # a new chat: there is nothing to bring up, but a draft may be computed
+                adapter = services.turns.known_adapter(frame.adapter)
+                services.drafts.update(self._owner, self._new_chat, adapter or None, frame.draft or "")
+                return
+            wanted = Wanted(session_id=frame.session_id, model=frame.adapter, draft=frame.draft)
             services.advisories.submit(self._owner, wanted, "typing", self._on_advisory)
         except GatewayError:
-            self._send({"type": "advisory", "session_id": frame.session_id, "state": "off"})
+            self._send({"type": "advisory", "session_id": frame.session_id, "state": "unknown"})
+
+    @property
+    def _new_chat(self) -> str:
+        """What a draft is kept under while its conversation has no id."""
+        return f"new chat of socket {id(self)}"
 
     def _on_advisory(self, record: Record) -> None:
         """Whether the session that is typed in is warm."""

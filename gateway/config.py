@@ -154,6 +154,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
 
+    learned_advisories: Annotated[
+        bool,
+        _in(
+            "KV tiers",
+            "Learn which agent's request follows which (X-Agent-Name), and warm its session in advance.",
+        ),
+    ] = True
+
     adapters_dir: Annotated[
         Path | None, _in("Adapters", "Folder with one LoRA adapter (PEFT format) in each subfolder.")
     ] = None

@@ -66,7 +66,7 @@ class Metrics:
             "overture_advisories_refused", "Advisories above a key's rate", registry=registry
         )
         self._advisory_outcomes = Counter(
-            "overture_advisory_outcomes", "How advisories ended", ["outcome"], registry=registry
+            "overture_advisory_outcomes", "How advisories ended", ["source", "outcome"], registry=registry
         )
         self._advisory_bytes = Counter(
             "overture_advisory_bytes",
@@ -123,8 +123,8 @@ class Metrics:
         if final.timings.ttft_ms is not None:
             self._ttft.labels(max(kv, key=lambda source: kv[source])).observe(final.timings.ttft_ms / 1000)
 
-    def advisory_ended(self, report: AdvisoryReport) -> None:
-        self._advisory_outcomes.labels(report.state).inc()
+    def advisory_ended(self, source: str, report: AdvisoryReport) -> None:
+        self._advisory_outcomes.labels(source, report.state).inc()
         self._advisory_bytes.labels("host", report.state).inc(report.host_bytes)
         self._advisory_bytes.labels("disk", report.state).inc(report.disk_bytes)
         if report.state in ("hit", "late") and report.lead_s is not None:

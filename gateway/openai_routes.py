@@ -17,6 +17,7 @@ from engine_bridge.node import Api, JsonReply, SseReply
 from gateway.api_turns import AnswerReader, history_as_input, question_of, session_named
 from gateway.auth import tenant_of
 from gateway.errors import GatewayError
+from gateway.policy.followers import Arrival
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
 from gateway.sessions import checked_id
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 SESSION_HEADER = "X-Session-Id"
+# Which agent asks, and in which run of its workflow: what learned advisories are learned from.
+AGENT_HEADER, WORKFLOW_HEADER = "X-Agent-Name", "X-Workflow-Id"
 SLOW_READER_S = 20.0  # as for chat sockets: docs/protocol.md, rule 5
 
 
@@ -47,20 +50,38 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         body = await json_body(request)
         _take_hints(services, owner, body)
         recording = await _recording(services, owner, api, body, request.headers.get(SESSION_HEADER))
-        session_id = recording.session_id if recording else ""
-        reply = await services.node.serve(api, body, request.headers, tenant_of(owner), session_id)
-        headers = {SESSION_HEADER: recording.session_id} if recording else {}
-        reader = AnswerReader(api) if recording else None
-        if isinstance(reply, JsonReply):
-            if reader is not None and recording is not None and reply.status == 200:
-                reader.feed_json(reply.body)
-                await _record(services, recording, reader)
-            return web.Response(
-                body=reply.body, status=reply.status, content_type="application/json", headers=headers
-            )
-        return await _stream(request, services, reply, headers, recording, reader)
+        arrival = _arrival(request, owner, recording)
+        services.learned.arrived(arrival)
+        try:
+            return await _answer(request, services, api, body, recording, owner)
+        finally:
+            services.learned.ended(arrival)
 
     return handle
+
+
+def _arrival(request: web.Request, owner: str, recording: _Recording | None) -> Arrival:
+    """Whose request this is, as far as it says."""
+    session_id, adapter = (recording.session_id, recording.adapter) if recording else ("", None)
+    agent = request.headers.get(AGENT_HEADER, "") if recording else ""
+    return Arrival(owner, request.headers.get(WORKFLOW_HEADER, ""), agent, session_id, adapter)
+
+
+async def _answer(
+    request: web.Request, services: Services, api: Api, body: Any, recording: _Recording | None, owner: str
+) -> web.StreamResponse:
+    session_id = recording.session_id if recording else ""
+    reply = await services.node.serve(api, body, request.headers, tenant_of(owner), session_id)
+    headers = {SESSION_HEADER: recording.session_id} if recording else {}
+    reader = AnswerReader(api) if recording else None
+    if isinstance(reply, JsonReply):
+        if reader is not None and recording is not None and reply.status == 200:
+            reader.feed_json(reply.body)
+            await _record(services, recording, reader)
+        return web.Response(
+            body=reply.body, status=reply.status, content_type="application/json", headers=headers
+        )
+    return await _stream(request, services, reply, headers, recording, reader)
 
 
 def _take_hints(services: Services, owner: str, body: Any) -> None:

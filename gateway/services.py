@@ -12,6 +12,7 @@ from gateway.advisories import Advisories
 from gateway.auth import KeyRing, Principal, extract_key
 from gateway.config import Config
 from gateway.drafts import Drafts
+from gateway.learned import Learned
 from gateway.metrics import Metrics
 from gateway.sessions import SessionStore
 from gateway.turns import Turns
@@ -32,6 +33,7 @@ class Services:
     metrics: Metrics
     drafts: Drafts
     advisories: Advisories
+    learned: Learned
     connections: set[ChatConnection] = field(default_factory=set)
 
     def principal(self, request: web.Request) -> Principal:

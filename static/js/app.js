@@ -35,6 +35,7 @@ export class App {
     gone: ({ sessionId }) => this.#onGone(sessionId),
     stale: ({ sessionId }) => this.#reload(sessionId),
     problem: ({ message }) => toast(message),
+    warmth: () => this.#onWarmth(),
   };
 
   constructor() {
@@ -66,7 +67,7 @@ export class App {
     this.composer = new Composer(byId('composer'), {
       send: (text) => this.#send(text),
       stop: () => this.#stop(),
-      typing: () => this.#typing(),
+      typing: (draft) => this.#typing(draft),
       pick: (adapter) => this.#pick(adapter),
       editLast: () => this.#editLast(),
     });
@@ -77,7 +78,7 @@ export class App {
       search: async (q) => (await this.#tell(this.api.list({ q })))?.sessions ?? [],
       more: () => this.#list(false),
     }, () => ({ sessions: this.index.sorted(), hasMore: this.index.next !== null, current: this.core.current,
-      isRunning: (id) => Boolean(this.core.liveTurn(id)) }));
+      isRunning: (id) => Boolean(this.core.liveTurn(id)), isWarm: (id) => this.core.warm.has(id) }));
     this.drawer = new Drawer(byId('rail'), byId('menu-button'), byId('backdrop'), byId('main'));
     this.banner = new StatusBanner(byId('banner'), this.core, {
       retry: () => this.connection.retryNow(),
@@ -141,8 +142,15 @@ export class App {
     return Boolean(turn);
   }
 
-  #typing() {
-    if (this.core.current) this.#act(() => this.core.typing(this.core.current, this.composer.adapter));
+  /** @param {string} [draft]  what is typed, where the user lets the server read along */
+  #typing(draft) {
+    const { current } = this.core;
+    if (current || draft !== undefined) this.#act(() => this.core.typing(current ?? undefined, this.composer.adapter, draft));
+  }
+
+  #onWarmth() {
+    this.rail.mark();
+    this.composer.showWarmth(this.core.warm.has(this.core.current));
   }
 
   #pick(adapter) {
@@ -258,6 +266,7 @@ export class App {
   #onModels() {
     const { models, server } = this.core;
     this.composer.maxBytes = server.max_message_bytes ?? Infinity;
+    this.composer.offerAhead(Boolean(server.drafts));
     this.composer.offer(models);
     byId('server').textContent = `${server.model.split('/').at(-1)} · ${NAME} ${server.version}`;
     showExamples(byId('examples'), models, ({ text, adapter }) => {
@@ -269,6 +278,7 @@ export class App {
 
   #onCurrent() {
     this.composer.open(this.core.current);
+    this.composer.showWarmth(this.core.warm.has(this.core.current));
     this.composer.adapter = this.#session()?.adapter ?? this.index.get(this.core.current)?.adapter ?? null;
     this.#onSession(this.core.current);
     this.rail.mark();

@@ -3,16 +3,17 @@
 import { fitHeight, isSend } from './editor.js';
 import { h } from './dom.js';
 import { hue } from './format.js';
-import { readDraft, writeDraft } from './storage.js';
+import { readAhead, readDraft, writeAhead, writeDraft } from './storage.js';
 
 const TYPING_EVERY_MS = 2000; // the most often that the server wants to hear of it
+const DRAFT_EVERY_MS = 400; // the same, where it reads along
 const BYTES_SPARE = 1024; // what the frame needs around the text
 
 /**
  * @typedef {object} ComposerActions
  * @property {(text: string) => void} send
  * @property {() => void} stop
- * @property {() => void} typing
+ * @property {(draft?: string) => void} typing
  * @property {(adapter: ?string) => void} pick
  * @property {() => void} editLast
  */
@@ -23,6 +24,7 @@ export class Composer {
   #typedAt = -Infinity;
   #enabled = false;
   #running = false;
+  #draftTimer = 0;
 
   /**
    * @param {HTMLFormElement} form
@@ -37,6 +39,10 @@ export class Composer {
     this.picker = form.querySelector('select');
     this.dot = form.querySelector('.dot');
     this.note = form.querySelector('#composer-note');
+    this.warmth = form.querySelector('.warmth');
+    this.ahead = form.querySelector('.ahead');
+    this.aheadBox = this.ahead.querySelector('input');
+    this.aheadBox.checked = readAhead();
     this.maxBytes = Infinity;
     this.#listen();
   }
@@ -49,6 +55,10 @@ export class Composer {
     this.stopButton.addEventListener('click', () => this.actions.stop());
     this.area.addEventListener('input', () => this.#onInput());
     this.area.addEventListener('keydown', (event) => this.#onKey(event));
+    this.aheadBox.addEventListener('change', () => {
+      writeAhead(this.aheadBox.checked);
+      this.#onInput();
+    });
     this.picker.addEventListener('change', () => {
       this.#showDot();
       this.actions.pick(this.adapter);
@@ -91,6 +101,7 @@ export class Composer {
 
   /** Takes the text away once it has been sent. */
   clear() {
+    clearTimeout(this.#draftTimer);
     this.write('');
   }
 
@@ -122,9 +133,38 @@ export class Composer {
   #onInput() {
     writeDraft(this.#sessionId, this.area.value);
     this.#changed();
-    if (performance.now() - this.#typedAt < TYPING_EVERY_MS || !this.area.value.trim()) return;
+    if (!this.area.value.trim()) return;
+    if (this.#readsAlong) this.#sendDraftSoon();
+    else this.#announce(TYPING_EVERY_MS);
+  }
+
+  get #readsAlong() {
+    return this.aheadBox.checked && !this.ahead.hidden;
+  }
+
+  #announce(everyMs, draft) {
+    if (performance.now() - this.#typedAt < everyMs) return;
     this.#typedAt = performance.now();
-    this.actions.typing();
+    this.actions.typing(draft);
+  }
+
+  /** The last words of a burst count too, so what comes too soon is sent a little later. */
+  #sendDraftSoon() {
+    clearTimeout(this.#draftTimer);
+    const wait = Math.max(0, this.#typedAt + DRAFT_EVERY_MS - performance.now());
+    this.#draftTimer = setTimeout(() => {
+      if (this.area.value.trim() && this.#readsAlong) this.#announce(0, this.area.value);
+    }, wait);
+  }
+
+  /** Whether the server would compute a question while it is typed, if the user lets it read along. */
+  offerAhead(isOffered) {
+    this.ahead.hidden = !isOffered;
+  }
+
+  /** Says, quietly, that the conversation is ready on the device. */
+  showWarmth(isWarm) {
+    this.warmth.hidden = !isWarm;
   }
 
   #onKey(event) {

@@ -31,6 +31,13 @@ export function reuse(usage, kv) {
   return `${count(reused)} of ${count(usage.prompt_tokens)} tokens reused${where}`;
 }
 
+/** What the word that a question would come was worth. */
+function readiness({ state, lead_ms: lead, late_ms: late }) {
+  if (state === 'hit') return `in time, ${duration(lead)} ahead`;
+  if (state === 'late') return `in part: ${duration(late)} too short`;
+  return 'for nothing';
+}
+
 /** The grey line under an answer. */
 export function summary({ adapter, timings, usage }) {
   if (!timings) return adapter ?? '';
@@ -39,7 +46,7 @@ export function summary({ adapter, timings, usage }) {
 }
 
 /** All timings as [name, value] rows. */
-export function timingRows({ adapter, timings, usage, finishReason }) {
+export function timingRows({ adapter, timings, usage, advisory, finishReason }) {
   const { kv } = timings;
   const ms = (value) => (value == null ? '–' : duration(value));
   const rows = [
@@ -55,6 +62,7 @@ export function timingRows({ adapter, timings, usage, finishReason }) {
     for (const tier of TIERS) rows.push([`Reused from ${tier}`, count(kv[tier])]);
     rows.push(['Computed anew', count(kv.recomputed)]);
   }
+  if (advisory) rows.push(['Made ready while you typed', readiness(advisory)]);
   return rows.filter(([, value]) => value !== undefined);
 }
 

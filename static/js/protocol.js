@@ -51,7 +51,7 @@ export class ChatCore {
     delta: (frame) => this.#onDelta(frame),
     done: (frame) => this.#onDone(frame),
     error: (frame) => this.#onError(frame),
-    advisory: (frame) => { this.advisoriesOff = frame.state === 'off'; },
+    advisory: (frame) => this.#onAdvisory(frame),
   };
 
   constructor() {
@@ -65,6 +65,8 @@ export class ChatCore {
     this.server = null;
     this.current = null;
     this.advisoriesOff = false;
+    /** Sessions whose KV is on the device, as far as the server has told. */
+    this.warm = new Set();
     this.sessions = new Map();
     this.turns = new Map();
   }
@@ -173,9 +175,16 @@ export class ChatCore {
     this.#emit('turn', { turn });
   }
 
-  /** Tells the server that a question is being typed. The text itself stays here. */
-  typing(sessionId, adapter) {
-    if (!this.advisoriesOff) this.#sendIfReady({ type: 'typing', session_id: sessionId, adapter });
+  /** Tells the server that a question is being typed. The text goes along only where `draft` is given: with the user's leave. */
+  typing(sessionId, adapter, draft) {
+    if (!this.advisoriesOff) this.#sendIfReady({ type: 'typing', session_id: sessionId, adapter, draft });
+  }
+
+  #onAdvisory(frame) {
+    if (frame.state === 'off') this.advisoriesOff = true;
+    if (frame.state === 'warm') this.warm.add(frame.session_id);
+    else this.warm.delete(frame.session_id);
+    this.#emit('warmth', { sessionId: frame.session_id });
   }
 
   /** Puts a session read by REST in place, its turns included. */
@@ -253,7 +262,7 @@ export class ChatCore {
     if (turn && isLive(turn)) {
       const stopped = frame.finish_reason === 'stopped';
       Object.assign(turn, { status: stopped ? 'stopped' : 'done', usage: frame.usage,
-        timings: frame.timings, finishReason: frame.finish_reason, request: null });
+        timings: frame.timings, advisory: frame.advisory, finishReason: frame.finish_reason, request: null });
       this.#emit('turn', { turn });
       if (frame.seq > turn.seq) this.#emit('stale', { sessionId: frame.session_id });
     }

@@ -28,7 +28,7 @@ export class Rail {
   /**
    * @param {{list: HTMLElement, search: HTMLInputElement, status: HTMLElement}} parts
    * @param {RailActions} actions
-   * @param {() => {sessions: object[], hasMore: boolean, current: ?string, isRunning: (id: string) => boolean}} state
+   * @param {() => {sessions: object[], hasMore: boolean, current: ?string, isRunning: (id: string) => boolean, isWarm: (id: string) => boolean}} state
    */
   constructor({ list, search, status }, actions, state) {
     Object.assign(this, { list, search, status, actions, state });
@@ -68,7 +68,8 @@ export class Rail {
     paintDot(dot, session.adapter);
     const link = h('a', { class: 'session', href: `#/s/${encodeURIComponent(session.id)}`, title },
       dot, h('span', { class: 'session-title' }, title),
-      h('span', { class: 'running' }, h('span', { class: 'sr-only' }, '(answering)')));
+      h('span', { class: 'running' }, h('span', { class: 'sr-only' }, '(answering)')),
+      h('span', { class: 'sr-only warm-note' }, '(ready)'));
     if (session.adapter) link.append(h('span', { class: 'sr-only' }, `, ${session.adapter}`));
     const more = iconButton('more', `Options for ${title}`, () => this.#menu(session, more));
     more.setAttribute('aria-haspopup', 'menu');
@@ -84,12 +85,14 @@ export class Rail {
   }
 
   #markRow(id, row) {
-    const { current, isRunning } = this.state();
+    const { current, isRunning, isWarm } = this.state();
     const link = row.querySelector('.session');
     if (!link) return;
     if (id === current) link.setAttribute('aria-current', 'page');
     else link.removeAttribute('aria-current');
     row.querySelector('.running').hidden = !isRunning(id);
+    link.classList.toggle('warm', isWarm(id));
+    row.querySelector('.warm-note').hidden = !isWarm(id);
   }
 
   #menu(session, button) {

@@ -3,6 +3,7 @@
 const KEY = 'overture.key';
 const DRAFT = 'overture.draft.';
 const NEW_CHAT = 'new';
+const AHEAD = 'overture.ahead';
 
 function read(name) {
   try {
@@ -32,3 +33,9 @@ export const readDraft = (sessionId) => read(DRAFT + (sessionId ?? NEW_CHAT)) ??
 
 /** Keeps the unsent text of a session; an empty one is removed. */
 export const writeDraft = (sessionId, text) => write(DRAFT + (sessionId ?? NEW_CHAT), text);
+
+/** Whether the user lets the server read a question while it is typed. */
+export const readAhead = () => read(AHEAD) === 'yes';
+
+/** Keeps that choice. */
+export const writeAhead = (isAllowed) => write(AHEAD, isAllowed ? 'yes' : '');

@@ -291,3 +291,12 @@ def test_sentences_are_spoken_whole(core) -> None:
             "a b x y",
         ]
     )
+
+
+def test_a_session_is_warm_until_its_advisory_ends(core) -> None:
+    assert core("""begin(); const seen = [];
+        for (const state of ['staging', 'warm', 'hit']) {
+          core.receive({ type: 'advisory', session_id: 's', state });
+          seen.push(core.warm.has('s'));
+        }
+        return [seen, core.advisoriesOff];""") == [[False, True, False], False]

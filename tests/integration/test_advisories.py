@@ -77,7 +77,7 @@ async def test_what_cannot_be_acted_on_is_no_error(server: Server) -> None:
         await socket.send(type="typing", session_id="nobody knows it")
         assert (await socket.receive("advisory", "error"))["state"] == "unknown"
         await socket.send(type="typing", session_id="s", adapter="no such adapter")
-        assert (await socket.receive("advisory", "error"))["state"] == "off"
+        assert (await socket.receive("advisory", "error"))["state"] == "unknown"
         await socket.send(type="typing", session_id="s", draft="my secret draft")  # drafts are off here
         assert (await socket.receive("advisory", "error"))["type"] == "advisory"
 
@@ -131,7 +131,7 @@ async def test_rest_takes_reads_merges_and_cancels(server: Server, http: aiohttp
     async with http.get("/metrics") as reply:
         text = await reply.text()
     assert 'overture_advisories_total{source="rest"}' in text
-    assert 'overture_advisory_outcomes_total{outcome="cancelled"}' in text
+    assert 'overture_advisory_outcomes_total{outcome="cancelled",source="rest"}' in text
 
 
 async def test_hints_on_a_request_warm_the_next_agent(http: aiohttp.ClientSession) -> None:
@@ -213,3 +213,26 @@ async def test_keys_see_their_own_and_a_flood_harms_nobody(gateways: Gateways) -
                     if (await reply.json())["state"] == "warm":
                         break
                 await asyncio.sleep(0.02)
+
+
+async def test_the_gateway_learns_who_follows_whom(gateways: Gateways) -> None:
+    server = await gateways()
+    async with aiohttp.ClientSession(server.url) as http:
+
+        async def call(run: int, agent: str) -> None:
+            headers = {
+                "X-Session-Id": f"run{run}:{agent}",
+                "X-Agent-Name": agent,
+                "X-Workflow-Id": f"run{run}",
+            }
+            messages = [{"role": "user", "content": f"{LONG_TEXT} for {agent} in {run}"}]
+            body = {"model": MODEL, "messages": messages, "max_tokens": 2}
+            async with http.post("/v1/chat/completions", json=body, headers=headers) as reply:
+                assert reply.status == 200
+
+        learned = server.services.metrics.advisories.labels("learned")
+        for run in range(12):
+            for _ in range(2):
+                for agent in ("architect", "engineer"):
+                    await call(run, agent)
+        assert learned._value.get() > 0

@@ -20,7 +20,7 @@ def loaded_by(module: str) -> set[str]:
 
 def policy_modules() -> list[str]:
     """Every module of the packages that decide and do nothing else."""
-    folders = (ROOT / "engine_bridge" / "policy", ROOT / "kvtiers" / "policy")
+    folders = (ROOT / name / "policy" for name in ("engine_bridge", "gateway", "kvtiers"))
     files = [path for folder in folders for path in folder.rglob("*.py")]
     return [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files
