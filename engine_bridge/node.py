@@ -144,7 +144,7 @@ class AdapterInfo(Struct, frozen=True):
 
 
 class Advisory(Struct, frozen=True, kw_only=True):
-    """Word that a request of this session will come. Source: SYMPHONY §4.1, plus the adapter.
+    """Word that a request of this session will come. Source: SYMPHONY §3.1, plus the adapter.
 
     `expected_arrival_s` is a lower bound from now, or None when nobody can tell (a person typing). `ordered`: the sender's advisories come
     in the order of their requests. `probability`: that the request comes, as far as the gateway has learned. `token_ids`: what its prompt

@@ -1,7 +1,7 @@
 """Advisories: word that a request of a session will come, from the page, from agents and from requests, and what came of it.
 
 They are advice: a wrong, late, repeated or hostile one changes no answer, and one that cannot be acted on is dropped. At most one for each session
-is under way; a repeated one renews it. Source: SYMPHONY §4.1; docs/protocol.md, "Advisories".
+is under way; a repeated one renews it. Source: SYMPHONY §3.1; docs/protocol.md, "Advisories".
 """
 
 from __future__ import annotations

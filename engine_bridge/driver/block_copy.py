@@ -26,6 +26,8 @@ Rows = NDArray[np.int64]
 class BlockCopier(Protocol):
     """One per engine. Called on the engine thread, inside a step."""
 
+    overlaps: bool
+    """Whether copies run beside the step's computation, or take the engine thread's time."""
     num_bytes: int
     """Copied so far, both ways, and in `seconds` of time that the step waited for it."""
     seconds: float
@@ -51,6 +53,8 @@ class CpuCopier:
         kv_caches: one tensor per layer, shape (num_blocks, ...), a block's bytes contiguous.
         region: the host pool's, shape (num_slots, slot_bytes).
     """
+
+    overlaps = False
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], region: NDArray[np.uint8]) -> None:
         self._layers = [_words(_rows(tensor)) for tensor in kv_caches]
@@ -89,6 +93,8 @@ class CudaCopier:
 
     Not run on a GPU yet; tests/gpu holds its test.
     """
+
+    overlaps = True
 
     def __init__(
         self, kv_caches: Sequence[torch.Tensor], region: NDArray[np.uint8], waiter: Callable[..., Any]

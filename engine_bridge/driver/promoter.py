@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Copying to the device between two steps may take so long: with nobody waiting, and while requests run. Chosen.
-IDLE_SLICE_S, BUSY_SLICE_S = 0.010, 0.002
+# Copying to the device between two steps may take so long: with nobody waiting, and while requests run. Chosen. Where copies take the engine
+# thread's own time (on a CPU), nothing is copied while requests run: they would wait now for what another may not wait for later.
+IDLE_SLICE_S, BUSY_SLICE_S = 0.005, 0.002
 # Promoted blocks are looked after this often: what was used meanwhile may have pushed them out.
 LOOK_EVERY_S = 0.5
 # Of the host tier, what guesses may hold there at once while it is read or waits for the device. Chosen.
@@ -95,6 +96,8 @@ class Promoter:
         self._has_news = False
         self._released: list[Stage] = []  # of requests that came; held until those have staged for themselves
         self._look_at_s: float | None = None
+        self._was_busy = False
+        self._idle_since_s = 0.0
 
     # -- what comes in -----------------------------------------------------------------------------------------------
 
@@ -177,25 +180,38 @@ class Promoter:
         """Do a bounded piece of what there is to do."""
         self._let_go()
         now = self._clock()
+        is_busy = self._is_busy()
+        if (
+            self._was_busy and not is_busy
+        ):  # what ran may have pushed out what was promoted, and no longer forbids copies
+            self._has_news, self._idle_since_s = True, now
+        self._was_busy = is_busy
         if not self._guesses:
             self._has_news, self._look_at_s = False, None
             return
         if not self.has_work():
             return
         self._has_news = self._tiers.has_progressed = False
-        slice_s = BUSY_SLICE_S if sum(self._count_requests()) else IDLE_SLICE_S
-        block_bytes = self._store.shape.block_bytes
-        room = max(int(slice_s * self._tiers.host_bytes_per_s() / block_bytes), 1)
+        room = self._num_blocks_to_copy()
         staged = 0
         max_staged = self._store.pool.num_slots * STAGED_SHARE / self._store.shape.num_layers
         for target in self._plan(now):
             guess = self._guesses[target.name]
-            if room <= 0:
-                self._has_news = True
-                break
-            room -= self._move(guess, target, room, now, may_stage=staged < max_staged)
+            room -= self._move(guess, target, max(room, 0), now, may_stage=staged < max_staged)
             staged += len(guess.stage.blocks) if guess.stage is not None else 0
         self._look_at_s = self._next_look(now)
+
+    def _num_blocks_to_copy(self) -> int:
+        """Between these two steps."""
+        is_busy = self._is_busy()
+        copier = self._tiers.copier
+        if copier is None or (is_busy and not copier.overlaps):
+            return 0
+        slice_s = BUSY_SLICE_S if is_busy else IDLE_SLICE_S
+        return max(int(slice_s * self._tiers.host_bytes_per_s() / self._store.shape.block_bytes), 1)
+
+    def _is_busy(self) -> bool:
+        return sum(self._count_requests()) > 0
 
     def _plan(self, now: float) -> list[Target]:
         pool = self._pool
@@ -226,7 +242,7 @@ class Promoter:
     def _next_look(self, now: float) -> float | None:
         """When something changes by itself: a guess becomes due, or it is time to look after what was promoted."""
         # While nothing runs, nothing pushes out what was promoted.
-        times = [now + LOOK_EVERY_S] if self._guesses and sum(self._count_requests()) else []
+        times = [now + LOOK_EVERY_S] if self._guesses and self._is_busy() else []
         for guess in self._guesses.values():
             due = due_s(self._facts(guess))
             if due is not None and due > now:
@@ -235,7 +251,8 @@ class Promoter:
 
     def _move(self, guess: _Guess, target: Target, room: int, now: float, *, may_stage: bool) -> int:
         """Bring one guess further; returns the blocks that were copied to the device."""
-        if guess.state == "warm" and now - guess.looked_s < LOOK_EVERY_S:
+        was_looked_at = guess.looked_s >= self._idle_since_s and now - guess.looked_s < LOOK_EVERY_S
+        if guess.state == "warm" and was_looked_at:
             return 0
         guess.looked_s = now
         resident = self._resident(guess)
@@ -273,8 +290,9 @@ class Promoter:
             pass  # the disk reads on; `has_progressed` tells
         elif guess.num_on_device >= target.num_device_blocks:
             self._finish(guess, "host")
-        else:
+        elif self._num_blocks_to_copy():
             self._has_news = True  # cut short by the slice
+        # else the end of the last running request is news enough
 
     def _promote(self, guess: _Guess, resident: list[Any], num_blocks: int) -> None:
         """Copy the next blocks to the device and leave them there as evictable prefix cache."""

@@ -268,16 +268,22 @@ class Serving:
         Rendered twice, with two ways to go on: where they agree, typing on changes nothing. The last agreeing token is left out, because
         its other half may still come.
         """
+        if request.prompt_token_ids is not None:
+            token_ids = list(request.prompt_token_ids)
+        else:
+            token_ids = await self._stable_ids(request)
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        prompt = Prompt(pack_token_ids(token_ids), "given")
+        return Prepared({"prompt_token_ids": token_ids}, params, self._lora_request(request.adapter), prompt)
+
+    async def _stable_ids(self, request: GenerateRequest) -> list[int]:
         *earlier, draft = request.messages
-        token_ids = None
+        stable: list[int] | None = None
         for more in DRAFT_ENDS:
             message = ChatMessage(draft.role, draft.content + more)
             ids = await self._draft_ids(msgspec.structs.replace(request, messages=(*earlier, message)))
-            token_ids = ids if token_ids is None else _common(token_ids, ids)
-        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        token_ids = (token_ids or [])[:-1]
-        prompt = Prompt(pack_token_ids(token_ids), "given")
-        return Prepared({"prompt_token_ids": token_ids}, params, self._lora_request(request.adapter), prompt)
+            stable = ids if stable is None else _common(stable, ids)
+        return (stable or [])[:-1]
 
     async def _draft_ids(self, request: GenerateRequest) -> list[int]:
         messages: Any = [{"role": m.role, "content": m.content} for m in request.messages]

@@ -8,6 +8,7 @@ guesses go before every other tenant's best one. Source: SYMPHONY §4.3 (priorit
 from __future__ import annotations
 
 import enum
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -98,7 +99,11 @@ def _in_turn(guesses: Sequence[GuessFacts]) -> list[GuessFacts]:
     return [guess for _, guess in placed]
 
 
-def _merit(guess: GuessFacts) -> tuple[int, float, float]:
-    """Priority, then seconds saved per block, then who has waited longer."""
+def _merit(guess: GuessFacts) -> tuple[int, int, float]:
+    """Priority, then seconds saved per block to within a factor of two, then who has waited longer.
+
+    No finer, because estimates are not: guesses that take turns at being the best would push each other out. And who has typed for longer
+    will ask sooner.
+    """
     per_block = guess.probability * guess.saved_s / max(guess.num_blocks, 1)
-    return guess.priority, per_block, -guess.issued_s
+    return guess.priority, round(math.log2(max(per_block, 1e-12))), -guess.issued_s

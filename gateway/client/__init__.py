@@ -1,1 +1,1 @@
-"""Client of the chat socket. Stands alone: it imports nothing of the server, so agents and load generators can use it."""
+"""Clients: the chat socket; advisories and hooks for agents. Stands alone: nothing of the server is imported, so load generators can use it."""

@@ -6,6 +6,7 @@ What reaches into the tiers is gathered under "the tiers' inside", but for `_key
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from bench.live.peers.engine import (
     KV_SPACE_GIB,
@@ -22,13 +24,20 @@ from bench.live.peers.engine import (
     configure_environment,
     drop_page_cache,
 )
+from bench.live.peers.play import Asked, Conversations, text
 from engine_bridge.driver.engine import EngineConfig
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
+from engine_bridge.node import GenerateRequest, RequestId, Sampling
+from gateway.advisories import Advisories, Record, Wanted, outcome_of
+from gateway.drafts import Drafts
+from gateway.metrics import Metrics
+from gateway.sessions import SessionStore
 from kvtiers.io.files import Files
 from kvtiers.keys import BlockKey
 from kvtiers.policy.restore import FasterWins
 
+_numbers = itertools.count()
 T = TypeVar("T")
 SETTLE_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 60.0
@@ -110,6 +119,124 @@ class TieredNode(Engine):
         # Below `LocalNode.generate` only in that the prompt is given as token ids, so that lengths are exact.
         return self._node._client.generate({"prompt_token_ids": tokens}, params, f"r{self._num_requests}")
 
+    # -- people and agents, by the gateway's own advisories ----------------------------------------------------------
+
+    def begin(self, sessions: list[str], num_tokens: int) -> None:
+        self._await(self._begin(sessions, num_tokens))
+
+    async def _begin(self, sessions: list[str], num_tokens: int) -> None:
+        self.talk = Conversations()
+        self._advisories, self._store = await make_advisories(self._node, Path(self.settings.folder))
+        self._records: list[Record] = []
+        for session in sessions:
+            asked = await self._ask(session, self.talk.begin(session, num_tokens), 2)
+            self.talk.answered(session, asked.answer)
+
+    async def _ask(self, session: str, prompt: list[int], max_tokens: int) -> Asked:
+        request = GenerateRequest(
+            request_id=RequestId(f"b{next(_numbers)}"),
+            prompt_token_ids=tuple(prompt),
+            session_id=session,
+            sampling=Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        )
+        started_s = time.perf_counter()
+        ttft_s, cached, answer = 0.0, 0, []
+        async for delta in self._node.generate(request):
+            ttft_s = ttft_s or time.perf_counter() - started_s
+            answer += delta.token_ids
+            cached = delta.usage.cached_tokens if delta.usage else cached
+        return Asked(session, self.talk.num_turns[session], ttft_s, cached, list(answer))
+
+    def people(self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int) -> list[dict[str, Any]]:
+        return self._await(self._people(plan, new_tokens, max_tokens))
+
+    async def _people(
+        self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int
+    ) -> list[dict[str, Any]]:
+        asked: list[Asked] = []
+
+        async def person(script: dict[str, Any]) -> None:
+            session = script["session"]
+            for asks_s, leads_s, wrong in zip(
+                script["asks_s"], script["leads_s"], script["wrong"], strict=True
+            ):
+                lead_s = min(leads_s, asks_s) if leads_s is not None else 0.0
+                await asyncio.sleep(asks_s - lead_s)
+                if leads_s is not None:
+                    self._advise(session)
+                for other in wrong:
+                    self._advise(other, ttl_s=5.0)
+                await asyncio.sleep(lead_s)
+                prompt = self.talk.ask(session, self.talk.question(session, new_tokens))
+                asked.append(await self._ask(session, prompt, max_tokens))
+                self.talk.answered(session, asked[-1].answer)
+
+        await asyncio.gather(*(person(script) for script in plan))
+        return [item.as_dict() for item in asked]
+
+    def _advise(self, session: str, **fields: Any) -> None:
+        if self._tiers is None:
+            return
+        record = self._advisories.submit("local", Wanted(session_id=session, **fields), "typing")
+        if record not in self._records:
+            self._records.append(record)
+
+    def agents(self, stages: list[list[dict[str, Any]]], max_tokens: int) -> dict[str, Any]:
+        return self._await(self._agents(stages, max_tokens))
+
+    async def _agents(self, stages: list[list[dict[str, Any]]], max_tokens: int) -> dict[str, Any]:
+        """While one stage works, the next one's agents are advised about."""
+        started_s = time.perf_counter()
+        said: list[int] = []
+        for number, stage in enumerate(stages):
+            for agent in stages[number + 1] if number + 1 < len(stages) else ():
+                self._advise(agent["session"], expected_arrival_s=0.0)
+
+            async def work(agent: dict[str, Any], said: list[int]) -> list[int]:
+                session = agent["session"]
+                prompt = self.talk.ask(session, said + text(agent["new_tokens"], agent["task"]))
+                answer = (await self._ask(session, prompt, max_tokens)).answer
+                self.talk.answered(session, answer)
+                return answer
+
+            answers = await asyncio.gather(*(work(agent, said) for agent in stage))
+            said = [token for answer in answers for token in answer]
+        return {"elapsed_s": time.perf_counter() - started_s, "said": said}
+
+    def draft(self, tokens: list[int], tail: list[int], is_typed: bool) -> dict[str, Any]:
+        """TTFT of a pasted question, whose text was (or was not) there for a while before Enter."""
+        return self._await(self._draft(tokens, tail, is_typed))
+
+    async def _draft(self, tokens: list[int], tail: list[int], is_typed: bool) -> dict[str, Any]:
+        session = f"draft{next(_numbers)}"
+        if is_typed:
+            await self._node.prefill(
+                GenerateRequest(
+                    request_id=RequestId(session), prompt_token_ids=tuple(tokens), session_id=session
+                )
+            )
+        return (await self._ask(session, self.talk.ask(session, tokens + tail), 2)).as_dict()
+
+    def advisory_cost(self, sessions: list[str]) -> float:
+        """Seconds of the event loop's processor time for each advisory, from the call to its last state."""
+        return self._await(self._advisory_cost(sessions))
+
+    async def _advisory_cost(self, sessions: list[str]) -> float:
+        started_s = time.thread_time()
+        records = [
+            self._advisories.submit("cost", Wanted(session_id=session, ttl_s=0.2), "typing")
+            for session in sessions
+        ]
+        while not all(record.is_over for record in records):  # noqa: ASYNC110  (waking with each end would be counted)
+            await asyncio.sleep(0.05)
+        return (time.thread_time() - started_s) / len(records)
+
+    def accounts(self) -> list[dict[str, Any]]:
+        """How the advisories since the last call ended."""
+        over = [record for record in self._records if record.is_over]
+        self._records = [record for record in self._records if not record.is_over]
+        return [outcome_of(record.report) for record in over if record.report is not None]
+
     def place(self, source: str) -> None:
         if source == "device":
             return
@@ -180,6 +307,8 @@ class TieredNode(Engine):
         ]
 
     def close(self) -> None:
+        if hasattr(self, "_store"):
+            self._await(self._store.close())
         self._await(self._node.close())
 
 
@@ -227,6 +356,14 @@ def make_node(settings: Settings, tiers: KvTiers | None) -> LocalNode:
         log_stats=False,
     )
     return LocalNode(LocalNodeConfig(engine=config), tiers)
+
+
+async def make_advisories(node: LocalNode, folder: Path) -> tuple[Advisories, SessionStore]:
+    """The gateway's, in front of this node."""
+    store = await SessionStore.open(folder / "sessions.sqlite3")
+    metrics = Metrics(CollectorRegistry())
+    drafts = Drafts(node, store, metrics, accepts_drafts=True)
+    return Advisories(node, store, metrics, drafts), store
 
 
 def forget_disk(tiers: KvTiers) -> None:

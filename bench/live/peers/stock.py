@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from bench.live.peers.engine import DecodeClock, Engine, Settings, configure_environment, drop_page_cache
+from bench.live.peers.play import Asked, Conversations, text
 
 # As long as vLLM's own engine loop sleeps when a step ran nothing (v1/engine/core.py), so that whoever loads KV gets the core.
 NOTHING_RAN_S = 0.001
@@ -89,6 +90,66 @@ class StockEngine(Engine):
             for output in self.step():
                 clock.count(output.request_id, len(output.outputs[0].token_ids))
         return clock.result()
+
+    # -- people and agents -------------------------------------------------------------------------------------------
+
+    def begin(self, sessions: list[str], num_tokens: int) -> None:
+        """First turns, one after the other."""
+        self.talk = Conversations()
+        for session in sessions:
+            self.talk.answered(session, self.turn(self.talk.begin(session, num_tokens), 2)["token_ids"])
+
+    def people(self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int) -> list[dict[str, Any]]:
+        """Everybody's questions at their times; who has had an answer goes on from there."""
+        started_s = time.perf_counter()
+        waiting = [(person["asks_s"][0], n) for n, person in enumerate(plan)]
+        left = [list(person["asks_s"][1:]) for person in plan]
+        running: dict[str, tuple[int, float, list[int], float | None, int]] = {}
+        asked = []
+        while waiting or running:
+            now_s = time.perf_counter() - started_s
+            for due_s, n in [item for item in waiting if item[0] <= now_s]:
+                waiting.remove((due_s, n))
+                session = plan[n]["session"]
+                prompt = self.talk.ask(session, self.talk.question(session, new_tokens))
+                self.add(list(prompt), max_tokens)
+                running[f"r{self._num_requests}"] = n, time.perf_counter(), [], None, 0
+            if not running:
+                time.sleep(max(min(item[0] for item in waiting) - now_s, 0))
+                continue
+            for output in self.step():
+                n, came_s, answer, ttft_s, cached = running[output.request_id]
+                if ttft_s is None:
+                    ttft_s, cached = time.perf_counter() - came_s, output.num_cached_tokens or 0
+                answer += output.outputs[0].token_ids
+                running[output.request_id] = n, came_s, answer, ttft_s, cached
+                if output.finished:
+                    del running[output.request_id]
+                    session = plan[n]["session"]
+                    self.talk.answered(session, answer)
+                    asked.append(Asked(session, self.talk.num_turns[session], ttft_s, cached, answer))
+                    if left[n]:
+                        waiting.append((time.perf_counter() - started_s + left[n].pop(0), n))
+        return [item.as_dict() for item in asked]
+
+    def agents(self, stages: list[list[dict[str, Any]]], max_tokens: int) -> dict[str, Any]:
+        """Stages of agents that work side by side, each stage on what the one before has said. Seconds from end to end."""
+        started_s = time.perf_counter()
+        said: list[int] = []
+        for stage in stages:
+            ids = {}
+            for agent in stage:
+                prompt = self.talk.ask(agent["session"], said + text(agent["new_tokens"], agent["task"]))
+                self.add(list(prompt), max_tokens)
+                ids[f"r{self._num_requests}"] = agent["session"]
+            answers: dict[str, list[int]] = {session: [] for session in ids.values()}
+            while self.llm.has_unfinished_requests():
+                for output in self.step():
+                    answers[ids[output.request_id]] += output.outputs[0].token_ids
+            for session, answer in answers.items():
+                self.talk.answered(session, answer)
+            said = [token for answer in answers.values() for token in answer]
+        return {"elapsed_s": time.perf_counter() - started_s, "said": said}
 
     def place(self, source: str) -> None:
         if source == "recompute":

@@ -14,7 +14,10 @@ from typing import Any
 from bench.live.peers.engine import Settings
 
 COMMANDS = frozenset(
-    "turn batch place settle memcpy kv_files host_copy disk_read slow_disk layerwise tier_stats cpu_s".split()
+    (
+        "turn batch place settle memcpy kv_files host_copy disk_read slow_disk layerwise tier_stats cpu_s "
+        "begin people agents draft advisory_cost accounts"
+    ).split()
 )
 
 
