@@ -38,6 +38,8 @@ GRACE_S = 60.0
 # Of one key: advisories under way, of which the oldest makes room, and new ones per second with a burst. Chosen: a team behind one key types
 # on far fewer keyboards; a program that sends more knows nothing.
 MAX_LIVE, MAX_PER_S, BURST = 256, 50.0, 200
+# Lifetimes after which an advisory is renewed no more: who has typed for so long has not asked, and the next word begins a new one. Chosen.
+MAX_LIFETIMES = 3
 # Ended advisories that can still be asked for.
 MAX_ENDED = 4096
 # A repeated advisory whose arrival differs by less renews the old one. Chosen: no tier moves faster.
@@ -171,7 +173,8 @@ class Advisories:
         if live is not None and live.is_like(wanted, adapter):
             live.num_merged += 1
             self._metrics.advisories_merged.inc()
-            self._renew(live, now + wanted.lifetime_s)
+            latest_s = live.issued_s + MAX_LIFETIMES * live.wanted.lifetime_s
+            self._renew(live, min(now + wanted.lifetime_s, latest_s))
             record = live
         else:
             self._check_rate(owner, now)

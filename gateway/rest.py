@@ -121,6 +121,7 @@ async def delete_session(request: web.Request) -> web.Response:
     session_id = request.match_info["id"]
     await services.store.delete(owner, session_id, time.time())
     services.node.end_session(session_id)
+    services.drafts.stop(owner, session_id)
     await services.turns.stop_session(owner, session_id)
     return web.Response(status=204)
 

@@ -8,7 +8,8 @@ everything); stock vLLM (prefix cache, statistics off) with our node's device me
 
 People read an answer at 238 words a minute (Brysbaert 2019) and type a question of ten words at 52 (Dhakal et al. 2018), each with a lognormal
 spread; an advisory goes out when they begin to type. A round begins in the middle of their reading and typing. Arms on our node: all advisories;
-none; one in ten missing; nine wrong ones, about conversations that nobody goes on with, for each right one. Arms take turns in random order.
+none; one in ten missing; nine wrong ones for each right one, from another key, about conversations that nobody goes on with. Arms take turns
+in random order.
 
 The last line is JSON. `followup_ttft_vs_oracle_p50`, `_p99`: ours with advisories over the oracle's; `followup_ttft_vs_stock_p50`: over stock
 vLLM's. `missing_10pct_penalty`, `wrong_90pct_penalty_others`: mean TTFT of that arm over the arm with all advisories, less 1.
@@ -80,13 +81,13 @@ class Plan:
 
 
 QUICK = Plan(
-    num_people=40,
-    num_idle=10,
+    num_people=36,
+    num_idle=8,
     history_tokens=512,
     rounds=2,
-    round_s=11,
-    draft_repeats=3,
-    workflow_repeats=2,
+    round_s=10,
+    draft_repeats=2,
+    workflow_repeats=1,
     document_tokens=768,
 )
 FULL = Plan(

@@ -178,7 +178,7 @@ class VllmDriver:
             self.add(*self._background.popleft(), None)
         outputs = self._step_engine() if self._scheduler.has_requests() else []
         if self.promoter is not None:
-            self.promoter.advance()
+            self.promoter.safely(self.promoter.advance)
         return outputs
 
     def _step_engine(self) -> list[RequestOutput]:

@@ -119,7 +119,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._plan.requests[request.request_id] = request
         promoter = self._tiers.promoter
         if promoter is not None and not is_background(request.request_id):
-            promoter.arrived(request)
+            promoter.safely(promoter.arrived, request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -145,7 +145,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._plan.forget(request)
         promoter = self._tiers.promoter
         if promoter is not None and not is_background(request.request_id):
-            promoter.remember(request)
+            promoter.safely(promoter.remember, request)
         return False, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:

@@ -2,7 +2,7 @@
 
 What is promoted becomes ordinary prefix cache: blocks are taken from the free queue, filled, registered under their hashes and freed again before
 the next step begins. So no guess ever holds a block while requests run: none can be refused or preempted for it, and vLLM may overwrite
-what was promoted at any moment, because host or disk have it. Source: SYMPHONY §4.4.
+what was promoted at any moment, because host or disk have it. Source: SYMPHONY §3.3.
 
 All methods run on the engine thread, but for `note_progress`.
 """
@@ -98,6 +98,17 @@ class Promoter:
         self._look_at_s: float | None = None
         self._was_busy = False
         self._idle_since_s = 0.0
+
+    def safely(self, method: Callable[..., None], *args: Any) -> None:
+        """Call one of our methods; if it fails, every advisory is over, and the engine goes on: advice may be lost, answers may not."""
+        try:
+            method(*args)
+        except Exception:
+            log.exception("an advisory failed; all are given up")
+            guesses = list(self._guesses.values())
+            self._guesses, self._expected = {}, {}
+            for guess in guesses:
+                self._drop(guess, "cancelled")
 
     # -- what comes in -----------------------------------------------------------------------------------------------
 
@@ -361,6 +372,9 @@ class Promoter:
 
     def _end(self, guess: _Guess, outcome: AdvisoryState) -> None:
         del self._guesses[guess.advisory.advisory_id], self._expected[guess.whose]
+        self._drop(guess, outcome)
+
+    def _drop(self, guess: _Guess, outcome: AdvisoryState) -> None:
         store = self._tiers.store
         if guess.stage is not None and store is not None:
             store.release(guess.stage)

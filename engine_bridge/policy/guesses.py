@@ -2,7 +2,8 @@
 
 An advisory is a guess: its request may come late or never. What it costs is device memory that other sessions' prefixes lie in, and a
 copy; what it may save is the restore that the request would wait for. Guesses with the most to gain per block go first, and no tenant's
-guesses go before every other tenant's best one. Source: SYMPHONY §4.3 (priority) and §4.4 (cooperative memory); the value per byte is ours.
+flood goes before another's best. Source: SYMPHONY §3.3 (cooperative memory) and §3.5 (priority);
+the value per byte is ours.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def due_s(guess: GuessFacts) -> float | None:
 
 
 def _is_due(guess: GuessFacts, now: float) -> bool:
-    """High priorities go to the device at once, low ones wait in host memory. Source: SYMPHONY §4.3."""
+    """High priorities go to the device at once, low ones wait in host memory. Source: SYMPHONY §4.5, "Prioritization Policy"."""
     if guess.priority < 0:
         return False
     due = due_s(guess)
@@ -87,16 +88,22 @@ def _is_due(guess: GuessFacts, now: float) -> bool:
 
 
 def _in_turn(guesses: Sequence[GuessFacts]) -> list[GuessFacts]:
-    """Each tenant's best guess, then each one's second best, and so on: a flood from one tenant only competes with itself."""
+    """All guesses, the most deserving first.
+
+    A tenant's own stand by merit. Between tenants a guess counts for its probability, divided by its place among its tenant's own: a flood
+    from one competes with itself, and one whose guesses seldom come true stands behind others' many good ones. What a tenant says of
+    priority or has in long sessions weighs nothing against others.
+    """
     by_tenant: dict[str, list[GuessFacts]] = defaultdict(list)
     for guess in guesses:
         by_tenant[guess.tenant].append(guess)
-    placed = []
+    placed: list[tuple[float, int, GuessFacts]] = []
     for own in by_tenant.values():
         own.sort(key=_merit, reverse=True)
-        placed += [(place, guess) for place, guess in enumerate(own)]
-    placed.sort(key=lambda item: (-item[0], _merit(item[1])), reverse=True)
-    return [guess for _, guess in placed]
+        likely = max(guess.probability for guess in own)
+        placed += [(likely / (place + 1), place, guess) for place, guess in enumerate(own)]
+    placed.sort(key=lambda item: (-item[0], item[1], item[2].issued_s))
+    return [guess for _, _, guess in placed]
 
 
 def _merit(guess: GuessFacts) -> tuple[int, int, float]:

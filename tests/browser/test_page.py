@@ -447,6 +447,36 @@ def test_typing_is_announced_without_the_text(wired) -> None:
     assert "draft" not in typed[0]
 
 
+def test_a_conversation_is_marked_as_warm_while_one_types(chat) -> None:
+    chat.ask("Please remember all of this: " + " ".join(f"the {n}th is called Anna." for n in range(30)))
+    expect(chat.page.locator(".warmth")).to_be_hidden()
+    chat.question.press_sequentially("And")
+    expect(chat.page.locator(".warmth")).to_be_visible()
+    expect(chat.page.locator(".session.warm")).to_have_count(1)
+    expect(chat.page.locator(".ahead")).to_be_hidden()  # the operator has not allowed it
+
+
+def test_a_question_goes_along_while_it_is_typed_only_with_the_users_leave(wired) -> None:
+    chat, wire = wired()
+    wire.on_frame = lambda frame: (
+        frame | {"server": frame["server"] | {"drafts": True}} if frame["type"] == "ready" else frame
+    )
+    chat.open()
+    chat.question.press_sequentially("a secret")
+    assert not [frame for frame in wire.sent if frame["type"] == "typing"]
+    chat.page.get_by_label("Prepare as I type").check()
+    chat.question.press_sequentially(" plan")
+    drafts: list[str] = []
+    for _ in range(100):
+        drafts = [frame["draft"] for frame in wire.sent if frame["type"] == "typing"]
+        if drafts[-1:] == ["a secret plan"]:
+            break
+        chat.page.wait_for_timeout(50)
+    assert drafts[-1] == "a secret plan"
+    chat.page.reload()
+    expect(chat.page.get_by_label("Prepare as I type")).to_be_checked()
+
+
 def test_an_address_opens_its_session_and_a_wrong_one_says_so(chat, open_page, make_chat) -> None:
     chat.ask("Hello!")
     other = make_chat(open_page(), chat.url).open(f"#/s/{chat.session_id}")

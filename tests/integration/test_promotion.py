@@ -151,6 +151,7 @@ async def test_promotion(tmp_path: Path) -> None:
         await more_guesses_than_memory_leave_room_for_requests(node, tiers)
         await an_arrival_time_is_waited_for(node, tiers)
         await drafts_are_computed_ahead_and_kept_nowhere(node, tiers)
+        await a_failing_copy_costs_the_advice_and_no_memory(node, tiers)
         assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
         await settle(lambda: num_pins(tiers) == 0)
     await a_restart_knows_a_session_by_its_ids(tmp_path)
@@ -304,6 +305,34 @@ async def drafts_are_computed_ahead_and_kept_nowhere(node: LocalNode, tiers: KvT
         kv = delta.timings.kv if delta.timings else kv
     assert kv is not None and kv.device >= num_tokens - BLOCK_TOKENS
     assert tiers.store.stats().host.num_saved > saved  # now it has been asked
+
+
+async def a_failing_copy_costs_the_advice_and_no_memory(node: LocalNode, tiers: KvTiers) -> None:
+    history = text("failing", HISTORY_TOKENS + 1)
+    plain, _ = await generate(node, history, "failing")
+    await wash(node)
+    copier = tiers.copier
+    assert copier is not None
+
+    class Broken:
+        """The copier, with a fault in its way to the device."""
+
+        overlaps = copier.overlaps
+        num_bytes, seconds = copier.num_bytes, copier.seconds
+
+        def to_device(self, *args: object) -> None:
+            raise RuntimeError("no such address")
+
+    free = await free_blocks(node)
+    tiers.copier = Broken()  # type: ignore[assignment]
+    try:
+        watch, _ = await advise(node, "failing")
+        await watch.until("cancelled")
+    finally:
+        tiers.copier = copier
+    assert await free_blocks(node) == free
+    assert (await node.stats()).num_rebuilds == 0
+    assert (await generate(node, history, "failing"))[0] == plain
 
 
 async def a_restart_knows_a_session_by_its_ids(folder: Path) -> None:
