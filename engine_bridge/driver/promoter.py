@@ -10,6 +10,7 @@ All methods run on the engine thread, but for `note_progress`.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -64,7 +65,7 @@ class _Guess:
         self.num_on_device = 0
         self.host_blocks = 0
         self.disk_blocks = 0
-        self.looked_s = -LOOK_EVERY_S
+        self.looked_s = -math.inf
 
 
 class Promoter:
@@ -192,9 +193,8 @@ class Promoter:
         self._let_go()
         now = self._clock()
         is_busy = self._is_busy()
-        if (
-            self._was_busy and not is_busy
-        ):  # what ran may have pushed out what was promoted, and no longer forbids copies
+        if self._was_busy and not is_busy:
+            # What ran may have pushed out what was promoted, and it no longer forbids copies.
             self._has_news, self._idle_since_s = True, now
         self._was_busy = is_busy
         if not self._guesses:
@@ -204,13 +204,35 @@ class Promoter:
             return
         self._has_news = self._tiers.has_progressed = False
         room = self._num_blocks_to_copy()
-        staged = 0
-        max_staged = self._store.pool.num_slots * STAGED_SHARE / self._store.shape.num_layers
+        if room > 0:
+            self._bring_up(room, now)
+            self._look_at_s = self._next_look(now)
+        else:
+            # The engine's thread has better to do than to look after every guess: only let the disk begin with new ones.
+            self._stage_new(now)
+            self._look_at_s = None
+
+    def _bring_up(self, room: int, now: float) -> None:
+        """Move every guess towards its target, with at most `room` blocks copied."""
+        num_staged = 0
         for target in self._plan(now):
             guess = self._guesses[target.name]
-            room -= self._move(guess, target, max(room, 0), now, may_stage=staged < max_staged)
-            staged += len(guess.stage.blocks) if guess.stage is not None else 0
-        self._look_at_s = self._next_look(now)
+            room -= self._move(guess, target, max(room, 0), now, may_stage=num_staged < self._max_staged())
+            num_staged += len(guess.stage.blocks) if guess.stage is not None else 0
+
+    def _stage_new(self, now: float) -> None:
+        guesses = list(self._guesses.values())
+        num_staged = sum(len(guess.stage.blocks) for guess in guesses if guess.stage is not None)
+        for guess in guesses:
+            if guess.looked_s < guess.issued_s and num_staged < self._max_staged():
+                guess.looked_s = now
+                self._restage(guess, len(self._resident(guess)))
+                assert guess.stage is not None
+                num_staged += len(guess.stage.blocks)
+
+    def _max_staged(self) -> float:
+        """Blocks that guesses may hold in host memory."""
+        return self._store.pool.num_slots * STAGED_SHARE / self._store.shape.num_layers
 
     def _num_blocks_to_copy(self) -> int:
         """Between these two steps."""
