@@ -9,7 +9,7 @@ everything); stock vLLM (prefix cache, statistics off) with our node's device me
 People read an answer at 238 words a minute (Brysbaert 2019) and type a question of ten words at 52 (Dhakal et al. 2018), each with a lognormal
 spread; an advisory goes out when they begin to type. A round begins in the middle of their reading and typing. Arms on our node: all advisories;
 none; one in ten missing; nine wrong ones for each right one, from another key, about conversations that nobody goes on with. Arms take turns
-in random order.
+in random order, and each begins with the same histories.
 
 The last line is JSON. `followup_ttft_vs_oracle_p50`, `_p99`: ours with advisories over the oracle's; `followup_ttft_vs_stock_p50`: over stock
 vLLM's. `missing_10pct_penalty`, `wrong_90pct_penalty_others`: mean TTFT of that arm over the arm with all advisories, less 1.
@@ -128,16 +128,22 @@ class Bench:
         """TTFTs in seconds and accounts of advisories by arm; whether all agreed about the tokens."""
         ttft_s: dict[str, list[float]] = defaultdict(list)
         accounts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        answers: dict[tuple[str, int], set[tuple[int, ...]]] = defaultdict(set)
+        answers: dict[tuple[str, str, int], set[tuple[int, ...]]] = defaultdict(set)
         for number in range(self.plan.rounds):
             for arm in random.Random(number).sample(ARMS, len(ARMS)):
                 worker = self.workers[arm if arm in self.workers else "ours"]
+                # Engines are asked the same; arms of one engine are not, or the second would find the first one's KV.
+                seed = f"{number} {arm if worker is self.workers['ours'] and arm != 'ours' else ''}"
                 asked = worker.call(
-                    "people", plan=self.script(arm, number), new_tokens=NEW_TOKENS, max_tokens=ANSWER_TOKENS
+                    "people",
+                    plan=self.script(arm, number),
+                    new_tokens=NEW_TOKENS,
+                    max_tokens=ANSWER_TOKENS,
+                    seed=seed,
                 )
                 ttft_s[arm] += [item["ttft_s"] for item in asked]
                 for item in asked:
-                    answers[item["session"], item["turn"]].add(tuple(item["answer"]))
+                    answers[seed, item["session"], item["turn"]].add(tuple(item["answer"]))
                 if worker is self.workers["ours"]:
                     accounts[arm] += worker.call("accounts")
                 worker.call("settle")

@@ -150,7 +150,10 @@ class TieredNode(Engine):
             cached = delta.usage.cached_tokens if delta.usage else cached
         return Asked(session, self.talk.num_turns[session], ttft_s, cached, list(answer))
 
-    def people(self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int) -> list[dict[str, Any]]:
+    def people(
+        self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int, seed: str
+    ) -> list[dict[str, Any]]:
+        self.talk.restart(seed)
         return self._await(self._people(plan, new_tokens, max_tokens))
 
     async def _people(

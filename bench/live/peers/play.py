@@ -22,6 +22,8 @@ class Conversations:
 
     histories: dict[str, list[int]] = field(default_factory=dict)
     num_turns: dict[str, int] = field(default_factory=dict)
+    seed: str = ""
+    _begun: dict[str, list[int]] = field(default_factory=dict)
 
     def begin(self, session: str, num_tokens: int) -> list[int]:
         """A session's first prompt."""
@@ -35,9 +37,16 @@ class Conversations:
         self.histories.setdefault(session, []).extend(new)
         return self.histories[session]
 
+    def restart(self, seed: str) -> None:
+        """Go on from where every conversation stood at first, with other questions: no arm of a bench is to have longer histories."""
+        self._begun = self._begun or {session: list(said) for session, said in self.histories.items()}
+        self.histories = {session: list(said) for session, said in self._begun.items()}
+        self.num_turns = dict.fromkeys(self._begun, 0)
+        self.seed = seed
+
     def question(self, session: str, num_tokens: int) -> list[int]:
-        """The same question for the same turn of the same session, whoever answers."""
-        return text(num_tokens, "question", session, self.num_turns[session])
+        """The same question for the same turn of the same session and seed, whoever answers."""
+        return text(num_tokens, "question", self.seed, session, self.num_turns[session])
 
     def answered(self, session: str, answer: Sequence[int]) -> None:
         self.histories[session] += answer

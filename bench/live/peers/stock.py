@@ -99,8 +99,11 @@ class StockEngine(Engine):
         for session in sessions:
             self.talk.answered(session, self.turn(self.talk.begin(session, num_tokens), 2)["token_ids"])
 
-    def people(self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int) -> list[dict[str, Any]]:
+    def people(
+        self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int, seed: str
+    ) -> list[dict[str, Any]]:
         """Everybody's questions at their times; who has had an answer goes on from there."""
+        self.talk.restart(seed)
         started_s = time.perf_counter()
         waiting = [(person["asks_s"][0], n) for n, person in enumerate(plan)]
         left = [list(person["asks_s"][1:]) for person in plan]
