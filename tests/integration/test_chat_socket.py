@@ -311,7 +311,7 @@ async def test_a_slow_reader_slows_nobody_and_is_closed(
 async def test_typing_is_answered_and_changes_nothing(server: Server) -> None:
     async with raw(server) as socket:
         await socket.send(type="typing", session_id="whatever", draft="Hel")
-        assert (await socket.receive("advisory"))["state"] == "off"
+        assert (await socket.receive("advisory"))["state"] == "unknown"
 
 
 async def test_deleting_a_session_ends_its_turn(
