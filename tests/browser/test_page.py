@@ -466,6 +466,9 @@ def test_a_question_goes_along_while_it_is_typed_only_with_the_users_leave(wired
     assert not [frame for frame in wire.sent if frame["type"] == "typing"]
     chat.page.get_by_label("Prepare as I type").check()
     chat.question.press_sequentially(" plan")
+    chat.page.set_viewport_size({"width": 360, "height": 640})
+    box, send = (chat.page.locator(name).bounding_box() for name in (".composer-box", "#send"))
+    assert send["x"] + send["width"] <= box["x"] + box["width"]  # it still fits
     drafts: list[str] = []
     for _ in range(100):
         drafts = [frame["draft"] for frame in wire.sent if frame["type"] == "typing"]
