@@ -152,6 +152,7 @@ async def test_an_idle_engine_looks_again_when_something_is_due() -> None:
         async with asyncio.timeout(5):
             while driver.left:
                 await asyncio.sleep(0.005)
+        assert driver.num_steps == 1
 
 
 async def test_work_that_may_not_run_is_not_spun_on() -> None:
