@@ -87,6 +87,7 @@ class Record:
         self.num_merged = 0
         self.report: AdvisoryReport | None = None
         self.is_over = False
+        self.retracted: bool | None = None  # whether as expired; None: not at all
         self.followers: set[OnChange] = set()
         self.expiry: asyncio.TimerHandle | None = None
 
@@ -170,7 +171,7 @@ class Advisories:
         adapter = self._adapter_of(wanted.model)
         now = self._clock()
         live = self._live.get((owner, wanted.session_id))
-        if live is not None and live.is_like(wanted, adapter):
+        if live is not None and live.retracted is None and live.is_like(wanted, adapter):
             live.num_merged += 1
             self._metrics.advisories_merged.inc()
             latest_s = live.issued_s + MAX_LIFETIMES * live.wanted.lifetime_s
@@ -179,7 +180,7 @@ class Advisories:
         else:
             self._check_rate(owner, now)
             if live is not None:
-                self._node.retract(live.id, is_expired=False)
+                self._retract(live, is_expired=False)
             record = self._begin(Record(owner, wanted, adapter, source, now))
         if follower is not None:
             record.followers.add(follower)
@@ -211,7 +212,7 @@ class Advisories:
         """Take an advisory back; one that is over stays as it is. Raises `not_found`."""
         record = self.find(owner, advisory_id)
         if not record.is_over:
-            self._node.retract(record.id, is_expired=False)
+            self._retract(record, is_expired=False)
             self._drafts.stop(*record.key)
 
     def take_outcome(self, owner: str, session_id: str) -> dict[str, Any] | None:
@@ -224,7 +225,7 @@ class Advisories:
     def _begin(self, record: Record) -> Record:
         own = self._by_owner.setdefault(record.owner, {})
         if len(own) >= MAX_LIVE:
-            self._node.retract(next(iter(own)), is_expired=False)
+            self._retract(next(iter(own.values())), is_expired=False)
         own[record.id] = self._live[record.key] = self._records[record.id] = record
         while len(self._records) > MAX_ENDED + len(self._live):
             oldest = next((name for name, kept in self._records.items() if kept.is_over), None)
@@ -246,8 +247,8 @@ class Advisories:
             await self._node.advise(
                 self._advisory(record, outlook), lambda report: self._changed(record, report)
             )
-            if self._live.get(record.key) is not record and not record.is_over:
-                self._node.retract(record.id, is_expired=False)  # taken back while it was on its way
+            if record.retracted is not None:  # while it was on its way, when the node did not know it yet
+                self._node.retract(record.id, is_expired=record.retracted)
         except NotSupported:
             self._end(record, "unknown")
         except BridgeError as error:
@@ -285,8 +286,12 @@ class Advisories:
         record.expiry = loop.call_later(max(expires_s - self._clock(), 0.0), self._expire, record)
 
     def _expire(self, record: Record) -> None:
-        self._node.retract(record.id, is_expired=True)
+        self._retract(record, is_expired=True)
         self._drafts.stop(*record.key)
+
+    def _retract(self, record: Record, *, is_expired: bool) -> None:
+        record.retracted = is_expired
+        self._node.retract(record.id, is_expired=is_expired)
 
     def _changed(self, record: Record, report: AdvisoryReport) -> None:
         record.report = report

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.advisories import BURST
+from gateway.advisories import BURST, Wanted
 from gateway.app import Server
 
 from .conftest import KEYS, MODEL, Gateways
@@ -128,6 +128,14 @@ async def test_rest_takes_reads_merges_and_cancels(server: Server, http: aiohttp
     async with http.post("/v1/advisories", json=wanted | {"ttl_s": 0.05}) as reply:
         brief = await reply.json()
     await settled(http, brief["id"], "expired", "wasted")
+    # Over before the node has heard of it: it must not live there for ever.
+    services = server.services.advisories
+    wish = Wanted(session_id="agent-1")
+    taken_back = services.submit("local", wish, "rest")
+    services.cancel("local", taken_back.id)
+    await settled(http, taken_back.id, "cancelled")
+    fleeting = services.submit("local", Wanted(session_id="agent-1", ttl_s=1e-9), "rest")
+    await settled(http, fleeting.id, "expired", "wasted")
     async with http.get("/metrics") as reply:
         text = await reply.text()
     assert 'overture_advisories_total{source="rest"}' in text
