@@ -334,10 +334,16 @@ def show(
     rows += [(f"advisories, {arm}", str(counts), "") for arm, counts in outcomes.items()]
     rows += [(name, str(value), AIMS.get(name, "")) for name, value in result.items()]
     extra = {
+        "standard_error": {arm: round(relative_error(ttft_s[arm]), 4) for arm in ARMS},
         "ttft_p50_ms": {arm: round(quantile(ttft_s[arm], 0.5) * 1e3, 1) for arm in ARMS},
         "outcomes": outcomes,
     }
     report("Advisories", rows, result | extra)
+
+
+def relative_error(values: Sequence[float]) -> float:
+    """Standard error of the mean, as a share of it."""
+    return statistics.stdev(values) / math.sqrt(len(values)) / statistics.mean(values)
 
 
 def count_states(accounts: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -362,16 +362,22 @@ def scripted(wired):
     def make(**options):
         chat, wire = wired(**options)
         accepted = []
+        ended = []
 
         def note(frame):
             if frame["type"] == "accepted":
                 accepted.append(frame)
+            if frame["type"] == "done":
+                ended.append(frame)
             return None if frame["type"] in {"delta", "done"} else frame
 
         def delta(seq: int, text: str) -> None:
             wire.inject({"type": "delta", "id": accepted[0]["id"], "seq": seq, "text": text})
 
         def done(seq: int) -> None:
+            # The page may read the session again at its end, so the server must have ended it too.
+            while not ended:
+                chat.page.wait_for_timeout(50)
             end = {"finish_reason": "stop", "usage": None, "timings": None, "seq": seq}
             wire.inject(accepted[0] | end | {"type": "done"})
 
