@@ -81,6 +81,8 @@ class EngineThread(Generic[D]):
         self._delivered_s = -math.inf
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self.driver: D | None = None
+        """While there is one. To look at only: what it does is the engine thread's business."""
         self.state: NodeState = "starting"
         self.error: BaseException | None = None
         self.num_steps = 0
@@ -152,14 +154,16 @@ class EngineThread(Generic[D]):
             self.state, self.error = "failed", error
             self._post(_fail, ready, error)
             return
-        self.state = "ready"
+        self.state, self.driver = "ready", driver
         self._post(_resolve, ready, None)
         while driver is not None and not self._stopping:
             try:
                 self._run(driver)
             except BaseException as error:
-                driver = self._rebuild(driver, error)
+                self.driver = None
+                self.driver = driver = self._rebuild(driver, error)
         self._fail_commands(EngineUnavailable("the engine is closed"))
+        self.driver = None
         if driver is not None:
             _close(driver)
 

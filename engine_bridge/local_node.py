@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
+from engine_bridge.adapters.catalog import Catalog, open_registry
+from engine_bridge.adapters.files import ModelContract
+from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.adapters.watch import Changes, Folder
 from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
 from engine_bridge.driver.engine import BACKGROUND_PREFIX, EngineConfig, VllmDriver
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.node import (
     AdapterInfo,
+    AdapterPlace,
+    AdapterStats,
     Advisory,
     AdvisoryReport,
     Api,
@@ -35,6 +41,7 @@ from engine_bridge.token_stream import TokenStream
 from kvtiers.stats import TierStats
 
 if TYPE_CHECKING:
+    from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.engine_client import BridgeEngineClient
     from engine_bridge.driver.promoter import Hashes
     from engine_bridge.driver.serving import Prepared, Serving
@@ -46,14 +53,22 @@ T = TypeVar("T")
 MAX_STREAM_INTERVAL = 8
 # Chosen: how long a request may wait behind a piece of background work, and its size before prefill was measured.
 BACKGROUND_S, BACKGROUND_TOKENS = 0.05, 256
+# How often the folder of adapters is looked at. Chosen: a listing of hundreds takes milliseconds.
+WATCH_EVERY_S = 2.0
 GIB = 1 << 30
 
 
 class LocalNodeConfig(Struct, frozen=True, kw_only=True):
-    """An engine and what is served with it. `adapters` are (name, folder) pairs that are loaded at the start."""
+    """An engine and what is served with it.
+
+    adapters: (name, folder) pairs that are served from the start. adapters_dir: a folder whose adapters are served, now and as they come, change and
+    go. state_dir: where the registry of adapters is kept; None: in memory.
+    """
 
     engine: EngineConfig
     adapters: tuple[tuple[str, str], ...] = ()
+    adapters_dir: Path | None = None
+    state_dir: Path | None = None
     tool_parser: str | None = None
     reasoning_parser: str = ""
     chat_template: str | None = None
@@ -69,6 +84,8 @@ class LocalNode:
         if self._tiers is not None:
             self._tiers.on_progress = self._thread.wake
         self._client: BridgeEngineClient | None = None
+        self._catalog: Catalog | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._serving: Serving | None = None
         self._running: dict[RequestId, TokenStream] = {}
         self._is_draining = False
@@ -80,6 +97,7 @@ class LocalNode:
 
     async def start(self) -> None:
         self._since = time.monotonic()
+        self._loop = asyncio.get_running_loop()
         try:
             await self._thread.start()
             await self._build_serving()
@@ -92,9 +110,12 @@ class LocalNode:
         from engine_bridge.driver.engine_client import BridgeEngineClient
         from engine_bridge.driver.serving import Serving, ServingOptions
 
-        engine = await self._thread.call(lambda driver: driver.engine)
         config = self._config
-        self._client = BridgeEngineClient(self._thread, engine)
+        engine, contract = await self._thread.call(_engine_and_contract)
+        if contract is not None:
+            registry = await asyncio.to_thread(open_registry, config.state_dir)
+            self._catalog = Catalog(registry, contract, int(config.engine.adapter_host_gib * GIB))
+        self._client = BridgeEngineClient(self._thread, engine, self._catalog)
         serving = Serving(
             self._client,
             ServingOptions(
@@ -107,16 +128,52 @@ class LocalNode:
         )
         self._stage = "compiling the chat template"
         await asyncio.to_thread(serving.warm_up)
-        for name, path in config.adapters:
-            self._stage = f"loading adapter {name}"
+        await self._serve_adapters(serving)
+        self._serving = serving
+        if self._catalog is not None:
+            self._watching = asyncio.create_task(self._watch(serving))
+
+    async def _serve_adapters(self, serving: Serving) -> None:
+        """Check all adapters that are there at the start. One that fails is left out."""
+        found = (*self._config.adapters, *find_adapters(self._config.adapters_dir))
+        for number, (name, path) in enumerate(found, 1):
+            self._stage = f"checking adapter {name} ({number} of {len(found)})"
             problem = await serving.add_adapter(name, path)
             if problem is not None:
                 log.error("adapter %s is left out: %s", name, problem)
-        self._serving = serving
+
+    async def _watch(self, serving: Serving) -> None:
+        """Follow the folder of adapters, and write down now and then what was used."""
+        assert self._catalog is not None
+        folder = Folder(self._config.adapters_dir) if self._config.adapters_dir is not None else None
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            try:
+                if folder is not None:
+                    await self._follow(serving, await asyncio.to_thread(folder.changes, time.time()))
+                await asyncio.to_thread(self._catalog.flush)
+            except Exception:
+                log.exception("looking after the adapters failed; it is tried again")
+
+    async def _follow(self, serving: Serving, changes: Changes) -> None:
+        for name, path in (*changes.added, *changes.changed):
+            problem = await serving.add_adapter(name, str(path))
+            if problem is not None:
+                log.error("adapter %s is left as it was: %s", name, problem)
+        for name in changes.removed:
+            log.info("adapter %s has gone from its folder", name)
+            await serving.drop_adapter(name)
 
     def _make_driver(self) -> VllmDriver:
-        known = self._serving.lora_requests() if self._serving is not None else ()
-        return VllmDriver(self._config.engine, known, self._report, self._tiers)
+        known = self._catalog.served() if self._catalog is not None else ()
+        return VllmDriver(
+            self._config.engine, known, self._report, self._tiers, self._thread.wake, self._fail_requests
+        )
+
+    def _fail_requests(self, request_ids: list[str], error: Exception) -> None:
+        """On the engine thread: these will get no answer."""
+        if self._client is not None:
+            self._loop.call_soon_threadsafe(self._client.fail_some, request_ids, error)
 
     def _report(self, stage: str) -> None:
         self._stage = stage
@@ -142,11 +199,16 @@ class LocalNode:
 
     async def close(self) -> None:
         self._is_draining = True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         await self._thread.close()
         if self._client is not None:
             self._client.fail_all()
         if self._tiers is not None:
             await asyncio.to_thread(self._tiers.close)
+        if self._catalog is not None:
+            await asyncio.to_thread(self._catalog.close)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -278,7 +340,29 @@ class LocalNode:
         return await serving.models_reply()
 
     def adapters(self) -> list[AdapterInfo]:
-        return self._serving.adapters() if self._serving is not None else []
+        if self._catalog is None:
+            return []
+        residency = self._residency()
+        places = residency.places() if residency is not None else {}
+        return [_info(record, places.get(record.version_id, "disk")) for record in self._catalog.served()]
+
+    def adapter_stats(self) -> AdapterStats | None:
+        residency = self._residency()
+        return residency.stats() if residency is not None else None
+
+    def _residency(self) -> Residency | None:
+        driver = self._thread.driver
+        return driver.adapters if driver is not None else None
+
+    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
+        _, client = self._ready()
+        if self._catalog is None:
+            raise NotSupported("this server runs without adapters")
+        record = await asyncio.to_thread(self._catalog.set_pinned, name, is_pinned)
+        if record is None:
+            return None
+        client.know(record)
+        return next(info for info in self.adapters() if info.name == name)
 
     async def load_adapter(self, body: Any) -> JsonReply:
         serving, _ = self._ready()
@@ -294,6 +378,8 @@ class LocalNode:
         serving, client = self._ready()
         adapter = serving.lora_request(advisory.adapter)
         salt = client.salt_of(advisory.tenant, adapter)
+        if adapter is not None:
+            self._thread.submit(lambda driver: driver.prefetch_adapter(adapter.lora_int_id))
         loop = asyncio.get_running_loop()
 
         def report(state: AdvisoryReport) -> None:
@@ -366,6 +452,25 @@ class LocalNode:
             raise EngineUnavailable(f"the engine is starting ({self._stage})", code="starting")
         self._client.check_ready()
         return self._serving, self._client
+
+
+def _engine_and_contract(driver: VllmDriver) -> tuple[Any, ModelContract | None]:
+    return driver.engine, driver.adapters.contract if driver.adapters is not None else None
+
+
+def _info(record: AdapterRecord, place: AdapterPlace) -> AdapterInfo:
+    return AdapterInfo(
+        name=record.name,
+        rank=record.rank,
+        num_bytes=record.num_bytes,
+        target_modules=record.target_modules,
+        base_model=record.base_model,
+        version=record.content_hash[:12],
+        place=place,
+        is_pinned=record.is_pinned,
+        num_uses=record.num_uses,
+        last_used_at=record.last_used_at,
+    )
 
 
 def make_tiers(config: EngineConfig) -> KvTiers | None:

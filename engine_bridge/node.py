@@ -136,11 +136,42 @@ class Delta(Struct, frozen=True):
     prompt: Prompt | None = None
 
 
+# Where an adapter is, the nearest place of several: in a slot that steps compute with, in host memory, cached in idle KV blocks of the device,
+# or on disk only.
+AdapterPlace = Literal["slot", "host", "cached", "disk"]
+
+
 class AdapterInfo(Struct, frozen=True):
-    """A LoRA adapter that requests may name."""
+    """A LoRA adapter that requests may name. `version`: the first digits of its content's hash; times in Unix seconds."""
 
     name: str
     rank: int | None = None
+    num_bytes: int = 0
+    target_modules: tuple[str, ...] = ()
+    base_model: str | None = None
+    version: str = ""
+    place: AdapterPlace = "disk"
+    is_pinned: bool = False
+    num_uses: int = 0
+    last_used_at: float | None = None
+
+
+class AdapterStats(Struct, frozen=True, kw_only=True):
+    """A node's adapters.
+
+    `counts`: since the start, by what happened: `found:PLACE` (requests, by where their adapter was), `loads:SOURCE` and `load_bytes:SOURCE`
+    into host memory, `slot_fills`, `slot_bytes`, `cache_bytes`, `evicted:TIER[:REASON]`, `failed`, `prefetched`. `seconds`: of the engine's
+    time inside `step`s and `between` them, and on the loader's thread, `load:SOURCE` and `layout`.
+    """
+
+    num_adapters: int
+    num_by_place: dict[str, int]
+    host_bytes: int
+    host_capacity_bytes: int
+    cached_bytes: int
+    num_waiting: int
+    counts: dict[str, int]
+    seconds: dict[str, float]
 
 
 class Advisory(Struct, frozen=True, kw_only=True):
@@ -307,6 +338,14 @@ class Node(Protocol):
         ...
 
     async def unload_adapter(self, body: object) -> JsonReply: ...
+
+    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
+        """Keep an adapter in memory, or no longer. None for one that is not served."""
+        ...
+
+    def adapter_stats(self) -> AdapterStats | None:
+        """Figures of the adapters; None where there are none (yet). From any thread."""
+        ...
 
     async def export_kv(self, session_id: SessionId) -> bytes: ...
 

@@ -13,8 +13,9 @@ import uvloop
 from aiohttp import web
 
 from engine_bridge.driver.engine import EngineConfig, configure_environment
-from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
-from gateway import advisory_routes, chat_socket, openai_routes, rest, web_policy
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from gateway import adapter_routes, advisory_routes, chat_socket, openai_routes, rest, web_policy
+from gateway.adapter_metrics import AdapterCollector
 from gateway.advisories import Advisories
 from gateway.auth import KeyRing
 from gateway.config import Config, ConfigError
@@ -53,7 +54,11 @@ def engine_config(config: Config) -> EngineConfig:
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
-        max_cpu_loras=config.max_cpu_loras,
+        adapter_host_gib=config.adapter_host_gib,
+        cpu_assist=config.cpu_assist,
+        adapter_policy=config.adapter_policy,
+        adapters_in_kv=config.adapters_in_kv,
+        adapter_prefetch=config.adapter_prefetch,
         kv_host_gib=config.kv_host_gib,
         kv_disk_gib=config.kv_disk_gib,
         kv_dir=str(config.kv_dir),
@@ -80,7 +85,8 @@ def node_config(config: Config) -> LocalNodeConfig:
         raise ConfigError(f"chat_template: cannot read {config.chat_template}: {error}") from error
     return LocalNodeConfig(
         engine=engine_config(config),
-        adapters=find_adapters(config.adapters_dir),
+        adapters_dir=config.adapters_dir,
+        state_dir=config.data_dir,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
         chat_template=template,
@@ -96,6 +102,7 @@ async def build_services(
     node = node or LocalNode(node_config(config))
     metrics = metrics or Metrics()
     metrics.registry.register(KvCollector(node.kv_tiers))
+    metrics.registry.register(AdapterCollector(node.adapter_stats))
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
     advisories = Advisories(node, store, metrics, drafts)
     turns = Turns(node, store, metrics, drafts, advisories)
@@ -113,6 +120,7 @@ def build_app(services: Services) -> web.Application:
     rest.add_routes(app)
     openai_routes.add_routes(app)
     advisory_routes.add_routes(app)
+    adapter_routes.add_routes(app)
     app.add_routes([web.get("/ws", chat_socket.chat_socket)])
     app.on_response_prepare.append(web_policy.add_stream_headers)
     app.cleanup_ctx.append(_background)

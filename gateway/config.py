@@ -167,7 +167,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_loras: Annotated[int, _in("Adapters", "Most different adapters in one batch.", ge=1)] = 8
     max_lora_rank: Annotated[int, _in("Adapters", "Largest adapter rank.", ge=1)] = 128
-    max_cpu_loras: Annotated[int, _in("Adapters", "Most adapters kept in host memory.", ge=1)] = 64
+    adapter_host_gib: Annotated[
+        float, _in("Adapters", "Host memory for adapters that are in use or may be soon, in GiB.", gt=0)
+    ] = 1.0
+    adapters_in_kv: Annotated[
+        bool, _in("Adapters", "Keep unused adapters in KV memory that nobody needs now, too.")
+    ] = True
+    adapter_policy: Annotated[
+        Literal["expected_gain", "greedy_dual", "chameleon", "equal_weights", "lru"],
+        _in("Adapters", "Which adapters leave memory first."),
+    ] = "expected_gain"
+    adapter_prefetch: Annotated[
+        bool, _in("Adapters", "Load adapters ahead, by the times between their last requests.")
+    ] = False
+    cpu_assist: Annotated[
+        bool,
+        _in("Adapters", "Start requests while their adapter is still on its way to the device."),
+    ] = True
     allow_adapter_loading: Annotated[
         bool, _in("Adapters", "Let clients load and unload adapters while the server runs.")
     ] = False
@@ -359,11 +375,6 @@ def _check(config: Config) -> None:
         and not Path(config.model).is_dir()
     ):
         raise ConfigError(f"model: there is no folder {config.model} ({config.sources['model']})")
-    if config.max_cpu_loras < config.max_loras:
-        raise ConfigError(
-            f"max_cpu_loras: {config.max_cpu_loras} is less than max_loras ({config.max_loras}); "
-            "every adapter of a batch is in host memory too"
-        )
 
 
 _Layer = dict[str, tuple[Any, str]]

@@ -209,11 +209,7 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
     async def handle(request: web.Request) -> web.Response:
         services = request.app[SERVICES]
         services.principal(request)
-        if not services.config.allow_adapter_loading:
-            raise GatewayError(
-                "unauthorized" if not services.keys.is_open else "bad_request",
-                "This server does not load adapters over HTTP. Its operator can allow it with --allow-adapter-loading.",
-            )
+        services.check_may_change_adapters()
         reply = await getattr(services.node, method)(await json_body(request))
         return web.Response(body=reply.body, status=reply.status, content_type="application/json")
 

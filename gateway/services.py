@@ -12,6 +12,7 @@ from gateway.advisories import Advisories
 from gateway.auth import KeyRing, Principal, extract_key
 from gateway.config import Config
 from gateway.drafts import Drafts
+from gateway.errors import GatewayError
 from gateway.learned import Learned
 from gateway.metrics import Metrics
 from gateway.sessions import SessionStore
@@ -39,6 +40,14 @@ class Services:
     def principal(self, request: web.Request) -> Principal:
         """Who asks. Raises GatewayError `unauthorized`."""
         return self.keys.authenticate(extract_key(request.headers))
+
+    def check_may_change_adapters(self) -> None:
+        """Raises GatewayError where the operator has not allowed clients to load, unload and pin adapters."""
+        if not self.config.allow_adapter_loading:
+            raise GatewayError(
+                "bad_request" if self.keys.is_open else "unauthorized",
+                "Clients may not change this server's adapters. Its operator can allow it with --allow-adapter-loading.",
+            )
 
     def models(self) -> list[dict[str, Any]]:
         """The `models` of the protocol: the base model, then the adapters."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from msgspec import UnsetType, to_builtins
 
+from engine_bridge.adapters.errors import RegistryFailed
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest
 from engine_bridge.node import (
     ChatMessage,
@@ -366,7 +367,7 @@ def from_bridge(error: BridgeError) -> GatewayError:
     if isinstance(error, EngineUnavailable | InvalidRequest):
         code = error.code if error.code in KINDS else "bad_request"
         return GatewayError(code, str(error), param=getattr(error, "param", None))
-    return GatewayError("bad_request", str(error))
+    return GatewayError("internal" if isinstance(error, RegistryFailed) else "bad_request", str(error))
 
 
 def unavailable(state: str, stage: str) -> GatewayError:

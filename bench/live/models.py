@@ -1,8 +1,11 @@
-"""The model that the live benches of KV restore run: a Llama with random weights, written once per machine.
+"""The model that the live benches run, a Llama with random weights, and LoRA adapters for it. All are written once per machine.
 
 Random weights cost what trained ones cost, and greedy answers of a wide random model differ with every prompt, so that a wrong KV block
 shows as a wrong token. Twelve layers of 768 with four KV heads of 64 (grouped as in today's models): 75 M weights outside the embedding.
 A vocabulary of 320 keeps the embedding and the sampler from hiding the layers.
+
+Adapters change q, k, v and o of every layer in the model's type. Their deltas have about a third of the size of what the base weights give: every
+adapter answers otherwise, and nothing overflows.
 """
 
 from __future__ import annotations
@@ -11,10 +14,15 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+
+ADAPTER_SCALING = 2  # lora_alpha over the rank, as in most of PEFT's examples
+# Of an adapter's delta to the input's size; a base weight of 768 inputs gives 1.1. Chosen.
+ADAPTER_STRENGTH = 0.3
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
@@ -50,23 +58,59 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         heads = f"{self.num_heads}x{self.num_kv_heads}"
         return f"llama-{self.num_layers}x{self.hidden_size}-{heads}-{self.dtype}-seed{self.seed}"
 
+    @property
+    def adapted(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of the modules that adapters change."""
+        hidden, kv_width = self.hidden_size, self.num_kv_heads * self.head_dim
+        outputs = {"q_proj": hidden, "k_proj": kv_width, "v_proj": kv_width, "o_proj": hidden}
+        return {name: (hidden, num_out) for name, num_out in outputs.items()}
+
+    def adapter_bytes(self, rank: int) -> int:
+        """Of all of an adapter's weights."""
+        widths = sum(num_in + num_out for num_in, num_out in self.adapted.values())
+        return self.num_layers * rank * widths * (2 if self.dtype == "bfloat16" else 4)
+
 
 def model_folder(shape: ModelShape) -> Path:
     """The model's folder, written at first use (about 2 s). Safe when several processes ask at once."""
-    cache = Path(tempfile.gettempdir()) / f"overture-bench-{os.getuid()}"
-    folder = cache / shape.name
-    if not (folder / "config.json").is_file():
-        cache.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            written = Path(scratch) / shape.name
-            _write(written, shape)
-            try:
-                written.rename(folder)  # atomic: nobody sees half a model
-            except OSError:
-                if not (folder / "config.json").is_file():
-                    shutil.rmtree(folder)
-                    written.rename(folder)
+    folder = _cache() / shape.name
+    _write_once(folder, "config.json", lambda written: _write(written, shape))
     return folder
+
+
+def adapter_folders(shape: ModelShape, ranks: Sequence[int]) -> list[Path]:
+    """PEFT folders of adapters with these ranks, named by rank and number; each is written at first use, which takes about a second for 100 MB."""
+    parent = _cache() / f"{shape.name}-adapters"
+    folders = [parent / f"rank{rank}-{number:03d}" for number, rank in enumerate(ranks)]
+    for number, (folder, rank) in enumerate(zip(folders, ranks, strict=True)):
+
+        def write(written: Path, number: int = number, rank: int = rank) -> None:
+            _write_adapter(written, shape, rank, seed=number)
+
+        _write_once(folder, "adapter_config.json", write)
+    return folders
+
+
+def _cache() -> Path:
+    return Path(tempfile.gettempdir()) / f"overture-bench-{os.getuid()}"
+
+
+def _write_once(folder: Path, last_file: str, write: Callable[[Path], None]) -> None:
+    """Have `write` make the folder unless it is there, and let nobody see half of it."""
+    if (folder / last_file).is_file():
+        return
+    cache = _cache()
+    cache.mkdir(mode=0o700, exist_ok=True)
+    folder.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        written = Path(scratch) / folder.name
+        write(written)
+        try:
+            written.rename(folder)  # atomic
+        except OSError:
+            if not (folder / last_file).is_file():
+                shutil.rmtree(folder)
+                written.rename(folder)
 
 
 def _write(folder: Path, shape: ModelShape) -> None:
@@ -122,6 +166,40 @@ def _write(folder: Path, shape: ModelShape) -> None:
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _write_adapter(folder: Path, shape: ModelShape, rank: int, seed: int) -> None:
+    import numpy as np
+    import torch
+    from safetensors.torch import save_file
+
+    generator = np.random.default_rng(seed)  # several times as fast as torch's
+    dtype = getattr(torch, shape.dtype)
+
+    def weight(size: tuple[int, int], deviation: float) -> Any:
+        return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(deviation).to(dtype)
+
+    tensors = {}
+    for layer in range(shape.num_layers):
+        for module, (num_in, num_out) in shape.adapted.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            b_deviation = ADAPTER_STRENGTH / ADAPTER_SCALING * rank**-0.5
+            tensors[f"{name}.lora_A.weight"] = weight((rank, num_in), num_in**-0.5)
+            tensors[f"{name}.lora_B.weight"] = weight((num_out, rank), b_deviation)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": ADAPTER_SCALING * rank,
+        "target_modules": sorted(shape.adapted),
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -57,7 +57,7 @@ class CpuCopier:
     overlaps = False
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], region: NDArray[np.uint8]) -> None:
-        self._layers = [_words(_rows(tensor)) for tensor in kv_caches]
+        self._layers = [_words(kv_rows(tensor)) for tensor in kv_caches]
         self._region = _words(torch.from_numpy(region))
         self._row_bytes = region.shape[1]
         self.num_bytes = 0
@@ -99,7 +99,7 @@ class CudaCopier:
     def __init__(
         self, kv_caches: Sequence[torch.Tensor], region: NDArray[np.uint8], waiter: Callable[..., Any]
     ) -> None:
-        self._layers = [_rows(tensor) for tensor in kv_caches]
+        self._layers = [kv_rows(tensor) for tensor in kv_caches]
         self._region = torch.from_numpy(region)
         _pin(self._region)
         self._stream = torch.cuda.Stream()
@@ -147,10 +147,10 @@ def make_copier(
 
 def layer_bytes(kv_cache: torch.Tensor) -> int:
     """Bytes of one block in one layer. Raises SeamMoved for a layout whose blocks are not contiguous."""
-    return _rows(kv_cache).shape[1]
+    return kv_rows(kv_cache).shape[1]
 
 
-def _rows(kv_cache: torch.Tensor) -> torch.Tensor:
+def kv_rows(kv_cache: torch.Tensor) -> torch.Tensor:
     """A layer's cache as bytes, shape (num_blocks, layer_bytes), without a copy."""
     try:
         return kv_cache.view(kv_cache.shape[0], -1).view(torch.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.errors import SeamMoved
+from engine_bridge.policy.adapter_cache import PrefixFacts
+from engine_bridge.policy.fading import FadingRate
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine import EngineCoreRequest
 
+    from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.kv_tiers import KvTiers
     from engine_bridge.driver.promoter import Hashes, OnChange, Promoter
     from engine_bridge.node import Advisory
@@ -46,7 +50,16 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     enable_lora: bool = True
     max_loras: int = 8
     max_lora_rank: int = 128
-    max_cpu_loras: int = 64
+    adapter_host_gib: float = 1.0
+    """Host memory for adapters that may be needed soon."""
+    cpu_assist: bool = True
+    """Requests start while their adapter is still on its way to where it is computed with."""
+    adapter_policy: str = "expected_gain"
+    """Which adapters leave memory first: a name in engine_bridge.policy.adapter_cache.POLICIES."""
+    adapters_in_kv: bool = True
+    """Unused adapters lie in KV blocks that nobody needs."""
+    adapter_prefetch: bool = False
+    """Adapters are loaded ahead by the times between their last requests."""
     seed: int = 0
     enforce_eager: bool | None = None
     """None: on a CPU yes (vLLM compiles nothing there once LoRA is on), on CUDA no."""
@@ -65,6 +78,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 # fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
 CPU_BLOCK_SIZE_TOKENS = 32
 
+
+# How fast what was found on the device is forgotten in judging what prefixes there are worth, and a token's prefill before it was measured. Chosen.
+PREFIX_HALF_LIFE_S = 300.0
+PRIOR_PREFILL_S_PER_TOKEN = 1e-3
 
 # Begins the id of a request that only computes KV ahead of one that may come.
 BACKGROUND_PREFIX = "background-"
@@ -115,7 +132,9 @@ class VllmDriver:
 
     Args:
         config: what to build.
-        lora_requests: adapters to put back after a rebuild; one that no longer loads is left out with a warning.
+        adapters: versions that requests may name at once; others are told by `self.adapters`.
+        wake: called on another thread when `advance` may have something to do.
+        fail: called with the ids of requests that cannot be served, and why.
         report: called with a phrase at each stage of the start.
         tiers: where KV goes that leaves the device; the caller owns them, and they outlive this engine.
     """
@@ -123,12 +142,15 @@ class VllmDriver:
     def __init__(
         self,
         config: EngineConfig,
-        lora_requests: Iterable[LoRARequest] = (),
+        adapters: Iterable[AdapterRecord] = (),
         report: Callable[[str], None] = lambda stage: None,
         tiers: KvTiers | None = None,
+        wake: Callable[[], None] = lambda: None,
+        fail: Callable[[list[str], Exception], None] = lambda request_ids, error: None,
     ) -> None:
         configure_environment(config)
         self._tiers = tiers
+        self._fail = fail
         report("importing vLLM")
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -137,6 +159,10 @@ class VllmDriver:
             from engine_bridge.driver import lora
 
             lora.install()
+        if config.enable_lora:
+            from engine_bridge.driver.adapters import seam
+
+            seam.install()
         report(f"loading {Path(config.model).name}")
         self.engine = LLMEngine.from_engine_args(_engine_args(config, tiers), enable_multiprocessing=False)
         core = getattr(self.engine.engine_core, "engine_core", None)
@@ -152,30 +178,38 @@ class VllmDriver:
         self._internal_ids: dict[str, str] = {}
         self._silent: set[str] = set()  # requests that have given no output yet
         self._background: deque[tuple[str, EngineCoreRequest]] = deque()
+        self._adapter_ids: dict[str, int] = {}  # of requests that use one
+        self._prefix_hits = FadingRate(PREFIX_HALF_LIFE_S)  # blocks of prompts that were found on the device
         self.promoter = self._make_promoter(core.scheduler)
-        for request in lora_requests:
-            try:
-                self.engine.add_lora(request)
-            except Exception:
-                log.exception("adapter %s could not be put back", request.lora_name)
         report("warming up")
         self._warm_up()
+        self.adapters = self._make_residency(config, wake) if config.enable_lora else None
+        if self.adapters is not None:
+            for record in adapters:
+                self.adapters.add(record)
 
     # -- the bridge's side -------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         # Not has_unfinished_requests(): the scheduler also has finished ids to flush.
-        return self._scheduler.has_requests() or bool(self._background) or self._promoter_has_work()
+        return self._scheduler.has_requests() or bool(self._background) or self._has_work_beside()
 
     def is_stuck(self) -> bool:
-        return self._scheduler.get_request_counts()[0] == 0 and not self._promoter_has_work()
+        return self._scheduler.get_request_counts()[0] == 0 and not self._has_work_beside()
 
     def wait_s(self) -> float | None:
-        return self.promoter.wait_s() if self.promoter is not None else None
+        waits = [part.wait_s() for part in (self.promoter, self.adapters) if part is not None]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _has_work_beside(self) -> bool:
+        """Is there anything to move between steps?"""
+        return any(part is not None and part.has_work() for part in (self.promoter, self.adapters))
 
     def step(self) -> list[RequestOutput]:
         if self._background and not sum(self._scheduler.get_request_counts()):
             self.add(*self._background.popleft(), None)
+        if self.adapters is not None and self.adapters.has_work():
+            self.adapters.advance()
         outputs = self._step_engine() if self._scheduler.has_requests() else []
         if self.promoter is not None:
             self.promoter.safely(self.promoter.advance)
@@ -183,11 +217,12 @@ class VllmDriver:
 
     def _step_engine(self) -> list[RequestOutput]:
         outputs = self.engine.step()
-        if self._tiers is not None and self._silent:
+        if self._silent:
             self._note_sources(outputs)
         for output in outputs:
             if output.finished:
                 self._internal_ids.pop(output.request_id, None)
+                self._release(output.request_id)
         return outputs
 
     def _note_sources(self, outputs: list[RequestOutput]) -> None:
@@ -195,7 +230,10 @@ class VllmDriver:
         connector = self._tiers.scheduler_side if self._tiers is not None else None
         for output in outputs:
             internal_id = self._internal_ids.get(output.request_id)
-            if connector is not None and internal_id is not None and output.request_id in self._silent:
+            if internal_id is None or output.request_id not in self._silent:
+                continue
+            self._prefix_hits.add((output.num_cached_tokens or 0) / self._block_size, time.monotonic())
+            if connector is not None:
                 output.kv_sources = connector.take_sources(internal_id)
 
     def is_urgent(self, outputs: list[RequestOutput]) -> bool:
@@ -207,6 +245,8 @@ class VllmDriver:
         return is_urgent
 
     def close(self) -> None:
+        if self.adapters is not None:
+            self.adapters.close()
         self.engine.engine_core.shutdown()
         if self._tiers is not None:
             self._tiers.detach()
@@ -217,10 +257,18 @@ class VllmDriver:
 
     def add(self, request_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
         """Queue a validated request under our own id, which must be unique."""
+        if self.adapters is not None and request.lora_request is not None:
+            adapter_id = request.lora_request.lora_int_id
+            self.adapters.requested(request_id, adapter_id)
+            self._adapter_ids[request_id] = adapter_id
+        try:
+            self._internal_ids[request_id] = self.engine.add_request(
+                request_id, request, request.params, prompt_text=prompt_text
+            )
+        except BaseException:
+            self._release(request_id)
+            raise
         self._silent.add(request_id)
-        self._internal_ids[request_id] = self.engine.add_request(
-            request_id, request, request.params, prompt_text=prompt_text
-        )
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown or finished ids are no error. No output follows."""
@@ -230,6 +278,18 @@ class VllmDriver:
         if internal_id is not None:
             # By internal id: aborting by the external one leaks the parent record of n > 1.
             self.engine.abort_request([internal_id], internal=True)
+        self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        adapter_id = self._adapter_ids.pop(request_id, None)
+        if adapter_id is not None and self.adapters is not None:
+            self.adapters.released(request_id, adapter_id)
+
+    def _give_up(self, request_ids: list[str], error: Exception) -> None:
+        """These requests' adapter cannot be had."""
+        for request_id in request_ids:
+            self.abort(request_id)
+        self._fail(request_ids, error)
 
     def remembers(self, session_id: str, salt: str | None) -> bool:
         """Whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
@@ -242,6 +302,21 @@ class VllmDriver:
     def retract(self, advisory_id: str, is_expired: bool) -> None:
         if self.promoter is not None:
             self.promoter.retract(advisory_id, is_expired=is_expired)
+
+    def know_adapter(self, record: AdapterRecord) -> None:
+        """Requests may name this version from now on."""
+        if self.adapters is not None:
+            self.adapters.add(record)
+
+    def forget_adapter(self, version_id: int) -> None:
+        """No new request will name it."""
+        if self.adapters is not None:
+            self.adapters.remove(version_id)
+
+    def prefetch_adapter(self, version_id: int) -> None:
+        """A request for it may come."""
+        if self.adapters is not None:
+            self.adapters.prefetch(version_id)
 
     def add_background(self, request_id: str, request: EngineCoreRequest) -> None:
         """Queue a request that runs when no other one runs or waits."""
@@ -268,8 +343,28 @@ class VllmDriver:
         )
         return self._tiers.promoter
 
-    def _promoter_has_work(self) -> bool:
-        return self.promoter is not None and self.promoter.has_work()
+    def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
+        from engine_bridge.driver.adapters import make_residency
+
+        return make_residency(
+            self.engine, config, wake=wake, fail=self._give_up, prefix_facts=self._prefix_facts
+        )
+
+    def _prefix_facts(self, num_blocks: int) -> PrefixFacts:
+        """What it would cost to lose so many of the oldest prefix blocks."""
+        num_bytes, restore_s = self._restore_cost(num_blocks)
+        hits_per_s = self._prefix_hits.per_s(time.monotonic()) / self._block_pool.num_gpu_blocks
+        return PrefixFacts(num_bytes=num_bytes, restore_s=restore_s, reuse_per_s=hits_per_s)
+
+    def _restore_cost(self, num_blocks: int) -> tuple[int, float]:
+        """(bytes, seconds) of blocks that must be had again, from host memory or by computing them, whichever is faster."""
+        assert self.adapters is not None and self.adapters.blocks is not None
+        num_bytes = num_blocks * self.adapters.blocks.block_bytes
+        prefill_s = self._tiers.prefill_s_per_token() if self._tiers is not None else None
+        compute_s = (prefill_s or PRIOR_PREFILL_S_PER_TOKEN) * num_blocks * self._block_size
+        if self._tiers is None:
+            return num_bytes, compute_s
+        return num_bytes, min(compute_s, num_bytes / self._tiers.host_bytes_per_s())
 
     def _warm_up(self) -> None:
         """Run two requests and forget their KV: the first user pays for no lazy set-up, and the speed of prefill is known."""
@@ -326,6 +421,6 @@ def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
             "enable_lora": True,
             "max_loras": config.max_loras,
             "max_lora_rank": config.max_lora_rank,
-            "max_cpu_loras": max(config.max_cpu_loras, config.max_loras),
+            "scheduler_cls": "engine_bridge.driver.adapters.seam.GatedScheduler",
         }
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
@@ -21,11 +23,14 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.request import Request
 
+from engine_bridge.adapters.catalog import Catalog
+from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.engine import VllmDriver
-from engine_bridge.driver.kv_keys import AdapterVersion, adapter_content_hash, cache_salt, version_of
+from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
 from engine_bridge.driver.promoter import Hashes
-from engine_bridge.errors import EngineUnavailable
+from engine_bridge.errors import EngineUnavailable, NotSupported
 
 ENGINE_FAILED_MESSAGE = (
     "The engine failed while it worked on this request and is being rebuilt. Send the request again."
@@ -42,6 +47,8 @@ class Caller(NamedTuple):
 # vLLM's serving classes call `generate` without a word about who asks.
 NOBODY = Caller()
 CALLER: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
+# They also turn whatever `add_lora` raises into a text; here it is whole.
+ADAPTER_FAILURES: ContextVar[list[Exception] | None] = ContextVar("adapter_failures", default=None)
 
 
 class BridgeEngineClient(EngineClient):
@@ -49,16 +56,17 @@ class BridgeEngineClient(EngineClient):
 
     Args:
         thread: a started engine thread.
+        catalog: of the adapters that may be named; None without LoRA.
         engine: the `LLMEngine` of the first build. Its renderer and input processor are kept over rebuilds: they hold
             the tokenizer and the configuration, no engine state.
     """
 
-    def __init__(self, thread: EngineThread[VllmDriver], engine: Any) -> None:
+    def __init__(self, thread: EngineThread[VllmDriver], engine: Any, catalog: Catalog | None = None) -> None:
         self._thread = thread
+        self._catalog = catalog
         self._sequence = itertools.count()
         self._streams: dict[str, RequestOutputCollector] = {}
-        self._adapter_ids = itertools.count(1)
-        self._adapters: dict[int, AdapterVersion] = {}  # every one ever loaded, by its id
+        self._adapters: dict[int, AdapterVersion] = {}  # every one ever served, by its id
         self.idle = asyncio.Event()
         self.idle.set()
         self.vllm_config = engine.vllm_config
@@ -81,6 +89,11 @@ class BridgeEngineClient(EngineClient):
         """End every stream with a clear error: the engine under them is gone."""
         for stream in list(self._streams.values()):
             stream.put(RetryableRequestError(ENGINE_FAILED_MESSAGE))
+
+    def fail_some(self, unique_ids: Iterable[str], error: Exception) -> None:
+        """End the streams of requests that the engine gave up, so that their callers may try again."""
+        for unique_id in unique_ids:
+            self._fail(unique_id, RetryableRequestError(f"{error} Send the request again."))
 
     @property
     def num_streams(self) -> int:
@@ -105,6 +118,8 @@ class BridgeEngineClient(EngineClient):
         # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
         unique_id = f"{request_id}-{next(self._sequence)}"
         adapter = self._adapters[lora_request.lora_int_id] if lora_request is not None else None
+        if adapter is not None and self._catalog is not None:
+            self._catalog.note_use(adapter.lora_int_id)
         request = self.input_processor.process_inputs(
             unique_id, prompt, params, self._tasks, lora_request=adapter, **options
         )
@@ -248,30 +263,40 @@ class BridgeEngineClient(EngineClient):
         return RetryableRequestError(ENGINE_FAILED_MESSAGE)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter under an id that was never used before, which is written into `lora_request`.
+        """Check an adapter and serve it under the id of its version, which is written into `lora_request`. Nothing is loaded yet.
 
         So requests under way keep the weights that they began with, also where an adapter is loaded "in place" of another. Raises
-        ValueError if its files changed meanwhile, and what vLLM raises.
+        AdapterRejected, RegistryFailed.
         """
-        content_hash = await asyncio.to_thread(adapter_content_hash, lora_request.lora_path)
+        if self._catalog is None:
+            raise NotSupported("this server runs without adapters")
+        name = lora_request.lora_name
+        old = self._catalog.current(name)
+        try:
+            record = await asyncio.to_thread(_enter, self._catalog, lora_request)
+        except Exception as error:
+            failures = ADAPTER_FAILURES.get()
+            if failures is not None:
+                failures.append(error)
+            raise
         # vLLM would read an adapter marked as in place from disk again in every step that uses it.
-        lora_request.lora_int_id, lora_request.load_inplace = next(self._adapter_ids), False
+        lora_request.lora_int_id, lora_request.load_inplace = record.version_id, False
+        self._adapters[record.version_id] = version_of(lora_request, record.content_hash)
+        self.know(record)
+        if old is not None and old.version_id != record.version_id:
+            self._thread.submit(lambda driver: driver.forget_adapter(old.version_id))
+        return True
 
-        def add(driver: VllmDriver) -> bool:
-            try:
-                return driver.engine.add_lora(lora_request)
-            except Exception:
-                # A rejected adapter may stay half-loaded and would be used silently next time.
-                driver.engine.remove_lora(lora_request.lora_int_id)
-                raise
+    async def remove_lora(self, name: str, *, is_missing: bool = False) -> None:
+        """No new request will name this adapter. is_missing: its files went by themselves."""
+        assert self._catalog is not None
+        record = await asyncio.to_thread(self._catalog.remove, name, is_missing=is_missing)
+        if record is not None:
+            self._thread.submit(lambda driver: driver.forget_adapter(record.version_id))
 
-        is_added = await self._thread.call(add)
-        hash_after = await asyncio.to_thread(adapter_content_hash, lora_request.lora_path)
-        if not content_hash or content_hash != hash_after:
-            await self._thread.call(lambda driver: driver.engine.remove_lora(lora_request.lora_int_id))
-            raise ValueError(f"the files of adapter {lora_request.lora_name} changed while they were loaded")
-        self._adapters[lora_request.lora_int_id] = version_of(lora_request, content_hash)
-        return is_added
+    def know(self, record: AdapterRecord) -> None:
+        """Tell the engine of a version, or that it was pinned or unpinned."""
+        self._thread.submit(lambda driver: driver.know_adapter(record))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         wanted = {request_id} if isinstance(request_id, str) else set(request_id)
@@ -314,3 +339,12 @@ class BridgeEngineClient(EngineClient):
     start_profile = stop_profile = reset_mm_cache = reset_encoder_cache = _not_offered
     sleep = wake_up = is_sleeping = release_kv_cache_memory = _not_offered
     pause_generation = resume_generation = is_paused = _not_offered
+
+
+def _enter(catalog: Catalog, lora_request: LoRARequest) -> AdapterRecord:
+    """vLLM's reading of paths: "~", relative ones, names on a model hub."""
+    try:
+        path = os.path.abspath(get_adapter_absolute_path(lora_request.lora_path))
+    except (OSError, ValueError) as error:  # the name of a hub's model that is not here, and cannot be fetched
+        raise AdapterRejected("There is no adapter at this path.", code="adapter_not_found") from error
+    return catalog.add(lora_request.lora_name, path)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import get_adapter_absolute_path
-
-# What vLLM's loader reads of an adapter; it takes the first of the weight files that is there.
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
 
 class AdapterVersion(LoRARequest):
-    """One load of an adapter.
+    """One version of an adapter.
 
     vLLM compares adapters by name and keeps those of a step in a set: while requests of a replaced version still ran, one of the two
     would be missing in it, and another adapter might take its slot.
@@ -31,22 +26,6 @@ class AdapterVersion(LoRARequest):
 def version_of(lora_request: LoRARequest, content_hash: str) -> AdapterVersion:
     fields = {name: getattr(lora_request, name) for name in LoRARequest.__struct_fields__}
     return AdapterVersion(**fields, content_hash=content_hash)
-
-
-def adapter_content_hash(path: str) -> str:
-    """SHA-256 in hex over an adapter's configuration and weights, "" if there is nothing to read. Reads them whole: not for the event loop."""
-    digest = hashlib.sha256()
-    num_files = 0
-    try:
-        folder = Path(get_adapter_absolute_path(path))
-        for name in ADAPTER_FILES:
-            if (folder / name).is_file():
-                num_files += 1
-                with (folder / name).open("rb") as file:
-                    digest.update(f"{name}:".encode() + hashlib.file_digest(file, "sha256").digest())
-    except OSError:  # the loader meets the same trouble, and has the better words for it
-        return ""
-    return digest.hexdigest() if num_files else ""
 
 
 def cache_salt(tenant: str, adapter_hash: str, client_salt: str | None) -> str | None:

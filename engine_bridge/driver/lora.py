@@ -36,6 +36,7 @@ vLLM's own bf16 GEMMs for the base weights do change with the row count (0.04 to
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -192,6 +193,41 @@ class SlotWeights:
             y_part.addmm_(h_part, part.b)
 
 
+class Pending:
+    """Weights of one layer that are not laid out yet: whoever needs them first does it.
+
+    Args:
+        packs: of the layer, by slot; `pack`'s result takes this object's place there.
+        lock: of the slot, so that two threads never work in its memory.
+    """
+
+    __slots__ = ("_lock", "_pack", "_packs", "_slot")
+
+    def __init__(
+        self, packs: list[Any], slot: int, pack: Callable[[], SlotWeights | None], lock: threading.Lock
+    ) -> None:
+        self._packs = packs
+        self._slot = slot
+        self._pack = pack
+        self._lock = lock
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._packs[self._slot] is self
+
+    def take(self) -> SlotWeights | None:
+        """The weights, laid out now if nobody has. What lies in the slot by then, if it has another adapter."""
+        with self._lock:
+            if self.is_waiting:
+                self._packs[self._slot] = self._pack()
+            weights = self._packs[self._slot]
+        return weights.take() if isinstance(weights, Pending) else weights
+
+
+def _laid_out(weights: SlotWeights | Pending | None) -> SlotWeights | None:
+    return weights.take() if isinstance(weights, Pending) else weights
+
+
 # Slots are filled inside steps (inference mode) and by add_lora (outside it): a tensor made inside may be rewritten only inside.
 @torch.inference_mode()
 def pack_slot(
@@ -276,7 +312,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         self._token_blocks: tuple[RowBlock, ...] = ()
         self._sampler_blocks: tuple[RowBlock, ...] = ()
-        self._packs: dict[int, list[SlotWeights | None]] = {}
+        self._packs: dict[int, list[SlotWeights | Pending | None]] = {}
 
     def watch(self, layer: Any) -> None:
         """Follow one LoRA layer: wraps its `set_lora` and `reset_lora`. Layers without A and B stacks (MoE) are not ours."""
@@ -284,7 +320,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         if b_stacked is None:
             return
         b_slices = b_stacked if isinstance(b_stacked, tuple) else (b_stacked,)
-        packs: list[SlotWeights | None] = [None] * b_slices[0].size(0)
+        packs: list[SlotWeights | Pending | None] = [None] * b_slices[0].size(0)
         set_lora, reset_lora = layer.set_lora, layer.reset_lora
 
         def reset_and_forget(index: int) -> None:
@@ -297,7 +333,8 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
             set_lora(index, lora_a, lora_b)
             a_slices = _a_slices(layer, index)
             b_views = [b[index, 0] for b in b_slices]
-            packs[index] = pack_slot(a_slices, b_views, _ranks(lora_a, b_views), old.storage if old else None)
+            storage = old.storage if isinstance(old, SlotWeights) else None
+            packs[index] = pack_slot(a_slices, b_views, _ranks(lora_a, b_views), storage)
 
         layer.set_lora, layer.reset_lora = set_and_pack, reset_and_forget
         self._packs[b_slices[0].data_ptr()] = packs
@@ -306,7 +343,10 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
     def cached_bytes(self) -> int:
         """Memory held for laid-out weights, over all layers and slots."""
         return sum(
-            4 * pack.storage.numel() for packs in self._packs.values() for pack in packs if pack is not None
+            4 * pack.storage.numel()
+            for packs in self._packs.values()
+            for pack in packs
+            if isinstance(pack, SlotWeights)
         )
 
     def update_metadata(
@@ -319,7 +359,11 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         self._token_blocks = plan_rows([slot_of[adapter] for adapter in mapping.index_mapping])
         self._sampler_blocks = plan_rows([slot_of[adapter] for adapter in mapping.prompt_mapping])
 
-    def _packs_of(self, b_stacked: torch.Tensor) -> list[SlotWeights | None]:
+    def packs_of(self, layer: Any) -> list[SlotWeights | Pending | None] | None:
+        """A layer's weights by slot, to be written by whoever fills slots; None for a layer that `watch` has not seen."""
+        return self._packs.get(layer.lora_b_stacked[0].data_ptr())
+
+    def _packs_of(self, b_stacked: torch.Tensor) -> list[SlotWeights | Pending | None]:
         try:
             return self._packs[b_stacked.data_ptr()]
         except KeyError:
@@ -341,7 +385,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         packs = self._packs_of(b_stacked)
         y, x = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
         for block in blocks:
-            weights = [packs[slot] if slot != NO_ADAPTER else None for slot in block.slots]
+            weights = [_laid_out(packs[slot]) if slot != NO_ADAPTER else None for slot in block.slots]
             if not any(weights):
                 continue
             y_rows, x_rows = block.read(y), block.read(x)

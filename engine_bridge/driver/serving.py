@@ -41,12 +41,12 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.continuity import Continued, continue_prompt
-from engine_bridge.driver.engine_client import CALLER, BridgeEngineClient, Caller
+from engine_bridge.driver.engine_client import ADAPTER_FAILURES, CALLER, BridgeEngineClient, Caller
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.node import (
     ANTHROPIC_ERROR_TYPES,
-    AdapterInfo,
     Api,
     ChatMessage,
     GenerateRequest,
@@ -200,26 +200,33 @@ class Serving:
         return await self._adapter_call(LoadLoRAAdapterRequest, self.models.load_lora_adapter, body)
 
     async def unload_adapter(self, body: Any) -> JsonReply:
-        return await self._adapter_call(UnloadLoRAAdapterRequest, self.models.unload_lora_adapter, body)
+        return await self._adapter_call(UnloadLoRAAdapterRequest, self._unload, body)
+
+    async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:
+        result = await self.models.unload_lora_adapter(request)
+        if not isinstance(result, ErrorResponse):
+            await self._client.remove_lora(request.lora_name)
+        return result
 
     async def add_adapter(self, name: str, path: str) -> str | None:
-        """Load one adapter from disk and check it in the engine. Returns what is wrong with it, None when it is served."""
-        result = await self.models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
+        """Check one adapter and serve it, in place of another of its name. Returns what is wrong with it, None when it is served."""
+        request = LoadLoRAAdapterRequest(
+            lora_name=name, lora_path=path, load_inplace=name in self.models.lora_requests
+        )
+        result = await self.models.load_lora_adapter(request)
         return result.error.message if isinstance(result, ErrorResponse) else None
+
+    async def drop_adapter(self, name: str) -> None:
+        """Its files have gone. Nothing happens if it is not served."""
+        if self.models.lora_requests.pop(name, None) is not None:
+            await self._client.remove_lora(name, is_missing=True)
 
     async def models_reply(self) -> JsonReply:
         return JsonReply(200, (await self.models.show_available_models()).model_dump_json().encode())
 
-    def adapters(self) -> list[AdapterInfo]:
-        return [
-            AdapterInfo(name, _rank_of(request.lora_path))
-            for name, request in self.models.lora_requests.items()
-        ]
-
-    def lora_requests(self) -> list[LoRARequest]:
-        return list(self.models.lora_requests.values())
-
     async def _adapter_call(self, request_class: Any, call: Any, body: Any) -> JsonReply:
+        failures: list[Exception] = []
+        ADAPTER_FAILURES.set(failures)
         try:
             result = await call(await _parse(request_class, body))
         except _Rejected as rejected:
@@ -228,9 +235,12 @@ class Serving:
             result = _as_error_response(error)
         if not isinstance(result, ErrorResponse):
             return JsonReply(200, json.dumps({"status": result}).encode())
-        if result.error.code == 500 and not self._client.errored:
-            # vLLM blames itself for an adapter that does not load; the engine is well, the files are not.
-            result.error.code, result.error.type = 400, "BadRequestError"
+        if failures and isinstance(failures[0], AdapterRejected):
+            # vLLM blames itself for an adapter that it cannot have; the engine is well, the files are not.
+            is_missing = failures[0].code == "adapter_not_found"
+            result.error.code, result.error.type = (
+                (404, "NotFoundError") if is_missing else (400, "BadRequestError")
+            )
         return JsonReply(result.error.code, result.model_dump_json().encode())
 
     # -- the gateway's own turns -------------------------------------------------------------------------------------
@@ -444,11 +454,3 @@ def _too_long_or_invalid(message: str) -> InvalidRequest:
     if is_length:
         return InvalidRequest(f"{message} Start a new chat or shorten this one.", code="prompt_too_long")
     return InvalidRequest(message)
-
-
-def _rank_of(path: str) -> int | None:
-    try:
-        with open(f"{path}/adapter_config.json") as file:
-            return int(json.load(file)["r"])
-    except (OSError, ValueError, KeyError):
-        return None

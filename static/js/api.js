@@ -48,6 +48,12 @@ export class Api {
     return this.#call('POST', `${sessionPath(id)}/restore`);
   }
 
+  /** Every adapter with its rank and place; null while the engine has none to speak of. */
+  async adapters() {
+    const { adapters, stats } = await this.#call('GET', 'v1/adapters');
+    return stats && adapters;
+  }
+
   /** What the engine is doing: `{status, stage, elapsed_s}`, whichever HTTP status it comes with. */
   async readiness() {
     const response = await this.#fetch('GET', 'readyz');

@@ -69,6 +69,8 @@ export class App {
       stop: () => this.#stop(),
       typing: (draft) => this.#typing(draft),
       pick: (adapter) => this.#pick(adapter),
+      // What is known of them stays when the server cannot be asked.
+      adapters: () => this.api.adapters().catch(() => null),
       editLast: () => this.#editLast(),
     });
     this.rail = new Rail({ list: byId('session-list'), search: byId('search'), status: byId('list-status') }, {

@@ -1,8 +1,7 @@
 /** Where the user writes: text field, adapter picker, send and stop. */
 
 import { fitHeight, isSend } from './editor.js';
-import { h } from './dom.js';
-import { hue } from './format.js';
+import { ModelPicker } from './picker.js';
 import { readAhead, readDraft, writeAhead, writeDraft } from './storage.js';
 
 const TYPING_EVERY_MS = 2000; // the most often that the server wants to hear of it
@@ -15,6 +14,7 @@ const BYTES_SPARE = 1024; // what the frame needs around the text
  * @property {() => void} stop
  * @property {(draft?: string) => void} typing
  * @property {(adapter: ?string) => void} pick
+ * @property {() => Promise<?object[]>} adapters  how they are now, or null
  * @property {() => void} editLast
  */
 
@@ -36,8 +36,7 @@ export class Composer {
     this.area = form.querySelector('textarea');
     this.sendButton = form.querySelector('#send');
     this.stopButton = form.querySelector('#stop');
-    this.picker = form.querySelector('select');
-    this.dot = form.querySelector('.dot');
+    this.picker = new ModelPicker(form.querySelector('.picker'), document.getElementById('models'), actions);
     this.note = form.querySelector('#composer-note');
     this.warmth = form.querySelector('.warmth');
     this.ahead = form.querySelector('.ahead');
@@ -59,30 +58,20 @@ export class Composer {
       writeAhead(this.aheadBox.checked);
       this.#onInput();
     });
-    this.picker.addEventListener('change', () => {
-      this.#showDot();
-      this.actions.pick(this.adapter);
-    });
   }
 
   /** The adapter in the picker, null for the base model. */
   get adapter() {
-    return this.picker.selectedOptions[0]?.dataset.adapter ?? null;
+    return this.picker.adapter;
   }
 
   set adapter(adapter) {
-    const options = [...this.picker.options];
-    const index = options.findIndex((option) => (option.dataset.adapter ?? null) === adapter);
-    this.picker.selectedIndex = Math.max(0, index);
-    this.#showDot();
+    this.picker.adapter = adapter;
   }
 
   /** Offers these models and keeps the choice. */
   offer(models) {
-    const chosen = this.adapter;
-    this.picker.replaceChildren(...models.map(modelOption));
-    this.adapter = chosen;
-    this.picker.disabled = models.length < 2;
+    this.picker.offer(models);
   }
 
   /** Changes to the draft of another session. */
@@ -185,20 +174,4 @@ export class Composer {
     this.note.textContent = tooLong ? 'This message is too long for the server. Please shorten it.' : '';
     this.sendButton.disabled = !this.#enabled || tooLong || !this.area.value.trim();
   }
-
-  #showDot() {
-    paintDot(this.dot, this.adapter);
-  }
-}
-
-/** Gives a dot the colour of an adapter; a ring stands for the base model. */
-export function paintDot(dot, adapter) {
-  dot.classList.toggle('base', !adapter);
-  dot.style.setProperty('--hue', adapter ? hue(adapter) : 0);
-}
-
-function modelOption({ id, adapter }) {
-  const option = h('option', {}, adapter ? id : `${id} (base)`);
-  if (adapter) option.dataset.adapter = id;
-  return option;
 }

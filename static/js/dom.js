@@ -1,5 +1,7 @@
 /** Small helpers that build elements. Text is always set as text. */
 
+import { hue } from './format.js';
+
 const SVG = 'http://www.w3.org/2000/svg';
 
 const PATHS = {
@@ -8,6 +10,7 @@ const PATHS = {
   redo: 'M19.5 12a7.5 7.5 0 1 1-2.2-5.3L19.5 9M19.5 4v5h-5',
   edit: 'm4 20 1-4L16.5 4.5l3 3L8 19l-4 1ZM14 7l3 3',
   more: 'M6 12h.01M12 12h.01M18 12h.01',
+  pin: 'M9 4h6l-.8 6 3.3 3.5h-11L9.8 10 9 4ZM12 13.5V20',
 };
 
 /**
@@ -44,6 +47,12 @@ export function icon(name) {
   path.setAttribute('d', PATHS[name]);
   svg.append(path);
   return svg;
+}
+
+/** Gives a dot the colour of an adapter; a ring stands for the base model. */
+export function paintDot(dot, adapter) {
+  dot.classList.toggle('base', !adapter);
+  dot.style.setProperty('--hue', adapter ? hue(adapter) : 0);
 }
 
 /** A button that shows only an icon; the label is its name and its tooltip. */

@@ -4,6 +4,12 @@ const COUNT = new Intl.NumberFormat('en');
 const MONTH = new Intl.DateTimeFormat('en', { month: 'long', year: 'numeric' });
 const TIERS = ['device', 'host', 'disk'];
 const DAY_MS = 86400000;
+const PLACES = {
+  slot: ['ready', 'In a slot of the device: it answers at once'],
+  host: ['ready', 'In memory: it answers at once'],
+  cached: ['ready', 'Kept in free memory of the device: it answers at once'],
+  disk: ['on disk', 'On disk: it is loaded when it is asked'],
+};
 const HUE_STEP = 183; // chosen: the adapters of the demo lie at least 39° apart
 
 /** 1984 → "1,984". */
@@ -90,6 +96,17 @@ export function groupByDay(sessions, now) {
     groups.get(label).push(session);
   }
   return [...groups];
+}
+
+/** Whether an adapter is ready, as a word and a sentence; both empty while nobody knows. */
+export function adapterState(place) {
+  return PLACES[place] ?? ['', ''];
+}
+
+/** The models whose names hold every word of the query. */
+export function matching(models, query) {
+  const words = query.toLowerCase().split(/\s+/);
+  return models.filter(({ id }) => words.every((word) => id.toLowerCase().includes(word)));
 }
 
 /** A colour angle for an adapter name, always the same one. */

@@ -1,7 +1,6 @@
 /** The left rail: sessions by day, search results, rename and delete. */
 
-import { paintDot } from './composer.js';
-import { h, iconButton } from './dom.js';
+import { h, iconButton, paintDot } from './dom.js';
 import { groupByDay } from './format.js';
 import { openMenu } from './menu.js';
 

@@ -1,7 +1,6 @@
 /** The first screen of a new chat: a greeting and a few things worth trying. */
 
-import { h } from './dom.js';
-import { paintDot } from './composer.js';
+import { h, paintDot } from './dom.js';
 
 const EXAMPLES = [
   { text: 'My secret word is marzipan.', why: 'Tell it a word, then ask for it later' },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -220,7 +221,9 @@ class Chat:
         self.page = page
         self.url = url
         self.question: Locator = page.get_by_role("textbox", name="Message", exact=True)
-        self.picker: Locator = page.get_by_role("combobox", name="Adapter")
+        self.picker: Locator = page.get_by_role("button", name=re.compile("^Adapter"))
+        self.models: Locator = page.get_by_role("option")
+        self.filter: Locator = page.get_by_role("combobox", name="Filter adapters")
         self.turns: Locator = page.locator("article.turn")
         self.answers: Locator = page.locator("article.turn .answer")
         self.banner: Locator = page.locator("#banner")
@@ -229,6 +232,19 @@ class Chat:
         self.page.goto(f"{self.url}/{hash_}")
         expect(self.picker).to_be_enabled()
         return self
+
+    def model(self, name: str) -> Locator:
+        """The row of this adapter in the open picker."""
+        return self.page.locator(f'[role=option][data-name="{name}"]')
+
+    def pick(self, name: str) -> None:
+        self.picker.click()
+        self.model(name).click()
+
+    def offer(self, adapters: list[dict]) -> None:
+        """Let `/v1/adapters` name these, whatever the server has."""
+        reply = {"adapters": adapters, "stats": {}}
+        self.page.route("**/v1/adapters", lambda route: route.fulfill(json=reply))
 
     def send(self, text: str) -> None:
         self.question.fill(text)
@@ -353,5 +369,18 @@ def make_chat() -> type[Chat]:
 
 
 @pytest.fixture
-def axe_source() -> str:
-    return (VENDOR / "axe.min.js").read_text(encoding="utf-8")
+def audit() -> Callable[[Page], list[str]]:
+    """A function that gives the serious and critical findings of axe-core on what a page shows now."""
+    source = (VENDOR / "axe.min.js").read_text(encoding="utf-8")
+
+    def findings(page: Page) -> list[str]:
+        page.evaluate(source)
+        result = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+        return [
+            f"{finding['id']}: {node['html'][:160]}"
+            for finding in result["violations"]
+            if finding["impact"] in {"serious", "critical"}
+            for node in finding["nodes"]
+        ]
+
+    return findings

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import CHROMIUM, CHROMIUM_ARGS, Chat, Gateway, Line
+from conftest import ANSWER_MS, CHROMIUM, CHROMIUM_ARGS, Chat, Gateway, Line
 from playwright.sync_api import Browser, expect, sync_playwright
 
 WIDE = {"width": 1280, "height": 800}
@@ -133,7 +133,7 @@ def conversations(camera: Camera) -> None:
 
 def details(camera: Camera) -> None:
     with camera.chat() as (chat, _):
-        chat.picker.select_option("pirate")
+        chat.pick("pirate")
         chat.ask("Who are you?")
         chat.page.locator(".timings summary").click()
         camera.take(chat, "timings")
@@ -147,6 +147,46 @@ def details(camera: Camera) -> None:
         camera.take(chat, "undo")
         chat.page.get_by_role("button", name="Keyboard shortcuts").click()
         camera.take(chat, "shortcuts")
+
+
+def adapter_list(num_adapters: int) -> list[dict]:
+    """As many adapters as a busy server has, most of them on disk."""
+    tones = ("support", "legal", "poet", "support-german-formal-with-a-long-name", "sql", "summary")
+    places = ("slot", "disk", "host", "disk", "disk", "cached", "disk")
+    return [
+        {
+            "name": f"{tones[number % len(tones)]}-{number:03}",
+            "rank": (8, 16, 32, 64, 128)[number % 5],
+            "place": places[number % len(places)],
+            "is_pinned": number % 9 == 2,
+        }
+        for number in range(num_adapters)
+    ]
+
+
+def pickers(camera: Camera) -> None:
+    looks = {
+        "wide": {},
+        "phone": PHONE,
+        "dark": {"color_scheme": "dark"},
+        "narrow": {"viewport": {"width": 320, "height": 568}},
+    }
+    for name, options in looks.items():
+        with camera.chat(**options) as (chat, _):
+            chat.pick("pirate")
+            chat.ask("Who are you?")
+            chat.picker.click()
+            expect(chat.model("pirate")).to_contain_text("ready")
+            camera.take(chat, f"models-{name}")
+        with camera.chat(**options) as (chat, _):
+            chat.offer(adapter_list(240))
+            chat.picker.click()
+            expect(chat.models).to_have_count(241)
+            camera.take(chat, f"models-many-{name}")
+            chat.filter.press_sequentially("poet 2")
+            camera.take(chat, f"models-filtered-{name}")
+            chat.filter.fill("nobody")
+            camera.take(chat, f"models-none-{name}")
 
 
 def long_answer(camera: Camera) -> None:
@@ -193,6 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--url", help="a gateway that runs already")
+    parser.add_argument("--only", help="the name of one scene")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -202,10 +243,12 @@ def main() -> None:
             gateway.wait_ready()
             url = gateway.url
         playwright = stack.enter_context(sync_playwright())
+        expect.set_options(timeout=ANSWER_MS)
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
         camera = Camera(browser, url.rstrip("/"), arguments.folder)
-        for scene in (first_screens, conversations, details, long_answer, many_sessions, in_trouble):
-            scene(camera)
+        for scene in (first_screens, conversations, details, pickers, long_answer, many_sessions, in_trouble):
+            if arguments.only in (None, scene.__name__):
+                scene(camera)
         browser.close()
 
 

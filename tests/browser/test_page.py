@@ -57,18 +57,18 @@ def test_it_remembers_a_secret_word_also_after_a_reload(open_page, make_chat, ga
 
 
 def test_an_adapter_changes_the_voice_and_stays_with_the_session(chat) -> None:
-    chat.picker.select_option("shout")
+    chat.pick("shout")
     answer = chat.ask("Hello!")
     assert answer == answer.upper() and "!!!" in answer
     expect(chat.page.locator(".timings summary")).to_contain_text("shout")
     chat.page.reload()
-    expect(chat.picker).to_have_value("shout")
+    expect(chat.picker).to_have_text(re.compile("shout"))
 
 
 def test_another_adapter_can_be_picked_in_the_middle(chat) -> None:
     plain = chat.ask("Hello!")
     assert plain != plain.upper()
-    chat.picker.select_option("pirate")
+    chat.pick("pirate")
     assert chat.ask("How are you?").startswith("Arr")
 
 
@@ -591,7 +591,7 @@ def test_touch_targets_are_large_enough(open_page, make_chat, gateway_url) -> No
     chat.ask("Hello!")
     page.get_by_role("button", name="Conversations").tap()
     expect(page.get_by_role("searchbox")).to_be_visible()
-    small = page.locator("button:visible, a:visible, select:visible, .search").evaluate_all(
+    small = page.locator("button:visible, a:visible, .search").evaluate_all(
         "nodes => nodes.filter((node) => !node.closest('.skip')).map((node) => [node.getBoundingClientRect(), node])"
         ".filter(([box]) => box.height < 44 || box.width < 44).map(([, node]) => node.outerHTML.slice(0, 120))"
     )
@@ -599,34 +599,20 @@ def test_touch_targets_are_large_enough(open_page, make_chat, gateway_url) -> No
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_axe_finds_nothing_serious(
-    open_page, make_chat, gateway_url, axe_source: str, scheme: str, width: int
-) -> None:
+def test_axe_finds_nothing_serious(open_page, make_chat, gateway_url, audit, scheme: str, width: int) -> None:
     page = open_page(viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce")
     chat = make_chat(page, gateway_url).open()
-    findings = audit(page, axe_source)
+    findings = audit(page)
     chat.ask("Show me some Markdown.")
     chat.page.locator(".timings summary").click()
-    findings += audit(page, axe_source)
+    findings += audit(page)
     page.keyboard.press("Escape")
     if width < 720:
         page.get_by_role("button", name="Conversations").click()
         expect(page.get_by_role("searchbox")).to_be_visible()
     page.locator(".session").first.press("Delete")
-    findings += audit(page, axe_source)
+    findings += audit(page)
     assert findings == []
-
-
-def audit(page, axe_source: str) -> list[str]:
-    """Serious and critical findings of axe-core on what is shown now."""
-    page.evaluate(axe_source)
-    result = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
-    return [
-        f"{finding['id']}: {node['html'][:160]}"
-        for finding in result["violations"]
-        if finding["impact"] in {"serious", "critical"}
-        for node in finding["nodes"]
-    ]
 
 
 def test_a_screen_reader_hears_sentences(scripted) -> None:

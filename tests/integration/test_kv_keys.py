@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,7 @@ import aiohttp
 import pytest
 from vllm.lora.request import LoRARequest
 
-from engine_bridge.driver import engine_client
+from engine_bridge.adapters import catalog
 from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.driver.kv_keys import cache_salt, version_of
 from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
@@ -290,9 +291,15 @@ async def test_files_that_change_while_they_are_loaded(
     """Whose weights they are cannot be told: the adapter is refused, and can be loaded a moment later."""
     path = tmp_path / "versioned"
     copy_adapter("shout", path)
-    hashes = iter(["before", "after"])
+
+    def inspect_and_touch(*args: Any) -> Any:
+        files = catalog_inspect(*args)
+        os.utime(path / "adapter_model.safetensors")
+        return files
+
+    catalog_inspect = catalog.inspect
     with monkeypatch.context() as patched:
-        patched.setattr(engine_client, "adapter_content_hash", lambda path: next(hashes))
+        patched.setattr(catalog, "inspect", inspect_and_touch)
         reply = await node.load_adapter({"lora_name": "versioned", "lora_path": str(path)})
     assert reply.status == 400 and b"changed while" in reply.body
     assert "versioned" not in {info.name for info in node.adapters()}

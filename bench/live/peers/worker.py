@@ -11,22 +11,36 @@ import sys
 import traceback
 from typing import Any
 
+from bench.live.peers.adapters import AdapterSettings
 from bench.live.peers.engine import Settings
 
 COMMANDS = frozenset(
     (
         "turn batch place settle memcpy kv_files host_copy disk_read slow_disk layerwise tier_stats cpu_s "
-        "begin people agents draft advisory_cost accounts"
+        "begin people agents draft advisory_cost accounts "
+        "play put empty set_assist adapter_account"
     ).split()
 )
 
 
-def make_engine(kind: str, settings: Settings) -> Any:
+def settings_of(kind: str, options: dict[str, Any]) -> Any:
+    return AdapterSettings(**options) if kind.startswith("adapters_") else Settings(**options)
+
+
+def make_engine(kind: str, settings: Any) -> Any:
     """Import late: our side's modules do not exist in a peer's interpreter, nor the peer's in ours."""
     if kind in ("ours", "ours_off"):
         from bench.live.peers.ours import TieredNode
 
         return TieredNode(settings, has_tiers=kind == "ours")
+    if kind == "adapters_ours":
+        from bench.live.peers.adapters_ours import NodeAdapters
+
+        return NodeAdapters(settings)
+    if kind in ("adapters_peer", "adapters_stock"):
+        from bench.live.peers.adapters_stock import StockAdapters
+
+        return StockAdapters(settings, has_our_wrapper=kind == "adapters_peer")
     from bench.live.peers import stock
 
     return stock.ENGINES[kind](settings)
@@ -41,7 +55,8 @@ def main() -> None:
         replies.write(json.dumps(message).encode() + b"\n")
         replies.flush()
 
-    engine = make_engine(sys.argv[1], Settings(**json.loads(sys.argv[2])))
+    kind, options = sys.argv[1], json.loads(sys.argv[2])
+    engine = make_engine(kind, settings_of(kind, options))
     try:
         reply({"ok": engine.describe()})
         for line in sys.stdin.buffer:

@@ -1,0 +1,254 @@
+"""Our node with its adapters, in this process, driven as the gateway drives it (event loop, engine thread, bridge).
+
+What reaches into it is gathered under "the residency's inside".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from bench.live.peers.adapters import (
+    AdapterSettings,
+    Answer,
+    Ask,
+    StepLog,
+    account,
+    as_dicts,
+    asks_of,
+    forget_files,
+    warm_up_asks,
+)
+from bench.live.peers.engine import KV_SPACE_GIB, configure_environment
+from engine_bridge.driver.engine import EngineConfig
+from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
+from engine_bridge.policy.adapter_cache import POLICIES, UseWindow
+
+T = TypeVar("T")
+PLACE_TIMEOUT_S = 30.0
+LOOK_EVERY_S = 0.002
+
+
+class NodeAdapters:
+    """A node without KV tiers. Commands come on the main thread; the event loop has a thread of its own, and the engine another."""
+
+    def __init__(self, settings: AdapterSettings) -> None:
+        configure_environment(settings)
+        self._folders = dict(settings.adapters)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True).start()
+        self._node = make_node(settings)
+        self._log = StepLog(lambda unique_id: unique_id.rpartition("-")[0])
+        self._num_asked = 0
+        self._await(self._node.start())
+        missing = self._folders.keys() - {adapter.name for adapter in self._node.adapters()}
+        if missing:
+            raise RuntimeError(f"the node left out {sorted(missing)}")
+        self._on_engine(lambda driver: note_steps(driver, self._log))
+        self._await(self._play(warm_up_asks()))
+
+    def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _on_engine(self, run: Callable[[Any], T]) -> T:
+        """The result of `run(driver)`, called on the engine thread between two steps."""
+        return self._await(self._node.run_on_engine(run))
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        import torch
+
+        def look(driver: Any) -> dict[str, Any]:
+            return {
+                "num_blocks": driver.counts().num_kv_blocks,
+                "max_num_batched_tokens": driver.engine.vllm_config.scheduler_config.max_num_batched_tokens,
+                "threads": torch.get_num_threads(),
+            }
+
+        return self._on_engine(look)
+
+    def play(self, requests: list[dict[str, Any]], one_by_one: bool = False) -> list[dict[str, Any]]:
+        """Answer requests at their times, or each when the one before it is done."""
+        asks = asks_of(requests)
+        if not one_by_one:
+            return as_dicts(self._await(self._play(asks)))
+        return as_dicts([self._await(self._play([ask]))[0] for ask in asks])
+
+    def put(self, adapters: list[str], place: str) -> None:
+        """Have adapters in this place and no nearer one: in a `slot`, in `host` memory, on `disk` (and in no page cache)."""
+        ids = [self._version_id(name) for name in adapters]
+        if place == "slot":
+            self._await(
+                self._play([Ask(at_s=0.0, prompt=[1] * 4, max_tokens=2, adapter=name) for name in adapters])
+            )
+        self._wait_until(is_quiet)
+        if place == "host":
+            self._on_engine(lambda driver: [driver.prefetch_adapter(adapter_id) for adapter_id in ids])
+            self._wait_until(lambda driver: is_quiet(driver) and are_in_host(driver, ids))
+        if place != "slot":
+            self._on_engine(lambda driver: leave(driver, ids, keeps_host=place == "host"))
+        if place == "disk":
+            forget_files(self._folders[name] for name in adapters)
+        wrong = {i: found for i, found in self._on_engine(places).items() if i in ids and found != place}
+        if wrong:
+            raise RuntimeError(f"adapters are not in {place}: {wrong}")
+
+    def set_assist(self, is_on: bool) -> None:
+        self._on_engine(lambda driver: configure(driver, cpu_assist=is_on))
+
+    def empty(self, policy: str) -> None:
+        """Nothing but the disk holds an adapter, the prefix cache holds nothing, and nothing is known of past uses."""
+        ids = [self._version_id(name) for name in self._folders]
+        self._wait_until(is_quiet)
+        self._on_engine(lambda driver: leave(driver, ids, keeps_host=False))
+        self._on_engine(lambda driver: use_policy(driver, policy))
+
+    def adapter_account(self) -> dict[str, Any]:
+        """Since the start."""
+        stats = self._node.adapter_stats()
+        assert stats is not None
+        found = {
+            name.removeprefix("found:"): n for name, n in stats.counts.items() if name.startswith("found:")
+        }
+        counts = Counter(stats.counts)
+        result = account(Counter(found), counts["loads:disk"], counts["load_bytes:disk"])
+        return result | {"counts": stats.counts, "seconds": stats.seconds}
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def _play(self, asks: Sequence[Ask]) -> list[Answer]:
+        started_s = time.perf_counter()
+        return await asyncio.gather(*(self._answer(ask, started_s) for ask in asks))
+
+    async def _answer(self, ask: Ask, started_s: float) -> Answer:
+        due_s = started_s + ask.at_s
+        delay_s = due_s - time.perf_counter()
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+        answer = Answer()
+        request_id, outputs = self._generate(ask)
+        async for output in outputs:
+            answer.ttft_s = answer.ttft_s or time.perf_counter() - due_s
+            answer.token_ids += output.outputs[0].token_ids
+        answer.token_s = self._log.take(request_id, started_s)
+        if self._node.num_rebuilds:
+            raise RuntimeError("the engine failed and was rebuilt")
+        return answer
+
+    def _generate(self, ask: Ask) -> tuple[str, Any]:
+        """Below `LocalNode.generate` only in that each token is an output, so that steps can be told apart."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from engine_bridge.driver.engine_client import CALLER, Caller
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=ask.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._num_asked += 1
+        request_id = f"a{self._num_asked}"
+        CALLER.set(Caller(tenant=request_id))  # no request finds another one's prefix
+        adapter = self._node._serving.lora_request(ask.adapter) if ask.adapter is not None else None
+        prompt = {"prompt_token_ids": ask.prompt}
+        return request_id, self._node._client.generate(prompt, params, request_id, lora_request=adapter)
+
+    def _version_id(self, name: str) -> int:
+        return int(self._node._catalog.current(name).version_id)
+
+    def _wait_until(self, is_so: Callable[[Any], bool]) -> None:
+        deadline_s = time.monotonic() + PLACE_TIMEOUT_S
+        while not self._on_engine(is_so):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"adapters still move: {self._node.adapter_stats()}")
+            time.sleep(LOOK_EVERY_S)
+
+    def close(self) -> None:
+        self._await(self._node.close())
+
+
+def make_node(settings: AdapterSettings) -> LocalNode:
+    config = EngineConfig(
+        model=settings.model,
+        served_model_name="bench",
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_gib=KV_SPACE_GIB,
+        num_kv_blocks=settings.num_blocks,
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
+        adapter_host_gib=settings.host_bytes / GIB,
+        log_stats=False,
+    )
+    adapters = tuple((name, path) for name, path in settings.adapters)
+    return LocalNode(LocalNodeConfig(engine=config, adapters=adapters))
+
+
+# -- the residency's inside; all on the engine thread ------------------------------------------------------------------
+
+
+def note_steps(driver: Any, log: StepLog) -> None:
+    """Have each step that gives outputs noted."""
+    step = driver.step
+
+    def noted() -> Any:
+        outputs = step()
+        log.note(outputs)
+        return outputs
+
+    driver.step = noted
+
+
+def places(driver: Any) -> dict[int, str]:
+    return driver.adapters.places()
+
+
+def is_quiet(driver: Any) -> bool:
+    """Does nothing move or run?"""
+    residency = driver.adapters
+    is_busy = any(a.is_loading or a.is_finishing or a.requests for a in residency._adapters.values())
+    return not is_busy and not driver.has_work()
+
+
+def are_in_host(driver: Any, ids: Sequence[int]) -> bool:
+    return all(driver.adapters._adapters[adapter_id].host is not None for adapter_id in ids)
+
+
+def leave(driver: Any, ids: Sequence[int], keeps_host: bool) -> None:
+    """Have adapters that nobody uses leave their slots and the KV blocks, and host memory too unless `keeps_host`."""
+    residency = driver.adapters
+    for adapter_id in ids:
+        adapter = residency._adapters[adapter_id]
+        if not keeps_host:
+            residency._leave_host(adapter)
+        if adapter.slot is not None:
+            residency._leave_slot(adapter)
+        if residency.blocks is not None:
+            residency.blocks.drop(adapter_id)
+    residency._to_cache = []
+
+
+def configure(driver: Any, **changes: Any) -> None:
+    residency = driver.adapters
+    residency._config = msgspec.structs.replace(residency._config, **changes)
+
+
+def use_policy(driver: Any, name: str) -> None:
+    """From now on this policy decides, and knows nothing yet."""
+    configure(driver, policy=name)
+    driver.adapters._policies = {tier: POLICIES[name]() for tier in ("host", "device")}
+    driver.adapters._uses = UseWindow()
+    if not driver.engine.reset_prefix_cache():
+        raise RuntimeError("the prefix cache is still in use")

@@ -1,0 +1,145 @@
+"""The adapters that requests may name: what is in the registry, checked against the model before anybody can ask for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed, quoted
+from engine_bridge.adapters.files import ModelContract, check_finite, content_hash, inspect, read
+from engine_bridge.adapters.registry import AdapterRecord, Registry
+
+log = logging.getLogger(__name__)
+
+
+class Catalog:
+    """One node's adapters.
+
+    `add` and the other methods that say so wait for the disk: for a worker thread. The others only look.
+
+    Args:
+        max_bytes: of one adapter's weights; a larger one would never find room in host memory.
+    """
+
+    def __init__(self, registry: Registry, contract: ModelContract, max_bytes: int) -> None:
+        self._registry = registry
+        self._contract = contract
+        self._max_bytes = max_bytes
+        self._served: dict[str, AdapterRecord] = {}
+        self._uses: dict[int, tuple[int, float]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, path: str) -> AdapterRecord:
+        """Check an adapter and take it into service, in place of another one of its name. Waits for the disk.
+
+        An adapter that was registered with these very files is not read again. Raises AdapterRejected, RegistryFailed.
+        """
+        files = inspect(path, self._contract)
+        if files.num_bytes > self._max_bytes:
+            raise AdapterRejected(
+                f"The adapter takes {files.num_bytes >> 20} MiB; there are {self._max_bytes >> 20} for adapters in host memory. "
+                "Raise --adapter-host-gib.",
+                code="too_large",
+            )
+        for note in files.notes:
+            log.info("adapter %s: %s", quoted(name), note)
+        known = self._registry.known(path, files.signature)
+        if known is not None:
+            content, crc32 = known.content_hash, known.crc32
+        else:
+            buffer = memoryview(bytearray(files.data_bytes))
+            crc32 = read(files, buffer)
+            check_finite(files, buffer)
+            content = content_hash(files, buffer)
+        record = self._registry.register(
+            name,
+            path,
+            content_hash=content,
+            crc32=crc32,
+            signature=files.signature,
+            rank=files.rank,
+            num_bytes=files.num_bytes,
+            target_modules=files.target_modules,
+            base_model=files.base_model,
+            now=time.time(),
+        )
+        self._served[name] = record
+        return record
+
+    def remove(self, name: str, *, is_missing: bool = False) -> AdapterRecord | None:
+        """Take a name out of service; `is_missing` if its files went by themselves and may come again. Waits for the disk."""
+        record = self._served.pop(name, None)
+        if record is not None and is_missing:
+            self._registry.mark_missing(record.version_id)
+        elif record is not None:
+            self._registry.remove(name, time.time())
+        return record
+
+    def set_pinned(self, name: str, is_pinned: bool) -> AdapterRecord | None:
+        """None for a name that is not served. Waits for the disk."""
+        if name not in self._served:
+            return None
+        record = self._registry.set_pinned(name, is_pinned)
+        if record is not None:
+            self._served[name] = record
+        return record
+
+    def note_use(self, version_id: int) -> None:
+        """A request came for it. Kept in memory until `flush`."""
+        with self._lock:
+            num_uses, _ = self._uses.get(version_id, (0, 0.0))
+            self._uses[version_id] = (num_uses + 1, time.time())
+
+    def flush(self) -> None:
+        """Write down what was used. Waits for the disk; what cannot be written is kept for the next time."""
+        with self._lock:
+            uses, self._uses = self._uses, {}
+        try:
+            self._registry.note_uses(uses)
+        except RegistryFailed:
+            with self._lock:
+                self._uses = _added(uses, self._uses)
+            return
+        for name, record in list(self._served.items()):
+            if record.version_id in uses:
+                self._served[name] = _used(record, uses)
+
+    def served(self) -> list[AdapterRecord]:
+        """By name, with the uses so far."""
+        uses = dict(self._uses)
+        return [_used(record, uses) for _, record in sorted(self._served.items())]
+
+    def current(self, name: str) -> AdapterRecord | None:
+        return self._served.get(name)
+
+    def close(self) -> None:
+        """Waits for the disk."""
+        self.flush()
+        self._registry.close()
+
+
+def _used(record: AdapterRecord, uses: Mapping[int, tuple[int, float]]) -> AdapterRecord:
+    num_uses, last_used_at = uses.get(record.version_id, (0, record.last_used_at))
+    return replace(record, num_uses=record.num_uses + num_uses, last_used_at=last_used_at)
+
+
+def _added(
+    first: Mapping[int, tuple[int, float]], second: Mapping[int, tuple[int, float]]
+) -> dict[int, tuple[int, float]]:
+    total = dict(first)
+    for version_id, (num_uses, last_used_at) in second.items():
+        total[version_id] = (total.get(version_id, (0, 0.0))[0] + num_uses, last_used_at)
+    return total
+
+
+def open_registry(folder: Path | None) -> Registry:
+    """In a data folder; in memory without one."""
+    if folder is None:
+        return Registry(None)
+    folder.mkdir(parents=True, exist_ok=True)
+    return Registry(folder / "adapters.db")

@@ -1,0 +1,64 @@
+"""Why an adapter was turned away, and what went wrong with the registry. Messages name no paths: they may be shown to a client."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from engine_bridge.errors import BridgeError
+
+RejectCode = Literal[
+    "adapter_not_found",  # no such folder, or no adapter_config.json in it
+    "unreadable",  # it is there, but the system does not let us read it
+    "bad_config",
+    "unsupported_option",
+    "unsupported_format",  # weights, but not as safetensors
+    "rank_too_large",
+    "too_large",  # for the host memory that adapters may take
+    "no_weights",
+    "corrupt_file",
+    "unexpected_tensor",  # no LoRA weight, or the same one a second time
+    "unknown_module",
+    "missing_tensor",  # lora_A without lora_B, or the reverse
+    "wrong_shape",
+    "wrong_dtype",
+    "not_finite",
+    "changed",  # the files are not those that were inspected: worth another try
+]
+RegistryCode = Literal["disk_full", "busy", "closed", "registry_failed"]
+
+MAX_QUOTED_CHARS: Final = 100  # Chosen: enough to recognise a tensor's name; a hostile file fills no log.
+
+
+class AdapterRejected(BridgeError):
+    """The adapter cannot be served as its files are now. The message says what is wrong and, where it is known, what to do.
+
+    Attributes:
+        code: a short machine-readable reason.
+    """
+
+    def __init__(self, message: str, *, code: RejectCode) -> None:
+        super().__init__(message)
+        self.code: RejectCode = code
+
+
+class RegistryFailed(BridgeError):
+    """The registry's database did not do what it was asked; nothing was changed. The cause is chained.
+
+    Attributes:
+        code: `disk_full`, `busy` (another program holds the file), `closed` or `registry_failed`.
+    """
+
+    def __init__(self, message: str, *, code: RegistryCode) -> None:
+        super().__init__(message)
+        self.code: RegistryCode = code
+
+
+def quoted(value: object) -> str:
+    """A value from a file or a client, fit for a message: one line, control characters escaped, about 100 characters at most."""
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "an object"
+    text = repr(value[:MAX_QUOTED_CHARS] if isinstance(value, str) else value)
+    is_cut = len(text) > MAX_QUOTED_CHARS or (isinstance(value, str) and len(value) > MAX_QUOTED_CHARS)
+    return text[: MAX_QUOTED_CHARS - 1] + "…" if is_cut else text

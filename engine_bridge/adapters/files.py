@@ -1,0 +1,441 @@
+"""One PEFT LoRA adapter on disk: checked against the model before the engine sees it, then read whole into the caller's memory.
+
+vLLM meets most faults of an adapter inside the engine's step, where one wedges the engine, or not at all: a layer too many is dropped, a
+matrix too narrow is used in part, and a NaN spreads through the KV cache to other users. So everything that can be told from the files is
+told here. The steps are `inspect` (headers only, a millisecond), `read`, `check_finite` and `content_hash`; all run in a worker thread.
+
+The weights are copied out of the file, never mapped: a file overwritten in place would change the weights under the engine.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from engine_bridge.adapters.config import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    Ranks,
+    bad_config,
+    check_config,
+    parse_config,
+)
+from engine_bridge.adapters.errors import AdapterRejected, quoted
+from engine_bridge.adapters.header import WEIGHTS_FILE, Entry, Header, corrupt, read_header
+
+PICKLE_FILES: Final = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+CHUNK_BYTES: Final = 4 << 20  # Chosen: reads at full speed, and a checksum of it takes about a millisecond.
+CHUNK_ITEMS: Final = (
+    1 << 18
+)  # Chosen: half a megabyte of BF16 and its scratch copy stay in the processor's cache.
+# What a header can need for one tensor beyond its module's name, and for its metadata; chosen, far above what PEFT writes (100 bytes).
+ENTRY_BYTES: Final = 512
+METADATA_BYTES: Final = 1 << 20
+
+_FOLDER: Final = "folder"
+PEFT_PREFIX: Final = "base_model.model."
+_PEFT_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+# The bits of an exponent, all of them set in Inf and NaN only.
+_EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContract:
+    """What an adapter must fit.
+
+    Attributes:
+        modules: full name of each module that takes an adapter -> (in features, out features); for an embedding (vocabulary, hidden).
+        max_rank: the largest rank that the engine has room for.
+        base_models: names and paths under which adapters may know the model.
+        module_of: name of a tensor -> (name of its module, whether it is lora_A). Raises ValueError for what is no LoRA weight.
+        check_config: what the engine does not support in a configuration, as phrases; empty if it is fine. May raise ValueError, TypeError.
+        embedding_modules: those of `modules` that are embeddings, whose lora_A is [rank, vocabulary].
+    """
+
+    modules: Mapping[str, tuple[int, int]]
+    max_rank: int
+    base_models: tuple[str, ...]
+    module_of: Callable[[str], tuple[str, bool]]
+    check_config: Callable[[dict[str, Any]], tuple[str, ...]]
+    embedding_modules: frozenset[str] = frozenset()
+
+    @property
+    def max_header_bytes(self) -> int:
+        """More than any adapter for this model can need in the header of its weights."""
+        names_bytes = sum(len(name) for name in self.modules)
+        return METADATA_BYTES + 2 * (names_bytes + ENTRY_BYTES * len(self.modules))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One half of a module's adapter.
+
+    Attributes:
+        name, module, is_a: as in the file; the model's module; whether it is lora_A.
+        dtype: `F32`, `F16` or `BF16`.
+        shape: [rank, in] for lora_A, [out, rank] for lora_B.
+        offset, num_bytes: where it lies in the file. Nothing promises that the offset is a multiple of the item's size.
+    """
+
+    name: str
+    module: str
+    is_a: bool
+    dtype: str
+    shape: tuple[int, int]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter whose configuration and header are sound and fit the model. Of its weights nothing is known yet.
+
+    Attributes:
+        path: its folder.
+        config: adapter_config.json; what scales the adapter (lora_alpha, alpha_pattern, use_rslora) stays there.
+        rank: the largest rank of its modules.
+        tensors: in the order of their bytes.
+        num_bytes: of all tensors.
+        data_offset: where in the file the tensors begin; tensor `t` lies at `t.offset - data_offset` of the buffer that `read` fills.
+        target_modules: the last parts of its modules' names, sorted.
+        base_model: what it was trained on, as its configuration names it.
+        signature: changes when one of the two files does (size, time of change, inode); good for one machine.
+        notes: what is odd and no error, as sentences.
+        head_digest: SHA-256 over the canonical configuration and the header.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    rank: int
+    tensors: tuple[TensorInfo, ...]
+    num_bytes: int
+    data_offset: int
+    target_modules: tuple[str, ...]
+    base_model: str | None
+    signature: str
+    notes: tuple[str, ...]
+    head_digest: bytes = field(repr=False)
+
+    @property
+    def data_bytes(self) -> int:
+        """Length of the buffer that `read` fills; all of it is tensors, for the format allows no holes."""
+        return self.num_bytes
+
+
+# --- looking at the files --------------------------------------------------------------------------------------------------------------
+
+
+def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
+    """Check an adapter's folder against the model without reading its weights. Raises AdapterRejected, and nothing else, for any content."""
+    folder = Path(path)
+    _check_folder(folder)
+    raw, config_stat = _read_config(folder)
+    config, canonical = parse_config(raw)
+    check_config(config, contract.max_rank, contract.check_config)
+    _check_format(folder)
+    with _opened(folder, WEIGHTS_FILE) as file:
+        weights_stat = os.fstat(file.fileno())
+        header = read_header(file, weights_stat.st_size, contract.max_header_bytes)
+    tensors = tuple(_tensor(entry, header, contract) for entry in header.entries)
+    rank = _check_tensors(tensors, config, contract)
+    base_model, notes = _base_model(config, contract)
+    return AdapterFiles(
+        path=folder,
+        config=config,
+        rank=rank,
+        tensors=tensors,
+        num_bytes=sum(tensor.num_bytes for tensor in tensors),
+        data_offset=header.data_offset,
+        target_modules=tuple(sorted({tensor.module.rpartition(".")[2] for tensor in tensors})),
+        base_model=base_model,
+        signature=_signature(config_stat, weights_stat),
+        notes=notes,
+        head_digest=_digest((canonical, header.raw)),
+    )
+
+
+def signature_of(folder: Path) -> str:
+    """The signature that `inspect` would give, without a look at the content. Raises OSError if there is no adapter_config.json."""
+    config_stat = os.stat(folder / CONFIG_FILE)
+    try:
+        return _signature(config_stat, os.stat(folder / WEIGHTS_FILE))
+    except OSError:
+        return _signature(config_stat, None)
+
+
+def _signature(*stats: os.stat_result | None) -> str:
+    return "/".join(f"{s.st_size}:{s.st_mtime_ns}:{s.st_ino}" if s else "-" for s in stats)
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
+    """Lengths stand in front of the parts, so that no end of one can pass for the start of the next."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        str(folder).encode()  # What is not UTF-8 can be neither stored nor shown.
+        mode = os.stat(folder).st_mode
+    except ValueError as error:  # or holds a NUL
+        raise AdapterRejected(
+            "The adapter's path is not a valid path in UTF-8.", code="adapter_not_found"
+        ) from error
+    except OSError as error:
+        raise _system_error(_FOLDER, error) from error
+    if not stat.S_ISDIR(mode):
+        raise AdapterRejected(
+            "The adapter's path is not a folder. Give the folder that PEFT's save_pretrained wrote.",
+            code="adapter_not_found",
+        )
+
+
+def _read_config(folder: Path) -> tuple[bytes, os.stat_result]:
+    with _opened(folder, CONFIG_FILE) as file:
+        config_stat = os.fstat(file.fileno())
+        raw = bytearray()
+        while len(raw) <= MAX_CONFIG_BYTES and (chunk := file.read(MAX_CONFIG_BYTES + 1 - len(raw))):
+            raw += chunk
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise bad_config(f"it is larger than {MAX_CONFIG_BYTES} bytes.")
+    return bytes(raw), config_stat
+
+
+def _check_format(folder: Path) -> None:
+    if os.path.lexists(folder / WEIGHTS_FILE):
+        return
+    pickle = next((name for name in PICKLE_FILES if os.path.lexists(folder / name)), None)
+    if pickle is None:
+        raise AdapterRejected(f"The adapter's folder holds no {WEIGHTS_FILE}.", code="no_weights")
+    raise AdapterRejected(
+        f"The adapter's weights are a pickle ({pickle}), which is never loaded: it can run any code. Convert it where you trust it: load it "
+        f"with PEFT and call save_pretrained, which writes {WEIGHTS_FILE}.",
+        code="unsupported_format",
+    )
+
+
+@contextmanager
+def _opened(folder: Path, name: str) -> Iterator[FileIO]:
+    """A file of the adapter, open for reading; the system's errors in the `with` block are told as AdapterRejected."""
+    try:
+        with FileIO(folder / name, opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise AdapterRejected(f"The adapter's {name} is not a regular file.", code="unreadable")
+            yield file
+    except OSError as error:
+        raise _system_error(name, error) from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # It may be a pipe that nobody writes to.
+
+
+def _system_error(name: str, error: OSError) -> AdapterRejected:
+    if error.errno not in _NOT_THERE:
+        return AdapterRejected(
+            f"The adapter's {name} cannot be read: {error.strerror or 'input/output error'}.",
+            code="unreadable",
+        )
+    if name == WEIGHTS_FILE:
+        return AdapterRejected(f"The adapter's {name} is a broken link, or just gone.", code="no_weights")
+    text = (
+        "There is no folder at the adapter's path."
+        if name == _FOLDER
+        else f"The adapter's folder holds no {name}."
+    )
+    return AdapterRejected(text, code="adapter_not_found")
+
+
+# --- the tensors against the model -----------------------------------------------------------------------------------------------------
+
+
+def _tensor(entry: Entry, header: Header, contract: ModelContract) -> TensorInfo:
+    """An entry of the header as half of a module's adapter. Raises AdapterRejected (`unexpected_tensor`, `unknown_module`, `wrong_shape`)."""
+    try:
+        module, is_a = contract.module_of(entry.name)
+    except ValueError as error:
+        hint = " Save the adapter with save_embedding_layers=False." if "base_layer" in entry.name else ""
+        raise AdapterRejected(
+            f"Tensor {quoted(entry.name)} is no LoRA weight.{hint}", code="unexpected_tensor"
+        ) from error
+    if module not in contract.modules:
+        raise AdapterRejected(
+            f"The model has no module {quoted(module)} that takes an adapter. Was this one trained for another model?",
+            code="unknown_module",
+        )
+    if len(entry.shape) != 2:
+        raise _wrong_shape(module, f"a weight has {len(entry.shape)} dimensions instead of 2")
+    num_bytes = entry.end - entry.begin
+    offset = header.data_offset + entry.begin
+    return TensorInfo(
+        entry.name, module, is_a, entry.dtype, (entry.shape[0], entry.shape[1]), offset, num_bytes
+    )
+
+
+def _check_tensors(tensors: tuple[TensorInfo, ...], config: dict[str, Any], contract: ModelContract) -> int:
+    """The largest rank, if every module has both halves in the shapes that model and configuration ask for. Raises AdapterRejected."""
+    if not tensors:
+        raise AdapterRejected(f"The adapter's {WEIGHTS_FILE} holds no tensors.", code="no_weights")
+    ranks = Ranks(config["r"], config.get("rank_pattern"))
+    largest = 0
+    for module, (a, b) in _halves(tensors).items():
+        rank = ranks.of(_checkpoint_module(a.name))
+        _check_rank(module, a.shape[0], b.shape[1], rank)
+        _check_features(module, a.shape[1], b.shape[0], contract)
+        largest = max(largest, rank)
+    return largest
+
+
+def _halves(tensors: Iterable[TensorInfo]) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+    """module -> (lora_A, lora_B). Raises AdapterRejected if one is missing or there twice."""
+    found: dict[tuple[str, bool], TensorInfo] = {}
+    for tensor in tensors:
+        if found.setdefault((tensor.module, tensor.is_a), tensor) is not tensor:
+            raise AdapterRejected(
+                f"Tensor {quoted(tensor.name)} gives the same weight as another one.",
+                code="unexpected_tensor",
+            )
+    for module, is_a in found:
+        if (module, not is_a) not in found:
+            has, lacks = ("lora_A", "lora_B") if is_a else ("lora_B", "lora_A")
+            raise AdapterRejected(
+                f"Module {quoted(module)} has {has} but no {lacks}. Was the adapter saved whole?",
+                code="missing_tensor",
+            )
+    return {module: (found[module, True], found[module, False]) for module, is_a in found if is_a}
+
+
+def _check_rank(module: str, rank_a: int, rank_b: int, configured: int) -> None:
+    if rank_a != rank_b:
+        raise _wrong_shape(module, f"lora_A has rank {rank_a} and lora_B rank {rank_b}")
+    if rank_a != configured:
+        raise _wrong_shape(module, f"its weights have rank {rank_a}, {CONFIG_FILE} says {configured}")
+
+
+def _check_features(module: str, num_in: int, num_out: int, contract: ModelContract) -> None:
+    model_in, model_out = contract.modules[module]
+    what = "vocabulary entries" if module in contract.embedding_modules else "inputs"
+    if num_in != model_in:
+        raise _wrong_shape(module, f"lora_A is for {num_in} {what}, the model has {model_in}")
+    if num_out != model_out:
+        raise _wrong_shape(module, f"lora_B is for {num_out} outputs, the model has {model_out}")
+
+
+def _wrong_shape(module: str, text: str) -> AdapterRejected:
+    return AdapterRejected(f"Module {quoted(module)} does not fit: {text}.", code="wrong_shape")
+
+
+def _checkpoint_module(tensor_name: str) -> str:
+    """The module as PEFT names it: rank_pattern goes by that name, which may differ from the engine's."""
+    name = tensor_name.removeprefix(PEFT_PREFIX)
+    suffix = next((suffix for suffix in _PEFT_SUFFIXES if name.endswith(suffix)), "")
+    return name.removesuffix(suffix)
+
+
+def _base_model(config: dict[str, Any], contract: ModelContract) -> tuple[str | None, tuple[str, ...]]:
+    """What the adapter was trained on, and a note if that is not the model served: people train from folders of any name."""
+    name = config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        return None, ()
+    name = name.encode("utf-8", "replace").decode()
+    if name.rstrip("/") in {known.rstrip("/") for known in contract.base_models}:
+        return name, ()
+    return name, (f"It was trained on {quoted(name)}, which is not a name of the model served here.",)
+
+
+# --- the weights -----------------------------------------------------------------------------------------------------------------------
+
+
+def read(files: AdapterFiles, buffer: memoryview) -> int:
+    """Fill `buffer` with the data that `inspect` found and return its CRC-32. For a worker thread: it waits for the disk, without the GIL.
+
+    buffer: writable and contiguous, `files.data_bytes` long. Nothing about its content holds if this raises.
+    Raises AdapterRejected: `changed` (inspect it again), `no_weights`, `unreadable`, `corrupt_file`; ValueError for a wrong buffer.
+    """
+    view = _bytes(files, buffer)
+    crc32 = 0
+    with _opened(files.path, WEIGHTS_FILE) as file:
+        _check_unchanged(files, file)
+        file.seek(files.data_offset)
+        position = 0
+        while position < len(view):
+            num_read = file.readinto(view[position : position + CHUNK_BYTES])
+            if not num_read:
+                _check_unchanged(files, file)
+                raise corrupt(f"it ends {len(view) - position} bytes too early. Was it copied whole?")
+            crc32 = zlib.crc32(view[position : position + num_read], crc32)
+            position += num_read
+        _check_unchanged(files, file)
+    return crc32
+
+
+def _check_unchanged(files: AdapterFiles, file: FileIO) -> None:
+    """Whether the open file and the configuration beside it are still those that were inspected."""
+    try:
+        signature = _signature(os.stat(files.path / CONFIG_FILE), os.fstat(file.fileno()))
+    except OSError:
+        signature = ""
+    if signature != files.signature:
+        raise AdapterRejected(
+            "The adapter's files changed while they were read. Load it again.", code="changed"
+        )
+
+
+def check_finite(files: AdapterFiles, buffer: memoryview) -> None:
+    """Raise AdapterRejected (`not_finite`) if a weight in `buffer`, as `read` filled it, is NaN or infinite. Half a megabyte of scratch.
+
+    Source: vllm-notes part 2 F: one NaN reaches other users through the KV cache. Weights that are finite here may still overflow when
+    they are scaled, or cast to F16: that is for whoever does it to check.
+    """
+    view = _bytes(files, buffer)
+    for tensor in files.tensors:
+        begin = tensor.offset - files.data_offset
+        if not _is_finite(view[begin : begin + tensor.num_bytes], tensor.dtype):
+            raise AdapterRejected(
+                f"Tensor {quoted(tensor.name)} holds values that are NaN or infinite. Did the training diverge?",
+                code="not_finite",
+            )
+
+
+def _is_finite(data: memoryview, dtype: str) -> bool:
+    values = np.frombuffer(data, "<f4" if dtype == "F32" else "<u2")
+    for start in range(0, len(values), CHUNK_ITEMS):
+        chunk = values[start : start + CHUNK_ITEMS]
+        if dtype == "F32":
+            is_finite = np.isfinite(chunk).all()
+        else:
+            exponent = _EXPONENT_BITS[dtype]
+            is_finite = (chunk & exponent).max() != exponent
+        if not is_finite:
+            return False
+    return True
+
+
+def content_hash(files: AdapterFiles, buffer: memoryview) -> str:
+    """SHA-256 in hex over configuration (whatever its layout), header and weights: equal for equal adapters, wherever and whenever written.
+
+    buffer: as `read` filled it. KV of equal hashes may be shared, so nothing of the configuration is left out.
+    """
+    digest = hashlib.sha256(files.head_digest)
+    digest.update(_bytes(files, buffer))
+    return digest.hexdigest()
+
+
+def _bytes(files: AdapterFiles, buffer: memoryview) -> memoryview:
+    if buffer.nbytes != files.data_bytes:
+        raise ValueError(f"the buffer has {buffer.nbytes} bytes, the adapter {files.data_bytes}")
+    return buffer.cast("B")

@@ -1,0 +1,395 @@
+"""Which adapters this node has: their versions, in one SQLite file.
+
+Replacing an adapter's files makes a new version under a new number; numbers are never used again, so a request that runs on an old version
+is never taken for one of the new. What the rest may rely on:
+
+* A method that returned has its changes on disk (WAL with ``synchronous=FULL``). One that raised changed nothing.
+* A name has at most one current version (`ready` or `missing`); the database itself enforces it.
+* Any thread may call; calls take turns. They wait for the disk: not for the event loop.
+
+All of it but the pins and the counts can be made again from the folders. So a file that is damaged, or not ours, is set aside with a
+warning, and an empty registry begun.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from engine_bridge.adapters.errors import RegistryFailed
+
+logger = logging.getLogger(__name__)
+
+State = Literal["ready", "replaced", "removed", "missing"]
+
+SCHEMA_VERSION: Final = 1
+APPLICATION_ID: Final = (
+    0x4F564C41  # "OVLA": tells our file from another program's with the same schema number.
+)
+BUSY_TIMEOUT_S: Final = 5.0  # How long a write waits for another program (a backup, say) that holds the file.
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of an adapter.
+
+    state: `ready`; `missing` (current, but its files are away); `replaced` by a newer version of its name; `removed`.
+    crc32: of the weights in the file. signature: see `files.signature_of`. num_bytes: of the weights. Times are Unix seconds.
+    """
+
+    version_id: int
+    name: str
+    path: str
+    content_hash: str
+    crc32: int
+    signature: str
+    rank: int
+    num_bytes: int
+    target_modules: tuple[str, ...]
+    base_model: str | None
+    state: State
+    is_pinned: bool
+    added_at: float
+    last_used_at: float | None
+    num_uses: int
+
+
+_COLUMNS: Final = ", ".join(AdapterRecord.__struct_fields__)
+# ended_at: when the version was replaced or removed.
+_SCHEMA: Final = (
+    """CREATE TABLE versions (
+        version_id INTEGER PRIMARY KEY AUTOINCREMENT,
+        name TEXT NOT NULL,
+        path TEXT NOT NULL,
+        content_hash TEXT NOT NULL,
+        crc32 INTEGER NOT NULL,
+        signature TEXT NOT NULL,
+        rank INTEGER NOT NULL,
+        num_bytes INTEGER NOT NULL,
+        target_modules TEXT NOT NULL,
+        base_model TEXT,
+        state TEXT NOT NULL CHECK (state IN ('ready', 'replaced', 'removed', 'missing')),
+        is_pinned INTEGER NOT NULL DEFAULT 0,
+        added_at REAL NOT NULL,
+        ended_at REAL,
+        last_used_at REAL,
+        num_uses INTEGER NOT NULL DEFAULT 0
+    )""",
+    "CREATE UNIQUE INDEX current_versions ON versions (name) WHERE state IN ('ready', 'missing')",
+    "CREATE INDEX versions_by_path ON versions (path, signature)",
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {SCHEMA_VERSION}",
+)
+_CURRENT: Final = "name = ? AND state IN ('ready', 'missing')"
+
+
+class Registry:
+    """The adapters of one node. `path`: the file (its folder must exist), or None to keep it in memory. Raises RegistryFailed."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = _open(path)
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing; any other call afterwards raises RegistryFailed (`closed`)."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+    # --- reading -----------------------------------------------------------------------------------------------------------------------
+
+    def current(self, name: str) -> AdapterRecord | None:
+        """The version that new requests for `name` get. Look at its state: it may be `missing`."""
+        return next(iter(self._select(_CURRENT, name)), None)
+
+    def get(self, version_id: int) -> AdapterRecord | None:
+        """Any version there ever was, whatever became of it."""
+        return next(iter(self._select("version_id = ?", version_id)), None)
+
+    def all_current(self) -> list[AdapterRecord]:
+        """The current versions of all names, in the order of the names."""
+        return self._select("state IN ('ready', 'missing') ORDER BY name")
+
+    def known(self, path: str, signature: str) -> AdapterRecord | None:
+        """A `ready` version that was read from these very files: its facts hold, and they need not be read and hashed again."""
+        where = "path = ? AND signature = ? AND state = 'ready' ORDER BY version_id DESC LIMIT 1"
+        return next(iter(self._select(where, path, signature)), None)
+
+    # --- writing -----------------------------------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        name: str,
+        path: str,
+        *,
+        content_hash: str,
+        crc32: int,
+        signature: str,
+        rank: int,
+        num_bytes: int,
+        target_modules: tuple[str, ...],
+        base_model: str | None,
+        now: float,
+    ) -> AdapterRecord:
+        """Make what was read from `path` the current version of `name`, and return its record.
+
+        The same path and content as the current version's is that version, ready again if it was missing. Anything else becomes a new
+        version, pinned if the old one was; the old one becomes `replaced`. Raises RegistryFailed; ValueError for text with lone surrogates.
+        """
+        with self._transaction() as connection:
+            old = _current(connection, name)
+            if old is not None and (old.path, old.content_hash) == (path, content_hash):
+                connection.execute(
+                    "UPDATE versions SET signature = ?, state = 'ready' WHERE version_id = ?",
+                    (signature, old.version_id),
+                )
+                return _record(connection, old.version_id)
+            if old is not None:
+                _end(connection, old.version_id, "replaced", now)
+            fields = {
+                "name": name,
+                "path": path,
+                "content_hash": content_hash,
+                "crc32": crc32,
+                "signature": signature,
+                "rank": rank,
+                "num_bytes": num_bytes,
+                "target_modules": msgspec.json.encode(target_modules).decode(),
+                "base_model": base_model,
+                "state": "ready",
+                "is_pinned": old is not None and old.is_pinned,
+                "added_at": now,
+            }
+            marks = ", ".join(f":{field}" for field in fields)
+            cursor = connection.execute(
+                f"INSERT INTO versions ({', '.join(fields)}) VALUES ({marks})", fields
+            )
+            assert cursor.lastrowid is not None
+            return _record(connection, cursor.lastrowid)
+
+    def remove(self, name: str, now: float) -> AdapterRecord | None:
+        """Take the name out of service. Returns the version that was current, now `removed`; None if there was none."""
+        with self._transaction() as connection:
+            old = _current(connection, name)
+            if old is None:
+                return None
+            _end(connection, old.version_id, "removed", now)
+            return _record(connection, old.version_id)
+
+    def mark_missing(self, version_id: int) -> bool:
+        """Note that a ready version's files are away; `register` makes it ready again. False if it was not ready: nothing is done then."""
+        with self._transaction() as connection:
+            cursor = connection.execute(
+                "UPDATE versions SET state = 'missing' WHERE version_id = ? AND state = 'ready'",
+                (version_id,),
+            )
+            return cursor.rowcount > 0
+
+    def set_pinned(self, name: str, is_pinned: bool) -> AdapterRecord | None:
+        """Pin or unpin the name's current version, and with it those that replace it. Returns it; None if there is none."""
+        with self._transaction() as connection:
+            old = _current(connection, name)
+            if old is None:
+                return None
+            connection.execute(
+                "UPDATE versions SET is_pinned = ? WHERE version_id = ?", (is_pinned, old.version_id)
+            )
+            return _record(connection, old.version_id)
+
+    def note_uses(self, uses: Mapping[int, tuple[int, float]]) -> None:
+        """Add to the counts. uses: version_id -> (uses since the last call, time of the last one). Unknown ids are passed over."""
+        if not uses:
+            return
+        rows = [(num_uses, used_at, used_at, version_id) for version_id, (num_uses, used_at) in uses.items()]
+        with self._transaction() as connection:
+            connection.executemany(
+                "UPDATE versions SET num_uses = num_uses + ?, last_used_at = max(ifnull(last_used_at, ?), ?) WHERE version_id = ?",
+                rows,
+            )
+
+    # --- the connection ----------------------------------------------------------------------------------------------------------------
+
+    def _select(self, where: str, *args: Any) -> list[AdapterRecord]:
+        with self._use() as connection:
+            return _select(connection, where, *args)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._use() as connection, _transaction(connection):
+            yield connection
+
+    @contextmanager
+    def _use(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if self._connection is None:
+                raise RegistryFailed("The registry of adapters is closed.", code="closed")
+            try:
+                yield self._connection
+            except (sqlite3.Error, msgspec.MsgspecError) as error:
+                raise _failed(error) from error
+
+
+# --- statements, each within a caller's transaction --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # SQLite has rolled back by itself after some errors, a full disk among them.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _select(connection: sqlite3.Connection, where: str, *args: Any) -> list[AdapterRecord]:
+    try:
+        rows = connection.execute(f"SELECT {_COLUMNS} FROM versions WHERE {where}", args).fetchall()
+    except UnicodeEncodeError:  # A client's name with lone surrogates, which no record can have.
+        return []
+    return [_from_row(row) for row in rows]
+
+
+def _from_row(row: tuple[Any, ...]) -> AdapterRecord:
+    """Raises msgspec.MsgspecError if the row is not one of ours."""
+    fields = dict(zip(AdapterRecord.__struct_fields__, row, strict=True))
+    fields["target_modules"] = msgspec.json.decode(fields["target_modules"])
+    fields["is_pinned"] = bool(fields["is_pinned"])
+    return msgspec.convert(fields, AdapterRecord)
+
+
+def _current(connection: sqlite3.Connection, name: str) -> AdapterRecord | None:
+    return next(iter(_select(connection, _CURRENT, name)), None)
+
+
+def _record(connection: sqlite3.Connection, version_id: int) -> AdapterRecord:
+    return _select(connection, "version_id = ?", version_id)[0]
+
+
+def _end(connection: sqlite3.Connection, version_id: int, state: State, now: float) -> None:
+    connection.execute(
+        "UPDATE versions SET state = ?, ended_at = ? WHERE version_id = ?", (state, now, version_id)
+    )
+
+
+def _failed(error: Exception) -> RegistryFailed:
+    """What a client may know; the cause goes to the log here, for it names what the operator must mend."""
+    logger.error("registry of adapters: %s", error)
+    code = _code(error)
+    if code == sqlite3.SQLITE_FULL:
+        return RegistryFailed("The server's disk is full; nothing was stored.", code="disk_full")
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return RegistryFailed(
+            "The registry of adapters is in use by another program; nothing was stored.", code="busy"
+        )
+    return RegistryFailed(
+        "The registry of adapters failed; nothing was stored. The server's log says why.",
+        code="registry_failed",
+    )
+
+
+def _code(error: Exception) -> int:
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+# --- opening -----------------------------------------------------------------------------------------------------------------------------
+
+
+class _Unusable(Exception):
+    """The file is no registry that this version can go on with. The text says why, for the log."""
+
+
+def _open(path: Path | None) -> sqlite3.Connection:
+    try:
+        try:
+            return _connect(path, first_id=1)
+        except _Unusable as reason:
+            assert path is not None  # nothing that is in memory is old
+            aside = _set_aside(path)
+            logger.warning(
+                "the registry of adapters %s is set aside as %s: %s. A new one is begun; pins are lost",
+                path,
+                aside.name,
+                reason,
+            )
+            # Numbers of the old file must not come again, and it cannot be asked for them. One a second on average is never reached.
+            return _connect(path, first_id=int(time.time()))
+    except (sqlite3.Error, _Unusable, OSError) as error:
+        raise _failed(error) from error
+
+
+def _connect(path: Path | None, first_id: int) -> sqlite3.Connection:
+    # isolation_level=None: we say BEGIN and COMMIT ourselves. Our lock does what check_same_thread would.
+    connection = sqlite3.connect(
+        path or ":memory:", isolation_level=None, timeout=BUSY_TIMEOUT_S, check_same_thread=False
+    )
+    try:
+        is_new = _check(connection)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        if is_new:
+            _create(connection, first_id)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check(connection: sqlite3.Connection) -> bool:
+    """Whether the database is new, that is, empty. Raises _Unusable for one that is damaged or not ours; nothing is written to it."""
+    try:
+        if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+            return True
+        found = tuple(_pragma(connection, name) for name in ("application_id", "user_version"))
+        if found != (APPLICATION_ID, SCHEMA_VERSION):
+            raise _Unusable("another program or version wrote it")
+        verdict = _pragma(connection, "quick_check(1)")
+        if verdict != "ok":
+            raise _Unusable(" ".join(str(verdict).split()))
+        _select(connection, "1")
+    except (msgspec.MsgspecError, sqlite3.Error) as error:
+        if isinstance(error, sqlite3.Error) and _code(error) not in _DAMAGE:
+            raise
+        raise _Unusable(str(error)) from error
+    return False
+
+
+# SQLITE_ERROR: a table or a column is not there. 0: not from SQLite but from Python's module, which met text that is not UTF-8.
+_DAMAGE: Final = frozenset({sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR, 0})
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> Any:
+    return connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+def _create(connection: sqlite3.Connection, first_id: int) -> None:
+    with _transaction(connection):
+        for statement in _SCHEMA:
+            connection.execute(statement)
+        connection.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('versions', ?)", (first_id - 1,))
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename the file, and its logs with it, to a name that is free. Raises OSError.
+
+    The logs go first: a log that stayed behind would be played into the new file.
+    """
+    number = 1
+    while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
+        number += 1
+    for suffix in ("-wal", "-shm", ""):
+        part = path.with_name(path.name + suffix)
+        if suffix == "" or part.exists():
+            part.rename(aside.with_name(aside.name + suffix))
+    return aside

@@ -1,0 +1,122 @@
+"""How our residency takes the place of vLLM's LoRA manager: the one class that vLLM builds by name, and a gate in its scheduler.
+
+Source: vLLM 0.32, `v1/worker/lora_model_runner_mixin.py` (the manager), `v1/core/sched/scheduler.py` (the gate).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import vllm.v1.worker.lora_model_runner_mixin as mixin
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.platforms import current_platform
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from engine_bridge.driver.adapters.residency import Residency
+from engine_bridge.driver.adapters.slots import SPARE_SLOTS
+from engine_bridge.errors import SeamMoved
+
+
+class SlotTable(LRUCacheLoRAModelManager):
+    """vLLM's manager, of which we use the layers, the packing of weights and the slot table."""
+
+    @property
+    def lora_slots(self) -> int:
+        # On a CPU, stacks are memory that nobody touches: a few slots more cost nothing.
+        spare = SPARE_SLOTS if current_platform.is_cpu() else 0
+        return int(self.lora_config.max_loras) + spare
+
+    @property
+    def capacity(self) -> int:
+        return self.lora_slots
+
+
+class GatedWorkerManager(LRUCacheWorkerLoRAManager):
+    """Never loads anything in a step. Until it has a residency (profiling, warm-up with dummies) it is vLLM's own."""
+
+    _manager_cls = SlotTable
+    residency: Residency | None = None
+
+    def _apply_adapters(self, lora_requests: set[Any]) -> None:
+        if self.residency is None:
+            super()._apply_adapters(lora_requests)
+        else:
+            self.residency.enter({request.lora_int_id for request in lora_requests if request})
+
+
+class GatedScheduler(AsyncScheduler):
+    """Passes over waiting requests whose adapter cannot be computed with yet; they keep their place in the queue."""
+
+    may_start: Callable[[int], bool] | None = None
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        if self.may_start is None or request.lora_request is None:
+            return True
+        return self.may_start(request.lora_request.lora_int_id)
+
+
+_stock_worker_manager: Any = getattr(mixin, "LRUCacheWorkerLoRAManager", None)
+
+
+def install() -> None:
+    """Make the next engine of this process use our manager. Raises SeamMoved."""
+    check_seam()
+    mixin.LRUCacheWorkerLoRAManager = GatedWorkerManager
+
+
+def uninstall() -> None:
+    """Give vLLM its own manager back for engines built from now on."""
+    mixin.LRUCacheWorkerLoRAManager = _stock_worker_manager
+
+
+def worker_manager_of(engine: Any) -> GatedWorkerManager:
+    """Of an in-process `LLMEngine`. Raises SeamMoved if it is not ours."""
+    worker = engine.engine_core.engine_core.model_executor.driver_worker
+    manager = getattr(worker, "worker", worker).model_runner.lora_manager
+    if not isinstance(manager, GatedWorkerManager):
+        raise SeamMoved(f"the engine loads adapters with {type(manager).__name__}: install() came too late")
+    return manager
+
+
+def kv_caches_of(engine: Any) -> list[Any]:
+    """A tensor per layer."""
+    worker = engine.engine_core.engine_core.model_executor.driver_worker
+    return list(getattr(worker, "worker", worker).model_runner.kv_caches)
+
+
+# Who must still take which parameters, and look up which name when it runs, or our part is never called.
+_SIGNATURES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (LRUCacheWorkerLoRAManager, "_apply_adapters", ("lora_requests",)),
+    (Scheduler, "_handle_blocked_waiting_request", ("request",)),
+    (BlockPool, "get_new_blocks", ("num_blocks",)),
+    (BlockPool, "unpin_blocks", ("blocks", "on_reuse")),
+)
+_CALLS: tuple[tuple[Any, str, str], ...] = (
+    (mixin.LoRAModelRunnerMixin, "load_lora_model", "LRUCacheWorkerLoRAManager"),
+    (LRUCacheWorkerLoRAManager, "set_active_adapters", "_apply_adapters"),
+    (LRUCacheWorkerLoRAManager, "create_lora_manager", "_manager_cls"),
+    (Scheduler, "schedule", "_handle_blocked_waiting_request"),
+)
+
+
+def check_seam() -> None:
+    """Raise SeamMoved, naming each difference, unless vLLM still has every name and signature that this module uses."""
+    moved = []
+    for owner, name, expected in _SIGNATURES:
+        function = getattr(owner, name, None)
+        found = tuple(inspect.signature(function).parameters)[1:] if callable(function) else None
+        if found != expected:
+            moved.append(f"{owner.__name__}.{name} takes {found}, expected {expected}")
+    for owner, name, callee in _CALLS:
+        code = getattr(getattr(owner, name, None), "__code__", None)
+        if code is None or callee not in code.co_names:
+            moved.append(f"{owner.__name__}.{name} no longer looks up {callee}")
+    if moved:
+        raise SeamMoved("vLLM's LoRA seam has moved; adapters cannot be served: " + "; ".join(moved))

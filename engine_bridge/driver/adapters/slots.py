@@ -1,0 +1,158 @@
+"""Adapters in slots: what the layers of a step compute with.
+
+On a CPU a slot holds no copy in vLLM's stacks: our wrapper computes with weights laid out for its GEMMs (`SlotWeights`), layer by layer, by
+whoever needs a layer first: the loader's thread ahead of time, or the forward pass that has come to it. So a request may start as soon
+as its adapter is in host memory (CPU-assist, CaraServe §4.1: here host and device are one), and takes over what the loader has done by then.
+On CUDA a slot is vLLM's stacks, filled by copies on the compute stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
+from engine_bridge.driver.lora import Pending, SegmentPunicaWrapper, SlotWeights, pack_slot
+from engine_bridge.errors import SeamMoved
+
+# On a CPU, slots beyond the adapters that one step may use: where the next ones are laid out while all others run. Chosen.
+SPARE_SLOTS = 2
+
+
+class Slots(Protocol):
+    """The places for adapters in use. Called on the engine thread, but for `finish`."""
+
+    def fill(self, slot: int, weights: AdapterWeights) -> None:
+        """Have the layers compute rows of this slot with these weights from the next step on."""
+        ...
+
+    def finish(self, slot: int) -> None:
+        """Do what `fill` has left to do. May run on the loader's thread."""
+        ...
+
+    def is_filled(self, slot: int) -> bool:
+        """Is nothing left to do?"""
+        ...
+
+
+class StackedSlots:
+    """vLLM's own stacks, filled at once."""
+
+    def __init__(self, manager: Any) -> None:
+        self._layers = dict(manager.modules)
+
+    def fill(self, slot: int, weights: AdapterWeights) -> None:
+        for name, layer in self._layers.items():
+            module = weights.modules.get(name)
+            if module is None:
+                layer.reset_lora(slot)
+            else:
+                layer.set_lora(slot, *module.as_arguments())
+
+    def finish(self, slot: int) -> None:
+        pass
+
+    def is_filled(self, slot: int) -> bool:
+        return True
+
+
+class PackedSlots:
+    """Our wrapper's layouts, in memory that a slot keeps for its next adapter."""
+
+    def __init__(self, manager: Any, wrapper: SegmentPunicaWrapper) -> None:
+        self._layers = dict(manager.modules)
+        self._packs: dict[str, list[SlotWeights | Pending | None]] = {}
+        for name, layer in self._layers.items():
+            if _is_plain(layer):
+                packs = wrapper.packs_of(layer)
+                if packs is None:
+                    raise SeamMoved(f"LoRA layer {name} has not announced itself to our wrapper")
+                self._packs[name] = packs
+        num_slots = manager.lora_slots
+        self._locks = [threading.Lock() for _ in range(num_slots)]
+        self._storages: list[dict[str, torch.Tensor]] = [{} for _ in range(num_slots)]
+        self._unfinished: list[list[Pending]] = [[] for _ in range(num_slots)]
+        self._in_stacks: set[tuple[int, str]] = set()  # slots and layers whose stacks hold weights
+
+    def fill(self, slot: int, weights: AdapterWeights) -> None:
+        with self._locks[slot]:  # the loader may be at work on what lay here
+            self._unfinished[slot] = []
+            for name, layer in self._layers.items():
+                module = weights.modules.get(name)
+                packs = self._packs.get(name)
+                is_ours = packs is not None and (module is None or _fits(module, layer))
+                self._set_stacks(slot, name, None if is_ours else module)
+                if packs is not None and is_ours:
+                    self._keep_storage(slot, name)
+                    packs[slot] = self._pending(slot, name, layer, module) if module is not None else None
+
+    def finish(self, slot: int) -> None:
+        for layer in self._unfinished[slot]:
+            layer.take()
+
+    def is_filled(self, slot: int) -> bool:
+        if any(layer.is_waiting for layer in self._unfinished[slot]):
+            return False
+        self._unfinished[slot] = []  # which keeps the host's weights alive
+        return True
+
+    def _pending(self, slot: int, name: str, layer: Any, module: ModuleWeights) -> Pending:
+        outputs = [stack[slot, 0] for stack in layer.lora_b_stacked]
+        ranks = [0 if a is None else a.size(0) for a in module.a]
+        # A slice without weights still has a width.
+        b_slices = [outputs[i] if b is None else b for i, b in enumerate(module.b)]
+        a_slices = [layer.lora_a_stacked[i][slot, 0] if a is None else a for i, a in enumerate(module.a)]
+
+        def pack() -> SlotWeights | None:
+            packed = pack_slot(a_slices, b_slices, ranks, self._storages[slot].pop(name, None))
+            if packed is not None:
+                self._storages[slot][name] = packed.storage
+            return packed
+
+        pending = Pending(self._packs[name], slot, pack, self._locks[slot])
+        self._unfinished[slot].append(pending)
+        return pending
+
+    def _keep_storage(self, slot: int, name: str) -> None:
+        weights = self._packs[name][slot]
+        if isinstance(weights, SlotWeights):
+            self._storages[slot].setdefault(name, weights.storage)
+
+    def _set_stacks(self, slot: int, name: str, module: ModuleWeights | None) -> None:
+        """Layers that read vLLM's stacks themselves (embeddings), and weights that vLLM must split first. None: there is nothing in them."""
+        if module is not None:
+            self._in_stacks.add((slot, name))
+            self._layers[name].set_lora(slot, *module.as_arguments())
+        elif (slot, name) in self._in_stacks:
+            self._in_stacks.discard((slot, name))
+            self._layers[name].reset_lora(slot)
+
+
+def make_slots(manager: Any) -> Slots:
+    """For the wrapper that the engine computes with."""
+    wrappers = list(manager.punica_wrapper_mapping.values())
+    if len(wrappers) == 1 and isinstance(wrappers[0], SegmentPunicaWrapper):
+        return PackedSlots(manager, wrappers[0])
+    return StackedSlots(manager)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Does only our wrapper read this layer's A and B?"""
+    return all(stack.dim() == 4 for stack in _stacks(layer))
+
+
+def _stacks(layer: Any) -> Iterator[torch.Tensor]:
+    for name in ("lora_a_stacked", "lora_b_stacked"):
+        stacked = vars(layer).get(name)
+        if not isinstance(stacked, tuple):
+            yield torch.empty(0)  # not one per slice: not plain
+        else:
+            yield from stacked
+
+
+def _fits(module: ModuleWeights, layer: Any) -> bool:
+    """One pair of weights for each of the layer's slices."""
+    return len(module.b) == len(layer.lora_b_stacked) and getattr(layer, "tp_size", 1) == 1

@@ -1,0 +1,207 @@
+"""One adapter's weights in host memory, packed and scaled as vLLM's layers take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from engine_bridge.adapters.errors import AdapterRejected, quoted
+from engine_bridge.adapters.files import AdapterFiles, ModelContract, TensorInfo, inspect, read
+from engine_bridge.adapters.registry import AdapterRecord
+
+TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWeights:
+    """A and B of one of vLLM's layers: per slice (q, k, v) `a` [rank, in] and `b` [out, rank], None where the adapter leaves it alone.
+
+    `is_list`: whether the layer's `set_lora` takes lists of them, or the one pair that there is.
+    """
+
+    a: tuple[torch.Tensor | None, ...]
+    b: tuple[torch.Tensor | None, ...]
+    is_list: bool
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from (tensor for tensor in (*self.a, *self.b) if tensor is not None)
+
+    def as_arguments(self) -> tuple[Any, Any]:
+        """The `lora_a` and `lora_b` of vLLM's `set_lora`."""
+        return (list(self.a), list(self.b)) if self.is_list else (self.a[0], self.b[0])
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """By the name of vLLM's layer ("model.layers.0.self_attn.qkv_proj"). `buffer` is the memory that most of it lies in."""
+
+    modules: dict[str, ModuleWeights]
+    num_bytes: int
+    buffer: torch.Tensor | None
+
+
+class BufferPool:
+    """Host memory that left adapters gave back: fresh pages cost more to touch than an adapter to read (measured on a virtual machine).
+
+    Of one thread. Pinned where the engine copies from it by DMA.
+    """
+
+    def __init__(self, is_pinned: bool, max_idle_bytes: int) -> None:
+        self._is_pinned = is_pinned
+        self._max_idle_bytes = max_idle_bytes
+        self._idle: list[torch.Tensor] = []
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Uint8, at least as long; what lies in it is of no use."""
+        fitting = [b for b in self._idle if num_bytes <= b.numel() <= max(2 * num_bytes, 1 << 20)]
+        if fitting:
+            best = min(fitting, key=lambda buffer: buffer.numel())
+            self._idle = [buffer for buffer in self._idle if buffer is not best]
+            return best
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._idle.append(buffer)
+        while sum(idle.numel() for idle in self._idle) > self._max_idle_bytes:
+            self._idle.pop(0)
+
+
+class Loader:
+    """Reads adapters from disk. Every method runs on the loader's thread.
+
+    Args:
+        manager: vLLM's LoRAModelManager, of which only what never changes is read.
+    """
+
+    def __init__(self, manager: Any, contract: ModelContract, vocab_size: int, max_idle_bytes: int) -> None:
+        self._manager = manager
+        self._contract = contract
+        self._vocab_size = vocab_size
+        self._dtype = manager.lora_config.lora_dtype
+        self.buffers = BufferPool(torch.device(manager.device).type == "cuda", max_idle_bytes)
+
+    def load(self, record: AdapterRecord) -> AdapterWeights:
+        """Raises AdapterRejected, code `changed`, if the files are not what was registered."""
+        files = inspect(Path(record.path), self._contract)
+        buffer = self.buffers.take(files.data_bytes)
+        data = buffer[: files.data_bytes]
+        if read(files, memoryview(data.numpy())) != record.crc32:
+            raise AdapterRejected(
+                f"The files of adapter {quoted(record.name)} are not those that were registered. Load it again.",
+                code="changed",
+            )
+        model = self._model(record.version_id, files, data)
+        modules = {name: _module(lora) for name, lora in model.loras.items()}
+        _check_scaled(record.name, modules)
+        return _weights(modules, buffer)
+
+    def _model(self, adapter_id: int, files: AdapterFiles, data: torch.Tensor) -> LoRAModel:
+        """By vLLM's own reading of names, scales and fused layers."""
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        model = LoRAModel.from_lora_tensors(
+            adapter_id,
+            {info.name: _view(data, info, files.data_offset) for info in files.tensors},
+            PEFTHelper.from_dict(dict(files.config)),
+            device="cpu",
+            dtype=self._dtype,
+            model_vocab_size=self._vocab_size,
+            weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+            skip_prefixes=getattr(self._manager.model, "lora_skip_prefixes", None),
+        )
+        with torch.inference_mode():
+            self._manager._create_merged_loras_inplace(model)
+        return model
+
+
+def _view(data: torch.Tensor, info: TensorInfo, data_offset: int) -> torch.Tensor:
+    start = info.offset - data_offset
+    part = data[start : start + info.num_bytes]
+    dtype = TORCH_DTYPES[info.dtype]
+    if part.storage_offset() % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype).view(info.shape)
+
+
+def _module(lora: Any) -> ModuleWeights:
+    if isinstance(lora.lora_a, list):
+        return ModuleWeights(tuple(lora.lora_a), tuple(lora.lora_b), is_list=True)
+    return ModuleWeights((lora.lora_a,), (lora.lora_b,), is_list=False)
+
+
+def _check_scaled(name: str, modules: dict[str, ModuleWeights]) -> None:
+    """What was finite in the file may overflow where it is scaled, or in the model's type."""
+    for module in modules.values():
+        for tensor in module.tensors():
+            low, high = torch.aminmax(tensor)
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise AdapterRejected(
+                    f"The weights of adapter {quoted(name)} overflow when they are scaled.", code="not_finite"
+                )
+
+
+def _weights(modules: dict[str, ModuleWeights], buffer: torch.Tensor) -> AdapterWeights:
+    """Where all tensors were converted to another type, nothing lies in the buffer any more."""
+    inside = buffer.untyped_storage().data_ptr()
+    tensors = [tensor for module in modules.values() for tensor in module.tensors()]
+    is_used = any(tensor.untyped_storage().data_ptr() == inside for tensor in tensors)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return AdapterWeights(modules, num_bytes, buffer if is_used else None)
+
+
+# -- what an adapter must be to run here -----------------------------------------------------------------------------
+
+
+def contract_of(manager: Any, base_models: tuple[str, ...]) -> ModelContract:
+    """What the engine's layers take, for `engine_bridge.adapters.files`."""
+    modules: dict[str, tuple[int, int]] = {}
+    embeddings = set()
+    for name, layer in manager.modules.items():
+        shapes = _slice_shapes(layer)
+        parts = manager.packed_modules.get(name, [name])
+        if len(parts) == len(shapes):
+            modules |= dict(zip(parts, shapes, strict=True))
+        if len(parts) > 1 and shapes:
+            modules[name] = (shapes[0][0], sum(num_out for _, num_out in shapes))
+        if shapes and not isinstance(layer.lora_a_stacked, tuple) and layer.lora_a_stacked.dim() == 3:
+            embeddings.add(name)
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    renames = mapper.get_rename_mapper() if mapper is not None else None
+    return ModelContract(
+        modules=modules,
+        max_rank=manager.lora_config.max_lora_rank,
+        base_models=base_models,
+        module_of=lambda name: parse_fine_tuned_lora_name(name, renames),
+        check_config=_unsupported,
+        embedding_modules=frozenset(embeddings),
+    )
+
+
+def _slice_shapes(layer: Any) -> list[tuple[int, int]]:
+    """(in, out) per slice. Layers without A and B stacks of their own (experts) have none: adapters on them are refused."""
+    a_stacked, b_stacked = vars(layer).get("lora_a_stacked"), vars(layer).get("lora_b_stacked")
+    if a_stacked is None or b_stacked is None:
+        return []
+    a_parts = a_stacked if isinstance(a_stacked, tuple) else (a_stacked,)
+    b_parts = b_stacked if isinstance(b_stacked, tuple) else (b_stacked,)
+    if any(part.dim() > 4 or part.dim() < 3 for part in (*a_parts, *b_parts)):
+        return []
+    # An embedding's A is looked up by token: [slots, vocabulary, rank].
+    return [
+        (a.shape[-1] if a.dim() == 4 else a.shape[-2], b.shape[-2])
+        for a, b in zip(a_parts, b_parts, strict=True)
+    ]
+
+
+def _unsupported(config: dict[str, Any]) -> tuple[str, ...]:
+    """What vLLM says of a configuration, as phrases."""
+    try:
+        return tuple(PEFTHelper.from_dict(dict(config))._validate_features())
+    except (TypeError, ValueError) as error:
+        return (str(error),)

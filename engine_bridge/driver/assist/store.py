@@ -1,0 +1,179 @@
+"""The adapters whose weights the workers can read."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine_bridge.driver.assist.allocator import FirstFit, align
+from engine_bridge.driver.assist.layout import FLOAT_BYTES, WORD_BYTES, head_bytes
+
+
+class Expand(Protocol):
+    """`y[:, left:right] += h[:, low:high] @ b`, with `b` `[high - low, right - left]`. `lora.Expand` is one."""
+
+    @property
+    def low(self) -> int: ...
+    @property
+    def high(self) -> int: ...
+    @property
+    def left(self) -> int: ...
+    @property
+    def right(self) -> int: ...
+    @property
+    def b(self) -> torch.Tensor: ...
+
+
+class LayerWeights(Protocol):
+    """One adapter in one layer: `a` is `[in, total rank]`, or None where x has been through it (embeddings). `lora.SlotWeights` is one."""
+
+    @property
+    def a(self) -> torch.Tensor | None: ...
+    @property
+    def expands(self) -> Sequence[Expand]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """Where one layer's head lies in the weights region, and which widths it takes.
+
+    `num_in` is None without A: then x needs `least_in` columns.
+    """
+
+    head: int
+    num_in: int | None
+    least_in: int
+    least_out: int
+
+
+@dataclass(slots=True)
+class Adapter:
+    """One adapter's stretch of the weights region. `num_tickets` of the deltas in flight read it."""
+
+    offset: int
+    modules: dict[str, Module]
+    num_tickets: int = 0
+    is_dropped: bool = False
+
+
+class WeightStore:
+    """Adapters in the weights region, each in one stretch of it.
+
+    `put` and `drop` may be called from one thread while another borrows and returns.
+
+    Args:
+        region: shared with the workers.
+        num_bytes: what of it may be used.
+        max_in, max_out: the widest module.
+    """
+
+    def __init__(self, region: mmap.mmap, num_bytes: int, max_in: int, max_out: int) -> None:
+        self._words = memoryview(region).cast("q")
+        self._floats = torch.frombuffer(region, dtype=torch.float32)
+        self._room = FirstFit(num_bytes)
+        self._max_in, self._max_out = max_in, max_out
+        self._adapters: dict[int, Adapter] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def free_bytes(self) -> int:
+        return self._room.free_bytes
+
+    def find(self, adapter_id: int) -> Adapter | None:
+        return self._adapters.get(adapter_id)
+
+    def put(self, adapter_id: int, weights: Mapping[str, LayerWeights]) -> bool:
+        """See `AssistPool.put`."""
+        for name, layer in weights.items():
+            self._check(name, layer)
+        with self._lock:
+            if adapter_id in self._adapters:
+                raise ValueError(f"adapter {adapter_id} is in the assist pool already")
+            offset = self._room.allocate(sum(_layer_bytes(layer) for layer in weights.values()))
+        if offset is None:
+            return False
+        adapter = Adapter(offset, {})
+        at = offset
+        for name, layer in weights.items():
+            adapter.modules[name] = self._write(at, layer)
+            at += _layer_bytes(layer)
+        with self._lock:
+            self._adapters[adapter_id] = adapter
+        return True
+
+    def drop(self, adapter_id: int) -> None:
+        """See `AssistPool.drop`."""
+        with self._lock:
+            adapter = self._adapters.pop(adapter_id, None)
+            if adapter is not None:
+                adapter.is_dropped = True
+                self._free_if_unused(adapter)
+
+    def borrow(self, adapter_id: int, module: str) -> tuple[Adapter, Module]:
+        """Return where a module's weights are, and keep them there until `give_back`. Raises KeyError if they are not here."""
+        with self._lock:
+            adapter = self._adapters[adapter_id]
+            place = adapter.modules[module]
+            adapter.num_tickets += 1
+            return adapter, place
+
+    def give_back(self, adapter: Adapter) -> None:
+        with self._lock:
+            adapter.num_tickets -= 1
+            self._free_if_unused(adapter)
+
+    def _free_if_unused(self, adapter: Adapter) -> None:
+        """With the lock held."""
+        if adapter.is_dropped and not adapter.num_tickets:
+            self._room.free(adapter.offset)
+
+    def _check(self, name: str, layer: LayerWeights) -> None:
+        module = _describe(0, layer)
+        if module.least_in > self._max_in or module.least_out > self._max_out:
+            raise ValueError(f"module {name} is wider than the assist pool")
+        if layer.a is not None and layer.a.size(1) < max(part.high for part in layer.expands):
+            raise ValueError(f"module {name}: B needs more ranks than A has")
+        for part in layer.expands:
+            if tuple(part.b.shape) != (part.high - part.low, part.right - part.left):
+                raise ValueError(f"module {name}: b is {tuple(part.b.shape)}, not what its edges say")
+
+    def _write(self, offset: int, layer: LayerWeights) -> Module:
+        """Write one layer's head and matrices at `offset`, `_layer_bytes` in all, and return where they are."""
+        at = offset + align(head_bytes(len(layer.expands)))
+        total_rank = layer.a.size(1) if layer.a is not None else 0
+        module = _describe(offset, layer)
+        head = [module.num_in or 0, total_rank, at, len(layer.expands)]
+        if layer.a is not None:
+            at = self._write_matrix(at, layer.a)
+        for part in layer.expands:
+            head += [part.low, part.high, part.left, part.right, at]
+            at = self._write_matrix(at, part.b)
+        for i, word in enumerate(head, start=offset // WORD_BYTES):
+            self._words[i] = word
+        return module
+
+    def _write_matrix(self, offset: int, matrix: torch.Tensor) -> int:
+        """Copy a matrix to `offset` as row-major fp32 and return where the next one may begin."""
+        start = offset // FLOAT_BYTES
+        self._floats[start : start + matrix.numel()].view(matrix.shape).copy_(matrix)
+        return offset + _matrix_bytes(matrix)
+
+
+def _describe(offset: int, layer: LayerWeights) -> Module:
+    num_in = layer.a.size(0) if layer.a is not None else None
+    least_in = num_in or max(part.high for part in layer.expands)
+    return Module(offset, num_in, least_in, max(part.right for part in layer.expands))
+
+
+def _matrix_bytes(matrix: torch.Tensor) -> int:
+    return align(matrix.numel() * FLOAT_BYTES)
+
+
+def _layer_bytes(layer: LayerWeights) -> int:
+    matrices = [part.b for part in layer.expands] + ([layer.a] if layer.a is not None else [])
+    return align(head_bytes(len(layer.expands))) + sum(_matrix_bytes(matrix) for matrix in matrices)

@@ -1,0 +1,146 @@
+"""What runs in a worker process: wait for a signal, compute the jobs in the mailbox, say so. One thread computes.
+
+Started by `AssistPool` as `python -m engine_bridge.driver.assist.worker`, with file descriptors and numbers as arguments: a fresh interpreter, so it
+shares no lock or CUDA context with the engine, and unlike multiprocessing's spawn does not import the parent's main module again.
+
+An error ends the process with its traceback; the parent sees the end and goes on without the pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import select
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine_bridge.driver.assist.layout import (
+    EXPAND_WORDS,
+    FLOAT_BYTES,
+    HEAD_WORDS,
+    WORD_BYTES,
+    Job,
+    mailboxes,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def die_with_parent(parent: int, is_main_thread: bool) -> None:
+    """End this process when process `parent` ends, however that happens.
+
+    A thread waits for the parent's pidfd. The kernel's own PR_SET_PDEATHSIG also ends a worker that has been stopped or hangs in native code, but its
+    "parent" is the *thread* that started us: asked for only where that is the parent's main thread, or a loader thread's end would take us along.
+    """
+    watch = os.pidfd_open(parent)
+    if is_main_thread:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we looked; its number may be somebody else's by now
+        os._exit(0)
+
+    def wait() -> None:
+        poller = select.poll()
+        poller.register(watch, select.POLLIN)
+        poller.poll()
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def matrix(region: torch.Tensor, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
+    """View `[num_rows, num_columns]` fp32 at byte `offset` of a region given as flat fp32."""
+    return region.as_strided((num_rows, num_columns), (num_columns, 1), offset // FLOAT_BYTES)
+
+
+def compute(job: Job, words: memoryview, weights: torch.Tensor, jobs: torch.Tensor) -> None:
+    """Add one job's delta to its results.
+
+    The arithmetic is that of `lora.SlotWeights.add_to`. It stands here again because that module imports vllm; a test compares the bits.
+
+    Args:
+        words: the weights region as int64, for the layer's head.
+        weights, jobs: the two regions as flat fp32 tensors.
+    """
+    head = job.layer // WORD_BYTES
+    num_in, total_rank, a, num_expands = words[head : head + HEAD_WORDS]
+    h = matrix(jobs, job.x, job.num_rows, job.num_in)
+    if total_rank:
+        h = h.mm(matrix(weights, a, num_in, total_rank))
+    if job.scale != 1.0:
+        h = h * job.scale
+    results = matrix(jobs, job.results, job.num_rows, job.num_out)
+    if job.is_zeroed:
+        results.zero_()
+    for i in range(num_expands):
+        at = head + HEAD_WORDS + i * EXPAND_WORDS
+        low, high, left, right, b = words[at : at + EXPAND_WORDS]
+        part = results if right - left == job.num_out else results[:, left:right]
+        h_part = h if high - low == h.size(1) else h[:, low:high]
+        part.addmm_(h_part, matrix(weights, b, high - low, right - left))
+
+
+def flat(region: mmap.mmap) -> torch.Tensor:
+    """The region as a flat fp32 tensor, without a copy."""
+    import torch
+
+    with warnings.catch_warnings():
+        # We map the weights read-only, so that no fault of ours can change them. torch has no such tensors and says so; we only read.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(region, dtype=torch.float32)
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Compute jobs until killed."""
+    import torch
+
+    torch.set_num_threads(1)
+    weights = mmap.mmap(arguments.weights, 0, prot=mmap.PROT_READ)
+    # Touched now: the first touch of a page would otherwise fall into a request's time.
+    jobs = mmap.mmap(arguments.jobs, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    words = memoryview(weights).cast("q")
+    mailbox = mailboxes(memoryview(jobs), arguments.num_workers)[arguments.worker]
+    weights_f32, jobs_f32 = flat(weights), flat(jobs)
+    mailbox.set_ready()
+    os.eventfd_write(arguments.done, 1)
+    number = 0
+    with torch.inference_mode():
+        while True:
+            for _ in range(os.eventfd_read(arguments.bell)):
+                job = mailbox.read(number)
+                if job.num_rows:
+                    compute(job, words, weights_f32, jobs_f32)
+                number += 1
+                mailbox.set_num_done(number)
+                os.eventfd_write(arguments.done, 1)
+
+
+def main(argv: Sequence[str]) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C in a terminal reaches the whole group; the parent decides what it means
+    parser = argparse.ArgumentParser()
+    for name in ("parent", "worker", "num-workers", "weights", "jobs", "bell", "done"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--cpu", type=int)
+    parser.add_argument("--main-thread", action="store_true")
+    arguments = parser.parse_args(argv)
+    die_with_parent(arguments.parent, arguments.main_thread)
+    # A woken worker of the usual class takes the core of whoever woke it, in the middle of the engine's `start`: measured on two busy cores,
+    # `start` took 150 to 5,000 µs at the 95th percentile, of SCHED_BATCH 60 to 300, and the delta was there no later.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if arguments.cpu is not None:
+        os.sched_setaffinity(0, {arguments.cpu})
+    serve(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,133 @@
+"""The adapters' figures for Prometheus, read when Prometheus asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine_bridge.node import AdapterPlace, AdapterStats
+
+_PLACES: tuple[str, ...] = get_args(AdapterPlace)
+_SOURCES = (("disk",), ("cached",))
+_EVICTIONS = (("slot", ""), ("host", ""), ("cached", "adapter"), ("cached", "kv"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A counter made of the keys `key` and `key:VALUE[:VALUE]` of the node's `counts` or `seconds`, each value a label.
+
+    known: label values that are told from the start, as 0, so that rates can be computed over their first event.
+    """
+
+    name: str
+    documentation: str
+    key: str
+    labels: tuple[str, ...] = ()
+    known: tuple[tuple[str, ...], ...] = ((),)
+    of: Literal["counts", "seconds"] = "counts"
+
+
+_GAUGES = (
+    ("overture_adapter_host_bytes", "Host memory that adapters take", "host_bytes"),
+    ("overture_adapter_host_capacity_bytes", "What they may take", "host_capacity_bytes"),
+    ("overture_adapter_cached_bytes", "Device memory that KV lends to adapters", "cached_bytes"),
+    ("overture_adapters_waited_for", "Adapters that requests wait for", "num_waiting"),
+)
+_COUNTERS = (
+    _Row(
+        "overture_adapter_requests",
+        "Requests by where their adapter was; elsewhere than in a slot: a cold start",
+        "found",
+        ("place",),
+        tuple((place,) for place in _PLACES),
+    ),
+    _Row("overture_adapter_loads", "Loads into host memory", "loads", ("source",), _SOURCES),
+    _Row("overture_adapter_load_bytes", "Bytes of these loads", "load_bytes", ("source",), _SOURCES),
+    _Row("overture_adapter_load_seconds", "Time of these loads", "load", ("source",), _SOURCES, of="seconds"),
+    _Row(
+        "overture_adapter_evictions",
+        "Adapters that left a tier to make room; `reason`: for whom",
+        "evicted",
+        ("tier", "reason"),
+        _EVICTIONS,
+    ),
+    _Row("overture_adapter_slot_fills", "Adapters put into a slot", "slot_fills"),
+    _Row("overture_adapter_slot_bytes", "Bytes put into slots", "slot_bytes"),
+    _Row("overture_adapter_cache_written_bytes", "Bytes copied into memory lent by KV", "cache_bytes"),
+    _Row("overture_adapter_load_failures", "Adapters that could not be loaded when asked for", "failed"),
+    _Row("overture_adapter_prefetched", "Loads ahead, by the times between requests", "prefetched"),
+    _Row(
+        "overture_adapter_step_seconds",
+        "Time that steps spent on adapters: what other requests wait for",
+        "step",
+        of="seconds",
+    ),
+    _Row(
+        "overture_adapter_between_steps_seconds",
+        "Time spent on adapters between steps",
+        "between",
+        of="seconds",
+    ),
+    _Row(
+        "overture_adapter_layout_seconds",
+        "Time to lay adapters out for their slots, beside the steps",
+        "layout",
+        of="seconds",
+    ),
+)
+
+
+class AdapterCollector(Collector):
+    """Makes metrics of a snapshot.
+
+    Args:
+        stats: gives the snapshot, or None where there are no adapters (yet). Called on whatever thread renders the metrics.
+    """
+
+    def __init__(self, stats: Callable[[], AdapterStats | None]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        yield _places(stats)
+        for name, documentation, field in _GAUGES:
+            yield GaugeMetricFamily(name, documentation, value=getattr(stats, field))
+        for row in _COUNTERS:
+            yield _counter(row, getattr(stats, row.of))
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the registry must not take a snapshot of an engine that has not started."""
+        yield from ()
+
+
+def _places(stats: AdapterStats) -> Metric:
+    metric = GaugeMetricFamily(
+        "overture_adapters", "Adapters, by the nearest place of each", labels=["place"]
+    )
+    for place in _PLACES:
+        metric.add_metric([place], stats.num_by_place.get(place, 0))
+    return metric
+
+
+def _counter(row: _Row, source: Mapping[str, float]) -> Metric:
+    metric = CounterMetricFamily(row.name, row.documentation, labels=row.labels)
+    for labels, value in _values(row, source).items():
+        metric.add_metric(labels, value)
+    return metric
+
+
+def _values(row: _Row, source: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+    """Label values -> count. A part that a key leaves out is the label ""."""
+    values: dict[tuple[str, ...], float] = dict.fromkeys(row.known, 0.0)
+    for key, value in source.items():
+        name, *parts = key.split(":", len(row.labels))
+        if name == row.key and len(parts) <= len(row.labels):
+            missing = len(row.labels) - len(parts)
+            values[*parts, *[""] * missing] = value
+    return values

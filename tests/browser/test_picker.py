@@ -1,0 +1,174 @@
+"""The list of models: what it says of each adapter, and how one finds one among hundreds."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+MANY = [
+    {"name": f"{tone}-{number:03}", "rank": 16, "place": "disk", "is_pinned": False}
+    for number in range(60)
+    for tone in ("legal", "poet", "support", "tutor")
+]
+
+
+def active(chat):
+    """The row that Enter would take."""
+    return chat.page.locator(".model.active .model-name")
+
+
+def test_each_adapter_says_its_rank_and_whether_it_is_ready(chat) -> None:
+    chat.pick("pirate")
+    chat.ask("Who are you?")
+    chat.picker.click()
+    expect(chat.model("pirate")).to_have_text(re.compile(r"pirate.*rank \d+.*ready"))
+    expect(chat.model("pirate")).to_have_attribute("aria-selected", "true")
+    expect(chat.models.first).to_have_text(re.compile("base model"))
+    rows = chat.models.all_inner_texts()[1:]
+    assert len(rows) >= 5
+    for text in rows:
+        assert re.search(r"rank \d+", text) and re.search("ready|on disk", text), text
+
+
+def test_a_place_and_a_pin_are_told_in_words(chat) -> None:
+    pinned = {"name": "pirate", "rank": 8, "place": "host", "is_pinned": True}
+    chat.offer([pinned, {"name": "shout", "rank": 8, "place": "disk", "is_pinned": False}])
+    chat.picker.click()
+    expect(chat.models).to_have_count(3)
+    expect(
+        chat.page.get_by_role("option", name=re.compile("^pirate ?, pinned ?, rank 8 ?, ready$"))
+    ).to_be_visible()
+    expect(chat.page.get_by_role("option", name=re.compile("^shout ?, rank 8 ?, on disk$"))).to_be_visible()
+
+
+def test_the_list_is_read_again_each_time_it_opens(chat) -> None:
+    chat.offer([{"name": "pirate", "rank": 8, "place": "disk", "is_pinned": False}])
+    chat.picker.click()
+    expect(chat.models).to_have_count(2)
+    chat.page.keyboard.press("Escape")
+    chat.offer([{"name": "newcomer", "rank": 8, "place": "host", "is_pinned": False}])
+    chat.pick("newcomer")
+    expect(chat.picker).to_have_text(re.compile("newcomer"))
+
+
+def test_it_still_picks_when_the_places_cannot_be_read(chat, page_watch) -> None:
+    page_watch.forgive()
+    chat.page.route("**/v1/adapters", lambda route: route.abort())
+    chat.pick("shout")
+    expect(chat.picker).to_have_text(re.compile("shout"))
+    assert "!!!" in chat.ask("Hello!")
+
+
+def test_the_keyboard_opens_moves_picks_and_closes(chat) -> None:
+    chat.picker.focus()
+    chat.page.keyboard.press("ArrowDown")
+    expect(chat.page.get_by_role("listbox")).to_be_focused()
+    expect(chat.filter).to_have_count(0)
+    expect(active(chat)).to_have_text(chat.models.first.get_attribute("data-name"))
+    chat.page.keyboard.press("ArrowDown")
+    second = active(chat).inner_text()
+    chat.page.keyboard.press("p")
+    expect(active(chat)).to_have_text(re.compile("^p"))
+    chat.page.keyboard.press("Home")
+    chat.page.keyboard.press("ArrowDown")
+    chat.page.keyboard.press("Enter")
+    expect(chat.models).to_have_count(0)
+    expect(chat.picker).to_be_focused()
+    expect(chat.picker).to_have_text(re.compile(second))
+    chat.page.keyboard.press("Enter")
+    expect(chat.picker).to_have_attribute("aria-expanded", "true")
+    chat.page.keyboard.press("ArrowDown")
+    chat.page.keyboard.press("Escape")
+    expect(chat.picker).to_have_attribute("aria-expanded", "false")
+    expect(chat.picker).to_be_focused()
+    expect(chat.picker).to_have_text(re.compile(second))
+
+
+def test_typing_finds_one_among_hundreds(chat) -> None:
+    chat.offer(MANY)
+    chat.picker.click()
+    expect(chat.models).to_have_count(len(MANY) + 1)
+    expect(chat.filter).to_be_focused()
+    chat.page.keyboard.type("poet 3")
+    expect(chat.models).to_have_count(len([a for a in MANY if "poet" in a["name"] and "3" in a["name"]]))
+    expect(chat.page.get_by_text(re.compile(r"^\d+ of 241$"))).to_be_visible()
+    expect(active(chat)).to_have_text("poet-003")
+    chat.page.keyboard.press("ArrowDown")
+    chat.page.keyboard.press("ArrowDown")
+    chat.page.keyboard.press("ArrowUp")
+    expect(active(chat)).to_have_text("poet-013")
+    chat.page.keyboard.press("Enter")
+    expect(chat.picker).to_have_text(re.compile("poet-013"))
+    chat.picker.click()
+    expect(chat.filter).to_have_value("")
+    expect(chat.model("poet-013")).to_be_in_viewport()
+    chat.filter.fill("nobody")
+    expect(chat.models).to_have_count(0)
+    expect(chat.page.get_by_text("none of 241")).to_be_visible()
+    chat.page.keyboard.press("Enter")
+    chat.page.keyboard.press("Escape")
+    expect(chat.picker).to_have_text(re.compile("poet-013"))
+
+
+def test_escape_closes_the_list_and_does_not_stop_the_answer(wired) -> None:
+    chat, wire = wired()
+    wire.sampling = {"temperature": 1.0, "max_tokens": 3000, "ignore_eos": True}
+    chat.open()
+    chat.send("Tell me a long story.")
+    expect(chat.answers.first).not_to_be_empty()
+    chat.picker.click()
+    expect(chat.models.first).to_be_visible()
+    chat.page.keyboard.press("Escape")
+    expect(chat.models).to_have_count(0)
+    expect(chat.turns.first).to_have_attribute("data-status", "running")
+    chat.page.keyboard.press("Escape")
+    expect(chat.turns.first).to_have_attribute("data-status", "stopped")
+
+
+def test_on_a_phone_no_keyboard_opens_until_one_wants_to_type(open_page, make_chat, gateway_url) -> None:
+    chat = make_chat(open_page(**PHONE), gateway_url).open()
+    chat.offer(MANY)
+    chat.picker.tap()
+    expect(chat.models).to_have_count(len(MANY) + 1)
+    expect(chat.filter).not_to_be_focused()
+    heights = chat.models.evaluate_all("nodes => nodes.map((node) => node.getBoundingClientRect().height)")
+    assert min(heights) >= 44
+    chat.filter.tap()
+    chat.page.keyboard.type("tutor-059")
+    chat.models.first.tap()
+    expect(chat.picker).to_have_text(re.compile("tutor-059"))
+
+
+@pytest.mark.parametrize("size", [(320, 568), (640, 400), (1280, 800)])
+def test_the_list_stays_inside_the_window(open_page, make_chat, gateway_url, size: tuple[int, int]) -> None:
+    width, height = size
+    page = open_page(viewport={"width": width, "height": height})
+    chat = make_chat(page, gateway_url).open()
+    chat.offer([adapter | {"name": adapter["name"] * 9} for adapter in MANY])
+    chat.picker.click()
+    expect(chat.models).to_have_count(len(MANY) + 1)
+    box = page.locator("#models").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    assert box["y"] >= 0 and box["y"] + box["height"] <= height
+    assert page.locator("#model-list").evaluate("node => node.scrollWidth - node.clientWidth") <= 0
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_axe_finds_nothing_serious_in_the_open_list(
+    open_page, make_chat, gateway_url, audit, scheme: str, width: int
+) -> None:
+    page = open_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    chat = make_chat(page, gateway_url).open()
+    chat.picker.click()
+    expect(chat.models.first).to_be_visible()
+    findings = audit(page)
+    page.keyboard.press("Escape")
+    places = ("slot", "disk", "cached")
+    chat.offer([a | {"place": places[i % 3], "is_pinned": i % 2 == 0} for i, a in enumerate(MANY)])
+    chat.picker.click()
+    expect(chat.models).to_have_count(len(MANY) + 1)
+    assert findings + audit(page) == []

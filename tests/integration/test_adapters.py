@@ -1,0 +1,439 @@
+"""Hundreds of adapters on a real engine with little memory: each answers as it would alone, and none harms another or the engine.
+
+Runs before the shared engine starts (conftest), on two engines, one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import shutil
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import save_file
+
+from engine_bridge.adapters.files import ModelContract
+from engine_bridge.driver.adapters.residency import Residency
+from engine_bridge.driver.adapters.slots import PackedSlots
+from engine_bridge.driver.adapters.weights import Loader
+from engine_bridge.driver.engine import EngineConfig
+from engine_bridge.errors import BridgeError
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.node import AdapterStats, GenerateRequest, RequestId, Sampling
+from gateway.config import DEMO_MODEL_DIR
+from tests.adapter_corpus import BAD, make_adapter
+
+NUM_ADAPTERS = 200
+RANKS = (8, 16, 32, 64, 128)
+NUM_KV_BLOCKS = 160
+ANSWER_TOKENS = 12
+MIB = 1 << 20
+
+_ids = itertools.count()
+
+
+@asynccontextmanager
+async def engine(folder: Path, **options: Any) -> AsyncIterator[LocalNode]:
+    config = EngineConfig(
+        model=str(DEMO_MODEL_DIR),
+        served_model_name="demo",
+        dtype="float32",
+        cpu_threads=1,
+        max_model_len=1024,
+        **{"max_num_seqs": 16, "max_loras": 4, "num_kv_blocks": NUM_KV_BLOCKS} | options,
+    )
+    node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=folder))
+    await node.start()
+    try:
+        yield node
+    finally:
+        await node.close()
+
+
+async def ask(
+    node: LocalNode, adapter: str | None, token_ids: Sequence[int], num_tokens: int = ANSWER_TOKENS
+) -> list[int]:
+    request = GenerateRequest(
+        request_id=RequestId(f"r{next(_ids)}"),
+        prompt_token_ids=tuple(token_ids),
+        adapter=adapter,
+        sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
+    )
+    return [token async for delta in node.generate(request) for token in delta.token_ids]
+
+
+async def load(node: LocalNode, name: str, path: Path, **options: Any) -> None:
+    reply = await node.load_adapter({"lora_name": name, "lora_path": str(path)} | options)
+    assert reply.status == 200, reply.body
+
+
+def text(seed: int, length: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(20, 900) for _ in range(length)]
+
+
+def stats(node: LocalNode) -> AdapterStats:
+    found = node.adapter_stats()
+    assert found is not None
+    return found
+
+
+async def residency(node: LocalNode) -> Residency:
+    return await node.run_on_engine(lambda driver: driver.adapters)
+
+
+async def contract(node: LocalNode) -> ModelContract:
+    return (await residency(node)).contract
+
+
+async def num_free_blocks(node: LocalNode) -> int:
+    return (await node.stats()).num_free_kv_blocks
+
+
+@contextmanager
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Loads wait until the event is set; every one runs on the loader's thread."""
+    is_open = threading.Event()
+    stock = Loader.load
+
+    def load_slowly(self: Loader, record: Any) -> Any:
+        assert threading.current_thread().name.startswith("adapter-loader")
+        assert is_open.wait(60)
+        return stock(self, record)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Loader, "load", load_slowly)
+        try:
+            yield is_open
+        finally:
+            is_open.set()
+
+
+@pytest.fixture(scope="module")
+def shapes() -> dict[str, tuple[int, int]]:
+    """The demo model's attention modules."""
+    width, kv_width = 256, 128
+    return {
+        f"model.layers.{layer}.self_attn.{name}": (width, num_out)
+        for layer in range(4)
+        for name, num_out in (
+            ("q_proj", width),
+            ("k_proj", kv_width),
+            ("v_proj", kv_width),
+            ("o_proj", width),
+        )
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, tuple[int, int]]) -> Path:
+    """200 adapters of mixed ranks that change what the model says."""
+    root = tmp_path_factory.mktemp("adapters")
+    for number in range(NUM_ADAPTERS):
+        write_adapter(root / f"a{number:03}", shapes, RANKS[number % len(RANKS)], seed=number)
+    return root
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def node(folder: Path) -> AsyncIterator[LocalNode]:
+    """Host memory for a tenth of the adapters."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("engine_bridge.local_node.WATCH_EVERY_S", 0.2)
+        async with engine(folder, adapter_host_gib=num_bytes(folder) / 10 / 1024**3) as node:
+            yield node
+
+
+def write_adapter(path: Path, shapes: dict[str, tuple[int, int]], rank: int, seed: int) -> None:
+    make_adapter(path, modules=shapes, rank=rank, seed=seed)
+    chance = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (num_in, num_out) in shapes.items():
+        a = torch.randn(rank, num_in, generator=chance) / num_in**0.5
+        b = torch.randn(num_out, rank, generator=chance) / rank**0.5
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+    save_file(tensors, path / "adapter_model.safetensors")
+
+
+def num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*/adapter_model.safetensors"))
+
+
+# -- an engine of its own (first: there is one at a time) ------------------------------------------------------------------------------
+
+
+async def test_without_assist_a_request_waits_and_a_node_closes_while_it_loads(
+    tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits for its slot, others do not; what is given up while it loads leaves nothing behind, and the node can be closed then."""
+    for number in range(3):
+        write_adapter(tmp_path / f"a{number}", shapes, 16, seed=number)
+    async with engine(tmp_path, cpu_assist=False) as node:
+        with late_layouts(monkeypatch) as is_open:
+            asked = asyncio.create_task(ask(node, "a0", text(1, 40)))
+            await ask(node, None, text(1, 40))
+            assert not asked.done()
+            is_open.set()
+            await asked
+        with slow_disk(monkeypatch) as is_open:
+            asked = asyncio.create_task(ask(node, "a1", text(1, 40)))
+            await ask(node, None, text(1, 40))
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            is_open.set()
+        await settled(node)
+        assert stats(node).num_waiting == 0
+        with slow_disk(monkeypatch) as is_open:
+            asked = asyncio.create_task(ask(node, "a2", text(1, 40)))
+            await ask(node, None, text(1, 40))
+            is_open.set()
+            await node.close()
+        with pytest.raises(BridgeError):
+            await asked
+
+
+# -- many adapters -------------------------------------------------------------------------------------------------------------------
+
+
+async def test_two_hundred_adapters_answer_as_alone(node: LocalNode) -> None:
+    """Random traffic over 4 slots, host memory for a tenth and KV blocks that requests need, too: no answer differs from its solo run."""
+    chance = random.Random(3)
+    wanted = [
+        (f"a{chance.randrange(NUM_ADAPTERS):03}", text(seed, chance.randrange(20, 260)))
+        for seed in range(120)
+    ]
+    assert len(node.adapters()) == NUM_ADAPTERS
+    gate = asyncio.Semaphore(24)
+
+    async def one(adapter: str, token_ids: list[int]) -> list[int]:
+        async with gate:
+            return await ask(node, adapter, token_ids)
+
+    together = await asyncio.gather(*(one(*item) for item in wanted))
+    seen = stats(node)
+    assert seen.counts["evicted:host"] > 0 and seen.counts["evicted:slot"] > 0
+    assert seen.counts["loads:cached"] > 0, "some came back from KV blocks"
+    assert seen.host_bytes <= seen.host_capacity_bytes
+    alone = [await ask(node, *item) for item in wanted[::3]]
+    assert together[::3] == alone
+    assert await ask(node, None, wanted[0][1]) != together[0], "or this test could not fail"
+
+
+async def test_kv_takes_lent_blocks_back_at_once(node: LocalNode) -> None:
+    """Adapters fill what is free; long prompts that need every block are all answered as without adapters, and no block is missing after."""
+    prompts = [text(seed, 600) for seed in range(12)]
+
+    async def ask_all() -> list[list[int]]:
+        return await asyncio.gather(*(ask(node, None, prompt) for prompt in prompts))
+
+    await node.run_on_engine(forget_all)
+    undisturbed = await ask_all()
+    await node.run_on_engine(forget_all)
+    num_free = await num_free_blocks(node)
+    answers = {number: await ask(node, f"a{number:03}", text(number, 40)) for number in range(30)}
+    await settled(node)
+    lent, taken = stats(node).cached_bytes, stats(node).counts["evicted:cached:kv"]
+    assert lent > 0, "what left its slot lies in KV blocks"
+    assert await num_free_blocks(node) == num_free, "they count as free"
+    assert await ask_all() == undisturbed
+    assert stats(node).counts["evicted:cached:kv"] > taken
+    assert stats(node).cached_bytes < lent
+    assert await num_free_blocks(node) == num_free
+    for number, answer in answers.items():
+        assert await ask(node, f"a{number:03}", text(number, 40)) == answer
+
+
+async def settled(node: LocalNode) -> None:
+    """Until nothing is on its way any more."""
+    while (await residency(node)).has_work():
+        await asyncio.sleep(0.01)
+
+
+# -- nobody waits ----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_cold_adapter_stops_nobody(node: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a disk takes its time over one adapter, running streams and other adapters go on; ten requests for it load it once."""
+    expected = await ask(node, "a003", text(1, 40))
+    await node.run_on_engine(forget_all)
+    await ask(node, "a001", text(1, 40))
+    with slow_disk(monkeypatch) as is_open:
+        cold = [asyncio.create_task(ask(node, "a003", text(1, 40))) for _ in range(10)]
+        await ask(node, None, text(2, 40), num_tokens=40)
+        await ask(node, "a001", text(2, 40))
+        assert not any(task.done() for task in cold)
+        before = stats(node).counts["loads:disk"]
+        is_open.set()
+        assert await asyncio.gather(*cold) == [expected] * 10
+    assert stats(node).counts["loads:disk"] == before + 1
+
+
+def forget_all(driver: Any) -> None:
+    """Everything back to disk, and no prefix is known."""
+    found = driver.adapters
+    driver.engine.reset_prefix_cache()
+    for adapter in found._adapters.values():
+        if adapter.slot is not None:
+            found._leave_slot(adapter)
+        found._leave_host(adapter)
+    found._to_cache = []
+    for adapter_id in found.blocks.ids():
+        found.blocks.drop(adapter_id)
+
+
+@contextmanager
+def late_layouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The loader lays nothing out until the event is set."""
+    is_open, stock = threading.Event(), PackedSlots.finish
+
+    def finish_late(self: PackedSlots, slot: int) -> None:
+        assert is_open.wait(60)
+        stock(self, slot)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedSlots, "finish", finish_late)
+        try:
+            yield is_open
+        finally:
+            is_open.set()
+
+
+async def test_with_assist_a_request_starts_before_its_slot_is_ready(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first steps compute with the host's weights while the loader is held up; then the slot takes over. No token is another."""
+    prompt = text(5, 100)
+    expected = await ask(node, "a004", prompt, num_tokens=60)
+    await node.run_on_engine(forget_slots)
+    with late_layouts(monkeypatch) as is_open:
+        asked = asyncio.create_task(ask(node, "a004", prompt, num_tokens=60))
+        assert await ask(node, "a004", prompt, num_tokens=4) == expected[:4]
+        is_open.set()
+        assert await asked == expected
+
+
+def forget_slots(driver: Any) -> None:
+    found = driver.adapters
+    for adapter in found._adapters.values():
+        if adapter.slot is not None:
+            found._leave_slot(adapter)
+
+
+# -- versions --------------------------------------------------------------------------------------------------------------------------
+
+
+async def test_replacing_under_load(
+    node: LocalNode, tmp_path: Path, shapes: dict[str, tuple[int, int]]
+) -> None:
+    """Requests run on while their adapter is replaced again and again; each answer is that of one version, and none fails."""
+    path, prompt = tmp_path / "versioned", text(9, 60)
+    versions = {}
+    for number in range(3):
+        write_adapter(tmp_path / f"v{number}", shapes, RANKS[number], seed=1000 + number)
+        await load(node, f"v{number}", tmp_path / f"v{number}")
+        versions[number] = await ask(node, f"v{number}", prompt)
+    replace(tmp_path / "v0", path)
+    await load(node, "versioned", path)
+    answers: list[list[int]] = []
+    is_over = asyncio.Event()
+
+    async def keep_asking() -> None:
+        while not is_over.is_set():
+            try:
+                answers.append(await ask(node, "versioned", prompt))
+            except BridgeError as error:
+                assert "again" in str(error)
+
+    askers = [asyncio.create_task(keep_asking()) for _ in range(4)]
+    for round_ in range(1, 7):
+        await ask(node, f"a{round_:03}", text(round_, 40))
+        replace(tmp_path / f"v{round_ % 3}", path)
+        await load(node, "versioned", path, load_inplace=True)
+    is_over.set()
+    await asyncio.gather(*askers)
+    assert len(answers) > 6 and all(answer in versions.values() for answer in answers)
+    assert await ask(node, "versioned", prompt) == versions[0]
+    await settled(node)
+    assert stats(node).num_adapters == NUM_ADAPTERS + 4, "no version is left behind"
+    for name in ("versioned", *(f"v{number}" for number in versions)):
+        assert (await node.unload_adapter({"lora_name": name})).status == 200
+
+
+def replace(source: Path, path: Path) -> None:
+    fresh = path.with_name(f"{path.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(source, fresh, copy_function=shutil.copyfile)
+    shutil.rmtree(path, ignore_errors=True)
+    fresh.rename(path)
+
+
+async def test_files_that_went_behind_our_back(
+    node: LocalNode, tmp_path: Path, shapes: dict[str, tuple[int, int]]
+) -> None:
+    """An adapter that is read again and is another, or gone: its request fails with a reason; others and the engine do not notice."""
+    path = tmp_path / "fickle"
+    write_adapter(path, shapes, 8, seed=77)
+    await load(node, "fickle", path)
+    expected = await ask(node, "fickle", text(1, 40))
+    await node.run_on_engine(forget_all)
+    write_adapter(path, shapes, 8, seed=78)
+    with pytest.raises(BridgeError, match=r"(?i)again"):
+        await ask(node, "fickle", text(1, 40))
+    shutil.rmtree(path)
+    with pytest.raises(BridgeError):
+        await ask(node, "fickle", text(1, 40))
+    assert await ask(node, "a000", text(1, 40)) != expected
+    assert stats(node).num_waiting == 0
+
+
+# -- bad adapters ----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_corpus_of_bad_adapters(node: LocalNode, tmp_path: Path) -> None:
+    """Each is refused with a reason, and afterwards the engine, the base model and other adapters answer as before."""
+    prompt, fits = text(4, 80), await contract(node)
+    before = [await ask(node, adapter, prompt) for adapter in (None, "a002")]
+    for name, case in BAD.items():
+        path = tmp_path / name
+        code = case(path, fits.modules, fits.max_rank)
+        reply = await node.load_adapter({"lora_name": name, "lora_path": str(path)})
+        assert 400 <= reply.status < 500, (name, code, reply.body)
+        assert name not in {info.name for info in node.adapters()}
+    assert [await ask(node, adapter, prompt) for adapter in (None, "a002")] == before
+    assert (await node.stats()).num_rebuilds == 0
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_folder_is_followed(
+    node: LocalNode, folder: Path, shapes: dict[str, tuple[int, int]]
+) -> None:
+    """What is put into the folder can be asked for, what is taken out cannot."""
+    write_adapter(folder / "new", shapes, 16, seed=2)
+    await until(lambda: "new" in names(node))
+    assert await ask(node, "new", text(1, 40)) != await ask(node, "a000", text(1, 40))
+    pinned = await node.pin_adapter("new", True)
+    assert pinned is not None and pinned.is_pinned and pinned.num_uses == 1
+    shutil.rmtree(folder / "new")
+    await until(lambda: "new" not in names(node))
+    with pytest.raises(BridgeError):
+        await ask(node, "new", text(1, 40))
+    assert await node.pin_adapter("new", True) is None
+
+
+def names(node: LocalNode) -> list[str]:
+    return [info.name for info in node.adapters()]
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.02)

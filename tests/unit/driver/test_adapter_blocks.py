@@ -1,0 +1,188 @@
+"""Adapters in vLLM's own block pool: what is read is what was put, blocks count as free, and nobody is handed weights for KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from vllm.v1.core.block_pool import BlockPool
+
+from engine_bridge.driver.adapters.blocks import AdapterBlocks
+from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
+
+NUM_BLOCKS, NUM_LAYERS, ROW_FLOATS = 24, 3, 40
+KV = 1.0  # what requests write into their blocks
+
+
+def make_weights(seed: int, rank: int) -> AdapterWeights:
+    """A fused layer of which one slice is not adapted, and a plain one outside all layers. NaNs among them: read as KV they would spread."""
+    chance = torch.Generator().manual_seed(seed)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=chance, dtype=torch.float32)
+        return values.where(values < 2, torch.nan).to(torch.bfloat16)
+
+    modules = {
+        f"model.layers.{layer}.attn.qkv": ModuleWeights(
+            (tensor(rank, 9), None, tensor(rank, 9)), (tensor(7, rank), None, tensor(5, rank)), is_list=True
+        )
+        for layer in range(NUM_LAYERS)
+    }
+    modules["head"] = ModuleWeights((tensor(rank, 5),), (tensor(3, rank),), is_list=False)
+    num_bytes = sum(t.numel() * 2 for module in modules.values() for t in module.tensors())
+    return AdapterWeights(modules, num_bytes, None)
+
+
+def same(one: AdapterWeights, other: AdapterWeights) -> bool:
+    def parts(weights: AdapterWeights) -> list[Any]:
+        return [
+            (
+                name,
+                module.is_list,
+                [None if t is None else t.view(torch.int16).tolist() for t in module.a + module.b],
+            )
+            for name, module in sorted(weights.modules.items())
+        ]
+
+    return parts(one) == parts(other)
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=32)
+        self.kv = [torch.zeros(NUM_BLOCKS, ROW_FLOATS) for _ in range(NUM_LAYERS)]
+        self.lost: list[int] = []
+        self.blocks = AdapterBlocks(self.pool, self.kv, self.lost.append, lambda adapter_id, num_blocks: True)
+
+    def read(self, adapter_id: int) -> AdapterWeights | None:
+        entry = self.blocks.entry(adapter_id)
+        return entry.read(torch.empty(entry.size_bytes, dtype=torch.uint8))
+
+    def put_whole(self, adapter_id: int, weights: AdapterWeights) -> bool:
+        is_put = self.blocks.put(adapter_id, weights)
+        self.blocks.write(1 << 30)
+        return is_put
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Requests take and free blocks while adapters come, are written bit by bit, are used and go."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.cache = Cache()
+        self.taken: list[list[Any]] = []
+        self.put_in: dict[int, AdapterWeights] = {}
+        self.next_id = 1
+
+    @rule(rank=st.integers(1, 12))
+    def put(self, rank: int) -> None:
+        weights = make_weights(self.next_id, rank)
+        if self.cache.blocks.put(self.next_id, weights):
+            self.put_in[self.next_id] = weights
+        self.next_id += 1
+
+    @rule(max_bytes=st.integers(1, 400))
+    def write(self, max_bytes: int) -> None:
+        self.cache.blocks.write(max_bytes)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.put_in)
+    def use_or_drop(self, data: st.DataObject) -> None:
+        adapter_id = data.draw(st.sampled_from(sorted(self.put_in)))
+        if data.draw(st.booleans()):
+            self.cache.blocks.used(adapter_id)
+        else:
+            self.cache.blocks.drop(adapter_id)
+
+    @rule(num_blocks=st.integers(1, 10))
+    def request(self, num_blocks: int) -> None:
+        if num_blocks <= self.cache.pool.get_num_free_blocks():
+            blocks = self.cache.pool.get_new_blocks(num_blocks)
+            for block in blocks:
+                for layer in self.cache.kv:
+                    row = layer[block.block_id]
+                    assert ((row == 0) | (row == KV)).all(), (
+                        "a request sees weights in a block that it was given"
+                    )
+                    row.fill_(KV)
+            self.taken.append(blocks)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.taken)
+    def finish(self, data: st.DataObject) -> None:
+        self.cache.pool.free_blocks(reversed(self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))))
+
+    @rule()
+    @precondition(lambda self: not self.taken)
+    def reset(self) -> None:
+        assert self.cache.pool.reset_prefix_cache()
+
+    @invariant()
+    def free_is_what_requests_do_not_hold(self) -> None:
+        num_taken = sum(len(blocks) for blocks in self.taken)
+        assert self.cache.pool.get_num_free_blocks() == NUM_BLOCKS - 1 - num_taken
+        assert len(self.cache.pool.free_block_queue.get_all_free_blocks()) == NUM_BLOCKS - 1 - num_taken
+
+    @invariant()
+    def what_is_held_is_whole(self) -> None:
+        held = [block.block_id for blocks in self.taken for block in blocks]
+        for adapter_id in self.cache.blocks.ids():
+            weights = self.cache.read(adapter_id)
+            assert weights is not None and same(weights, self.put_in[adapter_id])
+            lent = [block.block_id for block in self.cache.blocks.entry(adapter_id).blocks]
+            assert not set(held) & set(lent)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_reader_notices_that_kv_came() -> None:
+    """A copy that was under way while its blocks were taken is thrown away, not used."""
+    cache = Cache()
+    assert cache.put_whole(1, make_weights(1, 8))
+    entry = cache.blocks.entry(1)
+    cache.pool.get_new_blocks(NUM_BLOCKS - 1)
+    assert entry.read(torch.empty(entry.size_bytes, dtype=torch.uint8)) is None
+    assert cache.lost == [1] and not cache.blocks.holds(1)
+
+
+def test_the_longest_unused_goes_first() -> None:
+    cache = Cache()
+    for adapter_id in (1, 2, 3):
+        assert cache.put_whole(adapter_id, make_weights(adapter_id, 4))
+    cache.blocks.used(1)
+    num_lent = cache.blocks.num_blocks
+    cache.pool.get_new_blocks(NUM_BLOCKS - 1 - num_lent + 1)
+    assert cache.lost == [2]
+
+
+def test_one_lost_block_frees_the_others_first() -> None:
+    """What is left of an adapter is of no use: the next request gets it before anything else."""
+    cache = Cache()
+    assert cache.put_whole(1, make_weights(1, 8)) and cache.put_whole(2, make_weights(2, 8))
+    num_lent = len(cache.blocks.entry(1).blocks)
+    cache.pool.get_new_blocks(NUM_BLOCKS - 1 - 2 * num_lent + 1)
+    assert cache.lost == [1]
+    cache.pool.get_new_blocks(num_lent - 1)
+    assert cache.lost == [1] and cache.blocks.holds(2)
+
+
+@pytest.mark.parametrize("is_worth_it", [True, False])
+def test_prefix_blocks_are_taken_only_for_more(is_worth_it: bool) -> None:
+    """Free blocks with a prefix in them are somebody's cache: the policy is asked, and told how many there are."""
+    cache = Cache()
+    asked = []
+    cache.blocks._may_displace = lambda adapter_id, num_blocks: asked.append(num_blocks) or is_worth_it
+    blocks = cache.pool.get_new_blocks(NUM_BLOCKS - 1)
+    for block in blocks:
+        block.set_block_hash(bytes([block.block_id]) * 36, num_tokens=32) if hasattr(
+            block, "set_block_hash"
+        ) else setattr(block, "block_hash", bytes([block.block_id]) * 36)
+    cache.pool.free_blocks(blocks)
+    assert cache.blocks.put(1, make_weights(1, 4)) is is_worth_it
+    assert asked and asked[0] > 0

@@ -1,0 +1,224 @@
+"""The residency's rules under arbitrary traffic: a bounded host tier, one slot per adapter, nothing lost, and everybody's adapter comes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from vllm.v1.core.block_pool import BlockPool
+
+from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.adapters.files import ModelContract
+from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.driver.adapters.blocks import AdapterBlocks
+from engine_bridge.driver.adapters.residency import Residency, ResidencyConfig
+from engine_bridge.driver.adapters.slots import StackedSlots
+from engine_bridge.driver.adapters.weights import AdapterWeights, BufferPool, ModuleWeights
+from engine_bridge.policy.adapter_cache import POLICIES, PrefixFacts
+
+MAX_LORAS, NUM_SLOTS, NUM_BLOCKS = 2, 3, 20
+HOST_BYTES = 4000
+CONTRACT = ModelContract({}, 128, (), lambda name: (name, True), lambda config: ())
+
+
+def record(number: int, num_bytes: int) -> AdapterRecord:
+    return AdapterRecord(
+        version_id=number,
+        name=f"a{number}",
+        path="",
+        content_hash="",
+        crc32=0,
+        signature="",
+        rank=8,
+        num_bytes=num_bytes,
+        target_modules=(),
+        base_model=None,
+        state="ready",
+        is_pinned=False,
+        added_at=0.0,
+        last_used_at=None,
+        num_uses=0,
+    )
+
+
+class Disk:
+    """Where adapters come from; those in `broken` cannot be read."""
+
+    def __init__(self) -> None:
+        self.buffers = BufferPool(is_pinned=False, max_idle_bytes=1000)
+        self.broken: set[int] = set()
+        self.num_loads = 0
+
+    def load(self, record: AdapterRecord) -> AdapterWeights:
+        self.num_loads += 1
+        if record.version_id in self.broken:
+            raise AdapterRejected("It cannot be read.", code="unreadable")
+        buffer = self.buffers.take(record.num_bytes)
+        part = buffer[: record.num_bytes].view(1, -1)
+        part.fill_(record.version_id % 256)
+        module = ModuleWeights((part,), (part[:, :0],), is_list=False)
+        return AdapterWeights({"model.layers.0.x": module}, record.num_bytes, buffer)
+
+
+class Traffic(RuleBasedStateMachine):
+    """A scheduler in small: requests wait in order, start when they may, run for some steps and end."""
+
+    @initialize(assist=st.booleans(), policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, assist: bool, policy: str) -> None:
+        self.now = 0.0
+        self.waiting: dict[str, int] = {}
+        self.running: dict[str, int] = {}
+        self.failed: list[str] = []
+        self.served: set[int] = set()
+        self.disk = Disk()
+        self.manager = SimpleNamespace(
+            lora_index_to_id=[None] * NUM_SLOTS, lora_slots=NUM_SLOTS, device="cpu", modules={}
+        )
+        self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=32)
+        self.taken: list[list[Any]] = []
+        self.residency = Residency(
+            ResidencyConfig(
+                host_bytes=HOST_BYTES, cpu_assist=assist, policy=policy, prefetch_by_history=True
+            ),
+            contract=CONTRACT,
+            manager=self.manager,
+            slots=StackedSlots(self.manager),
+            loader=self.disk,  # type: ignore[arg-type]
+            running_ids=lambda: set(self.running.values()),
+            is_busy=lambda: bool(self.running or self.waiting),
+            wake=lambda: None,
+            on_failed=self.give_up,
+            prefix_facts=lambda num_blocks: PrefixFacts(num_bytes=1, restore_s=1.0, reuse_per_s=1.0),
+            clock=lambda: self.now,
+        )
+        self.residency.blocks = AdapterBlocks(
+            self.pool,
+            [torch.zeros(NUM_BLOCKS, 75)],
+            self.residency.lost,
+            self.residency.may_displace,
+        )
+        self.next_number = 1
+        self.add(800)
+
+    def give_up(self, request_ids: list[str], error: Exception) -> None:
+        for request_id in request_ids:
+            adapter_id = self.waiting.pop(request_id, None) or self.running.pop(request_id)
+            self.failed.append(request_id)
+            self.residency.released(request_id, adapter_id)
+
+    @rule(num_bytes=st.integers(100, 1500))
+    def add(self, num_bytes: int) -> None:
+        number = self.next_number
+        self.next_number += 1
+        self.residency.add(record(number, num_bytes))
+        self.served.add(number)
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.served) > 1)
+    def remove(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.served)))
+        self.served.discard(number)
+        self.residency.remove(number)
+
+    @rule(data=st.data(), wait_s=st.floats(0, 5))
+    def request(self, data: st.DataObject, wait_s: float) -> None:
+        self.now += wait_s
+        number = data.draw(st.sampled_from(sorted(self.served)))
+        request_id = f"r{self.next_number}"
+        self.next_number += 1
+        self.waiting[request_id] = number
+        self.residency.requested(request_id, number)
+
+    @rule(data=st.data())
+    def prefetch(self, data: st.DataObject) -> None:
+        self.residency.prefetch(data.draw(st.sampled_from(sorted(self.served))))
+
+    @rule(data=st.data())
+    def break_or_mend(self, data: st.DataObject) -> None:
+        self.disk.broken ^= {data.draw(st.sampled_from(sorted(self.served)))}
+
+    @rule(num_blocks=st.integers(1, 8), frees=st.booleans())
+    def kv(self, num_blocks: int, frees: bool) -> None:
+        if frees and self.taken:
+            self.pool.free_blocks(reversed(self.taken.pop(0)))
+        elif num_blocks <= self.pool.get_num_free_blocks():
+            self.taken.append(self.pool.get_new_blocks(num_blocks))
+
+    @rule()
+    def step(self) -> None:
+        """As the driver does: advance, schedule, enter."""
+        self.now += 0.01
+        self.residency.advance()
+        in_batch = set(self.running.values())
+        for request_id, number in list(self.waiting.items()):
+            has_room = number in in_batch or len(in_batch) < MAX_LORAS
+            if self.residency.may_start(number) and has_room:
+                self.running[request_id] = self.waiting.pop(request_id)
+                in_batch.add(number)
+        self.residency.enter(in_batch)
+        owners = self.manager.lora_index_to_id
+        assert all(number in owners for number in in_batch), "a step computes with adapters that are in slots"
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.running)
+    def finish(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.running)))
+        self.residency.released(request_id, self.running.pop(request_id))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.waiting)
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.residency.released(request_id, self.waiting.pop(request_id))
+
+    @rule()
+    def everybody_gets_there(self) -> None:
+        """Whatever went before: requests end one after the other, without a step in which nothing can move."""
+        for _ in range(40 * (1 + len(self.waiting) + len(self.running))):
+            self.loader_rests()
+            self.step()
+            if self.running:
+                request_id = next(iter(self.running))
+                self.residency.released(request_id, self.running.pop(request_id))
+            if not self.waiting and not self.running:
+                return
+        raise AssertionError(f"requests starve: {self.waiting}")
+
+    def loader_rests(self) -> None:
+        self.residency._executor.submit(lambda: None).result()
+
+    @invariant()
+    def host_memory_is_bounded(self) -> None:
+        seen = self.residency.stats()
+        assert 0 <= seen.host_bytes <= HOST_BYTES
+
+    @invariant()
+    def slots_and_adapters_agree(self) -> None:
+        owners = self.manager.lora_index_to_id
+        for adapter in self.residency._adapters.values():
+            assert owners.count(adapter.id) == (adapter.slot is not None)
+            assert adapter.slot is None or owners[adapter.slot] == adapter.id
+
+    @invariant()
+    def only_what_is_served_or_used_is_known(self) -> None:
+        self.loader_rests()
+        self.residency.advance()
+        in_use = {*self.running.values(), *self.waiting.values()}
+        assert set(self.residency.places()) == self.served | in_use
+
+    @invariant()
+    def lent_blocks_are_free(self) -> None:
+        num_taken = sum(len(blocks) for blocks in self.taken)
+        assert self.pool.get_num_free_blocks() == NUM_BLOCKS - 1 - num_taken
+
+    def teardown(self) -> None:
+        if hasattr(self, "residency"):
+            self.residency.close()
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

@@ -1,0 +1,226 @@
+"""A watched folder of adapters: each change is told once, and only when the files have come to rest."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine_bridge.adapters import watch
+from engine_bridge.adapters.watch import Changes, Folder
+from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter, write_config
+
+MODULES = {"model.layers.0.self_attn.q_proj": (16, 16)}
+NOW = 1_700_000_000.0
+LONG_AGO = NOW - 1000
+NOTHING = Changes()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "adapters"
+    root.mkdir()
+    return root
+
+
+@pytest.fixture
+def folder(root: Path) -> Folder:
+    return Folder(root, settle_s=2.0)
+
+
+def stamp(adapter: Path, when: float = LONG_AGO) -> Path:
+    """Set the time of change of the adapter's folder and of all that is in it."""
+    for path in (*adapter.iterdir(), adapter):
+        os.utime(path, (when, when))
+    return adapter
+
+
+def put(root: Path, name: str, *, seed: int = 0, when: float = LONG_AGO) -> Path:
+    return stamp(make_adapter(root / name, modules=MODULES, seed=seed), when)
+
+
+def test_adapters_are_told_once_in_the_order_of_names(root: Path, folder: Folder) -> None:
+    two, one = put(root, "two"), put(root, "one")
+    assert folder.changes(NOW) == Changes(added=(("one", one), ("two", two)))
+    assert folder.changes(NOW) == NOTHING
+
+
+def test_what_is_no_folder_with_a_configuration_is_no_adapter(root: Path, folder: Folder) -> None:
+    (root / "notes.txt").write_text("hello")
+    (root / "empty").mkdir()
+    (root / "deep" / "adapter").mkdir(parents=True)
+    write_config(root / "deep" / "adapter", MODULES)
+    (root / "circle").symlink_to("circle")
+    (root / "broken").symlink_to("gone")
+    assert folder.changes(NOW) == NOTHING
+
+
+def test_an_adapter_that_is_a_link_is_told(root: Path, folder: Folder, tmp_path: Path) -> None:
+    (root / "linked").symlink_to(put(tmp_path, "real"))
+    assert folder.changes(NOW) == Changes(added=(("linked", root / "linked"),))
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_change_of_either_file_is_told_once(root: Path, folder: Folder, name: str) -> None:
+    adapter = put(root, "law")
+    folder.changes(NOW)
+    os.utime(adapter / name, (LONG_AGO + 1, LONG_AGO + 1))
+    assert folder.changes(NOW) == Changes(changed=(("law", adapter),))
+    assert folder.changes(NOW) == NOTHING
+
+
+def test_a_file_replaced_by_one_of_the_same_size_and_time_is_a_change(
+    root: Path, folder: Folder, tmp_path: Path
+) -> None:
+    adapter = put(root, "law")
+    folder.changes(NOW)
+    (put(tmp_path, "law", seed=1) / WEIGHTS_FILE).replace(adapter / WEIGHTS_FILE)
+    stamp(adapter)
+    assert folder.changes(NOW) == Changes(changed=(("law", adapter),))
+
+
+def test_another_file_beside_the_two_is_no_change(root: Path, folder: Folder) -> None:
+    adapter = put(root, "law")
+    folder.changes(NOW)
+    (adapter / "README.md").write_text("hello")
+    stamp(adapter, LONG_AGO + 1)
+    os.utime(adapter / CONFIG_FILE, (LONG_AGO, LONG_AGO))
+    os.utime(adapter / WEIGHTS_FILE, (LONG_AGO, LONG_AGO))
+    assert folder.changes(NOW) == NOTHING
+
+
+def test_an_adapter_that_is_gone_is_told_once_and_can_come_back(root: Path, folder: Folder) -> None:
+    adapter = put(root, "law")
+    folder.changes(NOW)
+    shutil.rmtree(adapter)
+    assert folder.changes(NOW) == Changes(removed=("law",))
+    assert folder.changes(NOW) == NOTHING
+    put(root, "law")
+    assert folder.changes(NOW) == Changes(added=(("law", adapter),))
+
+
+def test_a_folder_without_its_configuration_is_gone(root: Path, folder: Folder) -> None:
+    adapter = put(root, "law")
+    folder.changes(NOW)
+    (adapter / CONFIG_FILE).unlink()
+    assert folder.changes(NOW) == Changes(removed=("law",))
+
+
+def test_a_renamed_adapter_goes_and_comes(root: Path, folder: Folder) -> None:
+    put(root, "old")
+    folder.changes(NOW)
+    (root / "old").rename(root / "new")
+    assert folder.changes(NOW) == Changes(added=(("new", root / "new"),), removed=("old",))
+
+
+# --- half-copied adapters --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_held_back_until_its_files_are_at_rest(root: Path, folder: Folder) -> None:
+    adapter = put(root, "law", when=NOW)
+    assert folder.changes(NOW + 1.9) == NOTHING
+    assert folder.changes(NOW + 2.0) == Changes(added=(("law", adapter),))
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE, ".adapter_model.safetensors.part", ""])
+def test_any_file_that_is_being_written_holds_the_adapter_back(root: Path, folder: Folder, name: str) -> None:
+    adapter = put(root, "law")
+    (adapter / ".adapter_model.safetensors.part").touch()
+    stamp(adapter)
+    os.utime(adapter / name, (NOW, NOW))
+    assert folder.changes(NOW + 1) == NOTHING
+    assert folder.changes(NOW + 2) == Changes(added=(("law", adapter),))
+
+
+def test_a_change_is_held_back_too_and_the_old_adapter_is_not_called_gone(root: Path, folder: Folder) -> None:
+    adapter = put(root, "law")
+    folder.changes(NOW)
+    put(root, "law", seed=1, when=NOW)
+    assert folder.changes(NOW + 1) == NOTHING
+    assert folder.changes(NOW + 2) == Changes(changed=(("law", adapter),))
+
+
+def test_a_time_far_in_the_future_does_not_hold_an_adapter_back(root: Path, folder: Folder) -> None:
+    adapter = put(root, "law", when=NOW + 1e6)
+    assert folder.changes(NOW) == Changes(added=(("law", adapter),))
+
+
+def test_one_restless_adapter_does_not_hold_back_the_others(root: Path, folder: Folder) -> None:
+    put(root, "busy", when=NOW)
+    quiet = put(root, "quiet")
+    assert folder.changes(NOW) == Changes(added=(("quiet", quiet),))
+
+
+def test_an_adapter_without_weights_is_told_and_told_again_when_they_come(root: Path, folder: Folder) -> None:
+    adapter = root / "law"
+    write_config(adapter, MODULES)
+    stamp(adapter)
+    assert folder.changes(NOW) == Changes(added=(("law", adapter),))
+    put(root, "law")
+    assert folder.changes(NOW) == Changes(changed=(("law", adapter),))
+
+
+# --- names and trouble -----------------------------------------------------------------------------------------------------------------
+
+
+def test_odd_names_are_skipped_and_told_once(root: Path, folder: Folder) -> None:
+    for name in (".hidden", "line\nbreak", "x" * 201, "\udcff"):
+        put(root, name)
+    longest = put(root, "y" * 200)
+    changes = folder.changes(NOW)
+    assert changes.added == (("y" * 200, longest),)
+    assert len(changes.skipped) == 4
+    assert all(len(name) <= 100 and name.isprintable() for name in changes.skipped)
+    assert folder.changes(NOW) == NOTHING
+
+
+def test_a_hidden_folder_that_is_no_adapter_is_not_worth_a_word(root: Path, folder: Folder) -> None:
+    (root / ".git").mkdir()
+    assert folder.changes(NOW) == NOTHING
+
+
+def test_a_missing_folder_is_empty(root: Path, folder: Folder) -> None:
+    put(root, "law")
+    folder.changes(NOW)
+    shutil.rmtree(root)
+    assert folder.changes(NOW) == Changes(removed=("law",))
+    root.mkdir()
+    put(root, "law")
+    assert folder.changes(NOW).added
+
+
+def test_a_folder_that_cannot_be_read_for_now_has_no_changes_and_is_told_once(
+    root: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(root, "law")
+    folder.changes(NOW)
+
+    def stale(path: Path) -> object:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watch.os, "scandir", stale)
+        assert folder.changes(NOW) == NOTHING
+        assert folder.changes(NOW) == NOTHING
+    assert caplog.text.count("Stale file handle") == 1
+    assert folder.changes(NOW) == NOTHING, "the adapter is still the one that was told"
+
+
+def test_an_adapter_that_cannot_be_looked_at_for_now_is_not_gone(
+    root: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = put(root, "law")
+    folder.changes(NOW)
+    real = watch.signature_of
+
+    def fail(path: Path) -> str:
+        if path == adapter:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    put(root, "other")
+    monkeypatch.setattr(watch, "signature_of", fail)
+    assert folder.changes(NOW) == Changes(added=(("other", root / "other"),))
