@@ -56,6 +56,7 @@ def engine_config(config: Config) -> EngineConfig:
         max_lora_rank=config.max_lora_rank,
         adapter_host_gib=config.adapter_host_gib,
         cpu_assist=config.cpu_assist,
+        cpu_assist_workers=config.cpu_assist_workers,
         adapter_policy=config.adapter_policy,
         adapters_in_kv=config.adapters_in_kv,
         adapter_prefetch=config.adapter_prefetch,

@@ -184,6 +184,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         _in("Adapters", "Start requests while their adapter is still on its way to the device."),
     ] = True
+    cpu_assist_workers: Annotated[
+        int,
+        _in("Adapters", "Processes that compute with such adapters meanwhile; 0: the engine does.", ge=0),
+    ] = 0
     allow_adapter_loading: Annotated[
         bool, _in("Adapters", "Let clients load and unload adapters while the server runs.")
     ] = False

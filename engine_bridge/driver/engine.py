@@ -54,6 +54,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Host memory for adapters that may be needed soon."""
     cpu_assist: bool = True
     """Requests start while their adapter is still on its way to where it is computed with."""
+    cpu_assist_workers: int = 0
+    """Processes that compute with adapters on their way; 0: the engine's own threads do."""
     adapter_policy: str = "expected_gain"
     """Which adapters leave memory first: a name in engine_bridge.policy.adapter_cache.POLICIES."""
     adapters_in_kv: bool = True

@@ -345,6 +345,9 @@ def _enter(catalog: Catalog, lora_request: LoRARequest) -> AdapterRecord:
     """vLLM's reading of paths: "~", relative ones, names on a model hub."""
     try:
         path = os.path.abspath(get_adapter_absolute_path(lora_request.lora_path))
-    except (OSError, ValueError) as error:  # the name of a hub's model that is not here, and cannot be fetched
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # the name of a hub's model that is not here, and cannot be fetched
         raise AdapterRejected("There is no adapter at this path.", code="adapter_not_found") from error
     return catalog.add(lora_request.lora_name, path)

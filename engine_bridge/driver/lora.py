@@ -193,19 +193,30 @@ class SlotWeights:
             y_part.addmm_(h_part, part.b)
 
 
+# Adds a layer's delta for fp32 rows x, scaled, to fp32 rows y: (y, x, scale). False: it did not.
+Compute = Callable[[torch.Tensor, torch.Tensor, float], bool]
+
+
 class Pending:
     """Weights of one layer that are not laid out yet: whoever needs them first does it.
 
     Args:
         packs: of the layer, by slot; `pack`'s result takes this object's place there.
         lock: of the slot, so that two threads never work in its memory.
+        compute: what adds the delta until then, in place of laying it out now.
     """
 
-    __slots__ = ("_lock", "_pack", "_packs", "_slot")
+    __slots__ = ("_compute", "_lock", "_pack", "_packs", "_slot")
 
     def __init__(
-        self, packs: list[Any], slot: int, pack: Callable[[], SlotWeights | None], lock: threading.Lock
+        self,
+        packs: list[Any],
+        slot: int,
+        pack: Callable[[], SlotWeights | None],
+        lock: threading.Lock,
+        compute: Compute | None = None,
     ) -> None:
+        self._compute = compute
         self._packs = packs
         self._slot = slot
         self._pack = pack
@@ -215,6 +226,14 @@ class Pending:
     def is_waiting(self) -> bool:
         return self._packs[self._slot] is self
 
+    def add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+        """As `SlotWeights.add_to`."""
+        if self._compute is not None and self.is_waiting and self._compute(y, x, scale):
+            return
+        weights = self.take()
+        if weights is not None:
+            weights.add_to(y, x, scale)
+
     def take(self) -> SlotWeights | None:
         """The weights, laid out now if nobody has. What lies in the slot by then, if it has another adapter."""
         with self._lock:
@@ -222,10 +241,6 @@ class Pending:
                 self._packs[self._slot] = self._pack()
             weights = self._packs[self._slot]
         return weights.take() if isinstance(weights, Pending) else weights
-
-
-def _laid_out(weights: SlotWeights | Pending | None) -> SlotWeights | None:
-    return weights.take() if isinstance(weights, Pending) else weights
 
 
 # Slots are filled inside steps (inference mode) and by add_lora (outside it): a tensor made inside may be rewritten only inside.
@@ -385,7 +400,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         packs = self._packs_of(b_stacked)
         y, x = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
         for block in blocks:
-            weights = [_laid_out(packs[slot]) if slot != NO_ADAPTER else None for slot in block.slots]
+            weights = [packs[slot] if slot != NO_ADAPTER else None for slot in block.slots]
             if not any(weights):
                 continue
             y_rows, x_rows = block.read(y), block.read(x)

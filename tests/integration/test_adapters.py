@@ -200,6 +200,24 @@ async def test_without_assist_a_request_waits_and_a_node_closes_while_it_loads(
             await asked
 
 
+async def test_worker_processes_compute_until_the_slot_is_ready(
+    tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the loader held up, every delta of a prefill comes from a worker; when the slot is ready it takes over. No token is another."""
+    write_adapter(tmp_path / "a0", shapes, 16, seed=0)
+    prompt = text(5, 100)
+    async with engine(tmp_path, cpu_assist_workers=1) as node:
+        expected = await ask(node, "a0", prompt, num_tokens=30)
+        await node.run_on_engine(forget_slots)
+        before = stats(node).counts["worker_deltas"]
+        with late_layouts(monkeypatch) as is_open:
+            assert await ask(node, "a0", prompt, num_tokens=4) == expected[:4]
+            assert stats(node).counts["worker_deltas"] > before
+            is_open.set()
+        await settled(node)
+        assert await ask(node, "a0", prompt, num_tokens=30) == expected
+
+
 # -- many adapters -------------------------------------------------------------------------------------------------------------------
 
 

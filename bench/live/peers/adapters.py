@@ -28,12 +28,13 @@ class AdapterSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request. at_s: seconds after the play's start; adapter: None for the base model."""
+    """One request. at_s: seconds after the play's start; adapter: None for the base model; is_background: it ends when the others have ended."""
 
     at_s: float
     prompt: list[int]
     max_tokens: int
     adapter: str | None = None
+    is_background: bool = False
 
 
 @dataclass(kw_only=True)

@@ -125,9 +125,13 @@ class NodeAdapters:
 
     async def _play(self, asks: Sequence[Ask]) -> list[Answer]:
         started_s = time.perf_counter()
-        return await asyncio.gather(*(self._answer(ask, started_s) for ask in asks))
+        is_over = asyncio.Event()
+        tasks = [asyncio.create_task(self._answer(ask, started_s, is_over)) for ask in asks]
+        await asyncio.gather(*(task for ask, task in zip(asks, tasks, strict=True) if not ask.is_background))
+        is_over.set()
+        return await asyncio.gather(*tasks)
 
-    async def _answer(self, ask: Ask, started_s: float) -> Answer:
+    async def _answer(self, ask: Ask, started_s: float, is_over: asyncio.Event) -> Answer:
         due_s = started_s + ask.at_s
         delay_s = due_s - time.perf_counter()
         if delay_s > 0:
@@ -137,6 +141,9 @@ class NodeAdapters:
         async for output in outputs:
             answer.ttft_s = answer.ttft_s or time.perf_counter() - due_s
             answer.token_ids += output.outputs[0].token_ids
+            if ask.is_background and is_over.is_set():
+                break
+        await outputs.aclose()
         answer.token_s = self._log.take(request_id, started_s)
         if self._node.num_rebuilds:
             raise RuntimeError("the engine failed and was rebuilt")

@@ -97,7 +97,7 @@ class StockAdapters(StockEngine):
         waiting = deque(sorted(range(len(asks)), key=lambda n: asks[n].at_s))
         running: dict[str, int] = {}
         started_s = time.perf_counter()
-        while waiting or running:
+        while waiting or any(not asks[number].is_background for number in running.values()):
             now_s = time.perf_counter() - started_s
             while waiting and asks[waiting[0]].at_s <= now_s:
                 number = waiting.popleft()
@@ -113,6 +113,10 @@ class StockAdapters(StockEngine):
                 if output.finished:
                     del running[output.request_id]
                     answers[number].token_s = self._log.take(output.request_id, started_s)
+        if running:
+            self.llm.abort_request(list(running))
+        for request_id, number in running.items():
+            answers[number].token_s = self._log.take(request_id, started_s)
         return answers
 
     def _answer(self, ask: Ask, answer: Answer, output: Any, now_s: float) -> None:

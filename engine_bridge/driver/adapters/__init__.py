@@ -23,9 +23,10 @@ def make_residency(
 ) -> Residency:
     """For a newly built in-process engine; from here on its steps load nothing. Raises SeamMoved."""
     from engine_bridge.driver.adapters.blocks import AdapterBlocks
+    from engine_bridge.driver.adapters.host_workers import HostWorkers
     from engine_bridge.driver.adapters.residency import Residency, ResidencyConfig, lora_ids
     from engine_bridge.driver.adapters.seam import kv_caches_of, worker_manager_of
-    from engine_bridge.driver.adapters.slots import make_slots
+    from engine_bridge.driver.adapters.slots import make_slots, plain_layers
     from engine_bridge.driver.adapters.weights import Loader, contract_of
 
     worker_manager = worker_manager_of(engine)
@@ -34,6 +35,12 @@ def make_residency(
     host_bytes = int(config.adapter_host_gib * GIB)
     contract = contract_of(manager, (config.model, config.served_model_name))
     manager.remove_all_adapters()  # those of vLLM's warm-up
+    workers = None
+    if config.cpu_assist_workers:
+        workers = HostWorkers(
+            config.cpu_assist_workers, plain_layers(manager), host_bytes, config.cpu_threads
+        )
+        workers.calibrate()
     residency = Residency(
         ResidencyConfig(
             host_bytes=host_bytes,
@@ -50,6 +57,7 @@ def make_residency(
         wake=wake,
         on_failed=fail,
         prefix_facts=prefix_facts,
+        workers=workers,
     )
     if config.adapters_in_kv:
         residency.blocks = AdapterBlocks(

@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.driver.adapters.blocks import AdapterBlocks, Entry
+from engine_bridge.driver.adapters.host_workers import HostWorkers
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights, Loader
 from engine_bridge.node import AdapterPlace, AdapterStats
@@ -91,6 +93,7 @@ class Residency:
         wake: called from the loader's thread when it is done with something.
         on_failed: called with the ids of requests whose adapter cannot be had, and why; they must leave the engine.
         prefix_facts: of the oldest cached prefix blocks, so many of them.
+        workers: compute with adapters that are not in their slot yet.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Residency:
         wake: Callable[[], None],
         on_failed: Callable[[list[str], Exception], None],
         prefix_facts: Callable[[int], PrefixFacts],
+        workers: HostWorkers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -118,6 +122,7 @@ class Residency:
         self._wake = wake
         self._on_failed = on_failed
         self._prefix_facts = prefix_facts
+        self._workers = workers
         self._clock = clock
         self.blocks: AdapterBlocks | None = None
         self._adapters: dict[int, _Adapter] = {}
@@ -235,6 +240,8 @@ class Residency:
         self._executor.shutdown(wait=True, cancel_futures=True)
         if self.blocks is not None:
             self.blocks.close()
+        if self._workers is not None:
+            self._workers.close()
 
     # -- staging -----------------------------------------------------------------------------------------------------
 
@@ -283,6 +290,8 @@ class Residency:
             if weights is None:
                 weights = self._loader.load(adapter.record)
                 source = "disk"
+            if self._workers is not None:
+                self._workers.put(adapter.id, weights)
         except Exception as error:
             problem = error
         elapsed_s = time.perf_counter() - started_s
@@ -376,7 +385,8 @@ class Residency:
             weights = self._read_cached(adapter)
         self._manager.lora_index_to_id[slot] = adapter.id
         adapter.slot = slot
-        self._slots.fill(slot, weights)
+        workers = self._workers
+        self._slots.fill(slot, weights, partial(workers.compute_for, adapter.id) if workers else None)
         self._counts["slot_fills"] += 1
         self._counts["slot_bytes"] += weights.num_bytes
         if not self._slots.is_filled(slot):
@@ -507,6 +517,8 @@ class Residency:
 
     def _leave_host(self, adapter: _Adapter) -> None:
         weights, adapter.host = adapter.host, None
+        if self._workers is not None:
+            self._executor.submit(self._workers.drop, adapter.id)
         if adapter.requests:
             self._wanted[adapter.id] = False
         if weights is not None and weights.buffer is not None:
@@ -586,6 +598,9 @@ class Residency:
 
     def stats(self) -> AdapterStats:
         places: Counter[str] = Counter(self.places().values())
+        counts = dict(self._counts)
+        if self._workers is not None:
+            counts["worker_deltas"] = self._workers.num_deltas
         return AdapterStats(
             num_adapters=len(self._adapters),
             num_by_place=dict(places),
@@ -593,7 +608,7 @@ class Residency:
             host_capacity_bytes=self._config.host_bytes,
             cached_bytes=self.blocks.num_bytes if self.blocks is not None else 0,
             num_waiting=len([i for i, is_guess in self._wanted.items() if not is_guess]),
-            counts=dict(self._counts),
+            counts=counts,
             seconds=dict(self._seconds),
         )
 

@@ -9,24 +9,30 @@ On CUDA a slot is vLLM's stacks, filled by copies on the compute stream.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
-from engine_bridge.driver.lora import Pending, SegmentPunicaWrapper, SlotWeights, pack_slot
+from engine_bridge.driver.lora import Compute, Pending, SegmentPunicaWrapper, SlotWeights, pack_slot
 from engine_bridge.errors import SeamMoved
 
 # On a CPU, slots beyond the adapters that one step may use: where the next ones are laid out while all others run. Chosen.
 SPARE_SLOTS = 2
 
 
+ComputeFor = Callable[[str], Compute]
+
+
 class Slots(Protocol):
     """The places for adapters in use. Called on the engine thread, but for `finish`."""
 
-    def fill(self, slot: int, weights: AdapterWeights) -> None:
-        """Have the layers compute rows of this slot with these weights from the next step on."""
+    def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
+        """Have the layers compute rows of this slot with these weights from the next step on.
+
+        compute_for: by the name of a layer, what computes its delta until it is in the slot.
+        """
         ...
 
     def finish(self, slot: int) -> None:
@@ -44,7 +50,7 @@ class StackedSlots:
     def __init__(self, manager: Any) -> None:
         self._layers = dict(manager.modules)
 
-    def fill(self, slot: int, weights: AdapterWeights) -> None:
+    def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
         for name, layer in self._layers.items():
             module = weights.modules.get(name)
             if module is None:
@@ -77,7 +83,7 @@ class PackedSlots:
         self._unfinished: list[list[Pending]] = [[] for _ in range(num_slots)]
         self._in_stacks: set[tuple[int, str]] = set()  # slots and layers whose stacks hold weights
 
-    def fill(self, slot: int, weights: AdapterWeights) -> None:
+    def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
         with self._locks[slot]:  # the loader may be at work on what lay here
             self._unfinished[slot] = []
             for name, layer in self._layers.items():
@@ -87,7 +93,8 @@ class PackedSlots:
                 self._set_stacks(slot, name, None if is_ours else module)
                 if packs is not None and is_ours:
                     self._keep_storage(slot, name)
-                    packs[slot] = self._pending(slot, name, layer, module) if module is not None else None
+                    compute = compute_for(name) if compute_for is not None else None
+                    packs[slot] = self._pending(slot, name, module, compute) if module is not None else None
 
     def finish(self, slot: int) -> None:
         for layer in self._unfinished[slot]:
@@ -99,20 +106,14 @@ class PackedSlots:
         self._unfinished[slot] = []  # which keeps the host's weights alive
         return True
 
-    def _pending(self, slot: int, name: str, layer: Any, module: ModuleWeights) -> Pending:
-        outputs = [stack[slot, 0] for stack in layer.lora_b_stacked]
-        ranks = [0 if a is None else a.size(0) for a in module.a]
-        # A slice without weights still has a width.
-        b_slices = [outputs[i] if b is None else b for i, b in enumerate(module.b)]
-        a_slices = [layer.lora_a_stacked[i][slot, 0] if a is None else a for i, a in enumerate(module.a)]
-
+    def _pending(self, slot: int, name: str, module: ModuleWeights, compute: Compute | None) -> Pending:
         def pack() -> SlotWeights | None:
-            packed = pack_slot(a_slices, b_slices, ranks, self._storages[slot].pop(name, None))
+            packed = lay_out(self._layers[name], module, self._storages[slot].pop(name, None))
             if packed is not None:
                 self._storages[slot][name] = packed.storage
             return packed
 
-        pending = Pending(self._packs[name], slot, pack, self._locks[slot])
+        pending = Pending(self._packs[name], slot, pack, self._locks[slot], compute)
         self._unfinished[slot].append(pending)
         return pending
 
@@ -129,6 +130,23 @@ class PackedSlots:
         elif (slot, name) in self._in_stacks:
             self._in_stacks.discard((slot, name))
             self._layers[name].reset_lora(slot)
+
+
+def lay_out(layer: Any, module: ModuleWeights, storage: torch.Tensor | None) -> SlotWeights | None:
+    """One layer's weights for our wrapper's GEMMs, in `storage` if it is large enough. None if the adapter leaves the layer alone."""
+    # A slice without weights still has a width.
+    b_slices = [
+        stack[0, 0] if b is None else b for b, stack in zip(module.b, layer.lora_b_stacked, strict=True)
+    ]
+    a_slices = [
+        stack[0, 0] if a is None else a for a, stack in zip(module.a, layer.lora_a_stacked, strict=True)
+    ]
+    return pack_slot(a_slices, b_slices, [0 if a is None else a.size(0) for a in module.a], storage)
+
+
+def plain_layers(manager: Any) -> dict[str, Any]:
+    """The layers whose A and B only our wrapper reads."""
+    return {name: layer for name, layer in manager.modules.items() if _is_plain(layer)}
 
 
 def make_slots(manager: Any) -> Slots:
