@@ -23,8 +23,9 @@ those of the same request alone. Measured with torch 2.13 on an AVX-512 Xeon wit
   bytes. On a CPU with AMX bf16 may win for long prefills; not measured;
 * its rows are bit-identical for every number of rows from two up: expands in all shapes tried, shrinks up to an inner
   dimension of 768 (1 and 2 threads). One row alone goes to a GEMV with another order of summation; on an AMD EPYC with AVX-512
-  MKL takes another kernel below four rows, and one for all from four up. So fewer rows are filled up to four with repetitions
-  (`plan_rows`). Somewhat below 1024 MKL begins to split the sum over threads, depending on the row count; then the last
+  MKL takes another kernel below four rows; with two threads it also deals rows out in fours, so that of 5 to 7 and of 9 to 11 rows the
+  last one to three come out of that other kernel (4 to 48 rows tried). So those counts are filled up with repetitions
+  (`filled`, `plan_rows`). Somewhat below 1024 MKL begins to split the sum over threads, depending on the row count; then the last
   fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
   threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces takes 27 and is not exact;
 * the delta is added to the base output in fp32 and rounded to the model's type once.
@@ -59,8 +60,8 @@ NO_ADAPTER = -1
 # Runs of one adapter shorter than this are sorted together with their neighbours; longer ones are computed where they lie.
 # Measured at hidden 1024: sorting costs about 1.3 µs a row and layer, one group more about 40 µs.
 LONG_RUN_ROWS = 32
-# Fewer rows of one adapter are filled up to as many: MKL computes them by other kernels, in another order (module docstring).
-MIN_ROWS = 4
+# MKL computes fewer rows of one adapter by other kernels, in another order, and below MIXED_ROWS also what is left of fours (module docstring).
+MIN_ROWS, MIXED_ROWS = 4, 12
 
 # Up to this size the B matrices of a fused layer (q, k, v) become one block-diagonal matrix and one GEMM: the zeros cost less
 # than two launches. Measured, 2048 columns: rank 16 (384 KiB) 15 µs against 44, rank 32 (768 KiB) 67 against 54.
@@ -99,6 +100,11 @@ class RowBlock:
             torch.index_select(values.to(rows.dtype), 0, self.inverse, out=part)
 
 
+def filled(num_rows: int) -> int:
+    """How many rows to compute so that each comes out the same as in any other number of them."""
+    return -(-num_rows // MIN_ROWS) * MIN_ROWS if num_rows < MIXED_ROWS else num_rows
+
+
 def plan_rows(slots: Sequence[int]) -> tuple[RowBlock, ...]:
     """Decide how the rows of a step are grouped.
 
@@ -128,8 +134,8 @@ def _plan_stretch(runs: list[tuple[int, int, int]]) -> list[RowBlock]:
         return []
     runs = runs[with_adapter[0] : with_adapter[-1] + 1]
     used = [slot for slot, _, _ in runs if slot != NO_ADAPTER]
-    has_few_rows = any(stop - start < MIN_ROWS for slot, start, stop in runs if slot != NO_ADAPTER)
-    if len(set(used)) == len(used) and not has_few_rows:
+    sizes = [stop - start for slot, start, stop in runs if slot != NO_ADAPTER]
+    if len(set(used)) == len(used) and all(filled(size) == size for size in sizes):
         return [
             RowBlock(
                 runs[0][1],
@@ -141,14 +147,14 @@ def _plan_stretch(runs: list[tuple[int, int, int]]) -> list[RowBlock]:
 
 
 def _sorted_block(runs: list[tuple[int, int, int]]) -> RowBlock:
-    """Gather the rows of each adapter; where they are few the last one is listed again, up to MIN_ROWS."""
+    """Gather the rows of each adapter; where they are few the last one is listed again (`filled`)."""
     first = runs[0][1]
     rows_of: dict[int, list[int]] = {}
     for slot, start, stop in runs:
         rows_of.setdefault(slot, []).extend(range(start - first, stop - first))
     for slot, rows in rows_of.items():
         if slot != NO_ADAPTER:
-            rows_of[slot] = rows + rows[-1:] * (MIN_ROWS - len(rows))
+            rows_of[slot] = rows + rows[-1:] * (filled(len(rows)) - len(rows))
     order = [row for rows in rows_of.values() for row in rows]
     inverse = [order.index(row) for row in range(runs[-1][2] - first)]
     sizes = tuple(len(rows) for rows in rows_of.values())

@@ -18,6 +18,7 @@ from engine_bridge.driver.lora import (  # noqa: E402
     NO_ADAPTER,
     RowBlock,
     SegmentPunicaWrapper,
+    filled,
     pack_slot,
     plan_rows,
 )
@@ -61,7 +62,7 @@ def test_blocks_are_disjoint_and_no_group_has_few_rows(runs):
     assert all(a.stop <= b.start for a, b in pairwise(blocks))
     for block in blocks:
         assert all(
-            size >= MIN_ROWS
+            size == filled(size)
             for slot, size in zip(block.slots, block.sizes, strict=True)
             if slot != NO_ADAPTER
         )
@@ -211,13 +212,13 @@ def test_a_rows_bits_do_not_depend_on_its_companions(num_in, rank):
     weight = pack_slot([torch.randn(rank, num_in)], [torch.randn(512, rank)], [rank])
     x, y = torch.randn(33, num_in), torch.randn(33, 512)
 
-    def row_zero(num_rows):
+    def rows(num_rows):
         out = y[:num_rows].clone()
         weight.add_to(out, x[:num_rows], 1.0)
-        return out[0]
+        return out
 
-    alone = row_zero(MIN_ROWS)
-    assert all(torch.equal(row_zero(n), alone) for n in (5, 8, 16, 17, 33))
+    many = rows(33)
+    assert all(torch.equal(rows(n), many[:n]) for n in range(1, 33) if n == filled(n))
 
 
 def test_a_layer_that_never_announced_itself_is_refused():
