@@ -61,6 +61,11 @@ _COUNTERS = (
     _Row("overture_adapter_load_failures", "Adapters that could not be loaded when asked for", "failed"),
     _Row("overture_adapter_prefetched", "Loads ahead, by the times between requests", "prefetched"),
     _Row(
+        "overture_adapter_worker_deltas",
+        "Modules' parts that worker processes computed for cold adapters",
+        "worker_deltas",
+    ),
+    _Row(
         "overture_adapter_step_seconds",
         "Time that steps spent on adapters: what other requests wait for",
         "step",

@@ -120,7 +120,7 @@ def test_a_data_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         ({"max_model_len": "-1"}, "--max-model-len: expected an integer, at least 1, got '-1'"),
         ({"host": ""}, "--host: expected a non-empty string"),
         ({"data_dir": ""}, "--data-dir: expected a path"),
-        ({"adapter_host_gib": "0"}, "adapter_host_gib"),
+        ({"adapter_host_gib": "0"}, "--adapter-host-gib"),
         ({"chat_template": "gone.jinja"}, "chat_template: there is no file /nonexistent/gone.jinja"),
         ({"api_key_file": "gone"}, "api_key_file: there is no file"),
         ({"adapters_dir": "gone"}, "adapters_dir: there is no folder"),
