@@ -110,13 +110,13 @@ class Plan:
 
 QUICK = Plan(
     stall_repeats=4,
-    cold_repeats=14,
+    cold_repeats=12,
     traffic_repeats=1,
     traffic_s=12,
     rate_per_s=3,
     warm_up_requests=60,
     overhead_repeats=3,
-    overhead_tokens=48,
+    overhead_tokens=24,
     stock_overhead_repeats=1,
     stock_overhead_tokens=4,
 )

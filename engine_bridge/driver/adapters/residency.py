@@ -147,12 +147,13 @@ class Residency:
     # -- what there is -----------------------------------------------------------------------------------------------
 
     def add(self, record: AdapterRecord) -> None:
-        """Know a version from now on. One that was known is updated (pinned or not)."""
+        """Know a version from now on. One that was known is updated (pinned or not). A new one is loaded where memory lies idle."""
         known = self._adapters.get(record.version_id)
+        is_new = known is None
         if known is None:
             known = self._adapters[record.version_id] = _Adapter(record, last_used_s=self._clock())
         known.record, known.is_pinned = record, record.is_pinned
-        if record.is_pinned:
+        if record.is_pinned or (is_new and self._has_idle_memory(record.num_bytes)):
             self.prefetch(record.version_id)
 
     def remove(self, adapter_id: int) -> None:
@@ -487,6 +488,13 @@ class Residency:
     def host_bytes(self) -> int:
         adapters = list(self._adapters.values())
         return sum(host.num_bytes for adapter in adapters if (host := adapter.host) is not None)
+
+    def _has_idle_memory(self, num_bytes: int) -> bool:
+        """Does it fit beside what is there and what is on its way, with half of the memory left?"""
+        on_its_way = [
+            self._adapters[i].record.num_bytes for i in self._wanted if self._adapters[i].host is None
+        ]
+        return 2 * (self.host_bytes + sum(on_its_way) + num_bytes) <= self._config.host_bytes
 
     def _make_host_room(self, num_bytes: int, needed_by: _Adapter | None) -> bool:
         """needed_by: whose waiting request it is for; None for a guess, which displaces nothing that a request waits for."""

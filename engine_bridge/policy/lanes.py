@@ -1,0 +1,179 @@
+"""Which requests share a lane: sizes are clustered, and lanes meet half way between neighbouring centroids. Pure.
+
+Source: Chameleon §4.2, "Determining the Number of Queues". A fit takes milliseconds (see `exact_centroids`), so it belongs off the engine's thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+MAX_LANES = 4  # Source: Chameleon §4.2.
+MIN_SIZES = 16  # Fewer say nothing of clusters: one lane. Chosen.
+# A further lane must take away this share of all squared sizes. Chosen: sizes alike to within 14% stay in one lane, and evenly spread ones get three.
+MIN_GAIN = 0.02
+MAX_SAMPLE = 256  # Quantiles that stand for a longer window in the exact clustering. Chosen: 10 ms for all of K = 1..4 together.
+
+# Centroids of at most so many clusters of sizes, in any order. `exact_centroids` is one; a driver may pass one that runs scikit-learn.
+Clusterer = Callable[[Sequence[float], int], Sequence[float]]
+# Which of the candidates to take: their within-cluster sums of squares for K = 1, 2, …, and the sum of all squared sizes; an index.
+Rule = Callable[[Sequence[float], float], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Lanes in order of size, that of the smallest first: one for each centroid, which rise strictly."""
+
+    centroids: tuple[float, ...] = (0.0,)
+    boundaries: tuple[float, ...] = ()
+
+    @classmethod
+    def around(cls, centroids: Sequence[float]) -> Lanes:
+        """Boundaries at the midpoints of neighbours; equal centroids make one lane. Raises ValueError if there are none."""
+        rising = sorted(set(centroids))
+        if not rising:
+            raise ValueError("lanes need a centroid")
+        return cls(tuple(rising), tuple((low + high) / 2 for low, high in pairwise(rising)))
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.centroids)
+
+    def lane_of(self, wrs: float) -> int:
+        """0 for the lane of the smallest. A size on a boundary belongs to the larger lane; none is too small or too large."""
+        return bisect_right(self.boundaries, wrs)
+
+
+ONE_LANE = Lanes()
+
+
+# -- how many ----------------------------------------------------------------------------------------------------------
+
+
+def knee(sums_of_squares: Sequence[float], all_squares: float) -> int:
+    """The smallest K after which no further lane takes away `MIN_GAIN` of all squared sizes. The default.
+
+    Why: the wait behind others grows with the squared sizes of those in the same queue (Pollaczek–Khinchine: 1 + CV²), and what a lane
+    removes of it is the spread within lanes, against all squares. The paper's own rule, the least sum of squares, falls with every K and so
+    always takes the largest; and a rule of separation alone (silhouette) would split a narrow hump in halves, since it does not see that the halves
+    are alike in size. Further lanes are looked at too: three clusters at equal distances gain little by the second, and much by the third.
+    """
+    scale = all_squares or 1.0
+    for k, here in enumerate(sums_of_squares):
+        later = sums_of_squares[k + 1 :]
+        if all((here - other) / scale < MIN_GAIN * more for more, other in enumerate(later, start=1)):
+            return k
+    return len(sums_of_squares) - 1
+
+
+def least_squares(sums_of_squares: Sequence[float], all_squares: float) -> int:
+    """The least sum of squares. Source: Chameleon §4.2; in effect the largest K there are distinct sizes for."""
+    return min(range(len(sums_of_squares)), key=sums_of_squares.__getitem__)
+
+
+RULES: dict[str, Rule] = {"knee": knee, "least_squares": least_squares}
+
+
+def fit(
+    sizes: Sequence[float],
+    rule: Rule = knee,
+    cluster: Clusterer | None = None,
+    max_lanes: int = MAX_LANES,
+) -> Lanes:
+    """Lanes for requests like these. One lane where there are fewer than `MIN_SIZES`.
+
+    sizes: WRS of a recent window, all on one `Scale`. cluster: `exact_centroids` unless given.
+    """
+    if max_lanes < 1:
+        raise ValueError("there is at least one lane")
+    if len(sizes) < MIN_SIZES:
+        return ONE_LANE
+    ordered = sorted(sizes)
+    candidates = [Lanes.around((cluster or exact_centroids)(ordered, k)) for k in range(1, max_lanes + 1)]
+    squares = [_within(ordered, lanes) for lanes in candidates]
+    return candidates[rule(squares, sum(size * size for size in ordered))]
+
+
+def _within(ordered: Sequence[float], lanes: Lanes) -> float:
+    """Sum of squared distances to the nearest centroid."""
+    edges = [0, *(bisect_left(ordered, boundary) for boundary in lanes.boundaries), len(ordered)]
+    return sum(
+        (size - centroid) ** 2
+        for centroid, (first, end) in zip(lanes.centroids, pairwise(edges), strict=True)
+        for size in ordered[first:end]
+    )
+
+
+# -- exact clustering in one dimension ---------------------------------------------------------------------------------
+
+
+def exact_centroids(sizes: Sequence[float], num_clusters: int) -> list[float]:
+    """Centroids of the best clustering there is, rising: fewer than asked for where fewer sizes differ.
+
+    Windows longer than `MAX_SAMPLE` are stood for by as many quantiles. Raises ValueError if there are no sizes or no clusters.
+
+    Source: Wang & Song, Ckmeans.1d.dp, The R Journal 3/2, 2011: clusters of sorted numbers are intervals, so dynamic programming finds the
+    optimum, and the same one each time, which Lloyd's K-means with its random start does not. The divide and conquer is theirs of 2016:
+    the best place for the last cut never moves back as the interval grows.
+    """
+    if not sizes or num_clusters < 1:
+        raise ValueError("clusters need sizes, and at least one is asked for")
+    points = _quantiles(sorted(sizes), MAX_SAMPLE)
+    spread = _Spread(points)
+    best = [spread.cost(0, end) for end in range(len(points) + 1)]
+    cuts: list[list[int]] = []
+    for clusters in range(2, min(num_clusters, len(set(points))) + 1):
+        best, cut = _one_more(spread, best, clusters)
+        cuts.append(cut)
+    return _means(points, cuts)
+
+
+def _quantiles(ordered: Sequence[float], num: int) -> Sequence[float]:
+    if len(ordered) <= num:
+        return ordered
+    return [ordered[(2 * at + 1) * len(ordered) // (2 * num)] for at in range(num)]
+
+
+class _Spread:
+    """Sum of squared distances from the mean, of any run of sorted points, in constant time."""
+
+    def __init__(self, points: Sequence[float]) -> None:
+        # Around the middle one, so that squares do not swallow small differences.
+        middle = points[len(points) // 2]
+        self._sums = [0.0, *accumulate(point - middle for point in points)]
+        self._squares = [0.0, *accumulate((point - middle) ** 2 for point in points)]
+
+    def cost(self, first: int, end: int) -> float:
+        if end - first < 2:
+            return 0.0
+        total = self._sums[end] - self._sums[first]
+        return max(self._squares[end] - self._squares[first] - total * total / (end - first), 0.0)
+
+
+def _one_more(spread: _Spread, best: list[float], clusters: int) -> tuple[list[float], list[int]]:
+    """Costs of the first n points in one cluster more than `best` has them in, and where the last cluster then begins."""
+    size = len(best)
+    costs, cuts = [0.0] * size, list(range(size))
+    todo = [(clusters, size - 1, clusters - 1, size - 1)]
+    while todo:
+        low, high, first, last = todo.pop()
+        if low > high:
+            continue
+        end = (low + high) // 2
+        costs[end], cut = min(
+            (best[at] + spread.cost(at, end), at) for at in range(first, min(last, end - 1) + 1)
+        )
+        cuts[end] = cut
+        todo += [(low, end - 1, first, cut), (end + 1, high, cut, last)]
+    return costs, cuts
+
+
+def _means(points: Sequence[float], cuts: list[list[int]]) -> list[float]:
+    means: list[float] = []
+    end = len(points)
+    for cut in reversed(cuts):
+        means.append(sum(points[cut[end] : end]) / (end - cut[end]))
+        end = cut[end]
+    return [sum(points[:end]) / end, *reversed(means)]

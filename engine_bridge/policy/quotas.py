@@ -1,0 +1,188 @@
+"""How many tokens the requests of a lane may hold at a time, and who holds them. Pure.
+
+Tokens are input + predicted output + the adapter's memory in token units. Source: Chameleon §4.2, "Assigning Quotas per Queue" and "Admission to the Batch".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from .lanes import Lanes
+
+
+class LaneLoad(Struct, frozen=True, kw_only=True):
+    """What a lane has to do. largest_tokens: of one request. duration_s: how long one is expected to run. slo_s: what it may take, with waiting."""
+
+    largest_tokens: int
+    duration_s: float
+    arrivals_per_s: float
+    slo_s: float
+
+
+def minimum_tokens(load: LaneLoad) -> float:
+    """Tokens with which a lane meets its SLO: S·D·(λ + 1/SLO), and never fewer than its largest request.
+
+    Source: Chameleon §4.2, from μ = Tok/(S·D) and 1/(μ − λ) ≤ SLO (formula reconstructed). Departs in the floor: with few arrivals the formula
+    falls below one request, and the lane could never start its largest.
+    """
+    if load.slo_s <= 0:
+        raise ValueError("an SLO is positive")
+    queued = load.largest_tokens * load.duration_s * (load.arrivals_per_s + 1 / load.slo_s)
+    return max(queued, float(load.largest_tokens), 1.0)
+
+
+def share(loads: Sequence[LaneLoad], num_tokens: int) -> tuple[int, ...]:
+    """A quota for each lane; together exactly `num_tokens`.
+
+    Minima, and the left-over in proportion to them. Source: Chameleon §4.2, which takes for granted that the minima fit. Where they do not, they
+    all shrink in proportion: it is the same formula, and no SLO can be kept then.
+    """
+    if not loads or num_tokens < 0:
+        raise ValueError("quotas are shared among lanes, of tokens that are there")
+    minima = [minimum_tokens(load) for load in loads]
+    total = sum(minima)
+    exact = [num_tokens * minimum / total for minimum in minima]
+    quotas = [int(quota) for quota in exact]
+    by_rest = sorted(range(len(quotas)), key=lambda lane: (quotas[lane] - exact[lane], lane))
+    for lane in by_rest[: max(num_tokens - sum(quotas), 0)]:
+        quotas[lane] += 1
+    return tuple(quotas)
+
+
+class SeenRequest(Struct, frozen=True):
+    """One of the recent window. wrs: on the lanes' scale. tokens, duration_s: as they really were, or as predicted while it runs."""
+
+    wrs: float
+    tokens: int
+    duration_s: float
+
+
+def lane_loads(
+    lanes: Lanes, seen: Sequence[SeenRequest], window_s: float, slo_s: float
+) -> tuple[LaneLoad, ...]:
+    """What each lane had to do in a window of that length. A lane without requests gets a load of nothing, hence the least quota."""
+    own: list[list[SeenRequest]] = [[] for _ in range(lanes.num_lanes)]
+    for request in seen:
+        own[lanes.lane_of(request.wrs)].append(request)
+    return tuple(
+        LaneLoad(
+            largest_tokens=max((request.tokens for request in requests), default=0),
+            duration_s=sum(request.duration_s for request in requests) / max(len(requests), 1),
+            arrivals_per_s=len(requests) / max(window_s, 1e-9),
+            slo_s=slo_s,
+        )
+        for requests in own
+    )
+
+
+class Spare:
+    """What is free, as one decision draws it up: a copy, so that planning changes nothing."""
+
+    def __init__(self, lane_free: list[int], num_free: int) -> None:
+        self.lane_free = lane_free
+        """Of each lane's own quota."""
+        self.num_free = num_free
+        """Of all tokens, below zero if requests outgrew them. May be less than the lanes' together, where a lane borrowed."""
+
+    def fits(self, lane: int, tokens: int) -> bool:
+        """Phase 1: within the lane's own quota, as far as nobody has borrowed it."""
+        return tokens <= self.lane_free[lane] and tokens <= self.num_free
+
+    def fits_pool(self, lane: int, tokens: int, kept: set[int]) -> bool:
+        """Phase 2: within all that is free, but for what the `kept` lanes still have of their own."""
+        reserved = sum(self.lane_free[other] for other in kept if other != lane)
+        return tokens <= self.num_free - reserved
+
+    def take(self, lane: int, tokens: int) -> None:
+        """Planned for a request of the lane; what its own quota does not cover is borrowed."""
+        self.lane_free[lane] = max(self.lane_free[lane] - tokens, 0)
+        self.num_free -= tokens
+
+
+class Ledger:
+    """Who holds how many tokens. All that is charged comes back, by `refund`.
+
+    A lane may hold more than its quota (borrowed in phase 2); all together hold no more than there are, as long as `charge` follows `fits`
+    and nobody outgrows its guess. What has outgrown its guess is charged in full, and nothing starts until it fits again.
+    """
+
+    def __init__(self, quotas: Sequence[int]) -> None:
+        self._charges: dict[str, tuple[int, int]] = {}  # lane, tokens
+        self._quotas: tuple[int, ...] = ()
+        self._used: list[int] = []
+        self.resize(quotas)
+
+    def __len__(self) -> int:
+        return len(self._charges)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._charges
+
+    @property
+    def quotas(self) -> tuple[int, ...]:
+        return self._quotas
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Tokens that each lane's requests hold, borrowed ones with them."""
+        return tuple(self._used)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self._quotas)
+
+    @property
+    def num_used(self) -> int:
+        return sum(self._used)
+
+    def charged(self, request_id: str) -> int:
+        """Tokens; 0 for an unknown request."""
+        return self._charges.get(request_id, (0, 0))[1]
+
+    def spare(self, num_tokens: int) -> Spare:
+        """What is free if only so many tokens are there now."""
+        lane_free = [max(quota - used, 0) for quota, used in zip(self._quotas, self._used, strict=True)]
+        return Spare(lane_free, min(num_tokens, self.num_tokens) - self.num_used)
+
+    def charge(self, request_id: str, lane: int, tokens: int) -> None:
+        """The request runs. Raises ValueError if it is charged already, if there is no such lane, or if tokens are negative."""
+        if request_id in self._charges or not 0 <= lane < len(self._used) or tokens < 0:
+            raise ValueError(f"cannot charge {tokens} tokens of lane {lane}, or charged before")
+        self._charges[request_id] = (lane, tokens)
+        self._used[lane] += tokens
+
+    def correct(self, request_id: str, tokens: int) -> int:
+        """It outgrew its guess and will hold so many tokens. Returns by how many the charge rose; it never falls, and unknown ones have none."""
+        lane, before = self._charges.get(request_id, (0, tokens))
+        if tokens <= before:
+            return 0
+        self._charges[request_id] = (lane, tokens)
+        self._used[lane] += tokens - before
+        return tokens - before
+
+    def refund(self, request_id: str) -> int:
+        """It holds nothing any more. Returns the tokens that came back, 0 for an unknown request."""
+        lane, tokens = self._charges.pop(request_id, (0, 0))
+        self._used[lane] -= tokens
+        return tokens
+
+    def resize(self, quotas: Sequence[int], lane_of: Mapping[str, int] | None = None) -> None:
+        """New lanes and quotas. lane_of: for requests that hold tokens; others keep theirs, or the last lane if there are fewer now."""
+        if not quotas or min(quotas) < 0:
+            raise ValueError("there is at least one lane, and no quota is negative")
+        self._quotas = tuple(quotas)
+        self._used = [0] * len(quotas)
+        for request_id, (old, tokens) in self._charges.items():
+            lane = min((lane_of or {}).get(request_id, old), len(quotas) - 1)
+            self._charges[request_id] = (lane, tokens)
+            self._used[lane] += tokens
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if what lanes hold is not the sum of what their requests were charged."""
+        sums = [0] * len(self._quotas)
+        for lane, tokens in self._charges.values():
+            assert tokens >= 0, "a negative charge"
+            sums[lane] += tokens
+        assert sums == self._used, f"lanes hold {self._used}, their requests {sums}"

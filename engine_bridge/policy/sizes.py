@@ -1,0 +1,78 @@
+"""How large a request is, in one number, so that requests can be told apart into lanes. Pure.
+
+Source: Chameleon §4.2, "Admission to the Queues".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Source: Chameleon §4.2: output decides the time but is only a guess, so it gets no more than half.
+INPUT_WEIGHT, OUTPUT_WEIGHT, RANK_WEIGHT = 0.3, 0.5, 0.2
+# After so many requests a maximum has fallen to half, unless something renewed it. Chosen: a giant is forgotten within minutes at a few per second,
+# while a size that one request in a hundred has keeps its maximum to within a third.
+HALF_LIFE_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What the three parts are measured against, at one time. Tokens, tokens, rank; all at least 1.
+
+    Lane boundaries mean something only on the scale they were fitted on: keep the fit's `Scale` for placing arrivals until the next fit.
+    """
+
+    max_input_tokens: float = 1.0
+    max_output_tokens: float = 1.0
+    max_rank: float = 1.0
+    input_weight: float = INPUT_WEIGHT
+    output_weight: float = OUTPUT_WEIGHT
+    rank_weight: float = RANK_WEIGHT
+
+    def wrs(self, input_tokens: float, output_tokens: float, rank: float) -> float:
+        """Weighted request size, from 0 to the sum of the weights (1 by default).
+
+        output_tokens: predicted. rank: the adapter's, 0 without one. What exceeds its maximum counts as the maximum.
+
+        Source: Chameleon §4.2 (formula reconstructed: A·in/max_in + B·out/max_out + C·rank/max_rank).
+        """
+        return (
+            self.input_weight * min(input_tokens / self.max_input_tokens, 1.0)
+            + self.output_weight * min(output_tokens / self.max_output_tokens, 1.0)
+            + self.rank_weight * min(rank / self.max_rank, 1.0)
+        )
+
+
+class WeightedSize:
+    """Sizes against running maxima that fade.
+
+    Each request lowers the maxima by a constant factor, to half in `half_life_requests`, and raises those that it exceeds. So one giant flattens
+    the rest for a while only, and a quiet night changes nothing. The paper does not say over what its maxima are taken.
+    """
+
+    def __init__(
+        self,
+        a: float = INPUT_WEIGHT,
+        b: float = OUTPUT_WEIGHT,
+        c: float = RANK_WEIGHT,
+        half_life_requests: int = HALF_LIFE_REQUESTS,
+    ) -> None:
+        if min(a, b, c) < 0 or a + b + c <= 0 or half_life_requests < 1:
+            raise ValueError("weights are not negative, one of them is positive, and a half-life is too")
+        self._weights = (a, b, c)
+        self._fade = 0.5 ** (1 / half_life_requests)
+        self._maxima = (1.0, 1.0, 1.0)
+
+    @property
+    def scale(self) -> Scale:
+        """The maxima as they are now."""
+        return Scale(*self._maxima, *self._weights)
+
+    def seen(self, input_tokens: float, output_tokens: float, rank: float) -> None:
+        """A request came (or ended: then with the output that it really had). Call it once for each."""
+        sizes = (input_tokens, output_tokens, rank)
+        largest = [max(size, old * self._fade, 1.0) for size, old in zip(sizes, self._maxima, strict=True)]
+        self._maxima = (largest[0], largest[1], largest[2])
+
+    def wrs(self, input_tokens: float, output_tokens: float, rank: float) -> float:
+        """`Scale.wrs` on the maxima of now. Changes no state."""
+        return self.scale.wrs(input_tokens, output_tokens, rank)
