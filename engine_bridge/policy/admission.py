@@ -1,7 +1,8 @@
 """Who starts now, who waits and why, and who makes room. Pure: facts in, decision out, for one engine step.
 
-A policy keeps the order of what waits by its hooks, and looks facts up only for the few requests that it considers, so that a decision costs next to
-nothing however many wait. `decide` changes no state: what the caller does of it, it tells by the hooks, and the same calls give the same decisions again.
+A policy keeps the order of what waits by its hooks, and looks facts up only for the few requests that it considers, so that a decision costs next
+to nothing however many wait. `decide` changes no state: what the caller does of it, it tells by the hooks, and the same calls give the same
+decisions again.
 
 `Fcfs`, `Sjf`, `Priority` and `Fair` are baselines: one order, and whoever does not fit blocks all behind. `Mlq` is the default.
 """
@@ -14,7 +15,6 @@ from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct
@@ -26,14 +26,14 @@ DeferReason = Literal["lane_quota", "no_blocks", "adapter_memory", "behind_head"
 
 
 class Waiting(Struct, frozen=True, kw_only=True):
-    """A request that could start if there were room: its adapter is on its way to nowhere but the device, its grammar is compiled.
+    """A request that could start if there were room: its adapter is in host memory or on the device, its grammar is compiled.
 
-    arrived_s: when it first came, also for one that was preempted or squashed. wrs: on the lanes' scale. size_tokens: input + predicted output + adapter
-    in token units. num_blocks: what starting takes from `Room.free_blocks`: new ones, and its own cached ones that nobody holds.
-    duration_s: predicted, from start to end. priority: lower first, as in vLLM. weight: its tenant's share against others'.
-    adapter_blocks: device memory that its adapter still needs; requests of one adapter_id need it once. is_warm: its prefix is on the device.
-    is_swapped: it ran before, and its KV waits in host memory. times_bypassed, times_squashed: as the caller counts them from
-    `Decision.bypassed` and `Decision.squash`.
+    arrived_s: when it first came, also for one that was preempted or squashed. wrs: on the lanes' scale. size_tokens: input + predicted output +
+    adapter in token units. num_blocks: what starting takes from `Room.free_blocks`: new ones, and its own cached ones that nobody holds. Together
+    with adapter_blocks they must fit an empty device: the caller refuses what never can. duration_s: predicted, from start to end. priority:
+    lower first, as in vLLM. weight: its tenant's share against others'. adapter_blocks: device memory that its adapter still needs; requests of
+    one adapter_id need it once. is_warm: its prefix is on the device. is_swapped: it ran before, and its KV waits in host memory. times_bypassed,
+    times_squashed: as the caller counts them from `Decision.bypassed` and `Decision.squash`.
     """
 
     request_id: str
@@ -77,18 +77,19 @@ class Room(Struct, frozen=True, kw_only=True):
 class Decision:
     """What to do in this step.
 
-    request_ids: to start, in this order. deferred: why those that were considered wait; `reason` answers for all. bypassed: of those that start, the
-    ones that pass a head, with that head. squash: running bypassers to preempt, for a head that can start then.
+    request_ids: to start, in this order. deferred: why those that were considered wait; otherwise: why all others do. bypassed: of those that
+    start, the ones that pass a head, with that head. squash: running bypassers to preempt, for a head that can start then.
     """
 
     request_ids: tuple[str, ...] = ()
     deferred: Mapping[str, DeferReason] = field(default_factory=dict)
     bypassed: Mapping[str, str] = field(default_factory=dict)
     squash: tuple[str, ...] = ()
+    otherwise: DeferReason = "behind_head"
 
     def reason(self, request_id: str) -> DeferReason:
-        """Why a waiting request that does not start waits: itself, or because another one goes first."""
-        return self.deferred.get(request_id, "behind_head")
+        """Why a request that waits and does not start now waits."""
+        return self.deferred.get(request_id, self.otherwise)
 
 
 class QueuePolicy(Protocol):
@@ -164,7 +165,7 @@ def _remove(ordered: list[Any], entry: Any) -> None:
 
 
 class _OneOrder:
-    """Starts requests in the order of a key that is fixed at arrival; the first that does not fit blocks all behind. No bound on waiting but `Fcfs`'s.
+    """Starts requests in the order of a key that is fixed at arrival; the first that does not fit blocks all behind.
 
     Costs: `arrived`, `admitted` and `ended` a binary search and a shift; `decide` as many look-ups as it starts requests, and one.
     """
@@ -280,7 +281,12 @@ class _Urgency:
             self._push(heads, bucket, at + 1, now, min_wait_s)
 
     def _push(
-        self, heads: list[tuple[float, float, str, int, int]], bucket: int, at: int, now: float, min_wait_s: float
+        self,
+        heads: list[tuple[float, float, str, int, int]],
+        bucket: int,
+        at: int,
+        now: float,
+        min_wait_s: float,
     ) -> None:
         entries = self._lists[bucket]
         if at < len(entries) and now - entries[at][0] >= min_wait_s:
@@ -304,7 +310,7 @@ def starts_swapped(swapped: Sequence[float], waiting: Sequence[float]) -> bool:
 
 
 class Fair:
-    """The highest waiting time over length first; either of those swapped out or of the others, whichever set that fits is the more urgent on average.
+    """The highest waiting time over length first; of those swapped out or of the others, whichever set that fits is the more urgent on average.
 
     Source: AdaptiveLLM §3.5 and Algorithm 2. "As many as possible" is taken as in order of urgency until one does not fit: by skipping that
     one, smaller ones could keep it out for ever. No bound on waiting: under lasting overload short requests always catch up with long ones.
@@ -461,23 +467,20 @@ class _Lane:
     """What waits in a lane, by (priority, tenant)."""
 
     def __init__(self) -> None:
-        self._flows: dict[tuple[int, str], _Flow] = {}
+        self.flows: dict[tuple[int, str], _Flow] = {}
         self.num_waiting = 0
 
     def add(self, entry: _Entry) -> None:
         flow = (entry.facts.priority, entry.facts.tenant)
-        self._flows.setdefault(flow, _Flow()).add(entry)
+        self.flows.setdefault(flow, _Flow()).add(entry)
         self.num_waiting += 1
 
     def remove(self, entry: _Entry) -> None:
         flow = (entry.facts.priority, entry.facts.tenant)
-        self._flows[flow].remove(entry)
+        self.flows[flow].remove(entry)
         self.num_waiting -= 1
-        if not self._flows[flow]:
-            del self._flows[flow]
-
-    def flows(self) -> Iterator[tuple[tuple[int, str], _Flow]]:
-        yield from self._flows.items()
+        if not self.flows[flow]:
+            del self.flows[flow]
 
 
 class _Walk:
@@ -487,13 +490,11 @@ class _Walk:
     """
 
     def __init__(self, lane: _Lane, plan: _Plan, aging_s: float) -> None:
-        self._plan = plan
-        self._flows = [
-            (priority, plan.given(tenant), tenant, flow.order(plan.now, aging_s))
-            for (priority, tenant), flow in lane.flows()
-        ]
-        # No two flows have the same (priority, tenant), so that iterators are never compared.
+        self._plan, self._lane, self._aging_s = plan, lane, aging_s
+        # As many as tenants wait, and few of them are ever asked: an iterator is made when it is.
+        self._flows = [(priority, plan.given(tenant), tenant) for priority, tenant in lane.flows]
         heapq.heapify(self._flows)
+        self._orders: dict[tuple[int, str], Iterator[str]] = {}
         self.head = self._next()
 
     def advance(self) -> None:
@@ -511,15 +512,22 @@ class _Walk:
 
     def _next(self) -> Waiting | None:
         while self._flows:
-            priority, given, tenant, order = self._flows[0]
-            if self._plan.given(tenant) > given:
-                heapq.heapreplace(self._flows, (priority, self._plan.given(tenant), tenant, order))
+            priority, given, tenant = self._flows[0]
+            now_given = self._plan.given(tenant)
+            if now_given > given:
+                heapq.heapreplace(self._flows, (priority, now_given, tenant))
                 continue
-            for request_id in order:
+            for request_id in self._order(priority, tenant):
                 if request_id not in self._plan.chosen:
                     return self._plan.waiting[request_id]
             heapq.heappop(self._flows)
         return None
+
+    def _order(self, priority: int, tenant: str) -> Iterator[str]:
+        flow = (priority, tenant)
+        if flow not in self._orders:
+            self._orders[flow] = self._lane.flows[flow].order(self._plan.now, self._aging_s)
+        return self._orders[flow]
 
 
 class _Plan:
@@ -533,23 +541,40 @@ class _Plan:
         self.chosen: dict[str, tuple[int, Waiting]] = {}
         self.deferred: dict[str, DeferReason] = {}
         self.bypassed: dict[str, str] = {}
+        self.num_overdue = 0
+        """Of the chosen, the first so many."""
         self.blocked: list[Waiting] = []
         """Heads that wait for memory."""
         self._service = service
-        self._gives: defaultdict[str, float] = defaultdict(float)
+        self._gives: dict[str, float] = {}
 
     def given(self, tenant: str) -> float:
-        return self._service.of(tenant) + self._gives[tenant]
+        return self._service.of(tenant) + self._gives.get(tenant, 0.0)
 
     def choose(self, lane: int, facts: Waiting, tokens: int) -> None:
         self.left.take(facts)
         self.spare.take(lane, tokens)
-        self._gives[facts.tenant] += tokens / max(facts.weight, 1e-9)
+        self._gives[facts.tenant] = self._gives.get(facts.tenant, 0.0) + _share_tokens(facts, tokens)
         self.chosen[facts.request_id] = (lane, facts)
         self.deferred.pop(facts.request_id, None)
 
     def ids(self) -> tuple[str, ...]:
-        return tuple(self.chosen)
+        """All chosen in order, but in each lane's places warm ones before others of the same priority; those overdue stay where they are."""
+        order = list(self.chosen.values())
+        places: defaultdict[int, list[int]] = defaultdict(list)
+        for at in range(self.num_overdue, len(order)):
+            places[order[at][0]].append(at)
+        ids = [facts.request_id for _, facts in order]
+        for own in places.values():
+            sorted_own = sorted(own, key=lambda at: (order[at][1].priority, not order[at][1].is_warm))
+            for at, source in zip(own, sorted_own, strict=True):
+                ids[at] = order[source][1].request_id
+        return tuple(ids)
+
+
+def _share_tokens(facts: Waiting, tokens: int) -> float:
+    """Tokens over the tenant's weight. What was preempted has been counted when it first started."""
+    return 0.0 if facts.is_swapped else tokens / facts.weight
 
 
 class Mlq:
@@ -557,7 +582,7 @@ class Mlq:
 
     1. Requests that have waited for `max_wait_s` start in order of arrival. While one of them does not fit, nothing else starts.
     2. Each lane, that of the smallest first, starts requests within its quota.
-    3. What is left is pooled and offered from the top lane down. A lane whose head does not fit, but would fit the lane's own quota, keeps
+    3. What is left is pooled and offered from the top lane down. A lane whose head waits, and would fit the lane's own quota, keeps
        what it has left of it: otherwise smaller requests could borrow it again and again. (The paper pools it all.)
 
     In a lane: lower `priority` first, then the tenant who was given the fewest tokens for its weight, then, of one tenant, those who waited for
@@ -566,19 +591,19 @@ class Mlq:
     bypasser that runs on past its prediction is squashed if that lets a blocked head start. Of those that start in one step, warm ones go first in
     their lane: all start, so it costs nobody, and their cached blocks are held before another could take them.
 
-    Bound: let a request have waited for max_wait_s, and let D be the longest that a started request really runs, g the number of groups
-    that those who came before it and still wait, and itself, make if one fills the room with them in order of arrival (g <= their number + 1). It
-    starts within max_wait_s + g · D, and a step's length for each group: nothing passes it, so after D all that ran has ended, and with each further D
-    another group has. Room means blocks, slots, and tokens by the larger of guess and truth. If the engine preempts for lack of blocks, those who
-    run come back into the queue: then it is max_wait_s + (n + m) · D, n those before it and m those who ran, as long as the one that has run for the
-    longest is never preempted. Predictions do not appear in it.
+    Bound: let a request have waited for max_wait_s, and let D be the longest that a started request really runs, g the number of groups that
+    those who came before it and still wait, and itself, make if one fills the room with them in order of arrival (g <= their number + 1). It
+    starts within max_wait_s + g · D, and a step's length for each group: nothing passes it, so after D all that ran has ended, and with each
+    further D another group has. Room means blocks, slots, and tokens by the larger of guess and truth. If the engine preempts for lack of blocks,
+    or a bypasser is squashed, those who run come back into the queue: then it is max_wait_s + (n + m) · D, n those before it and m those who ran,
+    as long as the one that has run for the longest is never preempted. Predictions do not appear in it.
 
     Costs: `arrived`, `admitted`, `ended` a few binary searches. `decide` looks up those it starts, a head for each lane, `num_looked_at` behind a
     head without memory; it copies one entry for each (tenant, priority, lane) that waits. It does not depend on how many wait.
 
-    Source: Chameleon §4.2, Algorithm 1 and "Bypassing Adapter Blocking". Departs in the bound, in priorities and tenants, in aging, in that lanes keep
-    what a waiting head can use, in that heads that were passed go before other lanes' heads, in that lack of blocks counts as lack of adapter memory,
-    and in that a late bypasser is squashed only when it helps a head, within a budget.
+    Source: Chameleon §4.2, Algorithm 1 and "Bypassing Adapter Blocking". Departs in the bound, in priorities and tenants, in aging, in that lanes
+    keep what a waiting head can use, in that heads that were passed go before other lanes' heads, in that lack of blocks counts as lack of
+    adapter memory, and in that a late bypasser is squashed only when it helps a head, within a budget.
     """
 
     name = "mlq"
@@ -598,6 +623,8 @@ class Mlq:
     # -- hooks
 
     def arrived(self, facts: Waiting, now: float) -> None:
+        if facts.weight <= 0 or facts.request_id in self._running:
+            raise ValueError("a weight is positive, and a request that runs does not wait")
         _refuse_twice(facts, self._waiting)
         self._enqueue(_Entry(facts, facts.wrs, self.lanes.lane_of(facts.wrs)))
         _insert(self._arrivals, (facts.arrived_s, facts.request_id))
@@ -607,15 +634,16 @@ class Mlq:
         entry = self._running[request_id] = self._dequeue(request_id)
         tokens = self._capped(entry.facts, self.ledger.num_tokens)
         self.ledger.charge(request_id, entry.lane, tokens)
-        self._service.serve(entry.facts.tenant, tokens / max(entry.facts.weight, 1e-9))
+        self._service.serve(entry.facts.tenant, _share_tokens(entry.facts, tokens))
         self._service.left(entry.facts.tenant)
         self._squashes.admitted()
 
     def outgrew(self, request_id: str, size_tokens: int) -> None:
         entry = self._running.get(request_id)
         if entry is not None:
+            # The tenant pays for it, too.
             more = self.ledger.correct(request_id, min(size_tokens, self.ledger.num_tokens))
-            self._service.serve(entry.facts.tenant, more / max(entry.facts.weight, 1e-9))
+            self._service.serve(entry.facts.tenant, more / entry.facts.weight)
 
     def ended(self, request_id: str) -> None:
         if request_id in self._waiting:
@@ -687,22 +715,29 @@ class Mlq:
         capacity = min(room.num_tokens, self.ledger.num_tokens)
         if self._admit_overdue(plan, capacity):
             self._admit_lanes(plan, running, capacity)
-        squash = self._late_bypassers(plan, running)
-        return Decision(_warm_first(plan), plan.deferred, plan.bypassed, squash)
+        return Decision(
+            plan.ids(),
+            plan.deferred,
+            plan.bypassed,
+            self._late_bypassers(plan, running),
+            "no_slot" if plan.left.slots < 1 else "behind_head",
+        )
 
     def _admit_overdue(self, plan: _Plan, capacity: int) -> bool:
         """Those that have waited too long, in order of arrival. False if one of them does not fit."""
         for arrived_s, request_id in self._arrivals:
             if plan.now - arrived_s < self.settings.max_wait_s:
                 break
-            facts, tokens = self._considered(plan, request_id, capacity)
+            facts = plan.waiting[request_id]
+            tokens = self._capped(facts, capacity)
             reason = plan.left.refusal(facts)
-            if reason is None and not tokens <= plan.spare.num_free:
+            if reason is None and tokens > plan.spare.num_free:
                 reason = "lane_quota"
             if reason is not None:
                 self._defer(plan, facts, reason)
                 return False
             plan.choose(self._waiting[request_id].lane, facts, tokens)
+            plan.num_overdue += 1
         return True
 
     def _admit_lanes(self, plan: _Plan, running: Mapping[str, Running], capacity: int) -> None:
@@ -712,7 +747,7 @@ class Mlq:
             if queue.num_waiting and plan.left.slots > 0
         }
         lacking = self._phase(plan, walks, capacity, plan.spare.fits)
-        kept = {lane for lane in lacking if self._fits_quota(plan, lane, walks[lane], capacity)}
+        kept = {lane for lane, walk in walks.items() if self._fits_quota(lane, walk.head, capacity)}
         pool = {lane: walk for lane, walk in walks.items() if lane in lacking}
         self._phase(plan, pool, capacity, lambda lane, tokens: plan.spare.fits_pool(lane, tokens, kept))
         self._bypass(plan, walks, running, capacity)
@@ -741,13 +776,9 @@ class Mlq:
             del open_lanes[lane]
         return lacking
 
-    def _fits_quota(self, plan: _Plan, lane: int, walk: _Walk, capacity: int) -> bool:
-        """Whether the lane's head can start within the lane's quota some day, so that the lane need not lend."""
-        return walk.head is not None and self._capped(walk.head, capacity) <= self.ledger.quotas[lane]
-
-    def _considered(self, plan: _Plan, request_id: str, capacity: int) -> tuple[Waiting, int]:
-        facts = plan.waiting[request_id]
-        return facts, self._capped(facts, capacity)
+    def _fits_quota(self, lane: int, head: Waiting | None, capacity: int) -> bool:
+        """Whether the lane's head can start within the lane's own quota some day, so that the lane had better not lend what it has of it."""
+        return head is not None and self._capped(head, capacity) <= self.ledger.quotas[lane]
 
     def _defer(self, plan: _Plan, head: Waiting, reason: DeferReason) -> None:
         plan.deferred[head.request_id] = reason
@@ -759,33 +790,37 @@ class Mlq:
     def _bypass(
         self, plan: _Plan, walks: Mapping[int, _Walk], running: Mapping[str, Running], capacity: int
     ) -> None:
-        """Lets requests pass their lane's head while it waits for memory, if they are predicted to be gone before it could start."""
+        """Lets requests pass their lane's head while it waits for memory. Not when a wrong prediction could no longer be mended by a squash."""
+        if not plan.blocked or plan.left.slots < 1 or self._squashes.num_left() < 1:
+            return
         blocked = {facts.request_id for facts in plan.blocked}
+        ends = sorted(running.values(), key=lambda each: each.predicted_end_s)
         for lane, walk in walks.items():
-            head = walk.head
-            if head is None or head.request_id not in blocked or not self._may_be_passed(plan, head):
-                continue
-            start_s = earliest_start_s(plan.left.needed(head) - plan.left.blocks, running, plan.now)
-            passes_left = self.settings.max_bypassed - head.times_bypassed
-            followers = walk.ahead(self.settings.num_looked_at)
-            followers.sort(key=lambda facts: (facts.priority, not facts.is_warm))
-            for facts in followers:
-                tokens = self._capped(facts, capacity)
-                is_fit = plan.left.refusal(facts) is None and plan.spare.fits(lane, tokens)
-                if passes_left > 0 and is_fit and self._may_pass(facts, start_s, plan.now):
-                    plan.choose(lane, facts, tokens)
-                    plan.bypassed[facts.request_id] = head.request_id
-                    passes_left -= 1
+            if walk.head is not None and walk.head.request_id in blocked:
+                start_s = earliest_start_s(plan.left.needed(walk.head) - plan.left.blocks, ends, plan.now)
+                self._pass(plan, lane, walk, start_s, capacity)
 
-    def _may_be_passed(self, plan: _Plan, head: Waiting) -> bool:
-        """Only while a wrong prediction could still be mended by a squash."""
-        return plan.left.slots > 0 and self._squashes.num_left() > 0
+    def _pass(self, plan: _Plan, lane: int, walk: _Walk, start_s: float, capacity: int) -> None:
+        """Starts those behind one head that fit and are predicted to be gone before it could start."""
+        head = walk.head
+        if head is None:
+            return
+        passes_left = self.settings.max_bypassed - head.times_bypassed
+        followers = walk.ahead(self.settings.num_looked_at)
+        followers.sort(key=lambda facts: (facts.priority, not facts.is_warm))
+        for facts in followers:
+            tokens = self._capped(facts, capacity)
+            is_fit = plan.left.refusal(facts) is None and plan.spare.fits(lane, tokens)
+            if passes_left > 0 and is_fit and self._may_pass(facts, start_s, plan.now):
+                plan.choose(lane, facts, tokens)
+                plan.bypassed[facts.request_id] = head.request_id
+                passes_left -= 1
 
     def _may_pass(self, facts: Waiting, start_s: float, now: float) -> bool:
         return now + facts.duration_s <= start_s and facts.times_squashed < self.settings.max_squashed
 
     def _late_bypassers(self, plan: _Plan, running: Mapping[str, Running]) -> tuple[str, ...]:
-        """The fewest that let a blocked head start, of those that should be gone; the latest first. Nothing if all of them do not suffice."""
+        """The fewest that let a blocked head start, of those that should be gone; the largest first. Nothing if they do not suffice."""
         if not plan.blocked or self._squashes.num_left() < 1:
             return ()
         late = [each for each in running.values() if each.is_bypasser and each.predicted_end_s < plan.now]
@@ -823,15 +858,14 @@ class _SquashBudget:
         self._num_squashed += 1
 
 
-def earliest_start_s(
-    missing_blocks: int, running: Mapping[str, Running], now: float
-) -> float:
+def earliest_start_s(missing_blocks: int, ends: Sequence[Running], now: float) -> float:
     """When so many more blocks are free, if all that runs ends as predicted; those that should have ended count as ending now.
 
-    If they do not suffice, the last end. Adapters that go with them are not counted, so it is rather too late than too early.
+    ends: in order of predicted_end_s. If all of them do not suffice, the last end. Adapters that leave with them are not counted, so it is rather too
+    late than too early.
     """
     at_s = now
-    for each in sorted(running.values(), key=lambda each: each.predicted_end_s):
+    for each in ends:
         if missing_blocks <= 0:
             break
         missing_blocks -= each.num_blocks
@@ -842,11 +876,6 @@ def earliest_start_s(
 def _rank(lane: int, head: Waiting | None) -> tuple[int, bool, int]:
     """Lanes' heads by priority; then those that were passed before, so that nobody takes what was freed for them; then the smallest."""
     return (0, True, lane) if head is None else (head.priority, head.times_bypassed == 0, lane)
-
-
-def _warm_first(plan: _Plan) -> tuple[str, ...]:
-    """The chosen in order, but in each lane's places warm ones before others of the same priority."""
-    ...
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ OUTLIER_ERRORS = 3.0
 ERROR_RATE = 0.05
 MIN_USUAL_ERROR = 0.02
 # A long prefill's chunks beyond so many are sampled evenly: exact where a step's cost is linear in its context. Chosen.
-MAX_CHUNK_LOOKUPS = 8
+MAX_CHUNK_LOOKUPS = 4
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

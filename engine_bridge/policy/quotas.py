@@ -1,6 +1,7 @@
 """How many tokens the requests of a lane may hold at a time, and who holds them. Pure.
 
-Tokens are input + predicted output + the adapter's memory in token units. Source: Chameleon §4.2, "Assigning Quotas per Queue" and "Admission to the Batch".
+Tokens are input + predicted output + the adapter's memory in token units. Source: Chameleon §4.2, "Assigning Quotas per Queue" and "Admission to
+the Batch".
 """
 
 from __future__ import annotations

@@ -314,6 +314,7 @@ class Residency:
         if weights is None:
             self._wanted.pop(adapter.id, None)
             self._fail(adapter, problem)
+            self._forget_if_unused(adapter)
             return
         adapter.host = weights
         self._counts[f"loads:{source}"] += 1

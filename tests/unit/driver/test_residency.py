@@ -221,4 +221,4 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestTraffic.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
