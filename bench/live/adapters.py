@@ -16,8 +16,9 @@ The last line is JSON.
 tokens); their worst inter-token gap, less the worst one when the same requests find their adapters in slots. Median of the repeats; gaps are taken
 at the ends of steps. `stall_ms_no_assist`, `stock_stall_ms`: without CPU-assist, and the peer. `step_ms`: the streams' median inter-token gap.
 `cold_ttft_vs_resident_p50`, `_p99`: TTFT of a request alone, prompt of 256 tokens, rank 64, whose adapter lies in host memory and in no slot, over
-the same with the adapter in a slot: the median of the repeats' ratios, and quantile over quantile. `cold_ttft`: the same for every start (`host`; `disk`, in no page cache; with and without
-CPU-assist; the peer over its own resident start). `noise`: resident over resident, what this measure says where nothing differs.
+the same with the adapter in a slot: the median of the repeats' ratios, and 99th percentile over 99th percentile. `cold_ttft`: the same for every
+start (`host`; `disk`, in no page cache; with and without CPU-assist; the peer over its own resident start). `noise`: resident over resident, what
+this measure says where nothing differs.
 `policies`: Poisson arrivals, lengths of Azure's conversation trace (2023) divided by LENGTH_SCALE, adapters by a power law over ranks (1 over the
 rank's place) and uniform within; caches warmed by short requests of the same law. `hit_rate`: requests whose adapter was not on disk only when they
 came. `bytes_moved`: of weights, from disk; all adapters' files are dropped from the page cache four times a second. TTFT counts from when a

@@ -419,10 +419,12 @@ def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
             kv_connector_extra_config={"tiers": tiers.name},
         )
     if config.enable_lora:
+        from engine_bridge.driver.adapters.seam import scheduler_name
+
         options |= {
             "enable_lora": True,
             "max_loras": config.max_loras,
             "max_lora_rank": config.max_lora_rank,
-            "scheduler_cls": "engine_bridge.driver.adapters.seam.GatedScheduler",
+            "scheduler_cls": scheduler_name(config.device),
         }
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})

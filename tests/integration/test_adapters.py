@@ -176,7 +176,10 @@ async def test_without_assist_a_request_waits_and_a_node_closes_while_it_loads(
     """A request waits for its slot, others do not; what is given up while it loads leaves nothing behind, and the node can be closed then."""
     for number in range(3):
         write_adapter(tmp_path / f"a{number}", shapes, 16, seed=number)
-    async with engine(tmp_path, cpu_assist=False) as node:
+    # Host memory for one: none is loaded before it is asked for.
+    async with engine(
+        tmp_path, cpu_assist=False, adapter_host_gib=1.5 * num_bytes(tmp_path) / 3 / 1024**3
+    ) as node:
         with late_layouts(monkeypatch) as is_open:
             asked = asyncio.create_task(ask(node, "a0", text(1, 40)))
             await ask(node, None, text(1, 40))

@@ -49,17 +49,34 @@ class GatedWorkerManager(LRUCacheWorkerLoRAManager):
             self.residency.enter({request.lora_int_id for request in lora_requests if request})
 
 
-class GatedScheduler(AsyncScheduler):
+class _Gate:
     """Passes over waiting requests whose adapter cannot be computed with yet; they keep their place in the queue."""
 
     may_start: Callable[[int], bool] | None = None
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
-        if not super()._handle_blocked_waiting_request(request):
-            return False
-        if self.may_start is None or request.lora_request is None:
-            return True
+        is_ready: bool = super()._handle_blocked_waiting_request(request)
+        if not is_ready or self.may_start is None or request.lora_request is None:
+            return is_ready
         return self.may_start(request.lora_request.lora_int_id)
+
+
+class GatedScheduler(_Gate, Scheduler):
+    """For engines that wait for each step's result before they schedule the next one, as all do on a CPU.
+
+    `AsyncScheduler` would do there, too, until a KV load fails: it goes on counting an output that will not come, and the request is never
+    scheduled again (measured).
+    """
+
+
+class GatedAsyncScheduler(_Gate, AsyncScheduler):
+    """For engines that schedule ahead."""
+
+
+def scheduler_name(device: str) -> str:
+    """What `scheduler_cls` is to be."""
+    scheduler = GatedScheduler if device == "cpu" else GatedAsyncScheduler
+    return f"{scheduler.__module__}.{scheduler.__qualname__}"
 
 
 _stock_worker_manager: Any = getattr(mixin, "LRUCacheWorkerLoRAManager", None)

@@ -1,0 +1,513 @@
+"""What steps, prefills, swaps and restores are predicted to take, and the way that is chosen by it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_bridge.policy.costs import (
+    LEARNING_RATE,
+    OUTLIER_ERRORS,
+    FullCost,
+    KvShape,
+    LinearPrefill,
+    Link,
+    LossFacts,
+    SplitFacts,
+    SplitRestore,
+    StepGrid,
+    StepTable,
+    SwapOrRecompute,
+    TablePrefill,
+    Way,
+    split,
+    swap_s,
+)
+from engine_bridge.predict.steps import (
+    REGRESSORS,
+    StepSample,
+    fit_steps,
+    repeatability,
+    table_error,
+)
+from kvtiers.policy.restore import Action, FasterWins, RestoreFacts
+
+ROOT = Path(__file__).parents[3]
+MIB = 1 << 20
+AXES = ([0, 1, 16, 64, 256], [0, 1, 4, 16], [0, 100, 1000, 10_000])
+
+
+def linear(work: tuple[int, int, int]) -> float:
+    num_prefill, num_decodes, num_context = work
+    return 0.004 + 2e-4 * num_prefill + 3e-4 * num_decodes + 1e-6 * num_context
+
+
+def table_of(step_s: Callable[[tuple[int, int, int]], float] = linear) -> StepTable:
+    return StepTable.of(lambda points: [step_s(point) for point in points], *AXES)
+
+
+works = st.tuples(st.integers(0, 256), st.integers(0, 16), st.integers(0, 10_000)).filter(
+    lambda w: w[0] + w[1] > 0
+)
+tables = st.lists(
+    st.floats(0, 10), min_size=math.prod(map(len, AXES)), max_size=math.prod(map(len, AXES))
+).map(
+    lambda seconds: StepTable(
+        StepGrid(
+            num_prefill_tokens=tuple(AXES[0]),
+            num_decodes=tuple(AXES[1]),
+            num_context_tokens=tuple(AXES[2]),
+            seconds=tuple(seconds),
+        )
+    )
+)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@given(works.filter(lambda work: work[0] == 0 or work[1] >= 1))
+def test_what_is_linear_is_exact_between_and_beyond_the_points(work: tuple[int, int, int]) -> None:
+    assert table_of().step_s(*work) == pytest.approx(linear(work))
+    beyond = (work[0] + 1000, work[1] + 50, work[2] + 10**6)
+    assert table_of().step_s(*beyond) == pytest.approx(linear(beyond))
+
+
+def test_a_step_without_work_takes_no_time() -> None:
+    assert table_of().step_s(0, 0, 5000) == 0.0
+
+
+@settings(max_examples=50)
+@given(tables, works, works)
+def test_more_work_never_takes_less(
+    table: StepTable, one: tuple[int, int, int], other: tuple[int, int, int]
+) -> None:
+    both = tuple(max(pair) for pair in zip(one, other, strict=True))
+    assert table.step_s(*both) >= table.step_s(*one) - 1e-9
+
+
+@settings(max_examples=100)
+@given(tables, works, st.floats(1e-6, 100))
+def test_a_real_step_moves_the_prediction_towards_it_and_never_past_it(
+    table: StepTable, work: tuple[int, int, int], seconds: float
+) -> None:
+    before = table.step_s(*work)
+    table.observe(*work, seconds)
+    after = table.step_s(*work)
+    low, high = sorted((before, seconds))
+    assert low - 1e-9 <= after <= high + 1e-9
+    if abs(seconds - before) > 1e-3 and before > 1e-3:
+        assert after != before
+
+
+@settings(max_examples=25)
+@given(tables, st.lists(st.tuples(works, st.floats(1e-6, 100)), max_size=30))
+def test_after_any_steps_more_work_still_never_takes_less(
+    table: StepTable, steps: list[tuple[tuple[int, int, int], float]]
+) -> None:
+    for work, seconds in steps:
+        table.observe(*work, seconds)
+    grid = table.grid()
+    sizes = [len(axis) for axis in grid.axes]
+    at = dict(zip(itertools.product(*map(range, sizes)), grid.seconds, strict=True))
+    for point, seconds in at.items():
+        for axis in range(3):
+            ahead = tuple(place + (which == axis) for which, place in enumerate(point))
+            assert at.get(ahead, math.inf) >= seconds
+    assert len(grid.seconds) == math.prod(sizes)
+
+
+def test_one_stall_hardly_counts_and_a_lasting_change_is_learned() -> None:
+    table = table_of()
+    work = (32, 4, 500)
+    usual_s = table.step_s(*work)
+    most = LEARNING_RATE * OUTLIER_ERRORS * table.usual_error
+    table.observe(*work, 1000 * usual_s)
+    assert table.step_s(*work) <= usual_s * (1 + most) * (1 + 1e-9)
+    for _ in range(200):
+        table.observe(*work, 2 * usual_s)
+    assert table.step_s(*work) == pytest.approx(2 * usual_s, rel=0.02)
+
+
+def test_noise_of_real_steps_averages_out() -> None:
+    table, rng = table_of(lambda work: 3 * linear(work)), random.Random(1)
+    points = [(rng.randint(1, 256), rng.randint(1, 16), rng.randint(0, 10_000)) for _ in range(6000)]
+    for work in points:
+        table.observe(*work, linear(work) * rng.lognormvariate(0, 0.05))
+    errors = [abs(table.step_s(*work) / linear(work) - 1) for work in points[-500:]]
+    assert sum(errors) / len(errors) < 0.05
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_times_are_ignored(seconds: float) -> None:
+    table = table_of()
+    before = table.grid()
+    table.observe(32, 4, 500, seconds)
+    table.observe(0, 0, 500, 1.0)
+    assert table.grid() == before
+
+
+def test_a_table_comes_back_as_it_was_saved() -> None:
+    table = table_of()
+    table.observe(10, 3, 500, 1.0)
+    saved = msgspec.json.encode(table.grid())
+    again = StepTable(msgspec.json.decode(saved, type=StepGrid))
+    assert again.grid() == table.grid()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_decodes": (1, 4)},
+        {"num_decodes": (0, 4, 4)},
+        {"num_decodes": (0,)},
+        {"seconds": (1.0,)},
+        {"seconds": (math.nan,) * 8},
+    ],
+)
+def test_a_damaged_grid_is_refused(changes: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {
+        "num_prefill_tokens": (0, 1),
+        "num_decodes": (0, 1),
+        "num_context_tokens": (0, 1),
+        "seconds": (1.0,) * 8,
+    }
+    StepTable(StepGrid(**fields))
+    with pytest.raises(ValueError, match="step table"):
+        StepTable(StepGrid(**(fields | changes)))
+
+
+# -- prefills and swaps ------------------------------------------------------------------------------------------------
+
+
+def test_a_prefill_is_the_sum_of_its_chunks() -> None:
+    prefill = TablePrefill(table_of(), chunk_tokens=64)
+    chunks = [(64, 100), (64, 164), (64, 228), (10, 292)]
+    expected_s = sum(linear((num, 0, context)) for num, context in chunks)
+    assert prefill.prefill_s(202, 100) == pytest.approx(expected_s)
+    assert prefill.prefill_s(0, 100) == 0.0
+
+
+def test_many_chunks_are_sampled_without_error_where_cost_is_linear() -> None:
+    prefill = TablePrefill(table_of(), chunk_tokens=64)
+    expected_s = sum(linear((64, 0, 64 * chunk)) for chunk in range(101))
+    assert prefill.prefill_s(101 * 64) == pytest.approx(expected_s, rel=1e-3)
+
+
+def test_beside_decodes_a_prefill_costs_what_it_adds() -> None:
+    beside = TablePrefill(table_of(), 64, num_decodes=8, num_decode_context_tokens=4000)
+    assert beside.prefill_s(64, 100) == pytest.approx(64 * 2e-4 + 100 * 1e-6)
+
+
+def test_swapping_takes_what_the_formula_says() -> None:
+    shape = KvShape(num_layers=40, hidden_kv=5120, block_size_tokens=16, dtype_bytes=2)
+    link = Link(d2h_bytes_per_s=20e9, h2d_bytes_per_s=25e9)
+    # 100 tokens of a 13B model: 7 blocks. (The paper's 39.1 MB are the half of what its own formula gives, K or V alone.)
+    assert shape.block_bytes == 2 * 40 * 5120 * 16 * 2
+    num_bytes = 7 * shape.block_bytes
+    assert swap_s(100, shape, link) == pytest.approx(num_bytes / 20e9 + num_bytes / 25e9)
+    assert swap_s(100, shape, link, num_saved_tokens=96) == pytest.approx(
+        shape.block_bytes / 20e9 + num_bytes / 25e9
+    )
+    assert swap_s(0, shape, link) == 0.0
+
+
+# -- splits ------------------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Any cost of prefilling that never falls, by blocks of one token."""
+
+    def __init__(self, added_s: list[float]) -> None:
+        self.total_s = [0.0, *itertools.accumulate(added_s)]
+
+    def prefill_s(self, num_tokens: int, num_context_tokens: int = 0) -> float:
+        return self.total_s[min(num_tokens, len(self.total_s) - 1)]
+
+
+def restored(num_blocks: int, **fields: Any) -> SplitFacts:
+    defaults: dict[str, Any] = {"block_size_tokens": 1, "num_context_tokens": 0, "num_tail_tokens": 0}
+    return SplitFacts(num_blocks=num_blocks, **(defaults | fields))
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=60),
+    st.floats(0, 1),
+    st.floats(0, 5),
+    st.floats(0.5, 1),
+    st.integers(0, 5),
+)
+def test_a_split_is_never_slower_than_either_pure_way(
+    added_s: list[float], per_block_s: float, setup_s: float, overlap: float, num_tail: int
+) -> None:
+    num = len(added_s)
+    facts = restored(
+        num, load_s_per_block=per_block_s, load_setup_s=setup_s, overlap=overlap, num_tail_tokens=num_tail
+    )
+    prefill = Steps([*added_s, *[0.1] * num_tail])
+    found = split(facts, prefill)
+    assert found.expected_s <= min(found.load_s, found.recompute_s)
+    assert found.load_s == pytest.approx(setup_s + num * per_block_s + prefill.prefill_s(num_tail))
+    assert found.recompute_s == pytest.approx(prefill.prefill_s(num + num_tail))
+    assert found.num_recompute_blocks + found.num_load_blocks == num
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.floats(0, 1), st.floats(0, 5))
+def test_bisection_finds_the_best_of_all_splits(
+    added_s: list[float], per_block_s: float, setup_s: float
+) -> None:
+    num, prefill = len(added_s), Steps(added_s)
+    facts = restored(num, load_s_per_block=per_block_s, load_setup_s=setup_s)
+
+    def both_s(at: int) -> float:
+        load_s = setup_s + (num - at) * per_block_s if at < num else 0.0
+        return max(prefill.prefill_s(at), load_s)
+
+    assert split(facts, prefill).expected_s == pytest.approx(min(both_s(at) for at in range(num + 1)))
+
+
+def test_at_equal_speeds_each_does_half() -> None:
+    found = split(restored(100, load_s_per_block=0.01), LinearPrefill(0.01))
+    assert (found.way, found.num_recompute_blocks) == (Way.SPLIT, 50)
+    assert found.expected_s == pytest.approx(0.5)
+
+
+def test_where_both_share_the_memory_a_split_gains_nothing() -> None:
+    found = split(restored(100, load_s_per_block=0.01, overlap=0.5), LinearPrefill(0.01))
+    assert found.way is Way.SWAP  # of equal ones the one that leaves the device to others
+
+
+@pytest.mark.parametrize(("per_block_s", "way"), [(1e-6, Way.SWAP), (1e3, Way.RECOMPUTE)])
+def test_a_far_faster_way_is_taken_alone(per_block_s: float, way: Way) -> None:
+    assert split(restored(100, load_s_per_block=per_block_s), LinearPrefill(0.01)).way is way
+
+
+# -- swap or recompute -------------------------------------------------------------------------------------------------
+
+SHAPE = KvShape(num_layers=32, hidden_kv=1024, block_size_tokens=16, dtype_bytes=2)  # 2 MiB a block
+FAST = Link(d2h_bytes_per_s=20e9, h2d_bytes_per_s=20e9)
+SLOW = Link(d2h_bytes_per_s=0.2e9, h2d_bytes_per_s=0.2e9)
+LOST = LossFacts(num_tokens=1600, num_host_blocks=1000)
+PREFILL = LinearPrefill(1e-4)  # 0.16 s for LOST, of which FAST copies 210 MB in 10 ms each way
+
+
+def test_the_faster_way_is_chosen_and_both_costs_are_told() -> None:
+    swap = SwapOrRecompute(PREFILL, SHAPE, FAST).decide(LOST)
+    assert (swap.way, swap.num_recompute_tokens, swap.num_out_blocks) == (Way.SWAP, 0, 100)
+    assert swap.expected_s == swap.swap_s == pytest.approx(swap_s(1600, SHAPE, FAST))
+    recompute = SwapOrRecompute(PREFILL, SHAPE, SLOW).decide(LOST)
+    assert (recompute.way, recompute.num_recompute_tokens, recompute.num_out_blocks) == (
+        Way.RECOMPUTE,
+        1600,
+        0,
+    )
+    assert recompute.expected_s == recompute.recompute_s == pytest.approx(0.16)
+
+
+def test_without_room_in_host_memory_it_is_recomputed() -> None:
+    full = msgspec.structs.replace(LOST, num_host_blocks=99)
+    decision = SwapOrRecompute(PREFILL, SHAPE, FAST).decide(full)
+    assert (decision.way, decision.swap_s, decision.reason) == (Way.RECOMPUTE, None, "no room in host memory")
+    saved = msgspec.structs.replace(full, num_saved_tokens=16)
+    assert SwapOrRecompute(PREFILL, SHAPE, FAST).decide(saved).way is Way.SWAP
+
+
+def test_what_is_saved_is_not_copied_out_and_what_is_kept_not_restored() -> None:
+    policy = SwapOrRecompute(PREFILL, SHAPE, FAST)
+    saved = policy.decide(msgspec.structs.replace(LOST, num_saved_tokens=1600))
+    assert saved.num_out_blocks == 0 and saved.swap_s == pytest.approx(100 * SHAPE.block_bytes / 20e9)
+    kept = policy.decide(msgspec.structs.replace(LOST, num_saved_tokens=1600, num_kept_tokens=800))
+    assert kept.swap_s == pytest.approx(50 * SHAPE.block_bytes / 20e9)
+    assert kept.recompute_s == pytest.approx(0.08)
+
+
+@given(
+    st.integers(1, 5000),
+    st.integers(0, 5000),
+    st.integers(0, 5000),
+    st.integers(0, 400),
+    st.floats(1e6, 1e11),
+    st.floats(1e-6, 1e-2),
+)
+def test_no_decision_is_slower_than_a_way_that_was_open(
+    num_tokens: int, num_kept: int, num_saved: int, num_host: int, bytes_per_s: float, s_per_token: float
+) -> None:
+    link = Link(d2h_bytes_per_s=bytes_per_s, h2d_bytes_per_s=bytes_per_s, setup_s=1e-4)
+    facts = LossFacts(
+        num_tokens=num_tokens, num_kept_tokens=num_kept, num_saved_tokens=num_saved, num_host_blocks=num_host
+    )
+    decision = SwapOrRecompute(LinearPrefill(s_per_token), SHAPE, link, can_split=True).decide(facts)
+    ways = [s for s in (decision.swap_s, decision.recompute_s, decision.split_s) if s is not None]
+    assert decision.expected_s == min(ways) >= 0
+    assert decision.num_out_blocks <= num_host
+    pure = SwapOrRecompute(LinearPrefill(s_per_token), SHAPE, link).decide(facts)
+    assert decision.expected_s <= pure.expected_s
+
+
+def test_a_split_beats_both_where_they_are_alike() -> None:
+    link = Link(d2h_bytes_per_s=1e12, h2d_bytes_per_s=100 * SHAPE.block_bytes / 0.16)
+    decision = SwapOrRecompute(PREFILL, SHAPE, link, can_split=True).decide(LOST)
+    assert (decision.way, decision.num_recompute_tokens, decision.num_out_blocks) == (Way.SPLIT, 800, 50)
+    assert decision.expected_s == pytest.approx(0.08, rel=0.02)
+
+
+# -- restores of sessions ----------------------------------------------------------------------------------------------
+
+READY = RestoreFacts(
+    num_blocks=64,
+    num_ready_blocks=64,
+    num_tail_tokens=32,
+    block_size_tokens=32,
+    block_bytes=384 << 10,
+    num_layers=12,
+    num_ready_layers=12,
+    disk_bytes_done=0,
+    disk_bytes_left=0,
+    disk_bytes_ahead=0,
+    waited_s=0.0,
+    prefill_s_per_token=1 / 5000,
+    disk_bytes_per_s=1e9,
+    host_bytes_per_s=10e9,
+)
+
+
+def changed(**changes: Any) -> RestoreFacts:
+    return RestoreFacts(**({name: getattr(READY, name) for name in READY.__dataclass_fields__} | changes))
+
+
+ON_DISK = {"num_ready_blocks": 0, "num_ready_layers": 0, "disk_bytes_left": 24 * MIB}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, ON_DISK, ON_DISK | {"disk_bytes_per_s": 20e6}, {"host_bytes_per_s": 1e6}]
+)
+def test_with_the_same_costs_it_decides_as_the_simple_policy_does(changes: dict[str, Any]) -> None:
+    facts = changed(**changes)
+    simple = FasterWins().decide(facts)
+    assert FullCost().decide(facts) == simple
+    by_rate = FullCost(prefill=LinearPrefill(1 / 5000)).decide(facts)
+    assert (by_rate.action, by_rate.num_blocks, by_rate.reason) == (
+        simple.action,
+        simple.num_blocks,
+        simple.reason,
+    )
+    assert by_rate.expected_s == pytest.approx(simple.expected_s)
+
+
+def test_a_table_that_knows_better_changes_the_decision() -> None:
+    facts = changed(**ON_DISK, disk_bytes_per_s=100e6)
+    assert FasterWins().decide(facts).action is Action.WAIT
+    quick = FullCost(prefill=LinearPrefill(1 / 50_000)).decide(facts)
+    assert (quick.action, quick.num_blocks) == (Action.LOAD, 0)
+
+
+def test_a_restore_from_disk_as_slow_as_computing_is_split() -> None:
+    facts = changed(**ON_DISK, disk_bytes_per_s=60e6)
+    policy = FullCost(prefill=LinearPrefill(1 / 5000), can_split=True)
+    decision = policy.decide(facts)
+    assert isinstance(decision, SplitRestore)
+    assert decision.action is Action.LOAD and decision.num_blocks == 64
+    assert 25 <= decision.num_front_blocks <= 39
+    assert decision.expected_s < 0.65 * FasterWins().decide(facts).expected_s
+    # Half of the blocks are there: they are the front ones.
+    assert not isinstance(policy.decide(changed(**(ON_DISK | {"num_ready_blocks": 32}))), SplitRestore)
+
+
+@given(
+    st.floats(1e5, 1e11), st.floats(1e5, 1e11), st.integers(0, 1 << 30), st.booleans(), st.integers(1, 3000)
+)
+def test_a_restore_never_promises_more_than_computing_would_take(
+    disk_bytes_per_s: float, host_bytes_per_s: float, ahead: int, is_ready: bool, num_tail: int
+) -> None:
+    facts = changed(
+        **({} if is_ready else ON_DISK),
+        disk_bytes_ahead=0 if is_ready else ahead,
+        disk_bytes_per_s=disk_bytes_per_s,
+        host_bytes_per_s=host_bytes_per_s,
+        num_tail_tokens=num_tail,
+    )
+    prefill = LinearPrefill(1e-4)
+    plain = FullCost(prefill=prefill).decide(facts)
+    either = FullCost(prefill=prefill, can_split=True).decide(facts)
+    assert either.expected_s <= plain.expected_s <= prefill.prefill_s(64 * 32 + num_tail) * (1 + 1e-9)
+
+
+# -- fitting -----------------------------------------------------------------------------------------------------------
+
+
+def sampled(noise: float, seed: int = 1) -> list[StepSample]:
+    """A machine on which weights bound small steps, computing large ones, and attention costs by context."""
+    rng = random.Random(seed)
+    samples = []
+    for work in itertools.product([0, 16, 64, 256, 1024], [0, 1, 4, 16, 64], [0, 512, 4096, 32_768]):
+        if work[0] + work[1] == 0:
+            continue
+        num_tokens = work[0] + work[1]
+        seconds = 0.004 + max(0.006, 3e-4 * num_tokens) + 2.4e-7 * work[2] + 2e-9 * work[0] * work[2]
+        samples += [StepSample(*work, seconds * rng.lognormvariate(0, noise)) for _ in range(2)]
+    return samples
+
+
+def test_the_fit_names_a_winner_whose_table_foretells_the_machine() -> None:
+    asked: list[tuple[int, int]] = []
+    samples = sampled(noise=0.01)
+    fit = fit_steps(samples, degrees=(2,), on_progress=lambda done, all_: asked.append((done, all_)))
+    assert {c.regressor for c in fit.candidates} == set(REGRESSORS) and len(fit.candidates) == 8
+    assert [c.table_error for c in fit.candidates] == sorted(c.table_error for c in fit.candidates)
+    assert fit.winner.table_error < 0.06
+    assert fit.repeatability == pytest.approx(0.0056, abs=0.003)  # half the mean distance of two, at 1% noise
+    assert table_error(fit.table, samples) < 0.04
+    assert asked[0] == (0, 8) and asked[-1] == (8, 8)
+
+
+def test_where_cost_is_linear_the_linear_model_wins() -> None:
+    samples = [
+        StepSample(*work, linear(work))
+        for work in itertools.product([0, 7, 60, 300], [1, 5, 20], [0, 700, 9000, 50_000])
+    ]
+    fit = fit_steps(samples, regressors=("linear", "forest", "nearest"), degrees=(1,))
+    assert fit.winner.regressor == "linear" and fit.winner.table_error < 1e-6
+    assert fit.table.step_s(100, 10, 3000) == pytest.approx(linear((100, 10, 3000)))
+
+
+def test_too_few_samples_and_unknown_regressors_are_refused() -> None:
+    with pytest.raises(ValueError, match="40 samples"):
+        fit_steps(sampled(0.0)[:39])
+    with pytest.raises(ValueError, match="unknown regressor"):
+        fit_steps(sampled(0.0), regressors=("oracle",))
+
+
+def test_repeatability_is_unknown_where_nothing_was_measured_twice() -> None:
+    assert repeatability([StepSample(1, 0, 0, 1.0), StepSample(2, 0, 0, 2.0)]) is None
+    assert repeatability([StepSample(1, 0, 0, 0.9), StepSample(1, 0, 0, 1.1)]) == pytest.approx(0.1)
+
+
+# -- imports -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("engine_bridge.policy.costs", {"asyncio", "threading", "numpy", "sklearn", "torch", "vllm"}),
+        ("engine_bridge.policy.preemption", {"asyncio", "threading", "numpy", "sklearn", "torch", "vllm"}),
+        ("engine_bridge.predict.steps", {"asyncio", "numpy", "sklearn", "torch", "vllm"}),
+        ("engine_bridge.predict.length", {"asyncio", "numpy", "sklearn", "torch", "vllm"}),
+    ],
+)
+def test_it_loads_without_what_it_does_not_need(module: str, heavy: set[str]) -> None:
+    code = f"import sys; before = set(sys.modules); import {module}; print(*(set(sys.modules) - before))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+    )
+    assert set(done.stdout.split()) & heavy == set()
