@@ -361,7 +361,7 @@ class MlqSettings(Struct, frozen=True, kw_only=True):
     """Then a request is head of all lanes, and nothing passes it. Under lasting overload this is what turns `Mlq` into `Fcfs`."""
     aging_s: float = 10.0
     """Then a request goes by waiting time over length, ahead of smaller ones that came later."""
-    num_looked_at: int = 32
+    num_looked_at: int = 16
     """Requests behind a blocked head that are looked at for one that may pass."""
     max_bypassed: int = 16
     """Times that one head may be passed."""
