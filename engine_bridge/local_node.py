@@ -297,6 +297,7 @@ class LocalNode:
                     tenant=request.tenant,
                     lora_request=prepared.lora_request,
                     session_id=request.session_id,
+                    priority=request.priority,
                 )
                 client.launch(unique_id, core_request, None)
             while True:

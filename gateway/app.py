@@ -63,6 +63,7 @@ def engine_config(config: Config) -> EngineConfig:
         kv_host_gib=config.kv_host_gib,
         kv_disk_gib=config.kv_disk_gib,
         kv_dir=str(config.kv_dir),
+        scheduling_policy=config.scheduling_policy,
         seed=config.seed,
     )
 

@@ -162,6 +162,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = True
 
+    scheduling_policy: Annotated[
+        Literal["vllm", "fcfs", "sjf", "priority", "fair", "mlq"],
+        _in("Scheduling", "Who starts next: vllm is its own queue, mlq has lanes by size."),
+    ] = "vllm"
+
     adapters_dir: Annotated[
         Path | None, _in("Adapters", "Folder with one LoRA adapter (PEFT format) in each subfolder.")
     ] = None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.kv_tiers import KvTiers
     from engine_bridge.driver.promoter import Hashes, OnChange, Promoter
+    from engine_bridge.driver.scheduling import Scheduling
     from engine_bridge.node import Advisory
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Unused adapters lie in KV blocks that nobody needs."""
     adapter_prefetch: bool = False
     """Adapters are loaded ahead by the times between their last requests."""
+    scheduling_policy: str = "vllm"
+    """Who starts next: a name in engine_bridge.policy.admission.POLICIES, or "vllm" for its own queue (first come, first served)."""
     seed: int = 0
     enforce_eager: bool | None = None
     """None: on a CPU yes (vLLM compiles nothing there once LoRA is on), on CUDA no."""
@@ -189,6 +192,7 @@ class VllmDriver:
         if self.adapters is not None:
             for record in adapters:
                 self.adapters.add(record)
+        self.scheduling = self._make_scheduling(config) if config.scheduling_policy != "vllm" else None
 
     # -- the bridge's side -------------------------------------------------------------------------------------------
 
@@ -247,6 +251,8 @@ class VllmDriver:
         return is_urgent
 
     def close(self) -> None:
+        if self.scheduling is not None:
+            self.scheduling.close()
         if self.adapters is not None:
             self.adapters.close()
         self.engine.engine_core.shutdown()
@@ -345,6 +351,20 @@ class VllmDriver:
         )
         return self._tiers.promoter
 
+    def _make_scheduling(self, config: EngineConfig) -> Scheduling:
+        from engine_bridge.driver.scheduling import Scheduling
+
+        block_bytes = sum(layer[0].nbytes for layer in kv_caches_of(self.engine))
+        scheduling = Scheduling(
+            config.scheduling_policy,
+            num_tokens=(self._block_pool.num_gpu_blocks - 1) * self._block_size,
+            block_size=self._block_size,
+            kv_bytes_per_token=block_bytes // self._block_size,
+            is_ready=self._scheduler.is_ready,
+        )
+        self._scheduler.use(scheduling)
+        return scheduling
+
     def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
         from engine_bridge.driver.adapters import make_residency
 
@@ -387,9 +407,17 @@ class VllmDriver:
             self._tiers.is_paused = False
 
 
+def kv_caches_of(engine: Any) -> list[Any]:
+    """An in-process engine's KV cache, a tensor per layer."""
+    worker = engine.engine_core.engine_core.model_executor.driver_worker
+    return list(getattr(worker, "worker", worker).model_runner.kv_caches)
+
+
 def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
     from vllm.config import KVTransferConfig, StructuredOutputsConfig
     from vllm.engine.arg_utils import EngineArgs
+
+    from engine_bridge.driver.scheduling import scheduler_name
 
     on_cpu = config.device == "cpu"
     options: dict[str, Any] = {
@@ -405,6 +433,7 @@ def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         "max_model_len": config.max_model_len,
         "num_gpu_blocks_override": config.num_kv_blocks,
         "use_tqdm_on_load": False,
+        "scheduler_cls": scheduler_name(config.device),
         # A small model that may put white space between JSON tokens does little else until its tokens run out.
         "structured_outputs_config": StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
     }
@@ -419,12 +448,9 @@ def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
             kv_connector_extra_config={"tiers": tiers.name},
         )
     if config.enable_lora:
-        from engine_bridge.driver.adapters.seam import scheduler_name
-
         options |= {
             "enable_lora": True,
             "max_loras": config.max_loras,
             "max_lora_rank": config.max_lora_rank,
-            "scheduler_cls": scheduler_name(config.device),
         }
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})

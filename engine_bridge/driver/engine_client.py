@@ -30,6 +30,7 @@ from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
 from engine_bridge.driver.promoter import Hashes
+from engine_bridge.driver.scheduling import FACTS, RequestFacts
 from engine_bridge.errors import EngineUnavailable, NotSupported
 
 ENGINE_FAILED_MESSAGE = (
@@ -124,8 +125,29 @@ class BridgeEngineClient(EngineClient):
             unique_id, prompt, params, self._tasks, lora_request=adapter, **options
         )
         request.cache_salt = cache_salt(tenant, adapter.content_hash if adapter else "", request.cache_salt)
+        self._tell_facts(request, tenant, options.get("session_id"), adapter)
         self._register(unique_id, stream)
         return unique_id, request
+
+    def _tell_facts(
+        self, request: EngineCoreRequest, tenant: str, session_id: str | None, adapter: AdapterVersion | None
+    ) -> None:
+        """Give the scheduler what vLLM has no field for."""
+        record = (
+            self._catalog.current(adapter.lora_name)
+            if adapter is not None and self._catalog is not None
+            else None
+        )
+        facts = RequestFacts(
+            tenant=tenant,
+            session=session_id or "",
+            adapter=adapter.lora_name if adapter is not None else "",
+            rank=record.rank if record is not None else 0,
+            adapter_bytes=record.num_bytes if record is not None else 0,
+        )
+        params = request.sampling_params
+        if params is not None:
+            params.extra_args = {**(params.extra_args or {}), FACTS: facts}
 
     def launch(self, unique_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
         """Queue a submitted request on the engine thread."""

@@ -122,6 +122,10 @@ class QueuePolicy(Protocol):
         """A running request is larger than predicted, and is predicted to reach this size now. Unknown ones are ignored."""
         ...
 
+    def squashed(self, request_id: str) -> None:
+        """It is being squashed, as `Decision.squash` said. `ended` and `arrived` follow."""
+        ...
+
     def ended(self, request_id: str) -> None:
         """It left: finished, aborted (waiting or running), preempted or squashed. Unknown ones are ignored."""
         ...
@@ -188,6 +192,8 @@ class _OneOrder:
         _remove(self._order, self._keys.pop(request_id))
 
     def outgrew(self, request_id: str, size_tokens: int) -> None: ...
+
+    def squashed(self, request_id: str) -> None: ...
 
     def ended(self, request_id: str) -> None:
         if request_id in self._keys:
@@ -332,6 +338,8 @@ class Fair:
         self._sets[facts.is_swapped].remove(request_id, facts.arrived_s, facts.size_tokens)
 
     def outgrew(self, request_id: str, size_tokens: int) -> None: ...
+
+    def squashed(self, request_id: str) -> None: ...
 
     def ended(self, request_id: str) -> None:
         if request_id in self._facts:
@@ -651,8 +659,7 @@ class Mlq:
         elif self._running.pop(request_id, None) is not None:
             self.ledger.refund(request_id)
 
-    def squashed(self) -> None:
-        """A request of `Decision.squash` was squashed. Its `ended` and `arrived` are told as well."""
+    def squashed(self, request_id: str) -> None:
         self._squashes.squashed()
 
     def refit(self, lanes: Lanes, quotas: Sequence[int], wrs: Mapping[str, float] | None = None) -> None:

@@ -22,7 +22,13 @@ from gateway.metrics import Metrics
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 MODEL = "overture-demo"
 # Files whose engines must be gone before the shared one starts: vLLM keeps the state of its process groups per process.
-ALONE = ("test_mixed_batch.py", "test_kv_pressure.py", "test_promotion.py", "test_adapters.py")
+ALONE = (
+    "test_mixed_batch.py",
+    "test_kv_pressure.py",
+    "test_promotion.py",
+    "test_adapters.py",
+    "test_scheduling.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

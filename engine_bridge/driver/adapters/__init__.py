@@ -25,9 +25,10 @@ def make_residency(
     from engine_bridge.driver.adapters.blocks import AdapterBlocks
     from engine_bridge.driver.adapters.host_workers import HostWorkers
     from engine_bridge.driver.adapters.residency import Residency, ResidencyConfig, lora_ids
-    from engine_bridge.driver.adapters.seam import kv_caches_of, worker_manager_of
+    from engine_bridge.driver.adapters.seam import worker_manager_of
     from engine_bridge.driver.adapters.slots import make_slots, plain_layers
     from engine_bridge.driver.adapters.weights import Loader, contract_of
+    from engine_bridge.driver.engine import kv_caches_of
 
     worker_manager = worker_manager_of(engine)
     manager = worker_manager._adapter_manager

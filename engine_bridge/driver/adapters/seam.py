@@ -1,4 +1,4 @@
-"""How our residency takes the place of vLLM's LoRA manager: the one class that vLLM builds by name, and a gate in its scheduler.
+"""How our residency takes the place of vLLM's LoRA manager: the one class that vLLM builds by name. The gate is in `driver/scheduling.py`.
 
 Source: vLLM 0.32, `v1/worker/lora_model_runner_mixin.py` (the manager), `v1/core/sched/scheduler.py` (the gate).
 """
@@ -6,7 +6,6 @@ Source: vLLM 0.32, `v1/worker/lora_model_runner_mixin.py` (the manager), `v1/cor
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import vllm.v1.worker.lora_model_runner_mixin as mixin
@@ -14,7 +13,6 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from engine_bridge.driver.adapters.residency import Residency
@@ -49,36 +47,6 @@ class GatedWorkerManager(LRUCacheWorkerLoRAManager):
             self.residency.enter({request.lora_int_id for request in lora_requests if request})
 
 
-class _Gate:
-    """Passes over waiting requests whose adapter cannot be computed with yet; they keep their place in the queue."""
-
-    may_start: Callable[[int], bool] | None = None
-
-    def _handle_blocked_waiting_request(self, request: Any) -> bool:
-        is_ready: bool = super()._handle_blocked_waiting_request(request)
-        if not is_ready or self.may_start is None or request.lora_request is None:
-            return is_ready
-        return self.may_start(request.lora_request.lora_int_id)
-
-
-class GatedScheduler(_Gate, Scheduler):
-    """For engines that wait for each step's result before they schedule the next one, as all do on a CPU.
-
-    `AsyncScheduler` would do there, too, until a KV load fails: it goes on counting an output that will not come, and the request is never
-    scheduled again (measured).
-    """
-
-
-class GatedAsyncScheduler(_Gate, AsyncScheduler):
-    """For engines that schedule ahead."""
-
-
-def scheduler_name(device: str) -> str:
-    """What `scheduler_cls` is to be."""
-    scheduler = GatedScheduler if device == "cpu" else GatedAsyncScheduler
-    return f"{scheduler.__module__}.{scheduler.__qualname__}"
-
-
 _stock_worker_manager: Any = getattr(mixin, "LRUCacheWorkerLoRAManager", None)
 
 
@@ -100,12 +68,6 @@ def worker_manager_of(engine: Any) -> GatedWorkerManager:
     if not isinstance(manager, GatedWorkerManager):
         raise SeamMoved(f"the engine loads adapters with {type(manager).__name__}: install() came too late")
     return manager
-
-
-def kv_caches_of(engine: Any) -> list[Any]:
-    """A tensor per layer."""
-    worker = engine.engine_core.engine_core.model_executor.driver_worker
-    return list(getattr(worker, "worker", worker).model_runner.kv_caches)
 
 
 # Who must still take which parameters, and look up which name when it runs, or our part is never called.

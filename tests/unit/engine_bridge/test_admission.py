@@ -446,7 +446,7 @@ def test_nobody_passes_while_no_squash_is_left_to_mend_it() -> None:
     policy = mlq()
     for _ in range(5):
         assert passing_again(policy)
-        policy.squashed()
+        policy.squashed("late")
     assert not passing_again(policy)
 
 
@@ -530,7 +530,7 @@ def test_squashes_stay_within_their_share() -> None:
     policy = mlq()  # 100 admitted
     for _ in range(5):
         assert squashes(policy, LATE) == ("late",)
-        policy.squashed()
+        policy.squashed("late")
         policy.ended("head")
     assert squashes(policy, LATE) == ()
 
@@ -632,7 +632,7 @@ class MlqMachine(RuleBasedStateMachine):
             facts = msgspec.structs.replace(
                 self.facts[name], times_squashed=self.facts[name].times_squashed + 1
             )
-            self.policy.squashed()
+            self.policy.squashed(name)
             self.leave(name)
             self.enqueue(facts)
         for name in decision.request_ids[:num_started]:
@@ -845,7 +845,7 @@ class Engine:
             job, _ = self.running[name]
             job.times_squashed += 1
             job.done_s = 0.0
-            self.tell("squashed")
+            self.tell("squashed", name)
             self.num_squashed += 1
             self.interrupt(job)
         for name in decision.request_ids:

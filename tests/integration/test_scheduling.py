@@ -1,0 +1,172 @@
+"""Every order of starting gives everybody the same answers, on a real engine with too little memory.
+
+Runs before the shared engine starts (conftest), each engine after the one before it has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from engine_bridge.driver.engine import EngineConfig
+from engine_bridge.driver.scheduling import Scheduling
+from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
+from engine_bridge.node import GenerateRequest, RequestId, Sampling
+from engine_bridge.policy.admission import Mlq
+from engine_bridge.predict.length import LengthFeatures, LengthGuess
+from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+
+NUM_REQUESTS = 36
+ADAPTERS = (None, "pirate", "robot", "shout")
+
+_ids = itertools.count()
+
+
+@asynccontextmanager
+async def engine(policy: str, num_kv_blocks: int = 60, max_num_seqs: int = 6) -> AsyncIterator[LocalNode]:
+    config = EngineConfig(
+        model=str(DEMO_MODEL_DIR),
+        served_model_name="demo",
+        dtype="float32",
+        cpu_threads=1,
+        max_model_len=1024,
+        max_num_seqs=max_num_seqs,
+        num_kv_blocks=num_kv_blocks,
+        scheduling_policy=policy,
+    )
+    node = LocalNode(LocalNodeConfig(engine=config, adapters=find_adapters(DEMO_ADAPTERS_DIR)))
+    await node.start()
+    try:
+        yield node
+    finally:
+        await node.close()
+
+
+async def ask(
+    node: LocalNode, token_ids: Sequence[int], num_tokens: int, adapter: str | None = None, priority: int = 0
+) -> list[int]:
+    request = GenerateRequest(
+        request_id=RequestId(f"r{next(_ids)}"),
+        prompt_token_ids=tuple(token_ids),
+        adapter=adapter,
+        priority=priority,
+        sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
+    )
+    return [token async for delta in node.generate(request) for token in delta.token_ids]
+
+
+def text(seed: int, length: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(20, 900) for _ in range(length)]
+
+
+def traffic() -> list[tuple[list[int], int, str | None]]:
+    """Short and long ones, with and without adapters; a few of them fill the device."""
+    chance = random.Random(11)
+    return [
+        (text(seed, chance.choice((20, 60, 300, 700))), chance.choice((4, 30, 120)), chance.choice(ADAPTERS))
+        for seed in range(NUM_REQUESTS)
+    ]
+
+
+async def scheduling(node: LocalNode) -> Scheduling:
+    found: Scheduling = await node.run_on_engine(lambda driver: driver.scheduling)
+    return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def undisturbed() -> list[list[int]]:
+    """What each request is answered alone, by vLLM's own queue."""
+    async with engine("vllm", num_kv_blocks=200) as node:
+        return [await ask(node, *item) for item in traffic()]
+
+
+class WrongByTenTimes:
+    """A predictor that knows nothing and says it with confidence."""
+
+    def predict(self, features: LengthFeatures) -> LengthGuess:
+        guess = 300 if features.num_prompt_tokens % 2 else 2
+        return LengthGuess(guess, guess, "made up")
+
+    def observe(self, features: LengthFeatures, num_tokens: int) -> None: ...
+
+    def refit(self) -> None: ...
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "mlq"])
+async def test_no_order_changes_an_answer(policy: str, undisturbed: list[list[int]]) -> None:
+    """Everybody at once on a device for a few: requests are preempted, predictions are wrong, some are aborted; nothing is lost or left behind."""
+    async with engine(policy) as node:
+        own = await scheduling(node)
+        if policy == "mlq":
+            own.predictor = WrongByTenTimes()
+        given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 200)) for seed in range(6)]
+        asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
+        await asked[0]
+        for task in given_up:
+            task.cancel()
+        assert await asyncio.gather(*asked) == undisturbed
+        await asyncio.gather(*given_up, return_exceptions=True)
+        await until_idle(node)
+        state = own.state()
+        assert state["num_waiting"] == state["num_running"] == 0
+        assert state["counts"]["preempted"] > 0, "the device was too small, or this test could not fail"
+        if isinstance(own.policy, Mlq):
+            own.policy.check_invariants()
+            assert own.policy.ledger.num_used == 0, "every quota has come back"
+        counts = await node.run_on_engine(lambda driver: driver.counts())
+        assert counts.num_free_kv_blocks == counts.num_kv_blocks - 1
+
+
+async def until_idle(node: LocalNode) -> None:
+    while sum(await node.run_on_engine(lambda driver: driver._scheduler.get_request_counts())):
+        await asyncio.sleep(0.01)
+
+
+async def test_short_questions_pass_long_ones_and_lanes_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With lanes fitted to what came, short questions behind a row of long jobs are answered before those have run; all are answered."""
+    monkeypatch.setattr("engine_bridge.driver.scheduling.REFIT_EVERY_S", 0.2)
+    async with engine("mlq", num_kv_blocks=100, max_num_seqs=2) as node:
+        own = await scheduling(node)
+        for seed in range(24):
+            await ask(node, text(seed, 20 if seed % 2 else 400), 2 if seed % 2 else 30)
+        while own.counts["refits"] < 2:
+            await ask(node, text(7, 20), 2)
+            await asyncio.sleep(0.05)
+        assert isinstance(own.policy, Mlq) and own.policy.lanes.num_lanes > 1
+        ended: list[str] = []
+
+        async def one(name: str, *args: Any, **options: Any) -> None:
+            await ask(node, *args, **options)
+            ended.append(name)
+
+        long = [asyncio.create_task(one("long", text(50 + n, 400), 60)) for n in range(8)]
+        await asyncio.sleep(0.05)
+        short = [asyncio.create_task(one("short", text(80 + n, 20), 2)) for n in range(4)]
+        await asyncio.gather(*long, *short)
+        assert ended.index("short") < 4 and ended[-1] == "long"
+        assert (
+            sum(name == "long" for name in ended[: max(i for i, n in enumerate(ended) if n == "short")]) < 6
+        )
+
+
+async def test_priority_is_respected() -> None:
+    """One at a time: who has the lower number starts first, whoever came first."""
+    async with engine("priority", max_num_seqs=1) as node:
+        ended: list[int] = []
+
+        async def one(priority: int) -> None:
+            await ask(node, text(priority, 40), 8, priority=priority)
+            ended.append(priority)
+
+        first = asyncio.create_task(ask(node, text(99, 40), 60))
+        await asyncio.sleep(0.2)
+        await asyncio.gather(first, *(one(priority) for priority in (3, 1, 2)))
+        assert ended == [1, 2, 3]
