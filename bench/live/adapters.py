@@ -123,11 +123,11 @@ QUICK = Plan(
 )
 FULL = Plan(
     stall_repeats=15,
-    cold_repeats=100,
+    cold_repeats=60,
     traffic_repeats=3,
-    traffic_s=60,
+    traffic_s=40,
     rate_per_s=3,
-    warm_up_requests=150,
+    warm_up_requests=100,
     overhead_repeats=8,
     overhead_tokens=128,
     stock_overhead_repeats=2,

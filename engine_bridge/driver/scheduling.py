@@ -305,12 +305,11 @@ class Scheduling:
         known = self._running.get(request_id)
         if known is None or known.request not in scheduler.running:
             return
+        self.counts["squashed"] += 1
+        self.policy.squashed(request_id)
+        known.base = msgspec.structs.replace(known.base, times_squashed=known.base.times_squashed + 1)
         scheduler.running.remove(known.request)
         scheduler._preempt_request(known.request, time.monotonic(), drop_stale_output=True)
-        known.base = msgspec.structs.replace(known.base, times_squashed=known.base.times_squashed + 1)
-        if isinstance(self.policy, Mlq):
-            self.policy.squashed()
-        self.counts["squashed"] += 1
 
     def end_step(self) -> None:
         """Tell the policy who really started."""

@@ -459,9 +459,8 @@ class SwapOrRecompute:
 
     def decide(self, facts: LossFacts) -> LossDecision:
         options = self._options(facts)
-        best = min(
-            options, key=lambda option: option.seconds
-        )  # of equal ones the first: recompute, swap, split
+        # Of equal ones the first: recompute, swap, split.
+        best = min(options, key=lambda option: option.seconds)
         seconds = {option.way: option.seconds for option in options}
         return LossDecision(
             way=best.way,

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.driver.adapters.residency import Residency
-from engine_bridge.driver.adapters.slots import PackedSlots
+from engine_bridge.driver.adapters.slots import PackedSlots, StackedSlots
 from engine_bridge.driver.adapters.weights import Loader
 from engine_bridge.driver.engine import EngineConfig
 from engine_bridge.errors import BridgeError
@@ -219,6 +219,43 @@ async def test_worker_processes_compute_until_the_slot_is_ready(
             is_open.set()
         await settled(node)
         assert await ask(node, "a0", prompt, num_tokens=30) == expected
+
+
+class LateStacks(StackedSlots):
+    """Slots as a device of its own has them: filled beside the steps, here not before they are told to be."""
+
+    fills_beside_steps = True
+    is_open = False
+
+    def is_filled(self, slot: int) -> bool:
+        return self.is_open
+
+
+async def test_cold_rows_come_from_the_host_path(
+    tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of adapters that are still being copied get their deltas by the operator, beside the base model's; then the slots take over."""
+    for number in range(2):
+        write_adapter(tmp_path / f"a{number}", shapes, 16, seed=number)
+    prompts = [text(5, 100), text(6, 40), text(7, 60)]
+    monkeypatch.setattr("engine_bridge.driver.adapters.slots.make_slots", LateStacks)
+    async with engine(tmp_path) as node:
+
+        async def ask_all() -> list[list[int]]:
+            return await asyncio.gather(
+                *(
+                    ask(node, adapter, prompt)
+                    for adapter, prompt in zip(("a0", None, "a1"), prompts, strict=True)
+                )
+            )
+
+        cold = await ask_all()
+        deltas = stats(node).counts["host_path_deltas"]
+        assert deltas > 0
+        monkeypatch.setattr(LateStacks, "is_open", True)
+        await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
+        assert await ask_all() == cold
+        assert stats(node).counts["host_path_deltas"] == deltas, "nothing is cold any more"
 
 
 # -- many adapters -------------------------------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ class NodeAdapters:
         """Have adapters in this place and no nearer one: in a `slot`, in `host` memory, on `disk` (and in no page cache)."""
         ids = [self._version_id(name) for name in adapters]
         if place == "slot":
+            # Or one of them might make room for another: seldom used ones leave first.
+            self._on_engine(lambda driver: leave(driver, [i for i in places(driver) if i not in ids], True))
             self._await(
                 self._play([Ask(at_s=0.0, prompt=[1] * 4, max_tokens=2, adapter=name) for name in adapters])
             )

@@ -23,6 +23,7 @@ def make_residency(
 ) -> Residency:
     """For a newly built in-process engine; from here on its steps load nothing. Raises SeamMoved."""
     from engine_bridge.driver.adapters.blocks import AdapterBlocks
+    from engine_bridge.driver.adapters.host_path import HostPath
     from engine_bridge.driver.adapters.host_workers import HostWorkers
     from engine_bridge.driver.adapters.residency import Residency, ResidencyConfig, lora_ids
     from engine_bridge.driver.adapters.seam import worker_manager_of
@@ -42,6 +43,12 @@ def make_residency(
             config.cpu_assist_workers, plain_layers(manager), host_bytes, config.cpu_threads
         )
         workers.calibrate()
+    slots = make_slots(manager)
+    host_path = None
+    if slots.fills_beside_steps:
+        host_path = HostPath(plain_layers(manager))
+        host_path.install()
+        manager.host_path = host_path
     residency = Residency(
         ResidencyConfig(
             host_bytes=host_bytes,
@@ -51,7 +58,7 @@ def make_residency(
         ),
         contract=contract,
         manager=manager,
-        slots=make_slots(manager),
+        slots=slots,
         loader=Loader(manager, contract, worker_manager.vocab_size, host_bytes // 4),
         running_ids=lambda: lora_ids(scheduler.running),
         is_busy=lambda: sum(scheduler.get_request_counts()) > 0,
@@ -59,6 +66,7 @@ def make_residency(
         on_failed=fail,
         prefix_facts=prefix_facts,
         workers=workers,
+        host_path=host_path,
     )
     if config.adapters_in_kv:
         residency.blocks = AdapterBlocks(
@@ -66,6 +74,7 @@ def make_residency(
             kv_caches_of(engine),
             residency.lost,
             residency.may_displace,
+            residency.worth_less,
         )
     worker_manager.residency = residency
     scheduler.may_start = residency.may_start

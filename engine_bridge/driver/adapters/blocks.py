@@ -96,6 +96,7 @@ class AdapterBlocks:
         kv_caches: a tensor per layer, shape (num_blocks, ...).
         on_lost: called with the id of an adapter whose blocks were taken.
         may_displace: whether an adapter may take the place of prefix blocks that lie in the queue's front.
+        worth_less: of the cached adapters, one that is worth less than so many of those prefix blocks; None if all are worth more.
     """
 
     def __init__(
@@ -104,8 +105,10 @@ class AdapterBlocks:
         kv_caches: Sequence[torch.Tensor],
         on_lost: Callable[[int], None],
         may_displace: Callable[[int, int], bool],
+        worth_less: Callable[[int], int | None] = lambda num_blocks: None,
     ) -> None:
         self._pool = pool
+        self._worth_less = worth_less
         self._rows = [kv_rows(tensor) for tensor in kv_caches]
         self._row_bytes = self._rows[0].shape[1]
         self._on_lost = on_lost
@@ -217,7 +220,18 @@ class AdapterBlocks:
         num_cached = sum(block.block_hash is not None for block in front)
         return num_cached == 0 or self._may_displace(adapter_id, num_cached)
 
+    def _make_way(self, num_blocks: int) -> None:
+        """Before prefix KV is overwritten, adapters go that are worth less: one order by value for both, where vLLM's is by last use (E3)."""
+        while self._entries:
+            front = _front(self._pool.free_block_queue, num_blocks)
+            num_cached = sum(block.block_hash is not None for block in front)
+            victim = self._worth_less(num_cached) if num_cached else None
+            if victim is None:
+                return
+            self.drop(victim)
+
     def _get_new_blocks(self, num_blocks: int) -> list[Any]:
+        self._make_way(num_blocks)
         blocks: list[Any] = self._stock_get_new_blocks(num_blocks)
         if self._lost:
             self._free_rest({block.block_id for block in blocks})

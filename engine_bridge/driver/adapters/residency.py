@@ -26,6 +26,7 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.driver.adapters.blocks import AdapterBlocks, Entry
+from engine_bridge.driver.adapters.host_path import ColdAdapter, HostPath
 from engine_bridge.driver.adapters.host_workers import HostWorkers
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights, Loader
@@ -37,6 +38,7 @@ from engine_bridge.policy.adapter_cache import (
     PrefixFacts,
     UseWindow,
     choose_victims,
+    gain_per_byte,
     may_take_prefix,
 )
 from engine_bridge.policy.arrivals import Arrivals
@@ -94,6 +96,7 @@ class Residency:
         on_failed: called with the ids of requests whose adapter cannot be had, and why; they must leave the engine.
         prefix_facts: of the oldest cached prefix blocks, so many of them.
         workers: compute with adapters that are not in their slot yet.
+        host_path: where slots fill beside the steps: computes rows of those that are not filled.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Residency:
         on_failed: Callable[[list[str], Exception], None],
         prefix_facts: Callable[[int], PrefixFacts],
         workers: HostWorkers | None = None,
+        host_path: HostPath | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -123,6 +127,7 @@ class Residency:
         self._on_failed = on_failed
         self._prefix_facts = prefix_facts
         self._workers = workers
+        self._host_path = host_path
         self._clock = clock
         self.blocks: AdapterBlocks | None = None
         self._adapters: dict[int, _Adapter] = {}
@@ -212,8 +217,27 @@ class Residency:
             if adapter.slot is None:
                 is_cold = True
                 self._take_slot(adapter, keep=adapter_ids)
+        if self._slots.fills_beside_steps:
+            self._split_cold(adapter_ids)
         if is_cold:
             self._seconds["step"] += time.perf_counter() - started_s
+
+    def _split_cold(self, adapter_ids: Collection[int]) -> None:
+        """Rows of adapters that are still being copied are computed on the host; where they cannot be, the device waits for the copy."""
+        cold = {}
+        for adapter_id in adapter_ids:
+            adapter = self._adapters[adapter_id]
+            assert adapter.slot is not None
+            if self._slots.is_filled(adapter.slot):
+                continue
+            if adapter.host is None or self._host_path is None or not self._config.cpu_assist:
+                self._slots.wait(adapter.slot)
+                continue
+            workers = self._workers
+            compute_for = partial(workers.compute_for, adapter_id) if workers is not None else None
+            cold[adapter_id] = ColdAdapter(adapter.host, compute_for)
+        if self._host_path is not None:
+            self._host_path.cold = cold
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
@@ -243,6 +267,8 @@ class Residency:
             self.blocks.close()
         if self._workers is not None:
             self._workers.close()
+        if self._host_path is not None:
+            self._host_path.close()
 
     # -- staging -----------------------------------------------------------------------------------------------------
 
@@ -459,6 +485,22 @@ class Residency:
         facts = self._facts(self._adapters[adapter_id], "cached", now)
         return may_take_prefix(facts, self._uses.per_s(adapter_id, now), self._prefix_facts(num_blocks))
 
+    def worth_less(self, num_blocks: int) -> int | None:
+        """E3: a cached adapter that is worth less, by the byte, than so many of the oldest prefix blocks."""
+        if self.blocks is None:
+            return None
+        now = self._clock()
+        prefix = self._prefix_facts(num_blocks)
+        if prefix.reuse_per_s <= 0:
+            return None
+        cached = [self._facts(self._adapters[i], "cached", now) for i in self.blocks.ids()]
+        least = min((facts for facts in cached if not facts.is_queued), key=gain_per_byte, default=None)
+        if least is None or may_take_prefix(least, self._uses.per_s(least.adapter_id, now), prefix):
+            return None
+        self._policies["device"].evicted(least.adapter_id)
+        self._counts["evicted:cached:value"] += 1
+        return least.adapter_id
+
     def _read_cached(self, adapter: _Adapter) -> AdapterWeights:
         """On a device of its own: a copy within it."""
         assert self.blocks is not None
@@ -610,6 +652,8 @@ class Residency:
         counts = dict(self._counts)
         if self._workers is not None:
             counts["worker_deltas"] = self._workers.num_deltas
+        if self._host_path is not None:
+            counts["host_path_deltas"] = self._host_path.num_deltas
         return AdapterStats(
             num_adapters=len(self._adapters),
             num_by_place=dict(places),

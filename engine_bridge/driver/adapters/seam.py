@@ -5,6 +5,7 @@ Source: vLLM 0.32, `v1/worker/lora_model_runner_mixin.py` (the manager), `v1/cor
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from engine_bridge.driver.adapters.host_path import HostPath
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import SPARE_SLOTS
 from engine_bridge.errors import SeamMoved
@@ -22,6 +24,8 @@ from engine_bridge.errors import SeamMoved
 
 class SlotTable(LRUCacheLoRAModelManager):
     """vLLM's manager, of which we use the layers, the packing of weights and the slot table."""
+
+    host_path: HostPath | None = None
 
     @property
     def lora_slots(self) -> int:
@@ -32,6 +36,17 @@ class SlotTable(LRUCacheLoRAModelManager):
     @property
     def capacity(self) -> int:
         return self.lora_slots
+
+    def set_adapter_mapping(self, mapping: Any) -> None:
+        if self.host_path is not None:
+            # Always anew: which adapters are cold changes without the mapping.
+            self._last_mapping = None
+            mapping = dataclasses.replace(
+                mapping,
+                index_mapping=self.host_path.split(mapping.index_mapping),
+                prompt_mapping=tuple(0 if i in self.host_path.cold else i for i in mapping.prompt_mapping),
+            )
+        super().set_adapter_mapping(mapping)
 
 
 class GatedWorkerManager(LRUCacheWorkerLoRAManager):

@@ -3,7 +3,7 @@
 On a CPU a slot holds no copy in vLLM's stacks: our wrapper computes with weights laid out for its GEMMs (`SlotWeights`), layer by layer, by
 whoever needs a layer first: the loader's thread ahead of time, or the forward pass that has come to it. So a request may start as soon
 as its adapter is in host memory (CPU-assist, CaraServe §4.1: here host and device are one), and takes over what the loader has done by then.
-On CUDA a slot is vLLM's stacks, filled by copies on the compute stream.
+On CUDA a slot is vLLM's stacks, filled by copies beside the steps; until then rows are computed by the host path (`host_path.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ ComputeFor = Callable[[str], Compute]
 class Slots(Protocol):
     """The places for adapters in use. Called on the engine thread, but for `finish`."""
 
+    fills_beside_steps: bool
+    """A step must not compute with a slot that is not filled: its rows are cold, or it waits."""
+
     def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
         """Have the layers compute rows of this slot with these weights from the next step on.
 
@@ -43,9 +46,15 @@ class Slots(Protocol):
         """Is nothing left to do?"""
         ...
 
+    def wait(self, slot: int) -> None:
+        """Have the step that begins wait for this slot, without waiting here."""
+        ...
+
 
 class StackedSlots:
     """vLLM's own stacks, filled at once."""
+
+    fills_beside_steps = False
 
     def __init__(self, manager: Any) -> None:
         self._layers = dict(manager.modules)
@@ -64,9 +73,41 @@ class StackedSlots:
     def is_filled(self, slot: int) -> bool:
         return True
 
+    def wait(self, slot: int) -> None:
+        pass
+
+
+class StreamedSlots(StackedSlots):
+    """vLLM's stacks on CUDA, filled from pinned memory on a stream of their own, beside the steps. Not run on a GPU yet: tests/gpu."""
+
+    fills_beside_steps = True
+
+    def __init__(self, manager: Any) -> None:
+        super().__init__(manager)
+        self._stream = torch.cuda.Stream()
+        self._copied: dict[int, Any] = {}
+
+    def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())  # steps before this one read what lies there
+        with torch.cuda.stream(self._stream):
+            super().fill(slot, weights, compute_for)
+            self._copied[slot] = torch.cuda.Event()
+            self._copied[slot].record(self._stream)
+
+    def finish(self, slot: int) -> None:
+        self._copied[slot].synchronize()
+
+    def is_filled(self, slot: int) -> bool:
+        return slot not in self._copied or bool(self._copied[slot].query())
+
+    def wait(self, slot: int) -> None:
+        torch.cuda.current_stream().wait_event(self._copied[slot])
+
 
 class PackedSlots:
     """Our wrapper's layouts, in memory that a slot keeps for its next adapter."""
+
+    fills_beside_steps = False  # whoever needs a layer first lays it out
 
     def __init__(self, manager: Any, wrapper: SegmentPunicaWrapper) -> None:
         self._layers = dict(manager.modules)
@@ -105,6 +146,9 @@ class PackedSlots:
             return False
         self._unfinished[slot] = []  # which keeps the host's weights alive
         return True
+
+    def wait(self, slot: int) -> None:
+        pass
 
     def _pending(self, slot: int, name: str, module: ModuleWeights, compute: Compute | None) -> Pending:
         def pack() -> SlotWeights | None:
@@ -154,7 +198,7 @@ def make_slots(manager: Any) -> Slots:
     wrappers = list(manager.punica_wrapper_mapping.values())
     if len(wrappers) == 1 and isinstance(wrappers[0], SegmentPunicaWrapper):
         return PackedSlots(manager, wrappers[0])
-    return StackedSlots(manager)
+    return StreamedSlots(manager) if torch.device(manager.device).type == "cuda" else StackedSlots(manager)
 
 
 def _is_plain(layer: Any) -> bool:

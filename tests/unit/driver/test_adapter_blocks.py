@@ -172,17 +172,35 @@ def test_one_lost_block_frees_the_others_first() -> None:
     assert cache.lost == [1] and cache.blocks.holds(2)
 
 
+def cache_prefixes(cache: Cache) -> None:
+    """Every free block holds somebody's prefix."""
+    blocks = cache.pool.get_new_blocks(cache.pool.get_num_free_blocks())
+    for block in blocks:
+        block.set_block_hash(bytes([block.block_id]) * 36, num_tokens=32)
+    cache.pool.free_blocks(blocks)
+
+
 @pytest.mark.parametrize("is_worth_it", [True, False])
 def test_prefix_blocks_are_taken_only_for_more(is_worth_it: bool) -> None:
     """Free blocks with a prefix in them are somebody's cache: the policy is asked, and told how many there are."""
     cache = Cache()
     asked = []
     cache.blocks._may_displace = lambda adapter_id, num_blocks: asked.append(num_blocks) or is_worth_it
-    blocks = cache.pool.get_new_blocks(NUM_BLOCKS - 1)
-    for block in blocks:
-        block.set_block_hash(bytes([block.block_id]) * 36, num_tokens=32) if hasattr(
-            block, "set_block_hash"
-        ) else setattr(block, "block_hash", bytes([block.block_id]) * 36)
-    cache.pool.free_blocks(blocks)
+    cache_prefixes(cache)
     assert cache.blocks.put(1, make_weights(1, 4)) is is_worth_it
     assert asked and asked[0] > 0
+
+
+def test_an_adapter_that_is_worth_less_goes_before_prefixes() -> None:
+    """KV wants blocks: the cheaper adapter makes way although it was used last; no prefix is lost for it, and the other adapter stays."""
+    cache = Cache()
+    cache_prefixes(cache)
+    assert cache.put_whole(1, make_weights(1, 4)) and cache.put_whole(2, make_weights(2, 4))
+    num_lent = len(cache.blocks.entry(2).blocks)
+    cheap = [2]
+    cache.blocks._worth_less = lambda num_blocks: cheap.pop() if cheap else None
+    num_prefixes = sum(block.block_hash is not None for block in cache.pool.blocks)
+    taken = cache.pool.get_new_blocks(num_lent)
+    assert sum(block.block_hash is not None for block in cache.pool.blocks) == num_prefixes
+    assert cache.blocks.ids() == [1]
+    assert all((layer[block.block_id] == 0).all() for layer in cache.kv for block in taken)

@@ -1,0 +1,151 @@
+"""CPU-assist on a device of its own: in steps that hold rows of an adapter which is still being copied, those rows' deltas come from the host.
+
+vLLM's mapping has such rows as rows of the base model; an opaque operator behind each LoRA layer adds their deltas, computed by
+worker processes (`host_workers.py`) or here. The operator is traced by torch.compile as one node, does nothing where no row is cold,
+and is never part of a replayed CUDA graph: steps with cold rows are dispatched without graphs. Only prefills have such rows,
+since the copy is done by the next step or two.
+
+Source: CaraServe §4.1. Departs in that base output and delta of a layer are computed one after the other, and in that no kernel
+signals the host: the copy of x does. Not run on a GPU yet (tests/gpu holds the test); the CPU engine runs all but the copies on
+a stream (tests/integration/test_adapters.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from engine_bridge.driver.adapters.slots import lay_out
+from engine_bridge.driver.adapters.weights import AdapterWeights
+from engine_bridge.driver.lora import Compute
+
+
+@dataclass(frozen=True, slots=True)
+class ColdAdapter:
+    """What its rows are computed with: `compute_for` a layer by name, if it has workers, else `weights`."""
+
+    weights: AdapterWeights
+    compute_for: Callable[[str], Compute] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ColdRows:
+    """Rows `start:stop` of the step."""
+
+    start: int
+    stop: int
+    adapter: ColdAdapter
+
+
+class HostPath:
+    """The cold rows of the step that runs, in one engine.
+
+    Args:
+        layers: vLLM's plain LoRA layers by name.
+    """
+
+    current: HostPath | None = None
+    """Of this process: the operator has no other way to find it."""
+
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        self._layers = dict(layers)
+        self._rows: tuple[ColdRows, ...] = ()
+        self.cold: Mapping[int, ColdAdapter] = {}
+        """By adapter id, for the next step; set before its mapping is."""
+        self.num_deltas = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Has the step that runs any cold rows?"""
+        return bool(self._rows)
+
+    def split(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Take the cold rows out of a step's mapping (an adapter's id per row, 0 for the base model); returns what is left of it."""
+        self._rows = _cold_rows(ids, self.cold)
+        return tuple(0 if adapter_id in self.cold else adapter_id for adapter_id in ids)
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, name: str) -> None:
+        """Add one layer's deltas of the cold rows to `y`, rounded to its type once."""
+        for rows in self._rows:
+            module = rows.adapter.weights.modules.get(name)
+            if module is None:
+                continue
+            x_host = x[rows.start : rows.stop].float().cpu()
+            y_host = y[rows.start : rows.stop].float().cpu()
+            compute = rows.adapter.compute_for(name) if rows.adapter.compute_for is not None else None
+            if compute is None or not compute(y_host, x_host, 1.0):
+                layout = lay_out(self._layers[name], module, None)
+                if layout is not None:
+                    layout.add_to(y_host, x_host, 1.0)
+            y[rows.start : rows.stop].copy_(y_host)
+            self.num_deltas += 1
+
+    def install(self) -> None:
+        """Become the path of this process, and put the operator behind each layer."""
+        HostPath.current = self
+        for name, layer in self._layers.items():
+            layer.overture_name = name
+        BaseLinearLayerWithLoRA._apply_lora_to_output = _apply_with_host_path
+        CudagraphDispatcher.dispatch = _dispatch
+
+    def close(self) -> None:
+        """The engine goes: vLLM has its own back."""
+        HostPath.current = None
+        BaseLinearLayerWithLoRA._apply_lora_to_output = _stock_apply
+        CudagraphDispatcher.dispatch = _stock_dispatch
+
+
+def _cold_rows(ids: Sequence[int], cold: Mapping[int, ColdAdapter]) -> tuple[ColdRows, ...]:
+    rows, start = [], 0
+    for adapter_id, run in groupby(ids):
+        stop = start + sum(1 for _ in run)
+        if adapter_id in cold:
+            rows.append(ColdRows(start, stop, cold[adapter_id]))
+        start = stop
+    return tuple(rows)
+
+
+# -- the operator ----------------------------------------------------------------------------------------------------
+
+
+def _host_lora(y: torch.Tensor, x: torch.Tensor, name: str) -> None:
+    path = HostPath.current
+    if path is not None and path.is_active:
+        path.add(y.view(-1, y.size(-1)), x.view(-1, x.size(-1)), name)
+
+
+def _host_lora_fake(y: torch.Tensor, x: torch.Tensor, name: str) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name="overture_host_lora", op_func=_host_lora, mutates_args=["y"], fake_impl=_host_lora_fake
+)
+
+_stock_apply: Any = BaseLinearLayerWithLoRA._apply_lora_to_output
+
+
+def _apply_with_host_path(self: Any, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _stock_apply(self, x, output)
+    name = getattr(self, "overture_name", None)
+    if name is not None:
+        torch.ops.vllm.overture_host_lora(result, x, name)
+    return result
+
+
+_stock_dispatch: Any = CudagraphDispatcher.dispatch
+
+
+def _dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Steps with cold rows run without CUDA graphs: a replayed graph would not run the operator."""
+    if HostPath.current is not None and HostPath.current.is_active:
+        kwargs = kwargs | {"valid_modes": {CUDAGraphMode.NONE}, "invalid_modes": None}
+    return _stock_dispatch(self, *args, **kwargs)
