@@ -11,6 +11,7 @@ All methods run on the engine thread unless they say otherwise.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
@@ -134,7 +135,7 @@ class Residency:
         self._wanted: OrderedDict[int, bool] = OrderedDict()  # to be staged; whether only as a guess
         self._to_cache: list[int] = []
         self._done: deque[Callable[[], None]] = deque()
-        self._executor = ThreadPoolExecutor(1, "adapter-loader", initializer=_use_one_core)
+        self._executor = ThreadPoolExecutor(1, "adapter-loader", initializer=_keep_out_of_the_way)
         self._num_loads = 0
         self._reserved_bytes = 0
         self._is_stuck = False
@@ -666,9 +667,14 @@ class Residency:
         )
 
 
-def _use_one_core() -> None:
-    """The engine's threads have the others."""
-    torch.set_num_threads(1)
+def _keep_out_of_the_way() -> None:
+    """One thread of computation, on any core. A thread inherits from the engine's its core, where it would take turns with it.
+
+    vLLM's CPU worker replaces `torch.set_num_threads` by a function that does nothing; the one beneath it is per thread.
+    """
+    torch._C.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
 
 
 def lora_ids(requests: Iterable[Any]) -> set[int]:
