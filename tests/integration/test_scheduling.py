@@ -23,7 +23,7 @@ from engine_bridge.policy.admission import Mlq
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
-NUM_REQUESTS = 36
+NUM_REQUESTS = 20
 ADAPTERS = (None, "pirate", "robot", "shout")
 
 _ids = itertools.count()
@@ -107,7 +107,7 @@ async def test_no_order_changes_an_answer(policy: str, undisturbed: list[list[in
         own = await scheduling(node)
         if policy == "mlq":
             own.predictor = WrongByTenTimes()
-        given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 200)) for seed in range(6)]
+        given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 200)) for seed in range(4)]
         asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
         await asked[0]
         for task in given_up:
