@@ -47,7 +47,7 @@ class Catalog:
                 code="too_large",
             )
         for note in files.notes:
-            log.info("adapter %s: %s", quoted(name), note)
+            log.debug("adapter %s: %s", quoted(name), note)
         known = self._registry.known(path, files.signature)
         if known is not None:
             content, crc32 = known.content_hash, known.crc32
