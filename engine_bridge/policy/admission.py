@@ -665,7 +665,7 @@ class Mlq:
     def refit(self, lanes: Lanes, quotas: Sequence[int], wrs: Mapping[str, float] | None = None) -> None:
         """New lanes and a quota for each. wrs: sizes of known requests on the new lanes' scale; others keep theirs.
 
-        It places all that waits anew: 5 µs for each. Raises ValueError if quotas are not as many as lanes.
+        It places all that waits anew: 9 µs for each (measured with 10,000). Raises ValueError if quotas are not as many as lanes.
         """
         if len(quotas) != lanes.num_lanes:
             raise ValueError("each lane has one quota")
