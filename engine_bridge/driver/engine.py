@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.kv_tiers import KvTiers
     from engine_bridge.driver.promoter import Hashes, OnChange, Promoter
-    from engine_bridge.driver.scheduling import Scheduling
+    from engine_bridge.driver.scheduling.scheduling import Scheduling
     from engine_bridge.node import Advisory
 
 log = logging.getLogger(__name__)
@@ -352,7 +352,7 @@ class VllmDriver:
         return self._tiers.promoter
 
     def _make_scheduling(self, config: EngineConfig) -> Scheduling:
-        from engine_bridge.driver.scheduling import Scheduling
+        from engine_bridge.driver.scheduling.scheduling import Scheduling
 
         block_bytes = sum(layer[0].nbytes for layer in kv_caches_of(self.engine))
         scheduling = Scheduling(
@@ -417,7 +417,7 @@ def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
     from vllm.config import KVTransferConfig, StructuredOutputsConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from engine_bridge.driver.scheduling import scheduler_name
+    from engine_bridge.driver.scheduling.seam import scheduler_name
 
     on_cpu = config.device == "cpu"
     options: dict[str, Any] = {

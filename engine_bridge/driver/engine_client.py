@@ -30,7 +30,7 @@ from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
 from engine_bridge.driver.promoter import Hashes
-from engine_bridge.driver.scheduling import FACTS, RequestFacts
+from engine_bridge.driver.scheduling.facts import FACTS, RequestFacts
 from engine_bridge.errors import EngineUnavailable, NotSupported
 
 ENGINE_FAILED_MESSAGE = (

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from engine_bridge.driver.engine import EngineConfig
-from engine_bridge.driver.scheduling import Scheduling
+from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
 from engine_bridge.policy.admission import Mlq
@@ -132,7 +132,7 @@ async def until_idle(node: LocalNode) -> None:
 
 async def test_short_questions_pass_long_ones_and_lanes_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With lanes fitted to what came, short questions behind a row of long jobs are answered before those have run; all are answered."""
-    monkeypatch.setattr("engine_bridge.driver.scheduling.REFIT_EVERY_S", 0.2)
+    monkeypatch.setattr("engine_bridge.driver.scheduling.refits.REFIT_EVERY_S", 0.2)
     async with engine("mlq", num_kv_blocks=100, max_num_seqs=2) as node:
         own = await scheduling(node)
         for seed in range(24):

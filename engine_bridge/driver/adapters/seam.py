@@ -1,4 +1,4 @@
-"""How our residency takes the place of vLLM's LoRA manager: the one class that vLLM builds by name. The gate is in `driver/scheduling.py`.
+"""How our residency takes the place of vLLM's LoRA manager: the one class that vLLM builds by name. The gate is in `driver/scheduling/seam.py`.
 
 Source: vLLM 0.32, `v1/worker/lora_model_runner_mixin.py` (the manager), `v1/core/sched/scheduler.py` (the gate).
 """

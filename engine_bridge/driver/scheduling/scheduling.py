@@ -1,58 +1,29 @@
-"""vLLM's scheduler with our order of starting: a policy decides once per step, the queue hands out what it decided.
+"""Asks a policy once per step who starts, and tells it what became of that.
 
-vLLM asks its queue for one request after the other until its budget is used up. Ours knows before each step who starts in it, in which order
-(`engine_bridge/policy/admission.py`), and otherwise says that there is nobody. Nothing of `schedule()` is copied.
-
-Everything here runs on the engine thread, but for what `Refits` does on its own.
+Everything here runs on the engine thread.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from msgspec import Struct
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from engine_bridge.driver.scheduling.facts import facts_of
+from engine_bridge.driver.scheduling.queue import PolicyQueue
+from engine_bridge.driver.scheduling.refits import Refits
 from engine_bridge.policy.admission import POLICIES, Decision, Mlq, QueuePolicy, Room, Running, Waiting
-from engine_bridge.policy.lanes import Lanes, fit
-from engine_bridge.policy.quotas import SeenRequest, lane_loads, share
+from engine_bridge.policy.quotas import SeenRequest
 from engine_bridge.policy.sizes import Scale, WeightedSize
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, LengthPredictor, OnlineLengths
 
-log = logging.getLogger(__name__)
-
-# Under this name of `SamplingParams.extra_args` a request carries what vLLM does not know of it.
-FACTS = "overture"
-# Lanes are fitted anew so often, on so many of the last requests. Chosen; the paper takes five minutes, of a busier server.
-REFIT_EVERY_S, WINDOW = 60.0, 2048
-# What a lane's requests may take, as a multiple of how long one runs. Source: Chameleon §5.1 (five times the low-load latency).
-SLO_TIMES = 5.0
 # Seconds of a token before any was measured. Chosen.
 PRIOR_TOKEN_S, SMOOTHING = 0.02, 0.1
-
-
-class RequestFacts(Struct, frozen=True, kw_only=True):
-    """What the gateway knows of a request. `weight`: its tenant's share against others'."""
-
-    tenant: str = ""
-    session: str = ""
-    adapter: str = ""
-    rank: int = 0
-    adapter_bytes: int = 0
-    weight: float = 1.0
-
-
-NOTHING_KNOWN = RequestFacts()
 
 
 @dataclass(slots=True)
@@ -87,73 +58,6 @@ class _Sizes(Mapping[str, Waiting]):
 
     def __len__(self) -> int:
         return len(self._known)
-
-
-class PolicyQueue(RequestQueue):
-    """Takes the place of the scheduler's `waiting`.
-
-    `bool()` is whether somebody starts in this step; `len()` is how many wait in all.
-    Source: vllm-project/vllm, `Scheduler.schedule`, for what is asked of a queue when.
-    """
-
-    def __init__(self, scheduling: Scheduling) -> None:
-        self._scheduling = scheduling
-        self._requests: dict[str, Any] = {}
-        self._plan: deque[str] = deque()
-        self._popped: dict[str, Any] = {}
-
-    # -- a step ------------------------------------------------------------------------------------------------------
-
-    def begin_step(self, request_ids: Iterable[str]) -> None:
-        self._plan = deque(request_ids)
-
-    def end_step(self) -> list[str]:
-        """Who was taken from the queue in this step and did not come back: they run."""
-        self._plan.clear()
-        admitted, self._popped = list(self._popped), {}
-        return admitted
-
-    # -- what vLLM asks ----------------------------------------------------------------------------------------------
-
-    def add_request(self, request: Any) -> None:
-        self._requests[request.request_id] = request
-        self._scheduling.came(request)
-
-    def peek_request(self) -> Any:
-        return self._requests[self._plan[0]]
-
-    def pop_request(self) -> Any:
-        request = self._requests.pop(self._plan.popleft())
-        self._popped[request.request_id] = request
-        return request
-
-    def prepend_request(self, request: Any) -> None:
-        """A running request was preempted."""
-        self._requests[request.request_id] = request
-        self._scheduling.preempted(request)
-
-    def prepend_requests(self, requests: Iterable[Any]) -> None:
-        """Requests that could not start in this step after all."""
-        for request in requests:
-            self._popped.pop(request.request_id, None)
-            self._requests[request.request_id] = request
-
-    def remove_request(self, request: Any) -> None:
-        self.remove_requests([request])
-
-    def remove_requests(self, requests: Iterable[Any]) -> None:
-        for request in requests:
-            if self._requests.pop(request.request_id, None) is not None:
-                self._scheduling.ended(request)
-
-    def __bool__(self) -> bool:
-        return bool(self._plan)
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._requests.values())
 
 
 class Scheduling:
@@ -197,7 +101,7 @@ class Scheduling:
     # -- life of a request -------------------------------------------------------------------------------------------
 
     def came(self, request: Any) -> None:
-        facts = _facts_of(request)
+        facts = facts_of(request)
         features = LengthFeatures(
             num_prompt_tokens=request.num_prompt_tokens,
             adapter=facts.adapter,
@@ -382,127 +286,3 @@ class Scheduling:
 
     def close(self) -> None:
         self._refits.close()
-
-
-class Refits:
-    """Fits lanes to what came lately, and the predictor to what it became, on a thread of its own."""
-
-    def __init__(self, now: float) -> None:
-        self._seen: deque[tuple[float, SeenRequest, tuple[float, float, float]]] = deque(maxlen=WINDOW)
-        self._executor = ThreadPoolExecutor(1, "refit")
-        self._future: Future[tuple[Lanes, tuple[int, ...], Scale]] | None = None
-        self._due_s = now + REFIT_EVERY_S
-
-    def saw(self, request: SeenRequest, sizes: tuple[float, float, float], now: float) -> None:
-        self._seen.append((now, request, sizes))
-
-    def start_if_due(self, now: float, scale: Scale, num_tokens: int, predictor: LengthPredictor) -> None:
-        if now < self._due_s or self._future is not None or not self._seen:
-            return
-        self._due_s = now + REFIT_EVERY_S
-        self._future = self._executor.submit(_refit, list(self._seen), scale, num_tokens, predictor)
-
-    def take(self) -> tuple[Lanes, tuple[int, ...], Scale] | None:
-        """What was fitted since the last call."""
-        if self._future is None or not self._future.done():
-            return None
-        future, self._future = self._future, None
-        try:
-            return future.result()
-        except Exception:
-            log.exception("lanes could not be fitted; they stay as they are")
-            return None
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _refit(
-    seen: list[tuple[float, SeenRequest, tuple[float, float, float]]],
-    scale: Scale,
-    num_tokens: int,
-    predictor: LengthPredictor,
-) -> tuple[Lanes, tuple[int, ...], Scale]:
-    predictor.refit()
-    requests = [
-        SeenRequest(scale.wrs(*sizes), request.tokens, request.duration_s) for _, request, sizes in seen
-    ]
-    lanes = fit([request.wrs for request in requests])
-    window_s = max(seen[-1][0] - seen[0][0], 1.0)
-    longest_s = max(request.duration_s for request in requests)
-    loads = lane_loads(lanes, requests, window_s, SLO_TIMES * max(longest_s, 1.0))
-    return lanes, share(loads, num_tokens), scale
-
-
-def _facts_of(request: Any) -> RequestFacts:
-    params = request.sampling_params
-    facts = (params.extra_args or {}).get(FACTS) if params is not None else None
-    return facts if isinstance(facts, RequestFacts) else NOTHING_KNOWN
-
-
-# -- the scheduler classes -------------------------------------------------------------------------------------------
-
-
-class _Gate:
-    """Passes over waiting requests whose adapter cannot be computed with yet; they keep their place in the queue."""
-
-    may_start: Callable[[int], bool] | None = None
-
-    def _handle_blocked_waiting_request(self, request: Any) -> bool:
-        is_ready: bool = super()._handle_blocked_waiting_request(request)
-        return is_ready and self.has_adapter(request)
-
-    def has_adapter(self, request: Any) -> bool:
-        if self.may_start is None or request.lora_request is None:
-            return True
-        return self.may_start(request.lora_request.lora_int_id)
-
-
-class _Planned:
-    """Starts requests as `scheduling` decides; as vLLM does while there is none."""
-
-    scheduling: Scheduling | None = None
-
-    def use(self, scheduling: Scheduling) -> None:
-        """From now on; nothing waits yet."""
-        self.scheduling, self.waiting = scheduling, scheduling.queue
-
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self.scheduling is None:
-            return super().schedule(*args, **kwargs)
-        self.scheduling.begin_step(self)
-        try:
-            return super().schedule(*args, **kwargs)
-        finally:
-            self.scheduling.end_step()
-
-    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.scheduling is not None:
-            self.scheduling.ended(request)
-        return super()._free_request(request, *args, **kwargs)
-
-    def is_ready(self, request: Any) -> bool:
-        """As far as anything but room is concerned."""
-        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-            grammar = request.structured_output_request
-            if grammar is None or grammar.grammar is None:
-                return False
-        return self.has_adapter(request)  # type: ignore[attr-defined]
-
-
-class GatedScheduler(_Planned, _Gate, Scheduler):
-    """For engines that wait for each step's result before they schedule the next one, as all do on a CPU.
-
-    `AsyncScheduler` would do there, too, until a KV load fails: it goes on counting an output that will not come, and the request is never
-    scheduled again (measured).
-    """
-
-
-class GatedAsyncScheduler(_Planned, _Gate, AsyncScheduler):
-    """For engines that schedule ahead."""
-
-
-def scheduler_name(device: str) -> str:
-    """What `scheduler_cls` is to be."""
-    scheduler = GatedScheduler if device == "cpu" else GatedAsyncScheduler
-    return f"{scheduler.__module__}.{scheduler.__qualname__}"

@@ -1,0 +1,77 @@
+"""The scheduler classes that vLLM builds by name: its own, with our gate and our order of starting. Nothing of `schedule()` is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from engine_bridge.driver.scheduling.scheduling import Scheduling
+
+
+class _Gate:
+    """Passes over waiting requests whose adapter cannot be computed with yet; they keep their place in the queue."""
+
+    may_start: Callable[[int], bool] | None = None
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        is_ready: bool = super()._handle_blocked_waiting_request(request)
+        return is_ready and self.has_adapter(request)
+
+    def has_adapter(self, request: Any) -> bool:
+        if self.may_start is None or request.lora_request is None:
+            return True
+        return self.may_start(request.lora_request.lora_int_id)
+
+
+class _Planned:
+    """Starts requests as `scheduling` decides; as vLLM does while there is none."""
+
+    scheduling: Scheduling | None = None
+
+    def use(self, scheduling: Scheduling) -> None:
+        """From now on; nothing waits yet."""
+        self.scheduling, self.waiting = scheduling, scheduling.queue
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self.scheduling is None:
+            return super().schedule(*args, **kwargs)
+        self.scheduling.begin_step(self)
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.scheduling.end_step()
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.scheduling is not None:
+            self.scheduling.ended(request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def is_ready(self, request: Any) -> bool:
+        """As far as anything but room is concerned."""
+        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            grammar = request.structured_output_request
+            if grammar is None or grammar.grammar is None:
+                return False
+        return self.has_adapter(request)  # type: ignore[attr-defined]
+
+
+class GatedScheduler(_Planned, _Gate, Scheduler):
+    """For engines that wait for each step's result before they schedule the next one, as all do on a CPU.
+
+    `AsyncScheduler` would do there, too, until a KV load fails: it goes on counting an output that will not come, and the request is never
+    scheduled again (measured).
+    """
+
+
+class GatedAsyncScheduler(_Planned, _Gate, AsyncScheduler):
+    """For engines that schedule ahead."""
+
+
+def scheduler_name(device: str) -> str:
+    """What `scheduler_cls` is to be."""
+    scheduler = GatedScheduler if device == "cpu" else GatedAsyncScheduler
+    return f"{scheduler.__module__}.{scheduler.__qualname__}"
