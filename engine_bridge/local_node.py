@@ -16,7 +16,7 @@ from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.adapters.watch import Changes, Folder
 from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
-from engine_bridge.driver.engine import BACKGROUND_PREFIX, EngineConfig, VllmDriver
+from engine_bridge.driver.engine import BACKGROUND_PREFIX, EngineConfig, EngineCounts, VllmDriver
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.node import (
@@ -27,22 +27,25 @@ from engine_bridge.node import (
     AdvisoryReport,
     Api,
     Delta,
+    EngineState,
     GenerateRequest,
     JsonReply,
     NodeState,
     NodeStats,
     Progress,
     RequestId,
+    SchedulingStats,
     SessionId,
     SseReply,
     unpack_token_ids,
 )
+from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.token_stream import TokenStream
 from kvtiers.stats import TierStats
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
-    from engine_bridge.driver.engine_client import BridgeEngineClient
+    from engine_bridge.driver.engine_client import BridgeEngineClient, Caller
     from engine_bridge.driver.promoter import Hashes
     from engine_bridge.driver.serving import Prepared, Serving
 
@@ -62,13 +65,15 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     """An engine and what is served with it.
 
     adapters: (name, folder) pairs that are served from the start. adapters_dir: a folder whose adapters are served, now and as they come, change and
-    go. state_dir: where the registry of adapters is kept; None: in memory.
+    go. state_dir: where the registry of adapters and what is known of answer lengths are kept; None: in memory. length_predictor: `module:Name` of
+    a user's own, which is asked before ours.
     """
 
     engine: EngineConfig
     adapters: tuple[tuple[str, str], ...] = ()
     adapters_dir: Path | None = None
     state_dir: Path | None = None
+    length_predictor: str | None = None
     tool_parser: str | None = None
     reasoning_parser: str = ""
     chat_template: str | None = None
@@ -85,6 +90,7 @@ class LocalNode:
             self._tiers.on_progress = self._thread.wake
         self._client: BridgeEngineClient | None = None
         self._catalog: Catalog | None = None
+        self._lengths: NodeLengths | None = None
         self._watching: asyncio.Task[None] | None = None
         self._serving: Serving | None = None
         self._running: dict[RequestId, TokenStream] = {}
@@ -99,12 +105,22 @@ class LocalNode:
         self._since = time.monotonic()
         self._loop = asyncio.get_running_loop()
         try:
+            await self._open_lengths()
             await self._thread.start()
             await self._build_serving()
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
             raise
         self._stage = "ready"
+
+    async def _open_lengths(self) -> None:
+        """Before the engine, so that a predictor that cannot be had is told at once. vLLM's own queue asks for no lengths."""
+        config = self._config
+        if config.engine.scheduling_policy != "vllm":
+            self._stage = "reading what is known of answer lengths"
+            self._lengths = await asyncio.to_thread(
+                NodeLengths.open, config.state_dir, config.engine.model, config.length_predictor
+            )
 
     async def _build_serving(self) -> None:
         from engine_bridge.driver.engine_client import BridgeEngineClient
@@ -115,7 +131,7 @@ class LocalNode:
         if contract is not None:
             registry = await asyncio.to_thread(open_registry, config.state_dir)
             self._catalog = Catalog(registry, contract, int(config.engine.adapter_host_gib * GIB))
-        self._client = BridgeEngineClient(self._thread, engine, self._catalog)
+        self._client = BridgeEngineClient(self._thread, engine, self._catalog, self._lengths)
         serving = Serving(
             self._client,
             ServingOptions(
@@ -167,7 +183,13 @@ class LocalNode:
     def _make_driver(self) -> VllmDriver:
         known = self._catalog.served() if self._catalog is not None else ()
         return VllmDriver(
-            self._config.engine, known, self._report, self._tiers, self._thread.wake, self._fail_requests
+            self._config.engine,
+            known,
+            self._report,
+            self._tiers,
+            self._thread.wake,
+            self._fail_requests,
+            self._lengths,
         )
 
     def _fail_requests(self, request_ids: list[str], error: Exception) -> None:
@@ -207,6 +229,8 @@ class LocalNode:
             self._client.fail_all()
         if self._tiers is not None:
             await asyncio.to_thread(self._tiers.close)
+        if self._lengths is not None:
+            await asyncio.to_thread(self._lengths.close)
         if self._catalog is not None:
             await asyncio.to_thread(self._catalog.close)
 
@@ -231,7 +255,9 @@ class LocalNode:
         return Progress(self.state, self._stage, time.monotonic() - self._since, error)
 
     async def stats(self) -> NodeStats:
-        counts = await self._thread.call(lambda driver: driver.counts())
+        return self._stats(await self._thread.call(lambda driver: driver.counts()))
+
+    def _stats(self, counts: EngineCounts) -> NodeStats:
         return NodeStats(
             state=self.state,
             model=self._config.engine.served_model_name,
@@ -244,6 +270,26 @@ class LocalNode:
             num_steps=self._thread.num_steps,
             num_rebuilds=self._thread.num_rebuilds,
             kv_tiers=self.kv_tiers(),
+        )
+
+    def scheduling_stats(self) -> SchedulingStats | None:
+        driver = self._thread.driver
+        return driver.report.stats() if driver is not None else None
+
+    async def engine_state(self, tenant: str, limit: int) -> EngineState:
+        if self._client is None:
+            raise EngineUnavailable(f"the engine is starting ({self._stage})", code="starting")
+        counts, scheduling, requests = await self._thread.call(
+            lambda driver: (driver.counts(), driver.report.stats(), driver.report.requests(tenant, limit))
+        )
+        waiting, running, num_waiting, num_running = requests
+        return EngineState(
+            engine=self._stats(counts),
+            scheduling=scheduling,
+            waiting=waiting,
+            running=running,
+            num_waiting=num_waiting,
+            num_running=num_running,
         )
 
     def kv_tiers(self) -> TierStats | None:
@@ -294,11 +340,10 @@ class LocalNode:
                     prepared.params,
                     request.request_id,
                     stream,
-                    tenant=request.tenant,
+                    caller=_caller_of(request, prepared),
                     lora_request=prepared.lora_request,
-                    session_id=request.session_id,
-                    priority=request.priority,
                 )
+                await client.foretell(core_request)
                 client.launch(unique_id, core_request, None)
             while True:
                 delta = await stream.next()
@@ -329,11 +374,13 @@ class LocalNode:
         headers: Mapping[str, str],
         tenant: str = "",
         session_id: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
     ) -> JsonReply | SseReply:
         from engine_bridge.driver.engine_client import Caller
 
         serving, _ = self._ready()
-        return await serving.serve(api, body, headers, Caller(tenant, session_id))
+        return await serving.serve(api, body, headers, Caller(tenant, session_id, weight, priority))
 
     async def models(self) -> JsonReply:
         """The body of `/v1/models`."""
@@ -419,9 +466,8 @@ class LocalNode:
             prepared.params.clone(),
             f"{BACKGROUND_PREFIX}{request.request_id}",
             stream,
-            tenant=request.tenant,
+            caller=_caller_of(request, prepared),
             lora_request=prepared.lora_request,
-            session_id=request.session_id,
         )
         client.launch_in_background(unique_id, core_request)
         try:
@@ -457,6 +503,12 @@ class LocalNode:
 
 def _engine_and_contract(driver: VllmDriver) -> tuple[Any, ModelContract | None]:
     return driver.engine, driver.adapters.contract if driver.adapters is not None else None
+
+
+def _caller_of(request: GenerateRequest, prepared: Prepared) -> Caller:
+    from engine_bridge.driver.engine_client import Caller
+
+    return Caller(request.tenant, request.session_id or "", request.weight, request.priority, prepared.asked)
 
 
 def _info(record: AdapterRecord, place: AdapterPlace) -> AdapterInfo:

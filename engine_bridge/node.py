@@ -72,7 +72,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
     Either `messages` (the node renders its model's chat template) or `prompt_token_ids` is given. `history_token_ids`: the ids of the
     conversation before the last message, packed (`pack_token_ids`): advice, which never changes the text that the model reads.
-    `tenant`: whose KV the request may reuse and leave behind; "" where everybody shares.
+    `tenant`: whose KV the request may reuse and leave behind; "" where everybody shares. `weight`: its share against other tenants'.
+    `priority`: lower first.
     """
 
     request_id: RequestId
@@ -84,6 +85,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     priority: int = 0
     history_token_ids: bytes = b""
     tenant: str = ""
+    weight: float = 1.0
 
 
 class Usage(Struct, frozen=True):
@@ -238,6 +240,93 @@ class NodeStats(Struct, frozen=True, kw_only=True):
     kv_tiers: TierStats | None = None
 
 
+# Why a request waits. By the policy: its lane's quota is used up, blocks or memory for its adapter are lacking, another stands before it, or all
+# that may run do. Before the policy considers it: its grammar or its adapter is not there yet, or no step began since it came. It was to start
+# and could not: its KV is on its way, no slot for its adapter was free, the step was full. `queued`: vLLM's own queue, which does not say more.
+WaitReason = Literal[
+    "lane_quota",
+    "no_blocks",
+    "adapter_memory",
+    "behind_head",
+    "no_slot",
+    "grammar_compiling",
+    "adapter_on_its_way",
+    "just_came",
+    "kv_on_its_way",
+    "adapter_slots",
+    "step_full",
+    "queued",
+]
+
+
+class LaneStats(Struct, frozen=True, kw_only=True):
+    """Lanes in order of size. boundaries: between neighbouring lanes, one fewer than lanes. used_tokens: by who runs, borrowed ones with them."""
+
+    boundaries: tuple[float, ...]
+    num_waiting: tuple[int, ...]
+    quota_tokens: tuple[int, ...]
+    used_tokens: tuple[int, ...]
+
+
+class LengthErrors(Struct, frozen=True, kw_only=True):
+    """How far finished answers were from their predicted median, in tokens. num_within: by how many tokens at most, so many answers; cumulative."""
+
+    num_answers: int
+    sum_tokens: int
+    num_within_p90: int
+    num_within: dict[int, int]
+
+
+class SchedulingStats(Struct, frozen=True, kw_only=True):
+    """Who starts next, in figures.
+
+    `counts`: since the engine's start, `admitted`, `bypassed`, `squashed`, `preempted[:KIND]`, `refits`, `decisions`, `log_bytes`, and
+    `log_cut:REASON` where a decision log ended early. `seconds`: of the engine thread, deciding (`decide`) and all about it (`step`). lanes,
+    length_errors: None where there are none.
+    """
+
+    policy: str
+    num_running: int
+    num_waiting: int
+    num_by_reason: dict[WaitReason, int]
+    lanes: LaneStats | None
+    counts: dict[str, int]
+    seconds: dict[str, float]
+    length_errors: LengthErrors | None
+
+
+class RequestState(Struct, frozen=True, kw_only=True):
+    """A request that waits or runs.
+
+    request_id: as its client knows it. waited_s: until it started, or so far. ran_s: None while it waits, or where nobody knows. size_tokens: what
+    it is charged, prompt, predicted answer and adapter; without a policy of ours its tokens so far. defer_reason: None while it runs.
+    """
+
+    request_id: str
+    priority: int
+    lane: int | None = None
+    waited_s: float | None = None
+    ran_s: float | None = None
+    size_tokens: int
+    num_output_tokens: int
+    defer_reason: WaitReason | None = None
+    times_bypassed: int = 0
+    times_squashed: int = 0
+    times_preempted: int = 0
+    is_bypasser: bool = False
+
+
+class EngineState(Struct, frozen=True, kw_only=True):
+    """An engine between two steps. waiting, running: the first of one tenant's; num_waiting, num_running: all of that tenant's."""
+
+    engine: NodeStats
+    scheduling: SchedulingStats
+    waiting: list[RequestState]
+    running: list[RequestState]
+    num_waiting: int
+    num_running: int
+
+
 class Progress(Struct, frozen=True):
     """How far a node has come on its way to `ready`. `stage` is a phrase for people."""
 
@@ -289,10 +378,13 @@ class Node(Protocol):
         headers: Mapping[str, str],
         tenant: str = "",
         session_id: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
     ) -> JsonReply | SseReply:
         """Answer one OpenAI- or Anthropic-shaped call from its JSON value. Errors come as a `JsonReply` in that API's shape.
 
-        tenant, session_id: as in `GenerateRequest`; "" for a call that belongs to no session.
+        tenant, session_id ("" for a call that belongs to no session), weight, priority: as in `GenerateRequest`. A priority in the body
+        counts for nothing.
         """
         ...
 
@@ -352,6 +444,14 @@ class Node(Protocol):
     async def import_kv(self, session_id: SessionId, blocks: bytes) -> None: ...
 
     async def stats(self) -> NodeStats: ...
+
+    def scheduling_stats(self) -> SchedulingStats | None:
+        """Figures of who starts next; None until the engine is up. From any thread."""
+        ...
+
+    async def engine_state(self, tenant: str, limit: int) -> EngineState:
+        """The engine as it is, with at most so many waiting and so many running requests of a tenant ("" as in `GenerateRequest`)."""
+        ...
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no new requests and wait for the running ones. True if all ended in time."""

@@ -14,7 +14,15 @@ from aiohttp import web
 
 from engine_bridge.driver.engine import EngineConfig, configure_environment
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from gateway import adapter_routes, advisory_routes, chat_socket, openai_routes, rest, web_policy
+from gateway import (
+    adapter_routes,
+    advisory_routes,
+    chat_socket,
+    engine_routes,
+    openai_routes,
+    rest,
+    web_policy,
+)
 from gateway.adapter_metrics import AdapterCollector
 from gateway.advisories import Advisories
 from gateway.auth import KeyRing
@@ -24,8 +32,10 @@ from gateway.errors import GatewayError, StartupError
 from gateway.kv_metrics import KvCollector
 from gateway.learned import Learned
 from gateway.metrics import Metrics
+from gateway.scheduling_metrics import SchedulingCollector
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
+from gateway.standing import parse_weights
 from gateway.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -63,7 +73,11 @@ def engine_config(config: Config) -> EngineConfig:
         kv_host_gib=config.kv_host_gib,
         kv_disk_gib=config.kv_disk_gib,
         kv_dir=str(config.kv_dir),
+        profile_dir=str(config.profile_dir),
         scheduling_policy=config.scheduling_policy,
+        max_step_ms=config.max_step_ms,
+        decision_log=str(config.decision_log) if config.decision_log is not None else None,
+        decision_log_mib=config.decision_log_mib,
         seed=config.seed,
     )
 
@@ -89,6 +103,7 @@ def node_config(config: Config) -> LocalNodeConfig:
         engine=engine_config(config),
         adapters_dir=config.adapters_dir,
         state_dir=config.data_dir,
+        length_predictor=config.length_predictor,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
         chat_template=template,
@@ -99,12 +114,14 @@ async def build_services(
     config: Config, *, node: LocalNode | None = None, metrics: Metrics | None = None
 ) -> Services:
     """All parts, with the engine not started. Raises ConfigError or StartupError with a text for the operator."""
-    keys = KeyRing(config.api_keys, key_file=config.api_key_file)
+    weights = parse_weights(config.tenant_weights)
+    keys = KeyRing(config.api_keys, key_file=config.api_key_file, weights=weights)
     store = await SessionStore.open(config.prepare_data_dir() / "sessions.sqlite3")
     node = node or LocalNode(node_config(config))
     metrics = metrics or Metrics()
     metrics.registry.register(KvCollector(node.kv_tiers))
     metrics.registry.register(AdapterCollector(node.adapter_stats))
+    metrics.registry.register(SchedulingCollector(node.scheduling_stats))
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
     advisories = Advisories(node, store, metrics, drafts)
     turns = Turns(node, store, metrics, drafts, advisories)
@@ -123,6 +140,7 @@ def build_app(services: Services) -> web.Application:
     openai_routes.add_routes(app)
     advisory_routes.add_routes(app)
     adapter_routes.add_routes(app)
+    engine_routes.add_routes(app)
     app.add_routes([web.get("/ws", chat_socket.chat_socket)])
     app.on_response_prepare.append(web_policy.add_stream_headers)
     app.cleanup_ctx.append(_background)

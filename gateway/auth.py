@@ -35,10 +35,12 @@ _SCHEME = "sha256"
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who is asking. owner: what sessions belong to, stable for as long as the key lives. name: for people and logs."""
+    """Who is asking. owner: what sessions belong to, stable for as long as the key lives. name: for people and logs. weight: its share
+    against others."""
 
     owner: str
     name: str
+    weight: float = 1.0
 
 
 LOCAL = Principal(owner="local", name="local")
@@ -94,13 +96,23 @@ class KeyRing:
 
     keys: in plain text, from flags, environment or configuration; only their hashes are kept. key_file: a file of ``key_file_line`` lines,
     blank lines and ``#`` comments. Raises StartupError for an empty key, and for a key file that cannot be read, has a malformed
-    line or no key at all: a mistake there must not open the server to everybody.
+    line or no key at all: a mistake there must not open the server to everybody. weights: shares by the names of keys; 1 for all others.
     """
 
-    def __init__(self, keys: Iterable[str] = (), *, key_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        *,
+        key_file: Path | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
         self._entries = [_hashed(key) for key in keys]
         if key_file is not None:
             self._entries += _read_key_file(key_file)
+        self._weights = dict(weights or {})
+        unknown = self._weights.keys() - {entry.name for entry in self._entries}
+        if unknown:
+            logger.warning("tenant_weights: there is no key named %s", ", ".join(sorted(unknown)))
 
     def __repr__(self) -> str:
         return f"KeyRing(num_keys={len(self._entries)})"
@@ -121,7 +133,7 @@ class KeyRing:
         name = self._match(presented) if len(presented) <= MAX_KEY_CHARS else None
         if name is None:
             raise GatewayError("unauthorized", "The API key is not one that this server knows.")
-        return Principal(owner=owner_of(presented), name=name)
+        return Principal(owner=owner_of(presented), name=name, weight=self._weights.get(name, 1.0))
 
     def _match(self, presented: str) -> str | None:
         """The name of the entry that `presented` matches. Looks at all of them, so that the time taken does not tell which one."""

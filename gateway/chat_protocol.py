@@ -36,6 +36,7 @@ class Message(Struct, frozen=True, tag="message"):
     adapter: str | None | UnsetType = UNSET
     sampling: Sampling = Sampling()
     after: TurnName | None | UnsetType = UNSET
+    priority: int | None = None
 
 
 class Stop(Struct, frozen=True, tag="stop"):

@@ -27,6 +27,7 @@ from gateway.chat_protocol import (
 )
 from gateway.errors import CloseCode, GatewayError, as_gateway_error, to_frame
 from gateway.services import SERVICES, Services
+from gateway.standing import Standing, checked_priority
 from gateway.turns import LiveTurn, unavailable
 
 log = logging.getLogger(__name__)
@@ -174,8 +175,11 @@ class ChatConnection:
                 self._follow(live, resume.seq)
 
     async def _on_message(self, frame: Message) -> None:
+        assert self._principal is not None
+        priority = checked_priority(frame.priority, may_hurry=self._services.config.client_priority)
         self._services.drafts.stop(self._owner, self._new_chat)
-        live = await self._services.turns.ask(self._owner, frame)
+        standing = Standing(self._principal.weight, priority)
+        live = await self._services.turns.ask(self._owner, frame, standing)
         self._send_accepted(live)
         self._follow(live, 0)
 

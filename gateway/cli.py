@@ -13,6 +13,7 @@ from gateway import __version__
 from gateway.config import SETTINGS, Config, Setting, load_config
 from gateway.errors import StartupError
 from gateway.kv_command import kv
+from gateway.replay_command import replay
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 EXIT_USAGE = 2  # as click has it
@@ -20,6 +21,8 @@ EXIT_USAGE = 2  # as click has it
 _METAVARS = {
     "api_keys": "KEY",
     "cors_origins": "ORIGIN",
+    "decision_log": "FILE",
+    "decision_log_mib": "MIB",
     "drain_timeout_s": "SECONDS",
     "host": "ADDRESS",
     "kv_cache_gib": "GIB",
@@ -28,7 +31,9 @@ _METAVARS = {
     "max_body_bytes": "BYTES",
     "max_frame_bytes": "BYTES",
     "model": "PATH|NAME",
+    "length_predictor": "MODULE:NAME",
     "port": "PORT",
+    "tenant_weights": "NAME=WEIGHT",
 }
 
 
@@ -92,6 +97,7 @@ def cli() -> None:
     Talk to it              overture chat
     Ask one thing           overture chat "What is a sonnet?"
     Let only some in        overture keys new --name alice
+    Measure this machine    overture profile
     """
 
 
@@ -182,7 +188,48 @@ def chat(
     sys.exit(terminal.ask_once(options, question))
 
 
+@cli.command(
+    cls=SettingsCommand,
+    epilog="""\b
+Give it the settings that the server gets: a profile is for one model, device,
+type, number of threads and release of vLLM. `overture serve` finds it in the
+data folder. Run it while nothing else runs: what disturbs it is kept.
+
+\b
+Examples:
+  overture profile
+  overture profile --model ./my-model --seconds 300
+""",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    default=120.0,
+    show_default=True,
+    metavar="N",
+    help="How long to measure; the engine's start comes on top.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print what was measured as JSON, too, in the last line."
+)
+@config_file_option
+def profile(config_file: str | None, seconds: float, as_json: bool, **flags: Any) -> None:
+    """Measure how fast this machine runs the model, and keep it for the server.
+
+    Times steps over prompt tokens, batch and context, copies of KV both ways, the disk, and adapters. It neither reads
+    nor writes conversations or stored KV.
+    """
+    config = _load(config_file, flags)
+    from gateway import logs
+
+    logs.setup(config.log_format, config.log_level)
+    from gateway import profile_command
+
+    sys.exit(profile_command.profile(config, seconds, as_json))
+
+
 cli.add_command(kv)
+cli.add_command(replay)
 
 
 @cli.group()

@@ -12,6 +12,7 @@ import difflib
 import ipaddress
 import logging
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import StartupError
+from gateway.standing import parse_weights
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,17 @@ KIB = 1024
 MIB = 1024 * KIB
 
 SECRET_SETTINGS = frozenset({"api_keys"})
+# Those that only policies of ours look at.
+SCHEDULING_SETTINGS = ("length_predictor", "tenant_weights", "client_priority", "decision_log")
 # A repeatable flag reads better in the singular: `--api-key A --api-key B`.
-_SINGULAR_FLAGS = {"api_keys": "--api-key", "cors_origins": "--cors-origin"}
+_SINGULAR_FLAGS = {
+    "api_keys": "--api-key",
+    "cors_origins": "--cors-origin",
+    "tenant_weights": "--tenant-weight",
+}
 # Defaults that depend on the machine, in words.
 _DEFAULT_TEXTS = {"data_dir": "~/.local/share/overture", "model": "the demo model"}
+_MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
 _TRUE_WORDS = {"1", "true", "yes", "on"}
 _FALSE_WORDS = {"0", "false", "no", "off"}
 
@@ -164,13 +173,52 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     scheduling_policy: Annotated[
         Literal["vllm", "fcfs", "sjf", "priority", "fair", "mlq"],
-        _in("Scheduling", "Who starts next: vllm is its own queue, mlq has lanes by size."),
-    ] = "vllm"
+        _in("Scheduling", "Who starts next: mlq has lanes by size; vllm is its own queue."),
+    ] = "mlq"
+    max_step_ms: Annotated[
+        float,
+        _in(
+            "Scheduling",
+            "How long a step of the engine may take: longer prompts are computed in parts; 0: as long as it takes.",
+            ge=0,
+        ),
+    ] = 500.0
+    length_predictor: Annotated[
+        str | None,
+        _in(
+            "Scheduling", "A predictor of answer lengths of your own, as module:Name; ours stands in for it."
+        ),
+    ] = None
+    tenant_weights: Annotated[
+        tuple[NonEmpty, ...],
+        _in("Scheduling", "The share of a key's owner against others: NAME=2, by the key's name; 1 without."),
+    ] = ()
+    client_priority: Annotated[
+        bool,
+        _in("Scheduling", "Let clients put requests before others' (priority below 0), not only behind."),
+    ] = False
+    decision_log: Annotated[
+        Path | None,
+        _in(
+            "Scheduling",
+            "Record who starts and why, for `overture replay`; the last such file becomes FILE.1.",
+        ),
+    ] = None
+    decision_log_mib: Annotated[
+        int, _in("Scheduling", "Where that recording ends, in MiB.", ge=1, le=KIB * KIB)
+    ] = 64
 
     adapters_dir: Annotated[
         Path | None, _in("Adapters", "Folder with one LoRA adapter (PEFT format) in each subfolder.")
     ] = None
-    max_loras: Annotated[int, _in("Adapters", "Most different adapters in one batch.", ge=1)] = 8
+    max_loras: Annotated[
+        int,
+        _in(
+            "Adapters",
+            "Adapters of the largest rank that may be in use at once; on a CPU more of smaller ones, in the same memory.",
+            ge=1,
+        ),
+    ] = 8
     max_lora_rank: Annotated[int, _in("Adapters", "Largest adapter rank.", ge=1)] = 128
     adapter_host_gib: Annotated[
         float, _in("Adapters", "Host memory for adapters that are in use or may be soon, in GiB.", gt=0)
@@ -241,6 +289,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.model).expanduser().resolve() == DEMO_MODEL_DIR
 
     @property
+    def profile_dir(self) -> Path:
+        """Where `overture profile` keeps what it measured."""
+        return self.data_dir / "profiles"
+
+    @property
     def has_api_keys(self) -> bool:
         """Whether clients must send a key."""
         return bool(self.api_keys) or self.api_key_file is not None
@@ -262,6 +315,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             found.append(
                 "cors_origins holds '*' and no API key is set: any web page that a user opens can use this server."
             )
+        if self.scheduling_policy == "vllm":
+            unused = [name for name in SCHEDULING_SETTINGS if getattr(self, name)]
+            if unused:
+                found.append(
+                    f"{' and '.join(unused)} change nothing with vLLM's own queue: choose another --scheduling-policy."
+                )
         return found
 
     def prepare_data_dir(self) -> Path:
@@ -384,6 +443,18 @@ def _check(config: Config) -> None:
         and not Path(config.model).is_dir()
     ):
         raise ConfigError(f"model: there is no folder {config.model} ({config.sources['model']})")
+    try:
+        parse_weights(config.tenant_weights)
+    except ValueError as error:
+        raise ConfigError(f"tenant_weights: {error} ({config.sources['tenant_weights']})") from error
+    if config.decision_log is not None and not config.decision_log.parent.is_dir():
+        raise ConfigError(
+            f"decision_log: there is no folder {config.decision_log.parent} ({config.sources['decision_log']})"
+        )
+    if config.length_predictor is not None and not _MODULE_AND_NAME.fullmatch(config.length_predictor):
+        raise ConfigError(
+            f"length_predictor: expected module:Name, got {config.length_predictor!r} ({config.sources['length_predictor']})"
+        )
 
 
 _Layer = dict[str, tuple[Any, str]]
@@ -447,6 +518,8 @@ def _convert(setting: Setting, raw: Any, where: str, base: Path, *, strict: bool
     """`raw` as the type of the setting. `strict`: "8" is no number (a file has types); `base`: folder of relative paths."""
     if not strict and setting.is_bool and isinstance(raw, str):
         raw = _to_bool(raw)
+    if setting.name == "tenant_weights" and isinstance(raw, dict):  # a table: ada = 2
+        raw = [f"{name}={weight}" for name, weight in raw.items()]
     try:
         value = msgspec.convert(raw, _FIELD_TYPES[setting.name], strict=strict, dec_hook=_decode_path)
     except msgspec.ValidationError as error:

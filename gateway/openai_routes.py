@@ -15,12 +15,13 @@ from aiohttp import web
 
 from engine_bridge.node import Api, JsonReply, SseReply
 from gateway.api_turns import AnswerReader, history_as_input, question_of, session_named
-from gateway.auth import tenant_of
+from gateway.auth import Principal, tenant_of
 from gateway.errors import GatewayError
 from gateway.policy.followers import Arrival
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
 from gateway.sessions import checked_id
+from gateway.standing import Standing, checked_priority
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +47,16 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
 
     async def handle(request: web.Request) -> web.StreamResponse:
         services = request.app[SERVICES]
-        owner = services.principal(request).owner
+        principal = services.principal(request)
+        owner = principal.owner
         body = await json_body(request)
+        standing = Standing(principal.weight, _take_priority(services, body))
         _take_hints(services, owner, body)
         recording = await _recording(services, owner, api, body, request.headers.get(SESSION_HEADER))
         arrival = _arrival(request, owner, recording)
         services.learned.arrived(arrival)
         try:
-            return await _answer(request, services, api, body, recording, owner)
+            return await _answer(request, services, api, body, recording, principal, standing)
         finally:
             services.learned.ended(arrival)
 
@@ -68,10 +71,19 @@ def _arrival(request: web.Request, owner: str, recording: _Recording | None) -> 
 
 
 async def _answer(
-    request: web.Request, services: Services, api: Api, body: Any, recording: _Recording | None, owner: str
+    request: web.Request,
+    services: Services,
+    api: Api,
+    body: Any,
+    recording: _Recording | None,
+    principal: Principal,
+    standing: Standing,
 ) -> web.StreamResponse:
     session_id = recording.session_id if recording else ""
-    reply = await services.node.serve(api, body, request.headers, tenant_of(owner), session_id)
+    tenant = tenant_of(principal.owner)
+    reply = await services.node.serve(
+        api, body, request.headers, tenant, session_id, standing.weight, standing.priority
+    )
     headers = {SESSION_HEADER: recording.session_id} if recording else {}
     reader = AnswerReader(api) if recording else None
     if isinstance(reply, JsonReply):
@@ -82,6 +94,12 @@ async def _answer(
             body=reply.body, status=reply.status, content_type="application/json", headers=headers
         )
     return await _stream(request, services, reply, headers, recording, reader)
+
+
+def _take_priority(services: Services, body: Any) -> int:
+    """`priority`, vLLM's own extra field. Raises GatewayError `bad_request`."""
+    value = body.pop("priority", None) if isinstance(body, dict) else None
+    return checked_priority(value, may_hurry=services.config.client_priority)
 
 
 def _take_hints(services: Services, owner: str, body: Any) -> None:

@@ -36,6 +36,7 @@ from gateway.drafts import Drafts
 from gateway.errors import KINDS, GatewayError
 from gateway.metrics import Metrics
 from gateway.sessions import BeginResult, SessionStore, Turn, TurnStatus, clean_text, messages_of
+from gateway.standing import DEFAULT_STANDING, Standing
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Turns:
 
     # -- for sockets -------------------------------------------------------------------------------------------------
 
-    async def ask(self, owner: str, message: Message) -> LiveTurn:
+    async def ask(self, owner: str, message: Message, standing: Standing = DEFAULT_STANDING) -> LiveTurn:
         """Store a message and start its turn, or find the one that it repeats. Raises GatewayError; then nothing was stored.
 
         Goes on to its end when the caller is cancelled: a stored turn that nobody runs would keep its session busy.
@@ -145,7 +146,7 @@ class Turns:
         # One after the other: a socket that comes back repeats its message while the first is still being stored.
         while (earlier := self._asking.get(key)) is not None:
             await asyncio.wait({earlier})
-        asking = self._asking[key] = asyncio.create_task(self._ask(owner, message))
+        asking = self._asking[key] = asyncio.create_task(self._ask(owner, message, standing))
         asking.add_done_callback(lambda _: self._asking.pop(key, None))
         return await asyncio.shield(asking)
 
@@ -195,7 +196,7 @@ class Turns:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, owner: str, message: Message) -> LiveTurn:
+    async def _ask(self, owner: str, message: Message, standing: Standing) -> LiveTurn:
         earlier = self._live.get((owner, message.id))
         if (
             earlier is not None
@@ -223,7 +224,7 @@ class Turns:
         if begun.is_new:
             live.base_seq = len(earlier.pieces) if earlier is not None else 0
             live.pieces = [""] * live.base_seq
-            self._spawn(self._run(live, begun, message.sampling))
+            self._spawn(self._run(live, begun, message.sampling, standing))
             self._watch_unfollowed(live)
         else:
             live.pieces = [begun.turn.answer] if begun.turn.answer else []
@@ -269,7 +270,7 @@ class Turns:
         if progress.state != "ready":
             raise unavailable(progress.state, progress.stage)
 
-    async def _run(self, live: LiveTurn, begun: BeginResult, sampling: Sampling) -> None:
+    async def _run(self, live: LiveTurn, begun: BeginResult, sampling: Sampling, standing: Standing) -> None:
         final: Delta | None = None
         error: GatewayError | None = None
         request = GenerateRequest(
@@ -280,6 +281,8 @@ class Turns:
             session_id=live.session_id,
             history_token_ids=begun.history_token_ids,
             tenant=tenant_of(live.owner),
+            weight=standing.weight,
+            priority=standing.priority,
         )
         with self._metrics.turn_running():
             try:

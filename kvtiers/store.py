@@ -261,6 +261,11 @@ class KvStore:
             self._io.start(self._read(job))
         return stage
 
+    def num_held(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these, from the first on, a stage could bring now."""
+        with self._lock:
+            return next((at for at, key in enumerate(keys) if not self._is_held(key)), len(keys))
+
     def progress(self, stage: Stage) -> StageProgress:
         """How far a stage has come."""
         num_layers = self.shape.num_layers

@@ -1,15 +1,19 @@
 """How well are answer lengths foretold, and what does a guess cost? Recorded requests in their order: each is predicted, then observed.
 
-    python -m bench.sim.length [--folder PATH] [--data azure|ssjf|turns] [--refit-every N] [--quick] [--seed N]
+    python -m bench.sim.length [--folder PATH] [--data azure|ssjf|turns|plain|oasst] [--refit-every N] [--quick] [--seed N]
 
 What runs: `engine_bridge.predict.length`, refitted after every `--refit-every` answers (live, a thread does that now and then; here time stands
-still meanwhile). The first `--warm-up` answers are learned from but not counted. Data, each left out where it is not there:
+still meanwhile). The first `--warm-up` answers are learned from but not counted; of small data an eighth and a quarter. Data:
   azure   Azure's conversations (2023, CC-BY-4.0, Patel et al., ISCA 2024): 19,366 requests with nothing but prompt and answer lengths; without
           the trace, log-normal ones of its quantiles, in which nothing can be foretold
   ssjf    answers of a Vicuna 13B (SSJF, Qiu et al., 2024, Apache-2.0), capped near 512, with the guess of its fine-tuned BERT in five classes,
-          and nothing else: "+ BERT" gives ours that class as a hint
+          and nothing else: "+ BERT" gives ours that class as a hint. Left out where it is not there
   turns   MT-Bench-101 (Apache-2.0): conversations with text, in random order, turns in theirs. Tokens are taken as words · 4/3. The task's name is
-          the adapter, which is synthetic; hints are a question mark, "list", code fences and the question's own length
+          the adapter, which is synthetic. Without the file, conversations are made up: sentences of ours of six kinds, whose answers have Azure's
+          quantiles all together (p50 129, p99 601) and differ by kind as we chose. Their figures say that the bench runs, not what hints are worth
+  plain   the same without adapters: what a base model sees
+  oasst   OpenAssistant (Apache-2.0), 100 trees of messages: every answer of a person to the messages above it. Left out where it is not there
+"no hints" and "+ hints": without and with `engine_bridge.predict.hints`, which is what requests carry.
 
 Baselines: `recent`, the same quantiles of the last 512 answers, whatever the request; `BERT`, those of the last 512 answers of the class that BERT
 has named. The last line is JSON. `runs[]`: `p50_error` is the median of |guess − length| / length, `p50_mae_tokens` its mean in tokens, `loss_p50`
@@ -17,7 +21,7 @@ and `loss_p90` the pinball losses in tokens (what a quantile is judged by: less 
 `p90_over_p50` the median width. `accuracy` is the paper's, as SSJF has it: the share of requests whose p50 lies in the same of five buckets as the
 length; buckets end at the 25th, 50th, 75th and 99th percentile of all lengths. `accuracy_2`: of two buckets, parted at the median. Chameleon
 assumes 0.8 and tries 0.6, and does not say of how many. `bert_accuracy`, `bert_accuracy_2` are those of BERT's own class. `predict_us`,
-`observe_us`: medians; `refit_s`: mean.
+`observe_us`, `hints_us` (of reading the text): medians; `refit_s`: mean.
 """
 
 from __future__ import annotations
@@ -34,11 +38,14 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bench.live.report import report
+from engine_bridge.predict.hints import read_conversation, setting_hints
 from engine_bridge.predict.length import (
     P50,
     P90,
@@ -54,9 +61,14 @@ FOLDER = Path(__file__).parents[3] / "shared/data"
 AZURE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.zst"
 SSJF = "length_prediction/ssjf_predictions_warmup_multi_cls_1000K.csv.zst"
 TURNS = "sharegpt_multiturn/mtbench101.jsonl.zst"
+OASST = "sharegpt_multiturn/oasst_en_100_tree.jsonl.zst"
 BUCKET_ENDS = (0.25, 0.5, 0.75, 0.99)
 SSJF_COUNT = 30_000
 TOKENS_PER_WORD = 4 / 3
+# Recorded conversations say nothing of temperatures and stop strings.
+NO_SETTINGS = setting_hints(
+    is_structured=False, temperature=None, is_bounded=False, has_stop=False, ignores_eos=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +78,7 @@ class Answered:
     features: LengthFeatures
     num_tokens: int
     bert: int | None = None
+    hints_us: float | None = None
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -102,13 +115,31 @@ def ssjf(folder: Path, rng: random.Random) -> list[Answered]:
 
 
 def turns(folder: Path, rng: random.Random) -> list[Answered]:
-    """Each conversation's turns one after the other, conversations mixed as if sixteen people were there at a time."""
     path = folder / TURNS
     if not path.exists():
+        return mixed([made_up(number, rng) for number in range(1400)], rng)
+    return mixed([list(conversation(json.loads(line))) for line in lines(path)], rng)
+
+
+def plain(folder: Path, rng: random.Random) -> list[Answered]:
+    return [
+        replace(answered, features=msgspec.structs.replace(answered.features, adapter=""))
+        for answered in turns(folder, rng)
+    ]
+
+
+def oasst(folder: Path, rng: random.Random) -> list[Answered]:
+    path = folder / OASST
+    if not path.exists():
         return []
-    waiting = [list(conversation(json.loads(line))) for line in lines(path)]
+    return mixed([list(tree(json.loads(line))) for line in lines(path)], rng)
+
+
+def mixed(waiting: list[list[Answered]], rng: random.Random) -> list[Answered]:
+    """Each conversation's turns one after the other, conversations mixed as if sixteen people were there at a time."""
     rng.shuffle(waiting)
-    open_, found = [], []
+    open_: list[list[Answered]] = []
+    found = []
     while waiting or open_:
         while waiting and len(open_) < 16:
             open_.append(waiting.pop())
@@ -119,31 +150,75 @@ def turns(folder: Path, rng: random.Random) -> list[Answered]:
 
 
 def conversation(record: dict[str, Any]) -> Iterator[Answered]:
-    num_before = 0
+    session, messages = f"{record['task']}-{record['id']}", []
     for turn in record["history"]:
-        question, num_question, num_answer = turn["user"], words(turn["user"]), words(turn["bot"])
-        features = LengthFeatures(
-            num_prompt_tokens=num_before + num_question,
-            adapter=record["task"],
-            session=f"{record['task']}-{record['id']}",
-            hints=(*hints_of(question), math.log1p(num_question)),
-        )
-        yield Answered(features, num_answer)
-        num_before += num_question + num_answer
+        messages.append(("user", turn["user"]))
+        yield asked(messages, turn["bot"], session, record["task"])
+        messages.append(("assistant", turn["bot"]))
+
+
+def tree(record: dict[str, Any]) -> Iterator[Answered]:
+    """Every answer, in the order in which one reads the tree. A session is the way from the root: answers beside each other belong to none's past."""
+
+    def below(message: dict[str, Any], before: list[tuple[str, str]]) -> Iterator[Answered]:
+        role = "user" if message["role"] == "prompter" else "assistant"
+        if role == "assistant":
+            yield asked(before, message["text"], "", "")
+        for reply in message["replies"]:
+            yield from below(reply, [*before, (role, message["text"])])
+
+    return below(record["prompt"], [])
+
+
+def asked(messages: Sequence[tuple[str, str]], answer: str, session: str, adapter: str) -> Answered:
+    start = time.perf_counter()
+    hints = read_conversation(messages).hints + NO_SETTINGS
+    hints_us = (time.perf_counter() - start) * 1e6
+    features = LengthFeatures(
+        num_prompt_tokens=sum(words(text) for _, text in messages),
+        adapter=adapter,
+        session=session,
+        hints=hints,
+    )
+    return Answered(features, words(answer), hints_us=hints_us)
+
+
+# Kinds of questions, and the median of their answers in tokens. Chosen, so that all together have the quantiles of Azure's conversations.
+KINDS = {
+    "Is it true that {}? Answer with yes or no.": 20,
+    "Translate this into French: {}.": 45,
+    "Who was the first to say that {}?": 75,
+    "Explain why {}.": 210,
+    "Give me a list of {} reasons and examples why {}.": 280,
+    "Write a python function that shows {} and explain it step by step.": 330,
+}
+TOPICS = ("water boils", "trains are late", "the moon has no wind", "bread rises", "prices fall", "cats purr")
+
+
+def made_up(number: int, rng: random.Random) -> list[Answered]:
+    """A conversation of one to five turns of one kind."""
+    kind = rng.choice(list(KINDS))
+    found, messages = [], []
+    for _ in range(rng.randint(1, 5)):
+        question = kind.replace("{}", rng.choice(TOPICS))
+        length = max(int(rng.lognormvariate(math.log(KINDS[kind]), 0.35)), 1)
+        messages.append(("user", question))
+        answer = "word " * max(round(length / TOKENS_PER_WORD), 1)
+        found.append(asked(messages, answer, f"made-{number}", ""))
+        messages.append(("assistant", answer))
+    return found
 
 
 def words(text: str) -> int:
     return round(len(text.split()) * TOKENS_PER_WORD)
 
 
-def hints_of(question: str) -> tuple[float, ...]:
-    return float("?" in question), float(question.lower().count("list")), float(question.count("```"))
-
-
 DATA: dict[str, Callable[[Path, random.Random], list[Answered]]] = {
     "azure": azure,
     "ssjf": ssjf,
     "turns": turns,
+    "plain": plain,
+    "oasst": oasst,
 }
 
 
@@ -178,6 +253,7 @@ class Arm:
 
 OURS = Arm(lambda num_hints, seed: OnlineLengths(num_hints=num_hints, seed=seed))
 RECENT = Arm(lambda num_hints, seed: RecentOfClass(), "none")
+WITH_TEXT = {"recent": RECENT, "ours, no hints": Arm(OURS.make, "none"), "ours + hints": OURS}
 ARMS = {
     "azure": {"recent": RECENT, "ours": OURS},
     "ssjf": {
@@ -185,7 +261,9 @@ ARMS = {
         "BERT": Arm(lambda num_hints, seed: RecentOfClass(), "bert"),
         "ours + BERT": Arm(OURS.make, "bert"),
     },
-    "turns": {"recent": RECENT, "ours, no text": Arm(OURS.make, "none"), "ours": OURS},
+    "turns": WITH_TEXT,
+    "plain": WITH_TEXT,
+    "oasst": WITH_TEXT,
 }
 
 
@@ -267,6 +345,12 @@ def measure(answers: Sequence[Answered], arm: Arm, args: argparse.Namespace) -> 
     return tally
 
 
+def fitting(args: argparse.Namespace, num: int) -> argparse.Namespace:
+    """Data of a few hundred answers are warmed up with a quarter of them and refitted eight times."""
+    few = {"warm_up": min(args.warm_up, num // 4), "refit_every": min(args.refit_every, max(num // 8, 1))}
+    return argparse.Namespace(**vars(args) | few)
+
+
 def run(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     answers = DATA[name](args.folder, random.Random(args.seed))
     if args.quick:
@@ -276,6 +360,8 @@ def run(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return
     ends = bucket_ends(answers)
     named = [(a.bert, bucket(a.num_tokens, ends)) for a in answers if a.bert is not None]
+    read = [answered.hints_us for answered in answers if answered.hints_us is not None]
+    hints_us = round(statistics.median(read), 1) if read else None
     for arm_name, arm in ARMS[name].items():
         yield {
             "data": name,
@@ -286,7 +372,8 @@ def run(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "bert_accuracy_2": round(statistics.fmean((b > 1) == (t > 1) for b, t in named), 4)
             if named
             else None,
-            **measure(answers, arm, args).result(ends),
+            "hints_us": hints_us,
+            **measure(answers, arm, fitting(args, len(answers))).result(ends),
         }
 
 
@@ -317,6 +404,7 @@ def main() -> None:
     result = {
         "bench": "length",
         "is_recorded": (args.folder / AZURE).exists(),
+        "is_text_recorded": (args.folder / TURNS).exists(),
         "refit_every": args.refit_every,
         "warm_up": args.warm_up,
         "seed": args.seed,

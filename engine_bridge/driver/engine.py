@@ -17,7 +17,10 @@ from msgspec import Struct
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.errors import SeamMoved
 from engine_bridge.policy.adapter_cache import PrefixFacts
+from engine_bridge.policy.costs import TablePrefill
 from engine_bridge.policy.fading import FadingRate
+from engine_bridge.policy.pacing import table_from
+from kvtiers.keys import BlockKey
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -26,8 +29,12 @@ if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.kv_tiers import KvTiers
     from engine_bridge.driver.promoter import Hashes, OnChange, Promoter
+    from engine_bridge.driver.scheduling.record import LogWriter
+    from engine_bridge.driver.scheduling.report import Report
     from engine_bridge.driver.scheduling.scheduling import Scheduling
     from engine_bridge.node import Advisory
+    from engine_bridge.predict.length import LengthPredictor
+    from engine_bridge.profile import MachineProfile
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +57,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     enable_lora: bool = True
     max_loras: int = 8
+    """Adapters of the largest rank that requests may use at once; on a CPU more of smaller ones, in the same memory."""
     max_lora_rank: int = 128
     adapter_host_gib: float = 1.0
     """Host memory for adapters that may be needed soon."""
@@ -63,8 +71,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Unused adapters lie in KV blocks that nobody needs."""
     adapter_prefetch: bool = False
     """Adapters are loaded ahead by the times between their last requests."""
-    scheduling_policy: str = "vllm"
+    scheduling_policy: str = "mlq"
     """Who starts next: a name in engine_bridge.policy.admission.POLICIES, or "vllm" for its own queue (first come, first served)."""
+    decision_log: str | None = None
+    """A file for what the policy is told and decides (`overture replay`); None: none."""
+    decision_log_mib: int = 64
+    max_step_ms: float = 500.0
+    """How long a step may take: prompts are computed in parts that keep to it. 0: as long as it takes. Not for the policy "vllm"."""
     seed: int = 0
     enforce_eager: bool | None = None
     """None: on a CPU yes (vLLM compiles nothing there once LoRA is on), on CUDA no."""
@@ -72,6 +85,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Host memory for KV that leaves the device; 0: none, and no disk tier either."""
     kv_disk_gib: float = 0.0
     kv_dir: str | None = None
+    profile_dir: str | None = None
+    """Folder of profiles (engine_bridge/profile.py); None: costs are learned from real steps alone."""
     log_stats: bool = True
 
     @property
@@ -142,6 +157,7 @@ class VllmDriver:
         fail: called with the ids of requests that cannot be served, and why.
         report: called with a phrase at each stage of the start.
         tiers: where KV goes that leaves the device; the caller owns them, and they outlive this engine.
+        predictor: of answer lengths; outlives this engine, too. None: one that begins with nothing.
     """
 
     def __init__(
@@ -152,10 +168,12 @@ class VllmDriver:
         tiers: KvTiers | None = None,
         wake: Callable[[], None] = lambda: None,
         fail: Callable[[list[str], Exception], None] = lambda request_ids, error: None,
+        predictor: LengthPredictor | None = None,
     ) -> None:
         configure_environment(config)
         self._tiers = tiers
         self._fail = fail
+        self._predictor = predictor
         report("importing vLLM")
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -177,6 +195,8 @@ class VllmDriver:
             )
         if mends_lora:
             lora.check_engine(self.engine)
+        if config.device == "cpu" and config.cpu_threads is not None:
+            _compute_on(config.cpu_threads)
         self._scheduler = core.scheduler
         self._block_pool = core.scheduler.kv_cache_manager.block_pool
         self._block_size = self.engine.vllm_config.cache_config.block_size
@@ -188,11 +208,18 @@ class VllmDriver:
         self.promoter = self._make_promoter(core.scheduler)
         report("warming up")
         self._warm_up()
+        self.profile = self._find_profile(config)
+        """What was measured of this model on this machine; None where nobody has."""
+        if self.profile is not None:
+            self.steps = self.profile.steps.table()
         self.adapters = self._make_residency(config, wake) if config.enable_lora else None
         if self.adapters is not None:
             for record in adapters:
                 self.adapters.add(record)
+        if tiers is not None:
+            tiers.use_costs(TablePrefill(self.steps, self._scheduler.max_num_scheduled_tokens))
         self.scheduling = self._make_scheduling(config) if config.scheduling_policy != "vllm" else None
+        self.report = self._make_report()
 
     # -- the bridge's side -------------------------------------------------------------------------------------------
 
@@ -223,6 +250,8 @@ class VllmDriver:
 
     def _step_engine(self) -> list[RequestOutput]:
         outputs = self.engine.step()
+        if self.scheduling is not None and self.scheduling.pace is not None:
+            self.scheduling.pace.ended()
         if self._silent:
             self._note_sources(outputs)
         for output in outputs:
@@ -321,6 +350,11 @@ class VllmDriver:
         if self.adapters is not None:
             self.adapters.remove(version_id)
 
+    def expect_adapter(self, version_id: int) -> None:
+        """A request for it is about to be added. From any thread."""
+        if self.adapters is not None:
+            self.adapters.expect(version_id)
+
     def prefetch_adapter(self, version_id: int) -> None:
         """A request for it may come."""
         if self.adapters is not None:
@@ -351,19 +385,50 @@ class VllmDriver:
         )
         return self._tiers.promoter
 
+    def _find_profile(self, config: EngineConfig) -> MachineProfile | None:
+        from engine_bridge.driver.profiling.subject import subject_of
+        from engine_bridge.profile import MachineProfile
+
+        if config.profile_dir is None:
+            return None
+        profile = MachineProfile.load(Path(config.profile_dir), subject_of(self.engine).fingerprint)
+        if profile is not None:
+            log.info("step times come from %s", profile.summary)
+        return profile
+
     def _make_scheduling(self, config: EngineConfig) -> Scheduling:
+        from engine_bridge.driver.scheduling.pace import Pace
         from engine_bridge.driver.scheduling.scheduling import Scheduling
 
-        block_bytes = sum(layer[0].nbytes for layer in kv_caches_of(self.engine))
         scheduling = Scheduling(
             config.scheduling_policy,
             num_tokens=(self._block_pool.num_gpu_blocks - 1) * self._block_size,
             block_size=self._block_size,
-            kv_bytes_per_token=block_bytes // self._block_size,
             is_ready=self._scheduler.is_ready,
+            num_cached_tokens=self._num_cached_tokens,
+            adapters=self.adapters,
+            ways=self._tiers.resumed if self._tiers is not None else None,
+            pace=Pace(self._scheduler, self.steps, config.max_step_ms / 1e3),
+            decision_log=_open_log(config),
+            predictor=self._predictor,
         )
         self._scheduler.use(scheduling)
         return scheduling
+
+    def _num_cached_tokens(self, request: Any) -> int:
+        """Of a waiting request's prompt, what the device or the tiers hold, from its first token on."""
+        hashes = request.block_hashes
+        on_device = (self._block_pool.get_cached_block(block_hash, [0]) is not None for block_hash in hashes)
+        num = next((at for at, is_there in enumerate(on_device) if not is_there), len(hashes))
+        if self._tiers is not None and self._tiers.store is not None and num < len(hashes):
+            num += self._tiers.store.num_held([BlockKey(bytes(block_hash)) for block_hash in hashes[num:]])
+        return num * self._block_size
+
+    def _make_report(self) -> Report:
+        from engine_bridge.driver.scheduling.report import Report
+
+        places = self.adapters.places if self.adapters is not None else dict
+        return Report(self._scheduler, self.scheduling, self.engine.output_processor, places)
 
     def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
         from engine_bridge.driver.adapters import make_residency
@@ -395,22 +460,49 @@ class VllmDriver:
         limit = self.engine.vllm_config.model_config.max_model_len
         if self._tiers is not None:
             self._tiers.is_paused = True
+        prefills, decode_s = [], 0.0
         for num_tokens in WARM_UP_TOKENS:
             prompt: Any = {"prompt_token_ids": [1] * min(num_tokens, limit - 2)}
             self.engine.add_request(
                 f"warm-up-{num_tokens}", prompt, SamplingParams(max_tokens=2, ignore_eos=True)
             )
+            times = []
             while self._scheduler.has_requests():
+                started_s = time.perf_counter()
                 self.engine.step()
+                times.append(time.perf_counter() - started_s)
+            prefills.append((min(num_tokens, limit - 2), times[0]))
+            decode_s = times[1]
+        self.steps = table_from(prefills, decode_s)
         self.engine.reset_prefix_cache()
         if self._tiers is not None:
             self._tiers.is_paused = False
+
+
+def _compute_on(num_threads: int) -> None:
+    """From this thread. vLLM reads VLLM_CPU_OMP_THREADS_BIND in other processes only, and has replaced torch.set_num_threads by nothing."""
+    import torch
+
+    torch._C.set_num_threads(num_threads)
 
 
 def kv_caches_of(engine: Any) -> list[Any]:
     """An in-process engine's KV cache, a tensor per layer."""
     worker = engine.engine_core.engine_core.model_executor.driver_worker
     return list(getattr(worker, "worker", worker).model_runner.kv_caches)
+
+
+def _open_log(config: EngineConfig) -> LogWriter | None:
+    """A log that cannot be made is no reason to serve nobody."""
+    from engine_bridge.driver.scheduling.record import LogWriter
+
+    if config.decision_log is None:
+        return None
+    try:
+        return LogWriter(Path(config.decision_log), config.decision_log_mib << 20)
+    except OSError as error:
+        log.warning("no decisions are recorded: %s cannot be made (%s)", config.decision_log, error)
+        return None
 
 
 def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
@@ -450,7 +542,8 @@ def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
     if config.enable_lora:
         options |= {
             "enable_lora": True,
-            "max_loras": config.max_loras,
+            # On a CPU adapters take the memory that they need, however many they are: the residency bounds it.
+            "max_loras": max(config.max_loras, config.max_num_seqs) if on_cpu else config.max_loras,
             "max_lora_rank": config.max_lora_rank,
         }
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})

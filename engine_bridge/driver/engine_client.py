@@ -30,8 +30,12 @@ from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
 from engine_bridge.driver.promoter import Hashes
-from engine_bridge.driver.scheduling.facts import FACTS, RequestFacts
+from engine_bridge.driver.scheduling.facts import RequestFacts, facts_of, tell, tell_guess
 from engine_bridge.errors import EngineUnavailable, NotSupported
+from engine_bridge.predict.hints import NOTHING_ASKED, Asked, setting_hints
+from engine_bridge.predict.length import LengthFeatures
+from engine_bridge.predict.node_lengths import NodeLengths
+from engine_bridge.predict.own import PATIENCE_S
 
 ENGINE_FAILED_MESSAGE = (
     "The engine failed while it worked on this request and is being rebuilt. Send the request again."
@@ -39,10 +43,16 @@ ENGINE_FAILED_MESSAGE = (
 
 
 class Caller(NamedTuple):
-    """Who makes an API call, and of which session it is ("": of none)."""
+    """Who makes an API call, of which session it is ("": of none), what the call asks, and how its requests stand to others.
+
+    weight: the tenant's share. priority: lower first; checked by the gateway.
+    """
 
     tenant: str = ""
     session_id: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    asked: Asked = NOTHING_ASKED
 
 
 # vLLM's serving classes call `generate` without a word about who asks.
@@ -58,13 +68,21 @@ class BridgeEngineClient(EngineClient):
     Args:
         thread: a started engine thread.
         catalog: of the adapters that may be named; None without LoRA.
+        lengths: what the node knows of answer lengths; None where nobody asks for it.
         engine: the `LLMEngine` of the first build. Its renderer and input processor are kept over rebuilds: they hold
             the tokenizer and the configuration, no engine state.
     """
 
-    def __init__(self, thread: EngineThread[VllmDriver], engine: Any, catalog: Catalog | None = None) -> None:
+    def __init__(
+        self,
+        thread: EngineThread[VllmDriver],
+        engine: Any,
+        catalog: Catalog | None = None,
+        lengths: NodeLengths | None = None,
+    ) -> None:
         self._thread = thread
         self._catalog = catalog
+        self._lengths = lengths
         self._sequence = itertools.count()
         self._streams: dict[str, RequestOutputCollector] = {}
         self._adapters: dict[int, AdapterVersion] = {}  # every one ever served, by its id
@@ -107,13 +125,13 @@ class BridgeEngineClient(EngineClient):
         request_id: str,
         stream: Any,
         *,
-        tenant: str,
+        caller: Caller,
         lora_request: LoRARequest | None,
         **options: Any,
     ) -> tuple[str, EngineCoreRequest]:
         """Validate and register a request for `stream` (anything with `put`), without queueing it yet.
 
-        Every request passes here, so here its KV is tied to the tenant and to the very weights of its adapter.
+        Every request passes here, so here its KV is tied to the tenant and to the very weights of its adapter. options: vLLM's own.
         Returns our unique id and the request for `launch`. Raises vLLM's validation errors at once.
         """
         # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
@@ -122,32 +140,82 @@ class BridgeEngineClient(EngineClient):
         if adapter is not None and self._catalog is not None:
             self._catalog.note_use(adapter.lora_int_id)
         request = self.input_processor.process_inputs(
-            unique_id, prompt, params, self._tasks, lora_request=adapter, **options
+            unique_id,
+            prompt,
+            params,
+            self._tasks,
+            lora_request=adapter,
+            session_id=caller.session_id or None,
+            priority=caller.priority,
+            **options,
         )
-        request.cache_salt = cache_salt(tenant, adapter.content_hash if adapter else "", request.cache_salt)
-        self._tell_facts(request, tenant, options.get("session_id"), adapter)
+        content_hash = adapter.content_hash if adapter else ""
+        request.cache_salt = cache_salt(caller.tenant, content_hash, request.cache_salt)
+        self._tell_facts(request, caller, adapter)
         self._register(unique_id, stream)
         return unique_id, request
 
-    def _tell_facts(
-        self, request: EngineCoreRequest, tenant: str, session_id: str | None, adapter: AdapterVersion | None
-    ) -> None:
+    def _tell_facts(self, request: EngineCoreRequest, caller: Caller, adapter: AdapterVersion | None) -> None:
         """Give the scheduler what vLLM has no field for."""
         record = (
             self._catalog.current(adapter.lora_name)
             if adapter is not None and self._catalog is not None
             else None
         )
+        name = adapter.lora_name if adapter is not None else ""
         facts = RequestFacts(
-            tenant=tenant,
-            session=session_id or "",
-            adapter=adapter.lora_name if adapter is not None else "",
+            tenant=caller.tenant,
+            session=caller.session_id,
+            adapter=name,
             rank=record.rank if record is not None else 0,
             adapter_bytes=record.num_bytes if record is not None else 0,
+            weight=caller.weight,
+            features=self._features(request, caller, name),
         )
-        params = request.sampling_params
-        if params is not None:
-            params.extra_args = {**(params.extra_args or {}), FACTS: facts}
+        tell(request, facts)
+
+    def _features(self, request: EngineCoreRequest, caller: Caller, adapter: str) -> LengthFeatures | None:
+        """What is known of how long the answer will be; None where nobody asks."""
+        params, token_ids = request.sampling_params, request.prompt_token_ids
+        if self._lengths is None or params is None or token_ids is None:
+            return None
+        room = self.model_config.max_model_len - len(token_ids)
+        settings = setting_hints(
+            is_structured=params.structured_outputs is not None,
+            temperature=params.temperature,
+            is_bounded=params.max_tokens is not None and params.max_tokens < room,
+            has_stop=bool(params.stop or params.stop_token_ids),
+            ignores_eos=params.ignore_eos,
+        )
+        # Only somebody else's predictor reads these; without one nothing but numbers is held.
+        is_read = self._lengths.own is not None
+        return LengthFeatures(
+            num_prompt_tokens=len(token_ids),
+            adapter=adapter,
+            session=caller.session_id,
+            tenant=caller.tenant,
+            max_tokens=params.max_tokens,
+            hints=caller.asked.hints + settings,
+            prompt_token_ids=token_ids if is_read else None,
+            question=caller.asked.question if is_read else "",
+        )
+
+    async def foretell(self, request: EngineCoreRequest) -> None:
+        """Have a user's own predictor say how long the answer will be. This request alone waits for it, PATIENCE_S at most."""
+        features = facts_of(request).features
+        own = self._lengths.own if self._lengths is not None else None
+        future = own.ask(features) if own is not None and features is not None else None
+        if own is None or future is None:
+            return
+        waiting = asyncio.wrap_future(future)
+        try:
+            await asyncio.wait({waiting}, timeout=PATIENCE_S)
+            if not waiting.done():
+                own.note("late", f"takes longer than {PATIENCE_S} s: requests go on without it", None)
+            elif waiting.exception() is None:
+                tell_guess(request, waiting.result())
+        finally:
+            waiting.cancel()
 
     def launch(self, unique_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
         """Queue a submitted request on the engine thread."""
@@ -159,6 +227,9 @@ class BridgeEngineClient(EngineClient):
                 self._loop.call_soon_threadsafe(self._fail, unique_id, error)
 
         self._loop = asyncio.get_running_loop()
+        driver = self._thread.driver
+        if driver is not None and request.lora_request is not None:
+            driver.expect_adapter(request.lora_request.lora_int_id)  # a step may be under way for long
         self._thread.submit(add)
 
     def launch_in_background(self, unique_id: str, request: EngineCoreRequest) -> None:
@@ -229,7 +300,7 @@ class BridgeEngineClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """A plain function that validates at once: bad parameters become a 400 before any header of a stream is sent.
 
-        `priority`, `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: they are the gateway's to set.
+        `priority`, `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: CALLER has what the gateway has set.
         """
         self.check_ready()
         caller = CALLER.get()
@@ -239,10 +310,9 @@ class BridgeEngineClient(EngineClient):
             sampling_params,
             request_id,
             collector,
-            tenant=caller.tenant,
+            caller=caller,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
-            session_id=caller.session_id or None,
         )
         # Registered only once the stream is read: a generator that is dropped before that must leave nothing behind.
         self.forget(unique_id, abort=False)
@@ -258,9 +328,10 @@ class BridgeEngineClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check_ready()
         self._register(unique_id, collector)
-        self.launch(unique_id, request, text)
         finished = False
         try:
+            await self.foretell(request)
+            self.launch(unique_id, request, text)
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished

@@ -267,6 +267,8 @@ class _Plan:
     def admit(self, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:
         """The request runs from the next step on, with so many tokens loaded into its `block_ids`."""
         restore = self._restores.pop(request.request_id, None)
+        if request.num_preemptions > 0:
+            self._tiers.resumed[self._way_back(request, restore, num_tokens)] += 1
         if restore is None:
             return
         num_blocks = num_tokens // self._block_size
@@ -282,6 +284,13 @@ class _Plan:
             num_read = sum(restore.stage.is_from_disk[skipped : skipped + num_blocks])
             sources.disk = num_read * self._block_size
             sources.host = num_tokens - sources.disk
+
+    def _way_back(self, request: Request, restore: _Restore | None, num_tokens: int) -> str:
+        if not num_tokens:
+            return "recompute"
+        assert restore is not None
+        num_lacking = (request.num_tokens - 1) // self._block_size - restore.first - restore.num_skipped
+        return "swap" if num_tokens // self._block_size >= num_lacking else "split"
 
     def forget(self, request: Request) -> None:
         """The request has ended, however."""

@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.errors import SeamMoved
+from engine_bridge.policy.costs import FullCost, PrefillCost
 from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
@@ -75,6 +77,8 @@ class KvTiers:
         self.promoter: Promoter | None = None
         self.is_paused = False
         """Nothing is loaded or saved: the engine is warming up with prompts that nobody will repeat."""
+        self.resumed: Counter[str] = Counter()
+        """How requests that had been preempted got back what the device had lost: "swap", "split" (part of it) or "recompute"."""
         self.num_failed_loads = 0
         """Blocks that a step had counted on and that did not come; they were computed again."""
         self._eviction = eviction or ByValue()
@@ -176,6 +180,11 @@ class KvTiers:
         if self._prefill_rate is None:
             self._prefill_rate = Rate(num_tokens / seconds)
         self._prefill_rate.note(num_tokens, seconds, time.monotonic())
+
+    def use_costs(self, prefill: PrefillCost) -> None:
+        """Have restores decided by these costs of computing, unless a policy was given."""
+        if isinstance(self.policy, FasterWins):
+            self.policy = FullCost(prefill=prefill)
 
     def prefill_s_per_token(self) -> float | None:
         """None before the first prefill."""

@@ -36,6 +36,7 @@ vLLM's own bf16 GEMMs for the base weights do change with the row count (0.04 to
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -66,6 +67,9 @@ MIN_ROWS, MIXED_ROWS = 4, 12
 # Up to this size the B matrices of a fused layer (q, k, v) become one block-diagonal matrix and one GEMM: the zeros cost less
 # than two launches. Measured, 2048 columns: rank 16 (384 KiB) 15 µs against 44, rank 32 (768 KiB) 67 against 54.
 BLOCK_DIAGONAL_BYTES = 512 * 1024
+# Up to so many rows one core computes an adapter's GEMMs: waking the others takes longer than they save. Measured on two cores, 768 columns,
+# ranks 16, 64 and 128: 4 rows 14, 52 and 144 µs against 46, 84 and 217; 16 rows 26, 96 and 304 against 57, 151 and 393. The bits are the same.
+ONE_THREAD_ROWS = 16
 
 
 # --- rows: which adapter computes which rows of the step (pure) ---------------------------------------------------------------
@@ -161,6 +165,24 @@ def _sorted_block(runs: list[tuple[int, int, int]]) -> RowBlock:
     return RowBlock(first, runs[-1][2], tuple(rows_of), sizes, torch.tensor(order), torch.tensor(inverse))
 
 
+class _OneThread:
+    """Have this thread's operations run on it alone, inside of `with`."""
+
+    def __enter__(self) -> None:
+        self._num_threads = torch.get_num_threads()
+        torch._C.set_num_threads(1)  # vLLM's CPU worker has replaced torch.set_num_threads by nothing
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C.set_num_threads(self._num_threads)
+
+
+_ONE_THREAD, _ALL_THREADS = _OneThread(), contextlib.nullcontext()
+
+
+def _threads_for(num_rows: int) -> contextlib.AbstractContextManager[None]:
+    return _ONE_THREAD if num_rows <= ONE_THREAD_ROWS else _ALL_THREADS
+
+
 # --- weights: one adapter in one layer, laid out for the GEMMs ---------------------------------------------------------------
 
 
@@ -180,8 +202,8 @@ class SlotWeights:
     """One adapter's weights in one layer at their true rank: fp32, row-major, so that no GEMM copies or transposes.
 
     `a` is `[in, sum of the slices' ranks]`: one GEMM shrinks for q, k and v together. None for embeddings, where vLLM looks A
-    up itself. `storage` holds all of it and is used again by the slot's next adapter, because fresh pages cost more than
-    the copy; so the memory is bounded by slots times the largest rank each has seen.
+    up itself. `storage` holds all of it and is used again by the slot's next adapter if that is not much smaller, because fresh pages cost more than
+    the copy.
     """
 
     a: torch.Tensor | None
@@ -263,7 +285,7 @@ def pack_slot(
         a_slices: per slice `[max rank, in]`; None for an embedding, which needs only B.
         b_slices: per slice `[out, max rank]`, in the order of the layer's output columns.
         ranks: true rank per slice; 0 where the adapter does not touch the slice.
-        storage: fp32 memory to use if it is large enough; whatever lay there is overwritten.
+        storage: fp32 memory to use if its size suits; whatever lay there is overwritten.
 
     Returns None if the adapter does not touch the layer.
     """
@@ -276,8 +298,10 @@ def pack_slot(
     num_b = (
         total * width if is_one_matrix else sum(r * b.size(0) for r, b in zip(ranks, b_slices, strict=True))
     )
-    if storage is None or storage.numel() < total * num_in + num_b:
-        storage = torch.empty(total * num_in + num_b, dtype=torch.float32)
+    num_all = total * num_in + num_b
+    # Twice as much as is needed would be kept for nothing.
+    if storage is None or not num_all <= storage.numel() <= 2 * num_all:
+        storage = torch.empty(num_all, dtype=torch.float32)
     a = None
     if a_slices is not None:
         a = storage[: total * num_in].view(num_in, total)
@@ -414,7 +438,8 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
                 weights, y_rows.split(block.sizes), x_rows.split(block.sizes), strict=True
             ):
                 if weight is not None:
-                    weight.add_to(y_part, x_part, scale)
+                    with _threads_for(x_part.size(0)):
+                        weight.add_to(y_part, x_part, scale)
             block.write(y, y_rows)
 
     def add_lora_linear(

@@ -56,6 +56,7 @@ from engine_bridge.node import (
     pack_token_ids,
     unpack_token_ids,
 )
+from engine_bridge.predict.hints import NOTHING_ASKED, Asked, read_body, read_conversation
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ _VALIDATION_CONTEXT: Any = SimpleNamespace(
 DRAFT_ENDS = ("s", " a", ".")
 # Chosen: proxies cut a silent connection after 30 to 60 s; a comment is no event to any client.
 KEEP_ALIVE_S = 15.0
-# Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's.
+# Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's. A `priority` that the gateway lets
+# a client have comes with the caller.
 _SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
 
 
@@ -85,12 +87,13 @@ class ServingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A turn that is ready to be submitted. `prompt`: for whoever keeps the conversation."""
+    """A turn that is ready to be submitted. `prompt`: for whoever keeps the conversation. `asked`: for the predictor of answer lengths."""
 
     engine_input: Any
     params: SamplingParams
     lora_request: LoRARequest | None
     prompt: Prompt
+    asked: Asked = NOTHING_ASKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,7 @@ class Serving:
     ) -> JsonReply | SseReply:
         """Answer one call; every failure becomes a reply in that API's own shape."""
         endpoint = self._endpoints[api]
+        caller = caller._replace(asked=read_body(body))
         token = CALLER.set(caller)
         try:
             return await self._serve(endpoint, body, headers, caller)
@@ -270,7 +274,8 @@ class Serving:
             raise _too_long_or_invalid(str(error)) from error
         params.output_kind = RequestOutputKind.DELTA
         params.stream_interval = stream_interval
-        return Prepared(engine_input, params, lora_request, prompt)
+        asked = read_conversation([(message.role, message.content) for message in request.messages])
+        return Prepared(engine_input, params, lora_request, prompt, asked)
 
     async def prepare_draft(self, request: GenerateRequest) -> Prepared:
         """The tokens with which the prompt will begin however the last message goes on, for a request that only computes their KV.

@@ -4,8 +4,8 @@ Before enough answers are known, and for whatever the model does not know, recen
 answer. Then boosted trees for each quantile do, compiled to plain lists. What they still get wrong in one direction is corrected by each answer,
 so that the share of answers under p90 stays near 90% when traffic changes.
 
-Source: Chameleon §4.2 and SSJF (Qiu et al., 2024), which have a fine-tuned BERT for this. Ours reads no text: numbers only, bounded memory, no GPU.
-A BERT is welcome as a `LengthPredictor`, or its guess as one of `hints`. Correction: Gibbs & Candès, Adaptive Conformal Inference, 2021.
+Source: Chameleon §4.2 and SSJF (Qiu et al., 2024), which have a fine-tuned BERT for this. Ours takes numbers only (of text those of
+`hints.py`), bounded memory, no GPU. A BERT is welcome (`own.py`). Correction: Gibbs & Candès, Adaptive Conformal Inference, 2021.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import threading
+import zipfile
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
@@ -51,6 +52,10 @@ NUM_TREES, MAX_LEAVES, MIN_LEAF, SHRINKAGE, SUBSAMPLE = 40, 8, 40, 0.1, 0.5
 CORRECTION_RATE = 0.01
 MAX_CORRECTION = 1.5
 NUM_OWN_FEATURES = 10
+# Rows that are turned into an array at a time. Chosen: a millisecond.
+PIECE = 512
+# Of a saved file, unpacked. Chosen: ten times what a full one takes.
+MAX_FILE_BYTES = 128 << 20
 FORMAT = 1
 
 
@@ -58,8 +63,8 @@ class LengthFeatures(Struct, frozen=True, kw_only=True):
     """What is known of a request before it runs.
 
     num_prompt_tokens: all of it, cached or not. adapter, session, tenant: "" for none; sessions of different tenants have different names.
-    max_tokens: the client's bound. hints: numbers from the caller, always as many and in one order, for example whether there is a question mark,
-    how often "list" occurs, code fences, or a proxy model's guess. prompt_token_ids: for users' own predictors; ours neither reads nor keeps them.
+    max_tokens: the client's bound. hints: numbers from the caller, always as many and in one order: those of `hints.py`, or a proxy model's guess.
+    prompt_token_ids, question (the last message's text, 2,048 characters of it): for users' own predictors; ours neither reads nor keeps them.
     """
 
     num_prompt_tokens: int
@@ -69,6 +74,7 @@ class LengthFeatures(Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     hints: tuple[float, ...] = ()
     prompt_token_ids: Sequence[int] | None = None
+    question: str = ""
 
 
 class LengthGuess(Struct, frozen=True):
@@ -86,10 +92,10 @@ class LengthGuess(Struct, frozen=True):
 
 
 class LengthPredictor(Protocol):
-    """Ours, or a user's own. Called on the engine's thread, except for `refit`."""
+    """Ours, or a user's own. `predict` and `observe` are called on one thread: ours on the engine's, a user's on one of its own (`own.py`)."""
 
     def predict(self, features: LengthFeatures) -> LengthGuess:
-        """Before the request is queued; fast, and never raises."""
+        """Before the request is queued; fast, and better never raises."""
         ...
 
     def observe(self, features: LengthFeatures, num_tokens: int) -> None:
@@ -104,7 +110,7 @@ class LengthPredictor(Protocol):
 class OnlineLengths:
     """The predictor. `predict` and `observe` on one thread; `refit` and `save` on any, each one at a time.
 
-    Memory: 4 MB for a full window, 14 MB for as many keys of each kind as there may be, two times 40 trees.
+    Memory: 8 MB for a full window with the hints of `hints.py`, 14 MB for as many keys of each kind as there may be, two times 40 trees.
 
     Args:
         window: answers to train on.
@@ -208,14 +214,12 @@ class OnlineLengths:
     # -- on a worker's -------------------------------------------------------------------------------------------------
 
     def refit(self) -> None:
-        """Train on the window and put the new model in place; the old one, or none, stays while answers are fewer than MIN_FIT. 0.5 s for 8,192."""
-        import numpy as np
-
+        """Train on the window and put the new model in place; the old one, or none, stays while answers are fewer than MIN_FIT. 1 s for 8,192."""
         with self._lock:
             rows = list(self._rows)
         if len(rows) < MIN_FIT:
             return
-        table: Floats = np.array(rows)
+        table = _table(rows, self._num_features + 1)
         self._model = _train(table[:, :-1], table[:, -1], self._seed + self.num_refits)
         self.num_refits += 1
 
@@ -240,13 +244,17 @@ class OnlineLengths:
         buffer = io.BytesIO()
         arrays: dict[str, Any] = {
             "meta": np.frombuffer(msgspec.json.encode(meta), dtype=np.uint8),
-            "rows": np.array(rows, dtype=np.float64).reshape(len(rows), self._num_features + 1),
+            "rows": _table(rows, self._num_features + 1),
         }
         if self._model is not None:
             arrays |= self._model.arrays()
         np.savez(buffer, **arrays)
         beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        beside.write_bytes(buffer.getvalue())
+        # Readable by its owner only: which sessions and tenants there are is nobody else's business.
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(buffer.getvalue())
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
 
     @property
@@ -257,20 +265,26 @@ class OnlineLengths:
     def load(
         cls, path: Path, *, window: int = WINDOW, num_hints: int = 0, max_keys: int = MAX_KEYS, seed: int = 0
     ) -> OnlineLengths:
-        """What `save` wrote; a new one where there is no file, or one that is damaged or of another form, which is logged."""
+        """What `save` wrote; a new one where there is no file, or one that is damaged or of another form: it is put aside, and that is logged."""
         made = cls(window=window, num_hints=num_hints, max_keys=max_keys, seed=seed)
         try:
             made._restore(path.read_bytes())
         except FileNotFoundError:
             pass
+        except OSError as error:
+            log.warning("%s cannot be read: %s; learning answer lengths anew", path, error.strerror)
         except Exception as error:  # a file's bytes may be anything, and so may be what reading them raises
-            log.warning("%s: %s; learning answer lengths anew", path, error)
+            log.warning("%s: %s; it is put aside, learning answer lengths anew", path, error or repr(error))
+            _put_aside(path)
             return cls(window=window, num_hints=num_hints, max_keys=max_keys, seed=seed)
         return made
 
     def _restore(self, data: bytes) -> None:
         import numpy as np
 
+        with zipfile.ZipFile(io.BytesIO(data)) as packed:
+            if sum(entry.file_size for entry in packed.infolist()) > MAX_FILE_BYTES:
+                raise ValueError("it is too large to be one of these files")
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         meta = msgspec.json.decode(arrays.pop("meta").tobytes(), type=_Saved)
@@ -306,6 +320,22 @@ class _Saved(Struct, frozen=True, kw_only=True):
     sessions: dict[str, tuple[float, ...]]
     adapters: dict[str, tuple[float, ...]]
     tenants: dict[str, tuple[float, ...]]
+
+
+def _table(rows: list[tuple[float, ...]], width: int) -> Floats:
+    """Rows as an array, piece by piece: all at once would hold the interpreter, and with it the engine's thread, for 20 ms."""
+    import numpy as np
+
+    pieces = [np.array(rows[at : at + PIECE], dtype=np.float64) for at in range(0, len(rows), PIECE)]
+    return np.concatenate([piece.reshape(-1, width) for piece in pieces]) if pieces else np.empty((0, width))
+
+
+def _put_aside(path: Path) -> None:
+    """Keep it for whoever wants to know what happened, in the place of the one before."""
+    try:
+        path.replace(path.with_name(f"{path.name}.damaged"))
+    except OSError as error:
+        log.warning("%s could not be put aside: %s", path, error)
 
 
 def _log(num_tokens: int) -> float:

@@ -28,6 +28,9 @@ ALONE = (
     "test_promotion.py",
     "test_adapters.py",
     "test_scheduling.py",
+    "test_priority_api.py",
+    "test_engine_state.py",
+    "test_profile.py",
 )
 
 

@@ -17,55 +17,79 @@ WARM_UP_TOKENS = (64, 512)
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings(Settings):
-    """adapters: (name, PEFT folder) pairs. max_loras: adapters in one step. The last two bound host memory: ours in bytes, vLLM's by count."""
+    """adapters: (name, PEFT folder) pairs; without any, LoRA is off. max_loras: adapters in one step.
+
+    host_bytes, max_cpu_loras: bound the adapters' host memory, ours in bytes, vLLM's by count. kv_host_bytes: for KV, ours only.
+    """
 
     adapters: list[tuple[str, str]]
     max_loras: int
     max_lora_rank: int
     host_bytes: int
     max_cpu_loras: int
+    kv_host_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request. at_s: seconds after the play's start; adapter: None for the base model; is_background: it ends when the others have ended."""
+    """One request. at_s: seconds after the play's start; adapter: None for the base model; is_background: it ends when the others have ended.
+
+    priority: lower first, where the engine's policy asks for it.
+    """
 
     at_s: float
     prompt: list[int]
     max_tokens: int
     adapter: str | None = None
     is_background: bool = False
+    priority: int = 0
 
 
 @dataclass(kw_only=True)
 class Answer:
-    """ttft_s: from when the request was due until its first token was there. token_s: ends of the steps that gave its tokens, after the start."""
+    """ttft_s: from when the request was due until its first token was there. token_s: ends of the steps that gave its tokens, after the start.
+
+    started_s: begin of the step in which it first ran, after the start.
+    """
 
     ttft_s: float = 0.0
+    started_s: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
 
 
 class StepLog:
-    """When each request's tokens came, by the ends of the engine's steps. Written by whoever steps the engine.
+    """When each request first ran and when its tokens came, by the engine's steps. Written by whoever steps the engine.
 
-    name_of: the caller's id of a request, from the engine's.
+    Args:
+        scheduler: vLLM's; its requests' ids are those of the outputs, and something behind a dash.
+        name_of: the caller's id of a request, from an output's.
     """
 
-    def __init__(self, name_of: Callable[[str], str] = str) -> None:
+    def __init__(self, scheduler: Any, name_of: Callable[[str], str] = str) -> None:
+        self._scheduler = scheduler
         self._name_of = name_of
         self._token_s: dict[str, list[float]] = {}
+        self._started_s: dict[str, float] = {}
 
-    def note(self, outputs: Iterable[Any]) -> None:
-        """A step has ended with these outputs of requests that give deltas."""
-        now_s = time.perf_counter()
+    def step(self, run: Callable[[], list[Any]]) -> list[Any]:
+        """Have `run` do a step, and note what came of it: outputs of requests that give deltas."""
+        began_s = time.perf_counter()
+        outputs = run()
+        ended_s = time.perf_counter()
+        for request in self._scheduler.running:
+            self._started_s.setdefault(self._name_of(request.request_id.rpartition("-")[0]), began_s)
         for output in outputs:
+            name = self._name_of(output.request_id)
+            self._started_s.setdefault(name, began_s)
             num_tokens = len(output.outputs[0].token_ids)
-            self._token_s.setdefault(self._name_of(output.request_id), []).extend([now_s] * num_tokens)
+            self._token_s.setdefault(name, []).extend([ended_s] * num_tokens)
+        return outputs
 
-    def take(self, request_id: str, started_s: float) -> list[float]:
-        """The times of this request's tokens, in seconds after `started_s`. They are forgotten."""
-        return [at_s - started_s for at_s in self._token_s.pop(request_id, ())]
+    def take(self, request_id: str, answer: Answer, zero_s: float) -> None:
+        """Write this request's times on its answer, in seconds after `zero_s`. They are forgotten."""
+        answer.token_s = [at_s - zero_s for at_s in self._token_s.pop(request_id, ())]
+        answer.started_s = self._started_s.pop(request_id, zero_s) - zero_s
 
 
 def warm_up_asks() -> list[Ask]:

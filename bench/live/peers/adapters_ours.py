@@ -43,15 +43,17 @@ class NodeAdapters:
         self._folders = dict(settings.adapters)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True).start()
-        self._node = make_node(settings)
-        self._log = StepLog(lambda unique_id: unique_id.rpartition("-")[0])
-        self._num_asked = 0
+        self._node = self._make_node(settings)
+        self._num_asked = self._num_plays = 0
         self._await(self._node.start())
         missing = self._folders.keys() - {adapter.name for adapter in self._node.adapters()}
         if missing:
             raise RuntimeError(f"the node left out {sorted(missing)}")
-        self._on_engine(lambda driver: note_steps(driver, self._log))
+        self._log = self._on_engine(note_steps)
         self._await(self._play(warm_up_asks()))
+
+    def _make_node(self, settings: AdapterSettings) -> LocalNode:
+        return make_node(settings)
 
     def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -77,6 +79,7 @@ class NodeAdapters:
     def play(self, requests: list[dict[str, Any]], one_by_one: bool = False) -> list[dict[str, Any]]:
         """Answer requests at their times, or each when the one before it is done."""
         asks = asks_of(requests)
+        self._num_plays += 1
         if not one_by_one:
             return as_dicts(self._await(self._play(asks)))
         return as_dicts([self._await(self._play([ask]))[0] for ask in asks])
@@ -146,7 +149,7 @@ class NodeAdapters:
             if ask.is_background and is_over.is_set():
                 break
         await outputs.aclose()
-        answer.token_s = self._log.take(request_id, started_s)
+        self._log.take(request_id, answer, started_s)
         if self._node.num_rebuilds:
             raise RuntimeError("the engine failed and was rebuilt")
         return answer
@@ -167,10 +170,12 @@ class NodeAdapters:
         )
         self._num_asked += 1
         request_id = f"a{self._num_asked}"
-        CALLER.set(Caller(tenant=request_id))  # no request finds another one's prefix
+        CALLER.set(Caller(tenant=f"play {self._num_plays}"))  # nobody finds the prefixes of another play
         adapter = self._node._serving.lora_request(ask.adapter) if ask.adapter is not None else None
         prompt = {"prompt_token_ids": ask.prompt}
-        return request_id, self._node._client.generate(prompt, params, request_id, lora_request=adapter)
+        return request_id, self._node._client.generate(
+            prompt, params, request_id, lora_request=adapter, priority=ask.priority
+        )
 
     def _version_id(self, name: str) -> int:
         return int(self._node._catalog.current(name).version_id)
@@ -186,7 +191,7 @@ class NodeAdapters:
         self._await(self._node.close())
 
 
-def make_node(settings: AdapterSettings) -> LocalNode:
+def make_node(settings: AdapterSettings, scheduling_policy: str = "vllm") -> LocalNode:
     config = EngineConfig(
         model=settings.model,
         served_model_name="bench",
@@ -196,6 +201,9 @@ def make_node(settings: AdapterSettings) -> LocalNode:
         max_num_seqs=settings.max_num_seqs,
         kv_cache_gib=KV_SPACE_GIB,
         num_kv_blocks=settings.num_blocks,
+        enable_lora=bool(settings.adapters),
+        scheduling_policy=scheduling_policy,
+        kv_host_gib=settings.kv_host_bytes / GIB,
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
         adapter_host_gib=settings.host_bytes / GIB,
@@ -208,16 +216,12 @@ def make_node(settings: AdapterSettings) -> LocalNode:
 # -- the residency's inside; all on the engine thread ------------------------------------------------------------------
 
 
-def note_steps(driver: Any, log: StepLog) -> None:
-    """Have each step that gives outputs noted."""
+def note_steps(driver: Any) -> StepLog:
+    """Have each step noted."""
+    log = StepLog(driver._scheduler, lambda unique_id: unique_id.rpartition("-")[0])
     step = driver.step
-
-    def noted() -> Any:
-        outputs = step()
-        log.note(outputs)
-        return outputs
-
-    driver.step = noted
+    driver.step = lambda: log.step(step)
+    return log
 
 
 def places(driver: Any) -> dict[int, str]:

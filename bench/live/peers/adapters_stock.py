@@ -38,17 +38,22 @@ class StockAdapters(StockEngine):
         self._folders = dict(settings.adapters)
         self._ids = {name: number for number, (name, _) in enumerate(settings.adapters, 1)}
         super().__init__(settings)
-        if has_our_wrapper:
+        if has_our_wrapper and settings.adapters:
             lora.check_engine(self.llm)
-        self._log = StepLog()
+        self._log = StepLog(self.scheduler)
+        self._num_preemptions = 0
+        self._count_preemptions()
         self._num_asked = 0
         self._found: Counter[str] = Counter()
         self._num_loads = self._num_load_bytes = 0
-        self._count_loads()
+        if settings.adapters:
+            self._count_loads()
         self._play(warm_up_asks())
 
     def connector(self) -> dict[str, Any]:
         """Engine arguments beyond those of every stock engine."""
+        if not self._folders:
+            return {}
         return {
             "enable_lora": True,
             "max_loras": self.settings.max_loras,
@@ -82,9 +87,24 @@ class StockAdapters(StockEngine):
 
     def empty(self) -> None:
         """Nothing but the disk holds an adapter; the prefix cache holds nothing."""
-        self._worker_manager.remove_all_adapters()
+        if self._folders:
+            self._worker_manager.remove_all_adapters()
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache is still in use")
+
+    def use(self, policy: str) -> None:
+        """From now on vLLM's "fcfs" or "priority" decides who starts. As the scheduler's own constructor sets it."""
+        from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+
+        scheduler = self.scheduler
+        if sum(scheduler.get_request_counts()):
+            raise RuntimeError("requests are left")
+        scheduler.policy = SchedulingPolicy(policy)
+        scheduler.waiting = create_request_queue(scheduler.policy)
+
+    def num_preemptions(self) -> int:
+        """Since the start."""
+        return self._num_preemptions
 
     def adapter_account(self) -> dict[str, Any]:
         """Since the start."""
@@ -105,18 +125,17 @@ class StockAdapters(StockEngine):
             if not running:
                 time.sleep(max(asks[waiting[0]].at_s - now_s, 0))
                 continue
-            outputs = self.step()
-            self._log.note(outputs)
+            outputs = self._log.step(self.step)
             for output in outputs:
                 number = running[output.request_id]
                 self._answer(asks[number], answers[number], output, time.perf_counter() - started_s)
                 if output.finished:
                     del running[output.request_id]
-                    answers[number].token_s = self._log.take(output.request_id, started_s)
+                    self._log.take(output.request_id, answers[number], started_s)
         if running:
             self.llm.abort_request(list(running))
         for request_id, number in running.items():
-            answers[number].token_s = self._log.take(request_id, started_s)
+            self._log.take(request_id, answers[number], started_s)
         return answers
 
     def _answer(self, ask: Ask, answer: Answer, output: Any, now_s: float) -> None:
@@ -141,7 +160,7 @@ class StockAdapters(StockEngine):
         if ask.adapter is not None:
             self._found[self._place(self._ids[ask.adapter])] += 1
         lora_request = self._request(ask.adapter) if ask.adapter is not None else None
-        self.llm.add_request(request_id, prompt, params, lora_request=lora_request)
+        self.llm.add_request(request_id, prompt, params, lora_request=lora_request, priority=ask.priority)
         return request_id
 
     # -- vLLM's inside -----------------------------------------------------------------------------------------------
@@ -163,6 +182,15 @@ class StockAdapters(StockEngine):
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(name, self._ids[name], self._folders[name])
+
+    def _count_preemptions(self) -> None:
+        preempt = self.scheduler._preempt_request
+
+        def count(*args: Any, **kwargs: Any) -> None:
+            self._num_preemptions += 1
+            preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = count
 
     def _count_loads(self) -> None:
         load = self._worker_manager._load_adapter

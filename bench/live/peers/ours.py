@@ -296,13 +296,15 @@ class TieredNode(Engine):
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
+        from engine_bridge.driver.engine_client import NOBODY
+
         client = self._node._client
         unique_id, core_request = client.submit(
             {"prompt_token_ids": tokens},
             SamplingParams(max_tokens=1),
             "keys",
             None,
-            tenant="",
+            caller=NOBODY,
             lora_request=None,
         )
         client.forget(unique_id, abort=False)

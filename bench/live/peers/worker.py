@@ -18,13 +18,15 @@ COMMANDS = frozenset(
     (
         "turn batch place settle memcpy kv_files host_copy disk_read slow_disk layerwise tier_stats cpu_s "
         "begin people agents draft advisory_cost accounts "
-        "play put empty set_assist adapter_account"
+        "play put empty set_assist adapter_account "
+        "use counts num_preemptions decision_share"
     ).split()
 )
 
 
 def settings_of(kind: str, options: dict[str, Any]) -> Any:
-    return AdapterSettings(**options) if kind.startswith("adapters_") else Settings(**options)
+    has_adapters = kind.startswith(("adapters_", "scheduling_"))
+    return AdapterSettings(**options) if has_adapters else Settings(**options)
 
 
 def make_engine(kind: str, settings: Any) -> Any:
@@ -37,6 +39,10 @@ def make_engine(kind: str, settings: Any) -> Any:
         from bench.live.peers.adapters_ours import NodeAdapters
 
         return NodeAdapters(settings)
+    if kind == "scheduling_ours":
+        from bench.live.peers.scheduling_ours import ScheduledNode
+
+        return ScheduledNode(settings)
     if kind in ("adapters_peer", "adapters_stock"):
         from bench.live.peers.adapters_stock import StockAdapters
 

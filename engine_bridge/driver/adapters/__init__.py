@@ -27,7 +27,7 @@ def make_residency(
     from engine_bridge.driver.adapters.host_workers import HostWorkers
     from engine_bridge.driver.adapters.residency import Residency, ResidencyConfig, lora_ids
     from engine_bridge.driver.adapters.seam import worker_manager_of
-    from engine_bridge.driver.adapters.slots import make_slots, plain_layers
+    from engine_bridge.driver.adapters.slots import PackedSlots, make_slots, plain_layers
     from engine_bridge.driver.adapters.weights import Loader, contract_of
     from engine_bridge.driver.engine import kv_caches_of
 
@@ -52,6 +52,7 @@ def make_residency(
     residency = Residency(
         ResidencyConfig(
             host_bytes=host_bytes,
+            step_room=config.max_loras * (slots.max_cost if isinstance(slots, PackedSlots) else 1),
             cpu_assist=config.cpu_assist,
             policy=config.adapter_policy,
             prefetch_by_history=config.adapter_prefetch,
@@ -77,5 +78,5 @@ def make_residency(
             residency.worth_less,
         )
     worker_manager.residency = residency
-    scheduler.may_start = residency.may_start
+    scheduler.residency = residency
     return residency

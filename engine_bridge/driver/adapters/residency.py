@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,14 +54,20 @@ MAX_LOADS = 2
 BUSY_COPY_S, IDLE_COPY_S = 0.0015, 0.010
 # Speeds before anything was measured, in bytes per second. Chosen: a slow SSD, and memory.
 PRIOR_DISK_BYTES_PER_S, PRIOR_COPY_BYTES_PER_S = 0.5e9, 5e9
+# What may be read ahead of its request, as a share of host memory and beside it, and how long it is kept for one that does not come. Chosen.
+AHEAD_SHARE, AHEAD_FOR_S = 0.125, 10.0
 # Adapters whose histogram says that a request is near are looked for this often, and loaded this long ahead at least. Chosen.
 LOOK_EVERY_S, MIN_LEAD_S = 1.0, 1.0
 
 
 class ResidencyConfig(Struct, frozen=True, kw_only=True):
-    """host_bytes: of adapters in host memory. cpu_assist: requests start while their adapter is still on its way into a slot."""
+    """host_bytes: of adapters in host memory. cpu_assist: requests start while their adapter is still on its way into a slot.
+
+    step_room: what the adapters of all requests that run may take together, in the units of `Slots.cost`; None: as many as there are slots.
+    """
 
     host_bytes: int
+    step_room: int | None = None
     cpu_assist: bool = True
     policy: str = "expected_gain"
     prefetch_by_history: bool = False
@@ -138,6 +145,8 @@ class Residency:
         self._executor = ThreadPoolExecutor(1, "adapter-loader", initializer=_keep_out_of_the_way)
         self._num_loads = 0
         self._reserved_bytes = 0
+        self._ahead: dict[int, tuple[float, Future[tuple[AdapterWeights, float]]]] = {}
+        self._ahead_lock = threading.Lock()
         self._is_stuck = False
         self._uses = UseWindow()
         self._arrivals = Arrivals() if config.prefetch_by_history else None
@@ -176,6 +185,24 @@ class Residency:
             self._wanted.setdefault(adapter_id, True)
             self._is_stuck = False
 
+    def expect(self, adapter_id: int) -> None:
+        """A request for it is about to enter. From any thread: it is read while the step that is under way runs, or is not (it is only a hint)."""
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None or adapter.host is not None or adapter.slot is not None or adapter.is_loading:
+            return
+        if self._is_cached(adapter_id):
+            return
+        with self._ahead_lock:
+            num_bytes = adapter.record.num_bytes + sum(
+                known.record.num_bytes for i in self._ahead if (known := self._adapters.get(i)) is not None
+            )
+            if adapter_id in self._ahead or (
+                self._ahead and num_bytes > AHEAD_SHARE * self._config.host_bytes
+            ):
+                return
+            read = self._executor.submit(self._read, adapter.record)
+            self._ahead[adapter_id] = self._clock(), read
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def requested(self, request_id: str, adapter_id: int) -> None:
@@ -202,7 +229,29 @@ class Residency:
             self._forget_if_unused(adapter)
 
     def may_start(self, adapter_id: int) -> bool:
-        """Whether the next step could compute with this adapter."""
+        """Whether the next step could compute with this adapter beside those that run."""
+        if not self.is_at_hand(adapter_id):
+            return False
+        room = self.free_room()
+        return room is None or self.needed_room(adapter_id) <= room
+
+    def free_room(self) -> int | None:
+        """What adapters of further requests may take of the steps to come; None: no bound. One that is too large for all of it runs alone."""
+        limit = self._config.step_room
+        running = self._running_ids()
+        if limit is None or not running:
+            return None
+        return limit - sum(self.room_of(adapter_id) for adapter_id in running)
+
+    def needed_room(self, adapter_id: int) -> int:
+        """For one more request of this adapter."""
+        return 0 if adapter_id in self._running_ids() else self.room_of(adapter_id)
+
+    def room_of(self, adapter_id: int) -> int:
+        return self._slots.cost(self._adapters[adapter_id].record.num_bytes)
+
+    def is_at_hand(self, adapter_id: int) -> bool:
+        """Whether a step could compute with this adapter as far as its weights are concerned."""
         adapter = self._adapters[adapter_id]
         if adapter.slot is not None and self._slots.is_filled(adapter.slot):
             return True
@@ -253,13 +302,19 @@ class Residency:
 
     def advance(self) -> None:
         """Do what there is to do and can be done in little time."""
-        while self._done:
-            self._done.popleft()()
+        self._take_done()
         started_s = time.perf_counter()
         self._look_ahead()
+        if self._ahead:
+            self._drop_ahead()
         self._stage()
+        self._take_done()  # what had been read ahead
         self._fill_cache()
         self._seconds["between"] += time.perf_counter() - started_s
+
+    def _take_done(self) -> None:
+        while self._done:
+            self._done.popleft()()
 
     def close(self) -> None:
         """The engine goes. Waits for the loader's thread."""
@@ -305,7 +360,48 @@ class Residency:
         adapter.is_loading = True
         self._num_loads += 1
         self._reserved_bytes += num_bytes
-        self._executor.submit(self._load, adapter, entry)
+        with self._ahead_lock:
+            _, ahead = self._ahead.pop(adapter.id, (0.0, None))
+        if ahead is None:
+            self._executor.submit(self._load, adapter, entry)
+        elif ahead.done():
+            self._done.append(lambda: self._take_ahead(adapter, ahead))
+        else:
+            ahead.add_done_callback(lambda read: self._came_ahead(adapter, read))
+
+    def _read(self, record: AdapterRecord) -> tuple[AdapterWeights, float]:
+        """On the loader's thread. Returns how long it took, too."""
+        started_s = time.perf_counter()
+        weights = self._loader.load(record)
+        return weights, time.perf_counter() - started_s
+
+    def _came_ahead(self, adapter: _Adapter, read: Future[tuple[AdapterWeights, float]]) -> None:
+        """On the loader's thread."""
+        self._done.append(lambda: self._take_ahead(adapter, read))
+        self._wake()
+
+    def _take_ahead(self, adapter: _Adapter, read: Future[tuple[AdapterWeights, float]]) -> None:
+        problem = CancelledError() if read.cancelled() else read.exception()
+        if problem is not None:
+            self._loaded(adapter, None, problem if isinstance(problem, Exception) else None, "disk", 0.0)
+            return
+        weights, elapsed_s = read.result()
+        self._counts["read_ahead"] += 1
+        if self._workers is not None:
+            self._executor.submit(self._workers.put, adapter.id, weights)
+        self._loaded(adapter, weights, None, "disk", elapsed_s)
+
+    def _drop_ahead(self) -> None:
+        """What was read for requests that did not come."""
+        now = self._clock()
+        with self._ahead_lock:
+            old = [i for i, (at_s, _) in self._ahead.items() if now - at_s > AHEAD_FOR_S]
+            dropped = [self._ahead.pop(adapter_id)[1] for adapter_id in old]
+        for read in dropped:
+            if not read.cancel() and read.done() and read.exception() is None:
+                weights, _ = read.result()
+                if weights.buffer is not None:
+                    self._executor.submit(self._loader.buffers.give_back, weights.buffer)
 
     def _load(self, adapter: _Adapter, entry: Entry | None) -> None:
         """On the loader's thread."""
@@ -414,6 +510,7 @@ class Residency:
             weights = self._read_cached(adapter)
         self._manager.lora_index_to_id[slot] = adapter.id
         adapter.slot = slot
+        self._shrink_slots(adapter)
         workers = self._workers
         self._slots.fill(slot, weights, partial(workers.compute_for, adapter.id) if workers else None)
         self._counts["slot_fills"] += 1
@@ -421,6 +518,27 @@ class Residency:
         if not self._slots.is_filled(slot):
             adapter.is_finishing = True
             self._executor.submit(self._finish, adapter, slot)
+
+    def _shrink_slots(self, entering: _Adapter) -> None:
+        """Have unused adapters leave their slots until all that lie there take no more than a step may, and give the memory back."""
+        limit = self._config.step_room
+        if limit is None:
+            return
+        owners = [i for i in self._manager.lora_index_to_id if i is not None]
+        over = sum(self.room_of(i) for i in owners) - limit
+        running = self._running_ids()
+        unused = [a for i in owners if i not in running and (a := self._adapters[i]) is not entering]
+        now = self._clock()
+        for facts in self._policies["device"].order([self._facts(a, "slot", now) for a in unused], now):
+            if over <= 0:
+                return
+            victim = self._adapters[facts.adapter_id]
+            if victim.slot is None or victim.is_finishing:
+                continue
+            over -= self.room_of(victim.id)
+            slot = victim.slot
+            self._leave_slot(victim)
+            self._slots.empty(slot)
 
     def _finish(self, adapter: _Adapter, slot: int) -> None:
         """On the loader's thread."""

@@ -20,6 +20,8 @@ from engine_bridge.errors import SeamMoved
 
 # On a CPU, slots beyond the adapters that one step may use: where the next ones are laid out while all others run. Chosen.
 SPARE_SLOTS = 2
+# Our wrapper computes in fp32.
+PACKED_BYTES = 4
 
 
 ComputeFor = Callable[[str], Compute]
@@ -30,6 +32,14 @@ class Slots(Protocol):
 
     fills_beside_steps: bool
     """A step must not compute with a slot that is not filled: its rows are cold, or it waits."""
+
+    def cost(self, num_bytes: int) -> int:
+        """What an adapter of so many bytes takes of `ResidencyConfig.step_room`."""
+        ...
+
+    def empty(self, slot: int) -> None:
+        """Nobody uses this slot any more: give its memory back, where it has any of its own."""
+        ...
 
     def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
         """Have the layers compute rows of this slot with these weights from the next step on.
@@ -58,6 +68,12 @@ class StackedSlots:
 
     def __init__(self, manager: Any) -> None:
         self._layers = dict(manager.modules)
+
+    def cost(self, num_bytes: int) -> int:
+        return 1  # each slot is as large as the largest adapter
+
+    def empty(self, slot: int) -> None:
+        pass
 
     def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
         for name, layer in self._layers.items():
@@ -118,11 +134,29 @@ class PackedSlots:
                 if packs is None:
                     raise SeamMoved(f"LoRA layer {name} has not announced itself to our wrapper")
                 self._packs[name] = packs
+        stack = next((s for layer in self._layers.values() for s in _stacks(layer) if s.dim() == 4), None)
+        self._weight_bytes = stack.element_size() if stack is not None else PACKED_BYTES
         num_slots = manager.lora_slots
         self._locks = [threading.Lock() for _ in range(num_slots)]
         self._storages: list[dict[str, torch.Tensor]] = [{} for _ in range(num_slots)]
         self._unfinished: list[list[Pending]] = [[] for _ in range(num_slots)]
         self._in_stacks: set[tuple[int, str]] = set()  # slots and layers whose stacks hold weights
+
+    @property
+    def max_cost(self) -> int:
+        """Of an adapter of the largest rank on all layers."""
+        stacks = [stack for layer in self._layers.values() for stack in _stacks(layer)]
+        return sum(PACKED_BYTES * stack[0].numel() for stack in stacks if stack.dim() == 4)
+
+    def cost(self, num_bytes: int) -> int:
+        return num_bytes * PACKED_BYTES // self._weight_bytes
+
+    def empty(self, slot: int) -> None:
+        with self._locks[slot]:
+            self._unfinished[slot] = []
+            self._storages[slot] = {}
+            for packs in self._packs.values():
+                packs[slot] = None
 
     def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
         with self._locks[slot]:  # the loader may be at work on what lay here

@@ -8,27 +8,58 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 from vllm.v1.request import RequestStatus
 
+from engine_bridge.driver.engine import BACKGROUND_PREFIX
 from engine_bridge.driver.scheduling.facts import facts_of
+from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.queue import PolicyQueue
+from engine_bridge.driver.scheduling.record import LogWriter
 from engine_bridge.driver.scheduling.refits import Refits
-from engine_bridge.policy.admission import POLICIES, Decision, Mlq, QueuePolicy, Room, Running, Waiting
+from engine_bridge.driver.scheduling.report import GuessErrors
+from engine_bridge.driver.scheduling.unready import Unready
+from engine_bridge.driver.scheduling.victims import by_worth
+from engine_bridge.policy.admission import (
+    POLICIES,
+    Decision,
+    DeferReason,
+    Mlq,
+    QueuePolicy,
+    Room,
+    Running,
+    Waiting,
+)
+from engine_bridge.policy.decision_log import Recorded
+from engine_bridge.policy.pacing import StepPace
+from engine_bridge.policy.preemption import RunningFacts, fair_priority, least_fair_first
 from engine_bridge.policy.quotas import SeenRequest
 from engine_bridge.policy.sizes import Scale, WeightedSize
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, LengthPredictor, OnlineLengths
 
+if TYPE_CHECKING:
+    from engine_bridge.driver.adapters.residency import Residency
+
 # Seconds of a token before any was measured. Chosen.
 PRIOR_TOKEN_S, SMOOTHING = 0.02, 0.1
+# How long what is known of a waiting prompt's cached part is believed. Chosen: looking takes 0.1 ms for 256 blocks.
+CACHED_FOR_S = 1.0
+# In one step. Chosen: so many requests that became ready together (an adapter has come) take the policy 1 ms, so many of a refit 0.2 ms (measured).
+MAX_READY, MAX_PLACED = 128, 32
+
+
+Facts = TypeVar("Facts")
 
 
 @dataclass(slots=True)
 class _Known:
-    """One request from its arrival to its end. `base`: what is fixed at arrival."""
+    """One request from its arrival to its end.
+
+    base: as the policy has it. charged_tokens: prompt and answer, as predicted by now. Its adapter has memory of its own.
+    """
 
     request: Any
     features: LengthFeatures
@@ -38,20 +69,17 @@ class _Known:
     scale_sizes: tuple[float, float, float]
     started_s: float | None = None
     is_bypasser: bool = False
-    reserved: int = field(default=0)
+    looked_up_s: float = -CACHED_FOR_S
 
 
-class _Sizes(Mapping[str, Waiting]):
-    """What waits, with the blocks that it needs by now."""
+class _OnDemand(Mapping[str, Facts]):
+    """Facts of known requests, worked out for those that are looked up."""
 
-    def __init__(self, known: Mapping[str, _Known], block_size: int, num_blocks: int) -> None:
-        self._known, self._block_size, self._num_blocks = known, block_size, num_blocks
+    def __init__(self, known: Mapping[str, _Known], work_out: Callable[[_Known], Facts]) -> None:
+        self._known, self._work_out = known, work_out
 
-    def __getitem__(self, request_id: str) -> Waiting:
-        known = self._known[request_id]
-        # All of the prompt: what of it is cached and in nobody's use is among the free blocks, too.
-        num_blocks = known.request.num_tokens // self._block_size + 1
-        return msgspec.structs.replace(known.base, num_blocks=min(num_blocks, self._num_blocks))
+    def __getitem__(self, request_id: str) -> Facts:
+        return self._work_out(self._known[request_id])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -66,8 +94,12 @@ class Scheduling:
     Args:
         policy: a name in `engine_bridge.policy.admission.POLICIES`.
         num_tokens: that requests may hold together.
-        kv_bytes_per_token: turns an adapter's bytes into tokens.
         is_ready: may a waiting request start as far as its adapter and its grammar are concerned?
+        decision_log: where to write down what the policy is told and decides. Closed with this.
+        num_cached_tokens: leading ones of a waiting request that need not be computed.
+        adapters: whose memory is bounded, too; None: requests use none.
+        ways: counts by which way requests that had been preempted got their KV back.
+        pace: keeps steps short; None: they are as long as vLLM makes them.
     """
 
     def __init__(
@@ -76,43 +108,57 @@ class Scheduling:
         *,
         num_tokens: int,
         block_size: int,
-        kv_bytes_per_token: int,
         is_ready: Callable[[Any], bool],
+        num_cached_tokens: Callable[[Any], int] = lambda request: 0,
+        adapters: Residency | None = None,
+        ways: Mapping[str, int] | None = None,
+        pace: Pace | None = None,
         predictor: LengthPredictor | None = None,
+        decision_log: LogWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.policy: QueuePolicy = POLICIES[policy](num_tokens)
+        made = POLICIES[policy](num_tokens)
+        self.mlq = made if isinstance(made, Mlq) else None
+        """The policy to look at, where it has lanes. It is told of everything through `policy`."""
+        self.policy: QueuePolicy = made
+        self._log = decision_log
+        if decision_log is not None:
+            self.policy = Recorded(made, num_tokens, decision_log.write)
         self.queue = PolicyQueue(self)
         self.predictor = predictor or OnlineLengths()
         self.last = Decision()
         self.counts: Counter[str] = Counter()
+        self.seconds = {"decide": 0.0, "step": 0.0}
+        self.guess_errors = GuessErrors()
         self._num_tokens, self._block_size = num_tokens, block_size
-        self._kv_bytes_per_token = kv_bytes_per_token
         self._is_ready = is_ready
+        self._num_cached_tokens = num_cached_tokens
+        self._adapters = adapters
+        self._ways = ways or {}
+        # vLLM's own policies, and those that stand for them, keep vLLM's victims: the last that started.
+        self._victims = least_fair_first if policy in ("mlq", "fair") else None
+        self.pace = pace
         self._clock = clock
         self._known: dict[str, _Known] = {}
-        self._unready: dict[str, _Known] = {}
+        self._unready = Unready()
         self._running: dict[str, _Known] = {}
         self._sizes = WeightedSize()
         self._scale = Scale()
         self._token_s = PRIOR_TOKEN_S
         self._refits = Refits(clock())
+        self._fitted_scale: Scale | None = None  # while the policy takes over the lanes that go with it
 
     # -- life of a request -------------------------------------------------------------------------------------------
 
     def came(self, request: Any) -> None:
         facts = facts_of(request)
-        features = LengthFeatures(
-            num_prompt_tokens=request.num_prompt_tokens,
-            adapter=facts.adapter,
-            session=facts.session,
-            tenant=facts.tenant,
-            max_tokens=request.max_tokens,
+        features = facts.features or LengthFeatures(
+            num_prompt_tokens=request.num_prompt_tokens, max_tokens=request.max_tokens
         )
-        guess = self.predictor.predict(features)
+        guess = facts.guess or self.predictor.predict(features)
         sizes = (float(request.num_prompt_tokens), float(guess.p50), float(facts.rank))
         self._sizes.seen(*sizes)
-        tokens = request.num_prompt_tokens + guess.p50 + facts.adapter_bytes // self._kv_bytes_per_token
+        tokens = request.num_prompt_tokens + guess.p50
         base = Waiting(
             request_id=request.request_id,
             arrived_s=self._clock(),
@@ -123,9 +169,10 @@ class Scheduling:
             priority=request.priority,
             tenant=facts.tenant,
             weight=facts.weight,
+            adapter_id=request.lora_request.lora_int_id if request.lora_request is not None else None,
         )
-        known = _Known(request, features, guess, base, tokens, sizes)
-        self._known[request.request_id] = self._unready[request.request_id] = known
+        self._known[request.request_id] = _Known(request, features, guess, base, tokens, sizes)
+        self._unready.add(request)
 
     def preempted(self, request: Any) -> None:
         """It waits again, ahead of those of its kind that have not begun."""
@@ -133,9 +180,9 @@ class Scheduling:
         if known is None:
             return
         self.policy.ended(request.request_id)
-        known.base = msgspec.structs.replace(known.base, is_swapped=True)
+        known.base = msgspec.structs.replace(known.base, is_swapped=True, size_tokens=known.charged_tokens)
         known.started_s, known.is_bypasser = None, False
-        self._unready[request.request_id] = known
+        self._unready.add(request)
         self.counts["preempted"] += 1
 
     def ended(self, request: Any) -> None:
@@ -143,12 +190,14 @@ class Scheduling:
         known = self._known.pop(request.request_id, None)
         if known is None:
             return
-        self._unready.pop(request.request_id, None)
+        self._unready.remove(request.request_id)
         self._running.pop(request.request_id, None)
         self.policy.ended(request.request_id)
         num_output = request.num_output_tokens
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
-            self.predictor.observe(known.features, num_output)
+            if not request.request_id.startswith(BACKGROUND_PREFIX):  # those make a token that nobody reads
+                self.predictor.observe(known.features, num_output)
+                self.guess_errors.saw(known.guess, num_output)
             self._note_end(known, num_output)
 
     def _note_end(self, known: _Known, num_output: int) -> None:
@@ -164,45 +213,122 @@ class Scheduling:
 
     def begin_step(self, scheduler: Any) -> None:
         """Decide who starts. Called before vLLM schedules."""
+        started_s = time.perf_counter()
         now = self._clock()
         self._apply_refit(now)
-        for request_id, known in list(self._unready.items()):
-            if self._is_ready(known.request):
-                del self._unready[request_id]
-                self.policy.arrived(known.base, now)
+        for request_id in self._unready.take_ready(self._is_ready, MAX_READY):
+            known = self._known[request_id]
+            # Lanes may have been fitted since it came.
+            known.base = msgspec.structs.replace(known.base, wrs=self._scale.wrs(*known.scale_sizes))
+            self.policy.arrived(self._facts_of_waiting(known), now)
         self._note_growth()
         self.last = Decision()
+        step = self.pace.look() if self.pace is not None else None
         if len(self.queue) > len(self._unready):
-            self.last = self._decide(scheduler, now)
+            self.last = self._decide(scheduler, step, now)
         self.queue.begin_step(self.last.request_ids)
+        if self.pace is not None:
+            started = [self._known[request_id].base for request_id in self.last.request_ids]
+            self.pace.set_bounds(step, sum(facts.num_prefill_tokens for facts in started))
+        self.arrange_victims(scheduler)
+        self.seconds["step"] += time.perf_counter() - started_s
 
-    def _decide(self, scheduler: Any, now: float) -> Decision:
-        num_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+    def _decide(self, scheduler: Any, step: StepPace | None, now: float) -> Decision:
         room = Room(
             free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             num_slots=scheduler.max_num_running_reqs - len(scheduler.running),
             num_tokens=self._num_tokens,
+            prefill_tokens=step.starting_tokens if step is not None else None,
+            is_prefilling=step is not None and step.num_prefilling > 0,
+            adapter_bytes=self._adapters.free_room() if self._adapters is not None else None,
         )
-        waiting = _Sizes(self._known, self._block_size, num_blocks)
-        decision = self.policy.decide(waiting, self._facts_of_running(), room, now)
+        waiting = _OnDemand(self._known, self._facts_of_waiting)
+        running = _OnDemand(self._running, self._facts_of_running)
+        started_s = time.perf_counter()
+        decision = self.policy.decide(waiting, running, room, now)
+        self.seconds["decide"] += time.perf_counter() - started_s
+        self.counts["decisions"] += 1
         for request_id in decision.squash:
             self._squash(scheduler, request_id)
+        for request_id, reason in decision.deferred.items():
+            if reason == "step_full":
+                known = self._known[request_id]
+                known.base = msgspec.structs.replace(known.base, times_deferred=known.base.times_deferred + 1)
         # Who makes room for a head in this step makes it for the next one: its blocks are free only then.
         return Decision(deferred=decision.deferred) if decision.squash else decision
 
-    def _facts_of_running(self) -> dict[str, Running]:
-        return {
-            request_id: Running(
-                request_id=request_id,
-                lane=0,
-                charged_tokens=known.charged_tokens,
-                num_blocks=known.request.num_tokens // self._block_size + 1,
-                started_s=known.started_s or 0.0,
-                predicted_end_s=(known.started_s or 0.0) + known.base.duration_s,
-                is_bypasser=known.is_bypasser,
+    def _facts_of_waiting(self, known: _Known) -> Waiting:
+        # All of the prompt: what of it is cached and in nobody's use is among the free blocks, too. It changes only for what was preempted
+        # with tokens under way.
+        num_tokens = known.request.num_tokens
+        num_blocks = min(num_tokens // self._block_size + 1, self._num_tokens // self._block_size)
+        now = self._clock()
+        if num_blocks != known.base.num_blocks or now - known.looked_up_s >= CACHED_FOR_S:
+            known.looked_up_s = now
+            num_cached = self._num_cached_tokens(known.request)
+            known.base = msgspec.structs.replace(
+                known.base,
+                num_blocks=num_blocks,
+                num_prefill_tokens=max(num_tokens - num_cached, 1),
+                is_warm=2 * num_cached >= num_tokens,
             )
-            for request_id, known in self._running.items()
-        }
+        adapter_id = known.base.adapter_id
+        if self._adapters is not None and adapter_id is not None:
+            needed = self._adapters.needed_room(adapter_id)
+            if needed != known.base.adapter_bytes:
+                known.base = msgspec.structs.replace(known.base, adapter_bytes=needed)
+        return known.base
+
+    def _facts_of_running(self, known: _Known) -> Running:
+        started_s = known.started_s or 0.0
+        return Running(
+            request_id=known.request.request_id,
+            lane=0,
+            charged_tokens=known.charged_tokens,
+            num_blocks=known.request.num_tokens // self._block_size + 1,
+            started_s=started_s,
+            predicted_end_s=started_s + known.base.duration_s,
+            is_bypasser=known.is_bypasser,
+            adapter_bytes=self._room_of_adapter(known),
+        )
+
+    def _room_of_adapter(self, known: _Known) -> int:
+        adapter_id = known.base.adapter_id
+        return (
+            self._adapters.room_of(adapter_id) if self._adapters is not None and adapter_id is not None else 0
+        )
+
+    def arrange_victims(self, scheduler: Any) -> None:
+        """Have vLLM preempt whom the policy can spare, in a step that may lack memory."""
+        running, block_pool = scheduler.running, scheduler.kv_cache_manager.block_pool
+        # A step takes at most a block more for each request, and what its prompts fill.
+        num_new = len(running) + scheduler.max_num_scheduled_tokens // self._block_size
+        if self._victims is None or len(running) < 2 or block_pool.get_num_free_blocks() >= num_new:
+            return
+        now = self._clock()
+
+        def facts_of(request: Any) -> RunningFacts:
+            known = self._known[request.request_id]
+            waited_s = now - known.base.arrived_s
+            return RunningFacts(
+                request_id=request.request_id,
+                fairness=fair_priority(waited_s, request.num_tokens, known.base.weight),
+                started_s=known.started_s or now,
+                num_blocks=request.num_tokens // self._block_size + 1,
+                recompute_s=self._recompute_s(request.num_computed_tokens),
+                urgency=request.priority,
+            )
+
+        known = [request for request in running if request.request_id in self._known]
+        others = [request for request in running if request.request_id not in self._known]
+        if len(known) > 1:
+            arrived_s = lambda request: self._known[request.request_id].base.arrived_s  # noqa: E731
+            scheduler.running[:] = others + by_worth(known, facts_of, arrived_s, self._victims)
+
+    def _recompute_s(self, num_tokens: int) -> float:
+        if self.pace is None:
+            return num_tokens * self._token_s
+        return self.pace.table.step_s(num_tokens, 0, 0)
 
     def _squash(self, scheduler: Any, request_id: str) -> None:
         """As vLLM preempts outside of a step (`reset_prefix_cache`)."""
@@ -217,6 +343,7 @@ class Scheduling:
 
     def end_step(self) -> None:
         """Tell the policy who really started."""
+        started_s = time.perf_counter()
         now = self._clock()
         for request_id in self.queue.end_step():
             known = self._known.get(request_id)
@@ -229,6 +356,7 @@ class Scheduling:
             self.counts["admitted"] += 1
             if known.is_bypasser:
                 self._note_bypass(self.last.bypassed[request_id])
+        self.seconds["step"] += time.perf_counter() - started_s
 
     def _note_bypass(self, head_id: str) -> None:
         self.counts["bypassed"] += 1
@@ -241,8 +369,7 @@ class Scheduling:
         for request_id, known in self._running.items():
             num_done = known.request.num_output_tokens
             if num_done >= known.guess.p50:
-                more = known.guess.bound(num_done) - known.guess.p50
-                size = known.base.size_tokens + more
+                size = known.request.num_prompt_tokens + known.guess.bound(num_done)
                 if size > known.charged_tokens:
                     known.charged_tokens = size
                     self.policy.outgrew(request_id, size)
@@ -250,17 +377,39 @@ class Scheduling:
     # -- lanes -------------------------------------------------------------------------------------------------------
 
     def _apply_refit(self, now: float) -> None:
-        if not isinstance(self.policy, Mlq):
+        if self.mlq is None or not isinstance(self.policy, Mlq | Recorded):
+            # Without lanes there is still a predictor that learns.
+            self._refits.take()
+            self._refits.start_if_due(now, self._sizes.scale, self._num_tokens, self.predictor)
             return
-        fitted = self._refits.take()
-        if fitted is not None:
-            lanes, quotas, self._scale = fitted
-            sizes = {i: self._scale.wrs(*known.scale_sizes) for i, known in self._known.items()}
-            self.policy.refit(lanes, quotas, sizes)
+        if self._fitted_scale is None and (fitted := self._refits.take()) is not None:
+            lanes, quotas, scale = fitted
+            self._fitted_scale = scale
+            sizes = _OnDemand(self._known, lambda known: scale.wrs(*known.scale_sizes))
+            self.policy.begin_refit(lanes, quotas, sizes)
+        if self._fitted_scale is not None and self.policy.advance_refit(MAX_PLACED):
+            self._scale, self._fitted_scale = self._fitted_scale, None
             self.counts["refits"] += 1
         self._refits.start_if_due(now, self._sizes.scale, self._num_tokens, self.predictor)
 
-    def reason(self, request_id: str) -> str:
+    def now(self) -> float:
+        """On the clock that requests' times are told by, in seconds."""
+        return self._clock()
+
+    def known(self, request_id: str) -> _Known | None:
+        """What is kept of a request that waits or runs. To look at only."""
+        return self._known.get(request_id)
+
+    def all_counts(self) -> dict[str, int]:
+        """`counts`, how preempted requests came back, and how the decision log does. From any thread."""
+        counts = dict(self.counts) | {f"preempted:{way}": num for way, num in self._ways.items()}
+        if self._log is not None:
+            counts["log_bytes"] = self._log.num_bytes
+            if self._log.cut is not None:
+                counts[f"log_cut:{self._log.cut}"] = 1
+        return counts
+
+    def reason(self, request_id: str) -> DeferReason | Literal["not_ready"]:
         """Why a waiting request waits, after the last step."""
         return "not_ready" if request_id in self._unready else self.last.reason(request_id)
 
@@ -275,14 +424,16 @@ class Scheduling:
             "counts": dict(self.counts),
             "token_s": self._token_s,
         }
-        if isinstance(self.policy, Mlq):
+        if self.mlq is not None:
             found["lanes"] = {
-                "boundaries": self.policy.lanes.boundaries,
-                "num_waiting": self.policy.num_waiting(),
-                "quota_tokens": self.policy.ledger.quotas,
-                "used_tokens": self.policy.ledger.used,
+                "boundaries": self.mlq.lanes.boundaries,
+                "num_waiting": self.mlq.num_waiting(),
+                "quota_tokens": self.mlq.ledger.quotas,
+                "used_tokens": self.mlq.ledger.used,
             }
         return found
 
     def close(self) -> None:
         self._refits.close()
+        if self._log is not None:
+            self._log.close()

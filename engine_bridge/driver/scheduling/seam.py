@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -11,26 +10,32 @@ from vllm.v1.request import RequestStatus
 
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 
+if TYPE_CHECKING:
+    from engine_bridge.driver.adapters.residency import Residency
+
 
 class _Gate:
     """Passes over waiting requests whose adapter cannot be computed with yet; they keep their place in the queue."""
 
-    may_start: Callable[[int], bool] | None = None
+    residency: Residency | None = None
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         is_ready: bool = super()._handle_blocked_waiting_request(request)
-        return is_ready and self.has_adapter(request)
+        if self.residency is None or request.lora_request is None:
+            return is_ready
+        return is_ready and self.residency.may_start(request.lora_request.lora_int_id)
 
     def has_adapter(self, request: Any) -> bool:
-        if self.may_start is None or request.lora_request is None:
+        if self.residency is None or request.lora_request is None:
             return True
-        return self.may_start(request.lora_request.lora_int_id)
+        return self.residency.is_at_hand(request.lora_request.lora_int_id)
 
 
 class _Planned:
     """Starts requests as `scheduling` decides; as vLLM does while there is none."""
 
     scheduling: Scheduling | None = None
+    num_preempted = 0
 
     def use(self, scheduling: Scheduling) -> None:
         """From now on; nothing waits yet."""
@@ -41,14 +46,21 @@ class _Planned:
             return super().schedule(*args, **kwargs)
         self.scheduling.begin_step(self)
         try:
-            return super().schedule(*args, **kwargs)
+            output = super().schedule(*args, **kwargs)
         finally:
             self.scheduling.end_step()
+        if self.scheduling.pace is not None:
+            self.scheduling.pace.scheduled(output)
+        return output
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self.scheduling is not None:
             self.scheduling.ended(request)
         return super()._free_request(request, *args, **kwargs)
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_preempted += 1
+        return super()._preempt_request(*args, **kwargs)
 
     def is_ready(self, request: Any) -> bool:
         """As far as anything but room is concerned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,14 @@ class Traffic(RuleBasedStateMachine):
         self.next_number += 1
         self.waiting[request_id] = number
         self.residency.requested(request_id, number)
+
+    @rule(data=st.data())
+    def expect(self, data: st.DataObject) -> None:
+        """From another thread, as the event loop does."""
+        number = data.draw(st.sampled_from(sorted(self.served)))
+        thread = threading.Thread(target=self.residency.expect, args=(number,))
+        thread.start()
+        thread.join()
 
     @rule(data=st.data())
     def prefetch(self, data: st.DataObject) -> None:

@@ -141,6 +141,8 @@ def test_an_adapter_that_two_bring_is_counted_once() -> None:
     assert decide(Fcfs(), both, room(free_blocks=25)).request_ids == ("a", "b")
     others = [request(name, adapter_id=at, adapter_blocks=5) for at, name in enumerate("ab")]
     assert decide(Fcfs(), others, room(free_blocks=25)).request_ids == ("a",)
+    unnamed = [request(name, adapter_blocks=5) for name in "ab"]
+    assert decide(Fcfs(), unnamed, room(free_blocks=25)).request_ids == ("a",)
 
 
 # -- waiting time over length ------------------------------------------------------------------------------------------
@@ -236,6 +238,12 @@ def test_heads_larger_than_their_quotas_do_not_lock_each_other_out() -> None:
     assert decide(mlq(), waiting).request_ids == ("one",)
 
 
+def test_one_larger_than_the_room_of_now_runs_alone() -> None:
+    assert decide(mlq(), [request("giant", size_tokens=800)], room(num_tokens=600)).request_ids == ("giant",)
+    overdue = request("giant", size_tokens=800, arrived_s=0.0)
+    assert decide(mlq(), [overdue], room(num_tokens=600)).request_ids == ("giant",)
+
+
 def test_one_larger_than_all_there_is_runs_alone() -> None:
     policy = mlq()
     assert decide(policy, [request("giant", size_tokens=10**6)]).request_ids == ("giant",)
@@ -260,6 +268,59 @@ def test_what_ran_before_a_new_fit_comes_back_after_it() -> None:
     assert policy.ledger.num_used == sum(policy.num_waiting()) == 0
     with pytest.raises(ValueError, match="quota"):
         policy.refit(FOUR_LANES, (1, 2))
+
+
+class EverySecond(Mapping[str, float]):
+    """A size for each name that is an even number, worked out on demand."""
+
+    def __init__(self, factor: int = 37) -> None:
+        self.factor, self.num_looked_up = factor, 0
+
+    def __getitem__(self, name: str) -> float:
+        self.num_looked_up += 1
+        if not name.isdigit() or int(name) % 2:
+            raise KeyError(name)
+        return int(name) * self.factor % 100 / 100
+
+    def __iter__(self) -> Any:
+        raise AssertionError("sizes are looked up one by one")
+
+    def __len__(self) -> int:
+        raise AssertionError("sizes are looked up one by one")
+
+
+def test_a_refit_moves_no_more_at_a_time_than_it_may() -> None:
+    policy, sizes = mlq(), EverySecond()
+    for at in range(100):
+        policy.arrived(request(str(at)), NOW)
+    policy.begin_refit(FOUR_LANES, (250, 250, 250, 250), sizes)
+    assert sizes.num_looked_up == 0
+    for step in range(9):
+        assert not policy.advance_refit(11)
+        assert sizes.num_looked_up == 11 * (step + 1)
+        assert policy.lanes == TWO_LANES
+        assert policy.ledger.quotas == (500, 500)
+    assert policy.advance_refit(11)
+    assert policy.lanes == FOUR_LANES
+    assert policy.ledger.quotas == (250, 250, 250, 250)
+    assert policy.advance_refit(11), "there is nothing left to do"
+    lanes = [FOUR_LANES.lane_of(at * 37 % 100 / 100 if at % 2 == 0 else 0.1) for at in range(100)]
+    assert [policy.lane_of(str(at)) for at in range(100)] == lanes
+    assert policy.num_waiting() == tuple(lanes.count(lane) for lane in range(4))
+
+
+def test_a_refit_takes_the_place_of_one_that_is_not_done() -> None:
+    policy = mlq()
+    for at in range(10):
+        policy.arrived(request(str(at)), NOW)
+    policy.begin_refit(Lanes.around([0.5]), (1000,))
+    assert not policy.advance_refit(5)
+    policy.begin_refit(FOUR_LANES, (250, 250, 250, 250))
+    assert not policy.advance_refit(9)
+    assert policy.advance_refit(1)
+    assert policy.lanes == FOUR_LANES
+    with pytest.raises(ValueError, match="quota"):
+        policy.begin_refit(FOUR_LANES, (1, 2))
 
 
 def test_one_that_outgrows_its_guess_holds_what_it_holds() -> None:
@@ -310,6 +371,73 @@ def test_tenants_get_tokens_by_their_weights(weight: float) -> None:
     assert num_a / (40 - num_a) == pytest.approx(weight, rel=0.15)
 
 
+def test_of_a_tenant_that_waits_nothing_is_taken() -> None:
+    policy = mlq(FOUR_LANES, (10**9, 1, 1, 1))
+    waiting = {"big": request("big", wrs=0.9, tenant="modest", num_blocks=20_000)}
+    policy.arrived(waiting["big"], NOW)
+    for at in range(20):
+        policy.arrived(request(f"loud{at}", tenant="loud"), NOW)
+        policy.admitted(f"loud{at}", NOW)
+    # Its level is nothing still, since it has been waiting all the time: it has as much before it as the other was given.
+    for at in range(20):
+        for facts in (request(f"m{at}", wrs=0.15, tenant="modest"), request(f"l{at}", tenant="loud")):
+            waiting[facts.request_id] = facts
+            policy.arrived(facts, NOW)
+    chosen = policy.decide(waiting, {}, room(num_slots=19, num_tokens=10**9), NOW).request_ids
+    assert {name[0] for name in chosen} == {"m"}
+
+
+facts_of_many = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 40), st.sampled_from([0.5, 1.0, 100.0])),
+    max_size=25,
+)
+
+
+@settings(deadline=None)
+@given(
+    facts_of_many,
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 300)), max_size=10),
+    st.integers(0, 12),
+)
+def test_tenants_take_turns_by_what_they_were_given(
+    fields: list[tuple[int, int, int, float]], past: list[tuple[int, int]], num_slots: int
+) -> None:
+    """Against the rule in its plainest words. All sizes differ, all in one lane."""
+    policy = Mlq(10**9)
+    given = dict.fromkeys(map(str, range(6)), 0.0)
+    waiting = {
+        str(at): request(
+            str(at),
+            wrs=size + at / 100,
+            size_tokens=size,
+            priority=priority,
+            tenant=str(tenant),
+            weight=weight,
+        )
+        for at, (priority, tenant, size, weight) in enumerate(fields)
+    }
+    for facts in waiting.values():
+        policy.arrived(facts, NOW)
+    tenants = {facts.tenant for facts in waiting.values()}
+    for at, (tenant, tokens) in enumerate(past):
+        if str(tenant) in tenants:
+            policy.arrived(request(f"past{at}", tenant=str(tenant), size_tokens=tokens), NOW)
+            policy.admitted(f"past{at}", NOW)
+            policy.ended(f"past{at}")
+            given[str(tenant)] += tokens
+    expected: list[str] = []
+    left = dict(waiting)
+    while left and len(expected) < num_slots:
+        first = min(
+            left.values(), key=lambda facts: (facts.priority, given[facts.tenant], facts.tenant, facts.wrs)
+        )
+        given[first.tenant] += first.size_tokens / first.weight
+        expected.append(left.pop(first.request_id).request_id)
+    space = room(num_slots=num_slots, num_tokens=10**9, free_blocks=10**9)
+    assert list(policy.decide(waiting, {}, space, NOW).request_ids) == expected
+    policy.check_invariants()
+
+
 def test_idling_saves_nothing_up() -> None:
     policy = mlq(quotas=(10**9, 1))
     busy = {f"b{at}": request(f"b{at}", tenant="busy") for at in range(100)}
@@ -332,6 +460,13 @@ def test_one_that_has_waited_for_long_goes_before_smaller_ones() -> None:
     ]
     policy = mlq(quotas=(5000, 5000))
     assert decide(policy, waiting).request_ids == ("old", "older", "small")
+
+
+def test_long_is_from_the_very_second_on() -> None:
+    waiting = [request("small", wrs=0.1), request("old", wrs=0.3, arrived_s=NOW - 10)]
+    assert decide(mlq(), waiting).request_ids == ("old", "small")
+    overdue = request("overdue", wrs=0.9, arrived_s=NOW - 60, priority=9)
+    assert decide(mlq(), [*waiting, overdue]).request_ids == ("overdue", "old", "small")
 
 
 def test_one_that_was_swapped_out_goes_first() -> None:
@@ -384,6 +519,16 @@ def test_overdue_ones_start_in_order_of_arrival_before_all_others() -> None:
         request("first", wrs=0.9, arrived_s=NOW - 61, priority=9),
     ]
     assert decide(mlq(), waiting).request_ids == ("first", "second", "urgent")
+
+
+def test_among_overdue_ones_being_warm_counts_for_nothing() -> None:
+    waiting = [request("first", arrived_s=1.0), request("warm", arrived_s=2.0, is_warm=True)]
+    assert decide(mlq(), waiting).request_ids == ("first", "warm")
+
+
+def test_a_late_bypasser_makes_room_for_an_overdue_one() -> None:
+    overdue = request("overdue", arrived_s=0.0, num_blocks=50)
+    assert decide(mlq(), [overdue], room(free_blocks=25), [LATE]).squash == ("late",)
 
 
 @pytest.mark.parametrize(
@@ -440,6 +585,9 @@ def test_a_head_is_passed_so_many_times_at_most() -> None:
     passed = msgspec.structs.replace(HEAD, times_bypassed=16)
     assert passing(mlq(), passed).request_ids == ()
     assert passing(mlq(max_bypassed=17), passed).request_ids == ("follower",)
+    once = msgspec.structs.replace(HEAD, times_bypassed=15)
+    small = [request(name, wrs=0.2, num_blocks=5) for name in "ab"]
+    assert decide(mlq(), [once, *small], room(free_blocks=25), [SOON]).bypassed == {"a": "head"}
 
 
 def test_nobody_passes_while_no_squash_is_left_to_mend_it() -> None:
@@ -470,6 +618,9 @@ def test_warm_ones_are_asked_first_to_pass() -> None:
     warm = request("warm", wrs=0.3, num_blocks=20, is_warm=True)
     decision = decide(mlq(), [HEAD, cold, warm], room(free_blocks=25), [SOON])
     assert decision.bypassed == {"warm": "head"}
+    urgent = [msgspec.structs.replace(each, priority=-1) for each in (HEAD, cold)]
+    decision = decide(mlq(), [*urgent, warm], room(free_blocks=25), [SOON])
+    assert decision.bypassed == {"cold": "head"}, "priority counts for more"
 
 
 def test_one_that_was_swapped_out_long_ago_is_counted_once() -> None:
@@ -517,12 +668,43 @@ def test_a_bypasser_that_is_late_is_squashed_where_that_lets_the_head_start() ->
     assert squashes(mlq(), LATE, free_blocks=10) == (), "it would not help"
     assert squashes(mlq(), LATE, free_blocks=50) == (), "the head starts anyway"
     assert squashes(mlq(), msgspec.structs.replace(LATE, is_bypasser=False)) == ()
-    assert squashes(mlq(), msgspec.structs.replace(LATE, predicted_end_s=NOW + 1)) == ()
+    assert squashes(mlq(), msgspec.structs.replace(LATE, predicted_end_s=NOW)) == ()
 
 
 def test_no_more_are_squashed_than_needed() -> None:
     more = [msgspec.structs.replace(LATE, request_id=f"late{at}", num_blocks=5) for at in range(3)]
     assert squashes(mlq(), *more, LATE) == ("late",)
+
+
+def test_of_two_heads_the_one_that_needs_less_is_helped() -> None:
+    large = request("large", wrs=0.9, num_blocks=90)
+    assert decide(mlq(), [HEAD, large], room(free_blocks=25), [LATE]).squash == ("late",)
+
+
+def test_nobody_is_squashed_where_the_share_does_not_suffice_for_the_head() -> None:
+    halves = [msgspec.structs.replace(LATE, request_id=name, num_blocks=15) for name in "ab"]
+    policy = mlq()
+    assert squashes(policy, *halves) == ("a", "b")
+    policy.ended("head")
+    for _ in range(4):
+        policy.squashed("earlier")
+    assert squashes(policy, *halves) == ()
+
+
+def test_squashes_of_long_ago_count_for_less() -> None:
+    policy = mlq()  # 100 admitted
+    for _ in range(50):
+        policy.squashed("late")
+    for at in range(1900):
+        policy.arrived(request(str(at)), NOW)
+        policy.admitted(str(at), NOW)
+        policy.ended(str(at))
+    # Counted as 25 of 1,000 now.
+    for _ in range(25):
+        assert squashes(policy, LATE) == ("late",)
+        policy.squashed("late")
+        policy.ended("head")
+    assert squashes(policy, LATE) == ()
 
 
 def test_squashes_stay_within_their_share() -> None:
@@ -592,11 +774,16 @@ some_requests = st.builds(
 
 
 class MlqMachine(RuleBasedStateMachine):
-    """Any order of calls that a driver may make, also one that starts fewer than were decided."""
+    """Any order of calls that a driver may make, also one that starts fewer than were decided.
+
+    Its twin is told the same, but gets new lanes at once, when the first has them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.policy = mlq(FOUR_LANES, (250, 250, 250, 250))
+        self.twin = mlq(FOUR_LANES, (250, 250, 250, 250))
+        self.fitted: tuple[Lanes, tuple[int, ...], EverySecond] | None = None
         self.now = 50.0
         self.count = 0
         self.waiting: dict[str, Waiting] = {}
@@ -609,8 +796,12 @@ class MlqMachine(RuleBasedStateMachine):
         self.count += 1
         self.enqueue(request(str(self.count), **fields))
 
+    def tell(self, hook: str, *args: Any) -> None:
+        for policy in (self.policy, self.twin):
+            getattr(policy, hook)(*args)
+
     def enqueue(self, facts: Waiting) -> None:
-        self.policy.arrived(facts, self.now)
+        self.tell("arrived", facts, self.now)
         self.waiting[facts.request_id] = self.facts[facts.request_id] = facts
 
     @rule(
@@ -627,12 +818,15 @@ class MlqMachine(RuleBasedStateMachine):
         space = Room(free_blocks=free_blocks, num_slots=num_slots, num_tokens=num_tokens)
         decision = self.policy.decide(self.waiting, self.running, space, self.now)
         assert decision == self.policy.decide(self.waiting, self.running, space, self.now), "state changed"
+        assert decision == self.twin.decide(self.waiting, self.running, space, self.now), (
+            "half of a refit counts"
+        )
         self.check(decision, space)
         for name in decision.squash:
             facts = msgspec.structs.replace(
                 self.facts[name], times_squashed=self.facts[name].times_squashed + 1
             )
-            self.policy.squashed(name)
+            self.tell("squashed", name)
             self.leave(name)
             self.enqueue(facts)
         for name in decision.request_ids[:num_started]:
@@ -669,7 +863,7 @@ class MlqMachine(RuleBasedStateMachine):
             )
 
     def start(self, facts: Waiting, is_bypasser: bool) -> None:
-        self.policy.admitted(facts.request_id, self.now)
+        self.tell("admitted", facts.request_id, self.now)
         self.running[facts.request_id] = runs(
             facts.request_id,
             num_blocks=facts.num_blocks,
@@ -678,7 +872,7 @@ class MlqMachine(RuleBasedStateMachine):
         )
 
     def leave(self, name: str) -> None:
-        self.policy.ended(name)
+        self.tell("ended", name)
         self.waiting.pop(name, None)
         self.running.pop(name, None)
 
@@ -696,12 +890,20 @@ class MlqMachine(RuleBasedStateMachine):
     def outgrow(self, data: st.DataObject, size_tokens: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.running)))
         before = self.policy.ledger.num_used
-        self.policy.outgrew(name, size_tokens)
+        self.tell("outgrew", name, size_tokens)
         self.outgrown += self.policy.ledger.num_used - before
 
     @rule(lanes=st.sampled_from([FOUR_LANES, TWO_LANES, Lanes.around([0.5])]))
     def refit(self, lanes: Lanes) -> None:
-        self.policy.refit(lanes, (1000 // lanes.num_lanes,) * lanes.num_lanes)
+        self.fitted = (lanes, (1000 // lanes.num_lanes,) * lanes.num_lanes, EverySecond(self.count + 1))
+        self.policy.begin_refit(*self.fitted)
+
+    @precondition(lambda self: self.fitted)
+    @rule(num=st.integers(0, 4))
+    def place(self, num: int) -> None:
+        if self.policy.advance_refit(num) and self.fitted:
+            self.twin.refit(*self.fitted)
+            self.fitted = None
 
     @invariant()
     def nothing_is_lost_or_leaked(self) -> None:
@@ -712,7 +914,7 @@ class MlqMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for name in [*self.waiting, *self.running]:
-            self.policy.ended(name)
+            self.tell("ended", name)
         self.policy.check_invariants()
         assert self.policy.ledger.num_used == sum(self.policy.num_waiting()) == 0
 
@@ -1091,3 +1293,78 @@ def test_a_decision_looks_at_few_of_those_who_wait(name: str) -> None:
         times_s.append(time.perf_counter() - begin_s)
     assert facts_on_demand.num_looked_up / 50 <= 16 + 4 * (1 + 16)
     assert min(times_s) < 0.001, "the aim for 1,000 who wait; 0.2 ms where it was measured"
+
+
+# -- steps that are kept short, and adapters with memory of their own --------------------------------------------------
+
+
+def mlq_with(*waiting: Waiting, lanes: Lanes = TWO_LANES) -> tuple[Mlq, dict[str, Waiting]]:
+    policy = Mlq(10_000)
+    policy.refit(lanes, [10_000 // lanes.num_lanes] * lanes.num_lanes)
+    for each in waiting:
+        policy.arrived(each, NOW)
+    return policy, {each.request_id: each for each in waiting}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_step_begins_no_more_prompts_than_it_has_time_for(name: str) -> None:
+    policy = POLICIES[name](10_000)
+    asked = [request(f"r{n}", num_prefill_tokens=100, arrived_s=NOW - 10 + n) for n in range(5)]
+    for each in asked:
+        policy.arrived(each, NOW)
+    room = msgspec.structs.replace(AMPLE, prefill_tokens=250)
+    decision = policy.decide({each.request_id: each for each in asked}, {}, room, NOW)
+    assert decision.request_ids == ("r0", "r1")
+    assert decision.reason("r2") == "step_full"
+
+
+def test_a_prompt_longer_than_any_step_begins_when_no_other_one_is_computed() -> None:
+    policy, waiting = mlq_with(request("long", num_prefill_tokens=5000))
+    busy = msgspec.structs.replace(AMPLE, prefill_tokens=100, is_prefilling=True)
+    assert policy.decide(waiting, {}, busy, NOW).reason("long") == "step_full"
+    idle = msgspec.structs.replace(AMPLE, prefill_tokens=100)
+    assert policy.decide(waiting, {}, idle, NOW).request_ids == ("long",)
+
+
+def test_nobody_passes_a_prompt_that_has_been_deferred_once() -> None:
+    room = msgspec.structs.replace(AMPLE, prefill_tokens=100, is_prefilling=True)
+    small = request("small", wrs=0.1, num_prefill_tokens=10)
+    large = request("large", wrs=0.9, num_prefill_tokens=200)
+    policy, waiting = mlq_with(small, large)
+    first = policy.decide(waiting, {}, room, NOW)
+    assert first.request_ids == ("small",) and first.reason("large") == "step_full"
+    waiting["large"] = msgspec.structs.replace(large, times_deferred=1)
+    assert policy.decide(waiting, {}, room, NOW).request_ids == ()
+    free = msgspec.structs.replace(room, is_prefilling=False)
+    assert policy.decide(waiting, {}, free, NOW).request_ids == ("large",)
+
+
+def test_adapters_with_memory_of_their_own_take_no_blocks() -> None:
+    room = msgspec.structs.replace(AMPLE, adapter_bytes=100)
+    asked = [
+        request("a", wrs=0.1, adapter_id=1, adapter_bytes=60),
+        request("b", wrs=0.11, adapter_id=1, adapter_bytes=60),  # the same adapter: needed once
+        request("c", wrs=0.12, adapter_id=2, adapter_bytes=60),
+        request("d", wrs=0.9),
+    ]
+    policy, waiting = mlq_with(*asked)
+    decision = policy.decide(waiting, {}, room, NOW)
+    assert decision.request_ids == ("a", "b", "d")
+    assert decision.reason("c") == "adapter_memory"
+
+
+def test_who_passes_a_head_that_lacks_adapter_memory_is_gone_by_then() -> None:
+    """The head starts when the adapter that runs leaves, at NOW + 5."""
+    room = msgspec.structs.replace(AMPLE, adapter_bytes=10)
+    running = {"r": runs("r", predicted_end_s=NOW + 5, adapter_bytes=100)}
+    head = request("head", wrs=0.01, adapter_id=2, adapter_bytes=60)
+    quick = request("quick", wrs=0.02, duration_s=4)
+    slow = request("slow", wrs=0.03, duration_s=6)
+    policy, waiting = mlq_with(head, quick, slow)
+    for number in range(100):  # something to squash of
+        policy.arrived(request(f"x{number}"), NOW)
+        policy.admitted(f"x{number}", NOW)
+        policy.ended(f"x{number}")
+    decision = policy.decide(waiting, running, room, NOW)
+    assert dict(decision.bypassed) == {"quick": "head"}
+    assert decision.reason("head") == "adapter_memory"

@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_bridge.policy.costs import (
+    ERROR_RATE,
     LEARNING_RATE,
+    MIN_USUAL_ERROR,
     OUTLIER_ERRORS,
     FullCost,
     KvShape,
@@ -127,6 +129,7 @@ def test_after_any_steps_more_work_still_never_takes_less(
             ahead = tuple(place + (which == axis) for which, place in enumerate(point))
             assert at.get(ahead, math.inf) >= seconds
     assert len(grid.seconds) == math.prod(sizes)
+    assert min(grid.seconds) >= 0
 
 
 def test_one_stall_hardly_counts_and_a_lasting_change_is_learned() -> None:
@@ -139,6 +142,41 @@ def test_one_stall_hardly_counts_and_a_lasting_change_is_learned() -> None:
     for _ in range(200):
         table.observe(*work, 2 * usual_s)
     assert table.step_s(*work) == pytest.approx(2 * usual_s, rel=0.02)
+
+
+def test_one_stall_does_not_make_the_next_one_believable() -> None:
+    table = table_of()
+    before = table.usual_error
+    table.observe(32, 4, 500, 1000.0)
+    assert before < table.usual_error <= before * (1 + ERROR_RATE * (OUTLIER_ERRORS - 1)) * (1 + 1e-9)
+
+
+def test_after_many_exact_steps_a_change_is_still_noticed() -> None:
+    table = table_of()
+    for _ in range(200):
+        table.observe(32, 4, 500, table.step_s(32, 4, 500))
+    assert table.usual_error == MIN_USUAL_ERROR
+    assert table.num_steps == 200
+
+
+def test_what_was_never_predicted_is_believed_at_once() -> None:
+    table = table_of(lambda work: 0.0)
+    table.observe(64, 4, 1000, 2.0)
+    assert table.step_s(64, 4, 1000) == pytest.approx(LEARNING_RATE * 2.0)
+
+
+def test_what_a_regressor_says_of_a_step_without_work_counts_for_nothing() -> None:
+    table = table_of(lambda work: linear(work) if work[0] + work[1] else 99.0)
+    assert table.step_s(64, 4, 1000) == pytest.approx(linear((64, 4, 1000)))
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_step_beyond_the_points_corrects_the_last_ones(share: float) -> None:
+    table, work = table_of(), (1000, 50, 50_000)
+    before, edge = table.step_s(*work), table.step_s(256, 16, 10_000)
+    table.observe(*work, share * before)
+    believed = LEARNING_RATE * OUTLIER_ERRORS * 0.1 * before * (1 if share > 1 else -1)
+    assert table.step_s(256, 16, 10_000) == pytest.approx(edge + believed)
 
 
 def test_noise_of_real_steps_averages_out() -> None:
@@ -222,6 +260,9 @@ def test_swapping_takes_what_the_formula_says() -> None:
         shape.block_bytes / 20e9 + num_bytes / 25e9
     )
     assert swap_s(0, shape, link) == 0.0
+    slow_start = Link(d2h_bytes_per_s=100.0, h2d_bytes_per_s=50.0, setup_s=3.0)
+    assert (slow_start.out_s(100), slow_start.in_s(100)) == (4.0, 5.0)
+    assert slow_start.out_s(0) == slow_start.in_s(0) == 0.0
 
 
 # -- splits ------------------------------------------------------------------------------------------------------------
@@ -320,6 +361,8 @@ def test_without_room_in_host_memory_it_is_recomputed() -> None:
     full = msgspec.structs.replace(LOST, num_host_blocks=99)
     decision = SwapOrRecompute(PREFILL, SHAPE, FAST).decide(full)
     assert (decision.way, decision.swap_s, decision.reason) == (Way.RECOMPUTE, None, "no room in host memory")
+    enough = msgspec.structs.replace(LOST, num_host_blocks=100)
+    assert SwapOrRecompute(PREFILL, SHAPE, FAST).decide(enough).way is Way.SWAP
     saved = msgspec.structs.replace(full, num_saved_tokens=16)
     assert SwapOrRecompute(PREFILL, SHAPE, FAST).decide(saved).way is Way.SWAP
 
@@ -331,6 +374,10 @@ def test_what_is_saved_is_not_copied_out_and_what_is_kept_not_restored() -> None
     kept = policy.decide(msgspec.structs.replace(LOST, num_saved_tokens=1600, num_kept_tokens=800))
     assert kept.swap_s == pytest.approx(50 * SHAPE.block_bytes / 20e9)
     assert kept.recompute_s == pytest.approx(0.08)
+    unsaved = policy.decide(msgspec.structs.replace(LOST, num_kept_tokens=800))
+    assert unsaved.num_out_blocks == 50, "what is kept is not copied out"
+    whole = policy.decide(msgspec.structs.replace(LOST, num_kept_tokens=5000))
+    assert (whole.recompute_s, whole.expected_s) == (0.0, 0.0)
 
 
 @given(
@@ -361,6 +408,10 @@ def test_a_split_beats_both_where_they_are_alike() -> None:
     decision = SwapOrRecompute(PREFILL, SHAPE, link, can_split=True).decide(LOST)
     assert (decision.way, decision.num_recompute_tokens, decision.num_out_blocks) == (Way.SPLIT, 800, 50)
     assert decision.expected_s == pytest.approx(0.08, rel=0.02)
+    # What is loaded has to be copied out before.
+    slow_out = msgspec.structs.replace(link, d2h_bytes_per_s=50 * SHAPE.block_bytes / 0.02)
+    decision = SwapOrRecompute(PREFILL, SHAPE, slow_out, can_split=True).decide(LOST)
+    assert decision.split_s == pytest.approx(0.08 + 0.02, rel=0.02)
 
 
 # -- restores of sessions ----------------------------------------------------------------------------------------------
@@ -411,6 +462,25 @@ def test_a_table_that_knows_better_changes_the_decision() -> None:
     assert FasterWins().decide(facts).action is Action.WAIT
     quick = FullCost(prefill=LinearPrefill(1 / 50_000)).decide(facts)
     assert (quick.action, quick.num_blocks) == (Action.LOAD, 0)
+
+
+def test_a_restore_is_computed_behind_what_the_device_holds() -> None:
+    prefill = TablePrefill(table_of(), chunk_tokens=64)
+    facts = changed(host_bytes_per_s=1e3)
+    decision = FullCost(prefill=prefill, num_context_tokens=5000).decide(facts)
+    assert (decision.action, decision.num_blocks) == (Action.LOAD, 0)
+    assert decision.expected_s == pytest.approx(prefill.prefill_s(64 * 32 + 32, 5000))
+
+
+def test_reads_of_others_are_waited_for_once() -> None:
+    """All of the time of 24 MiB, whose half is of others, goes before the first block or is spread over all: together it is the same."""
+    facts = changed(
+        **(ON_DISK | {"disk_bytes_left": 24 * MIB, "disk_bytes_ahead": 24 * MIB}), disk_bytes_per_s=48 * MIB
+    )
+    parts = FullCost(prefill=LinearPrefill(1e-3), can_split=True)._split_facts(facts)
+    host_s = facts.block_bytes / 10e9
+    assert parts.load_setup_s == pytest.approx(0.5)
+    assert parts.load_s_per_block == pytest.approx(host_s + 0.5 / 64)
 
 
 def test_a_restore_from_disk_as_slow_as_computing_is_split() -> None:

@@ -119,9 +119,21 @@ def test_the_lowest_priority_goes_first_and_no_more_than_needed() -> None:
     assert plan.expected_s == pytest.approx(0.2)
 
 
-def test_an_urgent_request_stays_whatever_its_fairness() -> None:
-    batch = [running("urgent", fairness=0.0, urgency=-1), running("usual", fairness=5.0)]
-    assert ids(POLICIES["cost_aware"].plan(batch, 1, 100)) == ["usual"]
+def test_of_equals_the_one_that_began_last_goes_first() -> None:
+    batch = [running("before", started_s=1.0), running("last", started_s=2.0)]
+    assert ids(POLICIES["cost_aware"].plan(batch, 1, 100)) == ["last"]
+
+
+@pytest.mark.parametrize("policy", ["cost_aware", "cheapest"])
+def test_an_urgent_request_stays_whatever_its_fairness(policy: str) -> None:
+    batch = [running("urgent", fairness=0.0, swap_s=0.01, urgency=-1), running("usual", fairness=5.0)]
+    assert ids(POLICIES[policy].plan(batch, 1, 100)) == ["usual"]
+
+
+def test_of_those_made_spare_the_one_that_would_go_last_is_let_off_first() -> None:
+    sizes = {"first": 2, "second": 2, "large": 8}
+    batch = [running(name, fairness=at / 10, num_blocks=sizes[name]) for at, name in enumerate(sizes)]
+    assert ids(POLICIES["cost_aware"].plan(batch, 10, 100)) == ["first", "large"]
 
 
 def test_a_large_victim_makes_the_small_one_before_it_spare() -> None:
@@ -172,6 +184,11 @@ def test_the_cheapest_per_block_frees_most_for_least() -> None:
         running("empty", num_blocks=0, swap_s=0.0),
     ]
     assert ids(POLICIES["cheapest"].plan(batch, 2, 100)) == ["cheap"]
+    alike = [running("fair", fairness=0.9), running("less", fairness=0.1)]
+    assert ids(POLICIES["cheapest"].plan(alike, 1, 100)) == ["less"]
+    # By the cheapest of its ways.
+    dear_way = [running("a", swap_s=0.3, recompute_s=0.01), running("b", swap_s=0.1, recompute_s=0.1)]
+    assert ids(POLICIES["cheapest"].plan(dear_way, 1, 100)) == ["a"]
 
 
 def test_nobody_is_preempted_for_nothing() -> None:
@@ -220,8 +237,13 @@ def test_small_ones_fill_the_gap_in_the_paper_and_leave_it_to_a_stuck_one_with_u
     assert MeanPriority().choose([stuck], [small], 10, 10).request_ids == ("small",)
     decision = KeepsRoom().choose([stuck], [small], 10, 10)
     assert (decision.source, decision.reason) == (Source.NOBODY, "room is kept for stuck")
-    early = queued("stuck", 0.1, num_blocks=50)
-    assert KeepsRoom().choose([early], [small], 10, 10).request_ids == ("small",)
+    assert (decision.swapped_priority, decision.waiting_priority) == (0.9, 0.2)
+    for fairness in (0.1, 0.2):
+        early = queued("stuck", fairness, num_blocks=50)
+        assert KeepsRoom().choose([early], [small], 10, 10).request_ids == ("small",)
+    # The first in line is who counts, not who was named first.
+    other = queued("other", 0.1, num_blocks=60)
+    assert KeepsRoom().choose([other, stuck], [small], 10, 10).reason == "room is kept for stuck"
 
 
 line = st.lists(

@@ -1,0 +1,227 @@
+"""Our node with a policy of starting that can be exchanged between two plays."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from bench.live.peers.adapters import AdapterSettings, Ask
+from bench.live.peers.adapters_ours import NodeAdapters, make_node
+from bench.live.peers.play import text
+from engine_bridge.local_node import LocalNode
+from engine_bridge.policy.quotas import SeenRequest
+from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
+from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
+
+DEFAULT_ADAPTER_POLICY = "expected_gain"
+REFIT_TIMEOUT_S, QUEUE_TIMEOUT_S = 60.0, 120.0
+
+
+class Blind:
+    """Our predictor, which is not told the client's bound: in a bench that is how long the answer will be."""
+
+    def __init__(self) -> None:
+        self._inner = OnlineLengths()
+
+    def predict(self, features: LengthFeatures) -> LengthGuess:
+        return self._inner.predict(_blinded(features))
+
+    def observe(self, features: LengthFeatures, num_tokens: int) -> None:
+        self._inner.observe(_blinded(features), num_tokens)
+
+    def refit(self) -> None:
+        self._inner.refit()
+
+
+def _blinded(features: LengthFeatures) -> LengthFeatures:
+    return msgspec.structs.replace(features, max_tokens=None)
+
+
+class Oracle:
+    """Knows the length, in so many of all cases; in the others it gives that of some other request.
+
+    Source: Chameleon §5.4, accuracies of 100, 80 and 60%.
+    """
+
+    def __init__(self, accuracy: float, lengths: Sequence[int]) -> None:
+        self._accuracy, self._lengths = accuracy, lengths
+        self._chance = random.Random(f"oracle {accuracy}")
+
+    def predict(self, features: LengthFeatures) -> LengthGuess:
+        length = features.max_tokens or 1
+        if self._chance.random() >= self._accuracy:
+            length = self._chance.choice(self._lengths)
+        return LengthGuess(length, length, "oracle")
+
+    def observe(self, features: LengthFeatures, num_tokens: int) -> None: ...
+
+    def refit(self) -> None: ...
+
+
+class Always:
+    """Load whatever the tiers hold, or nothing."""
+
+    def __init__(self, loads: bool) -> None:
+        self._loads = loads
+
+    def decide(self, facts: RestoreFacts) -> RestoreDecision:
+        if not self._loads:
+            return RestoreDecision(Action.LOAD, 0, "always recompute", 0.0)
+        if facts.num_ready_blocks >= facts.num_blocks:
+            return RestoreDecision(Action.LOAD, facts.num_blocks, "always swap", 0.0)
+        return RestoreDecision(Action.WAIT, 0, "always swap", 0.0)
+
+
+class ScheduledNode(NodeAdapters):
+    """Commands of `NodeAdapters`, and `use`."""
+
+    def _make_node(self, settings: AdapterSettings) -> LocalNode:
+        return make_node(settings, "mlq")
+
+    def use(
+        self,
+        policy: str,
+        history: list[list[Any]],
+        rate_per_s: float,
+        accuracy: float | None = None,
+        way: str = "cheaper",
+    ) -> dict[str, Any]:
+        """From now on this policy decides who starts, and knows of nothing but `history`.
+
+        Args:
+            history: requests that came before, at this rate: prompt tokens, answer tokens, adapter (or None). Lanes and predictor are fitted to them.
+            accuracy: of an oracle in place of our predictor.
+            way: how a preempted request gets its KV back: "cheaper", "swap" or "recompute".
+        """
+        predictor = Blind() if accuracy is None else Oracle(accuracy, [length for _, length, _ in history])
+        ranks = {name: record.rank for name, record in self._records().items()}
+        self._on_engine(lambda driver: change_policy(driver, self._node, policy, predictor))
+        self._on_engine(lambda driver: learn(driver.scheduling, history, ranks, rate_per_s))
+        self._await(self._fitted())
+        if self._node._tiers is not None:
+            self._set_way(way)
+        return self._on_engine(lambda driver: driver.scheduling.state())
+
+    def _set_way(self, way: str) -> None:
+        tiers = self._node._tiers
+        self._default_way = getattr(self, "_default_way", tiers.policy)
+        tiers.policy = self._default_way if way == "cheaper" else Always(way == "swap")
+
+    def _records(self) -> dict[str, Any]:
+        catalog = self._node._catalog
+        return {record.name: record for record in catalog.served()} if catalog is not None else {}
+
+    async def _fitted(self) -> None:
+        """Until lanes and predictor are fitted to the history."""
+        async with asyncio.timeout(REFIT_TIMEOUT_S):
+            while not await self._node.run_on_engine(lambda driver: apply_refit(driver.scheduling)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    def empty(self, policy: str = DEFAULT_ADAPTER_POLICY) -> None:
+        """As `NodeAdapters.empty`; without adapters the prefix cache alone."""
+        if self._folders:
+            super().empty(policy)
+        else:
+            self._on_engine(lambda driver: driver.engine.reset_prefix_cache())
+
+    def num_preemptions(self) -> int:
+        """Since the start."""
+        return int(self._on_engine(lambda driver: driver._scheduler.num_preempted))
+
+    def decision_share(self, num: int, seconds: float) -> dict[str, Any]:
+        """With so many requests queued: seconds of deciding over seconds of steps."""
+        return self._await(self._decision_share(num, seconds))
+
+    async def _decision_share(self, num: int, seconds: float) -> dict[str, Any]:
+        history = [[16, 32, None]] * 512
+        await self._node.run_on_engine(lambda driver: change_policy(driver, self._node, "mlq", Blind()))
+        await self._node.run_on_engine(lambda driver: learn(driver.scheduling, history, {}, 10.0))
+        times: list[float] = []
+        await self._node.run_on_engine(lambda driver: time_steps(driver, times))
+        started_s = time.perf_counter()
+        asks = [Ask(at_s=0.0, prompt=text(16, "queue", n), max_tokens=32) for n in range(num)]
+        tasks = [asyncio.create_task(self._answer(ask, started_s, asyncio.Event())) for ask in asks]
+        async with asyncio.timeout(QUEUE_TIMEOUT_S):
+            while not await self._node.run_on_engine(lambda driver: is_queued(driver, num)):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        first = await self._node.run_on_engine(look_at_decisions)
+        num_before = len(times)
+        await asyncio.sleep(seconds)
+        last = await self._node.run_on_engine(look_at_decisions)
+        steps = times[num_before:]
+        num_waiting = (await self._node.stats()).num_waiting
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        decide_s = last["step"] - first["step"]
+        return {
+            "share": round(decide_s / sum(steps), 5),
+            "decide_us": round(decide_s / len(steps) * 1e6, 1),
+            "policy_us": round((last["decide"] - first["decide"]) / len(steps) * 1e6, 1),
+            "step_ms": round(sum(steps) / len(steps) * 1e3, 2),
+            "num_steps": len(steps),
+            "num_waiting": num_waiting,
+        }
+
+    def counts(self) -> dict[str, Any]:
+        """Of the policy in use."""
+        return self._on_engine(lambda driver: driver.scheduling.state())
+
+
+# -- the scheduling's inside; all on the engine thread -----------------------------------------------------------------
+
+
+def change_policy(driver: Any, node: LocalNode, policy: str, predictor: Any) -> None:
+    if sum(driver._scheduler.get_request_counts()):
+        raise RuntimeError("requests are left")
+    driver.scheduling.close()
+    config = msgspec.structs.replace(node._config.engine, scheduling_policy=policy)
+    driver.scheduling = driver._make_scheduling(config)
+    driver.scheduling.predictor = predictor
+
+
+def learn(scheduling: Any, history: list[list[Any]], ranks: dict[str, int], rate_per_s: float) -> None:
+    """Tell predictor and lanes of requests as if they had run until now."""
+    now = scheduling._clock()
+    for number, (num_prompt, num_answer, adapter) in enumerate(history):
+        features = LengthFeatures(num_prompt_tokens=num_prompt, adapter=adapter or "", max_tokens=None)
+        guess = scheduling.predictor.predict(features)
+        scheduling.predictor.observe(features, num_answer)
+        sizes = (float(num_prompt), float(guess.p50), float(ranks.get(adapter, 0)))
+        scheduling._sizes.seen(*sizes)
+        seen = SeenRequest(0.0, num_prompt + num_answer, num_answer * scheduling._token_s)
+        scheduling._refits.saw(seen, sizes, now - (len(history) - number) / rate_per_s)
+    scheduling._refits._due_s = 0.0
+
+
+def apply_refit(scheduling: Any) -> bool:
+    scheduling._apply_refit(scheduling._clock())
+    return scheduling.counts["refits"] > 0 or not hasattr(scheduling.policy, "refit")
+
+
+def time_steps(driver: Any, times: list[float]) -> None:
+    """Have the seconds of each step written down."""
+    step = driver._step_engine
+
+    def timed() -> Any:
+        started_s = time.perf_counter()
+        outputs = step()
+        times.append(time.perf_counter() - started_s)
+        return outputs
+
+    driver._step_engine = timed
+
+
+def is_queued(driver: Any, num: int) -> bool:
+    """Have nearly all come, and does the policy know of all that have?"""
+    scheduling = driver.scheduling
+    return len(scheduling.queue) > 0.9 * num and not len(scheduling._unready)
+
+
+def look_at_decisions(driver: Any) -> dict[str, float]:
+    return dict(driver.scheduling.seconds)

@@ -1,0 +1,628 @@
+"""Who starts next: lanes against first-come-first-served, at low, medium and high load; and what tight memory costs.
+
+    python -m bench.live.scheduling [--quick] [--only loads|memory|queue|predictors]
+
+Engines, each in a process of its own, all alive at once and taking turns, one busy at a time: our node, whose policy is exchanged between plays; the
+peer, vLLM's scheduler (first come, first served; or its priority policy) with its LRU of adapters and loading inside steps, on our LoRA wrapper. Same
+model (`bench.live.models`), KV blocks, sequences and requests; greedy, float32.
+
+`loads`: lengths of Azure's conversation trace (2023) divided by LENGTH_SCALE, prompt and answer of one request together; Poisson arrivals at shares
+(LOADS) of what the peer answers per second when all requests are there at once (`capacity_per_s`); 100 adapters of ranks 8 to 128, drawn by
+Chameleon's law; a fifth of their bytes fits in host memory. Adapters that run take the memory of ten slots of rank 128, which in the peer are ten
+adapters and in ours more, as most are smaller (`many fcfs`: the peer with 26 slots and their memory). Arrivals are the same for all arms, whose order
+is random in each repeat; before each play short requests of the same law fill the caches. Predictor and lanes were fitted to HISTORY other requests
+of the trace; the predictor is not told the bound of an answer. `priority`: vLLM's, where the client gives each request its quartile of prompt
+lengths. Changes are fractions against the peer's FCFS: -0.8 is 80% less. TTFT counts from when a request was due.
+`worst_class_change`: requests by quartile of prompt and answer tokens; mean TTFT of the class that fares worst, at high load, against the peer.
+`slo_load_ratio`: the highest load at which P99 TTFT stays within SLO_TIMES the peer's median TTFT at low load, ours over the peer's; of the loads of
+the sweep, by a straight line between the last one within and the first one beyond.
+`accuracy`: P99 TTFT at high load with an oracle that is right so often, over that with a perfect one.
+
+`tight_memory_*`: 128 device blocks, no adapters, prompts of 256 to 640 tokens and answers of 128 to 384, faster than they can be answered; ours
+(lanes, cost-aware) against stock vLLM, which recomputes, and against our node made to do as vLLM does but to swap always. `weighted_turnaround`: (end
+- arrival) / (end - start), mean over requests.
+
+`decision_share_10k`: with 10,000 requests queued, our time for deciding in a step over that step's time.
+`recompute_error`, `swap_error`: mean relative errors on held-out points of `overture profile`'s tables. `length_accuracy`: `bench.sim.length`.
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench.live.adapters import ANSWER_PERCENTILES, HOST_SHARE, PROMPT_PERCENTILES, RANKS, Adapters
+from bench.live.models import ModelShape, model_folder
+from bench.live.peers.adapters import AdapterSettings, Ask
+from bench.live.peers.client import Worker
+from bench.live.peers.play import text
+from bench.live.report import report
+from bench.live.restore import quantile
+from bench.sim.adapter_cache import TRACE
+
+LENGTH_SCALE = 8
+MAX_MODEL_LEN, NUM_KV_BLOCKS, MAX_NUM_SEQS = 2048, 256, 32
+NUM_SLOTS = 10
+# Adapters that the peer may hold in host memory, by count: as many as have our bytes on average under this law (bench.live.adapters works it out).
+PEER_HOST_ADAPTERS = 27
+HISTORY, WARM_UP_REQUESTS = 2000, 60
+LOADS = {"low": 0.5, "medium": 0.8, "high": 1.0}
+SLO_TIMES = 5.0
+NUM_CLASSES = 4
+PARTS = ("loads", "memory", "queue", "predictors")
+AIMS = {
+    "high ttft_p99_change": "aim ≤ -80.7%",
+    "high ttft_p50_change": "aim ≤ -48.1%",
+    "slo_load_ratio": "aim ≥ 1.5",
+    "worst_class_change": "aim ≤ 0.1",
+    "tight_memory_throughput_vs_recompute": "aim ≥ 1.4",
+    "weighted_turnaround_change": "aim ≤ -0.4",
+    "recompute_error": "aim < 0.02",
+    "swap_error": "aim < 0.04",
+    "decision_share_10k": "aim ≤ 0.01",
+}
+
+OURS, PEER = "mlq", "peer fcfs"
+"""The arms that claims are made of; the others are shown beside them."""
+MANY_SLOTS = "many fcfs"
+"""The peer with a slot for each sequence, in 2.6 times the memory for slots."""
+
+# Tight memory: answers that grow far beyond what the prompts let expect.
+TIGHT_BLOCKS, TIGHT_KV_HOST_BYTES = 128, 1 << 30
+TIGHT_PROMPT_TOKENS, TIGHT_ANSWER_TOKENS, TIGHT_RATE_PER_S = (256, 640), (128, 384), 2.0
+TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP = "mlq cheaper", "stock", "fcfs swap"
+TIGHT_ARMS = (TIGHT_OURS, "mlq recompute", TIGHT_SWAP, TIGHT_PEER)
+
+QUEUED, QUEUED_SECONDS = 10_000, 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is measured. seconds: of arrivals in each play."""
+
+    repeats: dict[str, int]
+    seconds: float
+    arms: tuple[str, ...]
+    sweep: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    tight_requests: int
+    tight_repeats: int
+    profile_seconds: int
+
+
+QUICK = Plan(
+    repeats={"low": 1, "medium": 1, "high": 1},
+    seconds=10,
+    arms=(OURS, PEER, "peer priority"),
+    sweep=(0.8, 1.2),
+    accuracies=(),
+    tight_requests=10,
+    tight_repeats=1,
+    profile_seconds=30,
+)
+FULL = Plan(
+    repeats={"low": 1, "medium": 2, "high": 3},
+    seconds=20,
+    arms=(OURS, PEER, "peer priority", MANY_SLOTS),
+    sweep=(0.65, 0.9, 1.1, 1.3),
+    accuracies=(1.0, 0.8, 0.6),
+    tight_requests=24,
+    tight_repeats=2,
+    profile_seconds=120,
+)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of one request of the trace, scaled, in tokens."""
+
+    prompt: int
+    answer: int
+
+
+def lengths_of_trace(path: Path = TRACE) -> list[Lengths]:
+    """All requests of the trace, scaled; where it is missing, from its percentiles, prompt and answer on their own."""
+    if path.is_file():
+        packed = subprocess.run(["zstd", "-dcq", path], check=True, capture_output=True).stdout
+        rows = csv.DictReader(packed.decode().splitlines())
+        pairs = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows]
+    else:
+        print("  the trace is not here: lengths are drawn from its percentiles", flush=True)
+        chance = random.Random("lengths")
+        pairs = [
+            (drawn(PROMPT_PERCENTILES, chance), drawn(ANSWER_PERCENTILES, chance)) for _ in range(20_000)
+        ]
+    return [Lengths(max(p // LENGTH_SCALE, 2), max(a // LENGTH_SCALE, 1)) for p, a in pairs]
+
+
+def drawn(percentiles: dict[int, int], chance: random.Random) -> int:
+    """A number of tokens with this distribution, in straight lines between its points."""
+    share = chance.random() * 100
+    points = sorted(percentiles.items())
+    (low, at_low), (high, at_high) = next(pair for pair in pairwise(points) if share <= pair[1][0])
+    return round(at_low + (at_high - at_low) * (share - low) / (high - low))
+
+
+@dataclass
+class Traffic:
+    """Requests by the trace's lengths and Chameleon's law of adapters."""
+
+    lengths: list[Lengths]
+    adapters: Adapters
+    history: list[list[Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        chance = random.Random("history")
+        chance.shuffle(self.lengths)
+        seen, self.lengths = self.lengths[:HISTORY], self.lengths[HISTORY:]
+        self.history = [[each.prompt, each.answer, self.adapters.drawn(chance)] for each in seen]
+        prompts = sorted(each.prompt for each in seen)
+        self._quartiles = [prompts[len(prompts) * place // 4] for place in (1, 2, 3)]
+
+    def asks(self, rate_per_s: float, seconds: float, *seed: object) -> list[Ask]:
+        """Poisson arrivals. All at once for an infinite rate would be a play of `burst`."""
+        chance = random.Random(f"arrivals {seed}")
+        asks: list[Ask] = []
+        at_s = chance.expovariate(rate_per_s)
+        while at_s < seconds:
+            asks.append(self._ask(at_s, chance, len(asks), *seed))
+            at_s += chance.expovariate(rate_per_s)
+        return asks
+
+    def warm_up(self, *seed: object) -> list[Ask]:
+        """Short requests for adapters by the same law."""
+        chance = random.Random(f"warm-up {seed}")
+        return [
+            Ask(at_s=0.0, prompt=text(4, "warm", number), max_tokens=1, adapter=self.adapters.drawn(chance))
+            for number in range(WARM_UP_REQUESTS)
+        ]
+
+    def burst(self, num_requests: int, *seed: object) -> list[Ask]:
+        chance = random.Random(f"burst {seed}")
+        return [self._ask(0.0, chance, number, "burst", *seed) for number in range(num_requests)]
+
+    def _ask(self, at_s: float, chance: random.Random, number: int, *seed: object) -> Ask:
+        lengths = chance.choice(self.lengths)
+        return Ask(
+            at_s=at_s,
+            prompt=text(lengths.prompt, "scheduling", *seed, number),
+            max_tokens=lengths.answer,
+            adapter=self.adapters.drawn(chance),
+            priority=sum(lengths.prompt >= limit for limit in self._quartiles),
+        )
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What became of all requests of one arm at one load."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def add(self, asks: Sequence[Ask], answers: Sequence[dict[str, Any]]) -> None:
+        for ask, answer in zip(asks, answers, strict=True):
+            assert len(answer["token_ids"]) == ask.max_tokens, "an answer is not whole"
+            self.ttft_s.append(answer["ttft_s"])
+            self.sizes.append(len(ask.prompt) + ask.max_tokens)
+            times = answer["token_s"]
+            if len(times) > 1:
+                self.tpot_s.append((times[-1] - times[0]) / (len(times) - 1))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "ttft_p50_ms": ms(quantile(self.ttft_s, 0.5)),
+            "ttft_p99_ms": ms(quantile(self.ttft_s, 0.99)),
+            "ttft_mean_ms": ms(statistics.mean(self.ttft_s)),
+            "tpot_p50_ms": ms(quantile(self.tpot_s, 0.5)),
+            "tpot_p99_ms": ms(quantile(self.tpot_s, 0.99)),
+            "num_requests": len(self.ttft_s),
+        }
+
+    def class_means_s(self) -> list[float]:
+        """Mean TTFT by quartile of size. Arms have the same requests, so the quartiles are the same."""
+        limits = [quantile(self.sizes, place / NUM_CLASSES) for place in range(1, NUM_CLASSES)]
+        classes: list[list[float]] = [[] for _ in range(NUM_CLASSES)]
+        for size, ttft_s in zip(self.sizes, self.ttft_s, strict=True):
+            classes[sum(size > limit for limit in limits)].append(ttft_s)
+        return [statistics.mean(found) for found in classes]
+
+
+def ms(seconds: float) -> float:
+    return round(seconds * 1e3, 1)
+
+
+def change(ours: float, other: float) -> float:
+    return round(ours / other - 1, 3)
+
+
+# -- the bench ---------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """One run over live workers."""
+
+    def __init__(self, plan: Plan, traffic: Traffic) -> None:
+        self.plan, self.traffic = plan, traffic
+        self.workers: dict[str, Worker] = {}
+        self.capacity_per_s = 0.0
+        self.seen: dict[tuple[str, str], Seen] = defaultdict(Seen)
+        self.swept: dict[tuple[float, str], Seen] = defaultdict(Seen)
+        self.accuracy: dict[float, Seen] = defaultdict(Seen)
+        self.tight: dict[str, Tight] = defaultdict(Tight)
+        self.counts: dict[str, Any] = {}
+        self._started_s = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._started_s
+
+    def say(self, what: str) -> None:
+        print(f"[{self.elapsed_s:.0f} s] {what}", flush=True)
+
+    def play(
+        self, arm: str, asks: Sequence[Ask], rate_per_s: float, accuracy: float | None = None
+    ) -> list[dict[str, Any]]:
+        """The same requests for any arm, from the same start: caches of adapters that other requests have filled."""
+        kind, _, policy = arm.rpartition(" ")
+        worker = self.workers[kind or "ours"]
+        worker.call("empty")
+        worker.call(
+            "play", requests=[asdict(ask) for ask in self.traffic.warm_up(len(asks))], one_by_one=True
+        )
+        if kind:
+            worker.call("use", policy=policy)
+        else:
+            worker.call(
+                "use",
+                policy=policy,
+                history=self.traffic.history,
+                rate_per_s=rate_per_s,
+                accuracy=accuracy,
+            )
+        answers: list[dict[str, Any]] = worker.call("play", requests=[asdict(ask) for ask in asks])
+        if not kind:
+            self.counts[arm] = worker.call("counts")["counts"]
+        return answers
+
+    def find_capacity(self, num_requests: int) -> None:
+        """Requests per second of the peer when all are there at once."""
+        asks = self.traffic.burst(num_requests, "capacity")
+        answers = self.play(PEER, asks, 1.0)
+        self.capacity_per_s = num_requests / max(answer["token_s"][-1] for answer in answers)
+        self.say(f"the peer answers {self.capacity_per_s:.2f} requests/s when all are there at once")
+
+    def measure_loads(self) -> None:
+        for load, share in LOADS.items():
+            rate_per_s = share * self.capacity_per_s
+            for repeat in range(self.plan.repeats[load]):
+                asks = self.traffic.asks(rate_per_s, self.plan.seconds, load, repeat)
+                for arm in random.Random(f"{load} {repeat}").sample(self.plan.arms, len(self.plan.arms)):
+                    self.seen[load, arm].add(asks, self.play(arm, asks, rate_per_s))
+                    self.say(
+                        f"{load} ({rate_per_s:.1f}/s), {arm}: {self.seen[load, arm].as_dict()} {self.counts.get(arm, '')}"
+                    )
+
+    def measure_sweep(self) -> None:
+        """More and more load, until neither keeps within SLO."""
+        for share in self.plan.sweep:
+            rate_per_s = share * self.capacity_per_s
+            asks = self.traffic.asks(rate_per_s, self.plan.seconds, "sweep", share)
+            for arm in random.Random(f"sweep {share}").sample((OURS, PEER), 2):
+                self.swept[share, arm].add(asks, self.play(arm, asks, rate_per_s))
+                self.say(f"{share} of capacity, {arm}: {self.swept[share, arm].as_dict()}")
+
+    def measure_accuracies(self) -> None:
+        rate_per_s = LOADS["high"] * self.capacity_per_s
+        for repeat in range(1):
+            asks = self.traffic.asks(rate_per_s, self.plan.seconds, "accuracy", repeat)
+            for accuracy in random.Random(repeat).sample(self.plan.accuracies, len(self.plan.accuracies)):
+                self.accuracy[accuracy].add(asks, self.play(OURS, asks, rate_per_s, accuracy))
+
+    def measure_tight(self) -> None:
+        for repeat in range(self.plan.tight_repeats):
+            asks = tight_asks(self.plan.tight_requests, repeat)
+            for arm in random.Random(f"tight {repeat}").sample(TIGHT_ARMS, len(TIGHT_ARMS)):
+                self.tight[arm].add(asks, *self.play_tight(arm, asks))
+                self.say(f"tight memory, {arm}: {self.tight[arm].as_dict()}")
+
+    def play_tight(self, arm: str, asks: Sequence[Ask]) -> tuple[list[dict[str, Any]], int]:
+        """(answers, preemptions)"""
+        worker = self.workers["tight stock" if arm == TIGHT_PEER else "tight ours"]
+        worker.call("empty")
+        if arm == TIGHT_PEER:
+            worker.call("use", policy="fcfs")
+        else:
+            policy, way = arm.split()
+            history = [[len(ask.prompt), ask.max_tokens, None] for ask in tight_asks(HISTORY, "history")]
+            worker.call("use", policy=policy, history=history, rate_per_s=TIGHT_RATE_PER_S, way=way)
+        before = worker.call("num_preemptions")
+        answers = worker.call("play", requests=[asdict(ask) for ask in asks])
+        return answers, worker.call("num_preemptions") - before
+
+    # -- claims ------------------------------------------------------------------------------------------------------
+
+    def load_result(self, load: str) -> dict[str, float]:
+        ours, peer = self.seen[load, OURS], self.seen[load, PEER]
+        return {
+            "ttft_p99_change": change(quantile(ours.ttft_s, 0.99), quantile(peer.ttft_s, 0.99)),
+            "ttft_p50_change": change(quantile(ours.ttft_s, 0.5), quantile(peer.ttft_s, 0.5)),
+            "tpot_p50_change": change(quantile(ours.tpot_s, 0.5), quantile(peer.tpot_s, 0.5)),
+        }
+
+    def worst_class_change(self) -> float:
+        pairs = zip(
+            self.seen["high", OURS].class_means_s(), self.seen["high", PEER].class_means_s(), strict=True
+        )
+        return max(change(ours, peer) for ours, peer in pairs)
+
+    def slo_s(self) -> float:
+        return SLO_TIMES * quantile(self.seen["low", PEER].ttft_s, 0.5)
+
+    def load_within_slo(self, arm: str) -> float | None:
+        """As a share of capacity, between the last load within and the first one beyond. None: beyond from the first; the last if never."""
+        last: tuple[float, float] | None = None
+        for share in sorted(share for share, its_arm in self.swept if its_arm == arm):
+            p99_s = quantile(self.swept[share, arm].ttft_s, 0.99)
+            if p99_s > self.slo_s():
+                if last is None:
+                    return None
+                return last[0] + (share - last[0]) * (self.slo_s() - last[1]) / (p99_s - last[1])
+            last = share, p99_s
+        return last[0] if last is not None else None
+
+    def slo_load_ratio(self) -> float | None:
+        ours, peer = self.load_within_slo(OURS), self.load_within_slo(PEER)
+        return round(ours / peer, 3) if ours and peer else None
+
+    def tight_result(self) -> dict[str, float]:
+        ours, peer, swap = (self.tight[arm] for arm in (TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP))
+        return {
+            "tight_memory_throughput_vs_recompute": round(ours.tokens_per_s / peer.tokens_per_s, 3),
+            "tight_memory_throughput_vs_swap": round(ours.tokens_per_s / swap.tokens_per_s, 3),
+            "weighted_turnaround_change": change(ours.weighted_turnaround, peer.weighted_turnaround),
+        }
+
+    def accuracy_result(self) -> dict[str, float]:
+        if not self.accuracy:
+            return {}
+        best = quantile(self.accuracy[1.0].ttft_s, 0.99)
+        return {
+            f"{share:.0%}": round(quantile(seen.ttft_s, 0.99) / best, 3)
+            for share, seen in self.accuracy.items()
+        }
+
+
+@dataclass
+class Tight:
+    """What became of one arm's requests with tight memory."""
+
+    num_tokens: int = 0
+    elapsed_s: float = 0.0
+    num_preemptions: int = 0
+    weighted: list[float] = field(default_factory=list)
+    turnaround_s: list[float] = field(default_factory=list)
+
+    def add(self, asks: Sequence[Ask], answers: Sequence[dict[str, Any]], num_preemptions: int) -> None:
+        self.num_tokens += sum(ask.max_tokens for ask in asks)
+        self.elapsed_s += max(answer["token_s"][-1] for answer in answers)
+        self.num_preemptions += num_preemptions
+        for ask, answer in zip(asks, answers, strict=True):
+            assert len(answer["token_ids"]) == ask.max_tokens, "an answer is not whole"
+            end_s = answer["token_s"][-1]
+            self.turnaround_s.append(end_s - ask.at_s)
+            # A request that starts in the step that was under way when it came has not waited.
+            self.weighted.append((end_s - ask.at_s) / (end_s - max(answer["started_s"], ask.at_s)))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.elapsed_s
+
+    @property
+    def weighted_turnaround(self) -> float:
+        return statistics.mean(self.weighted)
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "weighted_turnaround": round(self.weighted_turnaround, 3),
+            "turnaround_mean_s": round(statistics.mean(self.turnaround_s), 2),
+            "num_preemptions": self.num_preemptions,
+        }
+
+
+def tight_asks(num_requests: int, *seed: object) -> list[Ask]:
+    """Short prompts, long answers, faster than they can be answered."""
+    chance = random.Random(f"tight {seed}")
+    asks, at_s = [], 0.0
+    for number in range(num_requests):
+        prompt = text(chance.randint(*TIGHT_PROMPT_TOKENS), "tight", *seed, number)
+        asks.append(Ask(at_s=at_s, prompt=prompt, max_tokens=chance.randint(*TIGHT_ANSWER_TOKENS)))
+        at_s += chance.expovariate(TIGHT_RATE_PER_S)
+    return asks
+
+
+# -- commands that measure by themselves -------------------------------------------------------------------------------
+
+
+def last_line(*command: str, timeout_s: float = 300) -> dict[str, Any]:
+    """A command's last line as JSON."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-500:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def profile_errors(shape: ModelShape, seconds: int, folder: Path) -> dict[str, Any]:
+    profile = last_line(
+        *(str(Path(sys.executable).parent / "overture"), "profile", "--json", "--seconds", str(seconds)),
+        *("--model", str(model_folder(shape)), "--dtype", shape.dtype, "--device", "cpu"),
+        *("--data-dir", str(folder / "profile"), "--max-model-len", str(MAX_MODEL_LEN)),
+        timeout_s=seconds + 180,
+    )
+    return profile
+
+
+# -- engines and the report --------------------------------------------------------------------------------------------
+
+
+def settings_for(shape: ModelShape, adapters: Adapters, folder: Path) -> AdapterSettings:
+    return AdapterSettings(
+        model=str(model_folder(shape)),
+        dtype=shape.dtype,
+        folder=str(folder),
+        num_blocks=NUM_KV_BLOCKS,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        adapters=list(adapters.folders.items()),
+        max_loras=NUM_SLOTS,
+        max_lora_rank=max(RANKS),
+        host_bytes=int(sum(adapters.num_bytes.values()) * HOST_SHARE),
+        max_cpu_loras=PEER_HOST_ADAPTERS,
+    )
+
+
+def start_all(
+    kinds: Sequence[str], settings: AdapterSettings, folder: Path, stack: ExitStack
+) -> dict[str, Worker]:
+    tight: dict[str, Any] = {"adapters": [], "num_blocks": TIGHT_BLOCKS}
+    starts: dict[str, tuple[str, dict[str, Any]]] = {
+        "ours": ("scheduling_ours", {}),
+        "peer": ("adapters_peer", {}),
+        "many": ("adapters_peer", {"max_loras": PEER_HOST_ADAPTERS - 1}),
+        "tight ours": ("scheduling_ours", tight | {"kv_host_bytes": TIGHT_KV_HOST_BYTES}),
+        "tight stock": ("adapters_stock", tight),
+    }
+    workers = {}
+    for name in kinds:
+        kind, changes = starts[name]
+        workers[name] = Worker(
+            kind, asdict(settings) | changes, sys.executable, folder / f"{name.replace(' ', '-')}.log"
+        )
+        stack.callback(workers[name].close)
+    print({name: worker.wait_ready() for name, worker in workers.items()}, flush=True)
+    return workers
+
+
+def run(plan: Plan, parts: Sequence[str], is_quick: bool) -> None:
+    shape = ModelShape()
+    adapters = Adapters(shape)
+    bench = Bench(plan, Traffic(lengths_of_trace(), adapters))
+    result: dict[str, Any] = {}
+    extra: dict[str, Any] = {"quick": is_quick, "length_scale": LENGTH_SCALE}
+    with tempfile.TemporaryDirectory(prefix="overture-bench-") as name:
+        folder = Path(name)
+        settings = settings_for(shape, adapters, folder)
+        if "loads" in parts:
+            with ExitStack() as stack:
+                kinds = ["ours", "peer", *(["many"] if MANY_SLOTS in plan.arms else [])]
+                bench.workers = start_all(kinds, settings, folder, stack)
+                measure_loads(bench, result, extra)
+        if "memory" in parts:
+            with ExitStack() as stack:
+                bench.workers = start_all(["tight ours", "tight stock"], settings, folder, stack)
+                bench.measure_tight()
+                result |= bench.tight_result()
+                extra["tight_memory"] = {arm: seen.as_dict() for arm, seen in bench.tight.items()}
+        if "queue" in parts:
+            with ExitStack() as stack:
+                bench.workers = start_all(["ours"], settings, folder, stack)
+                found = bench.workers["ours"].call("decision_share", num=QUEUED, seconds=QUEUED_SECONDS)
+                bench.say(f"{QUEUED} queued: {found}")
+                result["decision_share_10k"] = found.pop("share")
+                extra["queue"] = found
+        if "predictors" in parts:
+            bench.say("overture profile")
+            profile = profile_errors(shape, plan.profile_seconds, folder)
+            result |= {
+                "recompute_error": round(profile["steps"]["candidates"][0]["table_error"], 4),
+                "swap_error": round(profile["copies"]["swap_error"], 4),
+            }
+            extra["profile"] = profile
+            bench.say("bench.sim.length")
+            quick = ["--quick"] if is_quick else []
+            lengths = last_line(sys.executable, "-m", "bench.sim.length", "--data", "turns", *quick)
+            extra["length"] = lengths
+            result["length_accuracy"] = lengths["accuracy"]
+    report("Scheduling", rows_of(bench, result), result | extra | {"elapsed_s": round(bench.elapsed_s)})
+
+
+def measure_loads(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -> None:
+    bench.find_capacity(64)
+    bench.measure_loads()
+    bench.measure_sweep()
+    bench.measure_accuracies()
+    result |= {
+        "loads": {load: bench.load_result(load) for load in LOADS},
+        "slo_load_ratio": bench.slo_load_ratio(),
+        "worst_class_change": bench.worst_class_change(),
+    }
+    extra |= {
+        "capacity_per_s": round(bench.capacity_per_s, 3),
+        "slo_ms": ms(bench.slo_s()),
+        "load_within_slo": {arm: bench.load_within_slo(arm) for arm in (OURS, PEER)},
+        "arms": {f"{load}, {arm}": seen.as_dict() for (load, arm), seen in bench.seen.items()},
+        "sweep": {f"{share}, {arm}": seen.as_dict() for (share, arm), seen in bench.swept.items()},
+        "accuracy": bench.accuracy_result(),
+        "class_means_ms": {
+            arm: [ms(mean) for mean in bench.seen["high", arm].class_means_s()] for arm in bench.plan.arms
+        },
+    }
+
+
+def rows_of(bench: Bench, result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    rows = []
+    for (load, arm), seen in bench.seen.items():
+        found = seen.as_dict()
+        rows.append(
+            (
+                f"{load}, {arm}",
+                f"TTFT p50 {found['ttft_p50_ms']:.0f}, p99 {found['ttft_p99_ms']:.0f} ms, TPOT p50 {found['tpot_p50_ms']:.0f} ms",
+                f"{found['num_requests']} requests",
+            )
+        )
+    rows += [(f"tight memory, {arm}", str(seen.as_dict()), "") for arm, seen in bench.tight.items()]
+    for name, value in result.items():
+        if name == "loads":
+            rows += [
+                (f"{load}: {key}", f"{change:+.1%}", AIMS.get(f"{load} {key}", ""))
+                for load, changes in value.items()
+                for key, change in changes.items()
+            ]
+        else:
+            rows.append((name, str(value), AIMS.get(name, "")))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="within eight minutes")
+    parser.add_argument("--only", choices=PARTS, action="append", help="these parts alone")
+    args = parser.parse_args()
+    run(QUICK if args.quick else FULL, args.only or PARTS, args.quick)
+
+
+if __name__ == "__main__":
+    main()

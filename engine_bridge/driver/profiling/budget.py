@@ -1,0 +1,57 @@
+"""How the time of a profile is shared between its parts, and who is told how far it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Report(Protocol):
+    def __call__(self, what: str, share_done: float, left_s: float) -> None:
+        """`what` is being measured; `share_done` of the whole profile is done, and `left_s` seconds of it are left."""
+        ...
+
+
+class Budget:
+    """A part's time. Its work asks `is_over` between two measurements, each of which is short.
+
+    Args:
+        end_s, whole_end_s: when this part and the whole profile are to be done, by `clock`.
+    """
+
+    def __init__(
+        self,
+        started_s: float,
+        end_s: float,
+        whole_end_s: float,
+        report: Report,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._started_s = started_s
+        self._end_s = end_s
+        self._whole_end_s = whole_end_s
+        self._report = report
+        self._clock = clock
+
+    def left_s(self) -> float:
+        return max(self._end_s - self._clock(), 0.0)
+
+    def is_over(self) -> bool:
+        return self._clock() >= self._end_s
+
+    def say(self, what: str) -> None:
+        now = self._clock()
+        whole_s = max(self._whole_end_s - self._started_s, 1e-9)
+        self._report(what, min((now - self._started_s) / whole_s, 1.0), max(self._whole_end_s - now, 0.0))
+
+    def part(self, share: float) -> Budget:
+        """So much of what is left of this one."""
+        now = self._clock()
+        end_s = now + share * max(self._end_s - now, 0.0)
+        return Budget(self._started_s, end_s, self._whole_end_s, self._report, self._clock)
+
+
+def start(seconds: float, report: Report) -> Budget:
+    now = time.monotonic()
+    return Budget(now, now + seconds, now + seconds, report)

@@ -1,0 +1,125 @@
+"""A whole profile, part by part, within a given time."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.driver.engine import EngineConfig, VllmDriver, kv_caches_of
+from engine_bridge.driver.profiling.budget import Budget, Report, start
+from engine_bridge.driver.profiling.copies import measure_copies
+from engine_bridge.driver.profiling.disk import DiskUnmeasured, measure_disk
+from engine_bridge.driver.profiling.requests import CraftedRequests, fill_kv
+from engine_bridge.driver.profiling.steps import measure_steps
+from engine_bridge.driver.profiling.subject import subject_of
+from engine_bridge.predict.steps import StepSample, fit_steps
+from engine_bridge.profile import AdapterProfile, DiskProfile, MachineProfile, StepProfile
+from kvtiers.keys import BlockShape
+
+# Of the time that is left when a part begins; the fit gets the rest. Steps get most, for they have three dimensions. Chosen.
+DISK_SHARE, STEP_SHARE, ADAPTER_SHARE, COPY_SHARE = 0.08, 0.65, 0.5, 0.4
+MEASURING_PREFIX = "measuring-"
+# Equal steps that differ by more say that others used the machine meanwhile. Chosen: an idle virtual machine stays below a few per cent.
+BUSY_REPEATABILITY = 0.15
+GIB = 1 << 30
+
+
+def profiling_config(config: EngineConfig) -> EngineConfig:
+    """The engine to measure: as it serves, without what serves others' requests (tiers, lanes, adapters in KV, workers)."""
+    return replace(
+        config,
+        kv_host_gib=0.0,
+        kv_disk_gib=0.0,
+        scheduling_policy="vllm",
+        adapters_in_kv=False,
+        adapter_prefetch=False,
+        cpu_assist_workers=0,
+        profile_dir=None,
+    )
+
+
+def measure(
+    driver: VllmDriver, config: EngineConfig, folder: Path, seconds: float, report: Report
+) -> MachineProfile:
+    """Measure an idle engine in about so many seconds. On the thread that built it; afterwards it is fit to be closed only.
+
+    folder: on the disk that is to be measured, made if missing; a folder in it holds what is written meanwhile, and goes however this ends.
+    Raises ValueError where a model is too slow to take the samples that the fit needs.
+    """
+    started_s = time.monotonic()
+    whole = start(seconds, report)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    notes: list[str] = []
+    fill_kv(driver.engine)
+    with tempfile.TemporaryDirectory(prefix=MEASURING_PREFIX, dir=folder) as scratch:
+        disk = _disk(driver, Path(scratch), whole.part(DISK_SHARE), notes)
+        with CraftedRequests(driver) as requests:
+            samples = measure_steps(requests, whole.part(STEP_SHARE))
+            adapters = _adapters(driver, config, requests, Path(scratch), whole.part(ADAPTER_SHARE), notes)
+    copies = measure_copies(driver.engine, whole.part(COPY_SHARE))
+    steps = _fit(samples, whole)
+    if steps.repeatability is not None and steps.repeatability > BUSY_REPEATABILITY:
+        notes.append(
+            f"the machine was busy: equal steps differ by {steps.repeatability:.0%}; measure again while nothing else runs"
+        )
+    return MachineProfile(
+        subject=subject_of(driver.engine),
+        created_at=time.time(),
+        seconds=time.monotonic() - started_s,
+        steps=steps,
+        copies=copies,
+        disk=disk,
+        adapters=adapters,
+        notes=tuple(notes),
+    )
+
+
+def _disk(driver: VllmDriver, scratch: Path, budget: Budget, notes: list[str]) -> DiskProfile | None:
+    caches = kv_caches_of(driver.engine)
+    layer_bytes = caches[0][0].numel() * caches[0].element_size()
+    folder = scratch / "disk"
+    folder.mkdir()
+    try:
+        return measure_disk(folder, BlockShape(len(caches), layer_bytes), budget)
+    except (DiskUnmeasured, OSError) as error:
+        notes.append(f"the disk was not measured: {error}")
+        return None
+
+
+def _adapters(
+    driver: VllmDriver,
+    config: EngineConfig,
+    requests: CraftedRequests,
+    scratch: Path,
+    budget: Budget,
+    notes: list[str],
+) -> AdapterProfile | None:
+    from engine_bridge.driver.profiling.adapters import AdaptersUnmeasured, measure_adapters
+
+    if driver.adapters is None:
+        notes.append("adapters were not measured: LoRA is off")
+        return None
+    folder = scratch / "adapters"
+    folder.mkdir()
+    try:
+        host_bytes = int(config.adapter_host_gib * GIB)
+        return measure_adapters(driver, requests, folder, config.max_loras, host_bytes, budget)
+    except (AdaptersUnmeasured, AdapterRejected, OSError) as error:
+        notes.append(f"adapters were not measured: {error}")
+        return None
+
+
+def _fit(samples: Sequence[StepSample], budget: Budget) -> StepProfile:
+    fit = fit_steps(samples, on_progress=lambda done, of: budget.say(f"fitting: {done} of {of} regressors"))
+    return StepProfile(
+        grid=fit.table.grid(),
+        candidates=fit.candidates,
+        repeatability=fit.repeatability,
+        num_samples=len(samples),
+        num_held_out=fit.num_held_out,
+    )

@@ -1,0 +1,176 @@
+"""Step times over prefill tokens, decodes and context, from steps of the real engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from engine_bridge.driver.profiling.budget import Budget
+from engine_bridge.driver.profiling.requests import CraftedRequests
+from engine_bridge.predict.steps import StepSample
+
+# A request's prompt beside the decodes: from so many tokens on, each size twice the last. Chosen: fewer cost hardly less than one decode.
+MIN_PREFILL_TOKENS = 16
+# Context of a step: none, then from so many tokens on, each size so many times the last. Chosen.
+MIN_CONTEXT_TOKENS, CONTEXT_FACTOR = 256, 3
+# Long prefills take as long as dozens of other steps, so they are measured more rarely: half as often at so many tokens. Chosen.
+RARER_FROM_TOKENS = 64
+# Every so many visits go to a point that was measured before: how well the machine repeats itself. Chosen.
+REPEAT_EVERY = 4
+# The longest step takes at most this share of the time. Chosen: then there is time for all sizes.
+MAX_STEP_SHARE = 0.04
+# At least so many samples are taken, however long it takes: the regressors need 40, and points on both sides. Chosen.
+MIN_SAMPLES = 60
+# Of KV memory; the rest is for what the requests write. Chosen.
+CONTEXT_SHARE = 0.9
+CALIBRATION_TOKENS = (64, 256)
+
+
+class Point(NamedTuple):
+    """A prefill beside decodes. context: of all requests of the step together, roughly; the prefill gets as much of it as each decode."""
+
+    num_prefill_tokens: int
+    num_decodes: int
+    num_context_tokens: int
+
+
+class Bounds(NamedTuple):
+    """Of what a step of the engine may hold."""
+
+    num_seqs: int
+    num_batched_tokens: int
+    num_kv_tokens: int
+    max_model_len: int
+    max_prefill_tokens: int
+
+
+def measure_steps(requests: CraftedRequests, budget: Budget, seed: int = 0) -> list[StepSample]:
+    """Samples over the whole range that this engine can run, in random order.
+
+    Random, because a machine that is slow for a while would otherwise leave a feature at the points that were measured then.
+    """
+    bounds = _bounds(requests, _prefill_s_per_token(requests), budget.left_s())
+    samples: list[StepSample] = []
+    for point in _visits(bounds, seed):
+        if budget.is_over() and len(samples) >= MIN_SAMPLES:
+            break
+        budget.say(f"steps: {point.num_prefill_tokens} tokens beside {point.num_decodes} decodes")
+        samples += visit(requests, point)
+    return samples
+
+
+def _prefill_s_per_token(requests: CraftedRequests) -> float:
+    """Roughly, of the slower of two steps that come after a first, unmeasured one."""
+    slowest = 0.0
+    for is_measured, num_tokens in ((False, 64), *((True, num) for num in CALIBRATION_TOKENS)):
+        num_tokens = min(num_tokens, requests.max_model_len - 1, requests.num_batched_tokens)
+        requests.add(0, num_tokens, max_tokens=1)
+        seconds = requests.step().seconds
+        requests.clear()
+        slowest = max(slowest, seconds / num_tokens) if is_measured else 0.0
+    return slowest
+
+
+def _bounds(requests: CraftedRequests, prefill_s_per_token: float, budget_s: float) -> Bounds:
+    return Bounds(
+        num_seqs=requests.num_seqs,
+        num_batched_tokens=requests.num_batched_tokens,
+        num_kv_tokens=int(requests.num_kv_tokens * CONTEXT_SHARE),
+        max_model_len=requests.max_model_len,
+        max_prefill_tokens=max(int(MAX_STEP_SHARE * budget_s / prefill_s_per_token), MIN_PREFILL_TOKENS),
+    )
+
+
+def _visits(bounds: Bounds, seed: int) -> Iterator[Point]:
+    """The corners of the range, then its other points; repeats in between; and over again. Endless."""
+    chance = random.Random(seed)
+    points = grid(bounds)
+    rest = sorted(points, key=lambda point: chance.random() ** _rarity(point), reverse=True)
+    ends = corners(points)
+    chance.shuffle(ends)
+    order = list(dict.fromkeys([*ends, *rest]))
+    seen: list[Point] = []
+    while True:
+        for point in order:
+            yield point
+            seen.append(point)
+            if len(seen) % REPEAT_EVERY == 0:
+                yield chance.choice(seen)
+
+
+def _rarity(point: Point) -> float:
+    return 1 + point.num_prefill_tokens / RARER_FROM_TOKENS
+
+
+def grid(bounds: Bounds) -> list[Point]:
+    """All points that the engine can run."""
+    most_prefill = min(bounds.num_batched_tokens, bounds.max_model_len - 1, bounds.max_prefill_tokens)
+    prefills = [0, *_powers(MIN_PREFILL_TOKENS, most_prefill, 2)]
+    decodes = [0, *_powers(1, min(bounds.num_seqs, bounds.num_batched_tokens), 2)]
+    contexts = [0, *_powers(MIN_CONTEXT_TOKENS, bounds.num_kv_tokens, CONTEXT_FACTOR)]
+    points = [Point(*numbers) for numbers in product(prefills, decodes, contexts)]
+    return [point for point in points if _is_possible(point, bounds)]
+
+
+def _is_possible(point: Point, bounds: Bounds) -> bool:
+    num_prefill, num_decodes, num_context = point
+    num_requests = num_decodes + (num_prefill > 0)
+    if not num_requests or num_requests > bounds.num_seqs:
+        return False
+    return (
+        num_prefill + num_decodes <= bounds.num_batched_tokens
+        # Three tokens: of a decode, its prompt's last one and what two steps write.
+        and num_context / num_requests + max(num_prefill, 3) <= bounds.max_model_len
+        and num_context + num_prefill + 3 * num_decodes <= bounds.num_kv_tokens
+    )
+
+
+def corners(points: Sequence[Point]) -> list[Point]:
+    """With the least and the most of each, as far as they can be had together."""
+    found = set()
+    for most in product((False, True), repeat=3):
+        # Of the points that lie furthest in this direction, by rank in each coordinate rather than by size.
+        found.add(max(points, key=lambda point: _reach(point, most, points)))
+    return sorted(found)
+
+
+def _reach(point: Point, most: tuple[bool, ...], points: Sequence[Point]) -> float:
+    largest = Point(*(max(values) for values in zip(*points, strict=True)))
+    shares = [value / max(limit, 1) for value, limit in zip(point, largest, strict=True)]
+    return sum(share if is_most else -share for share, is_most in zip(shares, most, strict=True))
+
+
+def _powers(first: int, last: int, factor: int) -> list[int]:
+    """`first`, each next one `factor` times as large, and `last`."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return [*sizes, last]
+
+
+def visit(requests: CraftedRequests, point: Point) -> list[StepSample]:
+    """Run a point: its decodes alone if it has any, then with its prefill beside them."""
+    num_prefill, num_decodes, _ = point
+    context = _context_each(point, requests.block_size)
+    samples = []
+    try:
+        if num_decodes:
+            for _ in range(num_decodes):
+                requests.add(context, 1, max_tokens=8)
+            requests.step()  # of their prompts' last tokens
+            samples.append(requests.step())
+        if num_prefill:
+            requests.add(context, num_prefill, max_tokens=1)
+            samples.append(requests.step())
+    finally:
+        requests.clear()
+    # What vLLM could not run at once (it preempted, or it split the prefill) is a step as good as any: the work is what it says.
+    return [sample for sample in samples if sample.num_prefill_tokens or sample.num_decodes]
+
+
+def _context_each(point: Point, block_size: int) -> int:
+    num_requests = point.num_decodes + (point.num_prefill_tokens > 0)
+    return point.num_context_tokens // num_requests // block_size * block_size

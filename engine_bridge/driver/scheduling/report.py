@@ -1,0 +1,213 @@
+"""What the scheduler tells of itself: figures for any thread at any time, and each request for the engine thread."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from engine_bridge.driver.scheduling.facts import facts_of
+from engine_bridge.node import LaneStats, LengthErrors, RequestState, SchedulingStats, WaitReason
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.scheduling.scheduling import Scheduling
+    from engine_bridge.predict.length import LengthGuess
+
+Places = Mapping[int, str]
+# Tokens. Chosen: what a short answer, a long one and the longest are wrong by.
+ERROR_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+
+
+class GuessErrors:
+    """How far answers' lengths were from what was predicted when they were asked for."""
+
+    def __init__(self) -> None:
+        self._num_by_bound = [0] * (len(ERROR_BOUNDS) + 1)
+        self._sum_tokens = 0
+        self._num_within_p90 = 0
+
+    def saw(self, guess: LengthGuess, num_tokens: int) -> None:
+        error = abs(guess.p50 - num_tokens)
+        self._num_by_bound[bisect_left(ERROR_BOUNDS, error)] += 1
+        self._sum_tokens += error
+        self._num_within_p90 += num_tokens <= guess.p90
+
+    def stats(self) -> LengthErrors:
+        *within, num_answers = accumulate(self._num_by_bound)
+        return LengthErrors(
+            num_answers=num_answers,
+            sum_tokens=self._sum_tokens,
+            num_within_p90=self._num_within_p90,
+            num_within=dict(zip(ERROR_BOUNDS, within, strict=True)),
+        )
+
+
+class Report:
+    """Looks and changes nothing.
+
+    `stats` reads the engine thread's plain objects as they are, so a scrape waits for no step; its figures may be a step apart.
+
+    Args:
+        scheduler: vLLM's, with our seam.
+        scheduling: None where vLLM's own queue decides.
+        places: where adapters are, by id.
+        outputs: vLLM's output processor, which knows requests by the ids that they came with.
+    """
+
+    def __init__(
+        self, scheduler: Any, scheduling: Scheduling | None, outputs: Any, places: Callable[[], Places]
+    ) -> None:
+        self._scheduler, self._scheduling = scheduler, scheduling
+        self._outputs, self._places = outputs, places
+
+    def stats(self) -> SchedulingStats:
+        """From any thread."""
+        own = self._scheduling
+        waiting = self._waiting()
+        reasons = _Reasons(self._scheduler, own, self._places)
+        return SchedulingStats(
+            policy=own.policy.name if own is not None else "vllm",
+            num_running=len(self._scheduler.running),
+            num_waiting=len(waiting),
+            num_by_reason=dict(Counter(map(reasons.of, waiting))),
+            lanes=_lanes(own) if own is not None else None,
+            counts=own.all_counts() if own is not None else {"preempted": self._scheduler.num_preempted},
+            seconds=dict(own.seconds) if own is not None else {},
+            length_errors=own.guess_errors.stats() if own is not None else None,
+        )
+
+    def requests(self, tenant: str, limit: int) -> tuple[list[RequestState], list[RequestState], int, int]:
+        """(waiting, running, how many wait, how many run) of a tenant; the first `limit` of each. On the engine thread."""
+        own = self._scheduling
+        waiting = [each for each in self._waiting() if facts_of(each).tenant == tenant]
+        running = [each for each in self._scheduler.running if facts_of(each).tenant == tenant]
+        reasons = _Reasons(self._scheduler, own, self._places)
+        now = own.now() if own is not None else time.time()
+        return (
+            [self._describe(each, now, reasons.of(each)) for each in waiting[:limit]],
+            [self._describe(each, now, None) for each in running[:limit]],
+            len(waiting),
+            len(running),
+        )
+
+    def _waiting(self) -> list[Any]:
+        return _copy(self._scheduler.waiting) + _copy(self._scheduler.kv_holding_waiting)
+
+    def _describe(self, request: Any, now: float, reason: WaitReason | None) -> RequestState:
+        known = self._scheduling.known(request.request_id) if self._scheduling is not None else None
+        named = {
+            "request_id": self._client_id(request.request_id),
+            "priority": request.priority,
+            "defer_reason": reason,
+            "num_output_tokens": request.num_output_tokens,
+            "times_preempted": request.num_preemptions,
+        }
+        if known is None or self._scheduling is None:
+            waited_s = max(now - request.arrival_time, 0.0) if reason is not None else None
+            return RequestState(**named, waited_s=waited_s, size_tokens=request.num_tokens)
+        until_s = known.started_s if known.started_s is not None else now
+        laned = self._scheduling.mlq
+        return RequestState(
+            **named,
+            lane=laned.lane_of(request.request_id) if laned is not None else None,
+            waited_s=max(until_s - known.base.arrived_s, 0.0),
+            ran_s=now - known.started_s if known.started_s is not None else None,
+            size_tokens=known.charged_tokens,
+            times_bypassed=known.base.times_bypassed,
+            times_squashed=known.base.times_squashed,
+            is_bypasser=known.is_bypasser,
+        )
+
+    def _client_id(self, request_id: str) -> str:
+        """What the request was called when it came: without our sequence number and vLLM's random part."""
+        state = self._outputs.request_states.get(request_id)
+        if state is None:
+            return request_id
+        unique_id: str = (state.parent_req or state).external_req_id
+        return unique_id.rpartition("-")[0]
+
+
+class _Reasons:
+    """Why those wait who wait, as of the last step. Asks nothing that could change a thing: the engine thread may be in the middle of a step."""
+
+    def __init__(self, scheduler: Any, scheduling: Scheduling | None, places: Callable[[], Places]) -> None:
+        self._scheduler, self._scheduling = scheduler, scheduling
+        self._decided = frozenset(scheduling.last.request_ids) if scheduling is not None else frozenset()
+        self._places = places()
+
+    def of(self, request: Any) -> WaitReason:
+        if self._scheduling is None:
+            return self._why_queued(request)
+        if request.request_id in self._decided:
+            return self._why_passed_over(request) or "step_full"
+        reason = self._scheduling.reason(request.request_id)
+        if reason != "not_ready":
+            return reason
+        if _is_compiling(request):
+            return "grammar_compiling"
+        return "adapter_on_its_way" if request.lora_request is not None else "just_came"
+
+    def _why_queued(self, request: Any) -> WaitReason:
+        if _is_compiling(request):
+            return "grammar_compiling"
+        if self._is_on_disk(request.lora_request):
+            return "adapter_on_its_way"
+        return self._why_passed_over(request) or "queued"
+
+    def _is_on_disk(self, adapter: Any) -> bool:
+        return adapter is not None and self._places.get(adapter.lora_int_id, "disk") == "disk"
+
+    def _why_passed_over(self, request: Any) -> WaitReason | None:
+        """vLLM was offered it in the last step and would not have it yet."""
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return "kv_on_its_way"
+        if request not in self._scheduler.deferred_waiting:
+            return None
+        if self._is_on_disk(request.lora_request):
+            return "adapter_on_its_way"
+        return "adapter_slots" if self._lacks_slot(request) else "kv_on_its_way"
+
+    def _lacks_slot(self, request: Any) -> bool:
+        config = self._scheduler.lora_config
+        if config is None or request.lora_request is None:
+            return False
+        running = {
+            each.lora_request.lora_int_id for each in list(self._scheduler.running) if each.lora_request
+        }
+        return len(running) >= config.max_loras and request.lora_request.lora_int_id not in running
+
+
+def _copy(queue: Iterable[Any]) -> list[Any]:
+    """What is in a queue of the engine thread, from any thread."""
+    while True:
+        try:
+            return list(queue)
+        except RuntimeError:  # it changed after its iterator was made and before that was used up: as good as never, and then not twice
+            continue
+
+
+def _is_compiling(request: Any) -> bool:
+    if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        return False
+    structured = request.structured_output_request
+    # Not by its property `grammar`: that takes the result over, too.
+    grammar = structured._grammar if structured is not None else None
+    return grammar is None or (isinstance(grammar, Future) and not grammar.done())
+
+
+def _lanes(scheduling: Scheduling) -> LaneStats | None:
+    policy = scheduling.mlq
+    if policy is None:
+        return None
+    return LaneStats(
+        boundaries=policy.lanes.boundaries,
+        num_waiting=policy.num_waiting(),
+        quota_tokens=policy.ledger.quotas,
+        used_tokens=policy.ledger.used,
+    )

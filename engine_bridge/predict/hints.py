@@ -1,0 +1,196 @@
+"""What a request's text and settings say about how long its answer will be: a fixed tuple of numbers, for tens of microseconds.
+
+What is kept are numbers: no text. Words are English ones; a question in another language counts by its length, marks, digits and lines.
+
+Measured (`python -m bench.sim.length --data plain`, MT-Bench-101): with all of them 53% of the answers are put into the right one of five classes
+of length, without 47%; without the question marks 48%, without the words for brief or for long answers 52.5%; any other one of the text is worth less
+than the noise there. Those of settings, system prompts and tools are in no data that we have; they stand because they cost a comparison each.
+
+Changing what a hint means, or their order, makes what was learned from them worthless: raise `FORMAT` in `length.py` with it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from msgspec import Struct
+
+# Characters of a question that are looked at, half of them from its end, where long questions say what is wanted. Chosen: bounds the time.
+MAX_READ = 2048
+# Characters of system prompts that are counted. Chosen.
+MAX_COUNTED = 1 << 20
+# Of one kind of word in a question. Chosen.
+MAX_WORDS = 8
+
+# What asks for a short answer, for a long one, for one with many parts, for one as long as what it is made from, and for code. Chosen.
+_WORDS = {
+    "brief": "only just brief briefly short shortly concise concisely which who when where",
+    "long": "essay story stories article report letter email speech script poem blog detail details detailed comprehensive explain describe "
+    "discuss analyze analyse compare write create generate develop design plan guide tutorial why",
+    "parts": "list lists step steps example examples idea ideas tip tips reason reasons way ways point points bullet bullets table outline "
+    "recipe item items suggest suggestions recommend",
+    "same": "translate rewrite rephrase paraphrase correct fix convert edit improve proofread summarize summarise summary shorten extract classify",
+    "code": "code function python javascript java sql html css regex class program algorithm",
+}
+_PHRASES = {
+    "brief": (
+        "yes or no",
+        "true or false",
+        "one word",
+        "one sentence",
+        "single word",
+        "single sentence",
+        "how many",
+        "how much",
+    ),
+    "long": ("how do", "how can", "how would", "how should", "how to", "in depth"),
+    "code": ("```",),
+}
+_KINDS = tuple(_WORDS)
+_KIND_OF = {word: kind for kind, words in _WORDS.items() for word in words.split()}
+_WORD = re.compile("[a-z]+|[0-9]+")
+_SPELLED = {"a": 1, "an": 1, "one": 1, "single": 1, "two": 2, "three": 3, "four": 4, "five": 5, "ten": 10}
+# Tokens of each. Chosen; a word is 4/3 of a token in English.
+_TOKENS_OF = {"word": 4 / 3, "sentence": 25.0, "line": 15.0, "paragraph": 100.0, "page": 600.0}
+_TOKENS_OF |= {f"{unit}s": num_tokens for unit, num_tokens in _TOKENS_OF.items()}
+
+TEXT_HINTS = (
+    "question_words",
+    "question_marks",
+    "lines",
+    "digits",
+    "tokens_asked_for",
+    "brief",
+    "long",
+    "parts",
+    "same",
+    "code",
+)
+CONTEXT_HINTS = ("system_chars", "num_turns", "tools")
+SETTING_HINTS = ("structured", "temperature", "is_bounded", "has_stop", "ignores_eos")
+HINTS = TEXT_HINTS + CONTEXT_HINTS + SETTING_HINTS
+NO_TEXT = (0.0,) * len(TEXT_HINTS)
+NO_CONTEXT = (0.0,) * len(CONTEXT_HINTS)
+
+
+class Asked(Struct, frozen=True):
+    """What a call asks. question: the text of the last message, at most MAX_READ characters of it. hints: TEXT_HINTS, then CONTEXT_HINTS."""
+
+    question: str = ""
+    hints: tuple[float, ...] = NO_TEXT + NO_CONTEXT
+
+
+NOTHING_ASKED = Asked()
+
+
+def read_conversation(messages: Sequence[tuple[str, str]], *, has_tools: bool = False) -> Asked:
+    """What (role, text) pairs ask, in their order."""
+    question, system_chars, num_turns = "", 0, 0
+    for role, text in messages:
+        if role in ("system", "developer"):
+            system_chars += len(text)
+        elif role == "user":
+            question = text
+            num_turns += 1
+    return _asked(question, system_chars, num_turns, has_tools=has_tools)
+
+
+def read_body(body: Any) -> Asked:
+    """What a JSON body of any of OpenAI's or Anthropic's calls asks. Whatever does not look as it should counts as not there; never raises."""
+    if not isinstance(body, dict):
+        return NOTHING_ASKED
+    question, system_chars, num_turns = _text(body.get("prompt")), 0, 0
+    for given in ("system", "instructions"):
+        system_chars += len(_text(body.get(given)))
+    messages = body.get("messages", body.get("input"))
+    if isinstance(messages, str):
+        question, num_turns = messages, 1
+    # Only what is looked at is read: a body may hold thousands of messages.
+    for message in reversed(messages) if isinstance(messages, list) else ():
+        role = message.get("role") if isinstance(message, dict) else None
+        if role == "user":
+            num_turns += 1
+            if num_turns == 1:
+                question = _text(message.get("content"))
+        elif role in ("system", "developer"):
+            system_chars += len(_text(message.get("content")))
+    has_tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
+    return _asked(question, system_chars, num_turns, has_tools=has_tools)
+
+
+def _text(content: Any) -> str:
+    """Of a message: a string, or a list of parts, of which only text counts."""
+    if isinstance(content, str):
+        return content
+    found = ""
+    for part in content if isinstance(content, list) else ():
+        text = part.get("text") if isinstance(part, dict) else None
+        if isinstance(text, str):
+            found += text
+        if len(found) > MAX_COUNTED:
+            break
+    return found
+
+
+def _asked(question: str, system_chars: int, num_turns: int, *, has_tools: bool) -> Asked:
+    if len(question) > MAX_READ:
+        shown = f"{question[: MAX_READ // 2]} {question[-MAX_READ // 2 :]}"
+    else:
+        shown = question
+    context = (
+        math.log1p(min(system_chars, MAX_COUNTED)),
+        math.log1p(num_turns),
+        float(has_tools),
+    )
+    return Asked(shown, text_hints(shown, len(question)) + context)
+
+
+def text_hints(question: str, num_chars: int | None = None) -> tuple[float, ...]:
+    """TEXT_HINTS of a question. num_chars: of all of it, where `question` is only a part."""
+    if not question:
+        return NO_TEXT
+    lowered = question.lower()
+    words = _WORD.findall(lowered)
+    num_words = len(words) * (num_chars or len(question)) / len(question)
+    digits = sum(len(word) for word in words if word.isdigit()) / len(question)
+    return (
+        math.log1p(num_words),
+        math.log1p(question.count("?")),
+        math.log1p(question.count("\n")),
+        digits,
+        _tokens_asked_for(words),
+        *_counts(lowered, words),
+    )
+
+
+def _counts(lowered: str, words: Sequence[str]) -> list[float]:
+    """Words and phrases of each kind."""
+    found = [_KIND_OF[word] for word in words if word in _KIND_OF]
+    counts = []
+    for kind in _KINDS:
+        num = found.count(kind) + sum(lowered.count(phrase) for phrase in _PHRASES.get(kind, ()))
+        counts.append(float(min(num, MAX_WORDS)))
+    return counts
+
+
+def _tokens_asked_for(words: Sequence[str]) -> float:
+    """ "in 200 words", "two paragraphs": the logarithm of the tokens, 0 without such a wish. The last one counts."""
+    asked = 0.0
+    for before, unit in pairwise(words):
+        if unit in _TOKENS_OF:
+            # A number of more digits is no wish.
+            amount = _SPELLED.get(before, int(before) if before.isdigit() and len(before) <= 5 else 0)
+            asked = amount * _TOKENS_OF[unit] or asked
+    return math.log1p(asked)
+
+
+def setting_hints(
+    *, is_structured: bool, temperature: float | None, is_bounded: bool, has_stop: bool, ignores_eos: bool
+) -> tuple[float, ...]:
+    """SETTING_HINTS. is_bounded: the client set `max_tokens` below what the context leaves."""
+    heat = 1.0 if temperature is None else temperature
+    return float(is_structured), heat, float(is_bounded), float(has_stop), float(ignores_eos)

@@ -1,0 +1,153 @@
+"""What is read from a question and its settings: bounded, and never a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_bridge.predict.hints import (
+    CONTEXT_HINTS,
+    HINTS,
+    MAX_READ,
+    NOTHING_ASKED,
+    SETTING_HINTS,
+    TEXT_HINTS,
+    read_body,
+    read_conversation,
+    setting_hints,
+    text_hints,
+)
+
+
+def named(hints: tuple[float, ...]) -> dict[str, float]:
+    return dict(zip(TEXT_HINTS + CONTEXT_HINTS, hints, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("question", "name", "value"),
+    [
+        ("one two three", "question_words", math.log1p(3)),
+        ("What? Why?", "question_marks", math.log1p(2)),
+        ("a\nb\nc", "lines", math.log1p(2)),
+        ("12 ab", "digits", 0.4),
+        ("Write 200 words.", "tokens_asked_for", math.log1p(200 * 4 / 3)),
+        ("a two-paragraph answer", "tokens_asked_for", math.log1p(200)),
+        ("Two words, then three sentences", "tokens_asked_for", math.log1p(75)),
+        ("9999999999999 words", "tokens_asked_for", 0.0),
+        ("words of wisdom", "tokens_asked_for", 0.0),
+        ("Answer with YES or NO, only", "brief", 2.0),
+        ("How many? In one word!", "brief", 2.0),
+        ("Explain in detail how to write an essay", "long", 5.0),
+        ("a list of ten tips, with examples", "parts", 3.0),
+        ("Summarize, then translate", "same", 2.0),
+        ("```python\n```", "code", 3.0),
+        ("only " * 50, "brief", 8.0),
+    ],
+)
+def test_a_question_gives_the_hint(question: str, name: str, value: float) -> None:
+    assert named(text_hints(question))[name] == pytest.approx(value)
+
+
+def test_words_are_whole_words() -> None:
+    assert named(text_hints("a whistle, a listing and justice"))["parts"] == 0.0
+    assert named(text_hints("a whistle, a listing and justice"))["brief"] == 0.0
+
+
+CONVERSATION = [("system", "x" * 10), ("user", "Hello?"), ("assistant", "No? No?"), ("user", "List two tips")]
+
+
+def test_the_doors_read_the_same_from_the_same_conversation() -> None:
+    messages = [{"role": role, "content": text} for role, text in CONVERSATION]
+    read = read_conversation(CONVERSATION)
+    assert read.question == "List two tips" and len(read.hints) == len(TEXT_HINTS) + len(CONTEXT_HINTS)
+    assert (
+        named(read.hints).items()
+        >= {
+            "question_marks": 0.0,
+            "parts": 2.0,
+            "system_chars": math.log1p(10),
+            "num_turns": math.log1p(2),
+            "tools": 0.0,
+        }.items()
+    )
+    assert read_body({"messages": messages}) == read
+    parts = [
+        message | {"content": [{"type": "text", "text": text}, {"type": "image"}]}
+        for message, (_, text) in zip(messages, CONVERSATION, strict=True)
+    ]
+    assert read_body({"messages": parts}) == read  # OpenAI's and Anthropic's parts
+    assert read_body({"system": "x" * 10, "messages": messages[1:]}) == read  # Anthropic
+    assert read_body({"instructions": "x" * 10, "input": messages[1:]}) == read  # Responses
+    assert read_body({"input": "Hi"}) == read_conversation([("user", "Hi")])
+    assert read_body({"prompt": "Hi?"}).hints[: len(TEXT_HINTS)] == text_hints("Hi?")
+
+
+def test_tools_that_may_be_called_are_seen() -> None:
+    tools = [{"type": "function"}]
+    assert named(read_body({"tools": tools}).hints)["tools"] == 1.0
+    assert named(read_body({"tools": tools, "tool_choice": "none"}).hints)["tools"] == 0.0
+    assert named(read_body({"tools": []}).hints)["tools"] == 0.0
+
+
+def test_settings_are_numbers_in_their_order() -> None:
+    given = setting_hints(
+        is_structured=True, temperature=0.5, is_bounded=False, has_stop=True, ignores_eos=False
+    )
+    assert dict(zip(SETTING_HINTS, given, strict=True)) == {
+        "structured": 1.0,
+        "temperature": 0.5,
+        "is_bounded": 0.0,
+        "has_stop": 1.0,
+        "ignores_eos": 0.0,
+    }
+    assert len(HINTS) == len(NOTHING_ASKED.hints) + len(given)
+
+
+def test_a_long_question_is_read_at_both_ends_and_its_length_is_known() -> None:
+    question = "Please translate: " + "word " * 100_000 + "How many?"
+    read = read_conversation([("user", question)])
+    assert len(read.question) <= MAX_READ + 1
+    hints = named(read.hints)
+    assert hints["same"] == 1.0 and hints["brief"] == 1.0
+    assert hints["question_words"] == pytest.approx(math.log1p(100_004), rel=0.01)
+
+
+def test_reading_costs_no_more_for_a_long_question() -> None:
+    """A bound with much room, for loaded machines: 0.2 ms are measured for the longest, and a second without the bound."""
+    body = {"messages": [{"role": "user", "content": "the list of 5 words? " * 500_000}]}
+    start = time.perf_counter()
+    read_body(body)
+    assert time.perf_counter() - start < 0.25
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from("messages input prompt system instructions role content text type tools".split()),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_any_body_is_read_into_numbers(body: Any) -> None:
+    read = read_body(body)
+    assert len(read.hints) == len(NOTHING_ASKED.hints)
+    assert all(math.isfinite(hint) for hint in read.hints)
+    assert json.loads(json.dumps(read.hints)) == list(read.hints)
+
+
+@given(st.text())
+def test_any_text_is_read_into_numbers(text: str) -> None:
+    assert all(math.isfinite(hint) and hint >= 0 for hint in text_hints(text))

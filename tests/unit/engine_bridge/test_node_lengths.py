@@ -1,0 +1,346 @@
+"""What a node keeps of answer lengths, and what a user's own predictor can and cannot do to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_bridge.predict.hints import HINTS
+from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
+from engine_bridge.predict.node_lengths import MAX_FILES, PREFIX, NodeLengths, fingerprint, tidy
+from engine_bridge.predict.own import (
+    MAX_PENDING,
+    OwnPredictor,
+    PredictorContext,
+    PredictorRefused,
+    checked,
+    load_predictor,
+)
+
+CONTEXT = PredictorContext(model="m", folder=Path("there"))
+
+
+def features(num_prompt_tokens: int = 100, **fields: Any) -> LengthFeatures:
+    return LengthFeatures(num_prompt_tokens=num_prompt_tokens, **fields)
+
+
+def fed(lengths: NodeLengths, num: int, seed: int = 1) -> NodeLengths:
+    rng = random.Random(seed)
+    for _ in range(num):
+        hints = tuple(rng.random() for _ in HINTS)
+        asked = features(rng.randint(1, 4000), hints=hints, session="s", question="SECRET", adapter="a")
+        lengths.observe(asked, rng.randint(1, 500))
+    return lengths
+
+
+def guesses(lengths: NodeLengths) -> list[LengthGuess]:
+    rng = random.Random(2)
+    return [
+        lengths.predict(features(rng.randint(1, 4000), hints=tuple(rng.random() for _ in HINTS)))
+        for _ in range(30)
+    ]
+
+
+# -- on disk -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=10, deadline=None)
+@given(num=st.integers(0, 400), seed=st.integers(0, 100), refits=st.booleans())
+def test_a_node_that_starts_again_knows_what_it_knew(
+    tmp_path_factory: pytest.TempPathFactory, num: int, seed: int, refits: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("lengths")
+    first = fed(NodeLengths.open(folder, "model"), num, seed)
+    if refits:
+        first.refit()
+    first.close()
+    again = NodeLengths.open(folder, "model")
+    assert guesses(again) == guesses(first) and again.num_observed == num
+    assert NodeLengths.open(folder, "another model").num_observed == 0
+
+
+def test_it_is_kept_after_each_refit_and_at_the_end_for_its_owner_only(tmp_path: Path) -> None:
+    lengths = fed(NodeLengths.open(tmp_path, "model"), 10)
+    lengths.refit()
+    (path,) = tmp_path.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert NodeLengths.open(tmp_path, "model").num_observed == 10
+    fed(lengths, 5).close()
+    assert NodeLengths.open(tmp_path, "model").num_observed == 15
+
+
+def test_no_text_and_no_token_is_kept(tmp_path: Path) -> None:
+    lengths = NodeLengths.open(tmp_path, "model")
+    lengths.observe(features(question="SECRET", prompt_token_ids=[987654321] * 8, session="s-name"), 5)
+    lengths.close()
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    assert b"s-name" in data and b"SECRET" not in data and b"987654321" not in data
+    assert (987654321).to_bytes(4, "little") not in data
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", b"PK\x03\x04 junk"])
+def test_a_damaged_file_is_put_aside_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    path = tmp_path / f"{PREFIX}{fingerprint('model')}.npz"
+    path.write_bytes(data)
+    lengths = NodeLengths.open(tmp_path, "model")
+    assert lengths.num_observed == 0 and len(caplog.records) == 1 and "put aside" in caplog.text
+    assert not path.exists() and path.with_name(f"{path.name}.damaged").read_bytes() == data
+    fed(lengths, 3).close()
+    assert NodeLengths.open(tmp_path, "model").num_observed == 3
+
+
+def test_a_file_of_a_predictor_with_other_hints_is_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / f"{PREFIX}{fingerprint('model')}.npz"
+    OnlineLengths(num_hints=2).save(path)
+    assert NodeLengths.open(tmp_path, "model").num_observed == 0
+    assert path.with_name(f"{path.name}.damaged").exists()
+
+
+def test_a_disk_that_takes_nothing_stops_nothing_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    lengths = fed(NodeLengths.open(folder, "model"), 5)
+    folder.rmdir()
+    lengths.refit()
+    fed(lengths, 1).refit()
+    assert len([record for record in caplog.records if "could not be stored" in record.message]) == 1
+    folder.mkdir()
+    lengths.close()
+    assert NodeLengths.open(folder, "model").num_observed == 6
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fed(NodeLengths.open(None, "model"), 5).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_few_and_the_one_in_use_stays(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{PREFIX}{number}.npz" for number in range(MAX_FILES + 3)]
+    for age, path in enumerate(paths):
+        path.write_bytes(b"x")
+        os.utime(path, (1000 - age, 1000 - age))
+    half = tmp_path / f"{PREFIX}1.npz.77.tmp"
+    half.write_bytes(b"x")
+    other = tmp_path / "sessions.sqlite3"
+    other.write_bytes(b"x")
+    tidy(tmp_path, paths[-1])
+    assert set(tmp_path.iterdir()) == {*paths[: MAX_FILES - 1], paths[-1], other}
+
+
+def test_a_model_is_told_by_what_is_in_its_folder(tmp_path: Path) -> None:
+    def model(name: str, tokenizer: str = "{}", weights: int = 10) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "tokenizer.json").write_text(tokenizer)
+        (folder / "model.safetensors").write_bytes(b"x" * weights)
+        (folder / "README.md").write_text(name)
+        return str(folder)
+
+    first = fingerprint(model("first"))
+    assert first == fingerprint(model("moved"))
+    assert first != fingerprint(model("other tokenizer", tokenizer="[]"))
+    assert first != fingerprint(model("other weights", weights=11))
+    assert fingerprint("org/a") != fingerprint("org/b")
+
+
+def test_a_refit_on_a_thread_and_the_end_do_not_write_at_the_same_time(tmp_path: Path) -> None:
+    lengths = fed(NodeLengths.open(tmp_path, "model"), 400)
+    threads = [threading.Thread(target=lengths.refit) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    fed(lengths, 50)
+    lengths.close()
+    for thread in threads:
+        thread.join()
+    assert NodeLengths.open(tmp_path, "model").num_observed == 450
+
+
+# -- a user's own ------------------------------------------------------------------------------------------------------
+
+
+class Own:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def predict(self, features: LengthFeatures) -> Any:
+        if features.question == "fail":
+            raise KeyError("no idea")
+        if features.question == "hang":
+            self.entered.set()
+            self.go_on.wait()
+        return LengthGuess(5, 9, "mine") if features.question != "odd" else "odd"
+
+    def observe(self, features: LengthFeatures, num_tokens: int) -> None:
+        if num_tokens == 13:
+            raise ValueError("unlucky")
+        self.seen.append(num_tokens)
+
+    def refit(self) -> None:
+        raise ValueError("cannot")
+
+
+@pytest.fixture
+def mine() -> Iterator[Own]:
+    mine = Own()
+    yield mine
+    mine.go_on.set()
+
+
+def test_it_answers_within_the_client_s_bound(mine: Own) -> None:
+    own = OwnPredictor(mine, "m:Own")
+    future = own.ask(features())
+    assert future is not None and future.result(5) == LengthGuess(5, 9, "mine")
+    future = own.ask(features(max_tokens=3))
+    assert future is not None and future.result(5) == LengthGuess(3, 3, "mine")
+
+
+@pytest.mark.parametrize("question", ["fail", "odd"])
+def test_what_it_raises_is_logged_once_and_counted(
+    mine: Own, caplog: pytest.LogCaptureFixture, question: str
+) -> None:
+    own = OwnPredictor(mine, "m:Own")
+    for _ in range(3):
+        future = own.ask(features(question=question))
+        assert future is not None
+        with pytest.raises((KeyError, AttributeError)):
+            future.result(5)
+    assert own.counts["failed"] == 3
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_one_that_hangs_is_not_asked_and_asked_again_when_it_is_back(
+    mine: Own, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_bridge.predict.own.PATIENCE_S", 0.0)
+    own = OwnPredictor(mine, "m:Own")
+    hung = own.ask(features(question="hang"))
+    mine.entered.wait(5)
+    assert own.ask(features()) is None
+    own.observe(features(), 5)
+    assert own.counts["refused"] == own.counts["not_observed"] == 1
+    mine.go_on.set()
+    assert hung is not None and hung.result(5).p50 == 5
+    while own.ask(features()) is None:
+        pass
+
+
+def test_what_waits_for_it_is_bounded_and_what_nobody_waits_for_is_not_asked(mine: Own) -> None:
+    own = OwnPredictor(mine, "m:Own")
+    own.ask(features(question="hang"))
+    mine.entered.wait(5)
+    own._busy_since_s = None  # as if it had begun just now, and would for as long as this test takes
+    futures = [own.ask(features(question="fail")) for _ in range(MAX_PENDING + 5)]
+    assert sum(future is not None for future in futures) == MAX_PENDING
+    for future in futures:
+        if future is not None:
+            assert future.cancel()
+    mine.go_on.set()
+    while own._work.qsize():
+        pass
+    assert own.counts["failed"] == 0
+
+
+def test_ours_learns_whatever_theirs_does(mine: Own) -> None:
+    own = OwnPredictor(mine, "m:Own")
+    lengths = NodeLengths(None, own)
+    for num_tokens in (13, 20, 30):
+        lengths.observe(features(), num_tokens)
+    lengths.refit()
+    future = own.ask(features())
+    assert future is not None and future.result(5).source == "mine"
+    assert mine.seen == [20, 30] and lengths.num_observed == 3
+    assert lengths.predict(features()).source == "prior"
+    while "own_not_refitted" not in lengths.figures():
+        pass
+    assert lengths.figures()["own_not_observed"] == 1
+    lengths.close()
+
+
+MODULE = """
+from engine_bridge.predict.length import LengthGuess
+
+class Good:
+    def predict(self, features): return LengthGuess(1, 2, "good")
+    def observe(self, features, num_tokens): ...
+    def refit(self): ...
+
+class Told(Good):
+    def __init__(self, context, more=1): self.context = context
+
+def factory(context): return Told(context)
+
+class Half:
+    def predict(self, features): return LengthGuess(1, 2, "half")
+
+class Mute(Good):
+    def predict(self, features): return None
+
+class Broken(Good):
+    def __init__(self): raise OSError("no weights")
+
+ready = Good()
+number = 5
+class Outer:
+    Inner = Good
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"own_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+@pytest.mark.parametrize("name", ["Good", "Told", "factory", "ready", "Outer.Inner"])
+def test_a_class_a_factory_and_a_ready_one_will_do(module: str, name: str) -> None:
+    made: Any = load_predictor(f"{module}:{name}", CONTEXT)
+    assert made.predict(features()).p90 == 2
+    if name in ("Told", "factory"):
+        assert made.context == CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Half", "has no method observe and no refit"),
+        ("Mute", "could not answer a first question: AttributeError"),
+        ("Broken", "could not be made: OSError: no weights"),
+        ("number", "neither a class nor a function"),
+        ("Missing", "cannot be imported: AttributeError"),
+    ],
+)
+def test_what_is_wrong_with_it_is_said_at_the_start(module: str, name: str, reason: str) -> None:
+    with pytest.raises(PredictorRefused, match=reason):
+        load_predictor(f"{module}:{name}", CONTEXT)
+
+
+@pytest.mark.parametrize("name", ["no_such_module_here:X", "json:", "json", "json:a:b", ":X"])
+def test_a_name_that_leads_nowhere_is_refused(name: str) -> None:
+    with pytest.raises(PredictorRefused, match="length_predictor"):
+        load_predictor(name, CONTEXT)
+
+
+@pytest.mark.parametrize(("p50", "p90"), [(5, 4), (-1, 3), (float("nan"), 3)])
+def test_quantiles_that_are_none_are_refused(p50: float, p90: float) -> None:
+    with pytest.raises(ValueError):
+        checked(LengthGuess(p50, p90, ""), None)  # type: ignore[arg-type]

@@ -1,0 +1,61 @@
+"""Steps are as long as they may be, and prompts under way always get on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.pacing import (
+    MIN_PREFILL_TIMES,
+    MIN_PREFILL_TOKENS,
+    UNDER_WAY_SHARE,
+    most_prefill_tokens,
+    pace,
+    table_from,
+)
+
+# A step takes 20 ms, and 1 ms more for each token of a prompt.
+LINEAR = table_from([(32, 0.052), (512, 0.532)], 0.02)
+
+
+def test_a_first_table_gives_back_what_was_measured() -> None:
+    assert LINEAR.step_s(32, 0, 0) == pytest.approx(0.052)
+    assert LINEAR.step_s(512, 0, 0) == pytest.approx(0.532)
+    assert LINEAR.step_s(0, 1, 0) == pytest.approx(0.02)
+    assert LINEAR.step_s(1000, 8, 500) == pytest.approx(1.02)
+
+
+def test_as_many_tokens_as_the_time_allows() -> None:
+    assert most_prefill_tokens(LINEAR, 0.32, 4, 0, 2048) == 300
+    assert most_prefill_tokens(LINEAR, 60.0, 4, 0, 2048) == 2048
+    assert most_prefill_tokens(LINEAR, 0.001, 4, 0, 2048) == MIN_PREFILL_TOKENS
+    assert most_prefill_tokens(LINEAR, 0.001, 4, 0, 16) == 16
+
+
+def test_prompts_get_their_time_where_decodes_take_long() -> None:
+    slow = StepTable.of(lambda points: [d * 0.1 + p * 1e-3 for p, d, _ in points], (0, 4096), (0, 64), (0, 1))
+    step = pace(slow, 0.2, 10, 0, [], 4096)
+    assert step.prefill_tokens == pytest.approx(MIN_PREFILL_TIMES * 1000, abs=1)
+
+
+@given(
+    target_s=st.floats(0.01, 2),
+    under_way=st.lists(st.integers(2, 5000), max_size=5),
+    starting=st.integers(0, 5000),
+)
+def test_prompts_under_way_always_get_on_and_a_step_is_never_overfull(
+    target_s: float, under_way: list[int], starting: int
+) -> None:
+    step = pace(LINEAR, target_s, 4, 100, under_way, 2048)
+    assert 0 <= step.starting_tokens <= step.prefill_tokens
+    started = min(starting, step.starting_tokens)
+    chunk = step.chunk_tokens(started)
+    assert chunk >= 1
+    assert started + chunk * len(under_way) <= max(step.prefill_tokens, started + len(under_way))
+    if under_way:
+        kept = min(sum(under_way), int(step.prefill_tokens * UNDER_WAY_SHARE))
+        assert step.prefill_tokens - step.starting_tokens >= kept
+    else:
+        assert step.starting_tokens == step.prefill_tokens

@@ -1,0 +1,161 @@
+"""A profile is kept in one file for one model and device, and what cannot be trusted is no profile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from engine_bridge.policy.costs import Link, StepGrid
+from engine_bridge.predict.steps import Candidate
+from engine_bridge.profile import (
+    AdapterProfile,
+    CopyProfile,
+    DiskProfile,
+    LinearCost,
+    MachineProfile,
+    ProfileSubject,
+    StepProfile,
+    path_of,
+)
+
+SUBJECT = ProfileSubject(
+    model="some model/7B",
+    revision="abc",
+    dtype="float32",
+    device="a processor",
+    num_threads=2,
+    vllm_version="0.32.0",
+    block_size_tokens=32,
+)
+GRID = StepGrid(
+    num_prefill_tokens=(0, 1, 512),
+    num_decodes=(0, 1, 8),
+    num_context_tokens=(0, 1000),
+    seconds=tuple(0.001 * number for number in range(18)),
+)
+PROFILE = MachineProfile(
+    subject=SUBJECT,
+    created_at=1.7e9,
+    seconds=120.5,
+    steps=StepProfile(
+        grid=GRID,
+        candidates=(Candidate("ridge", 2, 0.03, 0.04), Candidate("linear", 1, 0.1, 0.1)),
+        repeatability=0.02,
+        num_samples=300,
+        num_held_out=60,
+    ),
+    copies=CopyProfile(
+        link=Link(d2h_bytes_per_s=8e9, h2d_bytes_per_s=7e9, setup_s=1e-4), swap_error=0.03, repeatability=0.02
+    ),
+    disk=DiskProfile(write_bytes_per_s=1e9, read_bytes_per_s=2e9, is_direct=True, num_bytes=1 << 28),
+    adapters=AdapterProfile(
+        load_bytes_per_s=5e8,
+        bgmv=LinearCost(a=1e-6, b=1e-4, r2=0.97),
+        mbgmv=LinearCost(a=2e-6, b=1e-4, r2=0.99),
+    ),
+    notes=("a note",),
+)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "profiles"
+    path = PROFILE.save(folder)
+    assert MachineProfile.load(folder, PROFILE.fingerprint) == PROFILE
+    assert list(folder.iterdir()) == [path]
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_later_profile_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path)
+    later = replace(PROFILE, created_at=1.8e9)
+    later.save(tmp_path)
+    assert MachineProfile.load(tmp_path, PROFILE.fingerprint) == later
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("field", ProfileSubject.__struct_fields__)
+def test_every_part_of_the_subject_makes_another_profile(field: str, tmp_path: Path) -> None:
+    PROFILE.save(tmp_path)
+    value = getattr(SUBJECT, field)
+    other = replace(SUBJECT, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    assert other.fingerprint != SUBJECT.fingerprint
+    assert MachineProfile.load(tmp_path, other.fingerprint) is None
+
+
+def test_a_fingerprint_is_the_name_of_a_file() -> None:
+    assert SUBJECT.fingerprint.startswith("some-model-7B-")
+    assert len(replace(SUBJECT, model="m" * 500).fingerprint) < 100
+
+
+def test_a_missing_profile_is_told_with_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert MachineProfile.load(tmp_path / "nowhere", "x") is None
+    assert "`overture profile` measures one" in caplog.text
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def apply(data: bytes) -> bytes:
+        fields = json.loads(data)
+        change(fields)
+        return json.dumps(fields).encode()
+
+    return apply
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "nothing in it": lambda data: b"",
+    "cut short": lambda data: data[: len(data) // 2],
+    "not JSON": lambda data: b"\x00" + data,
+    "not an object": lambda data: b"[]",
+    "a later format": changed(lambda fields: fields.update(format_version=2)),
+    "no format": changed(lambda fields: fields.pop("format_version")),
+    "no steps": changed(lambda fields: fields.pop("steps")),
+    "nothing about the fit": changed(lambda fields: fields["steps"].update(candidates=[])),
+    "a time too few": changed(lambda fields: fields["steps"]["grid"]["seconds"].pop()),
+    "axes that fall": changed(lambda fields: fields["steps"]["grid"]["num_decodes"].reverse()),
+    "a time that is no number": changed(lambda fields: fields["steps"]["grid"].update(seconds=["a"] * 18)),
+    "a speed of nothing": changed(lambda fields: fields["copies"]["link"].update(d2h_bytes_per_s=0)),
+    "a disk that goes backwards": changed(lambda fields: fields["disk"].update(read_bytes_per_s=-1.0)),
+    "another subject": changed(lambda fields: fields["subject"].update(revision="def")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_profile_is_none_and_the_log_says_so(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = PROFILE.save(tmp_path)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    assert MachineProfile.load(tmp_path, PROFILE.fingerprint) is None
+    assert "is of no use" in caplog.text
+
+
+def test_a_file_that_cannot_be_read_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path_of(tmp_path, PROFILE.fingerprint).mkdir()
+    assert MachineProfile.load(tmp_path, PROFILE.fingerprint) is None
+    assert "cannot be read" in caplog.text
+
+
+def test_what_fails_to_be_saved_leaves_nothing_behind_and_the_old_one_alone(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path)
+    broken = replace(PROFILE, notes=(object(),))  # type: ignore[arg-type]
+    with pytest.raises((TypeError, msgspec.MsgspecError)):
+        broken.save(tmp_path)
+    assert MachineProfile.load(tmp_path, PROFILE.fingerprint) == PROFILE
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_the_table_foretells_and_knows_its_error() -> None:
+    table = PROFILE.steps.table()
+    assert table.step_s(0, 1, 0) == pytest.approx(0.002)
+    assert table.usual_error == PROFILE.steps.error == 0.04
+    assert PROFILE.link is not None and PROFILE.link.out_s(8_000_000) == pytest.approx(1.1e-3)
+    assert "2023" in PROFILE.summary and "4.0%" in PROFILE.summary
