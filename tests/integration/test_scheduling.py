@@ -30,7 +30,9 @@ _ids = itertools.count()
 
 
 @asynccontextmanager
-async def engine(policy: str, num_kv_blocks: int = 60, max_num_seqs: int = 6) -> AsyncIterator[LocalNode]:
+async def engine(
+    policy: str, num_kv_blocks: int = 60, max_num_seqs: int = 6, kv_host_gib: float = 0
+) -> AsyncIterator[LocalNode]:
     config = EngineConfig(
         model=str(DEMO_MODEL_DIR),
         served_model_name="demo",
@@ -40,6 +42,7 @@ async def engine(policy: str, num_kv_blocks: int = 60, max_num_seqs: int = 6) ->
         max_num_seqs=max_num_seqs,
         num_kv_blocks=num_kv_blocks,
         scheduling_policy=policy,
+        kv_host_gib=kv_host_gib,
     )
     node = LocalNode(LocalNodeConfig(engine=config, adapters=find_adapters(DEMO_ADAPTERS_DIR)))
     await node.start()
@@ -100,16 +103,30 @@ class WrongByTenTimes:
     def refit(self) -> None: ...
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "mlq"])
-async def test_no_order_changes_an_answer(policy: str, undisturbed: list[list[int]]) -> None:
-    """Everybody at once on a device for a few: requests are preempted, predictions are wrong, some are aborted; nothing is lost or left behind."""
-    async with engine(policy) as node:
+def squash_one(driver: Any) -> None:
+    """As if a head needed the room of the last that started."""
+    scheduler = driver._scheduler
+    if len(scheduler.running) > 1:
+        driver.scheduling._squash(scheduler, scheduler.running[-1].request_id)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kv_host_gib"),
+    [("fcfs", 0), ("sjf", 0), ("priority", 0), ("fair", 0), ("mlq", 0), ("mlq", 0.25)],
+)
+async def test_no_order_changes_an_answer(
+    policy: str, kv_host_gib: float, undisturbed: list[list[int]]
+) -> None:
+    """Everybody at once on a device for a few: requests are preempted and squashed, predictions are wrong, some are aborted; nothing is lost or left
+    behind. With host memory they come back from there."""
+    async with engine(policy, kv_host_gib=kv_host_gib) as node:
         own = await scheduling(node)
         if policy == "mlq":
             own.predictor = WrongByTenTimes()
         given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 200)) for seed in range(4)]
         asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
         await asked[0]
+        await node.run_on_engine(squash_one)
         for task in given_up:
             task.cancel()
         assert await asyncio.gather(*asked) == undisturbed
@@ -117,7 +134,13 @@ async def test_no_order_changes_an_answer(policy: str, undisturbed: list[list[in
         await until_idle(node)
         state = own.state()
         assert state["num_waiting"] == state["num_running"] == 0
-        assert state["counts"]["preempted"] > 0, "the device was too small, or this test could not fail"
+        assert state["counts"]["preempted"] > 0, "the device was too large, and this test could not fail"
+        assert state["counts"]["squashed"] > 0
+        if kv_host_gib:
+            ways = own.all_counts()
+            assert ways.get("preempted:swap", 0) + ways.get("preempted:split", 0) > 0, (
+                "KV came back from host memory"
+            )
         if isinstance(own.policy, Mlq):
             own.policy.check_invariants()
             assert own.policy.ledger.num_used == 0, "every quota has come back"

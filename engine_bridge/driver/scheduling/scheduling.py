@@ -142,6 +142,7 @@ class Scheduling:
         self._known: dict[str, _Known] = {}
         self._unready = Unready()
         self._running: dict[str, _Known] = {}
+        self._squashing: set[str] = set()
         self._sizes = WeightedSize()
         self._scale = Scale()
         self._token_s = PRIOR_TOKEN_S
@@ -180,7 +181,11 @@ class Scheduling:
         if known is None:
             return
         self.policy.ended(request.request_id)
-        known.base = msgspec.structs.replace(known.base, is_swapped=True, size_tokens=known.charged_tokens)
+        # One that was squashed made room for a head: it must not go before that one now.
+        is_swapped = request.request_id not in self._squashing
+        known.base = msgspec.structs.replace(
+            known.base, is_swapped=is_swapped, size_tokens=known.charged_tokens
+        )
         known.started_s, known.is_bypasser = None, False
         self._unready.add(request)
         self.counts["preempted"] += 1
@@ -339,7 +344,9 @@ class Scheduling:
         self.policy.squashed(request_id)
         known.base = msgspec.structs.replace(known.base, times_squashed=known.base.times_squashed + 1)
         scheduler.running.remove(known.request)
+        self._squashing.add(request_id)
         scheduler._preempt_request(known.request, time.monotonic(), drop_stale_output=True)
+        self._squashing.remove(request_id)
 
     def end_step(self) -> None:
         """Tell the policy who really started."""
