@@ -64,14 +64,16 @@ class Engine:
     """What reached the engine: the salts of requests, in order, and the prompt tokens that each found in the cache."""
 
     salts: list[str | None] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
     cached: dict[str, int] = field(default_factory=dict)
 
     async def cached_in(self, call: Awaitable[None]) -> int:
         """Prompt tokens that were not computed in a call: of its first request, and of that the choice that found least."""
         self.salts.clear()
+        self.ids.clear()
         self.cached.clear()
         await call
-        return next(iter(self.cached.values()))
+        return self.cached[self.ids[0]]
 
 
 @pytest.fixture
@@ -82,6 +84,7 @@ def engine(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> Engine:
     def note_salt(self: BridgeEngineClient, *args: Any, **kwargs: Any) -> Any:
         unique_id, request = submit(self, *args, **kwargs)
         engine.salts.append(request.cache_salt)
+        engine.ids.append(unique_id)
         return unique_id, request
 
     def note_cached(self: BridgeEngineClient, outputs: list[Any]) -> None:

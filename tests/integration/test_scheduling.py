@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -23,7 +24,7 @@ from engine_bridge.policy.admission import Mlq
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
-NUM_REQUESTS = 20
+NUM_REQUESTS = 16
 ADAPTERS = (None, "pirate", "robot", "shout")
 
 _ids = itertools.count()
@@ -110,42 +111,58 @@ def squash_one(driver: Any) -> None:
         driver.scheduling._squash(scheduler, scheduler.running[-1].request_id)
 
 
-@pytest.mark.parametrize(
-    ("policy", "kv_host_gib"),
-    [("fcfs", 0), ("sjf", 0), ("priority", 0), ("fair", 0), ("mlq", 0), ("mlq", 0.25)],
-)
-async def test_no_order_changes_an_answer(
-    policy: str, kv_host_gib: float, undisturbed: list[list[int]]
-) -> None:
-    """Everybody at once on a device for a few: requests are preempted and squashed, predictions are wrong, some are aborted; nothing is lost or left
-    behind. With host memory they come back from there."""
-    async with engine(policy, kv_host_gib=kv_host_gib) as node:
+async def change_policy(node: LocalNode, policy: str) -> Scheduling:
+    """Another one from now on; nothing may wait or run."""
+
+    def change(driver: Any) -> Scheduling:
+        assert not sum(driver._scheduler.get_request_counts())
+        driver.scheduling.close()
+        driver.engine.reset_prefix_cache()
+        config = msgspec.structs.replace(node._config.engine, scheduling_policy=policy)
+        driver.scheduling = driver._make_scheduling(config)
+        return driver.scheduling
+
+    return await node.run_on_engine(change)
+
+
+async def test_no_order_changes_an_answer(undisturbed: list[list[int]]) -> None:
+    """Under each policy on one engine."""
+    async with engine("mlq") as node:
+        for policy in ("fcfs", "sjf", "priority", "fair", "mlq"):
+            await everybody_at_once(node, await change_policy(node, policy), undisturbed)
+
+
+async def test_who_comes_back_from_host_memory_goes_on_as_it_began(undisturbed: list[list[int]]) -> None:
+    async with engine("mlq", kv_host_gib=0.25) as node:
         own = await scheduling(node)
-        if policy == "mlq":
-            own.predictor = WrongByTenTimes()
-        given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 200)) for seed in range(4)]
-        asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
-        await asked[0]
-        await node.run_on_engine(squash_one)
-        for task in given_up:
-            task.cancel()
-        assert await asyncio.gather(*asked) == undisturbed
-        await asyncio.gather(*given_up, return_exceptions=True)
-        await until_idle(node)
-        state = own.state()
-        assert state["num_waiting"] == state["num_running"] == 0
-        assert state["counts"]["preempted"] > 0, "the device was too large, and this test could not fail"
-        assert state["counts"]["squashed"] > 0
-        if kv_host_gib:
-            ways = own.all_counts()
-            assert ways.get("preempted:swap", 0) + ways.get("preempted:split", 0) > 0, (
-                "KV came back from host memory"
-            )
-        if isinstance(own.policy, Mlq):
-            own.policy.check_invariants()
-            assert own.policy.ledger.num_used == 0, "every quota has come back"
-        counts = await node.run_on_engine(lambda driver: driver.counts())
-        assert counts.num_free_kv_blocks == counts.num_kv_blocks - 1
+        await everybody_at_once(node, own, undisturbed)
+        ways = own.all_counts()
+        assert ways.get("preempted:swap", 0) + ways.get("preempted:split", 0) > 0, "none came back from there"
+
+
+async def everybody_at_once(node: LocalNode, own: Scheduling, undisturbed: list[list[int]]) -> None:
+    """On a device for a few: requests are preempted and squashed, predictions are wrong, some are aborted; nothing is lost or left behind."""
+    policy = own.policy
+    if isinstance(policy, Mlq):
+        own.predictor = WrongByTenTimes()
+    given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 200)) for seed in range(4)]
+    asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
+    await asked[0]
+    await node.run_on_engine(squash_one)
+    for task in given_up:
+        task.cancel()
+    assert await asyncio.gather(*asked) == undisturbed, policy.name
+    await asyncio.gather(*given_up, return_exceptions=True)
+    await until_idle(node)
+    state = own.state()
+    assert state["num_waiting"] == state["num_running"] == 0
+    assert state["counts"]["preempted"] > 0, "the device was too large, and this test could not fail"
+    assert state["counts"]["squashed"] > 0
+    if isinstance(policy, Mlq):
+        policy.check_invariants()
+        assert policy.ledger.num_used == 0, "every quota has come back"
+    counts = await node.run_on_engine(lambda driver: driver.counts())
+    assert counts.num_free_kv_blocks == counts.num_kv_blocks - 1
 
 
 async def until_idle(node: LocalNode) -> None:

@@ -26,6 +26,8 @@ MIN_SAMPLES = 60
 # Of KV memory; the rest is for what the requests write. Chosen.
 CONTEXT_SHARE = 0.9
 CALIBRATION_TOKENS = (64, 256)
+# That a decode may write at most; two steps need two.
+DECODE_TOKENS = 8
 
 
 class Point(NamedTuple):
@@ -121,8 +123,8 @@ def _is_possible(point: Point, bounds: Bounds) -> bool:
         return False
     return (
         num_prefill + num_decodes <= bounds.num_batched_tokens
-        # Three tokens: of a decode, its prompt's last one and what two steps write.
-        and num_context / num_requests + max(num_prefill, 3) <= bounds.max_model_len
+        # Of a decode, its prompt's last token and what it may write; of a prompt, itself and the token that it is answered with.
+        and num_context / num_requests + max(num_prefill + 1, 1 + DECODE_TOKENS) <= bounds.max_model_len
         and num_context + num_prefill + 3 * num_decodes <= bounds.num_kv_tokens
     )
 
@@ -159,7 +161,7 @@ def visit(requests: CraftedRequests, point: Point) -> list[StepSample]:
     try:
         if num_decodes:
             for _ in range(num_decodes):
-                requests.add(context, 1, max_tokens=8)
+                requests.add(context, 1, max_tokens=DECODE_TOKENS)
             requests.step()  # of their prompts' last tokens
             samples.append(requests.step())
         if num_prefill:

@@ -89,7 +89,7 @@ def test_a_key_has_its_weight_and_others_have_one(tmp_path: Path, caplog: pytest
 
 
 def test_settings_that_vllm_s_own_queue_does_not_look_at_are_told() -> None:
-    flags = {"tenant_weights": ("ada=2",), "client_priority": True}
+    flags = {"tenant_weights": ("ada=2",), "client_priority": True, "scheduling_policy": "vllm"}
     (warning,) = load(flags).warnings()
     assert "tenant_weights and client_priority change nothing" in warning
     assert load(flags | {"scheduling_policy": "mlq"}).warnings() == []
