@@ -91,7 +91,7 @@ async def ask(http: aiohttp.ClientSession, name: str, length: int, num_tokens: i
 def traffic(http: aiohttp.ClientSession, name: str, num_requests: int) -> list[asyncio.Task[None]]:
     """Three of them fit the device when they start, and two when they end."""
     return [
-        asyncio.create_task(ask(http, f"{name}-{at}", 500 - at, 100, MODELS[at % len(MODELS)]))
+        asyncio.create_task(ask(http, f"{name}-{at}", 500 - at, 150, MODELS[at % len(MODELS)]))
         for at in range(num_requests)
     ]
 
