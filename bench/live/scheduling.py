@@ -117,10 +117,10 @@ QUICK = Plan(
     profile_seconds=30,
 )
 FULL = Plan(
-    repeats={"low": 1, "medium": 2, "high": 3},
+    repeats={"low": 1, "medium": 1, "high": 3},
     seconds=20,
     arms=(OURS, PEER, "peer priority", MANY_SLOTS),
-    sweep=(0.65, 0.9, 1.1, 1.3),
+    sweep=(0.75, 1.0, 1.25),
     accuracies=(1.0, 0.8, 0.6),
     tight_requests=24,
     tight_repeats=2,

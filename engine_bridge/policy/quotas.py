@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from .lanes import Lanes
+from .lanes import Lanes, Rule, fit, knee
+
+# What a lane's requests may take, as a multiple of how long one runs. Source: Chameleon §5.1 (five times the low-load latency).
+SLO_TIMES = 5.0
 
 
 class LaneLoad(Struct, frozen=True, kw_only=True):
@@ -76,6 +79,18 @@ def lane_loads(
         )
         for requests in own
     )
+
+
+def fitted(
+    seen: Sequence[SeenRequest], window_s: float, num_tokens: int, rule: Rule = knee
+) -> tuple[Lanes, tuple[int, ...]]:
+    """Lanes for requests that came within `window_s`, and what each lane gets of `num_tokens`. Raises ValueError for none."""
+    if not seen:
+        raise ValueError("lanes are fitted to requests")
+    lanes = fit([request.wrs for request in seen], rule)
+    longest_s = max(request.duration_s for request in seen)
+    loads = lane_loads(lanes, seen, max(window_s, 1.0), SLO_TIMES * max(longest_s, 1.0))
+    return lanes, share(loads, num_tokens)
 
 
 class Spare:

@@ -6,8 +6,8 @@ import logging
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from engine_bridge.policy.lanes import Lanes, fit
-from engine_bridge.policy.quotas import SeenRequest, lane_loads, share
+from engine_bridge.policy.lanes import Lanes
+from engine_bridge.policy.quotas import SeenRequest, fitted
 from engine_bridge.policy.sizes import Scale
 from engine_bridge.predict.length import LengthPredictor
 
@@ -15,8 +15,6 @@ log = logging.getLogger(__name__)
 
 # Lanes are fitted anew so often, on so many of the last requests. Chosen; the paper takes five minutes, of a busier server.
 REFIT_EVERY_S, WINDOW = 60.0, 2048
-# What a lane's requests may take, as a multiple of how long one runs. Source: Chameleon §5.1 (five times the low-load latency).
-SLO_TIMES = 5.0
 
 
 class Refits:
@@ -62,8 +60,4 @@ def _refit(
     requests = [
         SeenRequest(scale.wrs(*sizes), request.tokens, request.duration_s) for _, request, sizes in seen
     ]
-    lanes = fit([request.wrs for request in requests])
-    window_s = max(seen[-1][0] - seen[0][0], 1.0)
-    longest_s = max(request.duration_s for request in requests)
-    loads = lane_loads(lanes, requests, window_s, SLO_TIMES * max(longest_s, 1.0))
-    return lanes, share(loads, num_tokens), scale
+    return *fitted(requests, seen[-1][0] - seen[0][0], num_tokens), scale

@@ -41,7 +41,7 @@ AMPLE = Room(free_blocks=10_000, num_slots=100, num_tokens=10_000)
 
 def request(request_id: str, **fields: Any) -> Waiting:
     defaults: dict[str, Any] = {
-        "arrived_s": NOW - 1,
+        "arrived_s": NOW - 0.5,
         "wrs": 0.1,
         "size_tokens": 100,
         "num_blocks": 10,
@@ -454,7 +454,7 @@ def test_idling_saves_nothing_up() -> None:
 
 def test_one_that_has_waited_for_long_goes_before_smaller_ones() -> None:
     waiting = [
-        request("small", wrs=0.1, size_tokens=10, arrived_s=NOW - 1),
+        request("small", wrs=0.1, size_tokens=10),
         request("old", wrs=0.3, size_tokens=400, arrived_s=NOW - 15),
         request("older", wrs=0.3, size_tokens=3200, arrived_s=NOW - 20),
     ]
@@ -463,7 +463,10 @@ def test_one_that_has_waited_for_long_goes_before_smaller_ones() -> None:
 
 
 def test_long_is_from_the_very_second_on() -> None:
-    waiting = [request("small", wrs=0.1), request("old", wrs=0.3, arrived_s=NOW - 10)]
+    waiting = [
+        request("small", wrs=0.1),
+        request("old", wrs=0.3, arrived_s=NOW - MlqSettings().aging_s),
+    ]
     assert decide(mlq(), waiting).request_ids == ("old", "small")
     overdue = request("overdue", wrs=0.9, arrived_s=NOW - 60, priority=9)
     assert decide(mlq(), [*waiting, overdue]).request_ids == ("overdue", "old", "small")

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine_bridge.policy.lanes import Lanes
-from engine_bridge.policy.quotas import LaneLoad, Ledger, SeenRequest, lane_loads, minimum_tokens, share
+from engine_bridge.policy.quotas import (
+    LaneLoad,
+    Ledger,
+    SeenRequest,
+    fitted,
+    lane_loads,
+    minimum_tokens,
+    share,
+)
 
 
 def load(**fields: Any) -> LaneLoad:
@@ -188,3 +196,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_two_kinds_of_requests_become_two_lanes_with_all_tokens_between_them() -> None:
+    small = [SeenRequest(0.1 + number / 1000, 50, 1.0) for number in range(50)]
+    large = [SeenRequest(0.8 + number / 1000, 900, 20.0) for number in range(50)]
+    lanes, quotas = fitted(small + large, 100.0, 10_000)
+    assert lanes.num_lanes == len(quotas) == 2
+    assert lanes.lane_of(0.12) != lanes.lane_of(0.83)
+    assert sum(quotas) == 10_000 and quotas[1] > quotas[0] > 0
+    with pytest.raises(ValueError, match="fitted to requests"):
+        fitted([], 1.0, 100)

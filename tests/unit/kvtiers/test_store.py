@@ -113,6 +113,17 @@ def test_a_prefix_ends_at_the_first_block_that_is_nowhere(tiers: Tiers) -> None:
     assert tiers.restore("a", KEYS[:3]) == (1, 0)
 
 
+def test_what_is_held_is_told_without_touching_it(tiers: Tiers) -> None:
+    tiers.save("a", [KEYS[0], KEYS[1], KEYS[3]])
+    assert tiers.store.num_held(KEYS[:4]) == 2
+    assert tiers.store.num_held(KEYS[3:4]) == 1
+    assert tiers.store.num_held(KEYS[4:]) == tiers.store.num_held([]) == 0
+    assert tiers.store.flush()
+    tiers.store.drop_host()
+    assert tiers.store.num_held(KEYS[:4]) == 2
+    assert tiers.store.stats().host.num_hits == 0
+
+
 def test_what_left_host_memory_comes_from_disk(tiers: Tiers) -> None:
     tiers.save("a", KEYS[:4])
     assert tiers.store.flush()

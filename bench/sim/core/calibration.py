@@ -1,0 +1,61 @@
+"""The devices, each with one calibration, from published numbers outside the tables that are compared. All else is their data sheets.
+
+A40   Chameleon §5.2: the SLO of 150 ms for the time between tokens is five times that of low load, hence a step of 30 ms for one request: what
+      reading the weights leaves of it is the fixed overhead. Chameleon §3.1, Fig. 2: of the TTFT of one request of rank 128 alone, 17.5% is loading,
+      60% loading and the adapter's computation; the other 40% is what the prompt takes, and so gives S-LoRA's shares of the link and of FLOP/s. The
+      prompt is "medium": in the work that the paper takes the word from (DynamoLLM), 256 to 1,024 tokens; 512 is their geometric middle. Chosen.
+A10   CaraServe §2.3, Fig. 5: 24 requests of rank 32 decode in 35.3 ms with MBGMV (adapters on q, k, v; prompts of Alpaca, some 60 tokens). Its
+      shares of the link and for adapters are the A40's.
+A100, H200   No such number was found: the A40's overhead and shares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bench.sim.core import hardware
+from bench.sim.core.hardware import Gpu
+from bench.sim.core.models import LLAMA2_7B, LLAMA_7B
+from bench.sim.core.steps import StepCost
+
+A40_DECODE_S = 0.150 / 5
+A40_LOADING_SHARE, A40_ADAPTER_SHARE = 0.175, 0.60 - 0.175
+MEDIUM_PROMPT_TOKENS = 512
+LARGEST_RANK = 128
+A10_DECODE_S, A10_NUM_DECODES, A10_RANK, A10_CONTEXT_TOKENS = 0.0353, 24, 32, 60
+# CaraServe's adapters are on q, k and v, ours also on o: 3/4 of the bytes.
+QKV_SHARE = 0.75
+
+
+def _calibrated_a40() -> Gpu:
+    bare = replace(hardware._A40, step_s=0.0)
+    gpu = replace(bare, step_s=A40_DECODE_S - StepCost(bare, LLAMA_7B).step_s((), 1, MEDIUM_PROMPT_TOKENS))
+    base_s = StepCost(gpu, LLAMA_7B).prefill_s(MEDIUM_PROMPT_TOKENS)
+    ttft_s = base_s / (1 - A40_LOADING_SHARE - A40_ADAPTER_SHARE)
+    lora_flops = 2 * LLAMA_7B.lora_weights_per_rank * LARGEST_RANK * MEDIUM_PROMPT_TOKENS
+    link_bytes_per_s = LLAMA_7B.lora_bytes(LARGEST_RANK) / (A40_LOADING_SHARE * ttft_s)
+    return replace(
+        gpu,
+        link_share=link_bytes_per_s / gpu.link_bytes_per_s,
+        lora_share=lora_flops / (A40_ADAPTER_SHARE * ttft_s) / gpu.flops,
+    )
+
+
+def _calibrated_a10(shares_of: Gpu) -> Gpu:
+    bare = replace(
+        hardware._A10, step_s=0.0, link_share=shares_of.link_share, lora_share=shares_of.lora_share
+    )
+    context, sum_rank = A10_NUM_DECODES * A10_CONTEXT_TOKENS, round(A10_NUM_DECODES * A10_RANK * QKV_SHARE)
+    without_s = StepCost(bare, LLAMA2_7B).step_s((), A10_NUM_DECODES, context, sum_rank)
+    return replace(bare, step_s=A10_DECODE_S - without_s)
+
+
+def _as(gpu: Gpu, other: Gpu) -> Gpu:
+    return replace(gpu, step_s=other.step_s, link_share=other.link_share, lora_share=other.lora_share)
+
+
+A40 = _calibrated_a40()
+A10 = _calibrated_a10(A40)
+A100 = _as(hardware._A100, A40)
+H200 = _as(hardware._H200, A40)
+GPUS = {gpu.name: gpu for gpu in (A10, A40, A100, H200)}

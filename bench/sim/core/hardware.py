@@ -1,0 +1,58 @@
+"""What devices can do by their data sheets, and what part of it programs get. Their calibrations are in calibration.py.
+
+Achieved fractions. A10, A40: 0.76 of FLOP/s and of memory bandwidth. Source: Sarathi (Agrawal et al., arXiv:2308.16369), the times of LLaMA-13B on an
+A6000, whose chip (GA102) is the A40's and the A10's: about 0.22 ms for a token of a prompt, 44 ms for the weights in a decode step, of 154.8 TFLOP/s
+and 768 GB/s. A100: 0.72 of FLOP/s (FlashAttention-2, Dao, 2023: 225 of 312 TFLOP/s, end to end), memory as on the others. H200: nothing was found
+that its maker did not measure; the GA102's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device and its link to the host, per direction.
+
+    flops: dense, 16 bits. *_share: what programs get of the data sheet's figure. lora_share: of flops, by the kernels that compute adapters over a
+    prompt. step_s: fixed overhead of a step. load_setup_s: of a copy over the link. usable_share: of the memory, for everything.
+    """
+
+    name: str
+    flops: float
+    memory_bytes_per_s: float
+    memory_bytes: int
+    link_bytes_per_s: float
+    flops_share: float = 0.76
+    memory_share: float = 0.76
+    link_share: float = 0.3
+    lora_share: float = 0.0133
+    step_s: float = 0.0045
+    load_setup_s: float = 0.0
+    usable_share: float = 0.9  # Source: vLLM's default of gpu_memory_utilization.
+
+    @property
+    def achieved_flops(self) -> float:
+        return self.flops * self.flops_share
+
+    @property
+    def achieved_bytes_per_s(self) -> float:
+        return self.memory_bytes_per_s * self.memory_share
+
+    @property
+    def achieved_link_bytes_per_s(self) -> float:
+        return self.link_bytes_per_s * self.link_share
+
+    def with_memory(self, memory_bytes: int) -> Gpu:
+        """The same device with another size of memory, as Chameleon §5.5 has it."""
+        return replace(self, name=f"{self.name} {memory_bytes // GB} GB", memory_bytes=memory_bytes)
+
+
+# PCIe 4.0 x16 moves 31.5 GB/s each way (16 GT/s, 128b/130b), 5.0 twice as much.
+_A10 = Gpu("A10", 125e12, 600e9, 24 * GB, 31.5e9)
+_A40 = Gpu("A40", 149.7e12, 696e9, 48 * GB, 31.5e9)
+_A100 = Gpu("A100", 312e12, 2039e9, 80 * GB, 31.5e9, flops_share=0.72)
+_H200 = Gpu("H200", 989.4e12, 4800e9, 141 * GB, 63e9)

@@ -1,0 +1,71 @@
+"""Language models as the simulator sees them: how many bytes they have, and what a token costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A Llama-shaped decoder. max_tokens: of a request, prompt and answer together. Source of the figures: each model's config.json."""
+
+    name: str
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    vocabulary: int
+    max_tokens: int
+    dtype_bytes: int = 2
+
+    @property
+    def hidden_kv(self) -> int:
+        return self.hidden // self.num_heads * self.num_kv_heads
+
+    @property
+    def layer_weights(self) -> int:
+        """Of all layers together: q and o, k and v, and three matrices of the MLP. Norms are left out."""
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.hidden_kv
+        return self.num_layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden * self.vocabulary
+
+    @property
+    def weight_bytes(self) -> int:
+        """On the device, the embedding with them."""
+        return (self.layer_weights + 2 * self.head_weights) * self.dtype_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """That a step reads of the weights: all but the embedding, of which it looks up a few rows."""
+        return (self.layer_weights + self.head_weights) * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.hidden_kv * self.dtype_bytes
+
+    @property
+    def lora_weights_per_rank(self) -> int:
+        """Of an adapter on q, k, v and o. Source: S-LoRA's and Chameleon's setting."""
+        into_kv = 2 * (self.hidden + self.hidden_kv)
+        into_hidden = 2 * 2 * self.hidden
+        return self.num_layers * (into_kv + into_hidden)
+
+    def lora_bytes(self, rank: int) -> int:
+        return rank * self.lora_weights_per_rank * self.dtype_bytes
+
+
+LLAMA_7B = Model("llama-7b", 32, 4096, 11008, 32, 32, 32_000, 2048)
+LLAMA_13B = Model("llama-13b", 40, 5120, 13824, 40, 40, 32_000, 2048)
+LLAMA_30B = Model("llama-30b", 60, 6656, 17920, 52, 52, 32_000, 2048)
+LLAMA2_7B = Model("llama2-7b", 32, 4096, 11008, 32, 32, 32_000, 4096)
+LLAMA2_13B = Model("llama2-13b", 40, 5120, 13824, 40, 40, 32_000, 4096)
+LLAMA2_70B = Model("llama2-70b", 80, 8192, 28672, 64, 8, 32_000, 4096)
+LLAMA3_8B = Model("llama3-8b", 32, 4096, 14336, 32, 8, 128_256, 8192)
+MODELS = {
+    model.name: model
+    for model in (LLAMA_7B, LLAMA_13B, LLAMA_30B, LLAMA2_7B, LLAMA2_13B, LLAMA2_70B, LLAMA3_8B)
+}

@@ -1,0 +1,96 @@
+"""A request on its way through a node."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine_bridge.policy.admission import Waiting
+from engine_bridge.predict.length import LengthGuess
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What the traffic says of a request. adapter_id: None for the base model."""
+
+    request_id: str
+    at_s: float
+    num_prompt_tokens: int
+    num_answer_tokens: int
+    adapter_id: int | None = None
+
+
+class Stage(enum.Enum):
+    WAITING = "waiting"
+    LOADING = "loading"  # started, its adapter is on its way
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request in a node.
+
+    base: what is fixed at arrival. sizes: input, predicted output, rank. num_done: tokens of the answer, up to date except while it decodes
+    (`Node` counts steps then, from `decodes_from` on); they stay through a preemption. num_blocks: of KV, before it grows beyond them.
+    grow_slot: the place in a block at which its growth falls, -1 while it has room. generation: counts its starts, so that what was
+    planned for an earlier one can be told apart.
+    """
+
+    arrival: Arrival
+    rank: int
+    guess: LengthGuess
+    sizes: tuple[float, float, float]
+    base: Waiting
+    charged_tokens: int
+    stage: Stage = Stage.WAITING
+    num_done: int = 0
+    num_prefilled: int = 0
+    num_blocks: int = 0
+    grow_slot: int = -1
+    decodes_from: int = 0
+    generation: int = 0
+    is_bypasser: bool = False
+    num_preempted: int = 0
+    started_s: float = 0.0
+    first_started_s: float = math.nan
+    first_token_s: float = math.nan
+    ended_s: float = math.nan
+    found_adapter: str = ""
+    """Of its first start: `here`, `coming` or `missing`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer so far: what a start has to compute."""
+        return self.arrival.num_prompt_tokens + self.num_done
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.arrival.at_s
+
+    @property
+    def queued_s(self) -> float:
+        return self.first_started_s - self.arrival.at_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.arrival.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        """nan for an answer of one token."""
+        num_gaps = self.arrival.num_answer_tokens - 1
+        return (self.ended_s - self.first_token_s) / num_gaps if num_gaps else math.nan
+
+
+class Guesser(Protocol):
+    """Foretells the length of an answer."""
+
+    def guess(self, arrival: Arrival) -> LengthGuess: ...
+
+    def ended(self, arrival: Arrival) -> None:
+        """It is known now."""
+        ...
