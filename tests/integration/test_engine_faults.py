@@ -127,6 +127,7 @@ async def test_an_idle_engine_uses_no_processor(node: SharedNode) -> None:
         return (int(fields[11]) + int(fields[12])) / 100
 
     await _generate(node, "before", max_tokens=2)
+    await asyncio.sleep(0.2)  # one more step tells the worker that the request has ended
     used, started, steps = processor_s(), time.monotonic(), node.num_steps
     await asyncio.sleep(2)
     assert (processor_s() - used) / (time.monotonic() - started) < 0.02
