@@ -168,7 +168,6 @@ class BridgeEngineClient(EngineClient):
             session=caller.session_id,
             adapter=name,
             rank=record.rank if record is not None else 0,
-            adapter_bytes=record.num_bytes if record is not None else 0,
             weight=caller.weight,
             features=self._features(request, caller, name),
         )

@@ -24,7 +24,6 @@ class RequestFacts(Struct, frozen=True, kw_only=True):
     session: str = ""
     adapter: str = ""
     rank: int = 0
-    adapter_bytes: int = 0
     weight: float = 1.0
     features: LengthFeatures | None = None
     guess: LengthGuess | None = None
