@@ -134,7 +134,7 @@ class Scheduling:
         self._is_ready = is_ready
         self._num_cached_tokens = num_cached_tokens
         self._adapters = adapters
-        self._ways = ways or {}
+        self._ways = ways if ways is not None else {}  # an empty one fills later
         # vLLM's own policies, and those that stand for them, keep vLLM's victims: the last that started.
         self._victims = least_fair_first if policy in ("mlq", "fair") else None
         self.pace = pace
