@@ -30,7 +30,9 @@ _ids = itertools.count()
 
 
 @asynccontextmanager
-async def engine(policy: str, num_kv_blocks: int = 60, max_num_seqs: int = 6) -> AsyncIterator[LocalNode]:
+async def engine(
+    policy: str, num_kv_blocks: int = 60, max_num_seqs: int = 6, kv_host_gib: float = 0
+) -> AsyncIterator[LocalNode]:
     config = EngineConfig(
         model=str(DEMO_MODEL_DIR),
         served_model_name="demo",
@@ -40,6 +42,7 @@ async def engine(policy: str, num_kv_blocks: int = 60, max_num_seqs: int = 6) ->
         max_num_seqs=max_num_seqs,
         num_kv_blocks=num_kv_blocks,
         scheduling_policy=policy,
+        kv_host_gib=kv_host_gib,
     )
     node = LocalNode(LocalNodeConfig(engine=config, adapters=find_adapters(DEMO_ADAPTERS_DIR)))
     await node.start()
@@ -124,6 +127,29 @@ async def test_no_order_changes_an_answer(policy: str, undisturbed: list[list[in
             assert own.policy.ledger.num_used == 0, "every quota has come back"
         counts = await node.run_on_engine(lambda driver: driver.counts())
         assert counts.num_free_kv_blocks == counts.num_kv_blocks - 1
+
+
+async def test_preempted_ones_come_back_from_host_memory_and_go_on_as_they_began(
+    undisturbed: list[list[int]],
+) -> None:
+    """On a device for two, whose requests are squashed again and again."""
+
+    def squash_last(driver: Any) -> None:
+        running = driver._scheduler.running
+        if len(running) > 1:
+            driver.scheduling._squash(driver._scheduler, running[-1].request_id)
+
+    async with engine("fcfs", num_kv_blocks=40, kv_host_gib=0.25) as node:
+        own = await scheduling(node)
+        asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
+        while not all(task.done() for task in asked):
+            await asyncio.sleep(0.1)
+            if own.counts["squashed"] < 20:
+                await node.run_on_engine(squash_last)
+        assert await asyncio.gather(*asked) == undisturbed
+        ways = own.all_counts()
+        assert ways["preempted"] > 0 and ways["squashed"] > 0
+        assert ways.get("preempted:swap", 0) + ways.get("preempted:split", 0) > 0, "none came back from there"
 
 
 async def until_idle(node: LocalNode) -> None:

@@ -236,7 +236,9 @@ def test_recording_changes_no_decision(name: str, played: list[tuple[str, Any]])
 
 def test_a_policy_of_its_own_settings_is_made_again_with_them() -> None:
     log = Log()
-    driven = Driven(Recorded(Mlq(NUM_TOKENS, MlqSettings(max_wait_s=3.0, aging_s=10.0)), NUM_TOKENS, log.write))
+    driven = Driven(
+        Recorded(Mlq(NUM_TOKENS, MlqSettings(max_wait_s=3.0, aging_s=10.0)), NUM_TOKENS, log.write)
+    )
     driven.arrive(wrs=0.9, num_blocks=39)
     driven.arrive(wrs=0.1, arrived_s=1.0)
     driven.step(3.5, free_blocks=30)
