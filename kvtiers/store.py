@@ -423,9 +423,8 @@ class KvStore:
         return self._disk is not None and key in self._disk
 
     def _touch(self, name: str) -> _Group:
-        group = self._groups.get(name)
-        if group is None:
-            group = self._groups[name] = _Group(name)
+        """The session's group; a new one is known from its first block on."""
+        group = self._groups.get(name) or _Group(name)
         group.last_used_s = self._clock()
         group.is_over = False
         group.expected_s = None
@@ -435,6 +434,7 @@ class KvStore:
         leftover = self._blocks.get(key)
         if leftover is not None:  # some of its layers, the others of which no disk has any more
             self._spoil(leftover)
+        self._groups[group.name] = group  # also where the leftover was its last
         block = self._blocks[key] = group.blocks[key] = _Block(key, group)
         block.pins = pins
         return block
@@ -443,8 +443,9 @@ class KvStore:
         """Make a block the latest of a group: it belongs to whoever used it last."""
         del block.group.blocks[block.key]
         block.group.num_slots -= len(block.slots)
-        if not block.group.blocks and block.group is not group:
+        if not block.group.blocks:
             self._groups.pop(block.group.name, None)
+        self._groups[group.name] = group
         block.group = group
         group.blocks[block.key] = block
         group.num_slots += len(block.slots)

@@ -17,7 +17,7 @@ from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockKey, BlockShape
-from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
+from kvtiers.policy.eviction import ByValue, EvictionPolicy, GroupFacts, Lru, Victim
 from kvtiers.store import KvStore, Stage
 
 SHAPE = BlockShape(num_layers=6, layer_bytes=64)
@@ -198,6 +198,31 @@ def test_last_layers_leave_before_any_session_loses_its_first(tmp_path: Path) ->
     assert tiers.restore("a", KEYS[:4])[0] == 4
     assert 0 < tiers.store.stats().disk.bytes_read < 4 * SHAPE.block_bytes
     tiers.close()
+
+
+class KeepsTwoLayers(EvictionPolicy):
+    def order(self, groups: Sequence[GroupFacts], num_layers: int, now: float) -> Iterator[Victim]:
+        return (Victim(facts.group, 2) for facts in groups)
+
+
+def test_a_sessions_only_block_lost_its_last_layers_and_is_saved_again(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=3, disk_bytes=0, eviction=KeepsTwoLayers())
+    tiers.save("a", KEYS[:1])
+    tiers.save("b", KEYS[1:3])
+    tiers.save("c", KEYS[3:4])  # a's block makes room
+    assert tiers.restore("a", KEYS[:1]) == (0, 0)
+    assert tiers.save("a", KEYS[:1]) == 1
+    tiers.store.check_invariants()
+    assert tiers.restore("a", KEYS[:1]) == (1, 0)
+    tiers.close()
+
+
+def test_who_holds_nothing_is_not_kept_in_mind(tiers: Tiers) -> None:
+    assert tiers.restore("a", KEYS[:2]) == (0, 0)
+    assert tiers.save("b", []) == 0
+    tiers.save("c", KEYS[:1])
+    tiers.restore("d", KEYS[:1])
+    assert tiers.store.stats().host.num_sessions == 1
 
 
 def test_a_session_that_is_over_goes_first(tmp_path: Path) -> None:
