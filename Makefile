@@ -19,6 +19,9 @@ HOST :=
 endif
 FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) --device $(DEVICE)
 
+# Two processes, a file's tests all in one of them (they share an engine), in the order that the engines need.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: help venv serve test lint format bench pins browser clean
 
 help: ## list the targets
@@ -30,7 +33,7 @@ serve: $(RUNTIME) ## start the gateway (HOST= PORT= MODEL= DEVICE=cuda ARGS=)
 	@exec .venv/bin/overture serve $(FLAGS) $(ARGS)
 
 test: $(RUNTIME) $(TESTING) browser ## lint and all tests (ARGS='-k name' for some)
-	@status=0; $(MAKE) --no-print-directory lint || status=$$?; $(PY) -m pytest $(ARGS) || status=$$?; exit $$status
+	@status=0; $(MAKE) --no-print-directory lint || status=$$?; $(PY) -m pytest $(TWO) $(ARGS) || status=$$?; exit $$status
 
 lint: $(RUNTIME) $(TESTING) ## ruff, import rules, types
 	$(PY) -m ruff check .
