@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from engine_bridge.node import AdapterPlace, AdapterStats
+from gateway.snapshots import SnapshotCollector
 
 _PLACES: tuple[str, ...] = get_args(AdapterPlace)
 _SOURCES = (("disk",), ("cached",))
@@ -86,29 +86,13 @@ _COUNTERS = (
 )
 
 
-class AdapterCollector(Collector):
-    """Makes metrics of a snapshot.
-
-    Args:
-        stats: gives the snapshot, or None where there are no adapters (yet). Called on whatever thread renders the metrics.
-    """
-
-    def __init__(self, stats: Callable[[], AdapterStats | None]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
-            return
+class AdapterCollector(SnapshotCollector[AdapterStats]):
+    def metrics_of(self, stats: AdapterStats) -> Iterator[Metric]:
         yield _places(stats)
         for name, documentation, field in _GAUGES:
             yield GaugeMetricFamily(name, documentation, value=getattr(stats, field))
         for row in _COUNTERS:
             yield _counter(row, getattr(stats, row.of))
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry must not take a snapshot of an engine that has not started."""
-        yield from ()
 
 
 def _places(stats: AdapterStats) -> Metric:

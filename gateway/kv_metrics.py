@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from gateway.snapshots import SnapshotCollector
 from kvtiers.stats import TierStats
 
 # (metric, help, {tier: field}); counts are blocks unless the name says otherwise.
@@ -51,20 +51,8 @@ _COUNTERS = (
 )
 
 
-class KvCollector(Collector):
-    """Makes metrics of a snapshot.
-
-    Args:
-        stats: gives the snapshot, or None where there are no tiers. Called on whatever thread renders the metrics.
-    """
-
-    def __init__(self, stats: Callable[[], TierStats | None]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
-            return
+class KvCollector(SnapshotCollector[TierStats]):
+    def metrics_of(self, stats: TierStats) -> Iterator[Metric]:
         tiers = {"host": stats.host, "disk": stats.disk}
         for family, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, documentation, fields in rows:
@@ -72,7 +60,3 @@ class KvCollector(Collector):
                 for tier, field in fields.items():
                     metric.add_metric([tier], getattr(tiers[tier], field))
                 yield metric
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry must not take a snapshot of an engine that has not started."""
-        yield from ()

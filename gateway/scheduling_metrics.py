@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from engine_bridge.node import LaneStats, LengthErrors, SchedulingStats, WaitReason
+from gateway.snapshots import SnapshotCollector
 
 _REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 _LANES = (
@@ -29,20 +29,8 @@ _COUNTERS = (
 _CUTS = ("size", "slow", "error")
 
 
-class SchedulingCollector(Collector):
-    """Makes metrics of a snapshot.
-
-    Args:
-        stats: gives the snapshot, or None while there is no engine. Called on whatever thread renders the metrics.
-    """
-
-    def __init__(self, stats: Callable[[], SchedulingStats | None]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
-            return
+class SchedulingCollector(SnapshotCollector[SchedulingStats]):
+    def metrics_of(self, stats: SchedulingStats) -> Iterator[Metric]:
         yield _waiting(stats)
         yield _preempted(stats)
         if stats.lanes is not None:
@@ -54,10 +42,6 @@ class SchedulingCollector(Collector):
             yield from _length_errors(stats.length_errors)
         if "log_bytes" in stats.counts:
             yield from _decision_log(stats)
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry must not take a snapshot of an engine that has not started."""
-        yield from ()
 
 
 def _waiting(stats: SchedulingStats) -> Metric:

@@ -110,7 +110,7 @@ QUICK = Plan(
     repeats={"low": 1, "medium": 1, "high": 1},
     seconds=10,
     arms=(OURS, PEER, "peer priority"),
-    sweep=(0.8, 1.2),
+    sweep=(0.4, 0.8),
     accuracies=(),
     tight_requests=10,
     tight_repeats=1,
@@ -120,7 +120,7 @@ FULL = Plan(
     repeats={"low": 1, "medium": 1, "high": 3},
     seconds=20,
     arms=(OURS, PEER, "peer priority", MANY_SLOTS),
-    sweep=(0.75, 1.0, 1.25),
+    sweep=(0.3, 0.45, 0.6, 0.75, 1.0, 1.25),
     accuracies=(1.0, 0.8, 0.6),
     tight_requests=24,
     tight_repeats=2,
@@ -333,10 +333,11 @@ class Bench:
 
     def measure_accuracies(self) -> None:
         rate_per_s = LOADS["high"] * self.capacity_per_s
-        for repeat in range(1):
+        for repeat in range(self.plan.repeats["high"]):
             asks = self.traffic.asks(rate_per_s, self.plan.seconds, "accuracy", repeat)
             for accuracy in random.Random(repeat).sample(self.plan.accuracies, len(self.plan.accuracies)):
                 self.accuracy[accuracy].add(asks, self.play(OURS, asks, rate_per_s, accuracy))
+                self.say(f"right in {accuracy:.0%}: {self.accuracy[accuracy].as_dict()}")
 
     def measure_tight(self) -> None:
         for repeat in range(self.plan.tight_repeats):

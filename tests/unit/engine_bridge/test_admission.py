@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from engine_bridge.policy.admission import (
     urgency,
 )
 from engine_bridge.policy.lanes import Lanes
+from tests.unit.facts import running_facts, waiting_facts
 
 TWO_LANES = Lanes.around([0.2, 0.8])
 FOUR_LANES = Lanes.around([0.1, 0.3, 0.6, 0.9])
@@ -39,26 +41,8 @@ NOW = 100.0
 AMPLE = Room(free_blocks=10_000, num_slots=100, num_tokens=10_000)
 
 
-def request(request_id: str, **fields: Any) -> Waiting:
-    defaults: dict[str, Any] = {
-        "arrived_s": NOW - 0.5,
-        "wrs": 0.1,
-        "size_tokens": 100,
-        "num_blocks": 10,
-        "duration_s": 1.0,
-    }
-    return Waiting(request_id=request_id, **(defaults | fields))
-
-
-def runs(request_id: str, **fields: Any) -> Running:
-    defaults: dict[str, Any] = {
-        "lane": 0,
-        "charged_tokens": 100,
-        "num_blocks": 10,
-        "started_s": NOW - 5,
-        "predicted_end_s": NOW + 5,
-    }
-    return Running(request_id=request_id, **(defaults | fields))
+request = partial(waiting_facts, arrived_s=NOW - 0.5)
+runs = partial(running_facts, started_s=NOW - 5, predicted_end_s=NOW + 5)
 
 
 def room(**fields: Any) -> Room:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,31 +25,13 @@ from engine_bridge.policy.admission import (
 )
 from engine_bridge.policy.decision_log import REPEAT_EVERY_S, BadLog, Recorded, replay
 from engine_bridge.policy.lanes import Lanes
+from tests.unit.facts import running_facts, waiting_facts
 
 NUM_TOKENS = 1000
 ROOM = Room(free_blocks=40, num_slots=4, num_tokens=NUM_TOKENS)
 
 
-def facts(request_id: str, **fields: Any) -> Waiting:
-    defaults: dict[str, Any] = {
-        "arrived_s": 0.0,
-        "wrs": 0.1,
-        "size_tokens": 100,
-        "num_blocks": 10,
-        "duration_s": 1.0,
-    }
-    return Waiting(request_id=request_id, **(defaults | fields))
-
-
-def runs(request_id: str, **fields: Any) -> Running:
-    defaults: dict[str, Any] = {
-        "lane": 0,
-        "charged_tokens": 100,
-        "num_blocks": 5,
-        "started_s": 0.0,
-        "predicted_end_s": 9.0,
-    }
-    return Running(request_id=request_id, **(defaults | fields))
+runs = partial(running_facts, num_blocks=5, predicted_end_s=9.0)
 
 
 class Log:
@@ -80,7 +63,7 @@ class Driven:
         self.decisions: list[Decision] = []
 
     def arrive(self, **fields: Any) -> None:
-        new = facts(f"r{len(self.all)}", **({"arrived_s": self.now} | fields))
+        new = waiting_facts(f"r{len(self.all)}", **({"arrived_s": self.now} | fields))
         self.all[new.request_id] = self.waiting[new.request_id] = new
         self.policy.arrived(new, self.now)
 
@@ -370,9 +353,9 @@ def test_a_refit_at_once_is_replayed() -> None:
 def test_facts_are_written_once_and_then_their_changes() -> None:
     log = Log()
     policy = Recorded(Mlq(NUM_TOKENS), NUM_TOKENS, log.write)
-    policy.arrived(facts("a"), 0.0)
+    policy.arrived(waiting_facts("a"), 0.0)
     for at, num_blocks in enumerate((50, 51, 10, 10)):
-        policy.decide({"a": facts("a", num_blocks=num_blocks)}, {}, ROOM, 2.0 * at)
+        policy.decide({"a": waiting_facts("a", num_blocks=num_blocks)}, {}, ROOM, 2.0 * at)
     written = [msgspec.json.decode(line)["waiting"]["a"] for line in log.lines[-4:]]
     assert written == [{"num_blocks": 50}, {"num_blocks": 51}, {"num_blocks": 10}, {}]
     assert replay(log.lines).num_different == 0

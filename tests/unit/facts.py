@@ -1,0 +1,29 @@
+"""Requests as policies are told of them, for tests that care about some of their fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_bridge.policy.admission import Running, Waiting
+
+
+def waiting_facts(request_id: str, **fields: Any) -> Waiting:
+    defaults: dict[str, Any] = {
+        "arrived_s": 0.0,
+        "wrs": 0.1,
+        "size_tokens": 100,
+        "num_blocks": 10,
+        "duration_s": 1.0,
+    }
+    return Waiting(request_id=request_id, **(defaults | fields))
+
+
+def running_facts(request_id: str, **fields: Any) -> Running:
+    defaults: dict[str, Any] = {
+        "lane": 0,
+        "charged_tokens": 100,
+        "num_blocks": 10,
+        "started_s": 0.0,
+        "predicted_end_s": 10.0,
+    }
+    return Running(request_id=request_id, **(defaults | fields))
