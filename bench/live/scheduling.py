@@ -18,7 +18,7 @@ lengths. Changes are fractions against the peer's FCFS: -0.8 is 80% less. TTFT c
 the sweep, by a straight line between the last one within and the first one beyond.
 `accuracy`: P99 TTFT at high load with an oracle that is right so often, over that with a perfect one.
 
-`tight_memory_*`: 128 device blocks, no adapters, prompts of 256 to 640 tokens and answers of 128 to 384, faster than they can be answered; ours
+`tight_memory_*`: 128 device blocks, no adapters, prompts of 32 to 128 tokens and answers of 256 to 512, faster than they can be answered; ours
 (lanes, cost-aware) against stock vLLM, which recomputes, and against our node made to do as vLLM does but to swap always. `weighted_turnaround`: (end
 - arrival) / (end - start), mean over requests.
 
@@ -85,7 +85,7 @@ MANY_SLOTS = "many fcfs"
 
 # Tight memory: answers that grow far beyond what the prompts let expect.
 TIGHT_BLOCKS, TIGHT_KV_HOST_BYTES = 128, 1 << 30
-TIGHT_PROMPT_TOKENS, TIGHT_ANSWER_TOKENS, TIGHT_RATE_PER_S = (256, 640), (128, 384), 2.0
+TIGHT_PROMPT_TOKENS, TIGHT_ANSWER_TOKENS, TIGHT_RATE_PER_S = (32, 128), (256, 512), 4.0
 TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP = "mlq cheaper", "stock", "fcfs swap"
 TIGHT_ARMS = (TIGHT_OURS, "mlq recompute", TIGHT_SWAP, TIGHT_PEER)
 
@@ -122,7 +122,7 @@ FULL = Plan(
     arms=(OURS, PEER, "peer priority", MANY_SLOTS),
     sweep=(0.3, 0.45, 0.6, 0.75, 1.0, 1.25),
     accuracies=(1.0, 0.8, 0.6),
-    tight_requests=24,
+    tight_requests=32,
     tight_repeats=2,
     profile_seconds=120,
 )

@@ -79,7 +79,8 @@ class Room(Struct, frozen=True, kw_only=True, gc=False):
     """What is there in this step. num_slots: how many more requests may run. num_tokens: the capacity for tokens, used or not.
 
     prefill_tokens: of prompts that this step may begin to compute; None: any number. is_prefilling: prompts are under way. adapter_bytes: free for
-    the adapters of further requests; None: they take blocks, or nothing.
+    the adapters of further requests; None: they take blocks, or nothing. overcharged_tokens: by how much what runs is charged more than it will hold
+    at any one time (`quotas.overcharged_tokens`).
     """
 
     free_blocks: int
@@ -88,6 +89,7 @@ class Room(Struct, frozen=True, kw_only=True, gc=False):
     prefill_tokens: int | None = None
     is_prefilling: bool = False
     adapter_bytes: int | None = None
+    overcharged_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -919,7 +921,8 @@ class Mlq:
     ) -> Decision:
         if not self._placing.entries:
             return Decision()
-        plan = _Plan(waiting, running, room, self.ledger.spare(room.num_tokens), self._service, now)
+        spare = self.ledger.spare(room.num_tokens, room.overcharged_tokens)
+        plan = _Plan(waiting, running, room, spare, self._service, now)
         capacity = min(room.num_tokens, self.ledger.num_tokens)
         if self._admit_overdue(plan, capacity):
             self._admit_lanes(plan, capacity)

@@ -6,7 +6,7 @@ the Batch".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -93,6 +93,28 @@ def fitted(
     return lanes, share(loads, num_tokens)
 
 
+def overcharged_tokens(held: Iterable[tuple[int, int]]) -> int:
+    """By how much running requests are charged more than they will hold at any one time.
+
+    They are charged what each will hold at its end, and they do not all end at once: all make a token in a step, so who has the fewest left leaves
+    first, and those that go on grow into its room. Costs a sort, 30 µs for 100 requests.
+
+    Args:
+        held: of each running request, tokens that it is charged, and how many of these it has still to make.
+
+    Source: the estimate of a batch's peak in S-LoRA's and LightLLM's admission (S-LoRA/S-LoRA, slora/server/router/req_queue.py); there it
+    decides who starts, here it says how much of the quotas is there to be lent.
+    """
+    num_charged = num_held = peak = 0
+    for num, (left, charged) in enumerate(
+        sorted(((left, charged) for charged, left in held), reverse=True), 1
+    ):
+        num_charged += charged
+        num_held += charged - left  # of those that are still there when this one ends, now
+        peak = max(peak, num_held + num * left)
+    return num_charged - peak
+
+
 class Spare:
     """What is free, as one decision draws it up: a copy, so that planning changes nothing."""
 
@@ -157,10 +179,10 @@ class Ledger:
         """Tokens; 0 for an unknown request."""
         return self._charges.get(request_id, (0, 0))[1]
 
-    def spare(self, num_tokens: int) -> Spare:
-        """What is free if only so many tokens are there now."""
+    def spare(self, num_tokens: int, overcharged_tokens: int = 0) -> Spare:
+        """What is free if only so many tokens are there now, and charges are so much too high together."""
         lane_free = [max(quota - used, 0) for quota, used in zip(self._quotas, self._used, strict=True)]
-        return Spare(lane_free, min(num_tokens, self.num_tokens) - self.num_used)
+        return Spare(lane_free, min(num_tokens, self.num_tokens) - self.num_used + overcharged_tokens)
 
     def charge(self, request_id: str, lane: int, tokens: int) -> None:
         """The request runs. Raises ValueError if it is charged already, if there is no such lane, or if tokens are negative."""

@@ -36,7 +36,7 @@ from engine_bridge.policy.admission import (
 from engine_bridge.policy.decision_log import Recorded
 from engine_bridge.policy.pacing import StepPace
 from engine_bridge.policy.preemption import RunningFacts, fair_priority, least_fair_first
-from engine_bridge.policy.quotas import SeenRequest
+from engine_bridge.policy.quotas import SeenRequest, overcharged_tokens
 from engine_bridge.policy.sizes import Scale, WeightedSize
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, LengthPredictor, OnlineLengths
 
@@ -246,6 +246,7 @@ class Scheduling:
             prefill_tokens=step.starting_tokens if step is not None else None,
             is_prefilling=step is not None and step.num_prefilling > 0,
             adapter_bytes=self._adapters.free_room() if self._adapters is not None else None,
+            overcharged_tokens=overcharged_tokens(map(self._charged_and_left, self._running.values())),
         )
         waiting = _OnDemand(self._known, self._facts_of_waiting)
         running = _OnDemand(self._running, self._facts_of_running)
@@ -261,6 +262,10 @@ class Scheduling:
                 known.base = msgspec.structs.replace(known.base, times_deferred=known.base.times_deferred + 1)
         # Who makes room for a head in this step makes it for the next one: its blocks are free only then.
         return Decision(deferred=decision.deferred) if decision.squash else decision
+
+    @staticmethod
+    def _charged_and_left(known: _Known) -> tuple[int, int]:
+        return known.charged_tokens, max(known.charged_tokens - known.request.num_tokens, 0)
 
     def _facts_of_waiting(self, known: _Known) -> Waiting:
         # All of the prompt: what of it is cached and in nobody's use is among the free blocks, too. It changes only for what was preempted

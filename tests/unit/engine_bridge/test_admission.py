@@ -38,6 +38,7 @@ from tests.unit.facts import running_facts, waiting_facts
 TWO_LANES = Lanes.around([0.2, 0.8])
 FOUR_LANES = Lanes.around([0.1, 0.3, 0.6, 0.9])
 NOW = 100.0
+MAX_OVERCHARGED_TOKENS = 300
 AMPLE = Room(free_blocks=10_000, num_slots=100, num_tokens=10_000)
 
 
@@ -315,6 +316,15 @@ def test_one_that_outgrows_its_guess_holds_what_it_holds() -> None:
     policy.outgrew("nobody", 990)
     assert policy.ledger.num_used == 990
     assert decide(policy, [request("next", size_tokens=50)]).deferred == {"next": "lane_quota"}
+
+
+def test_tokens_that_are_never_held_at_one_time_are_lent() -> None:
+    policy = mlq()
+    decide(policy, [request("runs", size_tokens=900)])
+    policy.admitted("runs", NOW)
+    following = request("next", size_tokens=250)
+    assert decide(policy, [following], room(overcharged_tokens=149)).deferred == {"next": "lane_quota"}
+    assert policy.decide({"next": following}, {}, room(overcharged_tokens=150), NOW).request_ids == ("next",)
 
 
 # -- order in a lane ---------------------------------------------------------------------------------------------------
@@ -797,12 +807,11 @@ class MlqMachine(RuleBasedStateMachine):
         num_slots=st.integers(0, 6),
         num_tokens=st.sampled_from([600, 1000, 2000]),
         num_started=st.integers(0, 6),
+        overcharged_tokens=st.sampled_from([0, MAX_OVERCHARGED_TOKENS]),
     )
-    def step(
-        self, passed_s: float, free_blocks: int, num_slots: int, num_tokens: int, num_started: int
-    ) -> None:
+    def step(self, passed_s: float, num_started: int, **space_fields: int) -> None:
         self.now += passed_s
-        space = Room(free_blocks=free_blocks, num_slots=num_slots, num_tokens=num_tokens)
+        space = Room(**space_fields)
         decision = self.policy.decide(self.waiting, self.running, space, self.now)
         assert decision == self.policy.decide(self.waiting, self.running, space, self.now), "state changed"
         assert decision == self.twin.decide(self.waiting, self.running, space, self.now), (
@@ -836,7 +845,9 @@ class MlqMachine(RuleBasedStateMachine):
         )
         assert not chosen or least <= space.free_blocks
         tokens = sum(min(facts.size_tokens, 1000, space.num_tokens) for facts in chosen)
-        assert not tokens or self.policy.ledger.num_used + tokens <= min(1000, space.num_tokens)
+        assert not tokens or self.policy.ledger.num_used + tokens <= (
+            min(1000, space.num_tokens) + space.overcharged_tokens
+        )
         assert set(decision.bypassed) <= set(decision.request_ids)
         assert set(decision.squash) <= {name for name, each in self.running.items() if each.is_bypasser}
         overdue = sorted(
@@ -897,7 +908,7 @@ class MlqMachine(RuleBasedStateMachine):
         self.policy.check_invariants()
         assert sum(self.policy.num_waiting()) == len(self.waiting)
         assert len(self.policy.ledger) == len(self.running)
-        assert self.policy.ledger.num_used <= 1000 + self.outgrown
+        assert self.policy.ledger.num_used <= 1000 + MAX_OVERCHARGED_TOKENS + self.outgrown
 
     def teardown(self) -> None:
         for name in [*self.waiting, *self.running]:

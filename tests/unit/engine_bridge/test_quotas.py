@@ -17,6 +17,7 @@ from engine_bridge.policy.quotas import (
     fitted,
     lane_loads,
     minimum_tokens,
+    overcharged_tokens,
     share,
 )
 
@@ -100,6 +101,17 @@ def test_what_is_borrowed_is_gone_for_the_lender_until_it_comes_back() -> None:
 
 def test_less_room_than_quotas_counts() -> None:
     assert not Ledger([100, 100]).spare(60).fits(0, 61)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6))
+def test_what_is_overcharged_is_never_held_at_one_time(running: list[tuple[int, int]]) -> None:
+    """Against every step of what runs, one by one; running: tokens held now and still to be made."""
+    charged = sum(held + left for held, left in running)
+    most = max(
+        (sum(held + step for held, left in running if step <= left) for step in range(31)),
+        default=0,
+    )
+    assert overcharged_tokens((held + left, left) for held, left in running) == charged - most
 
 
 def test_one_that_outgrew_its_guess_stops_others_until_it_ends() -> None:
