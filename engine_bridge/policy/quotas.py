@@ -93,18 +93,22 @@ def fitted(
     return lanes, share(loads, num_tokens)
 
 
-def overcharged_tokens(held: Iterable[tuple[int, int]]) -> int:
-    """By how much running requests are charged more than they will hold at any one time.
+def overcharged_tokens(held: Iterable[tuple[int, int]], are_copied_back: bool) -> int:
+    """By how much running requests are charged more than there has to be memory for. They are charged what each will hold at its end.
 
-    They are charged what each will hold at its end, and they do not all end at once: all make a token in a step, so who has the fewest left leaves
-    first, and those that go on grow into its room. Costs a sort, 30 µs for 100 requests.
+    They do not all end at once: all make a token in a step, so who has the fewest left leaves first, and those that go on grow into its room. Where a
+    preempted request computes its KV again, there is to be memory for the largest sum on the way. Where its KV is copied back, which costs next to
+    nothing, for the average: half of what each has still to make. Then many more run at a time, and sometimes one has to pause.
 
     Args:
         held: of each running request, tokens that it is charged, and how many of these it has still to make.
+        are_copied_back: preempted requests find their KV in host memory.
 
-    Source: the estimate of a batch's peak in S-LoRA's and LightLLM's admission (S-LoRA/S-LoRA, slora/server/router/req_queue.py); there it
-    decides who starts, here it says how much of the quotas is there to be lent.
+    Source: the largest sum is S-LoRA's and LightLLM's estimate (S-LoRA/S-LoRA, slora/server/router/req_queue.py); there it decides who starts, here how
+    much of the quotas can be lent. The average is ours.
     """
+    if are_copied_back:
+        return sum(left - left // 2 for _, left in held)
     num_charged = num_held = peak = 0
     for num, (left, charged) in enumerate(
         sorted(((left, charged) for charged, left in held), reverse=True), 1

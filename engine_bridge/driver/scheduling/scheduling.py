@@ -98,7 +98,7 @@ class Scheduling:
         decision_log: where to write down what the policy is told and decides. Closed with this.
         num_cached_tokens: leading ones of a waiting request that need not be computed.
         adapters: whose memory is bounded, too; None: requests use none.
-        ways: counts by which way requests that had been preempted got their KV back.
+        ways: counts by which way requests that had been preempted got their KV back. None: they compute it again.
         pace: keeps steps short; None: they are as long as vLLM makes them.
     """
 
@@ -135,6 +135,7 @@ class Scheduling:
         self._num_cached_tokens = num_cached_tokens
         self._adapters = adapters
         self._ways = ways if ways is not None else {}  # an empty one fills later
+        self._are_copied_back = ways is not None
         # vLLM's own policies, and those that stand for them, keep vLLM's victims: the last that started.
         self._victims = least_fair_first if policy in ("mlq", "fair") else None
         self.pace = pace
@@ -246,7 +247,9 @@ class Scheduling:
             prefill_tokens=step.starting_tokens if step is not None else None,
             is_prefilling=step is not None and step.num_prefilling > 0,
             adapter_bytes=self._adapters.free_room() if self._adapters is not None else None,
-            overcharged_tokens=overcharged_tokens(map(self._charged_and_left, self._running.values())),
+            overcharged_tokens=overcharged_tokens(
+                map(self._charged_and_left, self._running.values()), self._are_copied_back
+            ),
         )
         waiting = _OnDemand(self._known, self._facts_of_waiting)
         running = _OnDemand(self._running, self._facts_of_running)

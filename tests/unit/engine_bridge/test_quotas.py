@@ -111,7 +111,13 @@ def test_what_is_overcharged_is_never_held_at_one_time(running: list[tuple[int, 
         (sum(held + step for held, left in running if step <= left) for step in range(31)),
         default=0,
     )
-    assert overcharged_tokens((held + left, left) for held, left in running) == charged - most
+    assert overcharged_tokens([(held + left, left) for held, left in running], False) == charged - most
+
+
+def test_where_kv_is_copied_back_there_is_memory_for_the_average() -> None:
+    running = [(100, 40), (50, 0), (30, 15)]
+    assert overcharged_tokens(running, True) == 20 + 0 + 8
+    assert overcharged_tokens([(100, 40)], False) == 0, "one alone will hold it all"
 
 
 def test_one_that_outgrew_its_guess_stops_others_until_it_ends() -> None:
