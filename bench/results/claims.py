@@ -1,7 +1,7 @@
 """What is claimed, and where the figures stand: spec's id, the paper's figure, ours in virtual time and ours live.
 
-One table, data only. A `Figure` names a kept run and a path into its JSON: keys with dots between them; `[text]` picks the entry of a list
-whose `what` begins with it. `run` alone or `run-PART`: a bench's parts may be kept one by one. A key that is not there is "not measured".
+One table, data only. A `Figure` names a kept run and a path into its JSON, keys with dots between them. `run` alone or `run-PART`: a bench's parts
+may be kept one by one. A key that is not there is "not measured".
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ class Claim:
     aim: float | Figure | None = None
     live_what: str = ""
     note: str = ""
+
+    @property
+    def paper_ends(self) -> tuple[float, ...]:
+        if self.paper is None:
+            return ()
+        return self.paper if isinstance(self.paper, tuple) else (self.paper,)
 
     @property
     def goal(self) -> float | Figure | None:
@@ -99,8 +105,8 @@ def _adaptivellm(path: str) -> Figure:
     return Figure("sim-adaptivellm", path)
 
 
-def _chameleon(what: str, part: str = "main") -> Figure:
-    return Figure("sim-chameleon", f"parts.{part}.figures.[{what}]")
+def _chameleon(path: str) -> Figure:
+    return Figure("sim-chameleon", path)
 
 
 def _scheduling(path: str) -> Figure:
@@ -150,7 +156,7 @@ SYMPHONY_CLAIMS = (
     Claim(
         "A2",
         SYMPHONY,
-        "load of the busiest node ÷ the median node's",
+        "load of the busiest node ÷ the median one's",
         RATIO,
         LOWER,
         1.0,
@@ -162,7 +168,7 @@ SYMPHONY_CLAIMS = (
     Claim(
         "A2",
         SYMPHONY,
-        "load of the busiest node ÷ the median node's, sticky routing (InferCept): to be shown",
+        "load of the busiest node ÷ the median one's, to be shown of sticky routing",
         RATIO,
         HIGHER,
         3.1,
@@ -311,7 +317,7 @@ CHAMELEON_CLAIMS = (
             LOWER,
             p99,
             "Fig. 10",
-            _chameleon(f"P99 TTFT at {per_s} "),
+            _chameleon(f"ttft_p99_change.{per_s}"),
             _scheduling(f"loads.{load}.ttft_p99_change"),
             live_what=f"against vLLM, FCFS, at {share} of its capacity",
         )
@@ -326,7 +332,7 @@ CHAMELEON_CLAIMS = (
             LOWER,
             p50,
             "Fig. 12",
-            _chameleon(f"P50 TTFT at {per_s} "),
+            _chameleon(f"ttft_p50_change.{per_s}"),
             _scheduling(f"loads.{load}.ttft_p50_change"),
             live_what=f"against vLLM, FCFS, at {share} of its capacity",
         )
@@ -340,7 +346,7 @@ CHAMELEON_CLAIMS = (
         HIGHER,
         12.9 / 8.7,
         "Fig. 10",
-        _chameleon("load within SLO, full"),
+        _chameleon("slo_load_ratio"),
         _scheduling("slo_load_ratio"),
     ),
     Claim(
@@ -351,7 +357,7 @@ CHAMELEON_CLAIMS = (
         HIGHER,
         1.2,
         "Fig. 10",
-        _chameleon("load within SLO, cache"),
+        _chameleon("cache_only_ratio"),
     ),
     Claim(
         "C4–C9",
@@ -361,7 +367,7 @@ CHAMELEON_CLAIMS = (
         HIGHER,
         1.1,
         "Fig. 10",
-        _chameleon("load within SLO, sched"),
+        _chameleon("sched_only_ratio"),
     ),
     *(
         Claim(
@@ -372,7 +378,7 @@ CHAMELEON_CLAIMS = (
             LOWER,
             paper,
             "Fig. 14",
-            _chameleon(f"P99 TTFT at 8, {key},", "eviction"),
+            _chameleon(f"eviction.{key}"),
         )
         for key, name, paper in (
             ("lru", "LRU", -0.18),
@@ -388,7 +394,7 @@ CHAMELEON_CLAIMS = (
         LOWER,
         -0.088,
         "Fig. 15",
-        _chameleon("P99 TTFT at 8, prefetch,", "eviction"),
+        _chameleon("parts.eviction.at_8.prefetch"),
     ),
     Claim(
         "C4–C9",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 from bench.results.claims import BYTES, CHANGE, LOWER, MS, RATIO, SHARE, YES, Claim, Figure, S
 from bench.results.runs import Run
 
-# A key, or the `[beginning]` of an entry's `what`.
-STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
 FORMS = {
     CHANGE: (100, "{:+.3g}%"),
     RATIO: (1, "{:.3g}×"),
@@ -63,59 +60,48 @@ def rows_of(claims: Sequence[Claim], runs: Mapping[str, Run]) -> list[Row]:
     for claim in claims:
         goal = claim.goal
         aim = find(runs, goal) if isinstance(goal, Figure) else goal
-        rows.append(
-            Row(
-                claim,
-                find(runs, claim.sim),
-                find(runs, claim.live),
-                aim.value if isinstance(aim, Found) else aim,
-            )
-        )
+        sim, live = (find(runs, figure, claim.paper_ends) for figure in (claim.sim, claim.live))
+        rows.append(Row(claim, sim, live, aim.value if isinstance(aim, Found) else aim))
     return rows
 
 
-def find(runs: Mapping[str, Run], figure: Figure | None) -> Found | None:
-    """The figure from the run of that name, else from the newest run of some of its parts that has it. None: not measured."""
+def find(runs: Mapping[str, Run], figure: Figure | None, papers: Sequence[float] = ()) -> Found | None:
+    """The figure from the run of that name, else from the newest run of some of its parts that has it; None: not measured.
+
+    papers: the paper's numbers that the bench compares it with; its spread is found by them.
+    """
     if figure is None:
         return None
     parts = [run for name, run in runs.items() if name.startswith(f"{figure.run}-")]
     whole = [runs[figure.run]] if figure.run in runs else []
     for run in (*whole, *sorted(parts, key=lambda run: run.date, reverse=True)):
-        entry = _at(run.result, figure.path)
-        if (value := _number(entry)) is not None:
-            spread = _spread(entry, run.result, figure.path)
-            return Found(
-                value - figure.less,
-                (spread[0] - figure.less, spread[1] - figure.less) if spread else None,
-                run,
-            )
+        value = _at(run.result, figure.path)
+        if isinstance(value, bool | int | float):
+            pair = _at(run.result.get("spread"), figure.path) or _spread(run.result, value, papers)
+            spread = (pair[0] - figure.less, pair[1] - figure.less) if pair else None
+            return Found(value - figure.less, spread, run)
     return None
 
 
 def _at(entry: Any, path: str) -> Any:
     """What stands at the end of the path; None where a step leads nowhere."""
-    for step in STEP.findall(path):
-        if isinstance(entry, dict):
-            entry = entry.get(step)
-        elif isinstance(entry, list) and step.startswith("["):
-            beginning = step[1:-1]
-            entry = next((item for item in entry if str(item.get("what", "")).startswith(beginning)), None)
-        else:
-            return None
+    for key in path.split("."):
+        entry = entry.get(key) if isinstance(entry, dict) else None
     return entry
 
 
-def _number(entry: Any) -> float | None:
-    """A number, true and false as 1 and 0, or the `median` of an entry that has one."""
-    if isinstance(entry, dict):
-        entry = entry.get("median")
-    return float(entry) if isinstance(entry, bool | int | float) else None
+def _spread(result: Mapping[str, Any], value: float, papers: Sequence[float]) -> Sequence[float] | None:
+    """The spread that the simulated tables list with a figure (`parts`, `figures`): of the one with this median and one of the paper's numbers.
 
-
-def _spread(entry: Any, result: Mapping[str, Any], path: str) -> tuple[float, float] | None:
-    """Of the entry itself, or under the same path in the result's `spread`."""
-    pair = entry.get("spread") if isinstance(entry, dict) else _at(result.get("spread"), path)
-    return (float(pair[0]), float(pair[1])) if isinstance(pair, list) and len(pair) == 2 else None
+    None if there is none, or there are several that differ.
+    """
+    listed = [figure for part in result.get("parts", {}).values() for figure in part.get("figures", ())]
+    spreads = {
+        tuple(figure["spread"])
+        for figure in listed
+        if figure["median"] == round(value, 4) and figure["paper"] in papers
+    }
+    return spreads.pop() if len(spreads) == 1 else None
 
 
 def shown(value: float, unit: str) -> str:

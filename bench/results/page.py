@@ -71,8 +71,8 @@ def _claim(row: Row) -> tuple[str, ...]:
 def _paper(claim: Claim) -> str:
     if claim.paper is None:
         return "–"
-    ends = claim.paper if isinstance(claim.paper, tuple) else (claim.paper,)
-    return f"{' to '.join(shown(end, claim.unit) for end in ends)}, {claim.group} {claim.source}"
+    ends = " to ".join(shown(end, claim.unit) for end in claim.paper_ends)
+    return f"{ends}, {claim.group} {claim.source}"
 
 
 def _cell(row: Row, figure: Figure | None, found: Found | None) -> str:

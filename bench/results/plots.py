@@ -45,9 +45,10 @@ def plots(runs: Mapping[str, Run], claims: Sequence[Claim] = CLAIMS) -> dict[str
 # -- the papers' figures beside ours -----------------------------------------------------------------------------------
 
 WIDTH, MARGIN = 940, 12
-CHART = (330, 630)
+CHART = (330, 650)
 COLUMNS = {"paper": 735, "simulated": 830, "live": 925}
 """Right edges of the columns of numbers."""
+OTHERWISE = "* measured otherwise than in the paper: bench/RESULTS.md says how"
 ROW_PX, LINE_PX, LABEL_CHARACTERS = 42, 15, 44
 LOG_FROM = 6.0
 """Ratios that differ by more than this are drawn by logarithm. Chosen."""
@@ -63,7 +64,9 @@ def compared(group: str, rows: Sequence[Row]) -> str:
         own = [row for row in rows if row.claim.unit == unit]
         if own:
             y = _panel(svg, unit, own, y)
-    return svg.written(y)
+    if any(_is_other(row) for row in rows):
+        svg.text(COLUMNS["live"], y + 8, OTHERWISE, "muted", "end")
+    return svg.written(y + 24)
 
 
 def _in_words(rows: Sequence[Row]) -> str:
@@ -101,19 +104,20 @@ def _panel(svg: Svg, unit: str, rows: Sequence[Row], y: float) -> float:
 
 
 def _scale(unit: str, rows: Sequence[Row]) -> Scale:
-    values = [end for row in rows for end in _ends(row.claim)]
+    values = [end for row in rows for end in row.claim.paper_ends]
     values += [found.value for row in rows for found in (row.sim, row.live) if found]
     values += [end for row in rows if row.sim and row.sim.spread for end in row.sim.spread]
     is_log = unit == RATIO and min(values) > 0 and max(values) > LOG_FROM * min(values)
-    start = {CHANGE: [0.0], RATIO: [1.0]}.get(unit, [])
-    return Scale([*values, *start], *CHART, is_log=is_log)
+    share = [0.8, 1.0] if max(values) > 0.5 else [0.0]
+    always = {CHANGE: [0.0], RATIO: [1.0], SHARE: share}[unit]
+    return Scale([*values, *always], *CHART, is_log=is_log)
 
 
 def _row(svg: Svg, scale: Scale, row: Row, y: float) -> None:
     lines = textwrap.wrap(row.claim.what, LABEL_CHARACTERS)
     for number, line in enumerate(lines):
         svg.text(MARGIN, y + 4 + LINE_PX * (number - (len(lines) - 1) / 2), line)
-    ends = [scale(end) for end in _ends(row.claim)]
+    ends = [scale(end) for end in row.claim.paper_ends]
     svg.line([(ends[0], y), (ends[-1], y)], "ink line thin")
     for end in ends:
         svg.bar(end, y, "ink")
@@ -125,21 +129,15 @@ def _row(svg: Svg, scale: Scale, row: Row, y: float) -> None:
         svg.diamond(scale(row.live.value), y + 4, "orange")
     svg.text(COLUMNS["paper"], y + 4, _paper(row.claim), anchor="end")
     _number(svg, COLUMNS["simulated"], y + 4, _ours(row, row.claim.sim, row.sim))
-    _number(svg, COLUMNS["live"], y + 4, _ours(row, row.claim.live, row.live))
+    _number(svg, COLUMNS["live"], y + 4, _ours(row, row.claim.live, row.live) + "*" * _is_other(row))
 
 
 def _number(svg: Svg, x: float, y: float, text: str) -> None:
     svg.text(x, y, text, "muted" if text in (NOT_MEASURED, "–") else "", "end")
 
 
-def _ends(claim: Claim) -> tuple[float, ...]:
-    if claim.paper is None:
-        return ()
-    return claim.paper if isinstance(claim.paper, tuple) else (claim.paper,)
-
-
 def _paper(claim: Claim) -> str:
-    ends = [shown(end, claim.unit) for end in _ends(claim)]
+    ends = [shown(end, claim.unit) for end in claim.paper_ends]
     return " … ".join([*(end.rstrip("%×") for end in ends[:-1]), ends[-1]])
 
 
@@ -147,6 +145,10 @@ def _ours(row: Row, figure: Figure | None, found: Found | None) -> str:
     if found is None:
         return NOT_MEASURED if figure else "–"
     return shown(found.value, row.claim.unit)
+
+
+def _is_other(row: Row) -> bool:
+    return bool(row.live and row.claim.live_what)
 
 
 def _tick(value: float, unit: str) -> str:
