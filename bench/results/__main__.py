@@ -17,11 +17,13 @@ from bench.results.page import page
 from bench.results.plots import plots
 from bench.results.runs import FOLDER, ROOT, RunError, keep, load
 
-# What `sim` passes to a table: the parts that claims are made of, on two cores, so that all tables take less than 25 minutes together. One that is not
-# named runs as it is.
+# What `sim` passes to a table: the parts that claims are made of, on two cores, so that all tables take less than 25 minutes together. One that is
+# not named runs as it is.
 ARGUMENTS = {
     "chameleon": ("--part", "main", "--part", "eviction", "--jobs", "2"),
+    "caraserve": ("--part", "cold", "--part", "production", "--part", "router", "--jobs", "2"),
     "symphony": ("--part", "chat8b", "--part", "agents", "--part", "missing", "--jobs", "2"),
+    "adaptivellm": ("--part", "main", "--part", "turnaround", "--jobs", "2"),
 }
 
 

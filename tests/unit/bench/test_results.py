@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.results.__main__ import check, made, main, simulate, stale, write
+from bench.results.__main__ import ARGUMENTS, check, made, main, simulate, stale, write
 from bench.results.claims import (
     CHAMELEON,
     CHANGE,
@@ -391,6 +392,15 @@ def test_one_table_that_fails_does_not_stop_the_others(monkeypatch: pytest.Monke
     assert [name for name, _ in asked] == ["sim-one", "sim-chameleon"]
     assert asked[1][1][:5] == ["python", "-m", "bench.sim", "chameleon", "--part"]
     assert written == [True]
+
+
+@pytest.mark.parametrize("table", ARGUMENTS)
+def test_the_parts_that_are_kept_of_a_table_are_parts_of_it(table: str) -> None:
+    if not (ROOT / f"bench/sim/{table}.py").exists():
+        pytest.skip(f"{table} is not there yet")
+    parts = importlib.import_module(f"bench.sim.{table}").PARTS
+    words = ARGUMENTS[table]
+    assert {words[at + 1] for at, word in enumerate(words) if word == "--part"} <= set(parts)
 
 
 @pytest.mark.parametrize("arguments", [["keep"], ["keep", "sim-x"], ["keep", "sim-x", "--"], ["wrong"]])
