@@ -22,9 +22,9 @@ changes and ratios can be compared, times cannot.
 `python -m bench.results write` makes this part and the plots in [docs/plots](../docs/plots) from the files in [bench/results](results);
 [operations.md](../docs/operations.md#evidence) says how a run is kept."""
 SECTIONS = (
-    ("What falls short", lambda row: row.falls_short),
-    ("What is not measured", lambda row: not row.falls_short and not row.is_measured),
-    ("What reaches its aim", lambda row: not row.falls_short and row.is_measured),
+    ("What falls short", "fall short", lambda row: row.falls_short),
+    ("What is not measured", "are not measured", lambda row: not row.falls_short and not row.is_measured),
+    ("What reaches its aim", "reach their aim", lambda row: not row.falls_short and row.is_measured),
 )
 
 
@@ -37,11 +37,10 @@ def page(text: str, runs: Mapping[str, Run], claims: Sequence[Claim] = CLAIMS) -
 
 
 def top(rows: Sequence[Row], runs: Mapping[str, Run]) -> str:
-    counts = ", ".join(f"{name[5:]} {sum(map(belongs, rows))}" for name, belongs in SECTIONS)
-    blocks = [INTRODUCTION, f"Of {len(rows)} claims: {counts}."]
-    for name, belongs in SECTIONS:
-        found = [row for row in rows if belongs(row)]
-        blocks.append(f"## {name}\n" + (_table(found) if found else "Nothing."))
+    sections = [(name, verb, [row for row in rows if belongs(row)]) for name, verb, belongs in SECTIONS]
+    counts = ", ".join(f"{len(found)} {verb}" for _, verb, found in sections)
+    blocks = [INTRODUCTION, f"Of {len(rows)} claims {counts}."]
+    blocks += [f"## {name}\n" + (_table(found) if found else "Nothing.") for name, _, found in sections]
     blocks.append("## Runs\n" + _lines(RUN_HEAD, map(_run, runs.values())))
     blocks.append("Papers: " + "; ".join(f"{name}, *{title}*" for name, title in PAPERS.items()) + ".")
     blocks.append("Mechanisms: " + "; ".join(f"{id} {name}" for id, name in MECHANISMS.items()) + ".")

@@ -221,7 +221,7 @@ def test_what_falls_short_comes_first_and_is_bold_with_its_spread_and_run() -> N
     assert "| 2×, Chameleon Fig. 1 |" in line and "≥ 2×" in line
     assert "[sim-x](results/sim-x.json) abc1234" in line
     assert "**" not in lines_of(text, "C1 reached")[0]
-    assert "falls short 1, is not measured 1, reaches its aim 1" in text
+    assert "Of 3 claims 1 fall short, 1 are not measured, 1 reach their aim." in text
 
 
 def test_each_run_is_listed_with_command_commit_date_machine_and_source() -> None:
@@ -238,9 +238,7 @@ def test_each_run_is_listed_with_command_commit_date_machine_and_source() -> Non
 
 def test_without_runs_nothing_has_a_number_of_ours() -> None:
     text = page(MARKER, {})
-    assert lines_of(text, f"Of {len(CLAIMS)} claims") == [
-        f"Of {len(CLAIMS)} claims: falls short 0, is not measured {len(CLAIMS)}, reaches its aim 0."
-    ]
+    assert f"Of {len(CLAIMS)} claims 0 fall short, {len(CLAIMS)} are not measured, 0 reach their aim." in text
     for row in rows_of(CLAIMS, {}):
         assert not row.is_measured
 
@@ -422,11 +420,26 @@ def test_checking_imports_no_policy_and_no_engine() -> None:
 # -- plots -------------------------------------------------------------------------------------------------------------
 
 Box = tuple[float, float, float, float, str]
-PLOTS = {
-    f"{name}, {state}": text
-    for state, runs in (("kept", KEPT), ("no runs", {}))
-    for name, text in plots(runs).items()
-}
+
+
+def everything() -> dict[str, Run]:
+    """Runs in which all claims are measured, all wide of the mark, with a spread."""
+    found: dict[str, Run] = {"sim-chameleon": KEPT["sim-chameleon"]}
+    for one in CLAIMS:
+        for figure in (one.sim, one.live):
+            if figure and find(found, figure) is None:
+                result = found.setdefault(figure.run, run(figure.run)).result
+                value = -3.456 * (one.paper_ends or (0.5,))[0]
+                for tree, leaf in ((result, value), (result.setdefault("spread", {}), [2 * value, -value])):
+                    *keys, last = figure.path.split(".")
+                    for key in keys:
+                        tree = tree.setdefault(key, {})
+                    tree[last] = leaf
+    return found
+
+
+STATES = {"kept": KEPT, "no runs": {}, "all measured": everything()}
+PLOTS = {f"{name}, {state}": text for state, runs in STATES.items() for name, text in plots(runs).items()}
 
 
 def boxes(drawing: ET.Element) -> list[Box]:
