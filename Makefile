@@ -22,10 +22,10 @@ FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL)
 # Two processes, a file's tests all in one of them (they share an engine), in the order that the engines need.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv serve test lint format bench pins browser clean
+.PHONY: help venv serve test lint format bench bench-sim results pins browser clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 venv: $(RUNTIME) ## make .venv with everything that serving needs
 
@@ -35,11 +35,12 @@ serve: $(RUNTIME) ## start the gateway (HOST= PORT= MODEL= DEVICE=cuda ARGS=)
 test: $(RUNTIME) $(TESTING) browser ## lint and all tests (ARGS='-k name' for some)
 	@status=0; $(MAKE) --no-print-directory lint || status=$$?; $(PY) -m pytest $(TWO) $(ARGS) || status=$$?; exit $$status
 
-lint: $(RUNTIME) $(TESTING) ## ruff, import rules, types
+lint: $(RUNTIME) $(TESTING) ## ruff, import rules, types, whether the results are up to date
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	.venv/bin/lint-imports --no-logo
 	$(PY) -m mypy
+	$(PY) -m bench.results check
 
 format: $(TESTING) ## let ruff mend what it can
 	$(PY) -m ruff check --fix .
@@ -47,6 +48,12 @@ format: $(TESTING) ## let ruff mend what it can
 
 bench: $(RUNTIME) ## measure the gateway (ARGS=--quick)
 	$(PY) -m bench.live.gateway $(ARGS)
+
+bench-sim: $(RUNTIME) ## run the papers' tables in virtual time, keep their figures, write the results
+	$(PY) -m bench.results sim
+
+results: $(RUNTIME) ## make bench/RESULTS.md and docs/plots from the kept runs
+	$(PY) -m bench.results write
 
 pins: ## resolve requirements/*.in into pinned lists
 	python3 requirements/pin.py

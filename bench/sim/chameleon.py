@@ -697,6 +697,7 @@ def _report(parts: Sequence[str], bench: Bench, setting: Setting, loads: Sequenc
         figures += found
         result["parts"][name] = part | {
             "made_by": made_by,
+            "slo_s": round(slo_s(own), 4),
             "figures": [figure.result() for figure in found],
         }
     for name in ("main", "eviction"):

@@ -1,0 +1,99 @@
+"""Evidence: keep runs, and make bench/RESULTS.md and docs/plots of them.
+
+python -m bench.results keep NAME -- COMMAND...   run a bench and keep its last line as bench/results/NAME.json
+python -m bench.results sim                       keep every table of `python -m bench.sim`, then write
+python -m bench.results write                     make the top of bench/RESULTS.md, and docs/plots
+python -m bench.results check                     exit status 1 if they are not what `write` would make
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.results.page import page
+from bench.results.plots import plots
+from bench.results.runs import FOLDER, ROOT, RunError, keep, load
+
+# What `sim` passes to a table: the parts that claims are made of, on two cores, so that all tables take less than 25 minutes together. One that is
+# not named runs as it is.
+ARGUMENTS = {
+    "chameleon": ("--part", "main", "--part", "eviction", "--jobs", "2"),
+    "caraserve": ("--part", "cold", "--part", "production", "--part", "router", "--jobs", "2"),
+    "symphony": ("--part", "chat8b", "--part", "agents", "--part", "missing", "--jobs", "2"),
+    "adaptivellm": ("--part", "main", "--part", "turnaround", "--jobs", "2"),
+}
+
+
+def made(root: Path = ROOT, folder: Path = FOLDER) -> dict[Path, str]:
+    """The files and their text as the kept runs say. Raises RunError."""
+    runs = load(folder)
+    results = root / "bench/RESULTS.md"
+    drawn = {root / "docs/plots" / name: text for name, text in plots(runs).items()}
+    return {results: page(results.read_text(), runs)} | drawn
+
+
+def write(root: Path = ROOT, folder: Path = FOLDER) -> None:
+    for path, text in made(root, folder).items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def stale(root: Path = ROOT, folder: Path = FOLDER) -> list[str]:
+    """The files that `write` would change."""
+    files = made(root, folder).items()
+    return [
+        str(path.relative_to(root)) for path, text in files if not path.exists() or path.read_text() != text
+    ]
+
+
+def check(root: Path = ROOT, folder: Path = FOLDER) -> None:
+    if files := stale(root, folder):
+        raise RunError(f"stale: {', '.join(files)}; run `python -m bench.results write`")
+
+
+def simulate(tables: Sequence[str]) -> None:
+    """Keep each table's run, go on when one fails, and write what there is. Raises RunError in the end if one failed."""
+    failed = []
+    for number, table in enumerate(tables, 1):
+        began = time.perf_counter()
+        print(f"{number} of {len(tables)}: {table}", file=sys.stderr, flush=True)
+        try:
+            keep(f"sim-{table}", ["python", "-m", "bench.sim", table, *ARGUMENTS.get(table, ())])
+        except RunError as error:
+            failed.append(table)
+            print(error, file=sys.stderr)
+        print(f"{table}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    write()
+    if failed:
+        raise RunError(f"not kept: {', '.join(failed)}")
+
+
+def tables() -> list[str]:
+    from bench.sim.__main__ import TABLES  # imports the policies, which nothing else here needs
+
+    return list(TABLES)
+
+
+def main(arguments: Sequence[str]) -> None:
+    match list(arguments):
+        case ["keep", name, "--", _, *_]:
+            keep(name, arguments[3:])
+        case ["sim"]:
+            simulate(tables())
+        case ["write"]:
+            write()
+        case ["check"]:
+            check()
+        case _:
+            print(__doc__)
+            raise SystemExit(list(arguments) not in ([], ["-h"], ["--help"]))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except RunError as error:
+        raise SystemExit(str(error)) from None
