@@ -234,6 +234,7 @@ class Node:
         self._step: _Step | None = None
         self._stalled_since_s: float | None = None
         self._num_copies_in = self._num_copies_out = 0
+        self._joining: list[Request] = []  # their KV came while a step was under way, of which they are no part
         self._has_changed = True
         self._was_cut = False
         self._token_s = PRIOR_TOKEN_S
@@ -560,9 +561,16 @@ class Node:
         """Its KV is on the device again; the copy in host memory makes room for others."""
         request.num_loaded = host.drop(request.arrival.request_id) * BLOCK_TOKENS
         if not self.shape.writes_through:
-            self._enter_decoding(request)
+            self._joining.append(request)
+            if self._step is None:
+                self._join()
         elif request.stage is Stage.SWAPPING:
             self._enter_prefill(request, request.num_loaded)
+
+    def _join(self) -> None:
+        for request in self._joining:
+            self._enter_decoding(request)
+        self._joining.clear()
 
     def _restore(self, request: Request, host: HostKv) -> None:
         """Load what was written through, compute it, or both at once, as the live engine asks when a preempted request may start again."""
@@ -679,7 +687,7 @@ class Node:
 
     def _num_alike(self) -> int:
         """How many decode steps can be counted together: until something is due, memory lacks, or a policy might change its mind."""
-        if self.waiting and not self._is_timeless:
+        if self.waiting and (self._has_changed or not self._is_timeless):
             return 1
         while self._due and self._due[0].generation != self._due[0].request.generation:
             heapq.heappop(self._due)
@@ -742,6 +750,7 @@ class Node:
         for request, num in step.chunks:
             self._prefilled(request, num, now)
         self._settle(now)
+        self._join()
         self._begin(now)
 
     def _prefilled(self, request: Request, num: int, now: float) -> None:
