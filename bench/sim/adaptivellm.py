@@ -547,7 +547,7 @@ def _turnarounds(
     }
 
 
-# The winner's error, random forest on degree 2 (tables 5 and 6); copies in and out (Fig. 9: the larger of two models).
+# The winner's error, random forest on degree 2 (tables 5 and 6); of copies, out and in together "below 4%" (§4.5).
 PAPER_STEP_ERROR = {"OPT-13B": 0.0176, "Llama-13B": 0.0130}
 PAPER_COPY_ERROR = {"Llama-13B": 0.04, "Llama-32.5B": 0.04}
 
@@ -632,21 +632,7 @@ def limits_part(bench: Bench) -> Part:
     Beside each speed of the link and each length stands what the cost object predicts for one request: seconds to swap it and to compute it anew.
     """
     bench = replace(bench, seeds=bench.seeds[:3])
-    base = bench.setting(("OPT-13B", "chatbot"))
-    sweeps: dict[str, dict[float, Setting]] = {
-        "link_gb_per_s": {
-            speed: replace(base, gpu=replace(A800, link_share=speed * 1e9 / A800.link_bytes_per_s))
-            for speed in LINKS_GB_PER_S
-        },
-        "host_blocks": {num: replace(base, host_blocks=num) for num in HOST_SIZES},
-        "prompt_tokens": {mean: replace(base, mean_prompt_tokens=mean) for mean in PROMPTS},
-        "prompt_tokens_at_3.1_gb_per_s": {
-            mean: replace(
-                base, mean_prompt_tokens=mean, gpu=replace(A800, link_share=3.1e9 / A800.link_bytes_per_s)
-            )
-            for mean in PROMPTS
-        },
-    }
+    sweeps = _sweeps(bench.setting(("OPT-13B", "chatbot")))
     arms = [ARMS["vllm"], ARMS["swap"], ARMS["cost"]]
     bench.run(arms, [setting for sweep in sweeps.values() for setting in sweep.values()])
     figures: list[Figure] = []
@@ -661,6 +647,24 @@ def limits_part(bench: Bench) -> Part:
                 own[arm] = round(figures[-1].median, 4)
     result["swapping_pays_from_gb_per_s"] = pays_from(result["link_gb_per_s"])
     return figures, result
+
+
+def _sweeps(base: Setting) -> dict[str, dict[float, Setting]]:
+    """By what is changed, and to which value."""
+    return {
+        "link_gb_per_s": {
+            speed: replace(base, gpu=replace(A800, link_share=speed * 1e9 / A800.link_bytes_per_s))
+            for speed in LINKS_GB_PER_S
+        },
+        "host_blocks": {num: replace(base, host_blocks=num) for num in HOST_SIZES},
+        "prompt_tokens": {mean: replace(base, mean_prompt_tokens=mean) for mean in PROMPTS},
+        "prompt_tokens_at_3.1_gb_per_s": {
+            mean: replace(
+                base, mean_prompt_tokens=mean, gpu=replace(A800, link_share=3.1e9 / A800.link_bytes_per_s)
+            )
+            for mean in PROMPTS
+        },
+    }
 
 
 def pays_from(sweep: Mapping[str, Mapping[str, float]]) -> float | None:

@@ -234,7 +234,9 @@ class Node:
         self._step: _Step | None = None
         self._stalled_since_s: float | None = None
         self._num_copies_in = self._num_copies_out = 0
-        self._joining: list[Request] = []  # their KV came while a step was under way, of which they are no part
+        self._joining: list[
+            Request
+        ] = []  # their KV came while a step was under way, of which they are no part
         self._has_changed = True
         self._was_cut = False
         self._token_s = PRIOR_TOKEN_S
