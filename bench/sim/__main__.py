@@ -1,7 +1,7 @@
 """The papers' tables in virtual time.
 
-python -m bench.sim chameleon [options]
-python -m bench.sim chameleon --help
+python -m bench.sim TABLE [options]
+python -m bench.sim TABLE --help
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.sim import chameleon
+from bench.sim import adaptivellm, chameleon
 
-TABLES: dict[str, Callable[[Sequence[str]], None]] = {"chameleon": chameleon.main}
+TABLES: dict[str, Callable[[Sequence[str]], None]] = {
+    "adaptivellm": adaptivellm.main,
+    "chameleon": chameleon.main,
+}
 
 
 def main() -> None:

@@ -7,6 +7,11 @@ A40   Chameleon §5.2: the SLO of 150 ms for the time between tokens is five tim
 A10   CaraServe §2.3, Fig. 5: 24 requests of rank 32 decode in 35.3 ms with MBGMV (adapters on q, k, v; prompts of Alpaca, some 60 tokens). Its
       shares of the link and for adapters are the A40's.
 A100, H200   No such number was found: the A40's overhead and shares.
+A800  vLLM of October 2023 on an A100, whose chip is the A800's: Mistral-7B decodes 46 tokens/s alone and 1,800 tokens/s with 60 requests
+      (Mystic's guide, as quoted in ggml-org/llama.cpp#3479; it names no size of the A100 and no lengths of contexts: 80 GB, and some 200 tokens, are
+      taken). What weights and KV leave of both steps is the fixed overhead and what each request adds; with 10 requests that gives 423 tokens/s,
+      where the guide has 400. Link: 25.13 GB/s from host to device on an A100 (NVIDIA/nvbandwidth#42), and as much back. Copies block by block
+      may be much slower: vllm-project/vllm#11531 has 3.1 GB/s for vLLM's own at that time, for blocks whose size it does not say.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from dataclasses import replace
 
 from bench.sim.core import hardware
 from bench.sim.core.hardware import Gpu
-from bench.sim.core.models import LLAMA2_7B, LLAMA_7B
+from bench.sim.core.models import LLAMA2_7B, LLAMA_7B, MISTRAL_7B
 from bench.sim.core.steps import StepCost
 
 A40_DECODE_S = 0.150 / 5
@@ -23,6 +28,9 @@ A40_LOADING_SHARE, A40_ADAPTER_SHARE = 0.175, 0.60 - 0.175
 MEDIUM_PROMPT_TOKENS = 512
 LARGEST_RANK = 128
 A10_DECODE_S, A10_NUM_DECODES, A10_RANK, A10_CONTEXT_TOKENS = 0.0353, 24, 32, 60
+A800_TOKENS_PER_S = {1: 46.0, 60: 1800.0}
+A800_CONTEXT_TOKENS = 200
+A800_LINK_BYTES_PER_S = 25.13e9
 # CaraServe's adapters are on q, k and v, ours also on o: 3/4 of the bytes.
 QKV_SHARE = 0.75
 
@@ -50,6 +58,23 @@ def _calibrated_a10(shares_of: Gpu) -> Gpu:
     return replace(bare, step_s=A10_DECODE_S - without_s)
 
 
+def _calibrated_a800(lora_share_of: Gpu) -> Gpu:
+    bare = replace(hardware._A800, step_s=0.0, lora_share=lora_share_of.lora_share)
+    cost = StepCost(bare, MISTRAL_7B)
+    few, many = A800_TOKENS_PER_S
+    few_s, many_s = (
+        num / per_s - cost.step_s((), num, num * A800_CONTEXT_TOKENS)
+        for num, per_s in A800_TOKENS_PER_S.items()
+    )
+    request_s = (many_s - few_s) / (many - few)
+    return replace(
+        bare,
+        step_s=few_s - few * request_s,
+        request_s=request_s,
+        link_share=A800_LINK_BYTES_PER_S / bare.link_bytes_per_s,
+    )
+
+
 def _as(gpu: Gpu, other: Gpu) -> Gpu:
     return replace(gpu, step_s=other.step_s, link_share=other.link_share, lora_share=other.lora_share)
 
@@ -58,4 +83,5 @@ A40 = _calibrated_a40()
 A10 = _calibrated_a10(A40)
 A100 = _as(hardware._A100, A40)
 H200 = _as(hardware._H200, A40)
-GPUS = {gpu.name: gpu for gpu in (A10, A40, A100, H200)}
+A800 = _calibrated_a800(A40)
+GPUS = {gpu.name: gpu for gpu in (A10, A40, A100, A800, H200)}

@@ -67,4 +67,6 @@ class Online:
 
 def _features(arrival: Arrival) -> LengthFeatures:
     adapter = "" if arrival.adapter_id is None else str(arrival.adapter_id)
-    return LengthFeatures(num_prompt_tokens=arrival.num_prompt_tokens, adapter=adapter)
+    return LengthFeatures(
+        num_prompt_tokens=arrival.num_prompt_tokens, adapter=adapter, max_tokens=arrival.max_answer_tokens
+    )

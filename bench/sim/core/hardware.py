@@ -2,8 +2,13 @@
 
 Achieved fractions. A10, A40: 0.76 of FLOP/s and of memory bandwidth. Source: Sarathi (Agrawal et al., arXiv:2308.16369), the times of LLaMA-13B on an
 A6000, whose chip (GA102) is the A40's and the A10's: about 0.22 ms for a token of a prompt, 44 ms for the weights in a decode step, of 154.8 TFLOP/s
-and 768 GB/s. A100: 0.72 of FLOP/s (FlashAttention-2, Dao, 2023: 225 of 312 TFLOP/s, end to end), memory as on the others. H200: nothing was found
-that its maker did not measure; the GA102's.
+and 768 GB/s. A100, A800: 0.72 of FLOP/s (FlashAttention-2, Dao, 2023: 225 of 312 TFLOP/s, end to end), memory as on the others. H200: nothing was
+found that its maker did not measure; the GA102's.
+
+Checked: the sums are right. 2 · 13.0e9 FLOPs in 0.22 ms are 0.76 of 154.8 TFLOP/s (0.75 with the layers' weights alone, as steps.py counts), 26 GB in
+44 ms are 0.77 of 768 GB/s (0.76 without the embedding), 225 of 312 is 0.72. Not checked: whether these two papers say so. Neither was at hand; of
+Sarathi's only the abstract, which has this model on this device but no times. FlashAttention-2's number, if it is as cited, is of training with long
+sequences: an upper bound for prompts. So take both fractions for plausible, not for verified. No other paper at hand gives a fraction.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ class Gpu:
     """One device and its link to the host, per direction.
 
     flops: dense, 16 bits. *_share: what programs get of the data sheet's figure. lora_share: of flops, by the kernels that compute adapters over a
-    prompt. step_s: fixed overhead of a step. load_setup_s: of a copy over the link. usable_share: of the memory, for everything.
+    prompt. step_s: fixed overhead of a step. request_s: what each request in it adds. load_setup_s: of a copy over the link. usable_share: of the
+    memory, for everything.
     """
 
     name: str
@@ -31,6 +37,7 @@ class Gpu:
     link_share: float = 0.3
     lora_share: float = 0.0133
     step_s: float = 0.0045
+    request_s: float = 0.0
     load_setup_s: float = 0.0
     usable_share: float = 0.9  # Source: vLLM's default of gpu_memory_utilization.
 
@@ -55,4 +62,6 @@ class Gpu:
 _A10 = Gpu("A10", 125e12, 600e9, 24 * GB, 31.5e9)
 _A40 = Gpu("A40", 149.7e12, 696e9, 48 * GB, 31.5e9)
 _A100 = Gpu("A100", 312e12, 2039e9, 80 * GB, 31.5e9, flops_share=0.72)
+# The A100's chip and memory on a PCIe card; only NVLink is slower.
+_A800 = Gpu("A800", 312e12, 1935e9, 80 * GB, 31.5e9, flops_share=0.72)
 _H200 = Gpu("H200", 989.4e12, 4800e9, 141 * GB, 63e9)

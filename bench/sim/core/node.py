@@ -6,6 +6,10 @@ when memory runs out, of a `Preemption`; which unused adapter leaves, of an `Evi
 
 Whatever needs a decision is decided before each step. Steps that only decode, while nobody waits whom the policy might start, are counted together
 up to the next end, growth or lack of memory; what comes in between cuts the run at the end of the step that it meets.
+
+With host memory (`host_kv.HostMemory`) the KV of those who are preempted may wait there. Where KV is copied out when somebody is preempted
+(AdaptiveLLM, vLLM 0.2), `Preemption` chooses a way for each victim by what `SwapOrRecompute` predicts. Where it was written through as it was made
+(the live engine), nothing is chosen then: when the request starts again, a `RestorePolicy` says how much is loaded and how much computed.
 """
 
 from __future__ import annotations
@@ -14,13 +18,14 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
 
 from bench.sim.core.adapters import Adapters
 from bench.sim.core.clock import Clock, Event
+from bench.sim.core.host_kv import HostKv, HostMemory
 from bench.sim.core.lane_fits import LaneFits
 from bench.sim.core.links import SharedLink
 from bench.sim.core.requests import Arrival, Guesser, Request, Stage
@@ -37,8 +42,9 @@ from engine_bridge.policy.admission import (
     Waiting,
 )
 from engine_bridge.policy.arrivals import Arrivals
+from engine_bridge.policy.costs import Way
 from engine_bridge.policy.preemption import POLICIES as PREEMPTIONS
-from engine_bridge.policy.preemption import Preemption, RunningFacts
+from engine_bridge.policy.preemption import Preemption, RunningFacts, fair_priority, last_in_first_out
 
 BLOCK_TOKENS = 16
 # What a step's activations take. Chosen.
@@ -57,7 +63,9 @@ class Shape:
 
     step_tokens: in one step at most, None for a sixth of the memory's. Who may start and finds none left waits until it may again. is_mixed: prompts
     are computed in chunks beside those that decode; else whole, in steps of their own. reserves_answer: a start takes blocks for the predicted
-    answer, too. loads_block: while the adapter of a request that has started is on its way, no step runs.
+    answer, too. loads_block: while the adapter of a request that has started is on its way, no step runs. swaps_block: nor while KV comes back
+    from host memory. writes_through: KV is in host memory as soon as it is made, so that whoever is preempted goes at once; else it is copied out
+    then, and the next step waits for that, because it needs the blocks.
     """
 
     name: str
@@ -66,6 +74,8 @@ class Shape:
     reserves_answer: bool
     loads_block: bool
     max_running: int
+    swaps_block: bool = False
+    writes_through: bool = False
 
 
 SLORA = Shape("s-lora", None, False, True, True, 1000)
@@ -74,6 +84,12 @@ a request joins if it fits with its whole answer; a batch of prompts has a sixth
 not every tenth, and in that answers are reserved as predicted, as nobody knows them."""
 VLLM = Shape("vllm", 2048, True, False, False, 256)
 """vLLM's default step and number of requests; a request whose adapter is on its way waits for it alone, as the live engine has it."""
+VLLM_0_2 = Shape("vllm 0.2", 2048, False, False, True, 256, swaps_block=True)
+"""vLLM 0.2.5, which AdaptiveLLM is built on: prompts in steps of their own, and copies between device and host take turns with steps (AdaptiveLLM §6,
+which leaves doing both at once for later). Departs in that prompts of one step are not padded to the longest, and no block is kept free at starts."""
+OVERTURE = replace(VLLM, name="live engine", writes_through=True)
+"""The live engine: vLLM's steps; KV is written through. Departs in that a load goes beside the steps, and the rest of its request is computed after
+it; live, both go in one step, layer by layer."""
 
 
 class _Facts(Mapping[str, Waiting]):
@@ -168,6 +184,11 @@ class Node:
         eviction: which unused adapter leaves first; None for no cache.
         adapter_ranks: by adapter id.
         forecast: foretells adapters that will be asked for, None without.
+        num_blocks: of device memory for KV and adapters; None: what the model leaves.
+        host: memory for the KV of those who are preempted, and what decides about it; None: they compute it anew.
+
+    Raises:
+        ValueError: a model that does not fit, or KV that is written through without a policy that restores it.
     """
 
     def __init__(
@@ -183,15 +204,20 @@ class Node:
         adapter_ranks: Sequence[int] = (),
         preemption: Preemption = PREEMPTIONS["vllm"],
         forecast: Arrivals | None = None,
+        num_blocks: int | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         gpu, model = cost.gpu, cost.model
         self.clock, self.cost, self.shape, self.policy = clock, cost, shape, policy
-        self.num_blocks = pool_blocks(cost)
+        self.num_blocks = pool_blocks(cost) if num_blocks is None else num_blocks
         self.num_tokens = self.num_blocks * BLOCK_TOKENS
         self.link = SharedLink(clock, gpu.achieved_link_bytes_per_s, gpu.load_setup_s)
         block_bytes = BLOCK_TOKENS * model.kv_bytes_per_token
         sizes = [model.lora_bytes(rank) for rank in adapter_ranks]
         self.adapters = Adapters(sizes, block_bytes, eviction, self.link)
+        if host is not None and shape.writes_through and host.restore is None:
+            raise ValueError("KV that is written through needs a policy that restores it")
+        self.host = HostKv(clock, host, block_bytes, self.link) if host is not None else None
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.ended: list[Request] = []
@@ -207,6 +233,10 @@ class Node:
         self._loading: dict[int, list[Request]] = {}
         self._step: _Step | None = None
         self._stalled_since_s: float | None = None
+        self._num_copies_in = self._num_copies_out = 0
+        self._joining: list[
+            Request
+        ] = []  # their KV came while a step was under way, of which they are no part
         self._has_changed = True
         self._was_cut = False
         self._token_s = PRIOR_TOKEN_S
@@ -302,14 +332,20 @@ class Node:
         """The engine is free: decide who starts, and run the next step if there is something to do."""
         self._refit(now)
         self._decide(now)
-        if self.waiting and self._has_changed:
+        if self.waiting and self._has_changed and self._ranks:
             self._prefetch(now)
         self._has_changed = False
         self._forecast_loads(now)
-        if self.shape.loads_block and self._loading:
+        if self._is_held_up:
             self._stalled_since_s = now
             return
         self._form(now)
+
+    @property
+    def _is_held_up(self) -> bool:
+        """No step may run now: it would lack what is still being copied."""
+        is_loading = self.shape.loads_block and len(self._loading) > 0
+        return is_loading or self._num_copies_out > 0 or (self.shape.swaps_block and self._num_copies_in > 0)
 
     def _refit(self, now: float) -> None:
         if self._lanes is not None and self._lanes.is_due(now):
@@ -339,15 +375,15 @@ class Node:
     def _start_all(self, decision: Decision, now: float) -> None:
         """As many of them as one step has tokens for, as engines take requests from a queue: none once they are used up."""
         left = self._step_tokens - (self._num_decodes if self.shape.is_mixed else 0)
-        left -= sum(request.num_tokens - request.num_prefilled for request in self._prefilling)
+        left -= sum(request.num_unfilled for request in self._prefilling)
         self._was_cut = False
         for place, request_id in enumerate(decision.request_ids):
             request = self.waiting[request_id]
-            needed = 1 if self.shape.is_mixed or place == 0 else request.num_tokens
+            needed = 1 if self.shape.is_mixed or place == 0 else self._num_to_compute(request)
             if left < needed:
                 self._was_cut = True
                 return
-            left -= request.num_tokens
+            left -= self._num_to_compute(request)
             del self.waiting[request_id]
             self._start(request, decision.bypassed.get(request_id), now)
 
@@ -368,7 +404,7 @@ class Node:
         request.num_blocks = min(self.start_blocks(request), self.free_blocks)
         self._take(request.num_blocks, now)
         if found == "here":
-            self._enter_prefill(request)
+            self._enter(request)
 
     def _pin(self, request: Request, now: float) -> str:
         adapter_id = request.arrival.adapter_id
@@ -382,21 +418,35 @@ class Node:
             self._loading.setdefault(adapter_id, []).append(request)
         return found
 
-    def _enter_prefill(self, request: Request) -> None:
+    def _enter(self, request: Request) -> None:
+        """It has its blocks and its adapter: its KV comes back, or is computed."""
+        if self.host is None or not self.host.held(request.arrival.request_id):
+            self._enter_prefill(request)
+        elif self.shape.writes_through:
+            self._restore(request, self.host)
+        else:
+            self._copy_in(request, self.host, self.host.held(request.arrival.request_id))
+
+    def _enter_prefill(self, request: Request, num_ready: int = 0) -> None:
+        """Compute what follows the first `num_ready` tokens."""
         request.stage = Stage.PREFILLING
-        request.num_prefilled = 0
+        request.num_prefilled = num_ready
+        request.num_front = 0
         self._prefilling.append(request)
 
     def _adapter_ready(self, adapter_id: int, now: float) -> None:
         for request in self._loading.pop(adapter_id, ()):
-            self._enter_prefill(request)
-        if self._stalled_since_s is not None:
-            if not self._loading:
-                self.tally.stalled_s += now - self._stalled_since_s
-                self._stalled_since_s = None
-                self._form(now)
-            return
-        self._wake(now)
+            self._enter(request)
+        self._copied(now)
+
+    def _copied(self, now: float) -> None:
+        """A copy has ended: those who waited for it go on."""
+        if self._stalled_since_s is None:
+            self._wake(now)
+        elif not self._is_held_up:
+            self.tally.stalled_s += now - self._stalled_since_s
+            self._stalled_since_s = None
+            self._form(now)
 
     def _note_bypass(self, head_id: str) -> None:
         self.tally.counts["bypassed"] += 1
@@ -410,14 +460,15 @@ class Node:
         request.base = msgspec.structs.replace(request.base, times_squashed=request.base.times_squashed + 1)
         self._preempt(request, now)
 
-    def _preempt(self, request: Request, now: float) -> None:
-        """Out of memory, and back into the queue; what it has answered stays, its KV is computed anew."""
+    def _preempt(self, request: Request, now: float, way: Way = Way.RECOMPUTE) -> None:
+        """Out of memory, and back into the queue; what it has answered stays, its KV goes to host memory or is computed anew."""
+        is_swapped = self._put_away(request, way)
         self._leave(request, now)
         request.num_preempted += 1
         self.tally.counts["preempted"] += 1
         request.stage = Stage.WAITING
         request.base = msgspec.structs.replace(
-            request.base, is_swapped=True, size_tokens=request.charged_tokens
+            request.base, is_swapped=is_swapped, size_tokens=request.charged_tokens
         )
         self.waiting[request.arrival.request_id] = request
         if request.arrival.adapter_id is not None:
@@ -455,6 +506,89 @@ class Node:
         self._loading[adapter_id].remove(request)
         if not self._loading[adapter_id]:
             del self._loading[adapter_id]
+
+    # -- KV in host memory -----------------------------------------------------------------------------------------------
+
+    def _put_away(self, request: Request, way: Way) -> bool:
+        """Leave its KV in host memory, or not. Whether the policy counts it as swapped: live, whoever ran before is."""
+        if self.host is None:
+            return True
+        request_id = request.arrival.request_id
+        if self.shape.writes_through:
+            self.host.save(request_id, self._num_kv_tokens(request) // BLOCK_TOKENS)
+            return True
+        self.tally.counts["preempted_to_host" if way is Way.SWAP else "preempted_to_compute"] += 1
+        if way is Way.RECOMPUTE:
+            self.host.drop(request_id)
+            return False
+        if not self.host.held(request_id):  # else it was still on its way back
+            self._num_copies_out += 1
+            num_tokens = request.arrival.num_prompt_tokens + self._done(request)
+            self.host.copy_out(request_id, -(-num_tokens // BLOCK_TOKENS), self._copied_out)
+        return True
+
+    def _copied_out(self, now: float) -> None:
+        self._num_copies_out -= 1
+        self._copied(now)
+
+    def _num_kv_tokens(self, request: Request) -> int:
+        """That have their KV on the device: all but the last one of those who decode."""
+        if request.stage is Stage.DECODING:
+            return request.arrival.num_prompt_tokens + self._done(request) - 1
+        return request.num_prefilled if request.stage is Stage.PREFILLING else 0
+
+    def _num_to_compute(self, request: Request) -> int:
+        """Tokens, by its start, if all that is in host memory is loaded."""
+        num_held = self.host.held(request.arrival.request_id) if self.host is not None else 0
+        if num_held and not self.shape.writes_through:
+            return 0
+        return request.num_tokens - num_held * BLOCK_TOKENS
+
+    def _copy_in(self, request: Request, host: HostKv, num_blocks: int) -> None:
+        """Bring back so many of its blocks, from the first one that is not computed meanwhile on."""
+        request.stage = Stage.SWAPPING
+        request.num_loaded = 0
+        generation = request.generation
+        self._num_copies_in += 1
+
+        def arrived(now: float) -> None:
+            self._num_copies_in -= 1
+            if request.generation == generation:
+                self._loaded(request, host)
+            self._copied(now)
+
+        host.copy_in(num_blocks, arrived)
+
+    def _loaded(self, request: Request, host: HostKv) -> None:
+        """Its KV is on the device again; the copy in host memory makes room for others."""
+        request.num_loaded = host.drop(request.arrival.request_id) * BLOCK_TOKENS
+        if not self.shape.writes_through:
+            self._joining.append(request)
+            if self._step is None:
+                self._join()
+        elif request.stage is Stage.SWAPPING:
+            self._enter_prefill(request, request.num_loaded)
+
+    def _join(self) -> None:
+        for request in self._joining:
+            self._enter_decoding(request)
+        self._joining.clear()
+
+    def _restore(self, request: Request, host: HostKv) -> None:
+        """Load what was written through, compute it, or both at once, as the live engine asks when a preempted request may start again."""
+        num_held = host.held(request.arrival.request_id)
+        decision = host.decide_restore(num_held, request.num_tokens - num_held * BLOCK_TOKENS)
+        num_front = getattr(decision, "num_front_blocks", 0)
+        way = Way.SPLIT if num_front else Way.SWAP if decision.num_blocks else Way.RECOMPUTE
+        self.tally.counts[f"restored by {way.value}"] += 1
+        if way is Way.RECOMPUTE:
+            host.drop(request.arrival.request_id)
+            self._enter_prefill(request)
+            return
+        self._copy_in(request, host, num_held - num_front)
+        if num_front:
+            self._enter_prefill(request)
+            request.num_front = num_front * BLOCK_TOKENS
 
     # -- loading ahead ---------------------------------------------------------------------------------------------------
 
@@ -512,6 +646,9 @@ class Node:
         does_decode = self._num_decodes > 0 and (self.shape.is_mixed or not self._prefilling)
         if does_decode:
             self._make_room(now)
+            if self._is_held_up:
+                self._stalled_since_s = now
+                return
             does_decode = self._num_decodes > 0
         chunks = self._chunks(self._step_tokens - (self._num_decodes if does_decode else 0))
         if not chunks and not does_decode:
@@ -530,7 +667,7 @@ class Node:
         """Of prompts in the order in which they started; whole ones where steps are not mixed, and then at least one."""
         chunks: list[tuple[Request, int]] = []
         for request in self._prefilling:
-            left = request.num_tokens - request.num_prefilled
+            left = request.num_unfilled
             if self.shape.is_mixed:
                 left = min(left, num_tokens)
                 if left <= 0:
@@ -552,7 +689,7 @@ class Node:
 
     def _num_alike(self) -> int:
         """How many decode steps can be counted together: until something is due, memory lacks, or a policy might change its mind."""
-        if self.waiting and not self._is_timeless:
+        if self.waiting and (self._has_changed or not self._is_timeless):
             return 1
         while self._due and self._due[0].generation != self._due[0].request.generation:
             heapq.heappop(self._due)
@@ -573,21 +710,33 @@ class Node:
     def _make_room(self, now: float) -> None:
         """Preempt until the next decode step's KV fits."""
         while (missing := self._grown(1) - self.free_blocks) > 0:
-            facts = [self._facts_for_preemption(request, now) for request in self.running.values()]
-            plan = self._preemption.plan(facts, missing, 0)
+            facts = [self._facts_for_preemption(request, now) for request in self._preemptible()]
+            plan = self._preemption.plan(
+                facts, missing, self.host.free_blocks if self.host is not None else 0
+            )
             assert plan.is_enough, "requests that do not fit together were started"
             for victim in plan.victims:
-                self._preempt(self.running[victim.request_id], now)
+                self._preempt(self.running[victim.request_id], now, victim.way)
+
+    def _preemptible(self) -> list[Request]:
+        """All that run; but the live engine spares who came first, unless the order is vLLM's (engine_bridge/driver/scheduling/victims.py)."""
+        requests = list(self.running.values())
+        if self._preemption.order is not last_in_first_out:
+            requests.remove(min(requests, key=lambda request: request.arrival.at_s))
+        return requests
 
     def _facts_for_preemption(self, request: Request, now: float) -> RunningFacts:
         num_tokens = request.arrival.num_prompt_tokens + self._done(request)
-        return RunningFacts(
+        facts = RunningFacts(
             request_id=request.arrival.request_id,
-            fairness=max(now - request.arrival.at_s, 0.0) / num_tokens,
+            fairness=fair_priority(now - request.arrival.at_s, num_tokens),
             started_s=request.started_s,
             num_blocks=self.held_blocks(request),
             recompute_s=self.cost.prefill_s(num_tokens, request.rank),
         )
+        if self.host is None or not (request.stage is Stage.DECODING or self.host.held(facts.request_id)):
+            return facts
+        return self.host.with_ways(facts, num_tokens)
 
     def _end_step(self, now: float) -> None:
         step = self._step
@@ -603,18 +752,33 @@ class Node:
         for request, num in step.chunks:
             self._prefilled(request, num, now)
         self._settle(now)
+        self._join()
         self._begin(now)
 
     def _prefilled(self, request: Request, num: int, now: float) -> None:
         self.tally.counts["prefill_tokens"] += num
         request.num_prefilled += num
-        if request.num_prefilled < request.num_tokens:
+        if request.num_unfilled > 0:
             return
         self._prefilling.remove(request)
+        if request.num_front:
+            self._front_computed(request)
+            return
         if request.num_done == 0:
             request.first_token_s = now
         request.num_done += 1
         self.tally.counts["first_tokens"] += 1
+        self._enter_decoding(request)
+
+    def _front_computed(self, request: Request) -> None:
+        """What is behind it comes from host memory, or has come."""
+        if request.num_loaded:
+            self._enter_prefill(request, request.num_loaded)
+        else:
+            request.stage = Stage.SWAPPING
+
+    def _enter_decoding(self, request: Request) -> None:
+        """All its KV is there but the last token's."""
         request.stage = Stage.DECODING
         request.decodes_from = self._counter
         self._num_decodes += 1
@@ -670,6 +834,10 @@ class Node:
     def check_invariants(self) -> None:
         """Raises AssertionError if blocks or requests are lost, or counted twice."""
         self.adapters.check_invariants()
+        if self.host is not None:
+            self.host.check_invariants()
+            on_its_way = {i for i, r in self.running.items() if r.stage is not Stage.DECODING}
+            assert self.host.holders() <= self.waiting.keys() | on_its_way, "KV kept for nobody"
         assert self.kv_blocks == sum(map(self.held_blocks, self.running.values())), "blocks lost"
         assert 0 <= self._empty_blocks <= self.num_blocks, "more blocks than there are"
         decoding = [request for request in self.running.values() if request.stage is Stage.DECODING]

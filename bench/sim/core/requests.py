@@ -13,18 +13,20 @@ from engine_bridge.predict.length import LengthGuess
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What the traffic says of a request. adapter_id: None for the base model."""
+    """What the traffic says of a request. adapter_id: None for the base model. max_answer_tokens: the client's bound, None without."""
 
     request_id: str
     at_s: float
     num_prompt_tokens: int
     num_answer_tokens: int
     adapter_id: int | None = None
+    max_answer_tokens: int | None = None
 
 
 class Stage(enum.Enum):
     WAITING = "waiting"
     LOADING = "loading"  # started, its adapter is on its way
+    SWAPPING = "swapping"  # started, its KV is on its way back from host memory
     PREFILLING = "prefilling"
     DECODING = "decoding"
     ENDED = "ended"
@@ -37,7 +39,8 @@ class Request:
     base: what is fixed at arrival. sizes: input, predicted output, rank. num_done: tokens of the answer, up to date except while it decodes
     (`Node` counts steps then, from `decodes_from` on); they stay through a preemption. num_blocks: of KV, before it grows beyond them.
     grow_slot: the place in a block at which its growth falls, -1 while it has room. generation: counts its starts, so that what was
-    planned for an earlier one can be told apart.
+    planned for an earlier one can be told apart. num_front: tokens that are computed while those behind them are loaded, 0 where nothing is split;
+    num_loaded: where what has come from host memory ends, 0 before.
     """
 
     arrival: Arrival
@@ -49,6 +52,8 @@ class Request:
     stage: Stage = Stage.WAITING
     num_done: int = 0
     num_prefilled: int = 0
+    num_front: int = 0
+    num_loaded: int = 0
     num_blocks: int = 0
     grow_slot: int = -1
     decodes_from: int = 0
@@ -66,6 +71,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and answer so far: what a start has to compute."""
         return self.arrival.num_prompt_tokens + self.num_done
+
+    @property
+    def num_unfilled(self) -> int:
+        """Of these, or of the front: still to be computed."""
+        return (self.num_front or self.num_tokens) - self.num_prefilled
 
     @property
     def ttft_s(self) -> float:

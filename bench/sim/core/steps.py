@@ -56,17 +56,19 @@ class StepCost:
         compute_s = num_decodes * (self._token_s + self._head_s) + num_context * self._pair_s
         memory_s = self._weights_s + num_context * self._kv_token_s
         lora_s = sum_rank * self._lora_decode_s
+        num_requests = num_decodes
         for chunk in chunks:
+            num_requests += 1
             num, context = chunk.num_tokens, chunk.num_context
             compute_s += num * self._token_s + num * (context + num / 2) * self._pair_s
             compute_s += self._head_s * chunk.is_last
             memory_s += context * self._kv_token_s
             lora_s += num * chunk.rank * self._lora_token_s
-        return max(compute_s, memory_s) + lora_s + self.gpu.step_s
+        return max(compute_s, memory_s) + lora_s + self.gpu.step_s + num_requests * self.gpu.request_s
 
     def decoding(self, num_decodes: int, num_context: int, sum_rank: int) -> Decoding:
         """Steps from here on in which the same requests decode and nothing else happens; `num_context` is the first one's."""
-        fixed_s = sum_rank * self._lora_decode_s + self.gpu.step_s
+        fixed_s = sum_rank * self._lora_decode_s + self.gpu.step_s + num_decodes * self.gpu.request_s
         compute_s = num_decodes * (self._token_s + self._head_s) + num_context * self._pair_s
         memory_s = self._weights_s + num_context * self._kv_token_s
         return Decoding(

@@ -16,15 +16,18 @@ import bench.sim.core.lane_fits
 import bench.sim.core.node
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import Gpu
+from bench.sim.core.host_kv import HostKv, HostMemory
 from bench.sim.core.lane_fits import LaneFits
+from bench.sim.core.links import SharedLink
 from bench.sim.core.models import Model
-from bench.sim.core.node import ACTIVATION_BYTES, BLOCK_TOKENS, SLORA, VLLM, Node, Shape
+from bench.sim.core.node import ACTIVATION_BYTES, BLOCK_TOKENS, OVERTURE, SLORA, VLLM, VLLM_0_2, Node, Shape
 from bench.sim.core.requests import Arrival, Request
 from bench.sim.core.steps import StepCost
 from engine_bridge.policy import adapter_cache, admission, arrivals, preemption
 from engine_bridge.policy.adapter_cache import ChameleonScore, Lru
 from engine_bridge.policy.admission import (
     Decision,
+    Fair,
     Fcfs,
     Mlq,
     MlqSettings,
@@ -34,7 +37,10 @@ from engine_bridge.policy.admission import (
     Sjf,
     Waiting,
 )
+from engine_bridge.policy.costs import FullCost, KvShape, LinearPrefill, Link, SwapOrRecompute
 from engine_bridge.policy.lanes import Lanes
+from engine_bridge.policy.preemption import POLICIES as PREEMPTIONS
+from engine_bridge.policy.preemption import Preemption, cheaper, last_in_first_out
 from engine_bridge.predict.length import LengthGuess
 
 TINY = Model("tiny", 1, 16, 16, 1, 1, 16, 10_000)
@@ -265,7 +271,8 @@ def served(case: str, seed: int, **parts: Any) -> tuple[Node, list[Request]]:
     asked = busy_hour(seed)
     rng = random.Random(seed)
     adapters = [rng.choice((None, 0, 1, 2)) for _ in asked]
-    chosen = {"gpu": gpu(CASES[case]()["num_blocks"], link_bytes_per_s=500.0)} | CASES[case]() | parts
+    own = CASES[case]() if case in CASES else {"num_blocks": 40}
+    chosen = {"gpu": gpu(own["num_blocks"], link_bytes_per_s=500.0)} | own | parts
     return serve(asked, adapters=adapters, guesser=Knows(0.7), **chosen)
 
 
@@ -477,3 +484,187 @@ def test_facts_of_what_waits_follow_the_adapter() -> None:
     assert node._facts["c"].adapter_blocks == node.adapters.num_blocks[2]
     assert node.free_blocks == 100
     assert msgspec.structs.asdict(node._facts["c"])["num_blocks"] == 1
+
+
+# -- KV in host memory -------------------------------------------------------------------------------------------------
+
+KV = KvShape(num_layers=1, hidden_kv=16, block_size_tokens=BLOCK_TOKENS, dtype_bytes=2)
+
+
+def memory(
+    num_blocks: int, block_s: float = 1.0, token_s: float = 10.0, can_split: bool = False
+) -> HostMemory:
+    """Host memory behind a link that takes so long for a block each way; computing is predicted to take so long for a token."""
+    speed = KV.block_bytes / block_s
+    costs = SwapOrRecompute(LinearPrefill(token_s), KV, Link(d2h_bytes_per_s=speed, h2d_bytes_per_s=speed))
+    return HostMemory(num_blocks, costs, FullCost(prefill=LinearPrefill(token_s), can_split=can_split))
+
+
+def swapping(
+    asked: Sequence[tuple[float, int, int]], num_blocks: int, **parts: Any
+) -> tuple[Node, list[Request]]:
+    """On a device whose link is as fast as `memory` says, in vLLM 0.2's shape unless told otherwise."""
+    host = parts.setdefault("host", memory(100))
+    device = gpu(num_blocks, link_bytes_per_s=host.costs.link.h2d_bytes_per_s)
+    return serve(asked, **({"shape": VLLM_0_2, "preemption": COST, "gpu": device} | parts))
+
+
+COST = Preemption(last_in_first_out, cheaper)
+# Each takes 2 of 4 blocks. The second starts at 1 s; at 12 s both have 31 tokens, and the next one would take a block more each.
+TIGHT = ((0.0, 20, 15), (0.5, 20, 15))
+
+
+def test_a_swapped_request_resumes_without_computing_anything_again() -> None:
+    # Out from 12 to 14 s while no step runs; the first ends at 18 s, then the second comes back until 20 s and has 4 tokens left.
+    node, requests = swapping(TIGHT, 4)
+    assert times(requests) == [(1.0, 18.0), (2.0, 24.0)]
+    assert node.tally.counts["prefill_tokens"] == 40
+    assert (requests[1].num_preempted, node.tally.counts["preempted_to_host"]) == (1, 1)
+    assert node.tally.stalled_s == 4.0
+
+
+def test_kv_that_is_computed_faster_than_copied_is_computed() -> None:
+    # 31 tokens and the next one anew, from 16 to 17 s.
+    node, requests = swapping(TIGHT, 4, host=memory(100, token_s=0.01))
+    assert times(requests) == [(1.0, 16.0), (2.0, 20.0)]
+    assert node.tally.counts["prefill_tokens"] == 40 + 31
+    assert node.host is not None and node.host.most_blocks == 0
+
+
+def test_without_room_in_host_memory_it_is_computed() -> None:
+    node, _ = swapping(TIGHT, 4, host=memory(1))
+    assert node.tally.counts["preempted_to_compute"] == 1
+    assert swapping(TIGHT, 4, host=memory(2))[0].tally.counts["preempted_to_host"] == 1
+
+
+def test_copies_in_hold_up_steps_only_where_the_shape_says_so() -> None:
+    # The third comes while the second is on its way back (18 to 20 s). Held up, it starts after the step that waited for that.
+    asked = (*TIGHT, (18.5, 10, 1))
+    assert swapping(asked, 4)[1][2].first_token_s == 22.0
+    beside = replace(VLLM_0_2, swaps_block=False)
+    assert swapping(asked, 4, shape=beside)[1][2].first_token_s == 19.5
+
+
+def test_what_was_written_through_leaves_at_once_and_comes_back_but_for_its_last_tokens() -> None:
+    # Nobody waits for a copy out. One whole block of 29 tokens is in host memory, and takes 2 s back; 14 tokens are computed, and give the 11th.
+    node, requests = swapping(TIGHT, 4, shape=OVERTURE, host=memory(100, block_s=2.0))
+    assert times(requests) == [(1.0, 15.0), (2.0, 22.0)]
+    assert node.tally.counts["prefill_tokens"] == 40 + 14
+    assert node.tally.counts["restored by swap"] == 1 and node.tally.stalled_s == 0.0
+
+
+def test_a_front_is_computed_while_the_back_is_loaded() -> None:
+    # Five whole blocks, each 2 s to load or by prediction to compute: two are computed (a step of 1 s), three loaded from 15 to 21 s.
+    host = memory(100, block_s=2.0, token_s=2.0 / 16, can_split=True)
+    node, requests = swapping([(0.0, 20, 15), (0.5, 80, 15)], 8, shape=OVERTURE, host=host)
+    assert times(requests) == [(1.0, 15.0), (2.0, 26.0)]
+    assert node.tally.counts["restored by split"] == 1
+    assert node.tally.counts["prefill_tokens"] == 100 + 32 + 10
+
+
+def test_kv_that_was_written_through_needs_somebody_to_restore_it() -> None:
+    with pytest.raises(ValueError, match="restores"):
+        swapping(TIGHT, 4, shape=OVERTURE, host=replace(memory(1), restore=None))
+
+
+def test_copies_in_share_the_link_with_each_other_and_with_adapters() -> None:
+    clock, ends = Clock(), {}
+    link = SharedLink(clock, KV.block_bytes)
+    host = HostKv(clock, memory(10), KV.block_bytes, link)
+    host.copy_in(2, lambda now: ends.update(first=now))
+    link.transfer(2 * KV.block_bytes, lambda now: ends.update(adapter=now))
+    host.copy_out("out", 2, lambda now: ends.update(out=now))
+    clock.run()
+    assert ends == {"out": 2.0, "first": 4.0, "adapter": 4.0}
+    # Twice as long as predicted for it alone; out has the other direction for itself.
+    assert sorted(host.errors) == pytest.approx([-0.5, 0.0])
+
+
+def test_host_memory_takes_no_more_than_it_has() -> None:
+    host = HostKv(Clock(), memory(10), KV.block_bytes, SharedLink(Clock(), 1.0))
+    host.copy_out("a", 7, lambda now: None)
+    with pytest.raises(RuntimeError, match="3 free"):
+        host.copy_out("b", 4, lambda now: None)
+    host.save("c", 9)
+    assert (host.held("b"), host.held("c"), host.free_blocks) == (0, 3, 0)
+    # What a request has stays, and what it had before makes room for itself.
+    host.save("a", 5)
+    assert host.held("a") == 7
+    assert host.drop("a") == 7 and host.free_blocks == 7
+    host.check_invariants()
+
+
+class Noted(Fair):
+    """Fair that keeps what it was told of those who came again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[bool] = []
+
+    def arrived(self, facts: Waiting, now: float) -> None:
+        super().arrived(facts, now)
+        if now > facts.arrived_s:
+            self.told.append(facts.is_swapped)
+
+
+def test_a_policy_is_told_whose_kv_waits_in_host_memory() -> None:
+    for host, shape, told in (
+        (memory(100), VLLM_0_2, True),
+        (memory(1), VLLM_0_2, False),
+        # Live, whoever ran before counts as swapped, by whatever way it comes back.
+        (memory(0), OVERTURE, True),
+    ):
+        policy = Noted()
+        swapping(TIGHT, 4, policy=policy, host=host, shape=shape)
+        assert policy.told == [told]
+
+
+SWAP_CASES: dict[str, Any] = {
+    "fcfs": lambda: {"preemption": COST},
+    "always": lambda: {"preemption": PREEMPTIONS["vllm_swap"]},
+    "fair": lambda: {"policy": Fair(), "preemption": PREEMPTIONS["cost_aware"]},
+    "mlq": lambda: mlq_parts(40) | {"preemption": PREEMPTIONS["cost_aware"]},
+    "beside steps": lambda: {"shape": replace(VLLM_0_2, swaps_block=False), "preemption": COST},
+    "mixed": lambda: {"shape": VLLM, "policy": Fair(), "preemption": PREEMPTIONS["cheapest"]},
+    "written through": lambda: {"shape": OVERTURE},
+    "written through, fair": lambda: {
+        "shape": OVERTURE,
+        "policy": Fair(),
+        "preemption": PREEMPTIONS["fair_recompute"],
+    },
+}
+
+
+def swapped(case: str, seed: int, **parts: Any) -> tuple[Node, list[Request]]:
+    """A busy hour with adapters, on a slow link and with host memory for a few."""
+    host = memory(24, block_s=0.4, token_s=0.2, can_split=True)
+    device = gpu(40, link_bytes_per_s=host.costs.link.h2d_bytes_per_s)
+    defaults = {"gpu": device, "shape": VLLM_0_2, "host": host, "eviction": ChameleonScore()}
+    return served(case, seed, **(defaults | SWAP_CASES[case]() | parts))
+
+
+@pytest.mark.parametrize("case", SWAP_CASES)
+def test_swapping_loses_no_block_and_no_token(case: str) -> None:
+    node, requests = swapped(case, 1, check_every_s=3.7)
+    assert len(requests) == 300
+    assert all(request.num_done == request.arrival.num_answer_tokens for request in requests)
+    counts = node.tally.counts
+    assert counts["decode_tokens"] + counts["first_tokens"] == sum(r.num_done for r in requests)
+    assert node.host is not None and node.host.free_blocks == node.host.num_blocks == 24
+    assert node.kv_blocks == 0 and not node.running and not node.waiting
+    ways = {"preempted_to_host", "restored by swap", "restored by split"}
+    if case != "mlq":  # with quotas hardly anybody is preempted
+        assert sum(counts[way] for way in ways) > 5
+        assert node.host.most_blocks > 12
+
+
+@pytest.mark.parametrize("case", ["fair", "written through, fair"])
+def test_who_came_first_is_nobodys_victim(case: str) -> None:
+    _, requests = swapped(case, 1)
+    assert requests[0].num_preempted == 0 and sum(r.num_preempted for r in requests) > 20
+
+
+@pytest.mark.parametrize("case", ["fair", "beside steps", "written through"])
+def test_the_same_seed_swaps_the_same(case: str) -> None:
+    (first, requests), (second, again) = swapped(case, 2), swapped(case, 2)
+    assert times(requests) == times(again) and first.tally == second.tally

@@ -1,0 +1,762 @@
+"""AdaptiveLLM's tables in virtual time, by the live engine's policy objects.
+
+    python -m bench.sim adaptivellm [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N]
+
+What runs: `engine_bridge.policy` (who starts, who is preempted, and by which way their KV comes back) and `engine_bridge.predict.steps` (D1) in a
+simulated node (bench/sim/core). 1,000 requests, 128 blocks of 16 tokens on the device and 64 in host memory, answers of at most 64 tokens, as in the
+paper (§4.2); at most 128 requests run (one of its two batches with numbers). An arm is a policy of starting and one of preemption:
+  vllm       Fcfs, vLLM's victims, always recomputed
+  swap       Fcfs, vLLM's victims, swapped while host memory has room, else recomputed
+  swap only  as `swap`, but on the device no more blocks than host memory has: our reading of the paper's vLLM_s, which never recomputes and whose
+             batch "is limited by host memory"; it does not say how
+  cost       Fcfs, vLLM's victims, the cheaper way: the cost alone
+  adaptive   Fair, least fair first, the cheaper way: what stands for AdaptiveLLM
+  ours       Mlq, least fair first, the cheaper way: our default
+  live ...   on the live engine's shape (part `live`): KV is written through, so that swapping out takes no time; prompts in chunks beside decodes;
+             when a preempted request starts again, FullCost says what is loaded, computed, or (E2) both at once. The live driver does not split yet
+All others are on vLLM 0.2's shape (node.VLLM_0_2): prompts in steps of their own; KV is copied out when somebody is preempted, and copies take turns
+with steps, as the paper has it (§6).
+
+Costs: SwapOrRecompute over a StepTable that `fit_steps` makes of sampled steps, and a Link. Hardware: an A800 by its data sheet, with one calibration
+from vLLM's published decode rates on an A100 (core/calibration.py). OPT-13B and -30B, Llama-13B and -32.5B. The paper's datasets are not beside the
+project: prompts are log-normal with the published means (17.02, 19.66, 340.48 tokens) and the spread of oasst's first turns (standard deviation of
+the logarithm 0.95; chosen for all three), cut at 928 tokens, which fit an empty device of as many blocks as host memory has.
+
+Two readings, as the paper says neither when requests come nor how long answers are:
+  at once    all 1,000 come at 0 s and answers go on to the bound: what vLLM's own throughput benchmark does. The top-level keys are from here
+  over time  answers are log-normal with mean 58 and the same spread, cut at the bound; requests come by a Poisson process at 1.3 times the rate at
+             which `vllm` serves them if they come at once (chosen: a queue that grows). The paper's table 4, in which AdaptiveLLM swaps ten times as
+             often as it recomputes, looks more like this one: where all came at once, Fair starts the short, so who was swapped stays in host
+             memory and fills it
+
+Parts: `main` tables 3 and 4, both readings. `turnaround` Fig. 8, batches of at most 64 and 128, and over time. `predictors` tables 5 and 6, and
+Fig. 9. `live` the live engine's shape. `limits` where swapping stops paying: link speed, host memory, prompt length (OPT-13B; Fcfs; three seeds).
+
+Throughput: requests over the time until the last is answered. Weighted turnaround: mean of (end - arrival) / (end - first start); it falls also when
+requests start early and are then kept waiting, so the mean turnaround stands beside it. The last line is JSON: ratios and changes are against the
+same seed's requests, -0.3 is 30% less; `throughput_vs_recompute`, `throughput_vs_swap`, `weighted_turnaround_change` are of `adaptive`, the median
+over models and datasets of the medians over seeds; `over_time` has the same of the other reading. Of each figure: median over seeds; `spread` has
+least and most, `seeds` all. What falls short of the paper is printed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from bench.live.report import report
+from bench.sim.chameleon import Figure, Workers
+from bench.sim.core.calibration import A800
+from bench.sim.core.clock import Clock
+from bench.sim.core.guesses import Online
+from bench.sim.core.hardware import Gpu
+from bench.sim.core.host_kv import HostMemory
+from bench.sim.core.lane_fits import LaneFits
+from bench.sim.core.models import LLAMA_13B, LLAMA_30B, OPT_13B, OPT_30B, Model
+from bench.sim.core.node import BLOCK_TOKENS, OVERTURE, VLLM, VLLM_0_2, Node, Shape
+from bench.sim.core.requests import Arrival
+from bench.sim.core.steps import Chunk, StepCost
+from engine_bridge.policy.admission import POLICIES as QUEUES
+from engine_bridge.policy.costs import (
+    FullCost,
+    KvShape,
+    Link,
+    LossFacts,
+    StepTable,
+    SwapOrRecompute,
+    TablePrefill,
+)
+from engine_bridge.policy.preemption import POLICIES, Preemption, cheaper, last_in_first_out
+from engine_bridge.predict.steps import REGRESSORS, StepFit, StepSample, fit_steps
+
+NUM_REQUESTS, QUICK_REQUESTS = 1000, 300
+DEVICE_BLOCKS, HOST_BLOCKS = 128, 64
+MAX_ANSWER_TOKENS = 64
+OVER_TIME = 1.3
+MEAN_ANSWER_TOKENS = 58.0
+# Standard deviation of the logarithm of lengths: of the first messages of oasst's 100 English trees.
+SPREAD = 0.95
+# Of sampled steps: relative, log-normal. Chosen: a measured step repeats within a per cent or two.
+NOISE = 0.01
+NUM_SAMPLES = 2000
+PREEMPTIONS = POLICIES | {"cost": Preemption(last_in_first_out, cheaper)}
+
+MODELS = {"OPT-13B": OPT_13B, "OPT-30B": OPT_30B, "Llama-13B": LLAMA_13B, "Llama-32.5B": LLAMA_30B}
+# Mean prompt tokens. Source: AdaptiveLLM table 2.
+DATASETS = {"chatbot": 17.02, "alpaca": 19.66, "summary": 340.48}
+GROUPS = tuple(itertools.product(MODELS, DATASETS))
+
+# -- arms and settings -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One system. queue, preemption: names in the policies' tables. has_host: memory for KV. is_live: on the live engine's shape.
+
+    is_host_bound: has on the device no more blocks than host memory.
+    """
+
+    queue: str
+    preemption: str
+    has_host: bool = True
+    is_live: bool = False
+    is_host_bound: bool = False
+
+    @property
+    def made_by(self) -> str:
+        """The policy objects, by class."""
+        queue = type(QUEUES[self.queue](1)).__name__
+        found = PREEMPTIONS[self.preemption]
+        order = found.order.__name__
+        choice = found.choose.__name__
+        way = choice
+        if self.is_live and self.has_host:
+            way = "FullCost, with splits"
+        elif choice == "cheaper":
+            way = "cheaper by SwapOrRecompute(StepTable, Link)"
+        return f"{queue} + Preemption({order}, {way})" + ", device as host" * self.is_host_bound
+
+    @property
+    def shape(self) -> Shape:
+        if not self.is_live:
+            return VLLM_0_2
+        return OVERTURE if self.has_host else VLLM
+
+
+ARMS = {
+    "vllm": Arm("fcfs", "vllm", has_host=False),
+    "swap": Arm("fcfs", "vllm_swap"),
+    "swap only": Arm("fcfs", "vllm_swap", is_host_bound=True),
+    "cost": Arm("fcfs", "cost"),
+    "adaptive": Arm("fair", "cost_aware"),
+    "ours": Arm("mlq", "cost_aware"),
+}
+LIVE_ARMS = {
+    "live vllm": Arm("fcfs", "vllm", has_host=False, is_live=True),
+    "live vllm, host": Arm("fcfs", "vllm", is_live=True),
+    "live fair": Arm("fair", "fair_recompute", is_live=True),
+    "live ours, no host": Arm("mlq", "fair_recompute", has_host=False, is_live=True),
+    "live ours": Arm("mlq", "fair_recompute", is_live=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all arms share. per_s: None for all at once."""
+
+    model: Model = OPT_13B
+    mean_prompt_tokens: float = DATASETS["chatbot"]
+    per_s: float | None = None
+    is_answer_drawn: bool = False
+    host_blocks: int = HOST_BLOCKS
+    max_running: int = 128
+    gpu: Gpu = A800
+    num_requests: int = NUM_REQUESTS
+
+    @property
+    def trace(self) -> str:
+        when = "at once" if self.per_s is None else f"Poisson {self.per_s:.3g}/s"
+        answers = "drawn" if self.is_answer_drawn else f"of {MAX_ANSWER_TOKENS}"
+        return f"prompts log-normal, mean {self.mean_prompt_tokens:g}, answers {answers}, {when}"
+
+    def arrivals(self, seed: int) -> list[Arrival]:
+        """The same lengths whenever they come."""
+        prompts, answers, gaps = (random.Random(f"{what} {seed}") for what in ("prompts", "answers", "gaps"))
+        found, at_s = [], 0.0
+        for at in range(self.num_requests):
+            answer = MAX_ANSWER_TOKENS
+            if self.is_answer_drawn:
+                answer = min(drawn(MEAN_ANSWER_TOKENS, answers), MAX_ANSWER_TOKENS)
+            # The largest that is sure to fit a device with as few blocks as host memory.
+            most = HOST_BLOCKS * BLOCK_TOKENS - MAX_ANSWER_TOKENS - 2 * BLOCK_TOKENS
+            prompt = min(drawn(self.mean_prompt_tokens, prompts), most)
+            if self.per_s is not None:
+                at_s += gaps.expovariate(1.0) / self.per_s
+            found.append(Arrival(f"{at:04d}", at_s, prompt, answer, None, MAX_ANSWER_TOKENS))
+        return found
+
+
+def drawn(mean: float, rng: random.Random) -> int:
+    return max(round(rng.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD)), 1)
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+def samples(cost: StepCost, num: int, seed: int) -> list[StepSample]:
+    """Steps as a profile would measure them: prompts alone, decodes alone, and both; sizes drawn evenly on a logarithmic scale."""
+    rng = random.Random(f"samples {seed}")
+
+    def size(least: int, most: int) -> int:
+        return round(math.exp(rng.uniform(math.log(least), math.log(most))))
+
+    found = []
+    for at in range(num):
+        prefill = size(1, 2048) if at % 3 != 1 else 0
+        decodes = size(1, 256) if at % 3 else 0
+        context = decodes * size(16, 1024)
+        chunks = (Chunk(prefill, 0, 0, True),) if prefill else ()
+        seconds = cost.step_s(chunks, decodes, context) * rng.lognormvariate(0.0, NOISE)
+        found.append(StepSample(prefill, decodes, context, seconds))
+    return found
+
+
+@cache
+def fit(gpu: Gpu, model: Model, regressors: tuple[str, ...] = ("gradient_boosting",)) -> StepFit:
+    """D1. For the runs, one that comes out well in all comparisons (part `predictors` has all)."""
+    degrees = (1, 2, 3, 4, 5) if len(regressors) > 1 else (2,)
+    return fit_steps(samples(StepCost(gpu, model), NUM_SAMPLES, 0), regressors=regressors, degrees=degrees)
+
+
+@cache
+def table_of(gpu: Gpu, model: Model) -> StepTable:
+    """Of steps; a link's speed has no part in them."""
+    return fit(replace(gpu, link_share=A800.link_share), model).table
+
+
+def host_memory(gpu: Gpu, model: Model, num_blocks: int, chunk_tokens: int) -> HostMemory:
+    """With the cost objects that decide about it."""
+    prefill = TablePrefill(table_of(gpu, model), chunk_tokens)
+    shape = KvShape(
+        num_layers=model.num_layers,
+        hidden_kv=model.hidden_kv,
+        block_size_tokens=BLOCK_TOKENS,
+        dtype_bytes=model.dtype_bytes,
+    )
+    speed = gpu.achieved_link_bytes_per_s
+    link = Link(d2h_bytes_per_s=speed, h2d_bytes_per_s=speed, setup_s=gpu.load_setup_s)
+    costs = SwapOrRecompute(prefill, shape, link)
+    return HostMemory(num_blocks, costs, FullCost(prefill=prefill, can_split=True))
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one run. weighted: mean weighted turnaround. copy_error: mean relative error of what was predicted for a copy, None without copies."""
+
+    per_s: float
+    weighted: float
+    turnaround_s: float
+    num_recomputed: int
+    num_swapped: int
+    stalled_share: float
+    copy_error: float | None
+    counts: Mapping[str, int]
+
+
+def node_of(arm: Arm, setting: Setting, clock: Clock, seed: int) -> Node:
+    shape = replace(arm.shape, max_running=setting.max_running)
+    num_blocks = setting.host_blocks if arm.is_host_bound else DEVICE_BLOCKS
+    num_tokens = num_blocks * BLOCK_TOKENS
+    host = None
+    if arm.has_host:
+        host = host_memory(setting.gpu, setting.model, setting.host_blocks, shape.step_tokens or num_tokens)
+    return Node(
+        clock,
+        StepCost(setting.gpu, setting.model),
+        shape,
+        QUEUES[arm.queue](num_tokens),
+        Online(seed),
+        lanes=LaneFits(num_tokens) if arm.queue == "mlq" else None,
+        preemption=PREEMPTIONS[arm.preemption],
+        num_blocks=num_blocks,
+        host=host,
+    )
+
+
+def run(arm: Arm, setting: Setting, seed: int) -> Outcome:
+    clock = Clock()
+    node = node_of(arm, setting, clock, seed)
+    arrivals = setting.arrivals(seed)
+    for arrival in arrivals:
+        clock.at(arrival.at_s, lambda now, arrival=arrival: node.submit(arrival))  # type: ignore[misc]
+    clock.run()
+    node.check_invariants()
+    if len(node.ended) != len(arrivals):
+        raise RuntimeError(f"{len(arrivals) - len(node.ended)} requests were never served")
+    counts, errors = node.tally.counts, node.host.errors if node.host is not None else ()
+    num_swapped = counts["preempted_to_host"] + counts["restored by swap"] + counts["restored by split"]
+    return Outcome(
+        per_s=len(arrivals) / clock.now,
+        weighted=statistics.fmean(r.e2e_s / (r.ended_s - r.first_started_s) for r in node.ended),
+        turnaround_s=statistics.fmean(r.e2e_s for r in node.ended),
+        num_recomputed=counts["preempted"] - num_swapped,
+        num_swapped=num_swapped,
+        stalled_share=node.tally.stalled_s / clock.now,
+        copy_error=statistics.fmean(map(abs, errors)) if errors else None,
+        counts=dict(counts),
+    )
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+class Thousands(Figure):
+    """A number of preemptions, beside the paper's: neither more nor fewer is better."""
+
+    @property
+    def falls_short(self) -> bool:
+        return False
+
+    def text(self, value: float) -> str:
+        return f"{value:.2f} thousand"
+
+
+@dataclass(slots=True)
+class Bench:
+    """What all parts share: runs that were made, by arm, setting and seed."""
+
+    workers: Workers
+    seeds: tuple[int, ...]
+    groups: tuple[tuple[str, str], ...] = GROUPS
+    num_requests: int = NUM_REQUESTS
+    outcomes: dict[tuple[Arm, Setting, int], Outcome] = field(default_factory=dict)
+
+    def run(self, arms: Iterable[Arm], settings: Iterable[Setting]) -> None:
+        """Have the outcomes of all these."""
+        # One setting's runs side by side, so that a worker fits few tables.
+        wanted = [(a, _own(a, s), seed) for s, a, seed in itertools.product(settings, arms, self.seeds)]
+        missing = [key for key in dict.fromkeys(wanted) if key not in self.outcomes]
+        found = self.workers.map(run, *zip(*missing, strict=True)) if missing else []
+        self.outcomes.update(zip(missing, found, strict=True))
+
+    def of(self, arm: Arm, setting: Setting) -> list[Outcome]:
+        return [self.outcomes[arm, _own(arm, setting), seed] for seed in self.seeds]
+
+    def setting(self, group: tuple[str, str], **changed: Any) -> Setting:
+        model, dataset = group
+        base = Setting(MODELS[model], DATASETS[dataset], num_requests=self.num_requests)
+        return replace(base, **changed)
+
+
+def _own(arm: Arm, setting: Setting) -> Setting:
+    """What an arm has to do with: without host memory, neither its size nor the link."""
+    if arm.has_host:
+        return setting
+    gpu = replace(setting.gpu, link_share=A800.link_share)
+    return replace(setting, host_blocks=HOST_BLOCKS, gpu=gpu)
+
+
+Value = Callable[[Outcome], float]
+
+
+def ratios(ours: Sequence[Outcome], theirs: Sequence[Outcome], value: Value) -> tuple[float, ...]:
+    """Seed by seed."""
+    return tuple(value(a) / value(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def throughput(outcome: Outcome) -> float:
+    return outcome.per_s
+
+
+def throughput_figure(
+    bench: Bench, what: str, arm: Arm, base: Arm, setting: Setting, paper: float | None
+) -> Figure:
+    values = ratios(bench.of(arm, setting), bench.of(base, setting), throughput)
+    made_by = f"{arm.made_by} against {base.made_by}; {setting.trace}"
+    return Figure(what, values, paper, False, made_by, "ratio")
+
+
+def change_figure(
+    bench: Bench, what: str, arm: Arm, base: Arm, setting: Setting, value: Value, paper: float | None
+) -> Figure:
+    values = tuple(each - 1 for each in ratios(bench.of(arm, setting), bench.of(base, setting), value))
+    made_by = f"{arm.made_by} against {base.made_by}; {setting.trace}"
+    return Figure(what, values, paper, True, made_by)
+
+
+def middle(figures: Iterable[Figure]) -> float:
+    """Median over groups of the medians over seeds."""
+    return round(statistics.median(figure.median for figure in figures), 4)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+Part = tuple[list[Figure], dict[str, Any]]
+
+# Throughput against vLLM and vLLM_s. Source: table 3.
+PAPER_SPEEDUP = {
+    ("OPT-13B", "chatbot"): (1.38, 2.46),
+    ("OPT-13B", "alpaca"): (1.36, 2.55),
+    ("OPT-13B", "summary"): (1.15, 2.50),
+    ("OPT-30B", "chatbot"): (1.27, 1.98),
+    ("OPT-30B", "alpaca"): (1.22, 1.99),
+    ("OPT-30B", "summary"): (1.11, 1.64),
+    ("Llama-13B", "chatbot"): (1.28, 2.28),
+    ("Llama-13B", "alpaca"): (1.40, 2.37),
+    ("Llama-13B", "summary"): (1.17, 2.12),
+    ("Llama-32.5B", "chatbot"): (1.28, 1.95),
+    ("Llama-32.5B", "alpaca"): (1.23, 2.13),
+    ("Llama-32.5B", "summary"): (1.09, 2.18),
+}
+# Thousands: AdaptiveLLM's recomputations and swaps, vLLM's recomputations, vLLM_s's swaps. Source: table 4, which lacks Llama-32.5B with summary.
+PAPER_PREEMPTIONS = {
+    ("OPT-13B", "chatbot"): (0.11, 1.13, 1.77, 0.78),
+    ("OPT-13B", "alpaca"): (0.10, 1.17, 1.82, 0.99),
+    ("OPT-13B", "summary"): (0.10, 0.56, 0.58, 0.26),
+    ("OPT-30B", "chatbot"): (0.08, 1.10, 1.64, 0.68),
+    ("OPT-30B", "alpaca"): (0.10, 1.05, 1.61, 0.59),
+    ("OPT-30B", "summary"): (0.09, 0.43, 0.47, 0.32),
+    ("Llama-13B", "chatbot"): (0.12, 1.02, 1.57, 0.83),
+    ("Llama-13B", "alpaca"): (0.08, 1.03, 1.55, 0.87),
+    ("Llama-13B", "summary"): (0.15, 0.55, 0.57, 0.36),
+    ("Llama-32.5B", "chatbot"): (0.07, 1.04, 1.53, 0.20),
+    ("Llama-32.5B", "alpaca"): (0.10, 1.00, 1.57, 0.55),
+}
+PREEMPTION_COUNTS: tuple[tuple[str, Arm, Value], ...] = (
+    ("adaptive recomputes", ARMS["adaptive"], lambda o: o.num_recomputed / 1000),
+    ("adaptive swaps", ARMS["adaptive"], lambda o: o.num_swapped / 1000),
+    ("vllm recomputes", ARMS["vllm"], lambda o: o.num_recomputed / 1000),
+    ("swap swaps", ARMS["swap"], lambda o: o.num_swapped / 1000),
+)
+
+
+def main_part(bench: Bench) -> Part:
+    """Tables 3 and 4, in both readings."""
+    figures, result = _reading(bench, "at once", {g: bench.setting(g) for g in bench.groups})
+    more, over_time = _reading(bench, "over time", over_time_settings(bench))
+    return figures + more, result | {"over_time": over_time}
+
+
+def over_time_settings(bench: Bench) -> dict[tuple[str, str], Setting]:
+    settings = {group: bench.setting(group, is_answer_drawn=True) for group in bench.groups}
+    bench.run([ARMS["vllm"]], settings.values())
+    rates = {g: statistics.median(o.per_s for o in bench.of(ARMS["vllm"], s)) for g, s in settings.items()}
+    return {g: replace(s, per_s=round(OVER_TIME * rates[g], 2)) for g, s in settings.items()}
+
+
+def _reading(bench: Bench, name: str, settings: Mapping[tuple[str, str], Setting]) -> Part:
+    bench.run(ARMS.values(), settings.values())
+    figures: list[Figure] = []
+    by_arm: dict[str, list[Figure]] = {}
+    for group, setting in settings.items():
+        where = f"{name}, {'-'.join(group)}"
+        papers = dict(
+            zip(("vllm", "swap", "swap only"), (*PAPER_SPEEDUP[group], PAPER_SPEEDUP[group][1]), strict=True)
+        )
+        for base, paper in papers.items():
+            what = f"throughput, adaptive against {base}, {where}"
+            figure = throughput_figure(bench, what, ARMS["adaptive"], ARMS[base], setting, paper)
+            by_arm.setdefault(f"adaptive against {base}", []).append(figure)
+            figures.append(figure)
+        for arm in ("cost", "ours"):
+            what = f"throughput, {arm} against vllm, {where}"
+            figure = throughput_figure(bench, what, ARMS[arm], ARMS["vllm"], setting, papers["vllm"])
+            by_arm.setdefault(f"{arm} against vllm", []).append(figure)
+            figures.append(figure)
+        figures += _counts(bench, where, group, setting)
+    return figures, {
+        "throughput_vs_recompute": middle(by_arm["adaptive against vllm"]),
+        "throughput_vs_swap": middle(by_arm["adaptive against swap"]),
+        "throughput_vs_swap_only": middle(by_arm["adaptive against swap only"]),
+        "throughput": {what: middle(found) for what, found in by_arm.items()},
+        "groups": {"-".join(group): _group(bench, setting) for group, setting in settings.items()},
+    }
+
+
+def _counts(bench: Bench, where: str, group: tuple[str, str], setting: Setting) -> list[Figure]:
+    papers = PAPER_PREEMPTIONS.get(group, (None,) * len(PREEMPTION_COUNTS))
+    return [
+        Thousands(
+            f"preemptions, {what}, {where}",
+            tuple(value(outcome) for outcome in bench.of(arm, setting)),
+            paper,
+            True,
+            f"{arm.made_by}; {setting.trace}",
+        )
+        for (what, arm, value), paper in zip(PREEMPTION_COUNTS, papers, strict=True)
+    ]
+
+
+def _group(bench: Bench, setting: Setting) -> dict[str, Any]:
+    """All arms' medians in one setting."""
+    found = {}
+    for name, arm in ARMS.items():
+        outcomes = bench.of(arm, setting)
+        found[name] = {
+            what: round(statistics.median(getattr(outcome, what) for outcome in outcomes), 4)
+            for what in (
+                "per_s",
+                "weighted",
+                "turnaround_s",
+                "num_recomputed",
+                "num_swapped",
+                "stalled_share",
+            )
+        }
+    return found
+
+
+# The least improvement that the paper names. Source: §4.4, for batches of 64 and 128.
+PAPER_WEIGHTED = -0.20
+BATCHES = (64, 128)
+
+
+def turnaround_part(bench: Bench) -> Part:
+    """Fig. 8, of which the text gives ranges only: 20 to 40% less than vLLM, 20 to 60% less than vLLM_s."""
+    readings = {
+        f"at once, batch {batch}": {group: bench.setting(group, max_running=batch) for group in bench.groups}
+        for batch in BATCHES
+    }
+    readings["over time, batch 128"] = over_time_settings(bench)
+    arms = ("adaptive", "ours")
+    figures: list[Figure] = []
+    result: dict[str, Any] = {}
+    for reading, settings in readings.items():
+        bench.run([ARMS[name] for name in ("vllm", "swap", *arms)], settings.values())
+        for name, base in itertools.product(arms, ("vllm", "swap")):
+            found, own = _turnarounds(bench, name, base, reading, settings)
+            figures += found
+            result.setdefault(reading, {})[f"{name} against {base}"] = own
+    changes = (result[f"at once, batch {batch}"]["adaptive against vllm"] for batch in BATCHES)
+    result["weighted_turnaround_change"] = round(
+        statistics.median(change["weighted_turnaround_change"] for change in changes), 4
+    )
+    over_time = result["over time, batch 128"]["adaptive against vllm"]
+    return figures, result | {"over_time": over_time}
+
+
+def _turnarounds(
+    bench: Bench, name: str, base: str, reading: str, settings: Mapping[tuple[str, str], Setting]
+) -> Part:
+    """One arm against another: weighted turnaround, and the mean one."""
+    weighted, mean = {}, {}
+    for group, setting in settings.items():
+        where = f"{name} against {base}, {reading}, {'-'.join(group)}"
+        pair = (ARMS[name], ARMS[base], setting)
+        what = f"weighted turnaround, {where}"
+        weighted[group] = change_figure(bench, what, *pair, lambda o: o.weighted, PAPER_WEIGHTED)
+        mean[group] = change_figure(bench, f"mean turnaround, {where}", *pair, lambda o: o.turnaround_s, None)
+    datasets = dict.fromkeys(dataset for _, dataset in settings)
+    return [*weighted.values(), *mean.values()], {
+        "weighted_turnaround_change": middle(weighted.values()),
+        "mean_turnaround_change": middle(mean.values()),
+        "by_dataset": {d: middle(f for group, f in weighted.items() if group[1] == d) for d in datasets},
+        "mean_by_dataset": {d: middle(f for group, f in mean.items() if group[1] == d) for d in datasets},
+    }
+
+
+# The winner's error, random forest on degree 2 (tables 5 and 6); of copies, out and in together "below 4%" (§4.5).
+PAPER_STEP_ERROR = {"OPT-13B": 0.0176, "Llama-13B": 0.0130}
+PAPER_COPY_ERROR = {"Llama-13B": 0.04, "Llama-32.5B": 0.04}
+
+
+def predictors_part(bench: Bench, regressors: tuple[str, ...] = REGRESSORS) -> Part:
+    """Tables 5 and 6: eight regressors on degrees 1 to 5. Fig. 9: copies, in runs where several may share the link.
+
+    A step's formula with NOISE on it is what is fitted: so this says which regressors can follow such a formula, not how regular a machine is.
+    A copy alone takes what the link's speed says, by construction: the error is what sharing adds.
+    """
+    figures: list[Figure] = []
+    result: dict[str, Any] = {"steps": {}, "copies": {}}
+    names = list(PAPER_STEP_ERROR)
+    fits = bench.workers.map(
+        fit, [A800] * len(names), [MODELS[name] for name in names], [regressors] * len(names)
+    )
+    for name, found in zip(names, fits, strict=True):
+        best = min(found.candidates, key=lambda c: c.error)
+        made_by = f"fit_steps, {best.regressor} on degree {best.degree}; {NUM_SAMPLES} steps of the formula, {NOISE:.0%} noise"
+        error = Figure(f"step time's error, {name}", (best.error,), PAPER_STEP_ERROR[name], True, made_by)
+        made_by = (
+            f"StepTable of {found.winner.regressor} on degree {found.winner.degree}, as the runs would use"
+        )
+        table = Figure(f"step table's error, {name}", (found.winner.table_error,), None, True, made_by)
+        figures += [error, table]
+        result["steps"][name] = {
+            f"{c.regressor} {c.degree}": [round(c.error, 4), round(c.table_error, 4)]
+            for c in found.candidates
+        }
+    for name, paper in PAPER_COPY_ERROR.items():
+        setting = bench.setting((name, "alpaca"))
+        bench.run([ARMS["adaptive"]], [setting])
+        values = tuple(outcome.copy_error or 0.0 for outcome in bench.of(ARMS["adaptive"], setting))
+        what = f"copy time's error in runs, {name}"
+        figures.append(Figure(what, values, paper, True, f"costs.Link; {setting.trace}"))
+        result["copies"][name] = round(figures[-1].median, 4)
+    return figures, result
+
+
+def live_part(bench: Bench) -> Part:
+    """The live engine's shape: the same requests, with KV written through and prompts beside decodes."""
+    groups = [group for group in bench.groups if group[0] == bench.groups[0][0]]
+    settings = {group: bench.setting(group) for group in groups}
+    bench.run([ARMS["vllm"], *LIVE_ARMS.values()], settings.values())
+    base = LIVE_ARMS["live vllm"]
+    figures = [
+        throughput_figure(
+            bench, f"throughput, live vllm against vllm, {'-'.join(g)}", base, ARMS["vllm"], s, None
+        )
+        for g, s in settings.items()
+    ]
+    result: dict[str, Any] = {"live vllm against vllm": middle(figures)}
+    for name, arm in list(LIVE_ARMS.items())[1:]:
+        for group, setting in settings.items():
+            where = f"{name} against live vllm, {'-'.join(group)}"
+            speed = throughput_figure(bench, f"throughput, {where}", arm, base, setting, None)
+            weighted = change_figure(
+                bench, f"weighted turnaround, {where}", arm, base, setting, lambda o: o.weighted, None
+            )
+            mean = change_figure(
+                bench, f"mean turnaround, {where}", arm, base, setting, lambda o: o.turnaround_s, None
+            )
+            figures += [speed, weighted, mean]
+            counts = bench.of(arm, setting)[0].counts
+            result.setdefault(name, {})["-".join(group)] = {
+                "throughput": round(speed.median, 4),
+                "weighted_turnaround_change": round(weighted.median, 4),
+                "mean_turnaround_change": round(mean.median, 4),
+                "first_seed_restored": {k: n for k, n in counts.items() if k.startswith("restored")},
+            }
+    return figures, result
+
+
+LINKS_GB_PER_S = (0.8, 1.6, 3.1, 6.3, 12.5, 25.13, 50.0)
+HOST_SIZES = (0, 8, 16, 32, 64, 128, 256)
+PROMPTS = (17.02, 68.0, 136.0, 340.48, 500.0)
+
+
+def limits_part(bench: Bench) -> Part:
+    """Where swapping stops paying: throughput of `swap` and `cost` against `vllm`, one thing changed at a time.
+
+    Beside each speed of the link and each length stands what the cost object predicts for one request: seconds to swap it and to compute it anew.
+    """
+    bench = replace(bench, seeds=bench.seeds[:3])
+    sweeps = _sweeps(bench.setting(("OPT-13B", "chatbot")))
+    arms = [ARMS["vllm"], ARMS["swap"], ARMS["cost"]]
+    bench.run(arms, [setting for sweep in sweeps.values() for setting in sweep.values()])
+    figures: list[Figure] = []
+    result: dict[str, Any] = {}
+    for name, sweep in sweeps.items():
+        result[name] = {}
+        for value, setting in sweep.items():
+            own = result[name][str(value)] = _predicted(setting)
+            for arm in ("swap", "cost"):
+                what = f"throughput, {arm} against vllm, {name} {value:g}"
+                figures.append(throughput_figure(bench, what, ARMS[arm], ARMS["vllm"], setting, None))
+                own[arm] = round(figures[-1].median, 4)
+    result["swapping_pays_from_gb_per_s"] = pays_from(result["link_gb_per_s"])
+    return figures, result
+
+
+def _sweeps(base: Setting) -> dict[str, dict[float, Setting]]:
+    """By what is changed, and to which value."""
+    return {
+        "link_gb_per_s": {
+            speed: replace(base, gpu=replace(A800, link_share=speed * 1e9 / A800.link_bytes_per_s))
+            for speed in LINKS_GB_PER_S
+        },
+        "host_blocks": {num: replace(base, host_blocks=num) for num in HOST_SIZES},
+        "prompt_tokens": {mean: replace(base, mean_prompt_tokens=mean) for mean in PROMPTS},
+        "prompt_tokens_at_3.1_gb_per_s": {
+            mean: replace(
+                base, mean_prompt_tokens=mean, gpu=replace(A800, link_share=3.1e9 / A800.link_bytes_per_s)
+            )
+            for mean in PROMPTS
+        },
+    }
+
+
+def pays_from(sweep: Mapping[str, Mapping[str, float]]) -> float | None:
+    """The least speed of those tried from which on `swap` serves more than `vllm`; None if the fastest does not."""
+    found = None
+    for value in sorted(sweep, key=float, reverse=True):
+        if sweep[value]["swap"] <= 1:
+            break
+        found = float(value)
+    return found
+
+
+def _predicted(setting: Setting) -> dict[str, float]:
+    """Of a request halfway through its answer."""
+    host = host_memory(setting.gpu, setting.model, setting.host_blocks, VLLM_0_2.step_tokens or 0)
+    num_tokens = round(setting.mean_prompt_tokens) + MAX_ANSWER_TOKENS // 2
+    decision = host.costs.decide(LossFacts(num_tokens=num_tokens, num_host_blocks=10**6))
+    return {
+        "predicted_swap_s": round(decision.swap_s or 0.0, 5),
+        "predicted_recompute_s": round(decision.recompute_s, 5),
+    }
+
+
+PARTS: dict[str, Callable[[Bench], Part]] = {
+    "main": main_part,
+    "turnaround": turnaround_part,
+    "predictors": predictors_part,
+    "live": live_part,
+    "limits": limits_part,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sim adaptivellm",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--part", choices=PARTS, action="append", help="all by default")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1, help="the first one")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="main and turnaround, OPT-13B, chatbot and summary, two seeds, 300 requests",
+    )
+    args = parser.parse_args(arguments)
+    seeds = tuple(range(args.seed, args.seed + (2 if args.quick else args.seeds)))
+    bench = Bench(Workers(args.jobs), seeds, num_requests=NUM_REQUESTS)
+    if args.quick:
+        bench.groups, bench.num_requests = (("OPT-13B", "chatbot"), ("OPT-13B", "summary")), QUICK_REQUESTS
+    parts = args.part or (["main", "turnaround"] if args.quick else list(PARTS))
+    try:
+        _report(parts, bench)
+    finally:
+        bench.workers.close()
+
+
+def _report(parts: Sequence[str], bench: Bench) -> None:
+    began = time.perf_counter()
+    figures: list[Figure] = []
+    rows: list[tuple[str, str, str]] = []
+    result: dict[str, Any] = {"bench": "adaptivellm", "seeds": list(bench.seeds), "parts": {}}
+    for name in parts:
+        found, part = PARTS[name](bench)
+        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        ordered = sorted(found, key=lambda figure: (not figure.falls_short, figure.paper is None))
+        rows += [(f"-- {name}", "", ""), *(figure.row() for figure in ordered)]
+        figures += found
+        result["parts"][name] = part | {"figures": [figure.result() for figure in found]}
+    for name, key in TOP_KEYS:
+        if name in result["parts"]:
+            result[key] = result["parts"][name][key]
+            result.setdefault("over_time", {})[key] = result["parts"][name]["over_time"][key]
+    if "limits" in result["parts"]:
+        result["limits"] = result["parts"].pop("limits")
+    result["took_s"] = round(time.perf_counter() - began, 1)
+    compared = [
+        figure for figure in figures if figure.paper is not None and not isinstance(figure, Thousands)
+    ]
+    num_short = sum(figure.falls_short for figure in compared)
+    report(
+        f"AdaptiveLLM in virtual time ({num_short} of {len(compared)} compared figures fall short of the paper)",
+        rows,
+        result,
+    )
+
+
+TOP_KEYS = (
+    ("main", "throughput_vs_recompute"),
+    ("main", "throughput_vs_swap"),
+    ("main", "throughput_vs_swap_only"),
+    ("turnaround", "weighted_turnaround_change"),
+)
