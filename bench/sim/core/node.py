@@ -45,6 +45,7 @@ from engine_bridge.policy.arrivals import Arrivals
 from engine_bridge.policy.costs import Way
 from engine_bridge.policy.preemption import POLICIES as PREEMPTIONS
 from engine_bridge.policy.preemption import Preemption, RunningFacts, fair_priority, last_in_first_out
+from engine_bridge.policy.quotas import overcharged_tokens
 
 BLOCK_TOKENS = 16
 # What a step's activations take. Chosen.
@@ -360,6 +361,7 @@ class Node:
             free_blocks=self.free_blocks,
             num_slots=self.shape.max_running - len(self.running),
             num_tokens=self.num_tokens,
+            overcharged_tokens=self._overcharged_tokens() if self._lanes is not None else 0,
         )
         decision = self.policy.decide(self._facts, self._running_facts, room, now)
         if decision.squash:
@@ -371,6 +373,18 @@ class Node:
                 self._decide(now)
             return
         self._start_all(decision, now)
+
+    def _overcharged_tokens(self) -> int:
+        """As the live engine tells it to policies that charge tokens."""
+        held = (
+            (request.charged_tokens, max(request.charged_tokens - self._reckoned_tokens(request), 0))
+            for request in self.running.values()
+        )
+        return overcharged_tokens(held, self.host is not None)
+
+    def _reckoned_tokens(self, request: Request) -> int:
+        """What it holds now of what it is charged: all but what is still to be answered."""
+        return request.base.size_tokens - request.guess.p50 + self._done(request)
 
     def _start_all(self, decision: Decision, now: float) -> None:
         """As many of them as one step has tokens for, as engines take requests from a queue: none once they are used up."""
