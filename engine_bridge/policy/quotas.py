@@ -104,8 +104,8 @@ def overcharged_tokens(held: Iterable[tuple[int, int]], are_copied_back: bool) -
         held: of each running request, tokens that it is charged, and how many of these it has still to make.
         are_copied_back: preempted requests find their KV in host memory.
 
-    Source: the largest sum is S-LoRA's and LightLLM's estimate (S-LoRA/S-LoRA, slora/server/router/req_queue.py); there it decides who starts, here how
-    much of the quotas can be lent. The average is ours.
+    Source: the largest sum is S-LoRA's and LightLLM's estimate (S-LoRA/S-LoRA, slora/server/router/req_queue.py). There it decides who starts, here
+    how much of the quotas can be lent. The average is ours.
     """
     if are_copied_back:
         return sum(left - left // 2 for _, left in held)
