@@ -98,17 +98,18 @@ def overcharged_tokens(held: Iterable[tuple[int, int]], are_copied_back: bool) -
 
     They do not all end at once: all make a token in a step, so who has the fewest left leaves first, and those that go on grow into its room. Where a
     preempted request computes its KV again, there is to be memory for the largest sum on the way. Where its KV is copied back, which costs next to
-    nothing, for the average: half of what each has still to make. Then many more run at a time, and sometimes one has to pause.
+    nothing, who runs counts with what it holds now: more run at a time, and sometimes one has to pause. Who starts still needs room for all that is
+    predicted of it, so they do not push each other out at once.
 
     Args:
         held: of each running request, tokens that it is charged, and how many of these it has still to make.
         are_copied_back: preempted requests find their KV in host memory.
 
     Source: the largest sum is S-LoRA's and LightLLM's estimate (S-LoRA/S-LoRA, slora/server/router/req_queue.py). There it decides who starts, here
-    how much of the quotas can be lent. The average is ours.
+    how much of the quotas can be lent. The other case is ours.
     """
     if are_copied_back:
-        return sum(left - left // 2 for _, left in held)
+        return sum(left for _, left in held)
     num_charged = num_held = peak = 0
     for num, (left, charged) in enumerate(
         sorted(((left, charged) for charged, left in held), reverse=True), 1

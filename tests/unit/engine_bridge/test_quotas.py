@@ -114,9 +114,8 @@ def test_what_is_overcharged_is_never_held_at_one_time(running: list[tuple[int, 
     assert overcharged_tokens([(held + left, left) for held, left in running], False) == charged - most
 
 
-def test_where_kv_is_copied_back_there_is_memory_for_the_average() -> None:
-    running = [(100, 40), (50, 0), (30, 15)]
-    assert overcharged_tokens(running, True) == 20 + 0 + 8
+def test_where_kv_is_copied_back_what_is_held_now_counts() -> None:
+    assert overcharged_tokens([(100, 40), (50, 0), (30, 15)], True) == 55
     assert overcharged_tokens([(100, 40)], False) == 0, "one alone will hold it all"
 
 
