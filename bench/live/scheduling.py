@@ -122,7 +122,7 @@ FULL = Plan(
     arms=(OURS, PEER, "peer priority", MANY_SLOTS),
     sweep=(0.3, 0.45, 0.6, 0.75, 1.0, 1.25),
     accuracies=(1.0, 0.8, 0.6),
-    tight_requests=32,
+    tight_requests=20,
     tight_repeats=2,
     profile_seconds=120,
 )
