@@ -9,9 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.sim import chameleon
+from bench.sim import caraserve, chameleon
 
-TABLES: dict[str, Callable[[Sequence[str]], None]] = {"chameleon": chameleon.main}
+TABLES: dict[str, Callable[[Sequence[str]], None]] = {
+    "caraserve": caraserve.main,
+    "chameleon": chameleon.main,
+}
 
 
 def main() -> None:

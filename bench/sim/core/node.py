@@ -57,7 +57,8 @@ class Shape:
 
     step_tokens: in one step at most, None for a sixth of the memory's. Who may start and finds none left waits until it may again. is_mixed: prompts
     are computed in chunks beside those that decode; else whole, in steps of their own. reserves_answer: a start takes blocks for the predicted
-    answer, too. loads_block: while the adapter of a request that has started is on its way, no step runs.
+    answer, too. loads_block: while the adapter of a request that has started is on its way, no step runs. assists: its prompt is computed
+    meanwhile, with the host's help (`StepCost.host`).
     """
 
     name: str
@@ -66,6 +67,7 @@ class Shape:
     reserves_answer: bool
     loads_block: bool
     max_running: int
+    assists: bool = False
 
 
 SLORA = Shape("s-lora", None, False, True, True, 1000)
@@ -139,7 +141,10 @@ class _Due(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """One step, or a run of `num` that only decode. chunks: of which prompts how many tokens."""
+    """One step, or a run of `num` that only decode. chunks: of which prompts how many tokens.
+
+    left, since_s: what share of it was to be done when it was last planned, and when that was.
+    """
 
     began_s: float
     num: int
@@ -147,6 +152,8 @@ class _Step:
     decoding: Decoding | None
     does_decode: bool
     end: Event
+    left: float
+    since_s: float
 
 
 @dataclass(slots=True)
@@ -168,6 +175,10 @@ class Node:
         eviction: which unused adapter leaves first; None for no cache.
         adapter_ranks: by adapter id.
         forecast: foretells adapters that will be asked for, None without.
+        has_all_adapters: they lie in memory of their own: nothing is ever loaded.
+
+    Raises:
+        ValueError: the shape assists, and there is no host to do it.
     """
 
     def __init__(
@@ -183,20 +194,26 @@ class Node:
         adapter_ranks: Sequence[int] = (),
         preemption: Preemption = PREEMPTIONS["vllm"],
         forecast: Arrivals | None = None,
+        has_all_adapters: bool = False,
     ) -> None:
+        if shape.assists and cost.host is None:
+            raise ValueError("a host that assists takes time: which one is it?")
         gpu, model = cost.gpu, cost.model
         self.clock, self.cost, self.shape, self.policy = clock, cost, shape, policy
         self.num_blocks = pool_blocks(cost)
         self.num_tokens = self.num_blocks * BLOCK_TOKENS
         self.link = SharedLink(clock, gpu.achieved_link_bytes_per_s, gpu.load_setup_s)
         block_bytes = BLOCK_TOKENS * model.kv_bytes_per_token
-        sizes = [model.lora_bytes(rank) for rank in adapter_ranks]
-        self.adapters = Adapters(sizes, block_bytes, eviction, self.link)
+        bytes_by_rank = {rank: model.lora_bytes(rank) for rank in set(adapter_ranks)}
+        sizes = [bytes_by_rank[rank] for rank in adapter_ranks]
+        self.adapters = Adapters(sizes, block_bytes, eviction, self.link, has_all=has_all_adapters)
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.ended: list[Request] = []
         self.tally = Tally()
         self.kv_blocks = 0
+        self.num_changes = 0
+        """Counts requests that came, started, began to answer and left: while it stays, so do the facts about them."""
         self._step_tokens = shape.step_tokens or max(self.num_tokens // 6, model.max_tokens)
         self._ranks = adapter_ranks
         self._guesser, self._lanes, self._preemption = guesser, lanes, preemption
@@ -205,6 +222,9 @@ class Node:
         self._facts, self._running_facts = _Facts(self), _RunningFacts(self)
         self._prefilling: deque[Request] = deque()
         self._loading: dict[int, list[Request]] = {}
+        self._joining: list[
+            Request
+        ] = []  # at the next step: those that had their first token before their adapter
         self._step: _Step | None = None
         self._stalled_since_s: float | None = None
         self._has_changed = True
@@ -214,7 +234,8 @@ class Node:
         self._counter = 0
         self._num_decodes = 0
         self._context = 0
-        self._sum_rank = 0
+        self._num_by_rank: Counter[int] = Counter()
+        self._ranks_read = 0  # in a decode step
         self._growth = [0] * BLOCK_TOKENS
         self._due: list[_Due] = []
         self._order = itertools.count()
@@ -224,6 +245,7 @@ class Node:
     def submit(self, arrival: Arrival) -> None:
         """It comes now. Raises ValueError if it would not fit an empty device."""
         now = self.clock.now
+        self.num_changes += 1
         self._refit(now)
         request = self._accepted(arrival, now)
         self.waiting[arrival.request_id] = request
@@ -300,6 +322,9 @@ class Node:
 
     def _begin(self, now: float) -> None:
         """The engine is free: decide who starts, and run the next step if there is something to do."""
+        for request in self._joining:
+            self._enter_decode(request)
+        self._joining.clear()
         self._refit(now)
         self._decide(now)
         if self.waiting and self._has_changed:
@@ -355,6 +380,7 @@ class Node:
         request_id = request.arrival.request_id
         self.policy.admitted(request_id, now)
         self.running[request_id] = request
+        self.num_changes += 1
         request.generation += 1
         request.started_s = now
         request.is_bypasser = passed_id is not None
@@ -367,8 +393,10 @@ class Node:
         request.found_adapter = request.found_adapter or found
         request.num_blocks = min(self.start_blocks(request), self.free_blocks)
         self._take(request.num_blocks, now)
-        if found == "here":
+        if found == "here" or self.shape.assists:
             self._enter_prefill(request)
+        else:
+            self._await_adapter(request)
 
     def _pin(self, request: Request, now: float) -> str:
         adapter_id = request.arrival.adapter_id
@@ -376,11 +404,13 @@ class Node:
             return "here"
         if not self.adapters.is_known(adapter_id):
             self._claim(self.adapters.num_blocks[adapter_id], now)
-        found = self.adapters.pin(adapter_id, now, self._adapter_ready)
-        if found != "here":
-            request.stage = Stage.LOADING
-            self._loading.setdefault(adapter_id, []).append(request)
-        return found
+        return self.adapters.pin(adapter_id, now, self._adapter_ready)
+
+    def _await_adapter(self, request: Request) -> None:
+        adapter_id = request.arrival.adapter_id
+        assert adapter_id is not None, "only adapters are loaded"
+        request.stage = Stage.LOADING
+        self._loading.setdefault(adapter_id, []).append(request)
 
     def _enter_prefill(self, request: Request) -> None:
         request.stage = Stage.PREFILLING
@@ -388,8 +418,13 @@ class Node:
         self._prefilling.append(request)
 
     def _adapter_ready(self, adapter_id: int, now: float) -> None:
-        for request in self._loading.pop(adapter_id, ()):
-            self._enter_prefill(request)
+        ready = self._loading.pop(adapter_id, [])
+        if self.shape.assists:
+            self._joining += ready
+            self._take_over(adapter_id, now)
+        else:
+            for request in ready:
+                self._enter_prefill(request)
         if self._stalled_since_s is not None:
             if not self._loading:
                 self.tally.stalled_s += now - self._stalled_since_s
@@ -397,6 +432,19 @@ class Node:
                 self._form(now)
             return
         self._wake(now)
+
+    def _take_over(self, adapter_id: int, now: float) -> None:
+        """If the step under way has the host compute this adapter, the device does the rest. Source: CaraServe §4.1."""
+        step = self._step
+        if step is None or step.end.at_s <= now:
+            return
+        if all(request.arrival.adapter_id != adapter_id for request, _ in step.chunks):
+            return
+        step.left *= (step.end.at_s - now) / (step.end.at_s - step.since_s)
+        step.since_s = now
+        step.end.cancel()
+        seconds = self._mixed_s(step.chunks, step.does_decode)
+        step.end = self.clock.at(now + step.left * seconds, self._end_step)
 
     def _note_bypass(self, head_id: str) -> None:
         self.tally.counts["bypassed"] += 1
@@ -431,7 +479,7 @@ class Node:
         if request.stage is Stage.DECODING:
             self._num_decodes -= 1
             self._context -= request.arrival.num_prompt_tokens + num_done
-            self._sum_rank -= request.rank
+            self._count_rank(request.rank, -1)
         elif request.stage is Stage.PREFILLING:
             self._prefilling.remove(request)
         elif request.stage is Stage.LOADING:
@@ -443,6 +491,7 @@ class Node:
         request.num_blocks = 0
         request.generation += 1
         del self.running[request.arrival.request_id]
+        self.num_changes += 1
         self.policy.ended(request.arrival.request_id)
         if request.arrival.adapter_id is not None:
             self.adapters.unpin(request.arrival.adapter_id, now)
@@ -520,11 +569,11 @@ class Node:
             decoding, num = None, 1
             seconds = self._mixed_s(chunks, does_decode)
         else:
-            decoding = self.cost.decoding(self._num_decodes, self._context, self._sum_rank)
+            decoding = self.cost.decoding(self._num_decodes, self._context, self._ranks_read)
             num = self._num_alike()
             seconds = decoding.total_s(num)
         end = self.clock.at(now + seconds, self._end_step)
-        self._step = _Step(now, num, chunks, decoding, does_decode, end)
+        self._step = _Step(now, num, chunks, decoding, does_decode, end, 1.0, now)
 
     def _chunks(self, num_tokens: int) -> list[tuple[Request, int]]:
         """Of prompts in the order in which they started; whole ones where steps are not mixed, and then at least one."""
@@ -543,12 +592,22 @@ class Node:
 
     def _mixed_s(self, chunks: Sequence[tuple[Request, int]], does_decode: bool) -> float:
         parts = [
-            Chunk(num, request.num_prefilled, request.rank, request.num_prefilled + num >= request.num_tokens)
+            Chunk(
+                num,
+                request.num_prefilled,
+                request.rank,
+                request.num_prefilled + num >= request.num_tokens,
+                not self._has_adapter(request),
+            )
             for request, num in chunks
         ]
         if not does_decode:
             return self.cost.step_s(parts)
-        return self.cost.step_s(parts, self._num_decodes, self._context, self._sum_rank)
+        return self.cost.step_s(parts, self._num_decodes, self._context, self._ranks_read)
+
+    def _has_adapter(self, request: Request) -> bool:
+        adapter_id = request.arrival.adapter_id
+        return adapter_id is None or self.adapters.is_here(adapter_id)
 
     def _num_alike(self) -> int:
         """How many decode steps can be counted together: until something is due, memory lacks, or a policy might change its mind."""
@@ -615,15 +674,28 @@ class Node:
             request.first_token_s = now
         request.num_done += 1
         self.tally.counts["first_tokens"] += 1
+        self.num_changes += 1
+        if self._has_adapter(request) or request.num_done == request.arrival.num_answer_tokens:
+            self._enter_decode(request)
+        else:
+            self._await_adapter(request)
+
+    def _enter_decode(self, request: Request) -> None:
+        """With the next step, that is."""
         request.stage = Stage.DECODING
         request.decodes_from = self._counter
         self._num_decodes += 1
         self._context += request.num_tokens
-        self._sum_rank += request.rank
+        self._count_rank(request.rank, 1)
         self._plan(request, "end", request.arrival.num_answer_tokens - request.num_done)
         self._plan(request, "outgrown", max(request.guess.p50 - request.num_done, 0))
         room = request.num_blocks * BLOCK_TOKENS - request.num_tokens
         self._plan(request, "grow", max(room - 1, 0))
+
+    def _count_rank(self, rank: int, change: int) -> None:
+        if rank:
+            self._num_by_rank[rank] += change
+            self._ranks_read = self.cost.kernel(self._num_by_rank)
 
     def _plan(self, request: Request, what: str, in_steps: int) -> None:
         due = _Due(self._counter + in_steps, next(self._order), what, request, request.generation)
@@ -675,7 +747,8 @@ class Node:
         decoding = [request for request in self.running.values() if request.stage is Stage.DECODING]
         assert self._num_decodes == len(decoding), "decodes"
         assert self._context == sum(r.arrival.num_prompt_tokens + self._done(r) for r in decoding), "context"
-        assert self._sum_rank == sum(r.rank for r in decoding), "ranks"
+        by_rank = Counter(r.rank for r in decoding if r.rank)
+        assert +self._num_by_rank == by_rank and self._ranks_read == self.cost.kernel(by_rank), "ranks"
         assert sum(self._growth) == sum(r.grow_slot >= 0 for r in decoding), "growth"
 
 

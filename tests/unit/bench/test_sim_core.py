@@ -16,14 +16,14 @@ from bench.sim.core.calibration import (
     A40_LOADING_SHARE,
     GPUS,
     LARGEST_RANK,
+    LLAMA2_7B_QKV,
     MEDIUM_PROMPT_TOKENS,
-    QKV_SHARE,
 )
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import CLASS_ENDS, Classes
 from bench.sim.core.links import SharedLink
 from bench.sim.core.metrics import quantile
-from bench.sim.core.models import LLAMA2_7B, LLAMA2_70B, LLAMA_7B, MODELS
+from bench.sim.core.models import LLAMA2_70B, LLAMA_7B, MODELS
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.traffic import ANSWER_QUANTILES, PROMPT_QUANTILES, Lengths, Pool, generated, poisson
@@ -180,7 +180,7 @@ def test_the_a40_meets_the_low_load_figures_that_it_is_calibrated_with() -> None
 
 def test_the_a10_meets_a_figure_that_it_was_not_calibrated_with() -> None:
     """CaraServe §2.3: 16 requests of rank 64 decode in 35.9 ms."""
-    ours = StepCost(A10, LLAMA2_7B).step_s((), 16, 16 * A10_CONTEXT_TOKENS, round(16 * 64 * QKV_SHARE))
+    ours = StepCost(A10, LLAMA2_7B_QKV).step_s((), 16, 16 * A10_CONTEXT_TOKENS, 16 * 64)
     assert ours == pytest.approx(0.0359, rel=0.02)
 
 
