@@ -64,7 +64,7 @@ from engine_bridge.policy.admission import Fcfs
 from engine_bridge.policy.routing import POLICIES, Fit, KernelName, Measured, Ranks, Settings, fit
 
 SPAN_S = 300.0  # Source: CaraServe §7.1.
-CLUSTER_SPAN_S, CLUSTER_WARM_UP_S = 50.0, 10.0
+CLUSTER_SPAN_S, CLUSTER_WARM_UP_S = 60.0, 10.0
 SLO_TIMES = 1.5
 RANKS = (8, 16, 32, 64)
 KERNEL_NAMES: tuple[KernelName, ...] = ("bgmv", "mbgmv")

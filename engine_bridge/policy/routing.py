@@ -385,8 +385,9 @@ class Priority:
 class Overture:
     """The fewest seconds that a request adds to all answers together, its own and those that are under way (`Cost`).
 
-    Knows where the request's KV is and what moving it takes, where its adapter is, the ranks in each batch and the tokens that they hold. Its pace
-    counts the prompts that come in between: whoever is served by a node sees one for each answer that ends there.
+    Knows where the request's KV is and what moving it takes, where its adapter is, the ranks in each batch and the tokens that they hold. What will
+    come later is left out: it goes where it costs least then. Source: CaraServe's Algorithm 1; departs in counting own and others' seconds apart
+    in place of multiplying by the requests, in KV, adapters and tokens, and in a penalty that grows.
     """
 
     settings: Settings
@@ -441,15 +442,13 @@ class Overture:
         stall_s = compute_s + settings.prefill_step_s * (queued.num == 0) + load_s * settings.loads_block
         # Those that are there have half of their answers before them.
         overlap = min(ask.num_answer_tokens, settings.answer_tokens / 2)
-        between_s = settings.prefill_step_s / settings.answer_tokens
-        pace_s = after_s + num * between_s
-        late_s = max(pace_s - settings.slo_s, 0.0)
-        late_before_s = max(before_s + (num - 1) * between_s - settings.slo_s, 0.0)
+        late_s = max(after_s - settings.slo_s, 0.0)
+        more_late_s = late_s - max(before_s - settings.slo_s, 0.0)
         return Cost(
             before_s / 2 + load_s + bring_s + step_s,
-            ask.num_answer_tokens * pace_s,
+            ask.num_answer_tokens * after_s,
             num * (stall_s + overlap * (after_s - before_s)),
-            ask.num_answer_tokens * late_s + num * overlap * (late_s - late_before_s),
+            ask.num_answer_tokens * late_s + num * overlap * more_late_s,
         )
 
 
