@@ -15,7 +15,9 @@ Parts
                 cpu_assist   the host computes the adapter's part of the prompt meanwhile, layer by layer; when the load is there the device goes on,
                              also in the midst of a prompt. Cores by the live engine's rule: so many that they are as quick as the device
                 cpu_assist_16  the same, with a core for 16 tokens, as in the paper's Fig. 17
-              Memory bounds none of them, as `cached` has no bound by definition; `a10_memory` is on_demand with the A10's own.
+              Memory bounds none of them, as `cached` has no bound by definition; `a10_memory` is on_demand with the A10's own, which is full at
+              9 requests/s: the queue grows until the end. The paper's +42% of TTFT at 6 and +412% at 9 requests/s, with 25% and 71% of time per
+              token, do not come of one time per load without such an edge.
   production  Fig. 14. Adapters of skewed popularity, which go with their last request: a power law over places, exponent 1, which the calibration
               with Fig. 3 agrees with; and 512 by the published quantiles of Azure's functions, whose skew is greater.
   router      Fig. 19. 60 nodes as `cached`, 40,000 adapters as Azure's functions are asked for, 340 requests/s. Ranks 8, 16, 32 and 64, as many of
