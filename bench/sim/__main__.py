@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.sim import adaptivellm, chameleon
+from bench.sim import adaptivellm, caraserve, chameleon
 
 TABLES: dict[str, Callable[[Sequence[str]], None]] = {
     "adaptivellm": adaptivellm.main,
+    "caraserve": caraserve.main,
     "chameleon": chameleon.main,
 }
 

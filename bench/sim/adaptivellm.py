@@ -271,7 +271,7 @@ def node_of(arm: Arm, setting: Setting, clock: Clock, seed: int) -> Node:
         lanes=LaneFits(num_tokens) if arm.queue == "mlq" else None,
         preemption=PREEMPTIONS[arm.preemption],
         num_blocks=num_blocks,
-        host=host,
+        host_memory=host,
     )
 
 
@@ -285,7 +285,7 @@ def run(arm: Arm, setting: Setting, seed: int) -> Outcome:
     node.check_invariants()
     if len(node.ended) != len(arrivals):
         raise RuntimeError(f"{len(arrivals) - len(node.ended)} requests were never served")
-    counts, errors = node.tally.counts, node.host.errors if node.host is not None else ()
+    counts, errors = node.tally.counts, node.host_kv.errors if node.host_kv is not None else ()
     num_swapped = counts["preempted_to_host"] + counts["restored by swap"] + counts["restored by split"]
     return Outcome(
         per_s=len(arrivals) / clock.now,
