@@ -1,6 +1,7 @@
 """The papers' tables in virtual time.
 
 python -m bench.sim chameleon [options]
+python -m bench.sim symphony [options]
 python -m bench.sim chameleon --help
 """
 
@@ -9,9 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.sim import chameleon
+from bench.sim import chameleon, symphony
 
-TABLES: dict[str, Callable[[Sequence[str]], None]] = {"chameleon": chameleon.main}
+TABLES: dict[str, Callable[[Sequence[str]], None]] = {"chameleon": chameleon.main, "symphony": symphony.main}
 
 
 def main() -> None:

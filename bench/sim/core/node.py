@@ -262,6 +262,10 @@ class Node:
             num_answer = max(num_answer, request.guess.p50)
         return (request.arrival.num_prompt_tokens + num_answer) // BLOCK_TOKENS + 1
 
+    def start_tokens(self, request: Request) -> int:
+        """That its start has to compute."""
+        return request.num_tokens
+
     def held_blocks(self, request: Request) -> int:
         """Of KV, now."""
         if request.grow_slot < 0:
@@ -343,11 +347,12 @@ class Node:
         self._was_cut = False
         for place, request_id in enumerate(decision.request_ids):
             request = self.waiting[request_id]
-            needed = 1 if self.shape.is_mixed or place == 0 else request.num_tokens
+            num_tokens = self.start_tokens(request)
+            needed = 1 if self.shape.is_mixed or place == 0 else num_tokens
             if left < needed:
                 self._was_cut = True
                 return
-            left -= request.num_tokens
+            left -= num_tokens
             del self.waiting[request_id]
             self._start(request, decision.bypassed.get(request_id), now)
 
