@@ -34,7 +34,8 @@ NODES_PER_HOST = 4
 NETWORK_BYTES_PER_S = 12.5e9
 # Beside the session's own. Source of the idea: the power of a few choices (Mitzenmacher, 2001).
 NUM_DRAWN = 4
-# Sessions begin at this rate for each node. Chosen: some 130 at a node at a time, about what the tables' nodes serve within the paper's latency.
+# Sessions begin at this rate for each node. Chosen: some 100 at a node at a time, about what the tables' nodes serve
+# within the paper's latency.
 SESSIONS_PER_S = 0.27
 LOOK_EVERY_S = 10.0
 
