@@ -418,4 +418,3 @@ def test_the_command_ends_with_json(
     assert {"agents_speedup", "missing_10pct_penalty"} <= set(result)
     compared = [f for part in result["parts"].values() for f in part["figures"] if f["paper"] is not None]
     assert all(len(figure["seeds"]) == 2 and figure["made_by"] for figure in compared)
-    assert "OURS" not in lines[0] and "Chameleon" not in lines[0]
