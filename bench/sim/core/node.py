@@ -309,6 +309,13 @@ class Node:
             num_answer = max(num_answer, request.guess.p50)
         return (request.arrival.num_prompt_tokens + num_answer) // BLOCK_TOKENS + 1
 
+    def start_tokens(self, request: Request) -> int:
+        """That its start has to compute, if all that is in host memory is loaded."""
+        num_held = self.host_kv.held(request.arrival.request_id) if self.host_kv is not None else 0
+        if num_held and not self.shape.writes_through:
+            return 0
+        return request.num_tokens - num_held * BLOCK_TOKENS
+
     def held_blocks(self, request: Request) -> int:
         """Of KV, now."""
         if request.grow_slot < 0:
@@ -409,11 +416,12 @@ class Node:
         self._was_cut = False
         for place, request_id in enumerate(decision.request_ids):
             request = self.waiting[request_id]
-            needed = 1 if self.shape.is_mixed or place == 0 else self._num_to_compute(request)
+            num_tokens = self.start_tokens(request)
+            needed = 1 if self.shape.is_mixed or place == 0 else num_tokens
             if left < needed:
                 self._was_cut = True
                 return
-            left -= self._num_to_compute(request)
+            left -= num_tokens
             del self.waiting[request_id]
             self._start(request, decision.bypassed.get(request_id), now)
 
@@ -590,13 +598,6 @@ class Node:
         if request.stage is Stage.DECODING:
             return request.arrival.num_prompt_tokens + self._done(request) - 1
         return request.num_prefilled if request.stage is Stage.PREFILLING else 0
-
-    def _num_to_compute(self, request: Request) -> int:
-        """Tokens, by its start, if all that is in host memory is loaded."""
-        num_held = self.host_kv.held(request.arrival.request_id) if self.host_kv is not None else 0
-        if num_held and not self.shape.writes_through:
-            return 0
-        return request.num_tokens - num_held * BLOCK_TOKENS
 
     def _copy_in(self, request: Request, host: HostKv, num_blocks: int) -> None:
         """Bring back so many of its blocks, from the first one that is not computed meanwhile on."""
