@@ -54,7 +54,6 @@ from functools import cache
 from typing import Any
 
 from bench.live.report import report
-from bench.sim.chameleon import Figure, Workers
 from bench.sim.core.calibration import A800
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Online
@@ -65,6 +64,7 @@ from bench.sim.core.models import LLAMA_13B, LLAMA_30B, OPT_13B, OPT_30B, Model
 from bench.sim.core.node import BLOCK_TOKENS, OVERTURE, VLLM, VLLM_0_2, Node, Shape
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import Chunk, StepCost
+from bench.sim.core.tables import Figure, Workers
 from engine_bridge.policy.admission import POLICIES as QUEUES
 from engine_bridge.policy.costs import (
     FullCost,

@@ -51,15 +51,14 @@ from bench.live.report import report
 from bench.sim.core.calibration import A10_ON_DEMAND, LLAMA2_7B_QKV
 from bench.sim.core.clock import Clock
 from bench.sim.core.cluster import Cluster
-from bench.sim.core.figures import Figure
 from bench.sim.core.guesses import Usual
 from bench.sim.core.hardware import EPYC_7R32, GB, AssistingHost, Gpu
 from bench.sim.core.metrics import counted, quantile
 from bench.sim.core.node import SLORA, Node
 from bench.sim.core.requests import Request
 from bench.sim.core.steps import KERNELS, Chunk, StepCost
+from bench.sim.core.tables import Figure, Workers, changes
 from bench.sim.core.traffic import Dealer, Fresh, Lengths, alpaca, functions, play, poisson, power_law
-from bench.sim.core.workers import Workers
 from engine_bridge.driver.assist.profile import Shape as ModuleShape
 from engine_bridge.driver.assist.profile import rows_per_core
 from engine_bridge.policy.admission import Fcfs
@@ -372,11 +371,6 @@ PRODUCTION: dict[Traffic, tuple[Overheads, Overheads]] = {
     Traffic(7.7, 64, 512, "Azure's functions"): (NONE, NONE),
 }
 ARMS = ("on_demand", "cpu_assist", "cpu_assist_16")
-
-
-def changes(ours: Sequence[Any], theirs: Sequence[Any], name: str) -> tuple[float, ...]:
-    """Of one mean against another arm's, seed by seed."""
-    return tuple(getattr(a, name) / getattr(b, name) - 1 for a, b in zip(ours, theirs, strict=True))
 
 
 def overheads(bench: Bench, papers: dict[Traffic, tuple[Overheads, Overheads]], arms: Sequence[str]) -> Part:

@@ -42,14 +42,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench.live.report import report
 from bench.sim.core.calibration import A40, A100
 from bench.sim.core.clock import Clock
-from bench.sim.core.figures import Figure
 from bench.sim.core.guesses import Classes, Online
 from bench.sim.core.hardware import GB, Gpu
 from bench.sim.core.lane_fits import LaneFits
@@ -58,8 +56,8 @@ from bench.sim.core.models import LLAMA_7B, LLAMA_13B, LLAMA_30B, Model
 from bench.sim.core.node import BLOCK_TOKENS, SLORA, VLLM, Node, Shape, pool_blocks
 from bench.sim.core.requests import Guesser, Request
 from bench.sim.core.steps import StepCost
+from bench.sim.core.tables import Figure, Workers, changes, crossing
 from bench.sim.core.traffic import TRACE, Lengths, Pool, azure, play, poisson
-from bench.sim.core.workers import Workers
 from engine_bridge.policy.adapter_cache import POLICIES as EVICTIONS
 from engine_bridge.policy.admission import POLICIES as QUEUES
 from engine_bridge.policy.admission import Mlq, MlqSettings, QueuePolicy
@@ -278,16 +276,6 @@ def knee(point: Point, limit_s: float, low: float, high: float, tolerance: float
     return math.sqrt(low * high)
 
 
-def crossing(loads: Sequence[float], p99s: Sequence[float], limit_s: float) -> float | None:
-    """The load at which P99 first leaves the limit, on straight lines between logarithms; None if that is not between two of the loads."""
-    for (low, under), (high, over) in pairwise(zip(loads, p99s, strict=True)):
-        if under <= limit_s < over:
-            return low + (high - low) * math.log(limit_s / under) / math.log(over / under)
-        if under > limit_s:
-            return None
-    return None
-
-
 def first_guess(setting: Setting) -> float:
     """About the load that fills the device: mean seconds of a request's prompt, and of its share in the steps of a full batch."""
     cost, lengths = StepCost(setting.gpu, setting.model), setting.lengths
@@ -299,11 +287,6 @@ def first_guess(setting: Setting) -> float:
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
-
-
-def changes(ours: Sequence[Outcome], theirs: Sequence[Outcome], name: str) -> tuple[float, ...]:
-    """Of one quantile against another arm's, seed by seed."""
-    return tuple(getattr(a, name) / getattr(b, name) - 1 for a, b in zip(ours, theirs, strict=True))
 
 
 @dataclass(slots=True)

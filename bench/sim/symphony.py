@@ -44,11 +44,9 @@ from typing import Any
 
 from bench.live.report import report
 from bench.sim import symphony_scale
-from bench.sim.chameleon import crossing
 from bench.sim.core.calibration import A100
 from bench.sim.core.clock import Clock
 from bench.sim.core.conversations import RECORDED, Chats, LogNormal, recorded
-from bench.sim.core.figures import Figure
 from bench.sim.core.hardware import GB, Gpu
 from bench.sim.core.metrics import quantile
 from bench.sim.core.models import LLAMA2_13B, LLAMA3_8B, Model
@@ -67,8 +65,8 @@ from bench.sim.core.session_cluster import (
 )
 from bench.sim.core.session_node import SessionNode, StepPrefill
 from bench.sim.core.steps import StepCost
+from bench.sim.core.tables import Figure, Workers, crossing
 from bench.sim.core.tiers import HostTiers
-from bench.sim.core.workers import Workers
 from engine_bridge.policy.admission import POLICIES as QUEUES
 from engine_bridge.policy.costs import FullCost
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru

@@ -25,7 +25,7 @@ from bench.sim.core.node import BLOCK_TOKENS, VLLM
 from bench.sim.core.session_cluster import NodeFacts, RequestFacts, Routing
 from bench.sim.core.session_node import StepPrefill
 from bench.sim.core.steps import StepCost
-from bench.sim.core.workers import Workers
+from bench.sim.core.tables import Workers
 from engine_bridge.policy.costs import FullCost
 from kvtiers.policy.restore import Action, RestoreFacts
 

@@ -25,12 +25,12 @@ from bench.sim.adaptivellm import (
     samples,
     throughput_figure,
 )
-from bench.sim.chameleon import Workers
 from bench.sim.core.calibration import A800, A800_CONTEXT_TOKENS, A800_TOKENS_PER_S
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.models import MISTRAL_7B, OPT_13B, OPT_30B
 from bench.sim.core.steps import Chunk, StepCost
+from bench.sim.core.tables import Workers
 from engine_bridge.policy.admission import Fair, Fcfs, Mlq
 from engine_bridge.policy.costs import FullCost, SwapOrRecompute
 from engine_bridge.policy.preemption import POLICIES

@@ -22,8 +22,8 @@ from bench.sim.core.requests import Request
 from bench.sim.core.session_cluster import Company, Habits, NodeFacts, RequestFacts, SessionCluster, Users
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.steps import Chunk, StepCost
+from bench.sim.core.tables import Workers
 from bench.sim.core.tiers import HostTiers, SessionKv
-from bench.sim.core.workers import Workers
 from bench.sim.symphony import (
     CHAT,
     DEMAND,

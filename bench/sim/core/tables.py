@@ -1,9 +1,13 @@
-"""A number beside the paper's: what every table reports."""
+"""What every table is made of: figures beside the paper's, runs on several cores, changes by seed, and where a curve leaves a limit."""
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 
@@ -53,3 +57,34 @@ class Figure:
             "falls_short": self.falls_short,
             "made_by": self.made_by,
         }
+
+
+class Workers:
+    """Runs of a job each, on so many cores; results in the order of asking."""
+
+    def __init__(self, num: int) -> None:
+        self._executor = ProcessPoolExecutor(num) if num > 1 else None
+
+    def map(self, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
+        if self._executor is None:
+            return [function(*row) for row in zip(*columns, strict=True)]
+        return list(self._executor.map(function, *columns))
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown()
+
+
+def changes(ours: Sequence[Any], theirs: Sequence[Any], name: str) -> tuple[float, ...]:
+    """Of one number of the outcomes against another arm's, seed by seed."""
+    return tuple(getattr(a, name) / getattr(b, name) - 1 for a, b in zip(ours, theirs, strict=True))
+
+
+def crossing(loads: Sequence[float], seconds: Sequence[float], limit_s: float) -> float | None:
+    """The load at which seconds first leave the limit, on straight lines between logarithms; None if that is not between two of the loads."""
+    for (low, under), (high, over) in pairwise(zip(loads, seconds, strict=True)):
+        if under <= limit_s < over:
+            return low + (high - low) * math.log(limit_s / under) / math.log(over / under)
+        if under > limit_s:
+            return None
+    return None
