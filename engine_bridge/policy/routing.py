@@ -25,6 +25,8 @@ PENALTY_S = 60.0
 # How much more a second counts by which an answer is later than its SLO. Chosen. Weighing what is late, not whether it is, keeps a node that is late
 # already from being given everything.
 LATE_WEIGHT = 10.0
+# Singular values of measured steps, of the largest one, below which they count as none. Chosen: far above rounding, far below what steps differ by.
+MIN_SINGULAR = 1e-9
 
 
 # -- facts -------------------------------------------------------------------------------------------------------------
@@ -178,27 +180,19 @@ def fit(kernel: KernelName, steps: Sequence[Measured], *, with_tokens: bool = Fa
 
 
 def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Weights of the columns, by the normal equations. Columns are scaled to their largest value first, so that rounding does not decide."""
-    num = len(rows[0]) if rows else 0
-    scales = [max(abs(row[at]) for row in rows) for at in range(num)]
-    if len(rows) < num or not rows or not all(scales):
-        raise ValueError("too few steps, or all alike: they do not tell what a rank takes")
-    scaled = [[row[at] / scales[at] for at in range(num)] for row in rows]
-    table = [
-        [sum(row[i] * row[j] for row in scaled) for j in range(num)]
-        + [sum(row[i] * value for row, value in zip(scaled, values, strict=True))]
-        for i in range(num)
-    ]
-    for i in range(num):
-        pivot = max(range(i, num), key=lambda at: abs(table[at][i]))
-        table[i], table[pivot] = table[pivot], table[i]
-        if abs(table[i][i]) < 1e-9 * len(rows):
-            raise ValueError("the steps are too much alike: they do not tell what a rank takes")
-        for k in range(num):
-            if k != i:
-                share = table[k][i] / table[i][i]
-                table[k] = [a - share * b for a, b in zip(table[k], table[i], strict=True)]
-    return [table[i][num] / table[i][i] / scales[i] for i in range(num)]
+    """Weights of the columns. Columns are scaled to their largest value first, so that rounding does not decide. Raises ValueError as `fit` does."""
+    import numpy as np
+
+    num = len(rows[0]) if rows else 1
+    if len(rows) < num:
+        raise ValueError("too few steps: they do not tell what a rank takes")
+    table = np.array(rows)
+    scales = np.abs(table).max(axis=0)
+    scales[scales == 0] = 1.0
+    weights, _, rank, _ = np.linalg.lstsq(table / scales, np.array(values), rcond=MIN_SINGULAR)
+    if rank < num:
+        raise ValueError("the steps are too much alike: they do not tell what a rank takes")
+    return [float(weight) for weight in weights / scales]
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------
