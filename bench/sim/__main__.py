@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.sim import adaptivellm, chameleon
+from bench.sim import adaptivellm, caraserve, chameleon, symphony
 
 TABLES: dict[str, Callable[[Sequence[str]], None]] = {
     "adaptivellm": adaptivellm.main,
+    "caraserve": caraserve.main,
     "chameleon": chameleon.main,
+    "symphony": symphony.main,
 }
 
 

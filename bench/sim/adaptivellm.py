@@ -54,7 +54,6 @@ from functools import cache
 from typing import Any
 
 from bench.live.report import report
-from bench.sim.chameleon import Figure, Workers
 from bench.sim.core.calibration import A800
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Online
@@ -65,6 +64,7 @@ from bench.sim.core.models import LLAMA_13B, LLAMA_30B, OPT_13B, OPT_30B, Model
 from bench.sim.core.node import BLOCK_TOKENS, OVERTURE, VLLM, VLLM_0_2, Node, Shape
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import Chunk, StepCost
+from bench.sim.core.tables import Figure, Workers
 from engine_bridge.policy.admission import POLICIES as QUEUES
 from engine_bridge.policy.costs import (
     FullCost,
@@ -271,7 +271,7 @@ def node_of(arm: Arm, setting: Setting, clock: Clock, seed: int) -> Node:
         lanes=LaneFits(num_tokens) if arm.queue == "mlq" else None,
         preemption=PREEMPTIONS[arm.preemption],
         num_blocks=num_blocks,
-        host=host,
+        host_memory=host,
     )
 
 
@@ -285,7 +285,7 @@ def run(arm: Arm, setting: Setting, seed: int) -> Outcome:
     node.check_invariants()
     if len(node.ended) != len(arrivals):
         raise RuntimeError(f"{len(arrivals) - len(node.ended)} requests were never served")
-    counts, errors = node.tally.counts, node.host.errors if node.host is not None else ()
+    counts, errors = node.tally.counts, node.host_kv.errors if node.host_kv is not None else ()
     num_swapped = counts["preempted_to_host"] + counts["restored by swap"] + counts["restored by split"]
     return Outcome(
         per_s=len(arrivals) / clock.now,

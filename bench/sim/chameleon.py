@@ -39,11 +39,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +56,8 @@ from bench.sim.core.models import LLAMA_7B, LLAMA_13B, LLAMA_30B, Model
 from bench.sim.core.node import BLOCK_TOKENS, SLORA, VLLM, Node, Shape, pool_blocks
 from bench.sim.core.requests import Guesser, Request
 from bench.sim.core.steps import StepCost
-from bench.sim.core.traffic import TRACE, Lengths, Pool, azure, poisson
+from bench.sim.core.tables import Figure, Workers, changes, crossing
+from bench.sim.core.traffic import TRACE, Lengths, Pool, azure, play, poisson
 from engine_bridge.policy.adapter_cache import POLICIES as EVICTIONS
 from engine_bridge.policy.admission import POLICIES as QUEUES
 from engine_bridge.policy.admission import Mlq, MlqSettings, QueuePolicy
@@ -213,15 +212,7 @@ def run(point: Point) -> Outcome:
     node = node_of(point.arm, setting, clock, point.seed)
     arrivals = poisson(setting.lengths, setting.pool, point.per_s, setting.span_s, point.seed)
     began = time.perf_counter()
-
-    def submit(at: int) -> None:
-        # One arrival in the clock's heap at a time: it stays small.
-        node.submit(arrivals[at])
-        if at + 1 < len(arrivals):
-            clock.at(arrivals[at + 1].at_s, lambda now: submit(at + 1))
-
-    clock.at(arrivals[0].at_s, lambda now: submit(0))
-    clock.run()
+    play(clock, arrivals, node.submit)
     node.check_invariants()
     if len(node.ended) != len(arrivals):
         raise RuntimeError(f"{len(arrivals) - len(node.ended)} requests were never served")
@@ -285,16 +276,6 @@ def knee(point: Point, limit_s: float, low: float, high: float, tolerance: float
     return math.sqrt(low * high)
 
 
-def crossing(loads: Sequence[float], p99s: Sequence[float], limit_s: float) -> float | None:
-    """The load at which P99 first leaves the limit, on straight lines between logarithms; None if that is not between two of the loads."""
-    for (low, under), (high, over) in pairwise(zip(loads, p99s, strict=True)):
-        if under <= limit_s < over:
-            return low + (high - low) * math.log(limit_s / under) / math.log(over / under)
-        if under > limit_s:
-            return None
-    return None
-
-
 def first_guess(setting: Setting) -> float:
     """About the load that fills the device: mean seconds of a request's prompt, and of its share in the steps of a full batch."""
     cost, lengths = StepCost(setting.gpu, setting.model), setting.lengths
@@ -305,78 +286,7 @@ def first_guess(setting: Setting) -> float:
     return 1 / (cost.prefill_s(prompt, 30) + decode_s)
 
 
-# -- workers -----------------------------------------------------------------------------------------------------------
-
-
-class Workers:
-    """Runs of a job each, on so many cores; results in the order of asking."""
-
-    def __init__(self, num: int) -> None:
-        self._executor = ProcessPoolExecutor(num) if num > 1 else None
-
-    def map(self, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-        if self._executor is None:
-            return [function(*row) for row in zip(*columns, strict=True)]
-        return list(self._executor.map(function, *columns))
-
-    def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown()
-
-
 # -- figures -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One number beside the paper's. values: by seed. is_less_better: which way falling short is. made_by: policy objects."""
-
-    what: str
-    values: tuple[float, ...]
-    paper: float | None
-    is_less_better: bool
-    made_by: str
-    unit: str = "change"
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    @property
-    def falls_short(self) -> bool:
-        if self.paper is None:
-            return False
-        return self.median > self.paper if self.is_less_better else self.median < self.paper
-
-    def text(self, value: float) -> str:
-        return {
-            "change": f"{value:+.1%}",
-            "ratio": f"{value:.2f}×",
-            "s": f"{value:.3g} s",
-            "per_s": f"{value:.2f}/s",
-        }[self.unit]
-
-    def row(self) -> tuple[str, str, str]:
-        ours = f"{self.text(self.median)}  ({self.text(min(self.values))} … {self.text(max(self.values))})"
-        paper = f"paper {self.text(self.paper)}" if self.paper is not None else "paper: no number"
-        short = ", FALLS SHORT" if self.falls_short else ""
-        return self.what, ours, f"{paper}{short}   [{self.made_by}]"
-
-    def result(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "median": round(self.median, 4),
-            "spread": [round(min(self.values), 4), round(max(self.values), 4)],
-            "seeds": [round(value, 4) for value in self.values],
-            "paper": self.paper,
-            "falls_short": self.falls_short,
-            "made_by": self.made_by,
-        }
-
-
-def changes(ours: Sequence[Outcome], theirs: Sequence[Outcome], name: str) -> tuple[float, ...]:
-    """Of one quantile against another arm's, seed by seed."""
-    return tuple(getattr(a, name) / getattr(b, name) - 1 for a, b in zip(ours, theirs, strict=True))
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ class Adapters:
     Args:
         num_bytes: of each adapter; their ids are the places in it.
         policy: who of the unused goes first, None for no cache.
+        has_all: all of them are here from the start and stay, in memory of their own: nothing is ever loaded.
     """
 
     def __init__(
@@ -27,9 +28,10 @@ class Adapters:
         policy: EvictionPolicy | None,
         link: SharedLink,
         window: UseWindow | None = None,
+        has_all: bool = False,
     ) -> None:
         self.num_bytes = num_bytes
-        self.num_blocks = [-(-size // block_bytes) for size in num_bytes]
+        self.num_blocks = [0] * len(num_bytes) if has_all else [-(-size // block_bytes) for size in num_bytes]
         self.used_blocks = 0
         """By all that are here or on their way."""
         self.idle_blocks = 0
@@ -40,6 +42,7 @@ class Adapters:
         self._window = window or UseWindow()
         self._num_users: Counter[int] = Counter()
         self._num_waiting: Counter[int] = Counter()
+        self._has_all = has_all
         self._here: set[int] = set()
         self._idle: dict[int, float] = {}  # since when unused
         self._coming: set[int] = set()
@@ -47,11 +50,11 @@ class Adapters:
         self._wanted_next: Collection[int] = ()
 
     def is_here(self, adapter_id: int) -> bool:
-        return adapter_id in self._here
+        return self._has_all or adapter_id in self._here
 
     def is_known(self, adapter_id: int) -> bool:
         """Here or on its way."""
-        return adapter_id in self._here or adapter_id in self._coming
+        return self.is_here(adapter_id) or adapter_id in self._coming
 
     def missing_blocks(self, adapter_id: int) -> int:
         """What starting a request with it takes of the blocks that are free or idle: none if another one uses it or it is on its way."""
@@ -84,7 +87,7 @@ class Adapters:
             self._policy.touched(self._facts(adapter_id, now, now), now)
         self.counts["prefetches_used"] += adapter_id in self._prefetched
         self._prefetched.discard(adapter_id)
-        if adapter_id in self._here:
+        if self.is_here(adapter_id):
             if adapter_id in self._idle:
                 del self._idle[adapter_id]
                 self.idle_blocks -= self.num_blocks[adapter_id]
@@ -181,4 +184,6 @@ class Adapters:
         assert self.used_blocks == sum(self.num_blocks[a] for a in held), "blocks lost or counted twice"
         assert self.idle_blocks == sum(self.num_blocks[a] for a in self._idle), "idle blocks"
         assert not any(self._num_users[a] for a in self._idle), "idle and used"
-        assert all(a in held for a, num in self._num_users.items() if num), "used and not here"
+        assert self._has_all or all(a in held for a, num in self._num_users.items() if num), (
+            "used and not here"
+        )

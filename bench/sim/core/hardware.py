@@ -58,6 +58,30 @@ class Gpu:
         return replace(self, name=f"{self.name} {memory_bytes // GB} GB", memory_bytes=memory_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class AssistingHost:
+    """The processors beside a device, as they help with adapters.
+
+    core_flops: of one core, 32 bits. flops_share: what few rows times a matrix get of it. tokens_per_core: a prompt has a core for so many.
+    call_s: what a step takes longer for calling them.
+    """
+
+    name: str
+    core_flops: float
+    num_cores: int
+    flops_share: float
+    tokens_per_core: int
+    call_s: float
+
+    @property
+    def achieved_core_flops(self) -> float:
+        return self.core_flops * self.flops_share
+
+
+# AMD's EPYC 7R32 of AWS's g5 (CaraServe §8): two units of eight lanes for multiply-adds at 3.3 GHz; of g5.48xlarge's 96 cores, each of the eight A10
+# has 12. Half of the peak: chosen. 16 tokens: CaraServe, Fig. 17. Calling takes less than 1 ms: CaraServe §1.
+EPYC_7R32 = AssistingHost("EPYC 7R32", 105.6e9, 12, 0.5, 16, 0.001)
+
 # PCIe 4.0 x16 moves 31.5 GB/s each way (16 GT/s, 128b/130b), 5.0 twice as much.
 _A10 = Gpu("A10", 125e12, 600e9, 24 * GB, 31.5e9)
 _A40 = Gpu("A40", 149.7e12, 696e9, 48 * GB, 31.5e9)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder, Llama-shaped or, with two matrices in its MLP, OPT-shaped. max_tokens: of a request, prompt and answer together.
+    """A decoder, Llama-shaped or, with two matrices in its MLP, OPT-shaped.
+
+    max_tokens: of a request, prompt and answer together. adapts_output: adapters are on q, k, v and o, else on q, k and v.
 
     Source of the figures: each model's config.json. OPT's embedding is its head, too, and has positions; that is not modelled.
     """
@@ -22,6 +24,7 @@ class Model:
     max_tokens: int
     dtype_bytes: int = 2
     mlp_matrices: int = 3
+    adapts_output: bool = True
 
     @property
     def hidden_kv(self) -> int:
@@ -53,10 +56,17 @@ class Model:
 
     @property
     def lora_weights_per_rank(self) -> int:
-        """Of an adapter on q, k, v and o. Source: S-LoRA's and Chameleon's setting."""
+        """Of an adapter. Source: on q, k, v and o, S-LoRA's and Chameleon's setting; on q, k and v, CaraServe's."""
         into_kv = 2 * (self.hidden + self.hidden_kv)
-        into_hidden = 2 * 2 * self.hidden
+        into_hidden = 2 * self.hidden * (2 if self.adapts_output else 1)
         return self.num_layers * (into_kv + into_hidden)
+
+    @property
+    def adapted_share(self) -> float:
+        """Of the layers' weights, those of the matrices that adapters are on."""
+        num_square = 2 if self.adapts_output else 1
+        adapted = self.hidden * (num_square * self.hidden + 2 * self.hidden_kv)
+        return self.num_layers * adapted / self.layer_weights
 
     def lora_bytes(self, rank: int) -> int:
         return rank * self.lora_weights_per_rank * self.dtype_bytes

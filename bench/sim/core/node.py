@@ -64,9 +64,10 @@ class Shape:
 
     step_tokens: in one step at most, None for a sixth of the memory's. Who may start and finds none left waits until it may again. is_mixed: prompts
     are computed in chunks beside those that decode; else whole, in steps of their own. reserves_answer: a start takes blocks for the predicted
-    answer, too. loads_block: while the adapter of a request that has started is on its way, no step runs. swaps_block: nor while KV comes back
-    from host memory. writes_through: KV is in host memory as soon as it is made, so that whoever is preempted goes at once; else it is copied out
-    then, and the next step waits for that, because it needs the blocks.
+    answer, too. loads_block: while the adapter of a request that has started is on its way, no step runs. assists: its prompt is computed
+    meanwhile, with a host's help (`StepCost.assistant`). swaps_block: no step runs while KV comes back from host memory. writes_through: KV is in
+    host memory as soon as it is made, so that whoever is preempted goes at once; else it is copied out then, and the next step waits for that,
+    because it needs the blocks.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Shape:
     reserves_answer: bool
     loads_block: bool
     max_running: int
+    assists: bool = False
     swaps_block: bool = False
     writes_through: bool = False
 
@@ -156,7 +158,10 @@ class _Due(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """One step, or a run of `num` that only decode. chunks: of which prompts how many tokens."""
+    """One step, or a run of `num` that only decode. chunks: of which prompts how many tokens.
+
+    left, since_s: what share of it was to be done when it was last planned, and when that was.
+    """
 
     began_s: float
     num: int
@@ -164,6 +169,8 @@ class _Step:
     decoding: Decoding | None
     does_decode: bool
     end: Event
+    left: float
+    since_s: float
 
 
 @dataclass(slots=True)
@@ -185,11 +192,13 @@ class Node:
         eviction: which unused adapter leaves first; None for no cache.
         adapter_ranks: by adapter id.
         forecast: foretells adapters that will be asked for, None without.
+        has_all_adapters: they lie in memory of their own: nothing is ever loaded.
         num_blocks: of device memory for KV and adapters; None: what the model leaves.
-        host: memory for the KV of those who are preempted, and what decides about it; None: they compute it anew.
+        host_memory: for the KV of those who are preempted, and what decides about it; None: they compute it anew.
 
     Raises:
-        ValueError: a model that does not fit, or KV that is written through without a policy that restores it.
+        ValueError: a model that does not fit, a shape that assists without anything to do it, or KV that is written through without a policy that
+            restores it.
     """
 
     def __init__(
@@ -205,25 +214,31 @@ class Node:
         adapter_ranks: Sequence[int] = (),
         preemption: Preemption = PREEMPTIONS["vllm"],
         forecast: Arrivals | None = None,
+        has_all_adapters: bool = False,
         num_blocks: int | None = None,
-        host: HostMemory | None = None,
+        host_memory: HostMemory | None = None,
     ) -> None:
+        if shape.assists and cost.assistant is None:
+            raise ValueError("a host that assists takes time: which one is it?")
+        if shape.writes_through and host_memory is not None and host_memory.restore is None:
+            raise ValueError("KV that is written through needs a policy that restores it")
         gpu, model = cost.gpu, cost.model
         self.clock, self.cost, self.shape, self.policy = clock, cost, shape, policy
         self.num_blocks = pool_blocks(cost) if num_blocks is None else num_blocks
         self.num_tokens = self.num_blocks * BLOCK_TOKENS
         self.link = SharedLink(clock, gpu.achieved_link_bytes_per_s, gpu.load_setup_s)
         block_bytes = BLOCK_TOKENS * model.kv_bytes_per_token
-        sizes = [model.lora_bytes(rank) for rank in adapter_ranks]
-        self.adapters = Adapters(sizes, block_bytes, eviction, self.link)
-        if host is not None and shape.writes_through and host.restore is None:
-            raise ValueError("KV that is written through needs a policy that restores it")
-        self.host = HostKv(clock, host, block_bytes, self.link) if host is not None else None
+        bytes_by_rank = {rank: model.lora_bytes(rank) for rank in set(adapter_ranks)}
+        sizes = [bytes_by_rank[rank] for rank in adapter_ranks]
+        self.adapters = Adapters(sizes, block_bytes, eviction, self.link, has_all=has_all_adapters)
+        self.host_kv = HostKv(clock, host_memory, block_bytes, self.link) if host_memory is not None else None
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.ended: list[Request] = []
         self.tally = Tally()
         self.kv_blocks = 0
+        self.num_changes = 0
+        """Counts requests that came, started, began to answer and left: while it stays, so do the facts about them."""
         self._step_tokens = shape.step_tokens or max(self.num_tokens // 6, model.max_tokens)
         self._ranks = adapter_ranks
         self._guesser, self._lanes, self._preemption = guesser, lanes, preemption
@@ -235,9 +250,8 @@ class Node:
         self._step: _Step | None = None
         self._stalled_since_s: float | None = None
         self._num_copies_in = self._num_copies_out = 0
-        self._joining: list[
-            Request
-        ] = []  # their KV came while a step was under way, of which they are no part
+        # Their KV or their adapter came while a step was under way, of which they are no part.
+        self._joining: list[Request] = []
         self._has_changed = True
         self._was_cut = False
         self._token_s = PRIOR_TOKEN_S
@@ -245,7 +259,8 @@ class Node:
         self._counter = 0
         self._num_decodes = 0
         self._context = 0
-        self._sum_rank = 0
+        self._num_by_rank: Counter[int] = Counter()
+        self._ranks_read = 0  # in a decode step
         self._growth = [0] * BLOCK_TOKENS
         self._due: list[_Due] = []
         self._order = itertools.count()
@@ -255,6 +270,7 @@ class Node:
     def submit(self, arrival: Arrival) -> None:
         """It comes now. Raises ValueError if it would not fit an empty device."""
         now = self.clock.now
+        self.num_changes += 1
         self._refit(now)
         request = self._accepted(arrival, now)
         self.waiting[arrival.request_id] = request
@@ -292,6 +308,13 @@ class Node:
         if self.shape.reserves_answer:
             num_answer = max(num_answer, request.guess.p50)
         return (request.arrival.num_prompt_tokens + num_answer) // BLOCK_TOKENS + 1
+
+    def start_tokens(self, request: Request) -> int:
+        """That its start has to compute, if all that is in host memory is loaded."""
+        num_held = self.host_kv.held(request.arrival.request_id) if self.host_kv is not None else 0
+        if num_held and not self.shape.writes_through:
+            return 0
+        return request.num_tokens - num_held * BLOCK_TOKENS
 
     def held_blocks(self, request: Request) -> int:
         """Of KV, now."""
@@ -380,7 +403,7 @@ class Node:
             (request.charged_tokens, max(request.charged_tokens - self._reckoned_tokens(request), 0))
             for request in self.running.values()
         )
-        return overcharged_tokens(held, self.host is not None)
+        return overcharged_tokens(held, self.host_kv is not None)
 
     def _reckoned_tokens(self, request: Request) -> int:
         """What it holds now of what it is charged: all but what is still to be answered."""
@@ -393,11 +416,12 @@ class Node:
         self._was_cut = False
         for place, request_id in enumerate(decision.request_ids):
             request = self.waiting[request_id]
-            needed = 1 if self.shape.is_mixed or place == 0 else self._num_to_compute(request)
+            num_tokens = self.start_tokens(request)
+            needed = 1 if self.shape.is_mixed or place == 0 else num_tokens
             if left < needed:
                 self._was_cut = True
                 return
-            left -= self._num_to_compute(request)
+            left -= num_tokens
             del self.waiting[request_id]
             self._start(request, decision.bypassed.get(request_id), now)
 
@@ -405,6 +429,7 @@ class Node:
         request_id = request.arrival.request_id
         self.policy.admitted(request_id, now)
         self.running[request_id] = request
+        self.num_changes += 1
         request.generation += 1
         request.started_s = now
         request.is_bypasser = passed_id is not None
@@ -417,8 +442,10 @@ class Node:
         request.found_adapter = request.found_adapter or found
         request.num_blocks = min(self.start_blocks(request), self.free_blocks)
         self._take(request.num_blocks, now)
-        if found == "here":
+        if found == "here" or self.shape.assists:
             self._enter(request)
+        else:
+            self._await_adapter(request)
 
     def _pin(self, request: Request, now: float) -> str:
         adapter_id = request.arrival.adapter_id
@@ -426,20 +453,22 @@ class Node:
             return "here"
         if not self.adapters.is_known(adapter_id):
             self._claim(self.adapters.num_blocks[adapter_id], now)
-        found = self.adapters.pin(adapter_id, now, self._adapter_ready)
-        if found != "here":
-            request.stage = Stage.LOADING
-            self._loading.setdefault(adapter_id, []).append(request)
-        return found
+        return self.adapters.pin(adapter_id, now, self._adapter_ready)
+
+    def _await_adapter(self, request: Request) -> None:
+        adapter_id = request.arrival.adapter_id
+        assert adapter_id is not None, "only adapters are loaded"
+        request.stage = Stage.LOADING
+        self._loading.setdefault(adapter_id, []).append(request)
 
     def _enter(self, request: Request) -> None:
         """It has its blocks and its adapter: its KV comes back, or is computed."""
-        if self.host is None or not self.host.held(request.arrival.request_id):
+        if self.host_kv is None or not self.host_kv.held(request.arrival.request_id):
             self._enter_prefill(request)
         elif self.shape.writes_through:
-            self._restore(request, self.host)
+            self._restore(request, self.host_kv)
         else:
-            self._copy_in(request, self.host, self.host.held(request.arrival.request_id))
+            self._copy_in(request, self.host_kv, self.host_kv.held(request.arrival.request_id))
 
     def _enter_prefill(self, request: Request, num_ready: int = 0) -> None:
         """Compute what follows the first `num_ready` tokens."""
@@ -450,7 +479,12 @@ class Node:
 
     def _adapter_ready(self, adapter_id: int, now: float) -> None:
         for request in self._loading.pop(adapter_id, ()):
-            self._enter(request)
+            if self.shape.assists:
+                self._join(request)
+            else:
+                self._enter(request)
+        if self.shape.assists:
+            self._take_over(adapter_id, now)
         self._copied(now)
 
     def _copied(self, now: float) -> None:
@@ -461,6 +495,19 @@ class Node:
             self.tally.stalled_s += now - self._stalled_since_s
             self._stalled_since_s = None
             self._form(now)
+
+    def _take_over(self, adapter_id: int, now: float) -> None:
+        """If the step under way has the host compute this adapter, the device does the rest. Source: CaraServe §4.1."""
+        step = self._step
+        if step is None or step.end.at_s <= now:
+            return
+        if all(request.arrival.adapter_id != adapter_id for request, _ in step.chunks):
+            return
+        step.left *= (step.end.at_s - now) / (step.end.at_s - step.since_s)
+        step.since_s = now
+        step.end.cancel()
+        seconds = self._mixed_s(step.chunks, step.does_decode)
+        step.end = self.clock.at(now + step.left * seconds, self._end_step)
 
     def _note_bypass(self, head_id: str) -> None:
         self.tally.counts["bypassed"] += 1
@@ -496,7 +543,7 @@ class Node:
         if request.stage is Stage.DECODING:
             self._num_decodes -= 1
             self._context -= request.arrival.num_prompt_tokens + num_done
-            self._sum_rank -= request.rank
+            self._count_rank(request.rank, -1)
         elif request.stage is Stage.PREFILLING:
             self._prefilling.remove(request)
         elif request.stage is Stage.LOADING:
@@ -508,6 +555,7 @@ class Node:
         request.num_blocks = 0
         request.generation += 1
         del self.running[request.arrival.request_id]
+        self.num_changes += 1
         self.policy.ended(request.arrival.request_id)
         if request.arrival.adapter_id is not None:
             self.adapters.unpin(request.arrival.adapter_id, now)
@@ -525,20 +573,20 @@ class Node:
 
     def _put_away(self, request: Request, way: Way) -> bool:
         """Leave its KV in host memory, or not. Whether the policy counts it as swapped: live, whoever ran before is."""
-        if self.host is None:
+        if self.host_kv is None:
             return True
         request_id = request.arrival.request_id
         if self.shape.writes_through:
-            self.host.save(request_id, self._num_kv_tokens(request) // BLOCK_TOKENS)
+            self.host_kv.save(request_id, self._num_kv_tokens(request) // BLOCK_TOKENS)
             return True
         self.tally.counts["preempted_to_host" if way is Way.SWAP else "preempted_to_compute"] += 1
         if way is Way.RECOMPUTE:
-            self.host.drop(request_id)
+            self.host_kv.drop(request_id)
             return False
-        if not self.host.held(request_id):  # else it was still on its way back
+        if not self.host_kv.held(request_id):  # else it was still on its way back
             self._num_copies_out += 1
             num_tokens = request.arrival.num_prompt_tokens + self._done(request)
-            self.host.copy_out(request_id, -(-num_tokens // BLOCK_TOKENS), self._copied_out)
+            self.host_kv.copy_out(request_id, -(-num_tokens // BLOCK_TOKENS), self._copied_out)
         return True
 
     def _copied_out(self, now: float) -> None:
@@ -550,13 +598,6 @@ class Node:
         if request.stage is Stage.DECODING:
             return request.arrival.num_prompt_tokens + self._done(request) - 1
         return request.num_prefilled if request.stage is Stage.PREFILLING else 0
-
-    def _num_to_compute(self, request: Request) -> int:
-        """Tokens, by its start, if all that is in host memory is loaded."""
-        num_held = self.host.held(request.arrival.request_id) if self.host is not None else 0
-        if num_held and not self.shape.writes_through:
-            return 0
-        return request.num_tokens - num_held * BLOCK_TOKENS
 
     def _copy_in(self, request: Request, host: HostKv, num_blocks: int) -> None:
         """Bring back so many of its blocks, from the first one that is not computed meanwhile on."""
@@ -577,16 +618,9 @@ class Node:
         """Its KV is on the device again; the copy in host memory makes room for others."""
         request.num_loaded = host.drop(request.arrival.request_id) * BLOCK_TOKENS
         if not self.shape.writes_through:
-            self._joining.append(request)
-            if self._step is None:
-                self._join()
+            self._join(request)
         elif request.stage is Stage.SWAPPING:
             self._enter_prefill(request, request.num_loaded)
-
-    def _join(self) -> None:
-        for request in self._joining:
-            self._enter_decoding(request)
-        self._joining.clear()
 
     def _restore(self, request: Request, host: HostKv) -> None:
         """Load what was written through, compute it, or both at once, as the live engine asks when a preempted request may start again."""
@@ -671,11 +705,11 @@ class Node:
             decoding, num = None, 1
             seconds = self._mixed_s(chunks, does_decode)
         else:
-            decoding = self.cost.decoding(self._num_decodes, self._context, self._sum_rank)
+            decoding = self.cost.decoding(self._num_decodes, self._context, self._ranks_read)
             num = self._num_alike()
             seconds = decoding.total_s(num)
         end = self.clock.at(now + seconds, self._end_step)
-        self._step = _Step(now, num, chunks, decoding, does_decode, end)
+        self._step = _Step(now, num, chunks, decoding, does_decode, end, 1.0, now)
 
     def _chunks(self, num_tokens: int) -> list[tuple[Request, int]]:
         """Of prompts in the order in which they started; whole ones where steps are not mixed, and then at least one."""
@@ -694,12 +728,22 @@ class Node:
 
     def _mixed_s(self, chunks: Sequence[tuple[Request, int]], does_decode: bool) -> float:
         parts = [
-            Chunk(num, request.num_prefilled, request.rank, request.num_prefilled + num >= request.num_tokens)
+            Chunk(
+                num,
+                request.num_prefilled,
+                request.rank,
+                request.num_prefilled + num >= request.num_tokens,
+                not self._has_adapter(request),
+            )
             for request, num in chunks
         ]
         if not does_decode:
             return self.cost.step_s(parts)
-        return self.cost.step_s(parts, self._num_decodes, self._context, self._sum_rank)
+        return self.cost.step_s(parts, self._num_decodes, self._context, self._ranks_read)
+
+    def _has_adapter(self, request: Request) -> bool:
+        adapter_id = request.arrival.adapter_id
+        return adapter_id is None or self.adapters.is_here(adapter_id)
 
     def _num_alike(self) -> int:
         """How many decode steps can be counted together: until something is due, memory lacks, or a policy might change its mind."""
@@ -726,7 +770,7 @@ class Node:
         while (missing := self._grown(1) - self.free_blocks) > 0:
             facts = [self._facts_for_preemption(request, now) for request in self._preemptible()]
             plan = self._preemption.plan(
-                facts, missing, self.host.free_blocks if self.host is not None else 0
+                facts, missing, self.host_kv.free_blocks if self.host_kv is not None else 0
             )
             assert plan.is_enough, "requests that do not fit together were started"
             for victim in plan.victims:
@@ -748,9 +792,11 @@ class Node:
             num_blocks=self.held_blocks(request),
             recompute_s=self.cost.prefill_s(num_tokens, request.rank),
         )
-        if self.host is None or not (request.stage is Stage.DECODING or self.host.held(facts.request_id)):
+        if self.host_kv is None or not (
+            request.stage is Stage.DECODING or self.host_kv.held(facts.request_id)
+        ):
             return facts
-        return self.host.with_ways(facts, num_tokens)
+        return self.host_kv.with_ways(facts, num_tokens)
 
     def _end_step(self, now: float) -> None:
         step = self._step
@@ -766,7 +812,9 @@ class Node:
         for request, num in step.chunks:
             self._prefilled(request, num, now)
         self._settle(now)
-        self._join()
+        for request in self._joining:
+            self._enter_decoding(request)
+        self._joining.clear()
         self._begin(now)
 
     def _prefilled(self, request: Request, num: int, now: float) -> None:
@@ -782,7 +830,8 @@ class Node:
             request.first_token_s = now
         request.num_done += 1
         self.tally.counts["first_tokens"] += 1
-        self._enter_decoding(request)
+        self.num_changes += 1
+        self._join(request)
 
     def _front_computed(self, request: Request) -> None:
         """What is behind it comes from host memory, or has come."""
@@ -791,17 +840,30 @@ class Node:
         else:
             request.stage = Stage.SWAPPING
 
+    def _join(self, request: Request) -> None:
+        """All its KV is there but the last token's: it decodes with the next step, if it has its adapter, or needs none because it is done."""
+        if not self._has_adapter(request) and request.num_done < request.arrival.num_answer_tokens:
+            self._await_adapter(request)
+        elif self._step is None:
+            self._enter_decoding(request)
+        else:
+            self._joining.append(request)
+
     def _enter_decoding(self, request: Request) -> None:
-        """All its KV is there but the last token's."""
         request.stage = Stage.DECODING
         request.decodes_from = self._counter
         self._num_decodes += 1
         self._context += request.num_tokens
-        self._sum_rank += request.rank
+        self._count_rank(request.rank, 1)
         self._plan(request, "end", request.arrival.num_answer_tokens - request.num_done)
         self._plan(request, "outgrown", max(request.guess.p50 - request.num_done, 0))
         room = request.num_blocks * BLOCK_TOKENS - request.num_tokens
         self._plan(request, "grow", max(room - 1, 0))
+
+    def _count_rank(self, rank: int, change: int) -> None:
+        if rank:
+            self._num_by_rank[rank] += change
+            self._ranks_read = self.cost.kernel(self._num_by_rank)
 
     def _plan(self, request: Request, what: str, in_steps: int) -> None:
         due = _Due(self._counter + in_steps, next(self._order), what, request, request.generation)
@@ -848,16 +910,17 @@ class Node:
     def check_invariants(self) -> None:
         """Raises AssertionError if blocks or requests are lost, or counted twice."""
         self.adapters.check_invariants()
-        if self.host is not None:
-            self.host.check_invariants()
+        if self.host_kv is not None:
+            self.host_kv.check_invariants()
             on_its_way = {i for i, r in self.running.items() if r.stage is not Stage.DECODING}
-            assert self.host.holders() <= self.waiting.keys() | on_its_way, "KV kept for nobody"
+            assert self.host_kv.holders() <= self.waiting.keys() | on_its_way, "KV kept for nobody"
         assert self.kv_blocks == sum(map(self.held_blocks, self.running.values())), "blocks lost"
         assert 0 <= self._empty_blocks <= self.num_blocks, "more blocks than there are"
         decoding = [request for request in self.running.values() if request.stage is Stage.DECODING]
         assert self._num_decodes == len(decoding), "decodes"
         assert self._context == sum(r.arrival.num_prompt_tokens + self._done(r) for r in decoding), "context"
-        assert self._sum_rank == sum(r.rank for r in decoding), "ranks"
+        by_rank = Counter(r.rank for r in decoding if r.rank)
+        assert +self._num_by_rank == by_rank and self._ranks_read == self.cost.kernel(by_rank), "ranks"
         assert sum(self._growth) == sum(r.grow_slot >= 0 for r in decoding), "growth"
 
 

@@ -25,12 +25,12 @@ from bench.sim.adaptivellm import (
     samples,
     throughput_figure,
 )
-from bench.sim.chameleon import Workers
 from bench.sim.core.calibration import A800, A800_CONTEXT_TOKENS, A800_TOKENS_PER_S
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.models import MISTRAL_7B, OPT_13B, OPT_30B
 from bench.sim.core.steps import Chunk, StepCost
+from bench.sim.core.tables import Workers
 from engine_bridge.policy.admission import Fair, Fcfs, Mlq
 from engine_bridge.policy.costs import FullCost, SwapOrRecompute
 from engine_bridge.policy.preemption import POLICIES
@@ -56,10 +56,10 @@ def test_arms_are_the_live_engines_policies() -> None:
         "adaptive": Fair,
         "ours": Mlq,
     }
-    assert nodes["vllm"].host is None and nodes["live vllm"].host is None
+    assert nodes["vllm"].host_kv is None and nodes["live vllm"].host_kv is None
     assert nodes["adaptive"]._preemption is POLICIES["cost_aware"]
     assert nodes["swap"]._preemption is POLICIES["vllm_swap"]
-    memory = nodes["adaptive"].host._memory  # type: ignore[union-attr]
+    memory = nodes["adaptive"].host_kv._memory  # type: ignore[union-attr]
     assert type(memory.costs) is SwapOrRecompute and type(memory.restore) is FullCost
     # The paper's arms copy out; ours on the live engine's shape writes through.
     assert [nodes[name].shape.writes_through for name in ("adaptive", "ours", "live ours")] == [
@@ -72,7 +72,7 @@ def test_arms_are_the_live_engines_policies() -> None:
 
 def test_memory_is_the_papers() -> None:
     node = node_of(ARMS["adaptive"], FEW, Clock(), 1)
-    assert (node.num_blocks, node.host.num_blocks) == (128, 64)  # type: ignore[union-attr]
+    assert (node.num_blocks, node.host_kv.num_blocks) == (128, 64)  # type: ignore[union-attr]
     assert node_of(ARMS["swap only"], FEW, Clock(), 1).num_blocks == 64
 
 

@@ -19,11 +19,8 @@ from bench.sim.chameleon import (
     SCHED,
     Arm,
     Bench,
-    Figure,
     Point,
     Setting,
-    Workers,
-    crossing,
     knee,
     main_part,
     node_of,
@@ -32,6 +29,7 @@ from bench.sim.chameleon import (
 )
 from bench.sim.core.clock import Clock
 from bench.sim.core.node import VLLM
+from bench.sim.core.tables import Figure, Workers, crossing
 from engine_bridge.policy.adapter_cache import ChameleonScore
 from engine_bridge.policy.admission import Fcfs, Mlq
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,22 +12,39 @@ import pytest
 from bench.sim.core.calibration import (
     A10,
     A10_CONTEXT_TOKENS,
+    A10_ON_DEMAND,
     A40,
     A40_ADAPTER_SHARE,
     A40_LOADING_SHARE,
+    COLD_SHARES,
     GPUS,
     LARGEST_RANK,
+    LLAMA2_7B_QKV,
     MEDIUM_PROMPT_TOKENS,
-    QKV_SHARE,
+    on_demand_load_s,
 )
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import CLASS_ENDS, Classes
 from bench.sim.core.links import SharedLink
 from bench.sim.core.metrics import quantile
-from bench.sim.core.models import LLAMA2_7B, LLAMA2_70B, LLAMA_7B, MODELS
+from bench.sim.core.models import LLAMA2_70B, LLAMA_7B, MODELS
 from bench.sim.core.requests import Arrival
-from bench.sim.core.steps import Chunk, StepCost
-from bench.sim.core.traffic import ANSWER_QUANTILES, PROMPT_QUANTILES, Lengths, Pool, generated, poisson
+from bench.sim.core.steps import KERNELS, Chunk, StepCost
+from bench.sim.core.traffic import (
+    ALPACA_ANSWER,
+    ALPACA_MOST_TOKENS,
+    ALPACA_PROMPT,
+    ANSWER_QUANTILES,
+    PROMPT_QUANTILES,
+    Fresh,
+    Lengths,
+    Pool,
+    alpaca,
+    functions,
+    generated,
+    poisson,
+    power_law,
+)
 
 # -- time --------------------------------------------------------------------------------------------------------------
 
@@ -180,8 +198,24 @@ def test_the_a40_meets_the_low_load_figures_that_it_is_calibrated_with() -> None
 
 def test_the_a10_meets_a_figure_that_it_was_not_calibrated_with() -> None:
     """CaraServe §2.3: 16 requests of rank 64 decode in 35.9 ms."""
-    ours = StepCost(A10, LLAMA2_7B).step_s((), 16, 16 * A10_CONTEXT_TOKENS, round(16 * 64 * QKV_SHARE))
+    ours = StepCost(A10, LLAMA2_7B_QKV).step_s((), 16, 16 * A10_CONTEXT_TOKENS, 16 * 64)
     assert ours == pytest.approx(0.0359, rel=0.02)
+
+
+@pytest.mark.parametrize(("num", "rank", "milliseconds"), [(24, 32, 34.8), (16, 64, 35.8)])
+def test_the_a10_meets_the_figures_of_the_other_kernel(num: int, rank: int, milliseconds: float) -> None:
+    """CaraServe §2.3, BGMV."""
+    cost = StepCost(A10, LLAMA2_7B_QKV, KERNELS["bgmv"])
+    ours = cost.step_s((), num, num * A10_CONTEXT_TOKENS, cost.kernel({rank: num}))
+    assert ours == pytest.approx(milliseconds / 1000, rel=0.02)
+
+
+def test_loads_on_demand_are_the_same_at_all_loads_of_the_figure_that_they_are_taken_from() -> None:
+    loads = [on_demand_load_s(A10, per_s, share) for per_s, share in COLD_SHARES]
+    assert max(loads) < 1.1 * min(loads)
+    rank_64_bytes = LLAMA2_7B_QKV.lora_bytes(64)
+    assert rank_64_bytes == 96 << 20, "CaraServe §2.3: about 100 MiB"
+    assert rank_64_bytes / A10_ON_DEMAND.achieved_link_bytes_per_s == pytest.approx(loads[0])
 
 
 def test_no_device_does_more_than_its_data_sheet_says() -> None:
@@ -208,6 +242,30 @@ def test_generated_lengths_have_the_published_quantiles() -> None:
         assert quantile(values, 0.99) == pytest.approx(most, rel=0.1)
     assert statistics.fmean(pair[0] for pair in pairs) == pytest.approx(1155, rel=0.12)
     assert statistics.fmean(pair[1] for pair in pairs) == pytest.approx(211, rel=0.12)
+
+
+def test_alpacas_lengths_have_their_published_means() -> None:
+    pairs = alpaca().pairs
+    assert statistics.fmean(prompt for prompt, _ in pairs) == pytest.approx(ALPACA_PROMPT[0], rel=0.03)
+    assert statistics.fmean(answer for _, answer in pairs) == pytest.approx(ALPACA_ANSWER[0], rel=0.03)
+    assert min(map(min, pairs)) >= 1 and max(map(max, pairs)) <= ALPACA_MOST_TOKENS
+    assert alpaca(100, seed=1).pairs != alpaca(100, seed=2).pairs
+
+
+def test_functions_are_asked_for_as_azures_are() -> None:
+    per_day = sorted(functions(40_000, random.Random(1)).weights)
+    assert quantile(per_day, 0.45) == pytest.approx(24, rel=0.1)
+    often = [rate for rate in per_day if rate >= 1440]
+    assert len(often) / 40_000 == pytest.approx(0.186, abs=0.01)
+    # Published beside the quantiles, and not used for them.
+    assert sum(often) / sum(per_day) == pytest.approx(0.996, abs=0.003)
+
+
+def test_dealers_deal_what_they_say() -> None:
+    rng = random.Random(3)
+    assert Fresh().dealt(5, rng) == [0, 1, 2, 3, 4]
+    counts = Counter(power_law(50, 1.0).dealt(100_000, rng))
+    assert counts[0] / counts[4] == pytest.approx(5, rel=0.1)
 
 
 def test_lengths_are_cut_to_what_the_model_takes() -> None:

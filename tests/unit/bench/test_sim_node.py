@@ -15,14 +15,14 @@ import bench.sim.core.adapters
 import bench.sim.core.lane_fits
 import bench.sim.core.node
 from bench.sim.core.clock import Clock
-from bench.sim.core.hardware import Gpu
+from bench.sim.core.hardware import AssistingHost, Gpu
 from bench.sim.core.host_kv import HostKv, HostMemory
 from bench.sim.core.lane_fits import LaneFits
 from bench.sim.core.links import SharedLink
 from bench.sim.core.models import Model
 from bench.sim.core.node import ACTIVATION_BYTES, BLOCK_TOKENS, OVERTURE, SLORA, VLLM, VLLM_0_2, Node, Shape
 from bench.sim.core.requests import Arrival, Request
-from bench.sim.core.steps import StepCost
+from bench.sim.core.steps import Chunk, Kernel, StepCost, bgmv, mbgmv
 from engine_bridge.policy import adapter_cache, admission, arrivals, preemption
 from engine_bridge.policy.adapter_cache import ChameleonScore, Lru
 from engine_bridge.policy.admission import (
@@ -86,11 +86,11 @@ def serve(
     check_every_s: float = 0.0,
     **parts: Any,
 ) -> tuple[Node, list[Request]]:
-    """Serve requests (at, prompt, answer); they come back in order of arrival. parts: more of a node's, and `gpu`, `guesser`."""
+    """Serve requests (at, prompt, answer); they come back in order of arrival. parts: more of a node's, and `gpu`, `guesser`, `assistant`."""
     clock = Clock()
-    device = parts.pop("gpu", gpu(num_blocks))
+    cost = StepCost(parts.pop("gpu", gpu(num_blocks)), TINY, assistant=parts.pop("assistant", None))
     guesser = parts.pop("guesser", Knows())
-    node = Node(clock, StepCost(device, TINY), shape, policy or Fcfs(), guesser, adapter_ranks=RANKS, **parts)
+    node = Node(clock, cost, shape, policy or Fcfs(), guesser, adapter_ranks=RANKS, **parts)
     for at, (at_s, prompt, answer) in enumerate(asked):
         adapter_id = adapters[at] if adapters else None
         arrival = Arrival(f"{at:04d}", at_s, prompt, answer, adapter_id)
@@ -504,7 +504,7 @@ def swapping(
     asked: Sequence[tuple[float, int, int]], num_blocks: int, **parts: Any
 ) -> tuple[Node, list[Request]]:
     """On a device whose link is as fast as `memory` says, in vLLM 0.2's shape unless told otherwise."""
-    host = parts.setdefault("host", memory(100))
+    host = parts.setdefault("host_memory", memory(100))
     device = gpu(num_blocks, link_bytes_per_s=host.costs.link.h2d_bytes_per_s)
     return serve(asked, **({"shape": VLLM_0_2, "preemption": COST, "gpu": device} | parts))
 
@@ -525,16 +525,16 @@ def test_a_swapped_request_resumes_without_computing_anything_again() -> None:
 
 def test_kv_that_is_computed_faster_than_copied_is_computed() -> None:
     # 31 tokens and the next one anew, from 16 to 17 s.
-    node, requests = swapping(TIGHT, 4, host=memory(100, token_s=0.01))
+    node, requests = swapping(TIGHT, 4, host_memory=memory(100, token_s=0.01))
     assert times(requests) == [(1.0, 16.0), (2.0, 20.0)]
     assert node.tally.counts["prefill_tokens"] == 40 + 31
-    assert node.host is not None and node.host.most_blocks == 0
+    assert node.host_kv is not None and node.host_kv.most_blocks == 0
 
 
 def test_without_room_in_host_memory_it_is_computed() -> None:
-    node, _ = swapping(TIGHT, 4, host=memory(1))
+    node, _ = swapping(TIGHT, 4, host_memory=memory(1))
     assert node.tally.counts["preempted_to_compute"] == 1
-    assert swapping(TIGHT, 4, host=memory(2))[0].tally.counts["preempted_to_host"] == 1
+    assert swapping(TIGHT, 4, host_memory=memory(2))[0].tally.counts["preempted_to_host"] == 1
 
 
 def test_copies_in_hold_up_steps_only_where_the_shape_says_so() -> None:
@@ -547,7 +547,7 @@ def test_copies_in_hold_up_steps_only_where_the_shape_says_so() -> None:
 
 def test_what_was_written_through_leaves_at_once_and_comes_back_but_for_its_last_tokens() -> None:
     # Nobody waits for a copy out. One whole block of 29 tokens is in host memory, and takes 2 s back; 14 tokens are computed, and give the 11th.
-    node, requests = swapping(TIGHT, 4, shape=OVERTURE, host=memory(100, block_s=2.0))
+    node, requests = swapping(TIGHT, 4, shape=OVERTURE, host_memory=memory(100, block_s=2.0))
     assert times(requests) == [(1.0, 15.0), (2.0, 22.0)]
     assert node.tally.counts["prefill_tokens"] == 40 + 14
     assert node.tally.counts["restored by swap"] == 1 and node.tally.stalled_s == 0.0
@@ -556,7 +556,7 @@ def test_what_was_written_through_leaves_at_once_and_comes_back_but_for_its_last
 def test_a_front_is_computed_while_the_back_is_loaded() -> None:
     # Five whole blocks, each 2 s to load or by prediction to compute: two are computed (a step of 1 s), three loaded from 15 to 21 s.
     host = memory(100, block_s=2.0, token_s=2.0 / 16, can_split=True)
-    node, requests = swapping([(0.0, 20, 15), (0.5, 80, 15)], 8, shape=OVERTURE, host=host)
+    node, requests = swapping([(0.0, 20, 15), (0.5, 80, 15)], 8, shape=OVERTURE, host_memory=host)
     assert times(requests) == [(1.0, 15.0), (2.0, 26.0)]
     assert node.tally.counts["restored by split"] == 1
     assert node.tally.counts["prefill_tokens"] == 100 + 32 + 10
@@ -564,7 +564,7 @@ def test_a_front_is_computed_while_the_back_is_loaded() -> None:
 
 def test_kv_that_was_written_through_needs_somebody_to_restore_it() -> None:
     with pytest.raises(ValueError, match="restores"):
-        swapping(TIGHT, 4, shape=OVERTURE, host=replace(memory(1), restore=None))
+        swapping(TIGHT, 4, shape=OVERTURE, host_memory=replace(memory(1), restore=None))
 
 
 def test_copies_in_share_the_link_with_each_other_and_with_adapters() -> None:
@@ -615,7 +615,7 @@ def test_a_policy_is_told_whose_kv_waits_in_host_memory() -> None:
         (memory(0), OVERTURE, True),
     ):
         policy = Noted()
-        swapping(TIGHT, 4, policy=policy, host=host, shape=shape)
+        swapping(TIGHT, 4, policy=policy, host_memory=host, shape=shape)
         assert policy.told == [told]
 
 
@@ -639,7 +639,7 @@ def swapped(case: str, seed: int, **parts: Any) -> tuple[Node, list[Request]]:
     """A busy hour with adapters, on a slow link and with host memory for a few."""
     host = memory(24, block_s=0.4, token_s=0.2, can_split=True)
     device = gpu(40, link_bytes_per_s=host.costs.link.h2d_bytes_per_s)
-    defaults = {"gpu": device, "shape": VLLM_0_2, "host": host, "eviction": ChameleonScore()}
+    defaults = {"gpu": device, "shape": VLLM_0_2, "host_memory": host, "eviction": ChameleonScore()}
     return served(case, seed, **(defaults | SWAP_CASES[case]() | parts))
 
 
@@ -650,12 +650,12 @@ def test_swapping_loses_no_block_and_no_token(case: str) -> None:
     assert all(request.num_done == request.arrival.num_answer_tokens for request in requests)
     counts = node.tally.counts
     assert counts["decode_tokens"] + counts["first_tokens"] == sum(r.num_done for r in requests)
-    assert node.host is not None and node.host.free_blocks == node.host.num_blocks == 24
+    assert node.host_kv is not None and node.host_kv.free_blocks == node.host_kv.num_blocks == 24
     assert node.kv_blocks == 0 and not node.running and not node.waiting
     ways = {"preempted_to_host", "restored by swap", "restored by split"}
     if case != "mlq":  # with quotas hardly anybody is preempted
         assert sum(counts[way] for way in ways) > 5
-        assert node.host.most_blocks > 12
+        assert node.host_kv.most_blocks > 12
 
 
 @pytest.mark.parametrize("case", ["fair", "written through, fair"])
@@ -668,3 +668,126 @@ def test_who_came_first_is_nobodys_victim(case: str) -> None:
 def test_the_same_seed_swaps_the_same(case: str) -> None:
     (first, requests), (second, again) = swapped(case, 2), swapped(case, 2)
     assert times(requests) == times(again) and first.tally == second.tally
+
+
+# -- adapters with a host's help ---------------------------------------------------------------------------------------
+
+ASSISTED = replace(SLORA, name="assisted", loads_block=False, assists=True)
+# An adapter of rank 8 is 2,048 bytes and takes 2 s; the host takes 3 s for its part of ten tokens, and half a second for being called.
+LINK = 1024.0
+SLOW_HOST = AssistingHost("slow", 2 * 128 * 8 * 10 / 3, 4, 1.0, 10, 0.5)
+
+
+def assisted(
+    asked: Sequence[tuple[float, int, int]], adapters: Sequence[int | None], link: float = LINK, **parts: Any
+) -> tuple[Node, list[Request]]:
+    device = gpu(1000, link_bytes_per_s=link)
+    return serve(
+        asked, shape=ASSISTED, adapters=adapters, gpu=device, assistant=SLOW_HOST, check_every_s=0.25, **parts
+    )
+
+
+def test_the_device_takes_over_in_the_midst_of_a_prompt() -> None:
+    # Alone the host would need 1 + 3 + 0.5 s. After 2 s the adapter is there; the rest of the step takes the device that share of its 1 s.
+    _, (request,) = assisted([(0.0, 10, 3)], [0])
+    assert request.first_token_s == pytest.approx(2 + (1 - 2 / 4.5))
+    assert request.ended_s == pytest.approx(request.first_token_s + 2)
+    assert request.found_adapter == "missing"
+
+
+def test_decoding_waits_for_the_adapter_and_nobody_else_does() -> None:
+    # The load takes 20 s. The first token is there at 4.5 s, the other two follow the load. Meanwhile another one is served.
+    _, (request, other) = assisted([(0.0, 10, 3), (5.0, 10, 4)], [0, None], link=LINK / 10)
+    assert request.first_token_s == pytest.approx(4.5)
+    assert request.ended_s == pytest.approx(22.0)
+    assert times([other]) == [pytest.approx((6.0, 9.0))]
+
+
+def test_whoever_joins_in_the_midst_of_others_steps_decodes_from_the_next_one_on() -> None:
+    # The other one's steps end at 19.5, 20.5 and so on. The load ends at 20 s, so the two tokens that are left come at 21.5 and 22.5 s.
+    _, (request, other) = assisted([(0.0, 10, 3), (4.5, 10, 30)], [0, None], link=LINK / 10)
+    assert times([other]) == [pytest.approx((5.5, 34.5))]
+    assert request.ended_s == pytest.approx(22.5)
+
+
+def test_an_answer_of_one_token_does_not_wait_for_its_adapter() -> None:
+    _, (request,) = assisted([(0.0, 10, 1)], [0], link=LINK / 10)
+    assert request.ended_s == pytest.approx(4.5)
+
+
+def test_more_tokens_than_a_core_takes_have_more_cores_until_there_are_none() -> None:
+    for num_tokens, seconds in ((5, 1.5), (10, 3.0), (20, 3.0), (40, 3.0), (80, 6.0)):
+        _, (request,) = assisted([(0.0, num_tokens, 1)], [0], link=1.0)
+        assert request.first_token_s == pytest.approx(1 + seconds + 0.5), f"{num_tokens} tokens"
+
+
+def test_a_host_that_is_as_quick_as_the_same_matrices_costs_its_call_alone() -> None:
+    cost = StepCost(replace(gpu(1000), flops=1e6), TINY, assistant=SLOW_HOST)
+    plain, helped = (cost.step_s((Chunk(10, 0, 8 * assists, True, assists),)) for assists in (False, True))
+    hidden_s = (plain - 1.0) * TINY.adapted_share
+    assert 0 < hidden_s < 3
+    assert helped - plain == pytest.approx(3 - hidden_s + 0.5)
+    quick = StepCost(cost.gpu, TINY, assistant=replace(SLOW_HOST, core_flops=1e30))
+    assert quick.step_s((Chunk(10, 0, 8, True, True),)) == pytest.approx(plain + 0.5)
+
+
+def test_a_shape_that_assists_needs_a_host() -> None:
+    with pytest.raises(ValueError, match="host"):
+        serve([(0.0, 10, 1)], shape=ASSISTED)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_hosts_help_and_little_memory_all_are_served(seed: int) -> None:
+    rng = random.Random(seed)
+    asked = [(at * 0.8, rng.randrange(5, 60), rng.randrange(1, 60)) for at in range(60)]
+    adapters = [rng.choice((None, 0, 1, 2)) for _ in asked]
+    device = gpu(40, link_bytes_per_s=LINK)
+    node, requests = serve(
+        asked,
+        shape=replace(ASSISTED, reserves_answer=False),
+        adapters=adapters,
+        gpu=device,
+        assistant=SLOW_HOST,
+        guesser=Knows(0.3),
+        check_every_s=0.5,
+    )
+    assert len(requests) == 60 and node.tally.counts["preempted"] > 0
+    assert node.tally.stalled_s == 0
+    assert all(r.num_done == r.arrival.num_answer_tokens for r in requests)
+
+
+# -- kernels, adapters that are all there, and what changed ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kernel", "read"), [(mbgmv, 8 + 32), (bgmv, 2 * 32)])
+def test_decoding_reads_what_the_kernel_reads(kernel: Kernel, read: int) -> None:
+    device = replace(gpu(1000), memory_bytes_per_s=1e6)
+    clock = Clock()
+    cost = StepCost(device, TINY, kernel)
+    node = Node(clock, cost, SLORA, Fcfs(), Knows(), adapter_ranks=RANKS, has_all_adapters=True)
+    for adapter_id in (0, 2):
+        node.submit(Arrival(f"{adapter_id}", 0.0, 10, 2 + adapter_id, adapter_id))
+    clock.run()
+    short, long = sorted(node.ended, key=lambda request: request.ended_s)
+    # The second prompt comes in a step of its own, since the first began at once; then both decode together, then one.
+    assert short.ended_s - long.first_token_s == pytest.approx(cost.step_s((), 2, 22, read))
+    assert long.ended_s - short.ended_s == pytest.approx(cost.decoding(1, 12, 32).total_s(2))
+
+
+def test_bgmv_of_nobody_and_of_those_that_left_reads_nothing() -> None:
+    assert bgmv({}) == bgmv({8: 0, 64: 0}) == 0
+    assert bgmv({8: 2, 64: 0}) == 16
+
+
+def test_adapters_that_are_all_there_are_never_loaded_and_take_no_blocks() -> None:
+    device = gpu(1000, link_bytes_per_s=1e-3)
+    node, requests = serve(THREE, adapters=[0, 1, 0], gpu=device, has_all_adapters=True)
+    _, without = serve(THREE)
+    assert times(requests) == times(without)
+    assert node.link.bytes_moved == 0 and node.adapters.used_blocks == 0
+    assert {request.found_adapter for request in requests} == {"here"}
+
+
+def test_what_happens_to_requests_is_counted() -> None:
+    node, _ = serve([(0.0, 10, 5)])
+    assert node.num_changes == 4, "it came, started, had its first token and left"

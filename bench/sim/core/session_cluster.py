@@ -1,0 +1,370 @@
+"""Session nodes behind one router, and who asks them: people who go on with their sessions, and workflows of agents."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bench.sim.core.clock import Clock
+from bench.sim.core.conversations import Chats, Session
+from bench.sim.core.node import BLOCK_TOKENS
+from bench.sim.core.requests import Request
+from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
+from bench.sim.core.tiers import SessionKv
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """num_requests: that came and have not ended; num_expected: announced, not come yet; num_urgent: of both. num_routed: ever sent there."""
+
+    num_requests: int
+    num_expected: int
+    num_urgent: int
+    num_routed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """home: the node that served the session's last request, None for a new session."""
+
+    home: int | None
+    is_urgent: bool = False
+
+
+class Routing(Protocol):
+    def choose(self, nodes: Sequence[NodeFacts], request: RequestFacts) -> int:
+        """The place of a node in `nodes`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Counts:
+    num_expected: int = 0
+    num_urgent: int = 0
+    num_routed: int = 0
+
+
+class SessionCluster:
+    """Sends advisories and requests to nodes; a request goes where its advisory went.
+
+    Args:
+        routing: of what is announced; unannounced: of all other requests. second: asked again when what was announced comes; None: it goes where
+            its advisory went.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[SessionNode],
+        routing: Routing,
+        unannounced: Routing,
+        second: Routing | None = None,
+    ) -> None:
+        self.nodes = nodes
+        self._routing, self._unannounced, self._second = routing, unannounced, second
+        self._counts = [_Counts() for _ in nodes]
+        self._home: dict[str, int] = {}
+        self._expected: dict[str, int] = {}
+
+    def place(self, kv: SessionKv, num_blocks: int, at: int) -> None:
+        """A session that went on there before the run began."""
+        self._home[kv.session_id] = at
+        host = self.nodes[at].host
+        if host is not None:
+            host.place(kv, num_blocks)
+
+    def advise(self, kv: SessionKv, arrival_s: float | None, priority: int, now: float) -> None:
+        at = self._choose(self._routing, kv, priority)
+        self._expected[kv.session_id] = at
+        self._counts[at].num_expected += 1
+        self.nodes[at].advise(kv, arrival_s, priority, now)
+
+    def submit(self, turn: Turn) -> None:
+        name = turn.kv.session_id
+        at = self._expected.pop(name, None)
+        if at is None:
+            at = self._choose(self._unannounced, turn.kv, turn.priority)
+        else:
+            self._counts[at].num_expected -= 1
+            at = self._again(turn, at)
+        self._home[name] = at
+        self.nodes[at].arrive(turn)
+
+    def _again(self, turn: Turn, announced: int) -> int:
+        if self._second is None:
+            return announced
+        self._home[turn.kv.session_id] = announced
+        at = self._choose(self._second, turn.kv, turn.priority)
+        self._counts[announced].num_routed -= 1
+        self._counts[announced].num_urgent -= turn.priority < 0
+        if at != announced:
+            self.nodes[announced].retract(turn.kv)
+        return at
+
+    def _choose(self, routing: Routing, kv: SessionKv, priority: int) -> int:
+        facts = [
+            NodeFacts(node.num_requests, counts.num_expected, counts.num_urgent, counts.num_routed)
+            for node, counts in zip(self.nodes, self._counts, strict=True)
+        ]
+        at = routing.choose(facts, RequestFacts(self._home.get(kv.session_id), priority < 0))
+        self._counts[at].num_routed += 1
+        self._counts[at].num_urgent += priority < 0
+        return at
+
+    def ended(self, turn: Turn) -> None:
+        """A request ended where it was sent."""
+        self._counts[self._home[turn.kv.session_id]].num_urgent -= turn.priority < 0
+
+    def forget(self, kv: SessionKv) -> None:
+        """Its session goes on no more. What is stored of it stays: nobody says so to a node."""
+        self._home.pop(kv.session_id, None)
+
+
+@dataclass(slots=True)
+class Loads:
+    """Requests at the nodes, looked at once a second: the most, the median and the least of all nodes."""
+
+    most: list[int] = field(default_factory=list)
+    median: list[float] = field(default_factory=list)
+    least: list[int] = field(default_factory=list)
+
+    def watch(self, clock: Clock, nodes: Sequence[SessionNode], from_s: float, until_s: float) -> None:
+        def look(now: float) -> None:
+            counts = [node.num_requests for node in nodes]
+            self.most.append(max(counts))
+            self.median.append(statistics.median(counts))
+            self.least.append(min(counts))
+            if now + 1 < until_s:
+                clock.at(now + 1, look)
+
+        clock.at(from_s, look)
+
+
+# -- people ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _User:
+    number: int
+    rng: random.Random
+    session: Session
+    place: int
+    kv: SessionKv
+    priority: int
+    num_sessions: int = 0
+    num_tokens: int = 0  # of the session so far
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How people ask. missing: share of turns without an advisory; urgent: share of people of high priority; lead_share: times the leads of
+    advisories, which come later than typing begins if it is below 1."""
+
+    chats: Chats = field(default_factory=Chats)
+    has_advisories: bool = True
+    missing: float = 0.0
+    urgent: float = 0.0
+    lead_share: float = 1.0
+
+
+class Users:
+    """So many at any time; whoever has done with a session begins another. All that they do is the seed's alone, but for when answers come."""
+
+    def __init__(
+        self, clock: Clock, cluster: SessionCluster, habits: Habits, num_users: int, seed: int
+    ) -> None:
+        self._clock, self._cluster, self._habits = clock, cluster, habits
+        self._by_request: dict[str, _User] = {}
+        rng = random.Random(f"users {seed}")
+        met = habits.chats.under_way(rng, num_users)
+        self._users = [
+            self._user(number, session, place, seed) for number, (session, place) in enumerate(met)
+        ]
+
+    def _user(self, number: int, session: Session, place: int, seed: int) -> _User:
+        rng = random.Random(f"user {seed} {number}")
+        priority = -1 if rng.random() < self._habits.urgent else 0
+        user = _User(number, rng, session, place, SessionKv(f"{number}.0"), priority)
+        user.num_tokens = sum(e.num_prompt_tokens + e.num_answer_tokens for e in session[:place])
+        return user
+
+    def start(self) -> None:
+        """All at some moment of their reading and typing, their sessions spread evenly over the nodes."""
+        for user in self._users:
+            if user.num_tokens:
+                at = user.number % len(self._cluster.nodes)
+                self._cluster.place(user.kv, (user.num_tokens - 1) // BLOCK_TOKENS, at)
+            exchange = user.session[user.place]
+            think_s = exchange.lead_s + exchange.read_s
+            self._clock.at(user.rng.uniform(0, think_s), lambda now, user=user: self._type(user, now))  # type: ignore[misc]
+
+    def _type(self, user: _User, now: float) -> None:
+        habits, lead_s = self._habits, user.session[user.place].lead_s
+        is_missing = user.rng.random() < habits.missing
+        if habits.has_advisories and not is_missing:
+            late_s = lead_s * (1 - habits.lead_share)
+            self._clock.at(now + late_s, lambda now: self._cluster.advise(user.kv, None, user.priority, now))
+        self._clock.at(now + lead_s, lambda now: self._send(user, now))
+
+    def _send(self, user: _User, now: float) -> None:
+        exchange = user.session[user.place]
+        turn = Turn(
+            f"{user.kv.session_id}.{user.place:04d}",
+            now,
+            user.num_tokens + exchange.num_prompt_tokens,
+            exchange.num_answer_tokens,
+            kv=user.kv,
+            priority=user.priority,
+        )
+        self._by_request[turn.request_id] = user
+        self._cluster.submit(turn)
+
+    def ended(self, request: Request, now: float) -> None:
+        """An answer is there: it is read, and the next question typed."""
+        turn = request.arrival
+        assert isinstance(turn, Turn)
+        self._cluster.ended(turn)
+        user = self._by_request.pop(turn.request_id)
+        read_s = user.session[user.place].read_s
+        user.num_tokens = turn.num_prompt_tokens + turn.num_answer_tokens
+        user.place += 1
+        if user.place == len(user.session):
+            self._cluster.forget(user.kv)
+            user.num_sessions += 1
+            user.kv = SessionKv(f"{user.number}.{user.num_sessions}")
+            user.session, user.place = self._habits.chats.session(user.rng), 0
+            user.num_tokens = 0
+        self._clock.at(now + read_s, lambda now: self._type(user, now))
+
+
+# -- agents ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an agent is asked: new text behind its own history."""
+
+    agent: str
+    num_prompt_tokens: int
+    num_answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """MetaGPT's software company: an architect writes documents; then for each file an engineer codes, and a tester's reviews and the
+    engineer's revisions take turns three times (SYMPHONY §4.4).
+
+    Numbers: 3 documents and 5.1 files of 49.3 lines for a project (MetaGPT, Hong et al., 2023, table of its SoftwareDev results). Tokens of a
+    document, a line and a review are chosen; with one review each agent reads and writes some 38K tokens in all, where that table has 31K.
+    """
+
+    num_documents: int = 3
+    mean_files: float = 5.1
+    document_tokens: float = 500.0
+    file_tokens: float = 49.3 * 11
+    review_tokens: float = 200.0
+    num_reviews: int = 3
+    sigma: float = 0.3
+
+    def drawn(self, rng: random.Random) -> tuple[list[Task], list[list[Task]]]:
+        """The documents in order, then a chain for each file; chains run side by side."""
+
+        def size(mean: float) -> int:
+            return max(round(mean * rng.lognormvariate(-(self.sigma**2) / 2, self.sigma)), 8)
+
+        documents = [Task("architect", 100, size(self.document_tokens)) for _ in range(self.num_documents)]
+        shared = sum(task.num_answer_tokens for task in documents)
+        num_files = max(round(rng.gauss(self.mean_files, 1.0)), 1)
+        return documents, [list(self._file(at, shared, size)) for at in range(num_files)]
+
+    def _file(self, at: int, shared: int, size: Callable[[float], int]) -> Iterator[Task]:
+        engineer, tester = f"engineer{at}", f"tester{at}"
+        code = size(self.file_tokens)
+        yield Task(engineer, shared + 50, code)
+        for review in range(self.num_reviews):
+            words = size(self.review_tokens)
+            yield Task(tester, code + (shared if review == 0 else 0), words)
+            code = size(self.file_tokens)
+            yield Task(engineer, words, code)
+
+
+@dataclass(slots=True, eq=False)
+class _Workflow:
+    number: int
+    began_s: float
+    documents: list[Task]
+    chains: list[list[Task]]
+    kv: dict[str, SessionKv] = field(default_factory=dict)
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    num_left: int = 0
+
+
+class Workflows:
+    """So many at once. An agent's start announces the next agent in its chain, no sooner than its own prompt is computed (SYMPHONY §3.1)."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        cluster: SessionCluster,
+        company: Company,
+        num_workflows: int,
+        seed: int,
+        *,
+        has_advisories: bool,
+        spread_s: float = 10.0,
+    ) -> None:
+        self.took_s: list[float] = []
+        self.leads_s: list[float] = []
+        self._clock, self._cluster, self._has_advisories = clock, cluster, has_advisories
+        self._prefill = StepPrefill(cluster.nodes[0].cost, BLOCK_TOKENS * 128)
+        self._running: dict[str, tuple[_Workflow, list[Task], int]] = {}
+        self._announced_s: dict[str, float] = {}
+        rng = random.Random(f"workflows {seed}")
+        self._workflows = [
+            _Workflow(number, rng.uniform(0, spread_s), *company.drawn(rng))
+            for number in range(num_workflows)
+        ]
+
+    def start(self) -> None:
+        for workflow in self._workflows:
+            begin = lambda now, workflow=workflow: self._run(workflow, workflow.documents, 0, now)  # noqa: E731
+            self._clock.at(workflow.began_s, begin)
+
+    def _run(self, workflow: _Workflow, chain: list[Task], place: int, now: float) -> None:
+        task = chain[place]
+        kv = self._kv(workflow, task.agent)
+        announced_s = self._announced_s.pop(kv.session_id, None)
+        if announced_s is not None:
+            self.leads_s.append(now - announced_s)
+        num_prompt = workflow.num_tokens.get(task.agent, 0) + task.num_prompt_tokens
+        turn = Turn(f"{kv.session_id}.{place}", now, num_prompt, task.num_answer_tokens, kv=kv)
+        self._running[turn.request_id] = (workflow, chain, place)
+        self._cluster.submit(turn)
+        if self._has_advisories and place + 1 < len(chain):
+            following = self._kv(workflow, chain[place + 1].agent)
+            if following is not kv:
+                self._announced_s[following.session_id] = now
+                arrival_s = now + self._prefill.prefill_s(task.num_prompt_tokens)
+                self._cluster.advise(following, arrival_s, 0, now)
+
+    def _kv(self, workflow: _Workflow, agent: str) -> SessionKv:
+        return workflow.kv.setdefault(agent, SessionKv(f"{workflow.number}.{agent}"))
+
+    def ended(self, request: Request, now: float) -> None:
+        turn = request.arrival
+        assert isinstance(turn, Turn)
+        self._cluster.ended(turn)
+        workflow, chain, place = self._running.pop(turn.request_id)
+        workflow.num_tokens[chain[place].agent] = turn.num_prompt_tokens + turn.num_answer_tokens
+        if place + 1 < len(chain):
+            self._run(workflow, chain, place + 1, now)
+        elif chain is workflow.documents:
+            workflow.num_left = len(workflow.chains)
+            for file in workflow.chains:
+                self._run(workflow, file, 0, now)
+        else:
+            workflow.num_left -= 1
+            if workflow.num_left == 0:
+                self.took_s.append(now - workflow.began_s)

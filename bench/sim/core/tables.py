@@ -1,0 +1,90 @@
+"""What every table is made of: figures beside the paper's, runs on several cores, changes by seed, and where a curve leaves a limit."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number beside the paper's. values: by seed. is_less_better: which way falling short is. made_by: policy objects."""
+
+    what: str
+    values: tuple[float, ...]
+    paper: float | None
+    is_less_better: bool
+    made_by: str
+    unit: str = "change"
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def falls_short(self) -> bool:
+        if self.paper is None:
+            return False
+        return self.median > self.paper if self.is_less_better else self.median < self.paper
+
+    def text(self, value: float) -> str:
+        return {
+            "change": f"{value:+.1%}",
+            "ratio": f"{value:.2f}×",
+            "share": f"{value:.1%}",
+            "s": f"{value:.3g} s",
+            "per_s": f"{value:.2f}/s",
+        }[self.unit]
+
+    def row(self) -> tuple[str, str, str]:
+        ours = f"{self.text(self.median)}  ({self.text(min(self.values))} … {self.text(max(self.values))})"
+        paper = f"paper {self.text(self.paper)}" if self.paper is not None else "paper: no number"
+        short = ", FALLS SHORT" if self.falls_short else ""
+        return self.what, ours, f"{paper}{short}   [{self.made_by}]"
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "median": round(self.median, 4),
+            "spread": [round(min(self.values), 4), round(max(self.values), 4)],
+            "seeds": [round(value, 4) for value in self.values],
+            "paper": self.paper,
+            "falls_short": self.falls_short,
+            "made_by": self.made_by,
+        }
+
+
+class Workers:
+    """Runs of a job each, on so many cores; results in the order of asking."""
+
+    def __init__(self, num: int) -> None:
+        self._executor = ProcessPoolExecutor(num) if num > 1 else None
+
+    def map(self, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
+        if self._executor is None:
+            return [function(*row) for row in zip(*columns, strict=True)]
+        return list(self._executor.map(function, *columns))
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown()
+
+
+def changes(ours: Sequence[Any], theirs: Sequence[Any], name: str) -> tuple[float, ...]:
+    """Of one number of the outcomes against another arm's, seed by seed."""
+    return tuple(getattr(a, name) / getattr(b, name) - 1 for a, b in zip(ours, theirs, strict=True))
+
+
+def crossing(loads: Sequence[float], seconds: Sequence[float], limit_s: float) -> float | None:
+    """The load at which seconds first leave the limit, on straight lines between logarithms; None if that is not between two of the loads."""
+    for (low, under), (high, over) in pairwise(zip(loads, seconds, strict=True)):
+        if under <= limit_s < over:
+            return low + (high - low) * math.log(limit_s / under) / math.log(over / under)
+        if under > limit_s:
+            return None
+    return None

@@ -1,0 +1,801 @@
+"""SYMPHONY's tables in virtual time, by the live engine's policy objects.
+
+    python -m bench.sim symphony [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N] [--span-s S] [--recorded PATH]
+
+What runs: `engine_bridge.policy.guesses.plan` (which announced session's KV comes to the device, and when), `engine_bridge.policy.costs.FullCost`
+(load, wait or compute) and `kvtiers.policy.eviction` (who leaves host memory) in simulated nodes. A session node (core/session_node.py) is a subclass
+of the core's `Node`: steps, memory of running requests and starting are inherited, and only KV that outlives its request is added; a node of its own
+would have had to repeat continuous batching. HostTiers memory, disk and network (core/tiers.py) belong to machines, whose devices share them.
+
+Arms. All have vLLM's step shape (chunked prompts beside decodes) and, but for the part `priority`, its first-come order:
+  recompute  vLLM as the paper has it: nothing outlives a request. By load
+  prefix     vLLM with prefix caching, which the paper leaves out: KV stays on the device while there is room. Sticky
+  sticky     InferCept as the paper has it: KV goes to host memory, no disk, and is loaded when its next request starts. Sticky
+  ours       advisories, three tiers, KV stays on the device. An advisory is routed by load, and its request follows it
+  rerouted   ours, but where the announced node is much fuller than the emptiest when its request comes, it goes to that one. Beyond the paper
+
+Hardware: 2 machines of 4 A100 80 GB, 256 GB of memory and 100 Gb/s each (SYMPHONY §4), by data sheets; steps as calibrated in core/calibration.py,
+from no number of this paper. KV copies get 0.8 of the PCIe link (pinned memory, as in bench.sim.host_tier; the calibration's share is S-LoRA's for
+adapters), disks 3 GB/s each way for a machine. Models by their config.json: Llama-3.1-8B has 131 kB of KV a token, where the paper counts 1.1 MB.
+
+Traffic: sessions drawn to ShareGPT's published quantiles (core/conversations.py). A fixed number of users read and type; a run begins with sessions
+that are under way, and counts requests that end after the warm-up. Normalised latency is E2E over the answer's tokens, as the paper has it.
+
+Parts: `chat8b` Fig. 12 and 14. `chat13b` Fig. 13. `agents` Fig. 15. `prefill` Fig. 16. `missing` Fig. 17 (the paper says 6%, and 21.3 to 24.4 ms,
+which is 15%). `priority` Fig. 18. `limits`: where advisories stop paying, against the better of two systems without them (KV loaded on demand, routed
+sticky or by load). `scale`: a coarser node, see bench/sim/symphony_scale.py; only if asked for.
+
+Users at equal latency: at 20.5/18 of what `recompute` has with 64 users, the paper's own pair. Imbalance: requests at the fullest node over those at
+the median one, each averaged over a look a second. The last line is JSON. Of each figure: median over seeds; `spread` has least and most,
+`seeds` all. What falls short of the paper is printed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.live.report import report
+from bench.sim import symphony_scale
+from bench.sim.core.calibration import A100
+from bench.sim.core.clock import Clock
+from bench.sim.core.conversations import RECORDED, Chats, LogNormal, recorded
+from bench.sim.core.hardware import GB, Gpu
+from bench.sim.core.metrics import quantile
+from bench.sim.core.models import LLAMA2_13B, LLAMA3_8B, Model
+from bench.sim.core.node import BLOCK_TOKENS, VLLM
+from bench.sim.core.requests import Request
+from bench.sim.core.session_cluster import (
+    Company,
+    Habits,
+    Loads,
+    NodeFacts,
+    RequestFacts,
+    Routing,
+    SessionCluster,
+    Users,
+    Workflows,
+)
+from bench.sim.core.session_node import SessionNode, StepPrefill
+from bench.sim.core.steps import StepCost
+from bench.sim.core.tables import Figure, Workers, crossing
+from bench.sim.core.tiers import HostTiers
+from engine_bridge.policy.admission import POLICIES as QUEUES
+from engine_bridge.policy.costs import FullCost
+from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
+
+SPAN_S, WARM_UP_S = 420.0, 120.0
+KV_LINK_SHARE = 0.8
+LLAMA31_8B = replace(LLAMA3_8B, name="llama3.1-8b", max_tokens=131_072)
+GPU = replace(A100, link_share=KV_LINK_SHARE)
+# The paper's 32K of context; Meta's has 4K.
+LLAMA2_13B_32K = replace(LLAMA2_13B, name="llama2-13b-32k", max_tokens=32_768)
+PAPER_USERS, PAPER_LIMIT = 64, 20.5 / 18
+
+
+# -- routing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBalance:
+    """The node with the fewest requests, here or announced; of equals the session's last one, then who was sent the fewest.
+
+    Source: SYMPHONY §3.2.
+    """
+
+    def choose(self, nodes: Sequence[NodeFacts], request: RequestFacts) -> int:
+        def key(at: int) -> tuple[int, bool, int, int]:
+            node = nodes[at]
+            return node.num_requests + node.num_expected, at != request.home, node.num_routed, at
+
+        return min(range(len(nodes)), key=key)
+
+
+@dataclass(frozen=True, slots=True)
+class Sticky:
+    """Where the session's last request was; for a new session the node with the fewest requests. Source: SYMPHONY §4, InferCept's router."""
+
+    def choose(self, nodes: Sequence[NodeFacts], request: RequestFacts) -> int:
+        return LoadBalance().choose(nodes, request) if request.home is None else request.home
+
+
+@dataclass(frozen=True, slots=True)
+class UrgentSpread:
+    """Urgent requests where the fewest urgent ones are, all others as `LoadBalance`. Source: SYMPHONY §3.5."""
+
+    def choose(self, nodes: Sequence[NodeFacts], request: RequestFacts) -> int:
+        if not request.is_urgent:
+            return LoadBalance().choose(nodes, request)
+        fewest = min(node.num_urgent for node in nodes)
+        places = [at for at, node in enumerate(nodes) if node.num_urgent == fewest]
+        home = places.index(request.home) if request.home in places else None
+        return places[LoadBalance().choose([nodes[at] for at in places], RequestFacts(home))]
+
+
+@dataclass(frozen=True, slots=True)
+class Relieve:
+    """Where the KV is, unless so many more requests are there than at the emptiest node; then there. Beyond the paper; both numbers are chosen."""
+
+    share: float = 1.25
+    more: int = 1
+
+    def choose(self, nodes: Sequence[NodeFacts], request: RequestFacts) -> int:
+        emptiest = min(range(len(nodes)), key=lambda at: (nodes[at].num_requests, at))
+        home = emptiest if request.home is None else request.home
+        limit = nodes[emptiest].num_requests * self.share + self.more
+        return home if nodes[home].num_requests <= limit else emptiest
+
+
+ROUTES: dict[str, Routing] = {
+    "load_balance": LoadBalance(),
+    "sticky": Sticky(),
+    "priority": UrgentSpread(),
+    "relieve": Relieve(),
+}
+EVICTIONS: dict[str, EvictionPolicy] = {"by_value": ByValue(), "lru": Lru()}
+
+
+# -- arms --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One system. route, unannounced, second: names in `ROUTES`, of what is announced, of what is not, and when what was announced comes.
+
+    eviction: of host memory, "" for none; has_cache: KV stays on the device. queue: a name in `admission.POLICIES`.
+    """
+
+    route: str
+    unannounced: str = ""
+    second: str = ""
+    eviction: str = ""
+    has_disk: bool = False
+    has_cache: bool = False
+    has_advisories: bool = False
+    queue: str = "fcfs"
+
+    @property
+    def made_by(self) -> str:
+        """The policy objects, by class."""
+        names = [name for name in (self.route, self.unannounced, self.second) if name]
+        routes = "/".join(dict.fromkeys(type(ROUTES[name]).__name__ for name in names))
+        parts = [routes, type(QUEUES[self.queue](1)).__name__]
+        if self.eviction:
+            parts += [
+                type(EVICTIONS[self.eviction]).__name__,
+                "FullCost",
+                "disk" if self.has_disk else "no disk",
+            ]
+        parts += ["device cache"] * self.has_cache + ["advisories by guesses.plan"] * self.has_advisories
+        return " + ".join(parts)
+
+
+RECOMPUTE = Arm("load_balance")
+PREFIX = Arm("sticky", has_cache=True)
+STICKY = Arm("sticky", eviction="lru")
+DEMAND = Arm("sticky", eviction="by_value", has_disk=True, has_cache=True)
+DEMAND_BALANCED = replace(DEMAND, route="load_balance")
+# An unannounced request goes to its KV.
+OURS = replace(DEMAND, route="load_balance", unannounced="sticky", has_advisories=True)
+REROUTED = replace(OURS, second="relieve")
+CHAT = {"recompute": RECOMPUTE, "prefix": PREFIX, "sticky": STICKY, "ours": OURS}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all arms share. host_bytes, disk_bytes_per_s, network_bytes_per_s: of a machine."""
+
+    gpu: Gpu = GPU
+    model: Model = LLAMA31_8B
+    num_hosts: int = 2
+    num_devices: int = 4
+    host_bytes: int = 256 * GB
+    disk_bytes_per_s: float = 3e9
+    network_bytes_per_s: float = 12.5e9
+    habits: Habits = field(default_factory=Habits)
+    span_s: float = SPAN_S
+    warm_up_s: float = WARM_UP_S
+
+    @property
+    def engine(self) -> str:
+        """Cost model and step shape."""
+        count = self.num_hosts * self.num_devices
+        return f"StepCost({self.gpu.name}, {self.model.name}) on {count} devices, engine {VLLM.name}"
+
+    @property
+    def made_by(self) -> str:
+        return f"{self.engine}, {self.habits.chats.name}"
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run: an arm in a setting, for so many users (or workflows of agents), with a seed."""
+
+    arm: Arm
+    setting: Setting
+    num_users: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Means in seconds; imbalance as in the module's docstring; shares of the sessions' known blocks that came from where."""
+
+    latency_s: float
+    urgent_latency_s: float
+    other_latency_s: float
+    tpot_s: float
+    ttft_s: float
+    ttft_p99_s: float
+    num_requests: int
+    imbalance: float
+    most: float
+    median: float
+    least: float
+    device_share: float
+    loaded_share: float
+    stalled_share: float
+    counts: dict[str, int]
+    num_events: int
+    took_s: float
+
+
+def cluster_of(
+    arm: Arm, setting: Setting, clock: Clock, on_end: Callable[[Request, float], None]
+) -> SessionCluster:
+    cost = StepCost(setting.gpu, setting.model)
+    restore = FullCost(prefill=StepPrefill(cost, VLLM.step_tokens or 1))
+    nodes = []
+    for _ in range(setting.num_hosts):
+        host = _host(arm, setting, clock) if arm.eviction else None
+        nodes += [
+            SessionNode(
+                clock,
+                cost,
+                QUEUES[arm.queue](1),
+                host=host,
+                restore=restore,
+                has_cache=arm.has_cache,
+                on_end=on_end,
+            )
+            for _ in range(setting.num_devices)
+        ]
+    second = ROUTES[arm.second] if arm.second else None
+    return SessionCluster(nodes, ROUTES[arm.route], ROUTES[arm.unannounced or arm.route], second)
+
+
+def _host(arm: Arm, setting: Setting, clock: Clock) -> HostTiers:
+    return HostTiers(
+        clock,
+        EVICTIONS[arm.eviction],
+        memory_bytes=setting.host_bytes,
+        block_bytes=BLOCK_TOKENS * setting.model.kv_bytes_per_token,
+        num_layers=setting.model.num_layers,
+        disk_bytes_per_s=setting.disk_bytes_per_s if arm.has_disk else 0.0,
+        network_bytes_per_s=setting.network_bytes_per_s,
+    )
+
+
+def run(point: Point) -> Outcome:
+    arm, setting, clock = point.arm, point.setting, Clock()
+    ended: list[Request] = []
+
+    def on_end(request: Request, now: float) -> None:
+        ended.append(request)
+        users.ended(request, now)
+
+    cluster = cluster_of(arm, setting, clock, on_end)
+    habits = replace(setting.habits, has_advisories=arm.has_advisories)
+    users = Users(clock, cluster, habits, point.num_users, point.seed)
+    loads, began = Loads(), time.perf_counter()
+    loads.watch(clock, cluster.nodes, setting.warm_up_s, setting.span_s)
+    users.start()
+    clock.run(setting.span_s)
+    for node in cluster.nodes:
+        node.check_invariants()
+    requests = [request for request in ended if request.ended_s >= setting.warm_up_s]
+    return _outcome(cluster, requests, loads, setting, clock.num_events, time.perf_counter() - began)
+
+
+def _outcome(
+    cluster: SessionCluster,
+    requests: Sequence[Request],
+    loads: Loads,
+    setting: Setting,
+    num_events: int,
+    took_s: float,
+) -> Outcome:
+    counts: Counter[str] = Counter()
+    for node in cluster.nodes:
+        counts.update(node.tally.counts)
+    for host in {id(node.host): node.host for node in cluster.nodes if node.host is not None}.values():
+        counts.update(host.counts)
+    known = max(counts["known_blocks"], 1)
+    most, median = statistics.fmean(loads.most), statistics.fmean(loads.median)
+    return Outcome(
+        latency_s=_mean(map(normalised_s, requests)),
+        urgent_latency_s=_mean(normalised_s(request) for request in requests if request.base.priority < 0),
+        other_latency_s=_mean(normalised_s(request) for request in requests if request.base.priority >= 0),
+        tpot_s=_mean(request.tpot_s for request in requests if request.arrival.num_answer_tokens > 1),
+        ttft_s=_mean(request.ttft_s for request in requests),
+        ttft_p99_s=quantile([request.ttft_s for request in requests], 0.99),
+        num_requests=len(requests),
+        imbalance=most / max(median, 0.5),
+        most=most,
+        median=median,
+        least=statistics.fmean(loads.least),
+        device_share=counts["device_blocks"] / known,
+        loaded_share=counts["loaded_blocks"] / known,
+        stalled_share=_mean(node.tally.stalled_s for node in cluster.nodes) / setting.span_s,
+        counts=dict(counts),
+        num_events=num_events,
+        took_s=took_s,
+    )
+
+
+def normalised_s(request: Request) -> float:
+    return request.e2e_s / request.arrival.num_answer_tokens
+
+
+def _mean(values: Iterable[float]) -> float:
+    """nan of none."""
+    found = list(values)
+    return statistics.fmean(found) if found else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentsOutcome:
+    """Seconds: of a workflow on average, until the last one's end, and by which advisories came before their requests."""
+
+    workflow_s: float
+    all_s: float
+    lead_s: float
+
+
+def run_agents(point: Point) -> AgentsOutcome:
+    """`num_users` workflows, begun within ten seconds."""
+    clock = Clock()
+    cluster = cluster_of(point.arm, point.setting, clock, lambda request, now: workflows.ended(request, now))
+    workflows = Workflows(
+        clock, cluster, Company(), point.num_users, point.seed, has_advisories=point.arm.has_advisories
+    )
+    workflows.start()
+    clock.run()
+    for node in cluster.nodes:
+        node.check_invariants()
+    if len(workflows.took_s) != point.num_users:
+        raise RuntimeError("workflows were never served")
+    return AgentsOutcome(statistics.fmean(workflows.took_s), clock.now, _mean(workflows.leads_s))
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Bench:
+    """What all parts share."""
+
+    workers: Workers
+    seeds: tuple[int, ...]
+    setting: Setting
+    recorded: Path = RECORDED
+    outcomes: dict[Point, Any] = field(default_factory=dict)
+
+    def run(
+        self,
+        arms: Iterable[Arm],
+        settings: Iterable[Setting],
+        loads: Sequence[int],
+        how: Callable[[Point], Any] = run,
+    ) -> None:
+        """Have the outcomes of all these."""
+        wanted = [
+            Point(arm, setting, load, seed)
+            for setting in settings
+            for load in reversed(loads)  # long ones first, so that no core is left alone with one
+            for arm in arms
+            for seed in self.seeds
+        ]
+        missing = [point for point in wanted if point not in self.outcomes]
+        self.outcomes.update(zip(missing, self.workers.map(how, missing), strict=True))
+
+    def of(self, arm: Arm, setting: Setting, load: int) -> list[Any]:
+        return [self.outcomes[Point(arm, setting, load, seed)] for seed in self.seeds]
+
+    def values(self, arm: Arm, setting: Setting, load: int, name: str) -> list[float]:
+        return [getattr(outcome, name) for outcome in self.of(arm, setting, load)]
+
+    def ratios(self, over: Arm, under: Arm, setting: Setting, load: int, name: str) -> tuple[float, ...]:
+        """Of one arm's figure over another's, seed by seed."""
+        pairs = zip(
+            self.values(over, setting, load, name), self.values(under, setting, load, name), strict=True
+        )
+        return tuple(a / b for a, b in pairs)
+
+
+def users_within(bench: Bench, arm: Arm, setting: Setting, loads: Sequence[int]) -> list[float]:
+    """Users at which normalised latency leaves the limit, by seed; the edge of `loads` where it does so beyond them."""
+    # Few requests end at that load, so its median over seeds is the limit of all.
+    limit_s = PAPER_LIMIT * statistics.median(bench.values(RECOMPUTE, setting, PAPER_USERS, "latency_s"))
+    found = []
+    for at in range(len(bench.seeds)):
+        latencies = [bench.values(arm, setting, load, "latency_s")[at] for load in loads]
+        edge = loads[0] if latencies[0] > limit_s else loads[-1]
+        found.append(crossing(loads, latencies, limit_s) or float(edge))
+    return found
+
+
+Part = tuple[list[Figure], dict[str, Any]]
+
+
+def _ratio(
+    what: str, values: Sequence[float], paper: float | None, arm: Arm, is_less_better: bool = False
+) -> Figure:
+    return Figure(what, tuple(values), paper, is_less_better, arm.made_by, "ratio")
+
+
+def _most(figures: Sequence[Figure]) -> Figure:
+    """The one with the greatest median."""
+    return max(figures, key=lambda figure: figure.median)
+
+
+# -- chats -------------------------------------------------------------------------------------------------------------
+
+LOADS_8B = (64, 256, 512, 768, 1024, 1536)
+LOADS_13B = (64, 96, 128, 192, 256, 384)
+PAPER_8B = {"users": {"recompute": 4.0, "sticky": 4.2}, "least": 1.4, "most": 1.9, "sticky": 2.5, "ttft": 2.4}
+PAPER_13B = {
+    "users": {"recompute": None, "sticky": None},
+    "least": 1.31,
+    "most": 1.9,
+    "sticky": 2.6,
+    "ttft": 2.56,
+}
+
+
+def chat_part(bench: Bench, setting: Setting, loads: Sequence[int], paper: dict[str, Any]) -> Part:
+    """Fig. 12 or 13: users at equal latency, latency and TTFT over users."""
+    bench.run(CHAT.values(), [setting], loads)
+    own = users_within(bench, OURS, setting, loads)
+    figures: list[Figure] = []
+    result: dict[str, Any] = {"made_by": setting.made_by, "users_within": {"ours": own}, "users_ratio": {}}
+    for name in ("recompute", "sticky", "prefix"):
+        theirs = users_within(bench, CHAT[name], setting, loads)
+        ratios = [a / b for a, b in zip(own, theirs, strict=True)]
+        figures.append(_ratio(f"users at equal latency, over {name}", ratios, paper["users"].get(name), OURS))
+        result["users_within"][name] = theirs
+        result["users_ratio"][name] = round(figures[-1].median, 4)
+    for name, key, claim in (
+        ("recompute", "latency_s", "most"),
+        ("sticky", "latency_s", "sticky"),
+        ("prefix", "latency_s", ""),
+        ("recompute", "ttft_s", "ttft"),
+        ("sticky", "ttft_s", "ttft"),
+    ):
+        what = "normalised latency" if key == "latency_s" else "TTFT"
+        found = [
+            _ratio(
+                f"{what} of {name} over ours, most at any load (here {load} users)",
+                bench.ratios(CHAT[name], OURS, setting, load, key),
+                paper.get(claim),
+                OURS,
+            )
+            for load in loads
+        ]
+        figures.append(_most(found))
+        result[f"{key[:-2]}_over_ours_{name}"] = {
+            str(load): round(figure.median, 3) for load, figure in zip(loads, found, strict=True)
+        }
+    at_least = bench.ratios(RECOMPUTE, OURS, setting, loads[0], "latency_s")
+    figures.append(
+        _ratio(
+            f"normalised latency of recompute over ours at {loads[0]} users", at_least, paper["least"], OURS
+        )
+    )
+    result["curve"] = {name: _curve(bench, arm, setting, loads) for name, arm in CHAT.items()}
+    return figures, result
+
+
+def _curve(bench: Bench, arm: Arm, setting: Setting, loads: Sequence[int]) -> dict[str, Any]:
+    """Medians over seeds."""
+    names = "latency_s tpot_s ttft_s ttft_p99_s imbalance most median least device_share loaded_share stalled_share"
+    return {
+        str(load): {
+            name: round(statistics.median(bench.values(arm, setting, load, name)), 5)
+            for name in names.split()
+        }
+        for load in loads
+    }
+
+
+def balance_figures(bench: Bench, setting: Setting, loads: Sequence[int]) -> Part:
+    """Fig. 14, at 256 users, and at more."""
+    arms = CHAT | {"rerouted": REROUTED}
+    bench.run(arms.values(), [setting], loads)
+    papers = {"sticky": 3.1, "ours": 1.0, "rerouted": 1.0, "recompute": 1.0}
+    figures: list[Figure] = []
+    result: dict[str, Any] = {}
+    for load in loads:
+        for name, arm in arms.items():
+            values = bench.values(arm, setting, load, "imbalance")
+            paper = papers.get(name) if load == loads[0] else None
+            what = f"requests at the fullest node over the median one, {load} users, {name}"
+            figures.append(_ratio(what, values, paper, arm, is_less_better=name != "sticky"))
+            result.setdefault(str(load), {})[name] = round(figures[-1].median, 4)
+        result[f"rerouted_{load}"] = _curve(bench, REROUTED, setting, [load])
+    return figures, result
+
+
+def chat8b_part(bench: Bench) -> Part:
+    loads = LOADS_8B
+    figures, result = chat_part(bench, bench.setting, loads, PAPER_8B)
+    more, balance = balance_figures(bench, bench.setting, (256, 1024))
+    return figures + more, result | {"imbalance": balance}
+
+
+def chat13b_part(bench: Bench) -> Part:
+    return chat_part(bench, replace(bench.setting, model=LLAMA2_13B_32K), LOADS_13B, PAPER_13B)
+
+
+# -- agents, prefill, missing, priority --------------------------------------------------------------------------------
+
+NUM_WORKFLOWS = (16, 64, 128)
+
+
+def agents_part(bench: Bench) -> Part:
+    """Fig. 15: MetaGPT on 8 devices. The paper does not say how many workflows ran at once; the figure is that of the most."""
+    # What it runs are no chats.
+    bench = replace(bench, outcomes={})
+    bench.run(CHAT.values(), [bench.setting], NUM_WORKFLOWS, run_agents)
+    figures: list[Figure] = []
+    result: dict[str, Any] = {}
+    for load in NUM_WORKFLOWS:
+        for name in ("recompute", "sticky", "prefix"):
+            values = bench.ratios(CHAT[name], OURS, bench.setting, load, "workflow_s")
+            paper = 2.8 if (name, load) == ("recompute", NUM_WORKFLOWS[-1]) else None
+            figures.append(
+                _ratio(f"workflow time of {name} over ours, {load} workflows", values, paper, OURS)
+            )
+            result.setdefault(str(load), {})[name] = round(figures[-1].median, 4)
+        result[str(load)]["lead_s"] = statistics.median(bench.values(OURS, bench.setting, load, "lead_s"))
+    speedup = result[str(NUM_WORKFLOWS[-1])]["recompute"]
+    made_by = f"{bench.setting.engine}, workflows by {Company()}"
+    return figures, {"agents_speedup": speedup, "by_workflows": result, "made_by": made_by}
+
+
+PREFILL_LOADS = (256, 512)
+
+
+def prefill_part(bench: Bench) -> Part:
+    """Fig. 16: prompts of 1,024 tokens, answers of one, at the times of the chats. The paper gives no numbers."""
+    chats = replace(
+        bench.setting.habits.chats, prompt_tokens=1024, answer_tokens=1, name="prompts of 1,024, answers of 1"
+    )
+    setting = replace(bench.setting, habits=replace(bench.setting.habits, chats=chats))
+    bench.run(CHAT.values(), [setting], PREFILL_LOADS)
+    figures = [
+        _ratio(
+            f"latency of {name} over ours, {load} users",
+            bench.ratios(CHAT[name], OURS, setting, load, "latency_s"),
+            None,
+            OURS,
+        )
+        for load in PREFILL_LOADS
+        for name in ("recompute", "sticky", "prefix")
+    ]
+    curve = {name: _curve(bench, arm, setting, PREFILL_LOADS) for name, arm in CHAT.items()}
+    return figures, {"prefill_heavy": curve, "made_by": setting.made_by}
+
+
+MISSING = (0.0, 0.05, 0.1, 0.2, 0.4)
+
+
+def missing_part(bench: Bench) -> Part:
+    """Fig. 17: shares of requests without an advisory. They go to their KV, or by load and have it fetched."""
+    load = 256
+    figures: list[Figure] = []
+    result: dict[str, Any] = {}
+    settings = {
+        share: replace(bench.setting, habits=replace(bench.setting.habits, missing=share))
+        for share in MISSING
+    }
+    for name, arm in {"to_kv": OURS, "by_load": replace(OURS, unannounced="load_balance")}.items():
+        bench.run([arm], settings.values(), [load])
+        for share in MISSING[1:]:
+            for key, what in (("latency_s", "normalised latency"), ("ttft_s", "TTFT")):
+                some, none = (bench.values(arm, settings[s], load, key) for s in (share, MISSING[0]))
+                values = tuple(a / b - 1 for a, b in zip(some, none, strict=True))
+                paper = 0.06 if (share, key) == (0.1, "latency_s") else None
+                figures.append(
+                    Figure(f"{what}, {share:.0%} missing, {name}", values, paper, True, arm.made_by)
+                )
+                result.setdefault(name, {}).setdefault(f"{share:g}", {})[key[:-2]] = round(
+                    figures[-1].median, 5
+                )
+    return figures, {"missing_10pct_penalty": result["to_kv"]["0.1"]["latency"], "missing": result}
+
+
+URGENT = (0.1, 0.3, 0.5)
+
+
+def priority_part(bench: Bench) -> Part:
+    """Fig. 18: shares of people of high priority, against vLLM's priority order. The paper says that both kinds gain, and gives no numbers."""
+    load = 1024
+    theirs, ours = replace(RECOMPUTE, queue="priority"), replace(OURS, queue="priority", route="priority")
+    figures: list[Figure] = []
+    for share in URGENT:
+        setting = replace(bench.setting, habits=replace(bench.setting.habits, urgent=share))
+        bench.run([theirs, ours], [setting], [load])
+        for key in ("urgent_latency_s", "other_latency_s"):
+            values = bench.ratios(theirs, ours, setting, load, key)
+            who = key.partition("_")[0]
+            what = f"normalised latency of recompute over ours, {share:.0%} urgent, the {who}"
+            figures.append(_ratio(what, values, None, ours))
+    return figures, {"priority": {figure.what: round(figure.median, 4) for figure in figures}}
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+LIMIT_USERS = 512
+# An advisory pays where it takes away so much of the mean TTFT, and no latency is lost. Chosen.
+PAYS_SHARE = 0.05
+
+
+def limit_settings(bench: Bench) -> dict[str, dict[str, Setting]]:
+    """One thing varied at a time; the middle is a machine with 64 GB of memory, so that most KV lies on disk."""
+    middle = replace(
+        bench.setting, host_bytes=64 * GB, span_s=min(bench.setting.span_s, 240.0), warm_up_s=60.0
+    )
+    habits, gpu = middle.habits, middle.gpu
+
+    def chats(mean: float) -> Setting:
+        return replace(middle, habits=replace(habits, chats=Chats(turns=LogNormal(mean, 1.3))))
+
+    found = {
+        "lead_share": {
+            f"{s:g}": replace(middle, habits=replace(habits, lead_share=s)) for s in (0, 0.01, 0.1, 0.3, 1)
+        },
+        "link_share": {
+            f"{s:g}": replace(middle, gpu=replace(gpu, link_share=s)) for s in (0.01, 0.03, 0.1, 0.8)
+        },
+        "network_bytes_per_s": {
+            f"{v:g}": replace(middle, network_bytes_per_s=v) for v in (0.125e9, 1.25e9, 12.5e9)
+        },
+        "disk_bytes_per_s": {f"{v:g}": replace(middle, disk_bytes_per_s=v) for v in (0.5e9, 1e9, 3e9, 7e9)},
+        "mean_turns": {f"{mean:g}": chats(mean) for mean in (1.0, 2.0, 5.25, 12.0)},
+        "host_bytes": {f"{gb}e9": replace(middle, host_bytes=gb * GB) for gb in (16, 64, 256)},
+        "device_bytes": {
+            f"{gb}e9": replace(middle, gpu=gpu.with_memory(gb * GB)) for gb in (24, 40, 80, 141)
+        },
+    }
+    if bench.recorded.exists():
+        trace = recorded(bench.recorded)
+        found["mean_turns"][trace.name] = replace(middle, habits=replace(habits, chats=trace))
+    return found
+
+
+def limits_part(bench: Bench) -> Part:
+    """Where advisories stop paying."""
+    limits: dict[str, Any] = {}
+    figures: list[Figure] = []
+    for name, settings in limit_settings(bench).items():
+        bench.run([OURS, DEMAND, DEMAND_BALANCED], settings.values(), [LIMIT_USERS])
+        limits[name] = {value: _limit(bench, setting) for value, setting in settings.items()}
+        for value, found in limits[name].items():
+            what = f"TTFT saved by advisories, {name} {value}"
+            figures.append(Figure(what, tuple(found["saved_ttft_seeds"]), None, False, OURS.made_by))
+    dead = {name: [v for v, found in values.items() if not found["pays"]] for name, values in limits.items()}
+    return figures, {
+        "limits": limits,
+        "does_not_pay": {name: values for name, values in dead.items() if values},
+    }
+
+
+def _limit(bench: Bench, setting: Setting) -> dict[str, Any]:
+    """Ours against the better of the two without advisories, seed by seed."""
+    saved: dict[str, list[float]] = {"ttft": [], "latency": []}
+    for own, *without in zip(
+        *(bench.of(arm, setting, LIMIT_USERS) for arm in (OURS, DEMAND, DEMAND_BALANCED)), strict=True
+    ):
+        best = min(without, key=lambda outcome: float(outcome.ttft_s))
+        saved["ttft"].append(1 - own.ttft_s / best.ttft_s)
+        saved["latency"].append(1 - own.latency_s / min(outcome.latency_s for outcome in without))
+    medians = {name: statistics.median(values) for name, values in saved.items()}
+    return {
+        "pays": medians["ttft"] >= PAYS_SHARE and medians["latency"] >= -0.001,
+        "saved_ttft": round(medians["ttft"], 4),
+        "saved_latency": round(medians["latency"], 4),
+        "saved_ttft_seeds": [round(value, 4) for value in saved["ttft"]],
+        "ttft_s": {
+            name: round(statistics.median(bench.values(arm, setting, LIMIT_USERS, "ttft_s")), 4)
+            for name, arm in (("ours", OURS), ("demand", DEMAND), ("demand_balanced", DEMAND_BALANCED))
+        },
+    }
+
+
+def scale_part(bench: Bench) -> Part:
+    """A thousand nodes, a million sessions; no figures of the paper."""
+    chats = bench.setting.habits.chats
+    found = symphony_scale.measure(bench.workers, bench.seeds[0], chats, LoadBalance())
+    return [], {"scale": found, "made_by": found["made_by"]}
+
+
+PARTS: dict[str, Callable[[Bench], Part]] = {
+    "chat8b": chat8b_part,
+    "chat13b": chat13b_part,
+    "agents": agents_part,
+    "prefill": prefill_part,
+    "missing": missing_part,
+    "priority": priority_part,
+    "limits": limits_part,
+    "scale": scale_part,
+}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sim symphony",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--part", choices=PARTS, action="append", help="all but scale by default")
+    parser.add_argument("--recorded", type=Path, default=RECORDED, help="MT-Bench-101, for the part limits")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1, help="the first one")
+    parser.add_argument("--span-s", type=float, default=SPAN_S, help="simulated, each run")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument(
+        "--quick", action="store_true", help="the parts missing and agents, two seeds, 4 simulated minutes"
+    )
+    args = parser.parse_args(arguments)
+    began = time.perf_counter()
+    setting = Setting(span_s=min(args.span_s, 240.0) if args.quick else args.span_s)
+    seeds = tuple(range(args.seed, args.seed + (2 if args.quick else args.seeds)))
+    bench = Bench(Workers(args.jobs), seeds, setting, args.recorded)
+    default = ("missing", "agents") if args.quick else [name for name in PARTS if name != "scale"]
+    try:
+        _report(args.part or default, bench, began)
+    finally:
+        bench.workers.close()
+
+
+HEADLINES = ("users_ratio", "missing_10pct_penalty", "agents_speedup", "limits", "does_not_pay", "scale")
+
+
+def _report(parts: Sequence[str], bench: Bench, began: float) -> None:
+    figures: list[Figure] = []
+    rows: list[tuple[str, str, str]] = []
+    result: dict[str, Any] = {"bench": "symphony", "seeds": list(bench.seeds), "parts": {}}
+    for name in parts:
+        found, part = PARTS[name](bench)
+        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        ordered = sorted(found, key=lambda figure: (not figure.falls_short, figure.paper is None))
+        made_by = part.setdefault("made_by", bench.setting.made_by)
+        rows += [(f"-- {name}", "", made_by), *(figure.row() for figure in ordered)]
+        figures += found
+        result["parts"][name] = part | {"figures": [figure.result() for figure in found]}
+        if name != "chat13b":
+            result |= {key: part[key] for key in HEADLINES if key in part}
+        if "imbalance" in part:
+            at_256 = part["imbalance"]["256"]
+            result["imbalance_max_over_median"] = {key: at_256[key] for key in ("ours", "sticky", "rerouted")}
+    result["took_s"] = round(time.perf_counter() - began, 1)
+    compared = [figure for figure in figures if figure.paper is not None]
+    num_short = sum(figure.falls_short for figure in compared)
+    title = (
+        f"SYMPHONY in virtual time ({num_short} of {len(compared)} compared figures fall short of the paper)"
+    )
+    report(title, rows, result)

@@ -1,0 +1,462 @@
+"""Which node serves a request. Pure: facts in, decision out; a decision looks at each node once.
+
+A node reports a few numbers of itself (`NodeFacts`), as often as it likes; what depends on the request (where its KV and its adapter are) comes with
+it (`Ask`) and names only the nodes that have something. `POLICIES` has them by name: `overture` is ours, `rank_aware` is CaraServe's, `load_balance`
+and `priority` are SYMPHONY's, the others are baselines.
+
+How long a batch takes is told by a `PerfModel`, which `fit` makes of measured steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+KernelName = Literal["bgmv", "mbgmv"]
+
+# Punica's largest batch, up to which its scheduler fills a GPU before it takes the next. Source: Chen et al., Punica, 2023.
+MAX_BATCH = 32
+# "A large penalty" (CaraServe §5) without a number: a minute is more than any request costs otherwise. Chosen.
+PENALTY_S = 60.0
+# How much more a second counts by which an answer is later than its SLO. Chosen. Weighing what is late, not whether it is, keeps a node that is late
+# already from being given everything.
+LATE_WEIGHT = 10.0
+# Singular values of measured steps, of the largest one, below which they count as none. Chosen: far above rounding, far below what steps differ by.
+MIN_SINGULAR = 1e-9
+
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+
+
+class Ranks(Struct, frozen=True, gc=False):
+    """Adapter ranks of some requests: of how many, their sum, the largest. Requests for the base model count with rank 0."""
+
+    num: int = 0
+    total: int = 0
+    most: int = 0
+
+    def plus(self, rank: int) -> Ranks:
+        return Ranks(self.num + 1, self.total + rank, rank if rank > self.most else self.most)
+
+    def __add__(self, other: Ranks) -> Ranks:
+        most = other.most if other.most > self.most else self.most
+        return Ranks(self.num + other.num, self.total + other.total, most)
+
+
+class NodeFacts(Struct, frozen=True, kw_only=True, gc=False):
+    """A node, as it last reported itself.
+
+    running, queued: ranks of requests that have begun, and of those that have not. num_tokens: of KV that all of them hold or will take when they
+    begin. queued_tokens: of the prompts of those that are queued. free_tokens: of KV, that more requests could take. num_urgent: requests of urgent
+    sessions. is_open: takes requests.
+    """
+
+    node_id: str
+    running: Ranks
+    queued: Ranks
+    num_tokens: int
+    queued_tokens: int
+    free_tokens: int
+    num_urgent: int = 0
+    is_open: bool = True
+
+    @property
+    def num_requests(self) -> int:
+        return self.running.num + self.queued.num
+
+
+class CachedKv(Struct, frozen=True, gc=False):
+    """Of a request's prompt, on one node: how many tokens have their KV there, and how long it takes to the device; 0 for what is there."""
+
+    num_tokens: int
+    load_s: float = 0.0
+
+
+class Ask(Struct, frozen=True, kw_only=True, gc=False):
+    """A request, or an advisory of one.
+
+    num_answer_tokens: predicted. rank: of its adapter, 0 for the base model. home: where its session was last. kv: by node, where any of its prompt
+    is. adapter_load_s: by node, what its adapter takes to the device; 0 where it is there. usual_load_s: on nodes that are not named there; None:
+    those cannot serve it.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    num_answer_tokens: int
+    rank: int = 0
+    is_urgent: bool = False
+    home: str = ""
+    kv: Mapping[str, CachedKv] = {}
+    adapter_load_s: Mapping[str, float] = {}
+    usual_load_s: float | None = 0.0
+
+
+class Cost(Struct, frozen=True, gc=False):
+    """Seconds that a request would add on a node: until its first token, its own decoding, what all others lose, and what of it is beyond the SLO."""
+
+    start_s: float
+    decode_s: float
+    others_s: float
+    late_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.start_s + self.decode_s + self.others_s + LATE_WEIGHT * self.late_s
+
+
+RouteReason = Literal["policy", "no_memory", "nobody"]
+
+
+class Route(Struct, frozen=True, kw_only=True):
+    """Where a request goes.
+
+    node_id: None if nobody can serve it. reason: by the `policy`; by it, though no node has memory for it now; `nobody` is open and has its adapter.
+    kv_from: the node that its KV is to be fetched from, "" for none. pauses_others: the node may pause requests that are not urgent for it.
+    cost: where the policy reckons with one.
+    """
+
+    node_id: str | None
+    reason: RouteReason = "policy"
+    kv_from: str = ""
+    pauses_others: bool = False
+    cost: Cost | None = None
+
+
+# -- performance models ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PerfModel:
+    """Seconds of a step over a batch: rank_s · (ranks as the kernel reads them) + token_s · (tokens of KV) + fixed_s; 0 of nobody.
+
+    BGMV pads all ranks to the largest, MBGMV does not. Source: CaraServe §5; departs in the tokens, which its models leave out (token_s 0).
+    """
+
+    kernel: KernelName
+    rank_s: float
+    fixed_s: float
+    token_s: float = 0.0
+
+    def seconds(self, ranks: Ranks, num_tokens: int = 0) -> float:
+        if ranks.num == 0:
+            return 0.0
+        read = ranks.num * ranks.most if self.kernel == "bgmv" else ranks.total
+        return self.rank_s * read + self.token_s * num_tokens + self.fixed_s
+
+
+class Measured(Struct, frozen=True, gc=False):
+    """A step that was timed."""
+
+    ranks: Ranks
+    num_tokens: int
+    seconds: float
+
+
+class Fit(Struct, frozen=True):
+    """r2: the share of the times' variance that the model explains, 1 is all."""
+
+    model: PerfModel
+    r2: float
+
+
+def fit(kernel: KernelName, steps: Sequence[Measured], *, with_tokens: bool = False) -> Fit:
+    """The model with the least squared error over these steps. with_tokens: it counts tokens of KV, too, else ranks alone as the paper's do.
+
+    Raises:
+        ValueError: fewer steps than unknowns, or steps that do not tell them apart (all of one batch, say).
+    """
+    probe = PerfModel(kernel, 1.0, 0.0)
+    rows = [[1.0, probe.seconds(step.ranks)] + [float(step.num_tokens)] * with_tokens for step in steps]
+    weights = _least_squares(rows, [step.seconds for step in steps])
+    model = PerfModel(kernel, weights[1], weights[0], weights[2] if with_tokens else 0.0)
+    mean_s = sum(step.seconds for step in steps) / len(steps)
+    spread = sum((step.seconds - mean_s) ** 2 for step in steps)
+    error = sum((step.seconds - model.seconds(step.ranks, step.num_tokens)) ** 2 for step in steps)
+    return Fit(model, 1.0 - error / spread if spread else 1.0)
+
+
+def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Weights of the columns. Columns are scaled to their largest value first, so that rounding does not decide. Raises ValueError as `fit` does."""
+    import numpy as np
+
+    num = len(rows[0]) if rows else 1
+    if len(rows) < num:
+        raise ValueError("too few steps: they do not tell what a rank takes")
+    table = np.array(rows)
+    scales = np.abs(table).max(axis=0)
+    scales[scales == 0] = 1.0
+    weights, _, rank, _ = np.linalg.lstsq(table / scales, np.array(values), rcond=MIN_SINGULAR)
+    if rank < num:
+        raise ValueError("the steps are too much alike: they do not tell what a rank takes")
+    return [float(weight) for weight in weights / scales]
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the nodes have in common, and what is asked of them.
+
+    decode, prefill: seconds of a step that decodes, and of one that computes prompts of the usual length. prompt_token_s: of a token of a prompt.
+    prefill_step_s: of a step with prompts, whatever they are; 0 for an engine that computes them beside those that decode. slo_s: per token of an
+    answer. answer_tokens: the usual answer. kv_move_token_s: of a token's KV from one node to another, None if that cannot be done. loads_block:
+    a node that loads an adapter does nothing else. penalty_s: Algorithm 1's. max_batch: Punica's.
+    """
+
+    decode: PerfModel
+    prefill: PerfModel
+    slo_s: float
+    answer_tokens: float
+    prompt_token_s: float
+    prefill_step_s: float = 0.0
+    kv_move_token_s: float | None = None
+    loads_block: bool = False
+    penalty_s: float = PENALTY_S
+    max_batch: int = MAX_BATCH
+
+    def __post_init__(self) -> None:
+        if self.slo_s <= 0 or self.answer_tokens <= 0 or self.max_batch < 1:
+            raise ValueError("an SLO, the usual answer and a batch are positive")
+
+
+class RoutingPolicy(Protocol):
+    """Chooses a node for a request."""
+
+    @property
+    def name(self) -> str:
+        """As in `POLICIES`."""
+        ...
+
+    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        """Where it goes; of nodes that are equally good, the first. Changes no state. Costs in proportion to the number of nodes."""
+        ...
+
+
+def candidates(ask: Ask, nodes: Sequence[NodeFacts]) -> tuple[Sequence[NodeFacts], RouteReason]:
+    """Nodes that are open, can have the adapter, and have memory for the prompt and its predicted answer; if none has memory, those that lack it.
+
+    Source: CaraServe §5: "matching the base LLM, adapter, and GPU memory availability". Nodes of another base model are not among `nodes`.
+    """
+    if ask.usual_load_s is None:
+        able = [node for node in nodes if node.is_open and node.node_id in ask.adapter_load_s]
+    else:
+        able = [node for node in nodes if node.is_open]
+    needed = ask.num_prompt_tokens + ask.num_answer_tokens
+    with_room = [node for node in able if node.free_tokens >= needed]
+    if with_room:
+        return with_room, "policy"
+    return able, "no_memory" if able else "nobody"
+
+
+def _least(ask: Ask, nodes: Sequence[NodeFacts], key: Callable[[NodeFacts], float]) -> Route:
+    found, reason = candidates(ask, nodes)
+    if not found:
+        return Route(node_id=None, reason=reason)
+    return Route(node_id=min(found, key=key).node_id, reason=reason)
+
+
+def _num_requests(node: NodeFacts) -> int:
+    return node.running.num + node.queued.num
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBalance:
+    """The fewest requests. Source: SYMPHONY §3.2, its default."""
+
+    name = "load_balance"
+
+    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        return _least(ask, nodes, _num_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class MostIdle:
+    """The fewest tokens held and to be computed. Source: CaraServe §7.5, "the least workload", which it does not define."""
+
+    name = "most_idle"
+
+    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        return _least(ask, nodes, lambda node: node.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Sticky:
+    """Where the session was; a new one, or one whose node is gone, goes to the fewest requests."""
+
+    name = "sticky"
+
+    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        can_load = ask.usual_load_s is not None or ask.home in ask.adapter_load_s
+        if can_load and any(node.node_id == ask.home and node.is_open for node in nodes):
+            return Route(node_id=ask.home)
+        return _least(ask, nodes, _num_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFit:
+    """The first with memory and fewer than so many requests; if there is none, the fewest. Source: CaraServe §7.5, after Punica."""
+
+    max_batch: int = MAX_BATCH
+    name = "first_fit"
+
+    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        found, reason = candidates(ask, nodes)
+        if reason == "policy":
+            for node in found:
+                if node.running.num + node.queued.num < self.max_batch:
+                    return Route(node_id=node.node_id)
+        return _least(ask, nodes, _num_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """Any, by a hash of the request's id and the salt: the same request goes the same way again while the same nodes are there."""
+
+    salt: str = ""
+    name = "random"
+
+    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        found, reason = candidates(ask, nodes)
+        if not found:
+            return Route(node_id=None, reason=reason)
+        digest = hashlib.blake2b(f"{self.salt}\0{ask.request_id}".encode(), digest_size=8).digest()
+        return Route(node_id=found[int.from_bytes(digest) % len(found)].node_id, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class RankAware:
+    """The least cost to all, by ranks. Source: CaraServe §5, Algorithm 1.
+
+    What a request adds to a step of prompts, divided by the usual answer, and to a step of decoding; a penalty if decoding would be slower than the
+    SLO; times the requests that are there.
+    """
+
+    settings: Settings
+    name = "rank_aware"
+
+    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        return _least(ask, nodes, lambda node: self.cost_s(ask.rank, node) * _num_requests(node))
+
+    def cost_s(self, rank: int, node: NodeFacts) -> float:
+        """For one request that is there: Algorithm 1's CalcCost."""
+        settings, there = self.settings, node.running + node.queued
+        prefill, decode = settings.prefill.seconds, settings.decode.seconds
+        added_prefill_s = prefill(node.queued.plus(rank)) - prefill(node.queued)
+        after_s = decode(there.plus(rank))
+        cost_s = added_prefill_s / settings.answer_tokens + after_s - decode(there)
+        return cost_s + settings.penalty_s * (after_s > settings.slo_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Priority:
+    """Urgent requests are spread over the nodes first, the others go where the fewest requests are, away from urgent ones where that is equal.
+
+    The node may pause others for an urgent request if decoding would otherwise be slower than the SLO. Source: SYMPHONY §3.5.
+    """
+
+    settings: Settings
+    name = "priority"
+
+    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        found, reason = candidates(ask, nodes)
+        if not found:
+            return Route(node_id=None, reason=reason)
+        if not ask.is_urgent:
+            node = min(found, key=lambda node: (_num_requests(node), node.num_urgent))
+            return Route(node_id=node.node_id, reason=reason)
+        node = min(found, key=lambda node: (node.num_urgent, _num_requests(node)))
+        there = (node.running + node.queued).plus(ask.rank)
+        after_s = self.settings.decode.seconds(there, node.num_tokens + ask.num_prompt_tokens)
+        return Route(node_id=node.node_id, reason=reason, pauses_others=after_s > self.settings.slo_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Overture:
+    """The fewest seconds that a request adds to all answers together, its own and those that are under way (`Cost`).
+
+    Knows where the request's KV is and what moving it takes, where its adapter is, the ranks in each batch and the tokens that they hold. What will
+    come later is left out: it goes where it costs least then. Source: CaraServe's Algorithm 1; departs in counting own and others' seconds apart
+    in place of multiplying by the requests, in KV, adapters and tokens, and in a penalty that grows.
+    """
+
+    settings: Settings
+    name = "overture"
+
+    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        found, reason = candidates(ask, nodes)
+        if not found:
+            return Route(node_id=None, reason=reason)
+        fullest = max(ask.kv, key=lambda node_id: ask.kv[node_id].num_tokens, default="")
+        usual = self._prefill(ask, "", fullest)
+        best, best_s, best_at = None, 0.0, found[0]
+        for node in found:
+            special = node.node_id in ask.kv
+            prefill = self._prefill(ask, node.node_id, fullest) if special else usual
+            cost = self.cost(ask, node, prefill)
+            total_s = cost.total_s
+            if best is None or total_s < best_s:
+                best, best_s, best_at = cost, total_s, node
+        _, _, kv_from = self._prefill(ask, best_at.node_id, fullest)
+        return Route(node_id=best_at.node_id, reason=reason, kv_from=kv_from, cost=best)
+
+    def _prefill(self, ask: Ask, node_id: str, fullest: str) -> tuple[float, float, str]:
+        """Seconds of computing what is not cached, and of bringing what is, on a node; and the other node it comes from, if that is faster."""
+        settings = self.settings
+        here = ask.kv.get(node_id, CachedKv(0))
+        compute_s = (ask.num_prompt_tokens - here.num_tokens) * settings.prompt_token_s
+        best = (compute_s, here.load_s, "")
+        if here.load_s + compute_s > ask.num_prompt_tokens * settings.prompt_token_s:
+            best = (ask.num_prompt_tokens * settings.prompt_token_s, 0.0, "")
+        if settings.kv_move_token_s is not None and fullest not in ("", node_id):
+            there = ask.kv[fullest]
+            compute_s = (ask.num_prompt_tokens - there.num_tokens) * settings.prompt_token_s
+            move_s = there.load_s + there.num_tokens * settings.kv_move_token_s
+            if compute_s + move_s < best[0] + best[1]:
+                best = (compute_s, move_s, fullest)
+        return best
+
+    def cost(self, ask: Ask, node: NodeFacts, prefill: tuple[float, float, str]) -> Cost:
+        """prefill: as `_prefill` gives it."""
+        settings = self.settings
+        compute_s, bring_s, _ = prefill
+        load_s = ask.adapter_load_s.get(node.node_id, ask.usual_load_s or 0.0)
+        running, queued = node.running, node.queued
+        num = running.num + queued.num
+        total, most = running.total + queued.total, max(running.most, queued.most)
+        before_s = settings.decode.seconds(Ranks(num, total, most), node.num_tokens)
+        with_it = Ranks(num + 1, total + ask.rank, max(most, ask.rank))
+        after_s = settings.decode.seconds(with_it, node.num_tokens + ask.num_prompt_tokens)
+        # A step under way is half done; then whoever is queued is computed in one step with it, and for them that step is to come anyway.
+        step_s = settings.prefill_step_s + node.queued_tokens * settings.prompt_token_s + compute_s
+        stall_s = compute_s + settings.prefill_step_s * (queued.num == 0) + load_s * settings.loads_block
+        # Those that are there have half of their answers before them.
+        overlap = min(ask.num_answer_tokens, settings.answer_tokens / 2)
+        late_s = max(after_s - settings.slo_s, 0.0)
+        more_late_s = late_s - max(before_s - settings.slo_s, 0.0)
+        return Cost(
+            before_s / 2 + load_s + bring_s + step_s,
+            ask.num_answer_tokens * after_s,
+            num * (stall_s + overlap * (after_s - before_s)),
+            ask.num_answer_tokens * late_s + num * overlap * more_late_s,
+        )
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+
+POLICIES: dict[str, Callable[[Settings], RoutingPolicy]] = {
+    "overture": Overture,
+    "rank_aware": RankAware,
+    "load_balance": lambda settings: LoadBalance(),
+    "most_idle": lambda settings: MostIdle(),
+    "sticky": lambda settings: Sticky(),
+    "first_fit": lambda settings: FirstFit(settings.max_batch),
+    "random": lambda settings: Random(),
+    "priority": Priority,
+}
+"""By name; each takes what the nodes have in common."""

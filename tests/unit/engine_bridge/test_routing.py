@@ -1,0 +1,381 @@
+"""Which node serves a request: each policy against sums made by hand, and against what must hold whatever the nodes report."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_bridge.policy.routing import (
+    LATE_WEIGHT,
+    POLICIES,
+    Ask,
+    CachedKv,
+    Cost,
+    FirstFit,
+    KernelName,
+    LoadBalance,
+    Measured,
+    MostIdle,
+    NodeFacts,
+    Overture,
+    PerfModel,
+    Priority,
+    Random,
+    RankAware,
+    Ranks,
+    Settings,
+    Sticky,
+    candidates,
+    fit,
+)
+
+BGMV, MBGMV = PerfModel("bgmv", 0.001, 0.01), PerfModel("mbgmv", 0.001, 0.01)
+SETTINGS = Settings(
+    decode=BGMV, prefill=PerfModel("bgmv", 0.002, 0.02), slo_s=1.0, answer_tokens=10, prompt_token_s=0.001
+)
+
+
+def ranks(*values: int) -> Ranks:
+    return Ranks(len(values), sum(values), max(values, default=0))
+
+
+NOBODY = ranks()
+
+
+def node(
+    node_id: str, running: Ranks = NOBODY, queued: Ranks = NOBODY, *, free: int = 10_000, **more: int | bool
+) -> NodeFacts:
+    facts = {"num_tokens": 0, "queued_tokens": 0} | more
+    return NodeFacts(node_id=node_id, running=running, queued=queued, free_tokens=free, **facts)  # type: ignore[arg-type]
+
+
+def busy(node_id: str, num: int, **more: int | bool) -> NodeFacts:
+    return node(node_id, ranks(*[8] * num), **more)
+
+
+def ask(
+    *,
+    rank: int = 8,
+    kv: Mapping[str, CachedKv] | None = None,
+    loads: Mapping[str, float] | None = None,
+    usual: float | None = 0.0,
+    **more: int | str | bool,
+) -> Ask:
+    facts = {"request_id": "r", "num_prompt_tokens": 100, "num_answer_tokens": 10} | more
+    return Ask(rank=rank, kv=kv or {}, adapter_load_s=loads or {}, usual_load_s=usual, **facts)  # type: ignore[arg-type]
+
+
+# -- performance models ------------------------------------------------------------------------------------------------
+
+
+def test_bgmv_pads_all_ranks_to_the_largest_and_mbgmv_does_not() -> None:
+    batch = ranks(8, 8, 64)
+    assert BGMV.seconds(batch) == pytest.approx(3 * 64 * 0.001 + 0.01)
+    assert MBGMV.seconds(batch) == pytest.approx(80 * 0.001 + 0.01)
+    assert replace(MBGMV, token_s=0.5).seconds(batch, 4) == pytest.approx(2.09)
+    assert BGMV.seconds(ranks()) == 0.0, "nobody's step takes no time"
+
+
+@given(
+    kernel=st.sampled_from(["bgmv", "mbgmv"]),
+    rank_us=st.floats(0.1, 100),
+    fixed_ms=st.floats(0.1, 100),
+    token_us=st.floats(0.1, 10),
+    seed=st.integers(0, 1000),
+)
+def test_a_fit_finds_the_model_that_made_the_times(
+    kernel: KernelName, rank_us: float, fixed_ms: float, token_us: float, seed: int
+) -> None:
+    rng = random.Random(seed)
+    made = PerfModel(kernel, rank_us * 1e-6, fixed_ms * 1e-3, token_us * 1e-6)
+    batches = [ranks(*rng.choices((8, 16, 64), k=rng.randrange(1, 30))) for _ in range(60)]
+    contexts = [rng.randrange(1, 4000) for _ in batches]
+    steps = [Measured(b, c, made.seconds(b, c)) for b, c in zip(batches, contexts, strict=True)]
+    found = fit(kernel, steps, with_tokens=True)
+    assert found.r2 == pytest.approx(1.0)
+    assert found.model.rank_s == pytest.approx(made.rank_s, rel=1e-4)
+    assert found.model.fixed_s == pytest.approx(made.fixed_s, rel=1e-4)
+    assert found.model.token_s == pytest.approx(made.token_s, rel=1e-4)
+    assert fit(kernel, steps).model.token_s == 0.0
+
+
+def test_r2_is_the_share_of_the_variance_that_is_explained() -> None:
+    # Times 1, 2 and 6 at sums of 1, 2 and 3: the line is 2.5 · sum - 2, it misses by 0.5, -1, 0.5; the variance is 14.
+    steps = [Measured(ranks(rank), 0, seconds) for rank, seconds in ((1, 1.0), (2, 2.0), (3, 6.0))]
+    found = fit("mbgmv", steps)
+    assert (found.model.rank_s, found.model.fixed_s) == pytest.approx((2.5, -2.0))
+    assert found.r2 == pytest.approx(1 - 1.5 / 14)
+
+
+@pytest.mark.parametrize("batches", [[], [ranks(8)], [ranks(8, 8)] * 5, [ranks()] * 5])
+def test_steps_that_do_not_tell_what_a_rank_takes_are_refused(batches: list[Ranks]) -> None:
+    with pytest.raises(ValueError):
+        fit("bgmv", [Measured(batch, 10, 0.03) for batch in batches])
+
+
+# -- Algorithm 1 -------------------------------------------------------------------------------------------------------
+
+# Three requests, one of them queued; four of the new one's rank.
+MIXED, ALIKE = node("mixed", ranks(8, 16), ranks(8)), node("alike", ranks(32, 32, 32, 32))
+
+
+def test_algorithm_1_by_hand_with_bgmv() -> None:
+    policy = RankAware(SETTINGS)
+    # mixed: prompts (2·32·2 + 20) - (1·8·2 + 20) = 112 ms, a tenth of it; decoding (4·32 + 10) - (3·16 + 10) = 80 ms.
+    assert policy.cost_s(32, MIXED) == pytest.approx(0.0112 + 0.080)
+    # alike: prompts 1·32·2 + 20 = 84 ms, since nobody is queued; decoding (5·32 + 10) - (4·32 + 10) = 32 ms.
+    assert policy.cost_s(32, ALIKE) == pytest.approx(0.0084 + 0.032)
+    # Times three and times four requests: 0.274 and 0.162.
+    assert policy.route(ask(rank=32), [MIXED, ALIKE]).node_id == "alike"
+
+
+def test_algorithm_1_by_hand_with_mbgmv() -> None:
+    policy = RankAware(replace(SETTINGS, decode=MBGMV, prefill=PerfModel("mbgmv", 0.002, 0.02)))
+    # mixed: prompts 100 - 36 = 64 ms, decoding 32 ms, times three is 0.115; alike: 84 and 32 ms, times four is 0.162.
+    assert policy.cost_s(32, MIXED) == pytest.approx(0.0064 + 0.032)
+    assert policy.cost_s(32, ALIKE) == pytest.approx(0.0084 + 0.032)
+    assert policy.route(ask(rank=32), [MIXED, ALIKE]).node_id == "mixed"
+
+
+def test_algorithm_1_keeps_away_from_a_node_that_would_miss_the_slo() -> None:
+    # With it, alike decodes in 170 ms, mixed in 138 ms.
+    policy = RankAware(replace(SETTINGS, slo_s=0.15))
+    assert policy.route(ask(rank=32), [MIXED, ALIKE]).node_id == "mixed"
+    assert policy.cost_s(32, ALIKE) == pytest.approx(60.0404)
+
+
+@pytest.mark.parametrize(
+    ("decode", "slo_s", "chosen"),
+    [
+        # Fig. 5's latencies: 24 requests of rank 32 and 16 of rank 64. Rounded as they are, 17 of rank 64 take 36.05 ms with either.
+        (PerfModel("bgmv", 0.001 / 256, 0.0318), 0.0361, "2"),
+        (PerfModel("mbgmv", 0.0006 / 256, 0.0335), 0.0360, "1"),
+    ],
+)
+def test_the_papers_example_goes_where_the_paper_sends_it(
+    decode: PerfModel, slo_s: float, chosen: str
+) -> None:
+    policy = RankAware(replace(SETTINGS, decode=decode, slo_s=slo_s))
+    nodes = [node("1", ranks(*[32] * 24)), node("2", ranks(*[64] * 16))]
+    assert policy.route(ask(rank=64), nodes).node_id == chosen
+
+
+# -- baselines ---------------------------------------------------------------------------------------------------------
+
+
+def test_load_balance_counts_those_that_run_and_those_that_are_queued() -> None:
+    nodes = [busy("a", 3), node("b", ranks(8), ranks(8, 8, 8)), node("c", ranks(8), ranks(8)), busy("d", 2)]
+    assert LoadBalance().route(ask(), nodes).node_id == "c"
+
+
+def test_most_idle_counts_tokens() -> None:
+    nodes = [busy("few", 1, num_tokens=900), busy("many", 5, num_tokens=300)]
+    assert MostIdle().route(ask(), nodes).node_id == "many"
+
+
+def test_first_fit_fills_a_node_before_the_next_and_then_takes_the_emptiest() -> None:
+    policy = FirstFit(max_batch=3)
+    assert policy.route(ask(), [busy("a", 2), busy("b", 0)]).node_id == "a"
+    assert policy.route(ask(), [busy("a", 3), busy("b", 1), busy("c", 0)]).node_id == "b"
+    assert policy.route(ask(), [busy("a", 2, free=50), busy("b", 1)]).node_id == "b", "no memory for it on a"
+    assert policy.route(ask(), [busy("a", 5), busy("b", 4), busy("c", 4)]).node_id == "b"
+
+
+def test_random_is_even_and_the_same_again() -> None:
+    nodes = [node(str(at)) for at in range(20)]
+    asks = [ask(request_id=f"{at:06d}") for at in range(4000)]
+    chosen = [Random().route(one, nodes).node_id for one in asks]
+    counts = Counter(chosen)
+    assert len(counts) == 20 and min(counts.values()) > 140 and max(counts.values()) < 260
+    assert chosen == [Random().route(one, nodes).node_id for one in asks]
+    assert chosen != [Random("other").route(one, nodes).node_id for one in asks]
+
+
+def test_sticky_stays_however_busy_its_node_is() -> None:
+    nodes = [busy("a", 0), busy("home", 50, free=0)]
+    assert Sticky().route(ask(home="home"), nodes).node_id == "home"
+    assert Sticky().route(ask(), nodes).node_id == "a"
+
+
+@pytest.mark.parametrize("home", [busy("home", 0, is_open=False), busy("elsewhere", 9)])
+def test_sticky_leaves_a_node_that_is_gone(home: NodeFacts) -> None:
+    assert Sticky().route(ask(home="home"), [home, busy("a", 3)]).node_id == "a"
+
+
+def test_sticky_leaves_a_node_that_cannot_have_the_adapter() -> None:
+    nodes = [busy("home", 0), busy("a", 3)]
+    assert Sticky().route(ask(home="home", usual=None, loads={"a": 0.1}), nodes).node_id == "a"
+
+
+def test_urgent_requests_are_spread_and_others_keep_away_from_them() -> None:
+    policy = Priority(SETTINGS)
+    nodes = [busy("a", 1, num_urgent=1), busy("b", 4), busy("c", 1)]
+    assert policy.route(ask(is_urgent=True), nodes[:2]).node_id == "b"
+    assert policy.route(ask(), nodes).node_id == "c"
+
+
+def test_others_are_paused_only_where_an_urgent_request_would_be_slow() -> None:
+    # With it there are three of rank 8: 34 ms.
+    for slo_s, expected in ((0.033, True), (0.035, False)):
+        policy = Priority(replace(SETTINGS, slo_s=slo_s))
+        assert policy.route(ask(is_urgent=True), [busy("a", 2)]).pauses_others is expected
+        assert not policy.route(ask(), [busy("a", 2)]).pauses_others
+
+
+# -- ours --------------------------------------------------------------------------------------------------------------
+
+OURS = Overture(replace(SETTINGS, decode=MBGMV, prefill_step_s=0.02, kv_move_token_s=0.0001))
+
+
+def test_costs_by_hand() -> None:
+    there = node("a", ranks(8, 16), ranks(8), num_tokens=50, queued_tokens=30)
+    settings = replace(OURS.settings, decode=replace(MBGMV, token_s=0.0001), slo_s=0.05, loads_block=True)
+    request = ask(rank=32, kv={"a": CachedKv(60, 0.005)}, loads={"a": 0.5})
+    cost = Overture(settings).route(request, [there]).cost
+    # Decoding goes from 32 + 10 + 5 = 47 ms to 64 + 10 + 15 = 89 ms. Its prompt: half a step, the load, its KV, then one step with 30 + 40 tokens.
+    start_s = 0.0235 + 0.5 + 0.005 + 0.02 + 0.030 + 0.040
+    # Three others see the load and its own 40 tokens: the step itself comes for the queued one. Half of their ten tokens are still to come.
+    others_s = 3 * (0.5 + 0.040 + 5 * 0.042)
+    late_s = 10 * 0.039 + 3 * 5 * 0.039
+    assert cost is not None
+    assert (cost.start_s, cost.decode_s, cost.others_s, cost.late_s) == pytest.approx(
+        (start_s, 0.89, others_s, late_s)
+    )
+    assert cost.total_s == pytest.approx(start_s + 0.89 + others_s + LATE_WEIGHT * late_s)
+
+
+def test_it_goes_where_its_kv_is_unless_that_costs_others_more() -> None:
+    kv = {"b": CachedKv(90)}
+    stays = Overture(replace(OURS.settings, kv_move_token_s=None))
+    assert stays.route(ask(kv=kv), [busy("a", 1), busy("b", 1)]).node_id == "b"
+    assert stays.route(ask(kv=kv), [busy("a", 1), busy("b", 9)]).node_id == "a"
+
+
+def test_kv_is_moved_where_that_is_quicker_than_computing_it() -> None:
+    nodes = [busy("a", 0), busy("b", 9)]
+    route = OURS.route(ask(kv={"b": CachedKv(90)}), nodes)
+    assert (route.node_id, route.kv_from) == ("a", "b")
+    slow = Overture(replace(OURS.settings, kv_move_token_s=0.1))
+    assert slow.route(ask(kv={"b": CachedKv(90)}), nodes).kv_from == ""
+    assert OURS.route(ask(kv={"a": CachedKv(90)}), nodes).kv_from == "", "it is there already"
+
+
+def test_kv_that_takes_longer_to_the_device_than_computing_it_counts_for_nothing() -> None:
+    slow = OURS.route(ask(kv={"a": CachedKv(90, load_s=5.0)}), [busy("a", 0)]).cost
+    none = OURS.route(ask(), [busy("a", 0)]).cost
+    assert slow == none
+
+
+def test_it_goes_where_its_adapter_is() -> None:
+    nodes = [busy("a", 1), busy("b", 2)]
+    assert OURS.route(ask(usual=0.5), nodes).node_id == "a"
+    assert OURS.route(ask(usual=0.5, loads={"b": 0.0}), nodes).node_id == "b"
+
+
+def test_a_load_costs_those_that_are_there_where_it_holds_them_up() -> None:
+    blocks = Overture(replace(OURS.settings, loads_block=True))
+    held_up, alone = (one.route(ask(usual=0.5), [busy("a", 4)]).cost for one in (blocks, OURS))
+    assert held_up is not None and alone is not None
+    assert held_up.others_s - alone.others_s == pytest.approx(4 * 0.5)
+    assert held_up.start_s == alone.start_s
+
+
+def test_it_joins_a_prompt_that_is_to_be_computed_anyway() -> None:
+    settings = replace(OURS.settings, decode=PerfModel("mbgmv", 1e-6, 0.03), prompt_token_s=1e-6)
+    nodes = [busy("a", 5), node("b", ranks(8, 8, 8, 8, 8), ranks(8))]
+    assert Overture(settings).route(ask(), nodes).node_id == "b"
+
+
+def test_with_bgmv_it_keeps_a_large_rank_away_from_small_ones() -> None:
+    ours = Overture(replace(OURS.settings, decode=BGMV))
+    nodes = [node("small", ranks(8, 8, 8, 8)), node("large", ranks(64, 64, 64, 64))]
+    assert ours.route(ask(rank=64), nodes).node_id == "large"
+    assert ours.route(ask(rank=8), nodes).node_id == "small"
+
+
+def test_a_node_that_is_late_already_is_not_given_everything() -> None:
+    ours = Overture(replace(OURS.settings, slo_s=0.1))
+    nodes = [busy("late", 20), busy("on the brink", 11)]
+    assert ours.route(ask(), nodes).node_id == "on the brink"
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_those_in_the_table() -> None:
+    assert {make(SETTINGS).name for make in POLICIES.values()} == set(POLICIES)
+    assert all(make(SETTINGS).name == name for name, make in POLICIES.items())
+
+
+FACTS = st.builds(
+    lambda running, queued, tokens, free, urgent, is_open: {
+        "running": ranks(*running),
+        "queued": ranks(*queued),
+        "num_tokens": tokens,
+        "queued_tokens": len(queued) * 20,
+        "free": free,
+        "num_urgent": urgent,
+        "is_open": is_open,
+    },
+    st.lists(st.sampled_from([0, 8, 64]), max_size=5),
+    st.lists(st.sampled_from([0, 8, 64]), max_size=3),
+    st.integers(0, 500),
+    st.sampled_from([0, 109, 110, 5000]),
+    st.integers(0, 2),
+    st.booleans(),
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(
+    facts=st.lists(FACTS, max_size=6),
+    able=st.sets(st.integers(0, 5)),
+    has_everywhere=st.booleans(),
+    home=st.integers(0, 7),
+    is_urgent=st.booleans(),
+)
+def test_a_node_is_chosen_that_can_serve_it(
+    name: str, facts: list[dict], able: set[int], has_everywhere: bool, home: int, is_urgent: bool
+) -> None:
+    nodes = [node(str(at), **one) for at, one in enumerate(facts)]
+    request = ask(
+        home=str(home),
+        is_urgent=is_urgent,
+        kv={str(home): CachedKv(40, 0.01)},
+        loads={str(at): 0.1 for at in able},
+        usual=0.2 if has_everywhere else None,
+    )
+    policy = POLICIES[name](SETTINGS)
+    route = policy.route(request, nodes)
+    assert policy.route(request, nodes) == route, "deciding changed something"
+    may = [one for one in nodes if one.is_open and (has_everywhere or int(one.node_id) in able)]
+    if not may:
+        assert (route.node_id, route.reason) == (None, "nobody")
+        return
+    (chosen,) = (one for one in may if one.node_id == route.node_id)
+    if name == "sticky" and chosen.node_id == request.home:
+        return
+    has_room = any(one.free_tokens >= 110 for one in may)
+    assert route.reason == ("policy" if has_room else "no_memory")
+    assert chosen.free_tokens >= 110 or not has_room
+
+
+def test_without_room_anywhere_all_that_are_open_are_candidates() -> None:
+    nodes = [busy("a", 1, free=10), busy("b", 0, free=10, is_open=False)]
+    assert candidates(ask(), nodes) == ([nodes[0]], "no_memory")
+
+
+@pytest.mark.parametrize("wrong", [{"slo_s": 0.0}, {"answer_tokens": 0.0}, {"max_batch": 0}])
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError):
+        replace(SETTINGS, **wrong)
+
+
+def test_a_cost_is_the_sum_of_its_parts() -> None:
+    assert Cost(1.0, 2.0, 3.0, 0.5).total_s == pytest.approx(6.0 + LATE_WEIGHT * 0.5)
