@@ -918,6 +918,7 @@ class Node:
         assert 0 <= self._empty_blocks <= self.num_blocks, "more blocks than there are"
         decoding = [request for request in self.running.values() if request.stage is Stage.DECODING]
         assert self._num_decodes == len(decoding), "decodes"
+        assert all(map(self._has_adapter, decoding)), "decodes without its adapter"
         assert self._context == sum(r.arrival.num_prompt_tokens + self._done(r) for r in decoding), "context"
         by_rank = Counter(r.rank for r in decoding if r.rank)
         assert +self._num_by_rank == by_rank and self._ranks_read == self.cost.kernel(by_rank), "ranks"

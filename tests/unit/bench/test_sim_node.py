@@ -756,6 +756,21 @@ def test_with_a_hosts_help_and_little_memory_all_are_served(seed: int) -> None:
     assert all(r.num_done == r.arrival.num_answer_tokens for r in requests)
 
 
+def test_who_comes_back_from_host_memory_decodes_only_with_its_adapter() -> None:
+    # Its KV of three blocks is back long before its adapter of eight, which left as the other one grew.
+    shape = replace(ASSISTED, reserves_answer=False)
+    node, (_, request, _) = swapping(
+        ((0.0, 20, 100), (0.5, 20, 25), (150.0, 10, 1)),  # the last has all checked until then
+        12,
+        shape=shape,
+        adapters=[None, 2, None],
+        assistant=SLOW_HOST,
+        check_every_s=0.25,
+    )
+    assert node.tally.counts["preempted_to_host"] > 0
+    assert request.num_done == 25
+
+
 # -- kernels, adapters that are all there, and what changed ------------------------------------------------------------
 
 
