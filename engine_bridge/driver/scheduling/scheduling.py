@@ -247,9 +247,7 @@ class Scheduling:
             prefill_tokens=step.starting_tokens if step is not None else None,
             is_prefilling=step is not None and step.num_prefilling > 0,
             adapter_bytes=self._adapters.free_room() if self._adapters is not None else None,
-            overcharged_tokens=overcharged_tokens(
-                map(self._charged_and_left, self._running.values()), self._are_copied_back
-            ),
+            overcharged_tokens=self._overcharged_tokens() if self.mlq is not None else 0,
         )
         waiting = _OnDemand(self._known, self._facts_of_waiting)
         running = _OnDemand(self._running, self._facts_of_running)
@@ -266,9 +264,13 @@ class Scheduling:
         # Who makes room for a head in this step makes it for the next one: its blocks are free only then.
         return Decision(deferred=decision.deferred) if decision.squash else decision
 
-    @staticmethod
-    def _charged_and_left(known: _Known) -> tuple[int, int]:
-        return known.charged_tokens, max(known.charged_tokens - known.request.num_tokens, 0)
+    def _overcharged_tokens(self) -> int:
+        """Only for policies that charge tokens: the others need not pay for it."""
+        held = (
+            (known.charged_tokens, max(known.charged_tokens - known.request.num_tokens, 0))
+            for known in self._running.values()
+        )
+        return overcharged_tokens(held, self._are_copied_back)
 
     def _facts_of_waiting(self, known: _Known) -> Waiting:
         # All of the prompt: what of it is cached and in nobody's use is among the free blocks, too. It changes only for what was preempted
