@@ -194,7 +194,7 @@ class CallGraph:
     def session_of(self, run_id: str, agent: str) -> str:
         """The session in which `agent` talks to the model in this run: ``run_id:agent``, in the characters that the gateway takes.
 
-        Source of the limits: gateway/sessions.py (1 to 128 visible ASCII characters). Longer names keep their beginning and get a checksum.
+        Source of the limits: gateway/sessions/text.py (1 to 128 visible ASCII characters). Longer names keep their beginning and get a checksum.
         """
         name = quote(f"{run_id}:{agent}", safe=_VISIBLE)
         if len(name) <= MAX_SESSION_ID_CHARS:

@@ -90,7 +90,7 @@ def test_any_other_key_is_refused(presented: str | None) -> None:
     assert is_refused(KeyRing([KEY, OTHER]), presented)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text())
 def test_no_made_up_key_gets_in(presented: str) -> None:
     """Whatever the text."""

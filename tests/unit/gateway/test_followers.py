@@ -7,15 +7,13 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.policy.followers import MAX_FOLLOWERS, MAX_GAP_S, Arrival, Followers, Guess, WasteBudget, worth
 
 SIGMA = 0.5
 Z90 = 1.2816  # the normal distribution's 90% quantile
-# Other tests may keep the machine busy.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def arrival(agent: str, run: str = "r", owner: str = "o", session: str | None = None) -> Arrival:
@@ -358,7 +356,6 @@ def play(followers: Followers, events: Iterable[tuple[str, Arrival, int]]) -> It
         yield request, now
 
 
-@unhurried
 @given(events, st.integers(1, 4), st.integers(1, 6))
 def test_any_traffic_keeps_bounds_and_gives_sane_guesses(
     events: list[tuple[str, Arrival, int]], max_agents: int, max_sessions: int
@@ -376,7 +373,6 @@ def test_any_traffic_keeps_bounds_and_gives_sane_guesses(
             assert 0 <= guess.earliest_s <= guess.latest_s <= MAX_GAP_S * 2
 
 
-@unhurried
 @given(events)
 def test_owners_do_not_learn_from_each_other(events: list[tuple[str, Arrival, int]]) -> None:
     """One owner's guesses are what they are where the other was never there."""
@@ -495,7 +491,6 @@ def test_an_advisory_is_worth_it_where_the_expected_gain_is_positive(
     assert worth(probability, saved_s, cost_s) is is_worth
 
 
-@unhurried
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 100), st.floats(0, 100))
 def test_what_is_worth_it_stays_so_when_it_is_likelier(
     low: float, high: float, saved_s: float, cost_s: float
@@ -512,7 +507,6 @@ steps = st.lists(
 )
 
 
-@unhurried
 @given(steps, st.sampled_from([0.0, 0.25, 2.0]))
 def test_waste_stays_within_its_budget_in_any_sequence(
     steps: list[tuple[str, int, int]], share: float

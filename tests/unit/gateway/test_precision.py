@@ -5,19 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.policy.precision import HALF_LIFE_S, MAX_WEIGHT, PRIOR, Precision
 
-# Other tests may keep the machine busy.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 outcomes = st.lists(
     st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(-(10**6), 10**6)), max_size=40
 )
 
 
-@unhurried
 @given(outcomes, st.floats(0, 1), st.floats(-1e6, 1e6))
 def test_probabilities_are_probabilities(
     outcomes: list[tuple[str, bool, int]], prior: float, now: float
@@ -84,7 +81,6 @@ def test_a_clock_that_goes_back_fades_nothing_and_revives_nothing() -> None:
         assert precision.probability("a", now) == steady.probability("a", HALF_LIFE_S)
 
 
-@unhurried
 @given(outcomes)
 def test_owners_do_not_learn_from_each_other(outcomes: list[tuple[str, bool, int]]) -> None:
     together, alone = Precision(), Precision()

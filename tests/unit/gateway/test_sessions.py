@@ -1228,6 +1228,5 @@ TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
     max_examples=25,
     stateful_step_count=30,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

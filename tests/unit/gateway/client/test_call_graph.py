@@ -224,12 +224,11 @@ class GraphMachine(RuleBasedStateMachine):
             assert self.acted[run_id].isdisjoint(names)
 
 
-GraphMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+GraphMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestGraphMachine = GraphMachine.TestCase
 
 
 @given(st.lists(st.floats(0.01, 30.0), min_size=2, max_size=6), st.data())
-@settings(deadline=None)
 def test_in_a_chain_no_arrival_is_later_than_the_fastest_that_was_observed(
     runtimes: list[float], data: st.DataObject
 ) -> None:

@@ -1,0 +1,79 @@
+"""One SQLite connection on a thread of its own, and what a client may know of its errors."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import aiosqlite
+
+from gateway.errors import GatewayError
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class Connection(aiosqlite.Connection):
+    """One SQLite connection with its thread, on which each call of ``transact`` is one transaction."""
+
+    def __init__(self, connector: Callable[[], sqlite3.Connection], begin: str) -> None:
+        super().__init__(connector, iter_chunk_size=64)
+        self._begin = begin
+        self._is_closing = False
+        # A process that dies without `close` must not hang on this thread; SQLite survives being cut off at any point.
+        self._thread.daemon = True
+
+    async def start(self) -> Connection:
+        """Start the thread and connect; raises what the connector raises."""
+        await self
+        return self
+
+    async def transact(self, work: Callable[..., _T], *args: Any) -> _T:
+        """What ``work(connection, *args)`` returns, run in one transaction on the thread; nothing is changed if it raises."""
+        if self._is_closing:
+            raise GatewayError("draining", "The server is going away.")
+        try:
+            # aiosqlite's own way of running a function on its thread. Its public methods cover single statements only, with an await,
+            # and so a chance to interleave, between each two.
+            job = partial(transaction, self._conn, self._begin, work, args)
+            return await self._execute(job)  # type: ignore[no-any-return, no-untyped-call]
+        except sqlite3.Error as error:
+            raise _as_gateway_error(error) from error
+
+    async def close(self) -> None:
+        """Let what was asked for before finish, then close; later calls of ``transact`` raise ``draining``."""
+        self._is_closing = True
+        await super().close()
+
+
+def transaction(conn: sqlite3.Connection, begin: str, work: Callable[..., _T], args: tuple[Any, ...]) -> _T:
+    """What ``work(conn, *args)`` returns, run between `begin` and COMMIT; nothing is changed if it raises."""
+    try:
+        conn.execute(begin)
+        result = work(conn, *args)
+        conn.execute("COMMIT")
+        return result
+    except BaseException:
+        # SQLite has rolled back by itself after some errors, a full disk among them.
+        if conn.in_transaction:
+            conn.execute("ROLLBACK")
+        raise
+
+
+def _as_gateway_error(error: sqlite3.Error) -> GatewayError:
+    """What a client may know of a database error; the cause goes to the log here, for it names what the operator must mend."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    logger.error("session database: %s", error)
+    if code == sqlite3.SQLITE_FULL:
+        return GatewayError("overloaded", "The server's disk is full; nothing was stored.")
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return GatewayError(
+            "overloaded", "The session database is in use by another program; nothing was stored."
+        )
+    return GatewayError(
+        "internal", "The session database failed; nothing was stored. The server's log says why."
+    )

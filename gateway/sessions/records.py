@@ -1,0 +1,116 @@
+"""What the store gives and takes: sessions, turns, and what is known when a turn begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, NewType
+
+import msgspec
+from msgspec import UnsetType
+
+from engine_bridge.node import ChatMessage
+
+SessionId = NewType("SessionId", str)
+TurnId = NewType("TurnId", str)
+TurnStatus = Literal["running", "done", "stopped", "failed"]
+Outcome = Literal["new", "retried", "existing"]
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One message and its answer, as docs/protocol.md gives it. `answer` is "" while the turn runs and when it failed without text."""
+
+    id: TurnId
+    content: str
+    answer: str
+    status: TurnStatus
+    adapter: str | None
+    finish_reason: str | None
+    usage: dict[str, Any] | None
+    timings: dict[str, Any] | None
+    created_at: float
+
+    @property
+    def is_history(self) -> bool:
+        """Whether later turns are answered in the light of this one."""
+        return self.status in ("done", "stopped") or (self.status == "failed" and self.answer != "")
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """One conversation with all its turns, oldest first."""
+
+    id: SessionId
+    title: str | None
+    adapter: str | None
+    created_at: float
+    updated_at: float
+    turns: list[Turn]
+
+
+class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One conversation in a list."""
+
+    id: SessionId
+    title: str | None
+    adapter: str | None
+    created_at: float
+    updated_at: float
+    num_turns: int
+
+
+class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``begin_turn`` did.
+
+    outcome: ``new`` and ``retried`` (it had failed before): the caller must run the turn and call ``finish_turn``. ``existing``: it runs
+    already or is over, nothing was written. history: the turns to answer in the light of, oldest first; empty for ``existing``.
+    replaced: ids of the turns that an edit deleted. title: the session's, perhaps just made. history_token_ids: what ``finish_turn`` was
+    given for the last turn of the history that has ids, b"" if none has.
+    """
+
+    turn: Turn
+    outcome: Outcome
+    title: str | None
+    history: list[Turn]
+    replaced: list[TurnId]
+    history_token_ids: bytes = b""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the caller must run the turn."""
+        return self.outcome != "existing"
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session's next prompt begins with: the turns so far, and the token ids of all that the engine has seen of them (packed)."""
+
+    history: list[Turn]
+    token_ids: bytes
+
+
+class Message(NamedTuple):
+    """A message that is to be stored; `adapter` and `after` as for ``SessionStore.begin_turn``."""
+
+    id: str
+    content: str
+    adapter: str | None | UnsetType
+    after: str | None | UnsetType
+    now: float
+
+
+class End(NamedTuple):
+    """How a turn ended, in the order of the columns; `usage` and `timings` are JSON."""
+
+    answer: str
+    status: TurnStatus
+    finish_reason: str | None
+    usage: str | None
+    timings: str | None
+
+
+def messages_of(history: Iterable[Turn]) -> list[ChatMessage]:
+    """Turns as the messages of a conversation."""
+    messages = []
+    for turn in history:
+        messages.append(ChatMessage("user", turn.content))
+        if turn.answer:
+            messages.append(ChatMessage("assistant", turn.answer))
+    return messages

@@ -1,0 +1,254 @@
+"""The store: each of its methods is one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import UNSET, UnsetType
+
+from gateway.errors import GatewayError
+from gateway.sessions import transactions
+from gateway.sessions.connection import Connection
+from gateway.sessions.database import lock, open_reader, open_writer, unusable
+from gateway.sessions.records import (
+    BeginResult,
+    End,
+    Message,
+    Outlook,
+    Session,
+    SessionId,
+    SessionSummary,
+    Turn,
+    TurnId,
+    TurnStatus,
+)
+from gateway.sessions.text import checked_end, checked_id, checked_title, clean, decode_cursor, encoded
+
+MAX_PAGE: Final = 200
+MAX_QUERY_CHARS: Final = 500
+
+
+class SessionStore:
+    """The sessions of one SQLite file. One store a file: a second process is refused. Make it with ``open``, end it with ``close``."""
+
+    def __init__(self, writer: Connection, reader: Connection, lock_fd: int) -> None:
+        self._writer = writer
+        self._reader = reader
+        self._lock_fd: int | None = lock_fd
+
+    @classmethod
+    async def open(cls, path: str | os.PathLike[str], *, full_text: bool = True) -> SessionStore:
+        """Open or make the file at `path` (its folder must exist) and bring its schema up to date.
+
+        Turns that were running when the last process died become ``failed``. full_text: keep a search index where this SQLite can
+        (3.34 or newer with FTS5); without it a search reads every text. Raises StartupError, with a text for the operator, if the file is
+        damaged, from a newer version, not ours, in use by another process, or cannot be opened.
+        """
+        file = Path(path)
+        lock_fd = await asyncio.to_thread(lock, file)
+        try:
+            writer = await Connection(partial(open_writer, file, full_text), "BEGIN IMMEDIATE").start()
+            try:
+                reader = await Connection(partial(open_reader, file), "BEGIN").start()
+            except BaseException:
+                await writer.close()
+                raise
+        except BaseException as error:
+            os.close(lock_fd)
+            if isinstance(error, sqlite3.Error):
+                raise unusable(file, error) from error
+            raise
+        return cls(writer, reader, lock_fd)
+
+    async def close(self) -> None:
+        """Finish what is under way and close the file. A second call does nothing; any other call afterwards raises ``draining``."""
+        if self._lock_fd is None:
+            return
+        lock_fd, self._lock_fd = self._lock_fd, None
+        # The writer goes last: only the last connection folds the write-ahead log back into the file.
+        try:
+            try:
+                await self._reader.close()
+            finally:
+                await self._writer.close()
+        finally:
+            os.close(lock_fd)
+
+    async def create_session(
+        self,
+        owner: str,
+        *,
+        title: str | None = None,
+        adapter: str | None = None,
+        session_id: str | None = None,
+        exist_ok: bool = False,
+        now: float,
+    ) -> Session:
+        """Make a session. session_id: the client's own name for it (1–128 visible ASCII characters); None makes an unguessable one.
+
+        exist_ok: answer with the session that this owner already has under that id, unchanged. Raises ``bad_request`` for a malformed id
+        or title, ``conflict`` if the id is taken, also by a session that was deleted and can still be restored.
+        """
+        chosen = uuid.uuid4().hex if session_id is None else checked_id(session_id, "session_id")
+        return await self._writer.transact(
+            transactions.create, owner, chosen, checked_title(title), clean(adapter), exist_ok, now
+        )
+
+    async def get_session(self, owner: str, session_id: str) -> Session:
+        """The session with all its turns. Raises ``not_found``."""
+        return await self._reader.transact(transactions.get, owner, session_id)
+
+    async def list_sessions(
+        self, owner: str, *, q: str | None = None, limit: int = 50, before: str | None = None
+    ) -> tuple[list[SessionSummary], str | None]:
+        """One page of sessions, the one touched last first, and the cursor of the next page (None: this is the last).
+
+        q: only sessions that hold this text in their title or in a turn that is over; any characters, taken as they are, without regard to
+        case (short queries, and all where there is no index: ASCII case only). limit: 1 to 200. before: a cursor from the page
+        before; a session touched meanwhile moves to the front and is not shown twice. Raises ``bad_request``.
+        """
+        if not 1 <= limit <= MAX_PAGE:
+            raise GatewayError("bad_request", f"'limit' must be from 1 to {MAX_PAGE}.", param="limit")
+        if q is not None and len(q) > MAX_QUERY_CHARS:
+            raise GatewayError(
+                "bad_request", f"'q' may have {MAX_QUERY_CHARS} characters at most.", param="q"
+            )
+        cursor = None if before is None else decode_cursor(before)
+        return await self._reader.transact(
+            transactions.list_sessions, owner, (clean(q) or "").strip(), limit, cursor
+        )
+
+    async def patch(
+        self,
+        owner: str,
+        session_id: str,
+        *,
+        title: str | None | UnsetType = UNSET,
+        adapter: str | None | UnsetType = UNSET,
+    ) -> SessionSummary:
+        """Change what is given. A title of None or blanks makes the session untitled: its next message names it again.
+
+        Does not count as activity: the session keeps its place in the list. Raises ``not_found``, ``bad_request`` for a title too long.
+        """
+        new_title = title if isinstance(title, UnsetType) else checked_title(title)
+        new_adapter = adapter if isinstance(adapter, UnsetType) else clean(adapter)
+        return await self._writer.transact(transactions.patch, owner, session_id, new_title, new_adapter)
+
+    async def delete(self, owner: str, session_id: str, now: float) -> None:
+        """Hide the session; for 30 s ``restore`` brings it back. Its running turn is the caller's to stop. Raises ``not_found``."""
+        await self._writer.transact(transactions.delete, owner, session_id, now)
+
+    async def restore(self, owner: str, session_id: str, now: float) -> Session:
+        """Bring back a session deleted at most 30 s ago, with what its turns came to meanwhile. One that is not deleted stays as it is.
+
+        Raises ``not_found``.
+        """
+        return await self._writer.transact(transactions.restore, owner, session_id, now)
+
+    async def purge(self, now: float) -> int:
+        """Remove for ever what can no longer be restored; returns how many sessions. To be called now and then by a sweeper."""
+        return await self._writer.transact(transactions.purge, now)
+
+    async def begin_turn(
+        self,
+        owner: str,
+        session_id: str,
+        turn_id: str,
+        content: str,
+        *,
+        adapter: str | None | UnsetType = UNSET,
+        after: str | None | UnsetType = UNSET,
+        now: float,
+    ) -> BeginResult:
+        """Store a message before it is answered. Source: docs/protocol.md, rules 1–3 and the ``message`` frame.
+
+        adapter: left out, the session's last one. after: the id of the last turn to keep (None: none), later ones are deleted in the same
+        transaction; left out, nothing is. A turn id that is known with the same content is answered, not stored again; if it failed it
+        runs again, in its old place unless `after` is given. A session without a title gets one from the content. NUL and lone
+        surrogates in the content become U+FFFD: SQLite cannot hold the one and stops searching at the other.
+
+        When the result says ``is_new``, the caller must run the turn and call ``finish_turn``, however it ends.
+        Raises ``not_found`` (session, `after`), ``conflict`` (known id, other content), ``busy`` (another turn runs), ``bad_request``.
+        """
+        message = Message(checked_id(turn_id, "id"), content, adapter, after, now)
+        return await self._writer.transact(transactions.begin, owner, session_id, message)
+
+    async def finish_turn(
+        self,
+        owner: str,
+        session_id: str,
+        turn_id: str,
+        *,
+        answer: str,
+        status: TurnStatus,
+        finish_reason: str | None = None,
+        usage: dict[str, Any] | None = None,
+        timings: dict[str, Any] | None = None,
+        token_ids: bytes = b"",
+        now: float,
+    ) -> Turn | None:
+        """Store how a running turn ended (status ``done``, ``stopped`` or ``failed``); on disk when this returns.
+
+        token_ids: all that the engine read and wrote up to the end of this turn, as little-endian uint32 (b"": not known).
+        Returns the turn, unchanged if it was over already. Returns None if the session or the turn was deleted meanwhile; a session that
+        can still be restored keeps the answer, but stays deleted.
+        """
+        return await self._writer.transact(
+            transactions.finish,
+            owner,
+            session_id,
+            turn_id,
+            End(answer, checked_end(status), finish_reason, encoded(usage), encoded(timings)),
+            token_ids,
+            now,
+        )
+
+    async def record_turn(
+        self,
+        owner: str,
+        session_id: str,
+        turn_id: str,
+        content: str,
+        *,
+        answer: str,
+        status: TurnStatus = "done",
+        adapter: str | None = None,
+        finish_reason: str | None = None,
+        usage: dict[str, Any] | None = None,
+        timings: dict[str, Any] | None = None,
+        response_id: str | None = None,
+        now: float,
+    ) -> Turn | None:
+        """Store at once a turn that is already over, at the session's end, whether or not another runs (API requests may overlap).
+
+        response_id: the name by which ``find_response`` finds it. The same turn id with the same content is stored once.
+        Returns None if the session does not exist or was deleted: make it with ``create_session(exist_ok=True)`` before asking.
+        Raises ``conflict`` (known id, other content), ``bad_request``.
+        """
+        end = End(answer, checked_end(status), finish_reason, encoded(usage), encoded(timings))
+        message = Message(checked_id(turn_id, "id"), content, clean(adapter), UNSET, now)
+        return await self._writer.transact(
+            transactions.record, owner, session_id, message, end, clean(response_id)
+        )
+
+    async def find_response(self, owner: str, response_id: str) -> tuple[SessionId, TurnId] | None:
+        """Which turn of this owner was recorded under `response_id`; None if there is none, or no longer."""
+        return await self._reader.transact(transactions.find_response, owner, response_id)
+
+    async def find_turn(self, owner: str, turn_id: str) -> SessionId | None:
+        """The session in which this owner has a turn of this id (the latest, if in several); None if there is none."""
+        return await self._reader.transact(transactions.find_turn, owner, turn_id)
+
+    async def outlook(self, owner: str, session_id: str) -> Outlook:
+        """What the next prompt of a session begins with. Raises ``not_found``."""
+        return await self._reader.transact(transactions.outlook, owner, session_id)
+
+    async def history_until(self, owner: str, session_id: str, turn_id: str) -> list[Turn]:
+        """The turns up to and including `turn_id`, oldest first, without those that came to nothing. Raises ``not_found``."""
+        return await self._reader.transact(transactions.history_until, owner, session_id, turn_id)

@@ -1,0 +1,95 @@
+"""Titles, ids and cursors: what a client may send, and how it is stored."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from typing import Any, Final
+
+import msgspec
+
+from gateway.errors import GatewayError
+from gateway.sessions.records import TurnStatus
+
+MAX_ID_CHARS: Final = 128
+MAX_TITLE_CHARS: Final = 200  # Chosen: what a person types; titles made from a message are shorter.
+MAX_AUTO_TITLE_CHARS: Final = 60
+
+# SQLite's text is UTF-8, which has no lone surrogates, and its text functions (LIKE, FTS5) stop at a NUL.
+_UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
+_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARS}}}")
+
+
+def clean_text(text: str) -> str:
+    """`text` as the store keeps it: NUL and lone surrogates become U+FFFD. Compare this, not the raw text, with what was stored."""
+    return _UNSTORABLE.sub("\ufffd", text)
+
+
+def clean(text: str | None) -> str | None:
+    """``clean_text`` for what may be missing."""
+    return None if text is None else clean_text(text)
+
+
+def is_id(value: str) -> bool:
+    """Whether a session or a turn may have this id; SQLite would choke on some others."""
+    return _ID.fullmatch(value) is not None
+
+
+def checked_id(value: str, param: str) -> str:
+    """`value`, which the client gave as `param`. Raises ``bad_request`` if no session or turn may have that id."""
+    if not is_id(value):
+        raise GatewayError(
+            "bad_request", f"'{param}' must have 1 to {MAX_ID_CHARS} visible ASCII characters.", param=param
+        )
+    return value
+
+
+def checked_title(title: str | None) -> str | None:
+    """The title on one line without outer blanks; None for one of blanks only. Raises ``bad_request`` if it is too long."""
+    tidy = " ".join((clean(title) or "").split())
+    if len(tidy) > MAX_TITLE_CHARS:
+        raise GatewayError(
+            "bad_request", f"'title' may have {MAX_TITLE_CHARS} characters at most.", param="title"
+        )
+    return tidy or None
+
+
+def title_from(content: str) -> str | None:
+    """A title for a session that begins with `content`: its first line with text, cut at a word's end to 60 characters with the "…"."""
+    line = next((line for line in content.splitlines() if line.strip()), "")
+    # A first line of 1 MB is looked at no further than a title can reach.
+    text = " ".join(line.lstrip()[: 4 * MAX_AUTO_TITLE_CHARS].split())
+    if len(text) <= MAX_AUTO_TITLE_CHARS:
+        return text or None
+    head = text[:MAX_AUTO_TITLE_CHARS]
+    words, space, _ = head.rpartition(" ")
+    return (words if space else head[:-1]).rstrip() + "…"
+
+
+def checked_end(status: TurnStatus) -> TurnStatus:
+    """`status`, if a turn that is over can have it. Raises ValueError."""
+    if status not in ("done", "stopped", "failed"):
+        raise ValueError(f"a turn does not end as {status!r}")
+    return status
+
+
+def encoded(value: dict[str, Any] | None) -> str | None:
+    """JSON, as it is stored."""
+    return None if value is None else msgspec.json.encode(value).decode()
+
+
+def encode_cursor(updated_at: float, session_id: str) -> str:
+    """Where the next page of a list begins, for the client to give back."""
+    return base64.urlsafe_b64encode(msgspec.json.encode((updated_at, session_id))).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str) -> tuple[float, str]:
+    """What ``encode_cursor`` was given. Raises ``bad_request``."""
+    try:
+        raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+        return msgspec.json.decode(raw, type=tuple[float, str])
+    except (binascii.Error, ValueError, msgspec.DecodeError) as error:
+        raise GatewayError(
+            "bad_request", "'before' is not a cursor of this server.", param="before"
+        ) from error
