@@ -12,6 +12,7 @@ import math
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -227,6 +228,7 @@ class EngineThread(Generic[D]):
         log.error("an engine step failed; all its requests end and the engine is rebuilt", exc_info=error)
         self.state, self.error = "rebuilding", error
         self._outputs.clear()
+        _clear_frames(error)
         self._post(self._on_failed, error)
         self._fail_commands(EngineUnavailable("the engine failed and is being rebuilt"))
         _close(broken)
@@ -241,6 +243,7 @@ class EngineThread(Generic[D]):
                 driver = self._make_driver()
             except Exception as failure:
                 log.exception("rebuilding the engine failed")
+                _clear_frames(failure)
                 self.error = failure
                 continue
             self._fail_commands(EngineUnavailable("the engine failed and was rebuilt; ask again"))
@@ -276,6 +279,18 @@ def _resolve(future: asyncio.Future[Any], value: object) -> None:
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Of it and all that led to it: their variables hold on to the engine that failed, and a device has no room for two."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:  # one may be its own cause
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__]
 
 
 def _close(driver: Driver) -> None:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from engine_bridge.adapters.catalog import Catalog, open_registry
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.adapters.watch import Changes, Folder
+from engine_bridge.adapters.watch import Changes, Folder, is_odd
 from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
 from engine_bridge.driver.engine import BACKGROUND_PREFIX, EngineConfig, EngineCounts, VllmDriver
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
@@ -161,7 +161,7 @@ class LocalNode:
     async def _watch(self, serving: Serving) -> None:
         """Follow the folder of adapters, and write down now and then what was used."""
         assert self._catalog is not None
-        folder = Folder(self._config.adapters_dir) if self._config.adapters_dir is not None else None
+        folder = _folder(self._config.adapters_dir, self._catalog)
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             try:
@@ -539,6 +539,16 @@ def make_tiers(config: EngineConfig) -> KvTiers | None:
     )
 
 
+def _folder(path: Path | None, catalog: Catalog) -> Folder | None:
+    """The folder of adapters, told what of it is served since the start."""
+    if path is None:
+        return None
+    known = {
+        record.name: record.signature for record in catalog.served() if record.path == str(path / record.name)
+    }
+    return Folder(path, known)
+
+
 def find_adapters(folder: Path | None) -> tuple[tuple[str, str], ...]:
     """(name, path) of every PEFT adapter directly under `folder`, by name. Missing folder: none."""
     if folder is None or not folder.is_dir():
@@ -546,5 +556,5 @@ def find_adapters(folder: Path | None) -> tuple[tuple[str, str], ...]:
     return tuple(
         (path.name, str(path))
         for path in sorted(folder.iterdir())
-        if (path / "adapter_config.json").is_file()
+        if (path / "adapter_config.json").is_file() and not is_odd(path.name)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -47,14 +48,17 @@ class _Seen:
 class Folder:
     """A folder whose subfolders with an adapter_config.json are adapters, named like them. Scan it from one thread, and not the event loop.
 
-    After a restart everything is `added` once more: the registry knows what it has already.
+    Args:
+        known: name -> `files.signature_of` of what is served from it already and need not be told.
+        settle_s: how long an adapter's files must have been left alone before it is told, so that half a copy is not taken for a whole.
     """
 
-    def __init__(self, path: Path, *, settle_s: float = SETTLE_S) -> None:
-        """settle_s: how long an adapter's files must have been left alone before it is told, so that half a copy is not taken for a whole."""
+    def __init__(
+        self, path: Path, known: Mapping[str, str] | None = None, *, settle_s: float = SETTLE_S
+    ) -> None:
         self._path = path
         self._settle_s = settle_s
-        self._told: dict[str, str] = {}
+        self._told: dict[str, str] = dict(known or {})
         self._skipped: set[str] = set()
         self._is_readable = True
 
@@ -71,10 +75,10 @@ class Folder:
             self._is_readable = False
             return Changes()
         self._is_readable = True
-        skipped = sorted(name for name, entry in seen.items() if entry and _is_odd(name))
+        skipped = sorted(name for name, entry in seen.items() if entry and is_odd(name))
         newly_skipped = tuple(quoted(name) for name in skipped if name not in self._skipped)
         self._skipped = set(skipped)
-        adapters = {name: entry for name, entry in sorted(seen.items()) if not _is_odd(name)}
+        adapters = {name: entry for name, entry in sorted(seen.items()) if not is_odd(name)}
         return self._compare(adapters, newly_skipped, now)
 
     def _compare(self, seen: dict[str, _Seen | None], skipped: tuple[str, ...], now: float) -> Changes:
@@ -124,5 +128,6 @@ def _look(folder: Path) -> _Seen:
     return _Seen(signature, newest_ns / 1e9)
 
 
-def _is_odd(name: str) -> bool:
+def is_odd(name: str) -> bool:
+    """No adapter may have this name: it is hidden, cannot be shown, or is too long."""
     return name.startswith(".") or not name.isprintable() or len(name) > MAX_NAME_CHARS

@@ -188,24 +188,20 @@ class VllmDriver:
             seam.install()
         report(f"loading {Path(config.model).name}")
         self.engine = LLMEngine.from_engine_args(_engine_args(config, tiers), enable_multiprocessing=False)
-        core = getattr(self.engine.engine_core, "engine_core", None)
-        if core is None or not hasattr(core, "scheduler"):
-            raise SeamMoved(
-                "LLMEngine no longer runs its core in this process (engine_core.engine_core.scheduler is gone)"
-            )
         if mends_lora:
             lora.check_engine(self.engine)
         if config.device == "cpu" and config.cpu_threads is not None:
             _compute_on(config.cpu_threads)
-        self._scheduler = core.scheduler
-        self._block_pool = core.scheduler.kv_cache_manager.block_pool
+        # Not kept in variables of this frame: see `close`.
+        self._scheduler = _scheduler_of(self.engine)
+        self._block_pool = self._scheduler.kv_cache_manager.block_pool
         self._block_size = self.engine.vllm_config.cache_config.block_size
         self._internal_ids: dict[str, str] = {}
         self._silent: set[str] = set()  # requests that have given no output yet
         self._background: deque[tuple[str, EngineCoreRequest]] = deque()
         self._adapter_ids: dict[str, int] = {}  # of requests that use one
         self._prefix_hits = FadingRate(PREFIX_HALF_LIFE_S)  # blocks of prompts that were found on the device
-        self.promoter = self._make_promoter(core.scheduler)
+        self.promoter = self._make_promoter(self._scheduler)
         report("warming up")
         self._warm_up()
         self.profile = self._find_profile(config)
@@ -280,15 +276,21 @@ class VllmDriver:
         return is_urgent
 
     def close(self) -> None:
-        if self.scheduling is not None:
-            self.scheduling.close()
-        if self.adapters is not None:
-            self.adapters.close()
-        self.engine.engine_core.shutdown()
-        if self._tiers is not None:
-            self._tiers.detach()
-        del self.engine, self._scheduler, self._block_pool
-        gc.collect()
+        """Give all memory back, whatever fails on the way.
+
+        Even where somebody holds on to this object: an import error that a library keeps holds the frames that led to it.
+        """
+        try:
+            if self.scheduling is not None:
+                self.scheduling.close()
+            if self.adapters is not None:
+                self.adapters.close()
+            self.engine.engine_core.shutdown()
+            if self._tiers is not None:
+                self._tiers.detach()
+        finally:
+            self.__dict__.clear()
+            gc.collect()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -503,6 +505,16 @@ def _open_log(config: EngineConfig) -> LogWriter | None:
     except OSError as error:
         log.warning("no decisions are recorded: %s cannot be made (%s)", config.decision_log, error)
         return None
+
+
+def _scheduler_of(engine: Any) -> Any:
+    """Raises SeamMoved."""
+    core = getattr(engine.engine_core, "engine_core", None)
+    if core is None or not hasattr(core, "scheduler"):
+        raise SeamMoved(
+            "LLMEngine no longer runs its core in this process (engine_core.engine_core.scheduler is gone)"
+        )
+    return core.scheduler
 
 
 def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:

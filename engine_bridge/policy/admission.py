@@ -413,8 +413,8 @@ class MlqSettings(Struct, frozen=True, kw_only=True):
 
     max_wait_s: float = 60.0
     """Then a request is head of all lanes, and nothing passes it. Under lasting overload this is what turns `Mlq` into `Fcfs`."""
-    aging_s: float = 1.0
-    """Then a request goes by waiting time over length, ahead of smaller ones that came later."""
+    aging_s: float = 0.125
+    """Then a request goes by waiting time over length, ahead of smaller ones that came later. Longer than this only made tails longer."""
     num_looked_at: int = 16
     """Requests behind a blocked head that are looked at for one that may pass."""
     max_bypassed: int = 16

@@ -61,11 +61,14 @@ def knee(sums_of_squares: Sequence[float], all_squares: float) -> int:
     are alike in size. Further lanes are looked at too: three clusters at equal distances gain little by the second, and much by the third.
     """
     scale = all_squares or 1.0
-    for k, here in enumerate(sums_of_squares):
-        later = sums_of_squares[k + 1 :]
-        if all((here - other) / scale < MIN_GAIN * more for more, other in enumerate(later, start=1)):
-            return k
-    return len(sums_of_squares) - 1
+    return next(
+        k
+        for k, here in enumerate(sums_of_squares)
+        if all(
+            (here - other) / scale < MIN_GAIN * more
+            for more, other in enumerate(sums_of_squares[k + 1 :], start=1)
+        )
+    )
 
 
 def least_squares(sums_of_squares: Sequence[float], all_squares: float) -> int:

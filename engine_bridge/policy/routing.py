@@ -2,7 +2,7 @@
 
 A node reports a few numbers of itself (`NodeFacts`), as often as it likes; what depends on the request (where its KV and its adapter are) comes with
 it (`Ask`) and names only the nodes that have something. `POLICIES` has them by name: `overture` is ours, `rank_aware` is CaraServe's, `load_balance`
-and `priority` are SYMPHONY's, the others are baselines.
+and `priority` are SYMPHONY's, `relieve` is ours for advisories, the others are baselines.
 
 How long a batch takes is told by a `PerfModel`, which `fit` makes of measured steps.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
@@ -253,7 +253,7 @@ def candidates(ask: Ask, nodes: Sequence[NodeFacts]) -> tuple[Sequence[NodeFacts
     return able, "no_memory" if able else "nobody"
 
 
-def _least(ask: Ask, nodes: Sequence[NodeFacts], key: Callable[[NodeFacts], float]) -> Route:
+def _least(ask: Ask, nodes: Sequence[NodeFacts], key: Callable[[NodeFacts], Any]) -> Route:
     found, reason = candidates(ask, nodes)
     if not found:
         return Route(node_id=None, reason=reason)
@@ -266,12 +266,12 @@ def _num_requests(node: NodeFacts) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadBalance:
-    """The fewest requests. Source: SYMPHONY §3.2, its default."""
+    """The fewest requests; of equals, where the session was. Source: SYMPHONY §3.2, its default."""
 
     name = "load_balance"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
-        return _least(ask, nodes, _num_requests)
+        return _least(ask, nodes, lambda node: (_num_requests(node), node.node_id != ask.home))
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +295,29 @@ class Sticky:
         if can_load and any(node.node_id == ask.home and node.is_open for node in nodes):
             return Route(node_id=ask.home)
         return _least(ask, nodes, _num_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Relieve:
+    """Where the session was, unless more than `share` of the requests at the emptiest node and `more` beyond are there; then the emptiest.
+
+    For advisories: their KV moves only where that buys balance. SYMPHONY §3.2 balances the load alone; with a slow disk or network that costs
+    many times what it saves (`python -m bench.sim symphony --part limits`). Both numbers are chosen.
+    """
+
+    share: float = 1.25
+    more: int = 1
+    name = "relieve"
+
+    def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
+        found, reason = candidates(ask, nodes)
+        if not found:
+            return Route(node_id=None, reason=reason)
+        emptiest = min(found, key=_num_requests)
+        home = next((node for node in found if node.node_id == ask.home), emptiest)
+        limit = _num_requests(emptiest) * self.share + self.more
+        chosen = home if _num_requests(home) <= limit else emptiest
+        return Route(node_id=chosen.node_id, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,9 +390,9 @@ class Priority:
         if not found:
             return Route(node_id=None, reason=reason)
         if not ask.is_urgent:
-            node = min(found, key=lambda node: (_num_requests(node), node.num_urgent))
-            return Route(node_id=node.node_id, reason=reason)
-        node = min(found, key=lambda node: (node.num_urgent, _num_requests(node)))
+            order = lambda node: (_num_requests(node), node.num_urgent, node.node_id != ask.home)  # noqa: E731
+            return Route(node_id=min(found, key=order).node_id, reason=reason)
+        node = min(found, key=lambda node: (node.num_urgent, _num_requests(node), node.node_id != ask.home))
         there = (node.running + node.queued).plus(ask.rank)
         after_s = self.settings.decode.seconds(there, node.num_tokens + ask.num_prompt_tokens)
         return Route(node_id=node.node_id, reason=reason, pauses_others=after_s > self.settings.slo_s)
@@ -455,6 +478,7 @@ POLICIES: dict[str, Callable[[Settings], RoutingPolicy]] = {
     "load_balance": lambda settings: LoadBalance(),
     "most_idle": lambda settings: MostIdle(),
     "sticky": lambda settings: Sticky(),
+    "relieve": lambda settings: Relieve(),
     "first_fit": lambda settings: FirstFit(settings.max_batch),
     "random": lambda settings: Random(),
     "priority": Priority,

@@ -298,7 +298,7 @@ class Allocations(RuleBasedStateMachine):
 
 
 TestAllocations = Allocations.TestCase
-TestAllocations.settings = settings(deadline=None, max_examples=50)
+TestAllocations.settings = settings(max_examples=50)
 
 
 # --- ends ---------------------------------------------------------------------------------------------------------------------

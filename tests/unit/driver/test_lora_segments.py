@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from hypothesis import given, settings  # noqa: E402  (after the skips)
+from hypothesis import given  # noqa: E402  (after the skips)
 from hypothesis import strategies as st  # noqa: E402
 
 from engine_bridge.driver import lora  # noqa: E402
@@ -40,7 +40,6 @@ def rows_by_slot(block: RowBlock) -> dict[int, list[int]]:
     return out
 
 
-@settings(deadline=None)
 @given(RUNS)
 def test_each_row_is_computed_by_its_own_adapter_and_by_no_other(runs):
     slots = [slot for slot, size in runs for _ in range(size)]
@@ -55,7 +54,6 @@ def test_each_row_is_computed_by_its_own_adapter_and_by_no_other(runs):
     }
 
 
-@settings(deadline=None)
 @given(RUNS)
 def test_blocks_are_disjoint_and_no_group_has_few_rows(runs):
     blocks = plan_rows([slot for slot, size in runs for _ in range(size)])
@@ -68,7 +66,6 @@ def test_blocks_are_disjoint_and_no_group_has_few_rows(runs):
         )
 
 
-@settings(deadline=None)
 @given(RUNS)
 def test_reading_and_writing_back_changes_nothing(runs):
     slots = [slot for slot, size in runs for _ in range(size)]

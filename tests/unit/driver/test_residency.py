@@ -230,4 +230,4 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTraffic.settings = settings(max_examples=40, stateful_step_count=40)

@@ -237,7 +237,7 @@ KEYS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(pattern=st.dictionaries(KEYS, st.integers(1, 64), max_size=6), parts=NAME_PARTS)
 def test_ranks_follow_pefts_own_rule(pattern: dict[str, int], parts: list[str]) -> None:
     module = ".".join(parts)
@@ -479,7 +479,7 @@ def test_bytes_changed_at_random_never_raise_anything_else(tmp_path: Path) -> No
     originals = {name: (good / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
     model = contract()
 
-    @settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         name=st.sampled_from([CONFIG_FILE, WEIGHTS_FILE]),
         place=st.integers(0, 1500),

@@ -490,4 +490,4 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistry = RegistryMachine.TestCase
-TestRegistry.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestRegistry.settings = settings(max_examples=40, stateful_step_count=30)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine_bridge.adapters import watch
+from engine_bridge.adapters.files import signature_of
 from engine_bridge.adapters.watch import Changes, Folder
+from engine_bridge.local_node import find_adapters
 from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter, write_config
 
 MODULES = {"model.layers.0.self_attn.q_proj": (16, 16)}
@@ -46,6 +48,18 @@ def test_adapters_are_told_once_in_the_order_of_names(root: Path, folder: Folder
     two, one = put(root, "two"), put(root, "one")
     assert folder.changes(NOW) == Changes(added=(("one", one), ("two", two)))
     assert folder.changes(NOW) == NOTHING
+
+
+def test_what_is_served_already_is_told_when_it_changes_or_goes(root: Path) -> None:
+    served, changed = put(root, "served"), put(root, "changed")
+    known = {"served": signature_of(served), "changed": "other files", "gone": "files"}
+    assert Folder(root, known).changes(NOW) == Changes(changed=(("changed", changed),), removed=("gone",))
+
+
+def test_what_is_not_followed_is_not_served_at_the_start(root: Path) -> None:
+    law = put(root, "law")
+    put(root, ".hidden")
+    assert find_adapters(root) == (("law", str(law)),)
 
 
 def test_what_is_no_folder_with_a_configuration_is_no_adapter(root: Path, folder: Folder) -> None:

@@ -42,7 +42,7 @@ MAX_OVERCHARGED_TOKENS = 300
 AMPLE = Room(free_blocks=10_000, num_slots=100, num_tokens=10_000)
 
 
-request = partial(waiting_facts, arrived_s=NOW - 0.5)
+request = partial(waiting_facts, arrived_s=NOW - MlqSettings().aging_s / 2)
 runs = partial(running_facts, started_s=NOW - 5, predicted_end_s=NOW + 5)
 
 
@@ -142,7 +142,6 @@ def test_fair_starts_by_waiting_time_over_length() -> None:
     assert decide(Fair(), waiting).request_ids == ("short", "new", "long")
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 99), st.integers(1, 5000)), max_size=20))
 def test_fair_is_out_of_order_by_less_than_a_factor_of_two(facts: list[tuple[float, int]]) -> None:
     waiting = {
@@ -387,7 +386,6 @@ facts_of_many = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(
     facts_of_many,
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 300)), max_size=10),
@@ -494,7 +492,6 @@ plain = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(plain, max_size=20, unique_by=lambda facts: facts.request_id), st.integers(0, 150))
 def test_a_lane_skips_nobody_but_in_a_bypass(waiting: list[Waiting], free_blocks: int) -> None:
     decision = decide(mlq(), waiting, room(free_blocks=free_blocks))
@@ -918,7 +915,7 @@ class MlqMachine(RuleBasedStateMachine):
 
 
 TestMlq = MlqMachine.TestCase
-TestMlq.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestMlq.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 # -- simulated traffic -------------------------------------------------------------------------------------------------
@@ -1127,7 +1124,7 @@ def new_mlq() -> Mlq:
     return policy
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traffic())
 def test_nobody_waits_beyond_the_bound_where_the_engine_preempts(jobs: list[Job]) -> None:
     policy = new_mlq()
@@ -1162,7 +1159,7 @@ def groups_ahead(job: Job, jobs: list[Job], start_s: float, num_slots: int, num_
     return num_groups
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traffic())
 def test_nobody_waits_beyond_the_bound_where_memory_is_ample(jobs: list[Job]) -> None:
     run(Engine(new_mlq(), num_blocks=10_000, num_slots=4, num_tokens=1280), jobs)
@@ -1200,14 +1197,14 @@ def test_the_same_stream_starves_it_in_the_baseline() -> None:
     assert jobs[0].started_s > 50
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(traffic(), st.sampled_from(sorted(POLICIES)))
 def test_every_request_ends_under_every_policy(jobs: list[Job], name: str) -> None:
     run(tight(POLICIES[name](1280)), jobs)
     assert all(job.ended_s is not None for job in jobs)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(traffic(), st.sampled_from(sorted(POLICIES)))
 def test_a_recorded_sequence_gives_the_same_decisions_again(jobs: list[Job], name: str) -> None:
     def make() -> QueuePolicy:
@@ -1352,9 +1349,12 @@ def test_adapters_with_memory_of_their_own_take_no_blocks() -> None:
 
 
 def test_who_passes_a_head_that_lacks_adapter_memory_is_gone_by_then() -> None:
-    """The head starts when the adapter that runs leaves, at NOW + 5."""
+    """The head lacks 50 bytes, and starts when the first adapter that runs leaves, at NOW + 5."""
     room = msgspec.structs.replace(AMPLE, adapter_bytes=10)
-    running = {"r": runs("r", predicted_end_s=NOW + 5, adapter_bytes=100)}
+    running = {
+        "r": runs("r", predicted_end_s=NOW + 5, adapter_bytes=50),
+        "s": runs("s", predicted_end_s=NOW + 8, adapter_bytes=100),
+    }
     head = request("head", wrs=0.01, adapter_id=2, adapter_bytes=60)
     quick = request("quick", wrs=0.02, duration_s=4)
     slow = request("slow", wrs=0.03, duration_s=6)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -84,14 +85,14 @@ class Harness:
         self.changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
 
     async def until_state(self, state: str, num_rebuilds: int = 0) -> None:
         """The engine thread tells nobody of its state, so it is looked at until it is right."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.thread.num_rebuilds < num_rebuilds or self.thread.state != state:
                 await asyncio.sleep(0)
 
@@ -149,7 +150,7 @@ async def test_an_idle_engine_looks_again_when_something_is_due() -> None:
         harness.thread.wake()
         await asyncio.sleep(0.05)
         driver.left["a"] = 1  # nobody wakes the engine for it
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while driver.left:
                 await asyncio.sleep(0.005)
         assert driver.num_steps == 1
@@ -182,6 +183,43 @@ async def test_a_failed_step_ends_the_streams_and_rebuilds() -> None:
         await harness.until(lambda: ("b", 0) in harness.outputs)
 
 
+class Memory:
+    """What a step holds."""
+
+
+async def test_what_a_failed_step_held_is_gone_before_the_next_engine_is_built() -> None:
+    refs: list[weakref.ref[Memory]] = []
+    left: list[list[Memory | None]] = []
+
+    def held() -> Memory:
+        memory = Memory()
+        refs.append(weakref.ref(memory))
+        return memory
+
+    def fails() -> None:
+        memory = held()  # noqa: F841
+        raise KeyError("inner")
+
+    class Holding(ScriptedDriver):
+        def step(self) -> list[Any]:
+            memory = held()  # noqa: F841
+            try:
+                fails()
+            except KeyError as error:
+                error.__cause__ = error  # no walk along the causes may go round for ever
+                raise RuntimeError("boom") from error
+            return []
+
+    def make() -> ScriptedDriver:
+        left.append([ref() for ref in refs])
+        return ScriptedDriver() if refs else Holding()
+
+    async with running(make) as harness:
+        harness.thread.submit(lambda driver: driver.left.update(a=1))
+        await harness.until_state("ready", 1)
+        assert left == [[], [None, None]]
+
+
 async def test_calls_fail_clearly_while_the_engine_is_rebuilt() -> None:
     release = threading.Event()
     builds = 0
@@ -190,7 +228,7 @@ async def test_calls_fail_clearly_while_the_engine_is_rebuilt() -> None:
         nonlocal builds
         builds += 1
         if builds == 2:
-            release.wait(5)
+            release.wait(60)
         return ScriptedDriver()
 
     async with running(make) as harness:
@@ -249,7 +287,7 @@ async def test_start_raises_what_stopped_it() -> None:
 async def test_close_ends_pending_calls() -> None:
     async with running() as harness:
         entered, release = threading.Event(), threading.Event()
-        first = harness.thread.call(lambda driver: (entered.set(), release.wait(5)))
+        first = harness.thread.call(lambda driver: (entered.set(), release.wait(60)))
         await asyncio.to_thread(entered.wait, 5)
         closing = asyncio.create_task(harness.thread.close())
         second = harness.thread.call(lambda driver: None)

@@ -124,7 +124,7 @@ def test_a_tokenizer_that_adds_spaces_renders() -> None:
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=INCOMPLETE), max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS, TEXTS, TEXTS, st.integers(0, 2**32), st.floats(0, 1))
 def test_any_spelling_of_any_text_is_kept_as_far_as_it_goes(
     same: str, other: str, rest: str, seed: int, share: float

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.policy.admission import (
@@ -188,7 +188,6 @@ def play(driven: Driven, action: str, value: Any) -> None:
             driven.grow(running[value % len(running)], value % 7)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(POLICIES)), st.lists(actions, max_size=60))
 def test_the_same_calls_give_the_same_decisions(name: str, played: list[tuple[str, Any]]) -> None:
     log = Log()
@@ -203,7 +202,6 @@ def test_the_same_calls_give_the_same_decisions(name: str, played: list[tuple[st
     assert len(starting) <= result.num_decisions <= len(driven.decisions)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(POLICIES)), st.lists(actions, max_size=60))
 def test_recording_changes_no_decision(name: str, played: list[tuple[str, Any]]) -> None:
     both = [
@@ -394,7 +392,6 @@ def test_writing_stops_for_good_when_no_more_is_wanted() -> None:
 # -- bad files ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_torn_last_line_is_left_out_and_told(data: st.DataObject) -> None:
     lines = squashing()[0].lines

@@ -43,7 +43,6 @@ def test_a_size_is_weighed_as_in_the_paper() -> None:
 requests = st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 256))
 
 
-@settings(deadline=None)
 @given(st.lists(requests, max_size=20), requests, requests)
 def test_sizes_lie_between_0_and_1_and_grow_with_each_part(
     seen: list[tuple[int, int, int]], small: tuple[int, int, int], more: tuple[int, int, int]
@@ -94,7 +93,6 @@ def test_weights_and_half_life_are_sensible(wrong: dict[str, float]) -> None:
 centroid_lists = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(centroid_lists, st.floats(-1, 2), st.floats(-1, 2))
 def test_a_size_goes_to_the_lane_of_the_nearest_centroid(
     centroids: list[float], one: float, other: float
@@ -134,7 +132,6 @@ def best_by_trying(sizes: Sequence[float], num_clusters: int) -> float:
     return least
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50).map(float), min_size=1, max_size=9), st.integers(1, 4))
 def test_the_clusters_are_the_best_there_are(sizes: list[float], num_clusters: int) -> None:
     centroids = exact_centroids(sizes, num_clusters)
@@ -143,7 +140,13 @@ def test_the_clusters_are_the_best_there_are(sizes: list[float], num_clusters: i
     assert within(sizes, centroids) == pytest.approx(best_by_trying(sizes, num_clusters), abs=1e-9)
 
 
-@settings(deadline=None, max_examples=50)  # six fits each
+@pytest.mark.parametrize(("sizes", "num"), [([], 2), ([0.5], 0)])
+def test_no_sizes_and_no_clusters_are_refused(sizes: list[float], num: int) -> None:
+    with pytest.raises(ValueError, match="clusters need sizes"):
+        exact_centroids(sizes, num)
+
+
+@settings(max_examples=50)  # six fits each
 @given(st.lists(st.floats(0, 1), min_size=MIN_SIZES, max_size=60), st.randoms(use_true_random=False))
 def test_a_fit_does_not_depend_on_the_order_and_has_no_more_lanes_than_allowed(
     sizes: list[float], rng: random.Random

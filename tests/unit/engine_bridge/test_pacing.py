@@ -11,6 +11,7 @@ from engine_bridge.policy.pacing import (
     MIN_PREFILL_TIMES,
     MIN_PREFILL_TOKENS,
     UNDER_WAY_SHARE,
+    StepPace,
     most_prefill_tokens,
     pace,
     table_from,
@@ -35,9 +36,28 @@ def test_as_many_tokens_as_the_time_allows() -> None:
 
 
 def test_prompts_get_their_time_where_decodes_take_long() -> None:
-    slow = StepTable.of(lambda points: [d * 0.1 + p * 1e-3 for p, d, _ in points], (0, 4096), (0, 64), (0, 1))
+    slow = StepTable.of(
+        lambda points: [d * 0.05 + p * 1e-3 for p, d, _ in points], (0, 4096), (0, 64), (0, 1)
+    )
     step = pace(slow, 0.2, 10, 0, [], 4096)
-    assert step.prefill_tokens == pytest.approx(MIN_PREFILL_TIMES * 1000, abs=1)
+    assert step.prefill_tokens == pytest.approx(MIN_PREFILL_TIMES * 500, abs=1)
+
+
+@given(st.floats(0.1, 2.5), st.integers(MIN_PREFILL_TOKENS, 4096))
+def test_no_more_tokens_would_have_fitted(target_s: float, most_tokens: int) -> None:
+    num = most_prefill_tokens(LINEAR, target_s, 4, 0, most_tokens)
+    assert num == MIN_PREFILL_TOKENS or LINEAR.step_s(num, 4, 0) <= target_s
+    assert num == most_tokens or LINEAR.step_s(num + 1, 4, 0) > target_s
+
+
+@pytest.mark.parametrize(("starting", "chunk"), [(0, 75), (50, 62), (100, 50), (500, 50)])
+def test_prompts_under_way_share_what_others_leave(starting: int, chunk: int) -> None:
+    assert StepPace(prefill_tokens=300, starting_tokens=100, num_prefilling=4).chunk_tokens(starting) == chunk
+
+
+def test_a_prompt_alone_takes_the_step_and_nobody_stands_still() -> None:
+    assert StepPace(prefill_tokens=300, starting_tokens=300, num_prefilling=0).chunk_tokens(200) == 300
+    assert StepPace(prefill_tokens=2, starting_tokens=2, num_prefilling=4).chunk_tokens(2) == 1
 
 
 @given(

@@ -228,7 +228,9 @@ def test_the_swapped_win_a_tie_even_at_nothing() -> None:
 def test_nobody_starts_where_nothing_fits() -> None:
     decision = MeanPriority().choose([queued("s", 1.0, 20)], [queued("w", 1.0, 20)], 10, 10)
     assert (decision.source, decision.request_ids, decision.reason) == (Source.NOBODY, (), "nothing fits")
-    assert MeanPriority().choose([queued("s", 1.0)], [], 10, 0).source is Source.NOBODY
+    for swapped, waiting in (([queued("s", 1.0)], []), ([], [queued("w", 1.0)])):
+        decision = MeanPriority().choose(swapped, waiting, 10, 0)
+        assert (decision.source, decision.reason) == (Source.NOBODY, "nothing fits")
     assert MeanPriority().choose([], [], 10, 10).reason == "nobody waits"
 
 

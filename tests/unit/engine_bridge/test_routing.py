@@ -29,6 +29,7 @@ from engine_bridge.policy.routing import (
     Random,
     RankAware,
     Ranks,
+    Relieve,
     Settings,
     Sticky,
     candidates,
@@ -172,6 +173,27 @@ def test_the_papers_example_goes_where_the_paper_sends_it(
 def test_load_balance_counts_those_that_run_and_those_that_are_queued() -> None:
     nodes = [busy("a", 3), node("b", ranks(8), ranks(8, 8, 8)), node("c", ranks(8), ranks(8)), busy("d", 2)]
     assert LoadBalance().route(ask(), nodes).node_id == "c"
+
+
+def test_load_balance_stays_among_equals() -> None:
+    nodes = [busy("a", 2), busy("home", 2), busy("b", 3)]
+    assert LoadBalance().route(ask(home="home"), nodes).node_id == "home"
+    assert LoadBalance().route(ask(home="b"), nodes).node_id == "a"
+
+
+@pytest.mark.parametrize(
+    ("num_home", "num_other", "chosen"), [(5, 4, "home"), (6, 4, "home"), (7, 4, "other"), (1, 0, "home")]
+)
+def test_relieve_leaves_a_node_that_has_far_more_than_the_emptiest(
+    num_home: int, num_other: int, chosen: str
+) -> None:
+    nodes = [busy("home", num_home), busy("other", num_other), busy("full", 9)]
+    assert Relieve().route(ask(home="home"), nodes).node_id == chosen
+
+
+def test_relieve_takes_new_sessions_to_the_emptiest_and_nobody_to_none() -> None:
+    assert Relieve().route(ask(), [busy("a", 3), busy("b", 2)]).node_id == "b"
+    assert Relieve().route(ask(home="a"), [busy("a", 3, is_open=False)]).reason == "nobody"
 
 
 def test_most_idle_counts_tokens() -> None:

@@ -30,7 +30,7 @@ async def test_what_comes_together_is_one_delta() -> None:
     assert (await stream.next()).text == "a"
     for letter in "bcd":
         stream.put(output(letter))
-    merged = await asyncio.wait_for(stream.next(), 1)
+    merged = await asyncio.wait_for(stream.next(), 60)
     assert merged.text == "bcd" and len(merged.token_ids) == 3 and merged.finish_reason is None
 
 
@@ -40,7 +40,7 @@ async def test_a_waiting_reader_gets_the_end_with_the_rest() -> None:
     await asyncio.sleep(0)
     stream.put(output("b"))
     stream.put(output("c", finish="stop"))
-    last = await asyncio.wait_for(waiting, 1)
+    last = await asyncio.wait_for(waiting, 60)
     assert last.text == "bc" and last.finish_reason == "stop" and stream.is_ended_by_engine
 
 
