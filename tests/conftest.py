@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Before anything imports torch or vllm: the engine of the integration tests lives in this process.
@@ -16,5 +18,11 @@ for _name, _value in {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_COMPILE_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Of the shared engine; the first engine of the process would set it otherwise, and some have room for one.
+    "VLLM_MAX_N_SEQUENCES": "32",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# No test is about time: what is slow here is the machine.
+settings.register_profile("overture", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("overture")

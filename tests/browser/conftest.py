@@ -103,7 +103,7 @@ class Gateway:
             "--port",
             str(self.port),
         ]
-        command += ["--data-dir", str(self.folder / "data"), *self.flags]
+        command += ["--kv-host-gib", "0.25", "--data-dir", str(self.folder / "data"), *self.flags]
         self.log = (self.folder / "gateway.log").open("ab")
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT)
         return self

@@ -591,6 +591,7 @@ def test_touch_targets_are_large_enough(open_page, make_chat, gateway_url) -> No
     chat.ask("Hello!")
     page.get_by_role("button", name="Conversations").tap()
     expect(page.get_by_role("searchbox")).to_be_visible()
+    page.evaluate("Promise.all(document.getAnimations().map((each) => each.finished))")  # some begin smaller
     small = page.locator("button:visible, a:visible, .search").evaluate_all(
         "nodes => nodes.filter((node) => !node.closest('.skip')).map((node) => [node.getBoundingClientRect(), node])"
         ".filter(([box]) => box.height < 44 || box.width < 44).map(([, node]) => node.outerHTML.slice(0, 120))"

@@ -50,7 +50,7 @@ def demo_config(data_dir: Path, **changes: Any) -> Config:
         port=0,
         data_dir=data_dir,
         drain_timeout_s=5,
-        **changes,
+        **{"kv_host_gib": 0.25} | changes,
     )
 
 
@@ -111,8 +111,8 @@ async def chat(server: Server) -> AsyncIterator[ChatClient]:
 
 
 async def engine_is_empty(node: LocalNode) -> None:
-    """Wait until the engine holds no request; fails if it does not come to that within the time of a few steps."""
-    async with asyncio.timeout(5):
+    """Wait until the engine holds no request; fails if it does not come to that within a minute."""
+    async with asyncio.timeout(60):
         while True:
             stats = await node.stats()
             if stats.num_running == stats.num_waiting == 0:

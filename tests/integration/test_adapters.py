@@ -278,16 +278,21 @@ async def test_two_hundred_adapters_answer_as_alone(node: LocalNode) -> None:
     together = await asyncio.gather(*(one(*item) for item in wanted))
     seen = stats(node)
     assert seen.counts["evicted:host"] > 0 and seen.counts["evicted:slot"] > 0
-    assert seen.counts["loads:cached"] > 0, "some came back from KV blocks"
     assert seen.host_bytes <= seen.host_capacity_bytes
     alone = [await ask(node, *item) for item in wanted[::3]]
     assert together[::3] == alone
     assert await ask(node, None, wanted[0][1]) != together[0], "or this test could not fail"
+    await settled(node)
+    cached = {info.name for info in node.adapters() if info.place == "cached"}
+    number = next(number for number, (adapter, _) in enumerate(wanted) if adapter in cached)
+    before = stats(node).counts.get("loads:cached", 0)
+    assert await ask(node, *wanted[number]) == together[number]
+    assert stats(node).counts.get("loads:cached", 0) > before, "it came back from KV blocks"
 
 
 async def test_kv_takes_lent_blocks_back_at_once(node: LocalNode) -> None:
     """Adapters fill what is free; long prompts that need every block are all answered as without adapters, and no block is missing after."""
-    prompts = [text(seed, 600) for seed in range(12)]
+    prompts = [text(seed, 900) for seed in range(12)]  # six of them need every block
 
     async def ask_all() -> list[list[int]]:
         return await asyncio.gather(*(ask(node, None, prompt) for prompt in prompts))
@@ -298,11 +303,11 @@ async def test_kv_takes_lent_blocks_back_at_once(node: LocalNode) -> None:
     num_free = await num_free_blocks(node)
     answers = {number: await ask(node, f"a{number:03}", text(number, 40)) for number in range(30)}
     await settled(node)
-    lent, taken = stats(node).cached_bytes, stats(node).counts["evicted:cached:kv"]
+    lent, taken = stats(node).cached_bytes, stats(node).counts.get("evicted:cached:kv", 0)
     assert lent > 0, "what left its slot lies in KV blocks"
     assert await num_free_blocks(node) == num_free, "they count as free"
     assert await ask_all() == undisturbed
-    assert stats(node).counts["evicted:cached:kv"] > taken
+    assert stats(node).counts.get("evicted:cached:kv", 0) > taken
     assert stats(node).cached_bytes < lent
     assert await num_free_blocks(node) == num_free
     for number, answer in answers.items():

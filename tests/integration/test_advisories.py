@@ -36,7 +36,7 @@ async def until(socket: Any, *states: str) -> dict[str, Any]:
 
 
 async def settled(http: aiohttp.ClientSession, advisory_id: str, *states: str) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             async with http.get(f"/v1/advisories/{advisory_id}") as reply:
                 assert reply.status == 200
@@ -93,7 +93,7 @@ async def test_drafts_are_computed_while_they_are_typed_and_stored_nowhere(
             draft = f"My friend {secret} says: {LONG_TEXT}"[:end] + " and"
             await socket.send(type="typing", session_id=session_id, draft=draft)
         counter = server.services.metrics.computed_ahead.labels("draft")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not counter._value.get():
                 await asyncio.sleep(0.05)
         for path in (tmp_path / "drafts").rglob("*"):
@@ -215,7 +215,7 @@ async def test_keys_see_their_own_and_a_flood_harms_nobody(gateways: Gateways) -
             mine = await reply.json()
         async with http.get(f"/v1/advisories/{mine['id']}", headers=loud) as reply:
             assert reply.status == 404
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 async with http.get(f"/v1/advisories/{mine['id']}", headers=quiet) as reply:
                     if (await reply.json())["state"] == "warm":

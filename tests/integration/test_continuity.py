@@ -13,7 +13,7 @@ from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.node import ChatMessage, GenerateRequest, Prompt, RequestId, Sampling, pack_token_ids
 from gateway.app import Server
 from gateway.client.chat import ChatClient, Delta, Done
-from gateway.sessions import _token_ids_before
+from gateway.sessions.token_ids import token_ids_before
 
 from .conftest import SharedNode
 
@@ -86,7 +86,7 @@ class Conversation:
 
         def read(conn: Any) -> bytes:
             row = conn.execute("SELECT row FROM sessions WHERE id = ?", (self.session_id,)).fetchone()[0]
-            return _token_ids_before(conn, row, 2**62)
+            return token_ids_before(conn, row, 2**62)
 
         packed = await self._server.services.store._reader.transact(read)
         return [int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4)]

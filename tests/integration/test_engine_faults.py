@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 
 import aiohttp
 import pytest
@@ -66,7 +67,7 @@ async def test_a_failed_step_ends_every_stream_and_the_engine_comes_back(
     await first_words.wait()
     num_rebuilds = node.num_rebuilds
     await break_next_step(node)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         code, events, (status, message) = await asyncio.gather(*tasks)
     assert code == "engine_failed"
     assert '"error"' in events and "being rebuilt" in events and events.rstrip().endswith("[DONE]")
@@ -107,6 +108,34 @@ async def test_requests_during_a_rebuild_are_told_to_come_back(
         assert response.status == 503 and response.headers["Retry-After"]
     await is_ready(node)
     assert await _generate(node, "r3", max_tokens=3)
+
+
+async def test_a_failed_engine_is_gone_before_the_next_one_is_built(
+    node: SharedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device has no room for the KV of two."""
+
+    def look(driver) -> list[weakref.ref]:
+        return [weakref.ref(driver.engine.engine_core.engine_core), weakref.ref(driver.adapters)]
+
+    refs = await node.run_on_engine(look)
+    left: list[object] = []
+    make = node._thread._make_driver
+
+    def made() -> object:
+        left.append([type(ref()).__name__ for ref in refs if ref() is not None])
+        return make()
+
+    monkeypatch.setattr(node._thread, "_make_driver", made)
+    running = asyncio.ensure_future(_generate(node, "r4"))
+    while (await node.stats()).num_running == 0:
+        await asyncio.sleep(0.01)
+    await break_next_step(node)
+    with pytest.raises(EngineUnavailable):
+        await running
+    await is_ready(node)
+    assert left == [[]]
+    assert await _generate(node, "r5", max_tokens=3)
 
 
 async def _generate(node: SharedNode, name: str, max_tokens: int = 2000) -> str:

@@ -104,7 +104,7 @@ async def state_of(http: aiohttp.ClientSession, query: str = "") -> dict[str, An
 
 async def busy_state(http: aiohttp.ClientSession) -> dict[str, Any]:
     """The first in which requests of this caller run and wait."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             state = await state_of(http)
             if state["waiting"]["total"] and state["running"]["total"]:

@@ -28,6 +28,7 @@ from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 BLOCK_BYTES = 4 * 2 * 2 * 64 * 32 * 4  # layers, K and V, heads, head size, tokens, float32
 ADAPTERS = (None, "pirate", "robot", "shout")
 NUM_TURNS, NUM_SESSIONS, ANSWER_TOKENS = 3, 8, 40
+MAX_ROUNDS = 10
 
 _ids = itertools.count()
 
@@ -102,12 +103,9 @@ class Faults(Files):
 
     def __init__(self) -> None:
         self.chance = random.Random(7)
-        self.num_faults = 0
 
     def _strikes(self, share: float) -> bool:
-        is_struck = self.chance.random() < share
-        self.num_faults += is_struck
-        return is_struck
+        return self.chance.random() < share
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if self._strikes(0.1):
@@ -130,6 +128,18 @@ class TrustsTheDisk:
 
     def decide(self, facts: RestoreFacts) -> RestoreDecision:
         return RestoreDecision(Action.LOAD, facts.num_blocks, "trust", 0.0)
+
+
+def is_shown(kind: str, tiers: KvTiers, sources: list[KvSources]) -> bool:
+    """Whether KV came from the tier in question, or a fault met a read: never sure, as what is slower than computing is not restored."""
+    stats = tiers.stats()
+    assert stats is not None
+    if kind == "host":
+        return any(kv.host for kv in sources)
+    if kind == "disk":
+        return any(kv.disk for kv in sources)
+    has_met = stats.disk.num_corrupt + stats.disk.num_read_errors > 0
+    return has_met and (kind == "faults" or tiers.num_failed_loads > 0)
 
 
 @pytest.fixture(scope="module")
@@ -163,22 +173,16 @@ async def test_tokens_are_the_same_under_memory_pressure(
         policy=TrustsTheDisk() if kind == "blind" else None,
     )
     async with engine(tiers, num_kv_blocks=100) as node:
-        spoken = await asyncio.gather(*(conversation(node, session) for session in range(NUM_SESSIONS)))
-        for session, (answers, _) in enumerate(spoken):
-            assert answers == undisturbed[session], f"session {session} said something else"
-        stats = tiers.stats()
-        assert stats is not None and tiers.store is not None
-        tiers.store.check_invariants()
-        sources = [kv for _, kvs in spoken for kv in kvs]
-        if kind == "host":
-            assert sum(kv.host for kv in sources) > 0
-        elif kind == "disk":
-            assert sum(kv.disk for kv in sources) > 0
+        for _ in range(MAX_ROUNDS):
+            spoken = await asyncio.gather(*(conversation(node, session) for session in range(NUM_SESSIONS)))
+            for session, (answers, _) in enumerate(spoken):
+                assert answers == undisturbed[session], f"session {session} said something else"
+            if is_shown(kind, tiers, [kv for _, kvs in spoken for kv in kvs]):
+                break
         else:
-            assert isinstance(tiers._files, Faults) and tiers._files.num_faults > 0
-            assert stats.disk.num_corrupt + stats.disk.num_read_errors > 0
-        if kind == "blind":
-            assert tiers.num_failed_loads > 0
+            pytest.fail(f"{MAX_ROUNDS} rounds never came to use the tier as this case wants it")
+        assert tiers.store is not None
+        tiers.store.check_invariants()
         num_free = await node.run_on_engine(lambda driver: driver.counts().num_free_kv_blocks)
         assert num_free == await node.run_on_engine(lambda driver: driver.counts().num_kv_blocks) - 1
 

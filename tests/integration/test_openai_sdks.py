@@ -267,7 +267,7 @@ async def test_a_client_that_leaves_frees_the_engine(
         await chunks.close()
     else:
         task = asyncio.ensure_future(call)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await node.stats()).num_running == 0:
                 await asyncio.sleep(0.01)
         task.cancel()

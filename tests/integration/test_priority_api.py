@@ -77,7 +77,7 @@ class Place:
         def look(driver: Any) -> list[RequestFacts]:
             return [facts_of(request) for request in driver.scheduling.queue]
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(found := await self.node.run_on_engine(look)) < len(tasks):
                 for task in tasks:
                     assert not task.done(), task.result()
@@ -253,6 +253,8 @@ async def test_what_was_learned_outlives_the_engine_and_the_node(
     await node.really_close()
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
+    for module in ("predict.own", "driver.engine_client"):  # "hang" alone is to be late, not a slow machine
+        monkeypatch.setattr(f"engine_bridge.{module}.PATIENCE_S", 1.0)
     config = config_of(folder, length_predictor="mine:Own")
     again = LocalNode(node_config(config))
     async with AsyncExitStack() as stack:

@@ -17,6 +17,7 @@ import pytest
 from gateway.client.chat import Accepted, ChatClient, ChatError, Delta, Done
 from tests.conftest import ROOT
 
+KV_ON_DISK = 'overture_kv_blocks{tier="disk"}'
 LONG = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
 
 
@@ -24,14 +25,31 @@ SECRET = "My secret word is Fezin. I like long walks by the sea, old maps, and c
 QUESTION = "What is my secret word?"
 
 
+async def figure(http: aiohttp.ClientSession, name: str) -> float:
+    """The value of the line of `/metrics` that starts with `name`."""
+    async with http.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
 async def kv_is_written(http: aiohttp.ClientSession) -> None:
-    """Wait until no finished KV block waits for the disk."""
-    async with asyncio.timeout(10):
-        while True:
-            async with http.get("/metrics") as response:
-                if 'overture_kv_write_queue_blocks{tier="disk"} 0.0' in await response.text():
-                    return
+    """Wait until the disk holds KV and no finished block waits for it."""
+    async with asyncio.timeout(60):
+        while not (
+            await figure(http, KV_ON_DISK) and await figure(http, "overture_kv_write_queue_blocks") == 0
+        ):
+            await asyncio.sleep(0.3)
+
+
+async def warmed(http: aiohttp.ClientSession, session_id: str) -> None:
+    """Tell that the session's next request is near, and wait until its KV is on the device."""
+    async with http.post("/v1/advisories", json={"session_id": session_id}) as response:
+        advisory = await response.json()
+    async with asyncio.timeout(60):
+        while advisory["state"] != "warm":
             await asyncio.sleep(0.05)
+            async with http.get(f"/v1/advisories/{advisory['id']}") as response:
+                advisory = await response.json()
 
 
 def free_port() -> int:
@@ -45,6 +63,7 @@ async def serving(port: int, data_dir: Path) -> AsyncIterator[asyncio.subprocess
     """`overture serve` until the block ends, however it ends."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gateway.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)),
+        *("--kv-host-gib", "0.25"),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
@@ -93,7 +112,7 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Pa
             await kv_is_written(http)
             turn_id = None
             with contextlib.suppress(ChatError, TimeoutError):
-                async with asyncio.timeout(15):
+                async with asyncio.timeout(60):
                     async for event in client.ask(
                         "Tell me a long story.", session_id=done.session_id, sampling=LONG
                     ):
@@ -104,11 +123,12 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Pa
         await process.wait()
     async with serving(port, tmp_path) as process:
         await output_until(process, b"ready")
-        async with (
-            aiohttp.ClientSession(url) as http,
-            http.get(f"/api/sessions/{done.session_id}") as response,
-        ):
-            turns = (await response.json())["turns"]
+        async with aiohttp.ClientSession(url) as http:
+            async with http.get(f"/api/sessions/{done.session_id}") as response:
+                turns = (await response.json())["turns"]
+            assert await figure(http, KV_ON_DISK) > 0, "KV is found again"
+            await warmed(http, done.session_id)
+            assert await figure(http, "overture_kv_read_bytes_total") > 0
         assert [(turn["status"], turn["answer"]) for turn in turns] == [("done", answer), ("failed", "")]
         assert turns[1]["id"] == turn_id
         async with ChatClient(url) as client:
@@ -116,7 +136,7 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Pa
             assert "Fezin" in recalled
             assert recalled == undisturbed, "the same, to the letter, as without a restart"
             kv = done.timings.kv
-            assert kv.disk >= 32 and kv.device == kv.host == 0, "what was computed once comes from disk"
+            assert kv.device >= 32, f"what was computed before the kill came back from disk: {kv}"
             events = client.ask(
                 "Hello, how are you?", session_id=done.session_id, sampling={"temperature": 0}
             )
@@ -126,7 +146,7 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Pa
                     break
             rest = [event async for event in events]
             assert isinstance(rest[-1], Done), "a running answer may finish while the server drains"
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await process.wait() == 0
 
 

