@@ -41,19 +41,15 @@ least and most, `seeds` all. What falls short of the paper is printed first.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from bench.live.report import report
 from bench.sim.core.calibration import A800
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Online
@@ -64,7 +60,7 @@ from bench.sim.core.models import LLAMA_13B, LLAMA_30B, OPT_13B, OPT_30B, Model
 from bench.sim.core.node import BLOCK_TOKENS, OVERTURE, VLLM, VLLM_0_2, Node, Shape
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import Chunk, StepCost
-from bench.sim.core.tables import Figure, Workers
+from bench.sim.core.tables import Figure, Part, Workers, parser_for, report_parts, seeds_of
 from engine_bridge.policy.admission import POLICIES as QUEUES
 from engine_bridge.policy.costs import (
     FullCost,
@@ -306,6 +302,10 @@ class Thousands(Figure):
     """A number of preemptions, beside the paper's: neither more nor fewer is better."""
 
     @property
+    def is_compared(self) -> bool:
+        return False
+
+    @property
     def falls_short(self) -> bool:
         return False
 
@@ -382,8 +382,6 @@ def middle(figures: Iterable[Figure]) -> float:
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
-
-Part = tuple[list[Figure], dict[str, Any]]
 
 # Throughput against vLLM and vLLM_s. Source: table 3.
 PAPER_SPEEDUP = {
@@ -698,60 +696,18 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sim adaptivellm",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--part", choices=PARTS, action="append", help="all by default")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1, help="the first one")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="main and turnaround, OPT-13B, chatbot and summary, two seeds, 300 requests",
-    )
-    args = parser.parse_args(arguments)
-    seeds = tuple(range(args.seed, args.seed + (2 if args.quick else args.seeds)))
-    bench = Bench(Workers(args.jobs), seeds, num_requests=NUM_REQUESTS)
+    quick = "main and turnaround, OPT-13B, chatbot and summary, 300 requests"
+    args = parser_for("adaptivellm", __doc__, PARTS, quick).parse_args(arguments)
+    bench = Bench(Workers(args.jobs), seeds_of(args), num_requests=NUM_REQUESTS)
     if args.quick:
         bench.groups, bench.num_requests = (("OPT-13B", "chatbot"), ("OPT-13B", "summary")), QUICK_REQUESTS
-    parts = args.part or (["main", "turnaround"] if args.quick else list(PARTS))
+    names = args.part or (["main", "turnaround"] if args.quick else list(PARTS))
     try:
-        _report(parts, bench)
+        report_parts(
+            "AdaptiveLLM", "adaptivellm", bench.seeds, ((name, PARTS[name](bench)) for name in names), _top
+        )
     finally:
         bench.workers.close()
-
-
-def _report(parts: Sequence[str], bench: Bench) -> None:
-    began = time.perf_counter()
-    figures: list[Figure] = []
-    rows: list[tuple[str, str, str]] = []
-    result: dict[str, Any] = {"bench": "adaptivellm", "seeds": list(bench.seeds), "parts": {}}
-    for name in parts:
-        found, part = PARTS[name](bench)
-        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        ordered = sorted(found, key=lambda figure: (not figure.falls_short, figure.paper is None))
-        rows += [(f"-- {name}", "", ""), *(figure.row() for figure in ordered)]
-        figures += found
-        result["parts"][name] = part | {"figures": [figure.result() for figure in found]}
-    for name, key in TOP_KEYS:
-        if name in result["parts"]:
-            result[key] = result["parts"][name][key]
-            result.setdefault("over_time", {})[key] = result["parts"][name]["over_time"][key]
-    if "limits" in result["parts"]:
-        result["limits"] = result["parts"].pop("limits")
-    result["took_s"] = round(time.perf_counter() - began, 1)
-    compared = [
-        figure for figure in figures if figure.paper is not None and not isinstance(figure, Thousands)
-    ]
-    num_short = sum(figure.falls_short for figure in compared)
-    report(
-        f"AdaptiveLLM in virtual time ({num_short} of {len(compared)} compared figures fall short of the paper)",
-        rows,
-        result,
-    )
 
 
 TOP_KEYS = (
@@ -760,3 +716,14 @@ TOP_KEYS = (
     ("main", "throughput_vs_swap_only"),
     ("turnaround", "weighted_turnaround_change"),
 )
+
+
+def _top(parts: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, key in TOP_KEYS:
+        if name in parts:
+            found[key] = parts[name][key]
+            found.setdefault("over_time", {})[key] = parts[name]["over_time"][key]
+    if "limits" in parts:
+        found["limits"] = parts.pop("limits")
+    return found

@@ -34,20 +34,15 @@ What falls short of the paper is printed first; of a baseline's overhead, fallin
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import random
 import statistics
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from bench.live.report import report
 from bench.sim.core.calibration import A10_ON_DEMAND, LLAMA2_7B_QKV
 from bench.sim.core.clock import Clock
 from bench.sim.core.cluster import Cluster
@@ -57,7 +52,7 @@ from bench.sim.core.metrics import counted, quantile
 from bench.sim.core.node import SLORA, Node
 from bench.sim.core.requests import Request
 from bench.sim.core.steps import KERNELS, Chunk, StepCost
-from bench.sim.core.tables import Figure, Workers, changes
+from bench.sim.core.tables import Figure, Part, Workers, changes, parser_for, report_parts, seeds_of
 from bench.sim.core.traffic import Dealer, Fresh, Lengths, alpaca, functions, play, poisson, power_law
 from engine_bridge.driver.assist.profile import Shape as ModuleShape
 from engine_bridge.driver.assist.profile import rows_per_core
@@ -353,7 +348,6 @@ class Bench:
         return {key: list(found[at * num : (at + 1) * num]) for at, key in enumerate(keys)}
 
 
-Part = tuple[list[Figure], dict[str, Any]]
 METRICS = {"ttft": "TTFT", "tpot": "time per token", "e2e": "latency"}
 Overheads = tuple[float | None, float | None, float | None]
 NONE: Overheads = (None, None, None)
@@ -543,51 +537,19 @@ QUICK = ("cold", "router")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sim caraserve",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--part", choices=PARTS, action="append", help="all by default")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1, help="the first one")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="the parts cold and router, two seeds, a minute of one node and 15 s of 60",
-    )
-    args = parser.parse_args(arguments)
-    seeds = tuple(range(args.seed, args.seed + (2 if args.quick else args.seeds)))
-    bench = Bench(Workers(args.jobs), seeds)
+    quick = "the parts cold and router, a minute of one node and 15 s of 60"
+    args = parser_for("caraserve", __doc__, PARTS, quick).parse_args(arguments)
+    bench = Bench(Workers(args.jobs), seeds_of(args))
     if args.quick:
         bench.span_s, bench.cluster_span_s = 60.0, 15.0
     try:
-        _report(args.part or (QUICK if args.quick else tuple(PARTS)), bench)
+        show(args.part or (QUICK if args.quick else tuple(PARTS)), bench)
     finally:
         bench.workers.close()
 
 
-def _report(parts: Sequence[str], bench: Bench) -> None:
-    began = time.perf_counter()
-    figures: list[Figure] = []
-    rows: list[tuple[str, str, str]] = []
-    result: dict[str, Any] = {"bench": "caraserve", "seeds": list(bench.seeds), "parts": {}}
-    for name in parts:
-        found, part = PARTS[name](bench)
-        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        figures += found
-        ordered = sorted(found, key=lambda figure: (not figure.falls_short, figure.paper is None))
-        rows += [(f"-- {name}", "", ""), *(figure.row() for figure in ordered)]
-        result["parts"][name] = part | {"figures": [figure.result() for figure in found]}
-    result |= _top(result["parts"])
-    result["took_s"] = round(time.perf_counter() - began, 1)
-    compared = [figure for figure in figures if figure.paper is not None]
-    num_short = sum(figure.falls_short for figure in compared)
-    title = (
-        f"CaraServe in virtual time ({num_short} of {len(compared)} compared figures fall short of the paper)"
-    )
-    report(title, rows, result)
+def show(names: Sequence[str], bench: Bench) -> None:
+    report_parts("CaraServe", "caraserve", bench.seeds, ((name, PARTS[name](bench)) for name in names), _top)
 
 
 def _top(parts: dict[str, Any]) -> dict[str, Any]:

@@ -32,12 +32,10 @@ each figure: median over seeds; `spread` has least and most, `seeds` all. What f
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +43,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.live.report import report
 from bench.sim.core.calibration import A40, A100
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Classes, Online
@@ -56,7 +53,16 @@ from bench.sim.core.models import LLAMA_7B, LLAMA_13B, LLAMA_30B, Model
 from bench.sim.core.node import BLOCK_TOKENS, SLORA, VLLM, Node, Shape, pool_blocks
 from bench.sim.core.requests import Guesser, Request
 from bench.sim.core.steps import StepCost
-from bench.sim.core.tables import Figure, Workers, changes, crossing
+from bench.sim.core.tables import (
+    Figure,
+    Part,
+    Workers,
+    changes,
+    crossing,
+    parser_for,
+    report_parts,
+    seeds_of,
+)
 from bench.sim.core.traffic import TRACE, Lengths, Pool, azure, play, poisson
 from engine_bridge.policy.adapter_cache import POLICIES as EVICTIONS
 from engine_bridge.policy.admission import POLICIES as QUEUES
@@ -536,91 +542,62 @@ def short_setting(bench: Bench, setting: Setting) -> Setting:
 
 
 PARTS = ("main", "eviction", "sched", "published", "vllm", "scale")
+
+
 # Each part's figures and JSON, from its setting and the loads.
-Part = tuple[str, Setting, float, list[Figure], dict[str, Any]]
-
-
-def run_parts(parts: Sequence[str], bench: Bench, published: Setting, loads: Sequence[int]) -> Iterator[Part]:
+def run_parts(
+    parts: Sequence[str], bench: Bench, published: Setting, loads: Sequence[int]
+) -> Iterator[tuple[str, Part]]:
     if set(parts) - {"published"}:
         yield from _short_parts(parts, bench, short_setting(bench, published), loads)
     if "published" in parts:
         unit = unit_of(bench, published)
-        yield "published", published, unit, *main_part(bench, published, unit, loads)
+        yield "published", _described(published, unit, main_part(bench, published, unit, loads))
 
 
 def _short_parts(
     parts: Sequence[str], bench: Bench, setting: Setting, loads: Sequence[int]
-) -> Iterator[Part]:
+) -> Iterator[tuple[str, Part]]:
     if "main" in parts:
-        yield "main", setting, 1.0, *main_part(bench, setting, 1.0, loads)
+        yield "main", _described(setting, 1.0, main_part(bench, setting, 1.0, loads))
     if "eviction" in parts:
-        yield "eviction", setting, 1.0, *eviction_part(bench, setting, 1.0, (8, SATURATED))
+        yield "eviction", _described(setting, 1.0, eviction_part(bench, setting, 1.0, (8, SATURATED)))
     if "sched" in parts:
-        yield "sched", setting, 1.0, *sched_part(bench, setting, 1.0, (9, SATURATED))
+        yield "sched", _described(setting, 1.0, sched_part(bench, setting, 1.0, (9, SATURATED)))
     if "vllm" in parts:
         own = replace(setting, shape=VLLM)
-        yield "vllm", own, 1.0, *main_part(bench, own, 1.0, loads)
+        yield "vllm", _described(own, 1.0, main_part(bench, own, 1.0, loads))
     if "scale" in parts:
-        yield "scale", setting, 1.0, *scale_part(bench, setting)
+        yield "scale", _described(setting, 1.0, scale_part(bench, setting))
+
+
+def _described(setting: Setting, unit: float, part: Part) -> Part:
+    figures, result = part
+    made_by = f'{setting.made_by}; "1" is {unit:.3f}/s; SLO {slo_s(setting):.3f} s'
+    return figures, result | {"made_by": made_by, "slo_s": round(slo_s(setting), 4)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sim chameleon",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--part", choices=PARTS, action="append", help="all by default")
+    parser = parser_for("chameleon", __doc__, PARTS, "the part main, at 6, 8 and 9, 10 simulated minutes")
     parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--span-s", type=float, default=SPAN_S, help="simulated, each run")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument(
-        "--quick", action="store_true", help="the part main, at 6, 8 and 9, two seeds, 10 simulated minutes"
-    )
     args = parser.parse_args(arguments)
-    began = time.perf_counter()
-    seeds = tuple(range(args.seed, args.seed + (2 if args.quick else args.seeds)))
-    bench = Bench(Workers(args.jobs), seeds, {})
+    bench = Bench(Workers(args.jobs), seeds_of(args), {})
     setting = Setting(trace=args.trace, span_s=600.0 if args.quick else args.span_s)
-    parts = args.part or (PARTS[:1] if args.quick else PARTS)
+    names = args.part or (PARTS[:1] if args.quick else PARTS)
     loads = (6, 8, 9) if args.quick else LOADS
     try:
-        _report(parts, bench, setting, loads, began)
+        report_parts("Chameleon", "chameleon", bench.seeds, run_parts(names, bench, setting, loads), _top)
     finally:
         bench.workers.close()
 
 
-def _report(parts: Sequence[str], bench: Bench, setting: Setting, loads: Sequence[int], began: float) -> None:
-    figures: list[Figure] = []
-    rows: list[tuple[str, str, str]] = []
-    result: dict[str, Any] = {"bench": "chameleon", "seeds": list(bench.seeds), "parts": {}}
-    for name, own, unit, found, part in run_parts(parts, bench, setting, loads):
-        made_by = f'{own.made_by}; "1" is {unit:.3f}/s; SLO {slo_s(own):.3f} s'
-        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        own_rows = [
-            figure.row() for figure in sorted(found, key=lambda f: (not f.falls_short, f.paper is None))
-        ]
-        print(*map("  ".join, own_rows), sep="\n", file=sys.stderr, flush=True)
-        rows += [(f"-- {name}", "", made_by), *own_rows]
-        figures += found
-        result["parts"][name] = part | {
-            "made_by": made_by,
-            "slo_s": round(slo_s(own), 4),
-            "figures": [figure.result() for figure in found],
-        }
+def _top(parts: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name in ("main", "eviction"):
-        own_keys = result["parts"].get(name, {})
-        result |= {
+        found |= {
             key: value
-            for key, value in own_keys.items()
+            for key, value in parts.get(name, {}).items()
             if key.endswith(("_change", "_ratio")) or key == "eviction"
         }
-    result["took_s"] = round(time.perf_counter() - began, 1)
-    compared = [figure for figure in figures if figure.paper is not None]
-    num_short = sum(figure.falls_short for figure in compared)
-    title = (
-        f"Chameleon in virtual time ({num_short} of {len(compared)} compared figures fall short of the paper)"
-    )
-    report(title, rows, result)
+    return found

@@ -11,8 +11,10 @@ Arms. All have vLLM's step shape (chunked prompts beside decodes) and, but for t
   recompute  vLLM as the paper has it: nothing outlives a request. By load
   prefix     vLLM with prefix caching, which the paper leaves out: KV stays on the device while there is room. Sticky
   sticky     InferCept as the paper has it: KV goes to host memory, no disk, and is loaded when its next request starts. Sticky
-  ours       advisories, three tiers, KV stays on the device. An advisory is routed by load, and its request follows it
-  rerouted   ours, but where the announced node is much fuller than the emptiest when its request comes, it goes to that one. Beyond the paper
+  by_load    advisories, three tiers, KV stays on the device. An advisory is routed by load, and its request follows it: the paper's own way
+  rerouted   by_load, but where the announced node is much fuller than the emptiest when its request comes, it goes to that one
+  ours       as by_load, but an advisory is routed to where the KV is unless that node is much fuller than the emptiest. Where disk and network are
+             fast it costs nothing, where they are slow moving KV for the sake of even numbers costs many times what it saves (part `limits`)
 
 Hardware: 2 machines of 4 A100 80 GB, 256 GB of memory and 100 Gb/s each (SYMPHONY §4), by data sheets; steps as calibrated in core/calibration.py,
 from no number of this paper. KV copies get 0.8 of the PCIe link (pinned memory, as in bench.sim.host_tier; the calibration's share is S-LoRA's for
@@ -32,17 +34,14 @@ the median one, each averaged over a look a second. The last line is JSON. Of ea
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.live.report import report
 from bench.sim import symphony_scale
 from bench.sim.core.calibration import A100
 from bench.sim.core.clock import Clock
@@ -56,19 +55,19 @@ from bench.sim.core.session_cluster import (
     Company,
     Habits,
     Loads,
-    NodeFacts,
-    RequestFacts,
-    Routing,
     SessionCluster,
     Users,
     Workflows,
 )
 from bench.sim.core.session_node import SessionNode, StepPrefill
 from bench.sim.core.steps import StepCost
-from bench.sim.core.tables import Figure, Workers, crossing
+from bench.sim.core.tables import Figure, Part, Workers, crossing, parser_for, report_parts, seeds_of
 from bench.sim.core.tiers import HostTiers
 from engine_bridge.policy.admission import POLICIES as QUEUES
 from engine_bridge.policy.costs import FullCost
+from engine_bridge.policy.routing import POLICIES as ROUTES
+from engine_bridge.policy.routing import PerfModel, RoutingPolicy
+from engine_bridge.policy.routing import Settings as RouteSettings
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 SPAN_S, WARM_UP_S = 420.0, 120.0
@@ -80,65 +79,15 @@ LLAMA2_13B_32K = replace(LLAMA2_13B, name="llama2-13b-32k", max_tokens=32_768)
 PAPER_USERS, PAPER_LIMIT = 64, 20.5 / 18
 
 
-# -- routing -----------------------------------------------------------------------------------------------------------
+def route_of(name: str, setting: Setting) -> RoutingPolicy:
+    """By its name in `routing.POLICIES`. Nodes of these tables never pause anybody, so that `Priority` is only asked where."""
+    cost = StepCost(setting.gpu, setting.model)
+    decode = PerfModel("mbgmv", 0.0, cost.step_s((), 1))
+    return ROUTES[name](
+        RouteSettings(decode=decode, prefill=decode, slo_s=PAPER_LIMIT, answer_tokens=1, prompt_token_s=0.0)
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadBalance:
-    """The node with the fewest requests, here or announced; of equals the session's last one, then who was sent the fewest.
-
-    Source: SYMPHONY §3.2.
-    """
-
-    def choose(self, nodes: Sequence[NodeFacts], request: RequestFacts) -> int:
-        def key(at: int) -> tuple[int, bool, int, int]:
-            node = nodes[at]
-            return node.num_requests + node.num_expected, at != request.home, node.num_routed, at
-
-        return min(range(len(nodes)), key=key)
-
-
-@dataclass(frozen=True, slots=True)
-class Sticky:
-    """Where the session's last request was; for a new session the node with the fewest requests. Source: SYMPHONY §4, InferCept's router."""
-
-    def choose(self, nodes: Sequence[NodeFacts], request: RequestFacts) -> int:
-        return LoadBalance().choose(nodes, request) if request.home is None else request.home
-
-
-@dataclass(frozen=True, slots=True)
-class UrgentSpread:
-    """Urgent requests where the fewest urgent ones are, all others as `LoadBalance`. Source: SYMPHONY §3.5."""
-
-    def choose(self, nodes: Sequence[NodeFacts], request: RequestFacts) -> int:
-        if not request.is_urgent:
-            return LoadBalance().choose(nodes, request)
-        fewest = min(node.num_urgent for node in nodes)
-        places = [at for at, node in enumerate(nodes) if node.num_urgent == fewest]
-        home = places.index(request.home) if request.home in places else None
-        return places[LoadBalance().choose([nodes[at] for at in places], RequestFacts(home))]
-
-
-@dataclass(frozen=True, slots=True)
-class Relieve:
-    """Where the KV is, unless so many more requests are there than at the emptiest node; then there. Beyond the paper; both numbers are chosen."""
-
-    share: float = 1.25
-    more: int = 1
-
-    def choose(self, nodes: Sequence[NodeFacts], request: RequestFacts) -> int:
-        emptiest = min(range(len(nodes)), key=lambda at: (nodes[at].num_requests, at))
-        home = emptiest if request.home is None else request.home
-        limit = nodes[emptiest].num_requests * self.share + self.more
-        return home if nodes[home].num_requests <= limit else emptiest
-
-
-ROUTES: dict[str, Routing] = {
-    "load_balance": LoadBalance(),
-    "sticky": Sticky(),
-    "priority": UrgentSpread(),
-    "relieve": Relieve(),
-}
 EVICTIONS: dict[str, EvictionPolicy] = {"by_value": ByValue(), "lru": Lru()}
 
 
@@ -147,7 +96,7 @@ EVICTIONS: dict[str, EvictionPolicy] = {"by_value": ByValue(), "lru": Lru()}
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One system. route, unannounced, second: names in `ROUTES`, of what is announced, of what is not, and when what was announced comes.
+    """One system. route, unannounced, second: names in `routing.POLICIES`, of what is announced, of what is not, and when what was announced comes.
 
     eviction: of host memory, "" for none; has_cache: KV stays on the device. queue: a name in `admission.POLICIES`.
     """
@@ -165,7 +114,7 @@ class Arm:
     def made_by(self) -> str:
         """The policy objects, by class."""
         names = [name for name in (self.route, self.unannounced, self.second) if name]
-        routes = "/".join(dict.fromkeys(type(ROUTES[name]).__name__ for name in names))
+        routes = "/".join(dict.fromkeys(type(route_of(name, Setting())).__name__ for name in names))
         parts = [routes, type(QUEUES[self.queue](1)).__name__]
         if self.eviction:
             parts += [
@@ -183,8 +132,9 @@ STICKY = Arm("sticky", eviction="lru")
 DEMAND = Arm("sticky", eviction="by_value", has_disk=True, has_cache=True)
 DEMAND_BALANCED = replace(DEMAND, route="load_balance")
 # An unannounced request goes to its KV.
-OURS = replace(DEMAND, route="load_balance", unannounced="sticky", has_advisories=True)
-REROUTED = replace(OURS, second="relieve")
+BY_LOAD = replace(DEMAND, route="load_balance", unannounced="sticky", has_advisories=True)
+REROUTED = replace(BY_LOAD, second="relieve")
+OURS = replace(BY_LOAD, route="relieve")
 CHAT = {"recompute": RECOMPUTE, "prefix": PREFIX, "sticky": STICKY, "ours": OURS}
 
 
@@ -270,8 +220,9 @@ def cluster_of(
             )
             for _ in range(setting.num_devices)
         ]
-    second = ROUTES[arm.second] if arm.second else None
-    return SessionCluster(nodes, ROUTES[arm.route], ROUTES[arm.unannounced or arm.route], second)
+    second = route_of(arm.second, setting) if arm.second else None
+    announced, unannounced = (route_of(name, setting) for name in (arm.route, arm.unannounced or arm.route))
+    return SessionCluster(nodes, announced, unannounced, second)
 
 
 def _host(arm: Arm, setting: Setting, clock: Clock) -> HostTiers:
@@ -435,9 +386,6 @@ def users_within(bench: Bench, arm: Arm, setting: Setting, loads: Sequence[int])
     return found
 
 
-Part = tuple[list[Figure], dict[str, Any]]
-
-
 def _ratio(
     what: str, values: Sequence[float], paper: float | None, arm: Arm, is_less_better: bool = False
 ) -> Figure:
@@ -520,9 +468,9 @@ def _curve(bench: Bench, arm: Arm, setting: Setting, loads: Sequence[int]) -> di
 
 def balance_figures(bench: Bench, setting: Setting, loads: Sequence[int]) -> Part:
     """Fig. 14, at 256 users, and at more."""
-    arms = CHAT | {"rerouted": REROUTED}
+    arms = CHAT | {"by_load": BY_LOAD, "rerouted": REROUTED}
     bench.run(arms.values(), [setting], loads)
-    papers = {"sticky": 3.1, "ours": 1.0, "rerouted": 1.0, "recompute": 1.0}
+    papers = {"sticky": 3.1, "ours": 1.0, "by_load": 1.0, "rerouted": 1.0, "recompute": 1.0}
     figures: list[Figure] = []
     result: dict[str, Any] = {}
     for load in loads:
@@ -689,7 +637,7 @@ def limits_part(bench: Bench) -> Part:
     limits: dict[str, Any] = {}
     figures: list[Figure] = []
     for name, settings in limit_settings(bench).items():
-        bench.run([OURS, DEMAND, DEMAND_BALANCED], settings.values(), [LIMIT_USERS])
+        bench.run([OURS, BY_LOAD, DEMAND, DEMAND_BALANCED], settings.values(), [LIMIT_USERS])
         limits[name] = {value: _limit(bench, setting) for value, setting in settings.items()}
         for value, found in limits[name].items():
             what = f"TTFT saved by advisories, {name} {value}"
@@ -718,7 +666,12 @@ def _limit(bench: Bench, setting: Setting) -> dict[str, Any]:
         "saved_ttft_seeds": [round(value, 4) for value in saved["ttft"]],
         "ttft_s": {
             name: round(statistics.median(bench.values(arm, setting, LIMIT_USERS, "ttft_s")), 4)
-            for name, arm in (("ours", OURS), ("demand", DEMAND), ("demand_balanced", DEMAND_BALANCED))
+            for name, arm in (
+                ("ours", OURS),
+                ("by_load", BY_LOAD),
+                ("demand", DEMAND),
+                ("demand_balanced", DEMAND_BALANCED),
+            )
         },
     }
 
@@ -726,7 +679,9 @@ def _limit(bench: Bench, setting: Setting) -> dict[str, Any]:
 def scale_part(bench: Bench) -> Part:
     """A thousand nodes, a million sessions; no figures of the paper."""
     chats = bench.setting.habits.chats
-    found = symphony_scale.measure(bench.workers, bench.seeds[0], chats, LoadBalance())
+    found = symphony_scale.measure(
+        bench.workers, bench.seeds[0], chats, route_of("load_balance", bench.setting)
+    )
     return [], {"scale": found, "made_by": found["made_by"]}
 
 
@@ -746,56 +701,37 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sim symphony",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--part", choices=PARTS, action="append", help="all but scale by default")
+    quick = "the parts missing and agents, 4 simulated minutes"
+    parser = parser_for("symphony", __doc__, PARTS, quick, "all but scale")
     parser.add_argument("--recorded", type=Path, default=RECORDED, help="MT-Bench-101, for the part limits")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--span-s", type=float, default=SPAN_S, help="simulated, each run")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument(
-        "--quick", action="store_true", help="the parts missing and agents, two seeds, 4 simulated minutes"
-    )
     args = parser.parse_args(arguments)
-    began = time.perf_counter()
     setting = Setting(span_s=min(args.span_s, 240.0) if args.quick else args.span_s)
-    seeds = tuple(range(args.seed, args.seed + (2 if args.quick else args.seeds)))
-    bench = Bench(Workers(args.jobs), seeds, setting, args.recorded)
+    bench = Bench(Workers(args.jobs), seeds_of(args), setting, args.recorded)
     default = ("missing", "agents") if args.quick else [name for name in PARTS if name != "scale"]
     try:
-        _report(args.part or default, bench, began)
+        report_parts("SYMPHONY", "symphony", bench.seeds, _made(args.part or default, bench), _top)
     finally:
         bench.workers.close()
+
+
+def _made(names: Iterable[str], bench: Bench) -> Iterator[tuple[str, Part]]:
+    for name in names:
+        figures, result = PARTS[name](bench)
+        yield name, (figures, {"made_by": bench.setting.made_by} | result)
 
 
 HEADLINES = ("users_ratio", "missing_10pct_penalty", "agents_speedup", "limits", "does_not_pay", "scale")
 
 
-def _report(parts: Sequence[str], bench: Bench, began: float) -> None:
-    figures: list[Figure] = []
-    rows: list[tuple[str, str, str]] = []
-    result: dict[str, Any] = {"bench": "symphony", "seeds": list(bench.seeds), "parts": {}}
-    for name in parts:
-        found, part = PARTS[name](bench)
-        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        ordered = sorted(found, key=lambda figure: (not figure.falls_short, figure.paper is None))
-        made_by = part.setdefault("made_by", bench.setting.made_by)
-        rows += [(f"-- {name}", "", made_by), *(figure.row() for figure in ordered)]
-        figures += found
-        result["parts"][name] = part | {"figures": [figure.result() for figure in found]}
+def _top(parts: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
         if name != "chat13b":
-            result |= {key: part[key] for key in HEADLINES if key in part}
+            found |= {key: part[key] for key in HEADLINES if key in part}
         if "imbalance" in part:
             at_256 = part["imbalance"]["256"]
-            result["imbalance_max_over_median"] = {key: at_256[key] for key in ("ours", "sticky", "rerouted")}
-    result["took_s"] = round(time.perf_counter() - began, 1)
-    compared = [figure for figure in figures if figure.paper is not None]
-    num_short = sum(figure.falls_short for figure in compared)
-    title = (
-        f"SYMPHONY in virtual time ({num_short} of {len(compared)} compared figures fall short of the paper)"
-    )
-    report(title, rows, result)
+            found["imbalance_max_over_median"] = {
+                key: at_256[key] for key in ("ours", "by_load", "sticky", "rerouted")
+            }
+    return found

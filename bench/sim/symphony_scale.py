@@ -22,11 +22,12 @@ from bench.sim.core.calibration import A100
 from bench.sim.core.conversations import Chats, Exchange
 from bench.sim.core.models import LLAMA3_8B
 from bench.sim.core.node import BLOCK_TOKENS, VLLM
-from bench.sim.core.session_cluster import NodeFacts, RequestFacts, Routing
+from bench.sim.core.session_cluster import ask_of, node_facts
 from bench.sim.core.session_node import StepPrefill
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
 from engine_bridge.policy.costs import FullCost
+from engine_bridge.policy.routing import RoutingPolicy
 from kvtiers.policy.restore import Action, RestoreFacts
 
 NUM_NODES, NUM_SESSIONS, NUM_CELLS = 1000, 1_000_000, 2
@@ -47,7 +48,6 @@ class _Node:
     num_running: int = 0
     num_expected: int = 0
     num_context: int = 0
-    num_routed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +81,9 @@ class Cell:
         routing: chooses among the session's node, which comes first, and drawn ones.
     """
 
-    def __init__(self, num_nodes: int, num_sessions: int, seed: int, chats: Chats, routing: Routing) -> None:
+    def __init__(
+        self, num_nodes: int, num_sessions: int, seed: int, chats: Chats, routing: RoutingPolicy
+    ) -> None:
         gpu = replace(A100, link_share=0.8)
         self.cost = StepCost(gpu, LLAMA3_8B)
         self.nodes = [_Node(at // NODES_PER_HOST) for at in range(num_nodes)]
@@ -150,7 +152,6 @@ class Cell:
         at = self._choose(session)
         node = self.nodes[at]
         node.num_expected += 1
-        node.num_routed += 1
         session.ready_s = now
         if session.num_tokens:
             session.ready_s = self._move(session, node, at, now)
@@ -160,15 +161,14 @@ class Cell:
     def _choose(self, session: _Session) -> int:
         rng, num = self._rng, len(self.nodes)
         places = [int(rng.random() * num) for _ in range(NUM_DRAWN)]
-        home = None
         if session.home >= 0:
             places.append(session.home)
-            home = NUM_DRAWN
-        facts = []
-        for place in places:
-            node = self.nodes[place]
-            facts.append(NodeFacts(node.num_running, node.num_expected, 0, node.num_routed))
-        return places[self._routing.choose(facts, RequestFacts(home))]
+        facts = [
+            node_facts(str(at), self.nodes[at].num_running, self.nodes[at].num_expected) for at in places
+        ]
+        route = self._routing.route(ask_of("", str(session.home)), facts)
+        assert route.node_id is not None, "all nodes are open"
+        return int(route.node_id)
 
     def _move(self, session: _Session, node: _Node, at: int, now: float) -> float:
         """When its KV will be on the device. On the node that it was at it is still there."""
@@ -249,7 +249,9 @@ class Cell:
         assert self._num_live == 0, "sessions were lost"
 
 
-def run_cell(num_nodes: int, num_sessions: int, seed: int, chats: Chats, routing: Routing) -> CellOutcome:
+def run_cell(
+    num_nodes: int, num_sessions: int, seed: int, chats: Chats, routing: RoutingPolicy
+) -> CellOutcome:
     cell = Cell(num_nodes, num_sessions, seed, chats, routing)
     outcome = cell.run()
     cell.check_invariants()
@@ -260,7 +262,7 @@ def measure(
     workers: Workers,
     seed: int,
     chats: Chats,
-    routing: Routing,
+    routing: RoutingPolicy,
     num_nodes: int = NUM_NODES,
     num_sessions: int = NUM_SESSIONS,
 ) -> dict[str, Any]:

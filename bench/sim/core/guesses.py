@@ -76,7 +76,10 @@ class Online:
     def ended(self, arrival: Arrival) -> None:
         self._predictor.observe(_features(arrival), arrival.num_answer_tokens)
         if self._predictor.num_observed % self._refit_every == 0:
-            self._predictor.refit()
+            self.refit()
+
+    def refit(self) -> None:
+        self._predictor.refit()
 
 
 def _features(arrival: Arrival) -> LengthFeatures:

@@ -43,6 +43,7 @@ from engine_bridge.policy.admission import (
 )
 from engine_bridge.policy.arrivals import Arrivals
 from engine_bridge.policy.costs import Way
+from engine_bridge.policy.pacing import StepPace, pace
 from engine_bridge.policy.preemption import POLICIES as PREEMPTIONS
 from engine_bridge.policy.preemption import Preemption, RunningFacts, fair_priority, last_in_first_out
 from engine_bridge.policy.quotas import overcharged_tokens
@@ -67,7 +68,7 @@ class Shape:
     answer, too. loads_block: while the adapter of a request that has started is on its way, no step runs. assists: its prompt is computed
     meanwhile, with a host's help (`StepCost.assistant`). swaps_block: no step runs while KV comes back from host memory. writes_through: KV is in
     host memory as soon as it is made, so that whoever is preempted goes at once; else it is copied out then, and the next step waits for that,
-    because it needs the blocks.
+    because it needs the blocks. max_step_s: prompts are computed in steps of about so long, as policy/pacing has it; 0: of any length.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Shape:
     assists: bool = False
     swaps_block: bool = False
     writes_through: bool = False
+    max_step_s: float = 0.0
 
 
 SLORA = Shape("s-lora", None, False, True, True, 1000)
@@ -92,7 +94,7 @@ VLLM_0_2 = Shape("vllm 0.2", 2048, False, False, True, 256, swaps_block=True)
 which leaves doing both at once for later). Departs in that prompts of one step are not padded to the longest, and no block is kept free at starts."""
 OVERTURE = replace(VLLM, name="live engine", writes_through=True)
 """The live engine: vLLM's steps; KV is written through. Departs in that a load goes beside the steps, and the rest of its request is computed after
-it; live, both go in one step, layer by layer."""
+it; live, both go in one step, layer by layer. For a machine that was measured, `max_step_s` can be the live engine's."""
 
 
 class _Facts(Mapping[str, Waiting]):
@@ -110,7 +112,10 @@ class _Facts(Mapping[str, Waiting]):
         base = request.base
         if base.num_blocks != num_blocks or base.adapter_blocks != adapter_blocks:
             base = request.base = msgspec.structs.replace(
-                base, num_blocks=num_blocks, adapter_blocks=adapter_blocks
+                base,
+                num_blocks=num_blocks,
+                adapter_blocks=adapter_blocks,
+                num_prefill_tokens=max(node.start_tokens(request), 1),
             )
         return base
 
@@ -197,8 +202,8 @@ class Node:
         host_memory: for the KV of those who are preempted, and what decides about it; None: they compute it anew.
 
     Raises:
-        ValueError: a model that does not fit, a shape that assists without anything to do it, or KV that is written through without a policy that
-            restores it.
+        ValueError: a model that does not fit, a shape that assists without anything to do it, KV that is written through without a policy that
+            restores it, or steps that are to be kept short at unknown costs.
     """
 
     def __init__(
@@ -222,6 +227,8 @@ class Node:
             raise ValueError("a host that assists takes time: which one is it?")
         if shape.writes_through and host_memory is not None and host_memory.restore is None:
             raise ValueError("KV that is written through needs a policy that restores it")
+        if shape.max_step_s and cost.table is None:
+            raise ValueError("steps are kept short by a table of what they take: which one?")
         gpu, model = cost.gpu, cost.model
         self.clock, self.cost, self.shape, self.policy = clock, cost, shape, policy
         self.num_blocks = pool_blocks(cost) if num_blocks is None else num_blocks
@@ -239,7 +246,8 @@ class Node:
         self.kv_blocks = 0
         self.num_changes = 0
         """Counts requests that came, started, began to answer and left: while it stays, so do the facts about them."""
-        self._step_tokens = shape.step_tokens or max(self.num_tokens // 6, model.max_tokens)
+        self._most_step_tokens = shape.step_tokens or max(self.num_tokens // 6, model.max_tokens)
+        self._step_tokens = self._chunk_tokens = self._most_step_tokens
         self._ranks = adapter_ranks
         self._guesser, self._lanes, self._preemption = guesser, lanes, preemption
         self._forecast = forecast
@@ -254,6 +262,7 @@ class Node:
         self._joining: list[Request] = []
         self._has_changed = True
         self._was_cut = False
+        self._pace: StepPace | None = None
         self._token_s = PRIOR_TOKEN_S
         # Those that decode: they go in step, so one counter of steps says how far each is.
         self._counter = 0
@@ -355,6 +364,7 @@ class Node:
     def _begin(self, now: float) -> None:
         """The engine is free: decide who starts, and run the next step if there is something to do."""
         self._refit(now)
+        self._set_pace()
         self._decide(now)
         if self.waiting and self._has_changed and self._ranks:
             self._prefetch(now)
@@ -371,6 +381,24 @@ class Node:
         is_loading = self.shape.loads_block and len(self._loading) > 0
         return is_loading or self._num_copies_out > 0 or (self.shape.swaps_block and self._num_copies_in > 0)
 
+    def _set_pace(self) -> None:
+        """Bounds of the next step, as the live engine sets them (engine_bridge/driver/scheduling/pace.py)."""
+        if not self.shape.max_step_s:
+            return
+        assert self.cost.table is not None, "checked at the start"
+        under_way = [request.num_unfilled for request in self._prefilling]
+        num_context = self._context + sum(request.num_prefilled for request in self._prefilling)
+        self._pace = pace(
+            self.cost.table,
+            self.shape.max_step_s,
+            self._num_decodes,
+            num_context,
+            under_way,
+            self._most_step_tokens,
+        )
+        self._step_tokens = min(self._pace.prefill_tokens + self._num_decodes, self._most_step_tokens)
+        self._chunk_tokens = self._step_tokens
+
     def _refit(self, now: float) -> None:
         if self._lanes is not None and self._lanes.is_due(now):
             known = {i: r.sizes for group in (self.waiting, self.running) for i, r in group.items()}
@@ -384,6 +412,8 @@ class Node:
             free_blocks=self.free_blocks,
             num_slots=self.shape.max_running - len(self.running),
             num_tokens=self.num_tokens,
+            prefill_tokens=self._pace.starting_tokens if self._pace is not None else None,
+            is_prefilling=self._pace is not None and self._pace.num_prefilling > 0,
             overcharged_tokens=self._overcharged_tokens() if self._lanes is not None else 0,
         )
         decision = self.policy.decide(self._facts, self._running_facts, room, now)
@@ -396,6 +426,7 @@ class Node:
                 self._decide(now)
             return
         self._start_all(decision, now)
+        self._note_full(decision)
 
     def _overcharged_tokens(self) -> int:
         """As the live engine tells it to policies that charge tokens."""
@@ -412,7 +443,10 @@ class Node:
     def _start_all(self, decision: Decision, now: float) -> None:
         """As many of them as one step has tokens for, as engines take requests from a queue: none once they are used up."""
         left = self._step_tokens - (self._num_decodes if self.shape.is_mixed else 0)
-        left -= sum(request.num_unfilled for request in self._prefilling)
+        if self._pace is not None and self._pace.num_prefilling and decision.request_ids:
+            started = (self.start_tokens(self.waiting[request_id]) for request_id in decision.request_ids)
+            self._chunk_tokens = self._pace.chunk_tokens(sum(started))
+        left -= sum(min(request.num_unfilled, self._chunk_tokens) for request in self._prefilling)
         self._was_cut = False
         for place, request_id in enumerate(decision.request_ids):
             request = self.waiting[request_id]
@@ -424,6 +458,16 @@ class Node:
             left -= num_tokens
             del self.waiting[request_id]
             self._start(request, decision.bypassed.get(request_id), now)
+
+    def _note_full(self, decision: Decision) -> None:
+        """Who waits for want of time in this step asks again in the next."""
+        for request_id, reason in decision.deferred.items():
+            if reason == "step_full":
+                self._was_cut = True
+                base = self.waiting[request_id].base
+                self.waiting[request_id].base = msgspec.structs.replace(
+                    base, times_deferred=base.times_deferred + 1
+                )
 
     def _start(self, request: Request, passed_id: str | None, now: float) -> None:
         request_id = request.arrival.request_id
@@ -717,7 +761,7 @@ class Node:
         for request in self._prefilling:
             left = request.num_unfilled
             if self.shape.is_mixed:
-                left = min(left, num_tokens)
+                left = min(left, self._chunk_tokens, num_tokens)
                 if left <= 0:
                     break
             elif left > num_tokens and chunks:

@@ -6,7 +6,6 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from bench.sim.core.clock import Clock
 from bench.sim.core.conversations import Chats, Session
@@ -14,57 +13,56 @@ from bench.sim.core.node import BLOCK_TOKENS
 from bench.sim.core.requests import Request
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.tiers import SessionKv
+from engine_bridge.policy.routing import Ask, NodeFacts, Ranks, RoutingPolicy
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """num_requests: that came and have not ended; num_expected: announced, not come yet; num_urgent: of both. num_routed: ever sent there."""
-
-    num_requests: int
-    num_expected: int
-    num_urgent: int
-    num_routed: int
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """home: the node that served the session's last request, None for a new session."""
-
-    home: int | None
-    is_urgent: bool = False
+def node_facts(node_id: str, num_running: int, num_queued: int, num_urgent: int = 0) -> NodeFacts:
+    """What SYMPHONY's router knows of a node: numbers of requests."""
+    return NodeFacts(
+        node_id=node_id,
+        running=Ranks(num_running),
+        queued=Ranks(num_queued),
+        num_tokens=0,
+        queued_tokens=0,
+        free_tokens=0,
+        num_urgent=num_urgent,
+    )
 
 
-class Routing(Protocol):
-    def choose(self, nodes: Sequence[NodeFacts], request: RequestFacts) -> int:
-        """The place of a node in `nodes`."""
-        ...
+def ask_of(session_id: str, home: str, is_urgent: bool = False) -> Ask:
+    """A request or an advisory of it, whose sizes its router does not look at."""
+    return Ask(
+        request_id=session_id, num_prompt_tokens=0, num_answer_tokens=0, is_urgent=is_urgent, home=home
+    )
 
 
 @dataclass(slots=True)
 class _Counts:
+    """num_expected: announced, not come yet. num_urgent: of these and of those that came and have not ended."""
+
     num_expected: int = 0
     num_urgent: int = 0
-    num_routed: int = 0
 
 
 class SessionCluster:
     """Sends advisories and requests to nodes; a request goes where its advisory went.
 
     Args:
-        routing: of what is announced; unannounced: of all other requests. second: asked again when what was announced comes; None: it goes where
-            its advisory went.
+        routing: of what is announced, which counts among a node's requests from then on; unannounced: of all other requests. second: asked again
+            when what was announced comes, and told only of requests that are there; None: it goes where its advisory went.
     """
 
     def __init__(
         self,
         nodes: Sequence[SessionNode],
-        routing: Routing,
-        unannounced: Routing,
-        second: Routing | None = None,
+        routing: RoutingPolicy,
+        unannounced: RoutingPolicy,
+        second: RoutingPolicy | None = None,
     ) -> None:
         self.nodes = nodes
         self._routing, self._unannounced, self._second = routing, unannounced, second
         self._counts = [_Counts() for _ in nodes]
+        self._ids = [str(at) for at in range(len(nodes))]
         self._home: dict[str, int] = {}
         self._expected: dict[str, int] = {}
 
@@ -97,19 +95,27 @@ class SessionCluster:
             return announced
         self._home[turn.kv.session_id] = announced
         at = self._choose(self._second, turn.kv, turn.priority)
-        self._counts[announced].num_routed -= 1
         self._counts[announced].num_urgent -= turn.priority < 0
         if at != announced:
             self.nodes[announced].retract(turn.kv)
         return at
 
-    def _choose(self, routing: Routing, kv: SessionKv, priority: int) -> int:
+    def _choose(self, routing: RoutingPolicy, kv: SessionKv, priority: int) -> int:
+        counts_expected = routing is not self._second
         facts = [
-            NodeFacts(node.num_requests, counts.num_expected, counts.num_urgent, counts.num_routed)
-            for node, counts in zip(self.nodes, self._counts, strict=True)
+            node_facts(
+                node_id,
+                len(node.running),
+                node.num_requests - len(node.running) + counts.num_expected * counts_expected,
+                counts.num_urgent,
+            )
+            for node_id, node, counts in zip(self._ids, self.nodes, self._counts, strict=True)
         ]
-        at = routing.choose(facts, RequestFacts(self._home.get(kv.session_id), priority < 0))
-        self._counts[at].num_routed += 1
+        home = self._home.get(kv.session_id)
+        ask = ask_of(kv.session_id, "" if home is None else self._ids[home], priority < 0)
+        route = routing.route(ask, facts)
+        assert route.node_id is not None, "all nodes are open"
+        at = int(route.node_id)
         self._counts[at].num_urgent += priority < 0
         return at
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from bench.sim.core.hardware import AssistingHost, Gpu
 from bench.sim.core.models import Model
+from engine_bridge.policy.costs import StepTable
 
 Kernel = Callable[[Mapping[int, int]], int]
 """What it reads of the adapters of a batch that decodes, in ranks; takes the number of requests by rank."""
@@ -54,6 +55,9 @@ class Chunk:
 
 class StepCost:
     """Seconds of steps of one model on one device. assistant: what helps it while adapters are on their way, None for nothing."""
+
+    table: StepTable | None = None
+    """What the live engine would go by; None: data sheets alone."""
 
     def __init__(
         self, gpu: Gpu, model: Model, kernel: Kernel = mbgmv, assistant: AssistingHost | None = None

@@ -1,14 +1,20 @@
-"""What every table is made of: figures beside the paper's, runs on several cores, changes by seed, and where a curve leaves a limit."""
+"""What every table is made of: its command, figures beside the paper's, runs on several cores, changes by seed, and where a curve leaves a limit."""
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
 import statistics
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+from bench.live.report import report
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,10 @@ class Figure:
     @property
     def median(self) -> float:
         return statistics.median(self.values)
+
+    @property
+    def is_compared(self) -> bool:
+        return self.paper is not None
 
     @property
     def falls_short(self) -> bool:
@@ -88,3 +98,64 @@ def crossing(loads: Sequence[float], seconds: Sequence[float], limit_s: float) -
         if under > limit_s:
             return None
     return None
+
+
+# -- the command of a table ---------------------------------------------------------------------------------------------
+
+QUICK_SEEDS = 2
+
+Part = tuple[list[Figure], dict[str, Any]]
+"""Of a table: figures, and what goes into its JSON. `made_by` there: policy objects, cost model and traffic of all of it."""
+
+
+def parser_for(
+    table: str, about: str | None, parts: Iterable[str], quick: str, default: str = "all"
+) -> argparse.ArgumentParser:
+    """The arguments that all tables have. quick: what `--quick` leaves of it; two seeds in any case. default: the parts without `--part`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench.sim {table}",
+        description=about,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--part", choices=tuple(parts), action="append", help=f"{default} by default")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1, help="the first one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--quick", action="store_true", help=f"{quick}, {QUICK_SEEDS} seeds")
+    return parser
+
+
+def seeds_of(args: argparse.Namespace) -> tuple[int, ...]:
+    return tuple(range(args.seed, args.seed + (QUICK_SEEDS if args.quick else args.seeds)))
+
+
+def report_parts(
+    title: str,
+    table: str,
+    seeds: Sequence[int],
+    parts: Iterable[tuple[str, Part]],
+    top: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    """Print each part as it is done to stderr, then all of them and, as the last line, JSON.
+
+    top: what of the parts' JSON stands beside `parts`.
+    """
+    began = time.perf_counter()
+    rows: list[tuple[str, str, str]] = []
+    figures: list[Figure] = []
+    found: dict[str, Any] = {}
+    for name, (own, result) in parts:
+        ordered = sorted(own, key=lambda figure: (not figure.falls_short, figure.paper is None))
+        own_rows = [figure.row() for figure in ordered]
+        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        print(*map("  ".join, own_rows), sep="\n", file=sys.stderr, flush=True)
+        rows += [(f"-- {name}", "", result.get("made_by", "")), *own_rows]
+        figures += own
+        found[name] = result | {"figures": [figure.result() for figure in own]}
+    compared = [figure for figure in figures if figure.is_compared]
+    num_short = sum(figure.falls_short for figure in compared)
+    about = (
+        f"{title} in virtual time ({num_short} of {len(compared)} compared figures fall short of the paper)"
+    )
+    result = {"bench": table, "seeds": list(seeds), "parts": found} | top(found)
+    report(about, rows, result | {"took_s": round(time.perf_counter() - began, 1)})

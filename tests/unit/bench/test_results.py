@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from bench.results.__main__ import ARGUMENTS, check, made, main, simulate, stale, write
+from bench.results import limits
+from bench.results.__main__ import SIMULATED, check, made, main, simulate, stale, write
 from bench.results.claims import (
     CHAMELEON,
     CHANGE,
@@ -30,11 +31,16 @@ from bench.results.claims import (
     Figure,
 )
 from bench.results.lookup import find, rows_of, shown
-from bench.results.page import MARKER, page
+from bench.results.page import MARKER, page, top
 from bench.results.plots import CHART, OTHERWISE, plots
 from bench.results.runs import ROOT, Run, RunError, commit_of, keep, load
 from bench.results.runs import shown as shown_command
 from bench.results.svg import CHARACTER_EM, FONT_PX, Scale
+from bench.sim.adaptivellm import Bench as AdaptiveBench
+from bench.sim.adaptivellm import _sweeps
+from bench.sim.core.tables import Workers
+from bench.sim.symphony import Bench as SymphonyBench
+from bench.sim.symphony import Setting, limit_settings
 
 SVG = "{http://www.w3.org/2000/svg}"
 BY_HAND = "\n\n# Notes\n\nby hand: 17 ± 3\n"
@@ -380,25 +386,66 @@ def test_one_table_that_fails_does_not_stop_the_others(monkeypatch: pytest.Monke
 
     def fake_keep(name: str, command: list[str]) -> None:
         asked.append((name, command))
-        if name == "sim-one":
+        if name == "sim-caraserve":
             raise RunError("broken")
 
     monkeypatch.setattr("bench.results.__main__.keep", fake_keep)
     monkeypatch.setattr("bench.results.__main__.write", lambda: written.append(True))
-    with pytest.raises(RunError, match="not kept: one"):
-        simulate(["one", "chameleon"])
-    assert [name for name, _ in asked] == ["sim-one", "sim-chameleon"]
-    assert asked[1][1][:5] == ["python", "-m", "bench.sim", "chameleon", "--part"]
+    with pytest.raises(RunError, match=r"not kept: sim-caraserve$"):
+        simulate()
+    assert [name for name, _ in asked] == list(SIMULATED)
+    assert asked[0][1][:5] == ["python", "-m", "bench.sim", "chameleon", "--part"]
     assert written == [True]
 
 
-@pytest.mark.parametrize("table", ARGUMENTS)
-def test_the_parts_that_are_kept_of_a_table_are_parts_of_it(table: str) -> None:
-    if not (ROOT / f"bench/sim/{table}.py").exists():
-        pytest.skip(f"{table} is not there yet")
+@pytest.mark.parametrize("name", SIMULATED)
+def test_the_parts_that_are_kept_of_a_table_are_parts_of_it(name: str) -> None:
+    table, *words = SIMULATED[name]
     parts = importlib.import_module(f"bench.sim.{table}").PARTS
-    words = ARGUMENTS[table]
-    assert {words[at + 1] for at, word in enumerate(words) if word == "--part"} <= set(parts)
+    asked = {words[at + 1] for at, word in enumerate(words) if word == "--part"}
+    assert asked and asked <= set(parts)
+
+
+def swept(**limits: object) -> dict[str, Run]:
+    runs = (
+        Run(name, "a command", "abc", "2026-01-01", {}, 1.0, {"limits": limits})
+        for name in ("sim-symphony-limits", "sim-adaptivellm-limits")
+    )
+    return {run.name: run for run in runs}
+
+
+def test_where_a_mechanism_stops_paying_is_bold() -> None:
+    found = list(
+        limits.rows(
+            swept(
+                lead_share={"0": {"saved_ttft": 0.01, "pays": False}, "1": {"saved_ttft": 0.6, "pays": True}},
+                host_bytes={
+                    "16e9": {"saved_ttft": -2.0, "pays": False},
+                    "a trace": {"saved_ttft": 0, "pays": False},
+                },
+                host_blocks={"10": {"swap": 0.9, "cost": 1.0}, "20": {"swap": 1.25, "cost": 1.3}},
+            )
+        )
+    )
+    assert [row[2] for row in found] == [
+        "**0: 0.99×**; 1: 0.4×",
+        "**16: 3×**; **a trace: 1×**",
+        "**10: 0.9×**; 20: 1.25×",
+        "**10: 1×**; 20: 1.3×",
+    ]
+    assert found[0][3] == "[sim-symphony-limits](results/sim-symphony-limits.json) abc"
+    assert "## Where it stops paying" not in top([], {})
+    assert "| D3 always swapping" in top([], swept(host_blocks={"10": {"swap": 0.9, "cost": 1.0}}))
+
+
+def test_the_sweeps_are_those_that_the_tables_make() -> None:
+    advisories = {sweep.key for sweep in limits.SWEEPS if sweep.run == "sim-symphony-limits"}
+    assert advisories == limit_settings(SymphonyBench(Workers(1), (1,), Setting(), Path("none"))).keys()
+    swapping = {sweep.key for sweep in limits.SWEEPS if sweep.run == "sim-adaptivellm-limits"}
+    assert (
+        swapping
+        == _sweeps(AdaptiveBench(Workers(1), (1,), num_requests=1).setting(("OPT-13B", "chatbot"))).keys()
+    )
 
 
 @pytest.mark.parametrize("arguments", [["keep"], ["keep", "sim-x"], ["keep", "sim-x", "--"], ["wrong"]])
@@ -476,8 +523,8 @@ def test_labels_and_marks_stay_inside_and_no_label_overlaps_another(name: str) -
     drawing = ET.fromstring(PLOTS[name])
     width, height = float(drawing.get("width", "0")), float(drawing.get("height", "0"))
     labels = boxes(drawing)
-    for left, top, right, bottom, text in labels:
-        assert left >= 0 and top >= 0 and right <= width and bottom <= height, text
+    for left, upper, right, lower, text in labels:
+        assert left >= 0 and upper >= 0 and right <= width and lower <= height, text
     for one, other in combinations(labels, 2):
         is_apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
         assert is_apart, (one, other)

@@ -213,7 +213,7 @@ def test_the_command_ends_with_a_line_of_json(
 ) -> None:
     monkeypatch.setattr(caraserve, "Site", lambda **parts: replace(SMALL, **parts))
     bench = Bench(Workers(1), (1,), span_s=3.0, cluster_span_s=4.0)
-    caraserve._report(("cold", "production", "router"), bench)
+    caraserve.show(("cold", "production", "router"), bench)
     printed = capsys.readouterr().out.strip().splitlines()
     result = json.loads(printed[-1])
     assert (

@@ -124,7 +124,7 @@ def test_the_command_prints_short_figures_first_and_json_last(
 ) -> None:
     monkeypatch.setattr(chameleon, "short_setting", lambda bench, setting: BRIEF)
     monkeypatch.setattr(chameleon, "LOADS", (6, 8, 9, 40))
-    chameleon.main(["--part", "main", "--seeds", "2", "--trace", "there is none"])
+    chameleon.main(["--part", "main", "--seeds", "2", "--jobs", "1", "--trace", "there is none"])
     lines = capsys.readouterr().out.strip().splitlines()
     result = json.loads(lines[-1])
     for key in ("ttft_p99_change", "ttft_p50_change"):

@@ -453,7 +453,7 @@ def test_a_late_bypasser_gives_up_its_blocks_and_is_answered_all_the_same() -> N
     # The third runs in 21 of 40 blocks, so the fourth, which needs 31, waits. The fifth is to take one token and passes it, with 10 blocks. It
     # takes 90: when the third ends, the fourth lacks one block, and the fifth, long overdue, is squashed.
     asked = [(0.0, 1, 1), (0.0, 1, 1), (5.0, 300, 30), (6.5, 480, 2), (7.5, 150, 90)]
-    parts = {"policy": Mlq(10_000, MlqSettings(squash_share=0.5)), "num_blocks": 40}
+    parts = {"policy": Mlq(10_000, MlqSettings(squash_share=0.5, aging_s=1.0)), "num_blocks": 40}
     node, requests = serve(asked, guesser=Told((1, 1, 30, 2, 1)), check_every_s=1.3, **parts)
     assert node.tally.counts["bypassed"] == node.tally.counts["squashed"] == 1
     assert [request.num_done for request in requests] == [1, 1, 30, 2, 90]

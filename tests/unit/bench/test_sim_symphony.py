@@ -6,7 +6,6 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,12 +18,13 @@ from bench.sim.core.hardware import Gpu
 from bench.sim.core.models import Model
 from bench.sim.core.node import ACTIVATION_BYTES, BLOCK_TOKENS
 from bench.sim.core.requests import Request
-from bench.sim.core.session_cluster import Company, Habits, NodeFacts, RequestFacts, SessionCluster, Users
+from bench.sim.core.session_cluster import Company, Habits, SessionCluster, Users
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Workers
 from bench.sim.core.tiers import HostTiers, SessionKv
 from bench.sim.symphony import (
+    BY_LOAD,
     CHAT,
     DEMAND,
     OURS,
@@ -33,12 +33,8 @@ from bench.sim.symphony import (
     STICKY,
     Arm,
     Bench,
-    LoadBalance,
     Point,
-    Relieve,
     Setting,
-    Sticky,
-    UrgentSpread,
     cluster_of,
     run,
     run_agents,
@@ -46,6 +42,7 @@ from bench.sim.symphony import (
 from bench.sim.symphony_scale import Cell, measure
 from engine_bridge.policy.admission import Fcfs
 from engine_bridge.policy.costs import FullCost
+from engine_bridge.policy.routing import LoadBalance, Relieve, Sticky
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 TINY = Model("tiny", 4, 16, 16, 1, 1, 16, 10_000)
@@ -257,7 +254,7 @@ def test_nothing_is_lost_or_doubled_under_pressure() -> None:
         disk_bytes_per_s=0.5e9,
         habits=Habits(Chats(max_tokens=8192), missing=0.3),
     )
-    for arm in (OURS, REROUTED, STICKY, DEMAND):
+    for arm in (OURS, BY_LOAD, REROUTED, STICKY, DEMAND):
         ended = served_under_watch(arm, setting)
         assert len(ended) > 100, arm.made_by
         assert all(request.num_done == request.arrival.num_answer_tokens for request in ended)
@@ -286,28 +283,6 @@ def served_under_watch(arm: Arm, setting: Setting) -> list[Request]:
 # -- routing -----------------------------------------------------------------------------------------------------------
 
 
-def facts(
-    requests: Sequence[int], expected: Sequence[int] = (), urgent: Sequence[int] = ()
-) -> list[NodeFacts]:
-    none = [0] * len(requests)
-    columns = zip(requests, expected or none, urgent or none, none, strict=True)
-    return [NodeFacts(*row) for row in columns]
-
-
-def test_routes() -> None:
-    balance = LoadBalance()
-    assert balance.choose(facts([3, 1, 2]), RequestFacts(None)) == 1
-    assert balance.choose(facts([1, 0, 1], [0, 3, 0]), RequestFacts(None)) == 0
-    assert balance.choose(facts([1, 1, 1]), RequestFacts(2)) == 2
-    assert Sticky().choose(facts([9, 1]), RequestFacts(0)) == 0
-    assert Sticky().choose(facts([9, 1]), RequestFacts(None)) == 1
-    urgent = facts([5, 9, 1], urgent=[0, 0, 1])
-    assert UrgentSpread().choose(urgent, RequestFacts(1, is_urgent=True)) == 0
-    assert UrgentSpread().choose(urgent, RequestFacts(1)) == 2
-    assert Relieve().choose(facts([5, 4]), RequestFacts(0)) == 0
-    assert Relieve().choose(facts([9, 4]), RequestFacts(0)) == 1
-
-
 def test_a_request_follows_its_advisory_and_may_be_sent_elsewhere() -> None:
     for second, served_by in ((None, 1), (Relieve(), 0)):
         world = World(num_hosts=2)
@@ -332,7 +307,7 @@ BRIEF = Setting(span_s=150.0, warm_up_s=30.0)
 def test_sticky_is_imbalanced_where_load_balance_is_not() -> None:
     sticky, balanced = (run(Point(arm, BRIEF, 256, 1)) for arm in (STICKY, RECOMPUTE))
     assert sticky.imbalance > 1.4 * balanced.imbalance
-    rerouted, ours = (run(Point(arm, BRIEF, 256, 1)) for arm in (REROUTED, OURS))
+    rerouted, ours = (run(Point(arm, BRIEF, 256, 1)) for arm in (REROUTED, BY_LOAD))
     assert rerouted.imbalance < 0.9 * ours.imbalance
 
 
@@ -385,7 +360,7 @@ def test_limits_vary_one_thing_at_a_time() -> None:
     assert set(settings) >= {"lead_share", "link_share", "disk_bytes_per_s", "mean_turns", "host_bytes"}
     assert settings["lead_share"]["0"].habits.lead_share == 0
     setting = replace(settings["lead_share"]["1"], span_s=80.0, warm_up_s=20.0)
-    bench.run([OURS, DEMAND, symphony.DEMAND_BALANCED], [setting], [symphony.LIMIT_USERS])
+    bench.run([OURS, BY_LOAD, DEMAND, symphony.DEMAND_BALANCED], [setting], [symphony.LIMIT_USERS])
     found = symphony._limit(bench, setting)
     assert found["pays"] == (found["saved_ttft"] >= 0.05 and found["saved_latency"] >= -0.001)
     assert found["saved_ttft"] == pytest.approx(
@@ -412,7 +387,7 @@ def test_the_command_ends_with_json(
 ) -> None:
     monkeypatch.setattr(symphony, "NUM_WORKFLOWS", (4, 8))
     monkeypatch.setattr(symphony, "MISSING", (0.0, 0.1))
-    symphony.main(["--part", "agents", "--part", "missing", "--seeds", "2", "--span-s", "130"])
+    symphony.main(["--part", "agents", "--part", "missing", "--seeds", "2", "--jobs", "1", "--span-s", "130"])
     lines = capsys.readouterr().out.strip().splitlines()
     result = json.loads(lines[-1])
     assert {"agents_speedup", "missing_10pct_penalty"} <= set(result)
