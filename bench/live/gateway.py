@@ -199,6 +199,7 @@ def show(streams: dict[str, Any], sockets: dict[str, Any], lora: dict[str, Any])
         "idle_socket_bytes": round(sockets["idle_socket_bytes"]),
         "loop_stall_ms_p99": round(streams["loop_stall_ms_p99"], 2),
         **{key: lora[key] for key in keys},
+        "spread": {"stream_efficiency": [round(edge(streams["ratios"]), 2) for edge in (min, max)]},
     }
     report(
         "gateway",

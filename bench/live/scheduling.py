@@ -1,6 +1,6 @@
 """Who starts next: lanes against first-come-first-served, at low, medium and high load; and what tight memory costs.
 
-    python -m bench.live.scheduling [--quick] [--only loads|memory|queue|predictors]
+    python -m bench.live.scheduling [--quick] [--only loads|overload|memory|queue|predictors]
 
 Engines, each in a process of its own, all alive at once and taking turns, one busy at a time: our node, whose policy is exchanged between plays; the
 peer, vLLM's scheduler (first come, first served; or its priority policy) with its LRU of adapters and loading inside steps, on our LoRA wrapper. Same
@@ -14,8 +14,9 @@ is random in each repeat; before each play short requests of the same law fill t
 of the trace; the predictor is not told the bound of an answer. `priority`: vLLM's, where the client gives each request its quartile of prompt
 lengths. Changes are fractions against the peer's FCFS: -0.8 is 80% less. TTFT counts from when a request was due.
 `worst_class_change`: requests by quartile of prompt and answer tokens; mean TTFT of the class that fares worst, at high load, against the peer.
-`slo_load_ratio`: the highest load at which P99 TTFT stays within SLO_TIMES the peer's median TTFT at low load, ours over the peer's; of the loads of
-the sweep, by a straight line between the last one within and the first one beyond.
+`slo_load_ratio`: the highest load at which P99 TTFT is within SLO_TIMES the peer's median TTFT at low load, ours over the peer's; of the loads of
+the sweep, by a straight line between the highest one within and the next one.
+`overload`: more than can be served soon, whoever goes first: `beyond`, Poisson arrivals at BEYOND of that capacity, and `burst`, all there at once.
 `accuracy`: P99 TTFT at high load with an oracle that is right so often, over that with a perfect one.
 
 `tight_memory_*`: 128 device blocks, no adapters, prompts of 32 to 128 tokens and answers of 256 to 512, faster than they can be answered; ours
@@ -63,9 +64,11 @@ NUM_SLOTS = 10
 PEER_HOST_ADAPTERS = 27
 HISTORY, WARM_UP_REQUESTS = 2000, 60
 LOADS = {"low": 0.5, "medium": 0.8, "high": 1.0}
+BEYOND = {"beyond": 1.5}
 SLO_TIMES = 5.0
 NUM_CLASSES = 4
-PARTS = ("loads", "memory", "queue", "predictors")
+BURST_S = 15.0
+PARTS = ("loads", "overload", "memory", "queue", "predictors")
 AIMS = {
     "high ttft_p99_change": "aim ≤ -80.7%",
     "high ttft_p50_change": "aim ≤ -48.1%",
@@ -94,34 +97,46 @@ QUEUED, QUEUED_SECONDS = 10_000, 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is measured. seconds: of arrivals in each play."""
+    """How much is measured. seconds: of arrivals in each play. sweep_requests: in each play of the sweep, on average."""
 
     repeats: dict[str, int]
     seconds: float
     arms: tuple[str, ...]
     sweep: tuple[float, ...]
+    sweep_requests: int
     accuracies: tuple[float, ...]
+    accuracy_repeats: int
+    burst_requests: int
+    burst_repeats: int
     tight_requests: int
     tight_repeats: int
     profile_seconds: int
 
 
 QUICK = Plan(
-    repeats={"low": 1, "medium": 1, "high": 1},
+    repeats={"low": 1, "medium": 1, "high": 1, "beyond": 1},
     seconds=10,
     arms=(OURS, PEER, "peer priority"),
     sweep=(0.4, 0.8),
+    sweep_requests=10,
     accuracies=(),
+    accuracy_repeats=0,
+    burst_requests=16,
+    burst_repeats=1,
     tight_requests=10,
     tight_repeats=1,
     profile_seconds=30,
 )
 FULL = Plan(
-    repeats={"low": 1, "medium": 1, "high": 3},
+    repeats={"low": 2, "medium": 2, "high": 5, "beyond": 4},
     seconds=20,
     arms=(OURS, PEER, "peer priority", MANY_SLOTS),
     sweep=(0.3, 0.45, 0.6, 0.75, 1.0, 1.25),
+    sweep_requests=60,
     accuracies=(1.0, 0.8, 0.6),
+    accuracy_repeats=3,
+    burst_requests=48,
+    burst_repeats=5,
     tight_requests=20,
     tight_repeats=2,
     profile_seconds=120,
@@ -218,10 +233,14 @@ class Seen:
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    play_s: float = 0.0
 
     def add(self, asks: Sequence[Ask], answers: Sequence[dict[str, Any]]) -> None:
+        self.play_s += max(answer["token_s"][-1] for answer in answers)
         for ask, answer in zip(asks, answers, strict=True):
             assert len(answer["token_ids"]) == ask.max_tokens, "an answer is not whole"
+            self.num_tokens += ask.max_tokens
             self.ttft_s.append(answer["ttft_s"])
             self.sizes.append(len(ask.prompt) + ask.max_tokens)
             times = answer["token_s"]
@@ -236,6 +255,7 @@ class Seen:
             "tpot_p50_ms": ms(quantile(self.tpot_s, 0.5)),
             "tpot_p99_ms": ms(quantile(self.tpot_s, 0.99)),
             "num_requests": len(self.ttft_s),
+            "tokens_per_s": round(self.num_tokens / self.play_s, 1),
         }
 
     def class_means_s(self) -> list[float]:
@@ -311,8 +331,8 @@ class Bench:
         self.capacity_per_s = num_requests / max(answer["token_s"][-1] for answer in answers)
         self.say(f"the peer answers {self.capacity_per_s:.2f} requests/s when all are there at once")
 
-    def measure_loads(self) -> None:
-        for load, share in LOADS.items():
+    def measure_loads(self, loads: dict[str, float]) -> None:
+        for load, share in loads.items():
             rate_per_s = share * self.capacity_per_s
             for repeat in range(self.plan.repeats[load]):
                 asks = self.traffic.asks(rate_per_s, self.plan.seconds, load, repeat)
@@ -326,18 +346,26 @@ class Bench:
         """More and more load, until neither keeps within SLO."""
         for share in self.plan.sweep:
             rate_per_s = share * self.capacity_per_s
-            asks = self.traffic.asks(rate_per_s, self.plan.seconds, "sweep", share)
+            asks = self.traffic.asks(rate_per_s, self.plan.sweep_requests / rate_per_s, "sweep", share)
             for arm in random.Random(f"sweep {share}").sample((OURS, PEER), 2):
                 self.swept[share, arm].add(asks, self.play(arm, asks, rate_per_s))
                 self.say(f"{share} of capacity, {arm}: {self.swept[share, arm].as_dict()}")
 
     def measure_accuracies(self) -> None:
         rate_per_s = LOADS["high"] * self.capacity_per_s
-        for repeat in range(self.plan.repeats["high"]):
+        for repeat in range(self.plan.accuracy_repeats):
             asks = self.traffic.asks(rate_per_s, self.plan.seconds, "accuracy", repeat)
             for accuracy in random.Random(repeat).sample(self.plan.accuracies, len(self.plan.accuracies)):
                 self.accuracy[accuracy].add(asks, self.play(OURS, asks, rate_per_s, accuracy))
                 self.say(f"right in {accuracy:.0%}: {self.accuracy[accuracy].as_dict()}")
+
+    def measure_bursts(self) -> None:
+        for repeat in range(self.plan.burst_repeats):
+            asks = self.traffic.burst(self.plan.burst_requests, repeat)
+            for arm in random.Random(f"burst {repeat}").sample(self.plan.arms, len(self.plan.arms)):
+                # The rate tells our lanes how many to expect; the burst is over in about this time.
+                self.seen["burst", arm].add(asks, self.play(arm, asks, self.plan.burst_requests / BURST_S))
+                self.say(f"all at once, {arm}: {self.seen['burst', arm].as_dict()}")
 
     def measure_tight(self) -> None:
         for repeat in range(self.plan.tight_repeats):
@@ -367,29 +395,33 @@ class Bench:
         return {
             "ttft_p99_change": change(quantile(ours.ttft_s, 0.99), quantile(peer.ttft_s, 0.99)),
             "ttft_p50_change": change(quantile(ours.ttft_s, 0.5), quantile(peer.ttft_s, 0.5)),
+            "ttft_mean_change": change(statistics.mean(ours.ttft_s), statistics.mean(peer.ttft_s)),
             "tpot_p50_change": change(quantile(ours.tpot_s, 0.5), quantile(peer.tpot_s, 0.5)),
+            "tokens_per_s_change": change(ours.num_tokens / ours.play_s, peer.num_tokens / peer.play_s),
         }
 
-    def worst_class_change(self) -> float:
-        pairs = zip(
-            self.seen["high", OURS].class_means_s(), self.seen["high", PEER].class_means_s(), strict=True
-        )
+    def worst_class_change(self, load: str) -> float:
+        pairs = zip(self.seen[load, OURS].class_means_s(), self.seen[load, PEER].class_means_s(), strict=True)
         return max(change(ours, peer) for ours, peer in pairs)
 
     def slo_s(self) -> float:
         return SLO_TIMES * quantile(self.seen["low", PEER].ttft_s, 0.5)
 
     def load_within_slo(self, arm: str) -> float | None:
-        """As a share of capacity, between the last load within and the first one beyond. None: beyond from the first; the last if never."""
-        last: tuple[float, float] | None = None
-        for share in sorted(share for share, its_arm in self.swept if its_arm == arm):
-            p99_s = quantile(self.swept[share, arm].ttft_s, 0.99)
-            if p99_s > self.slo_s():
-                if last is None:
-                    return None
-                return last[0] + (share - last[0]) * (self.slo_s() - last[1]) / (p99_s - last[1])
-            last = share, p99_s
-        return last[0] if last is not None else None
+        """As a share of capacity, between the highest load within and the next one. None: none is within; the highest if all are."""
+        p99_s = {
+            share: quantile(seen.ttft_s, 0.99)
+            for (share, its_arm), seen in sorted(self.swept.items())
+            if its_arm == arm
+        }
+        within = [share for share, seconds in p99_s.items() if seconds <= self.slo_s()]
+        if not within:
+            return None
+        last = within[-1]
+        beyond = next((share for share in p99_s if share > last), None)
+        if beyond is None:
+            return last
+        return last + (beyond - last) * (self.slo_s() - p99_s[last]) / (p99_s[beyond] - p99_s[last])
 
     def slo_load_ratio(self) -> float | None:
         ours, peer = self.load_within_slo(OURS), self.load_within_slo(PEER)
@@ -534,11 +566,15 @@ def run(plan: Plan, parts: Sequence[str], is_quick: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="overture-bench-") as name:
         folder = Path(name)
         settings = settings_for(shape, adapters, folder)
-        if "loads" in parts:
+        if {"loads", "overload"}.intersection(parts):
             with ExitStack() as stack:
                 kinds = ["ours", "peer", *(["many"] if MANY_SLOTS in plan.arms else [])]
                 bench.workers = start_all(kinds, settings, folder, stack)
-                measure_loads(bench, result, extra)
+                bench.find_capacity(64)
+                if "loads" in parts:
+                    measure_loads(bench, result, extra)
+                if "overload" in parts:
+                    measure_overload(bench, result, extra)
         if "memory" in parts:
             with ExitStack() as stack:
                 bench.workers = start_all(["tight ours", "tight stock"], settings, folder, stack)
@@ -570,25 +606,39 @@ def run(plan: Plan, parts: Sequence[str], is_quick: bool) -> None:
 
 
 def measure_loads(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -> None:
-    bench.find_capacity(64)
-    bench.measure_loads()
+    bench.measure_loads(LOADS)
     bench.measure_sweep()
     bench.measure_accuracies()
     result |= {
         "loads": {load: bench.load_result(load) for load in LOADS},
         "slo_load_ratio": bench.slo_load_ratio(),
-        "worst_class_change": bench.worst_class_change(),
+        "worst_class_change": bench.worst_class_change("high"),
     }
     extra |= {
         "capacity_per_s": round(bench.capacity_per_s, 3),
         "slo_ms": ms(bench.slo_s()),
         "load_within_slo": {arm: bench.load_within_slo(arm) for arm in (OURS, PEER)},
-        "arms": {f"{load}, {arm}": seen.as_dict() for (load, arm), seen in bench.seen.items()},
+        "arms": {
+            f"{load}, {arm}": seen.as_dict() for (load, arm), seen in bench.seen.items() if load in LOADS
+        },
         "sweep": {f"{share}, {arm}": seen.as_dict() for (share, arm), seen in bench.swept.items()},
         "accuracy": bench.accuracy_result(),
         "class_means_ms": {
             arm: [ms(mean) for mean in bench.seen["high", arm].class_means_s()] for arm in bench.plan.arms
         },
+    }
+
+
+def measure_overload(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -> None:
+    bench.measure_loads(BEYOND)
+    bench.measure_bursts()
+    loads = (*BEYOND, "burst")
+    result["overload"] = {
+        load: bench.load_result(load) | {"worst_class_change": bench.worst_class_change(load)}
+        for load in loads
+    }
+    extra["overload_arms"] = {
+        f"{load}, {arm}": seen.as_dict() for (load, arm), seen in bench.seen.items() if load in loads
     }
 
 
@@ -605,7 +655,7 @@ def rows_of(bench: Bench, result: dict[str, Any]) -> list[tuple[str, str, str]]:
         )
     rows += [(f"tight memory, {arm}", str(seen.as_dict()), "") for arm, seen in bench.tight.items()]
     for name, value in result.items():
-        if name == "loads":
+        if name in ("loads", "overload"):
             rows += [
                 (f"{load}: {key}", f"{change:+.1%}", AIMS.get(f"{load} {key}", ""))
                 for load, changes in value.items()
@@ -620,10 +670,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="within eight minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="within eight minutes; without overload, unless that is asked for",
+    )
     parser.add_argument("--only", choices=PARTS, action="append", help="these parts alone")
     args = parser.parse_args()
-    run(QUICK if args.quick else FULL, args.only or PARTS, args.quick)
+    parts = [part for part in PARTS if not (args.quick and part == "overload")]
+    run(QUICK if args.quick else FULL, args.only or parts, args.quick)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,17 @@ from bench.results.page import page
 from bench.results.plots import plots
 from bench.results.runs import FOLDER, ROOT, RunError, keep, load
 
-# What `sim` passes to a table: the parts that claims are made of, on two cores, so that all tables take less than 25 minutes together. One that is
-# not named runs as it is.
-ARGUMENTS = {
-    "chameleon": ("--part", "main", "--part", "eviction", "--jobs", "2"),
-    "caraserve": ("--part", "cold", "--part", "production", "--part", "router", "--jobs", "2"),
-    "symphony": ("--part", "chat8b", "--part", "agents", "--part", "missing", "--jobs", "2"),
-    "adaptivellm": ("--part", "main", "--part", "turnaround", "--jobs", "2"),
+# What `sim` runs, on two cores in less than 25 minutes together: by the name that a run is kept under, the table and its arguments.
+SIMULATED: dict[str, tuple[str, ...]] = {
+    "sim-chameleon": ("chameleon", "--part", "main", "--part", "eviction"),
+    "sim-chameleon-sched": ("chameleon", "--part", "sched", "--seeds", "3"),
+    "sim-chameleon-scale": ("chameleon", "--part", "scale", "--seeds", "1"),
+    "sim-caraserve": ("caraserve", "--part", "cold", "--part", "production", "--part", "router"),
+    "sim-symphony": ("symphony", "--part", "chat8b", "--part", "agents", "--part", "missing"),
+    "sim-symphony-limits": ("symphony", "--part", "limits", "--seeds", "3"),
+    "sim-symphony-scale": ("symphony", "--part", "scale"),
+    "sim-adaptivellm": ("adaptivellm", "--part", "main", "--part", "turnaround"),
+    "sim-adaptivellm-limits": ("adaptivellm", "--part", "limits"),
 }
 
 
@@ -54,27 +58,21 @@ def check(root: Path = ROOT, folder: Path = FOLDER) -> None:
         raise RunError(f"stale: {', '.join(files)}; run `python -m bench.results write`")
 
 
-def simulate(tables: Sequence[str]) -> None:
-    """Keep each table's run, go on when one fails, and write what there is. Raises RunError in the end if one failed."""
+def simulate() -> None:
+    """Keep each run of `SIMULATED`, go on when one fails, and write what there is. Raises RunError in the end if one failed."""
     failed = []
-    for number, table in enumerate(tables, 1):
+    for number, (name, arguments) in enumerate(SIMULATED.items(), 1):
         began = time.perf_counter()
-        print(f"{number} of {len(tables)}: {table}", file=sys.stderr, flush=True)
+        print(f"{number} of {len(SIMULATED)}: {name}", file=sys.stderr, flush=True)
         try:
-            keep(f"sim-{table}", ["python", "-m", "bench.sim", table, *ARGUMENTS.get(table, ())])
+            keep(name, ["python", "-m", "bench.sim", *arguments])
         except RunError as error:
-            failed.append(table)
+            failed.append(name)
             print(error, file=sys.stderr)
-        print(f"{table}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     write()
     if failed:
         raise RunError(f"not kept: {', '.join(failed)}")
-
-
-def tables() -> list[str]:
-    from bench.sim.__main__ import TABLES  # imports the policies, which nothing else here needs
-
-    return list(TABLES)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -82,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
         case ["keep", name, "--", _, *_]:
             keep(name, arguments[3:])
         case ["sim"]:
-            simulate(tables())
+            simulate()
         case ["write"]:
             write()
         case ["check"]:

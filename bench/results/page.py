@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from bench.results import limits
 from bench.results.claims import CLAIMS, GROUPS, LOWER, MECHANISMS, PAPERS, YES, Claim, Figure
 from bench.results.lookup import Found, Row, rows_of, shown
 from bench.results.runs import Run, RunError
@@ -21,6 +22,8 @@ changes and ratios can be compared, times cannot.
 
 `python -m bench.results write` makes this part and the plots in [docs/plots](../docs/plots) from the files in [bench/results](results);
 [operations.md](../docs/operations.md#evidence) says how a run is kept."""
+LIMITS = """In virtual time, one thing changed at a time. **Bold** does not pay: less than 5% of TTFT saved, latency lost, or no more throughput.
+A mechanism that does not pay where you run it is better left off."""
 SECTIONS = (
     ("What falls short", "fall short", lambda row: row.falls_short),
     ("What is not measured", "are not measured", lambda row: not row.falls_short and not row.is_measured),
@@ -41,6 +44,8 @@ def top(rows: Sequence[Row], runs: Mapping[str, Run]) -> str:
     counts = ", ".join(f"{len(found)} {verb}" for _, verb, found in sections)
     blocks = [INTRODUCTION, f"Of {len(rows)} claims {counts}."]
     blocks += [f"## {name}\n" + (_table(found) if found else "Nothing.") for name, _, found in sections]
+    if swept := list(limits.rows(runs)):
+        blocks.append(f"## Where it stops paying\n{LIMITS}\n\n{_lines(limits.HEAD, swept)}")
     blocks.append("## Runs\n" + _lines(RUN_HEAD, map(_run, runs.values())))
     blocks.append("Papers: " + "; ".join(f"{name}, *{title}*" for name, title in PAPERS.items()) + ".")
     blocks.append("Mechanisms: " + "; ".join(f"{id} {name}" for id, name in MECHANISMS.items()) + ".")

@@ -129,7 +129,7 @@ class NodeAdapters:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _play(self, asks: Sequence[Ask]) -> list[Answer]:
-        started_s = time.perf_counter()
+        started_s = self._zero_s = time.perf_counter()
         is_over = asyncio.Event()
         tasks = [asyncio.create_task(self._answer(ask, started_s, is_over)) for ask in asks]
         await asyncio.gather(*(task for ask, task in zip(asks, tasks, strict=True) if not ask.is_background))

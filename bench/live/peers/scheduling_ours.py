@@ -168,6 +168,15 @@ class ScheduledNode(NodeAdapters):
             "num_waiting": num_waiting,
         }
 
+    def note_work(self) -> None:
+        """Write down the steps of the policy in use from now on."""
+        self._steps: list[tuple[float, ...]] = []
+        self._on_engine(lambda driver: note_work(driver.scheduling.pace, self._steps))
+
+    def steps(self) -> dict[str, Any]:
+        """Since `note_work`: prefill tokens, decodes, context tokens, when it began and ended; and when the last play began."""
+        return {"steps": self._steps, "zero_s": self._zero_s}
+
     def counts(self) -> dict[str, Any]:
         """Of the policy in use."""
         return self._on_engine(lambda driver: driver.scheduling.state())
@@ -215,6 +224,17 @@ def time_steps(driver: Any, times: list[float]) -> None:
         return outputs
 
     driver._step_engine = timed
+
+
+def note_work(pace: Any, steps: list[tuple[float, ...]]) -> None:
+    ended = pace.ended
+
+    def noted() -> None:
+        if pace._work is not None:
+            steps.append((*pace._work, pace._began_s, time.perf_counter()))
+        ended()
+
+    pace.ended = noted
 
 
 def is_queued(driver: Any, num: int) -> bool:

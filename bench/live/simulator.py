@@ -1,0 +1,362 @@
+"""Does the simulator foretell what this machine does? The same requests, live and in virtual time.
+
+    python -m bench.live.simulator [--quick]
+
+`overture profile` measures what steps of the model (`bench.live.models`) take on this machine; our node then answers requests with Azure's
+conversation lengths (as in bench.live.scheduling, without adapters), Poisson arrivals at shares (LOADS) of what it answers per second when all are
+there at once, under each of POLICIES. The simulator's node (bench/sim/core/node.py) gets the same arrivals, the same policy class, the same history
+for predictor and lanes, the node's blocks and bounds, and the profile's table of step times. Between two steps it adds the median of what the node
+took there while it answered other requests.
+
+    profile     the table as it was measured
+    own speed   times what the play's own steps took over what the profile says of them, two seconds at a time. No prediction: the part of the error
+                that is not the machine's speed, which on a shared machine is another one each time, and near capacity decides who waits
+
+`errors`: |simulated / measured - 1| of each of METRICS with the profile as it is, the median over plays (each policy, load and repeat is one);
+`errors_at_own_speed`: the same at own speed. `worst_error`, `worst_error_at_own_speed`: the largest of each. `slowness`: what steps took over what
+the profile says, play by play: what no simulator could know. Live times are ends of steps, as in the simulator; what a socket adds is in neither.
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.live.models import ModelShape, model_folder
+from bench.live.peers.adapters import AdapterSettings, Ask
+from bench.live.peers.client import QUIET_OPENMP, Worker
+from bench.live.report import report, spread
+from bench.live.scheduling import Traffic, lengths_of_trace
+from bench.sim.core.clock import Clock
+from bench.sim.core.guesses import Online
+from bench.sim.core.lane_fits import LaneFits
+from bench.sim.core.measured import MeasuredCost
+from bench.sim.core.models import Model
+from bench.sim.core.node import BLOCK_TOKENS, OVERTURE, PRIOR_TOKEN_S, Node
+from bench.sim.core.requests import Arrival
+from engine_bridge.policy.admission import POLICIES as QUEUE_POLICIES
+from engine_bridge.policy.admission import Mlq
+from engine_bridge.policy.costs import StepGrid, StepTable
+from engine_bridge.profile import MachineProfile
+
+POLICIES = ("mlq", "fcfs")
+LOADS = (0.3, 0.5, 0.8, 1.0)
+METRICS = ("tokens_per_s", "e2e_mean_s", "ttft_mean_s", "tpot_mean_s")
+AIM = 0.15
+PROFILE, OWN_SPEED = "profile", "own speed"
+WINDOW_S = 2.0
+NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_STEP_S = 512, 32, 2048, 32, 0.5
+BURST = 48
+
+
+class BaseModelOnly:
+    """In the place of adapters: nobody asks for one."""
+
+    def drawn(self, chance: random.Random) -> str | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one request, in seconds after the play's start."""
+
+    at_s: float
+    first_s: float
+    end_s: float
+    num_tokens: int
+
+
+def metrics_of(times: Sequence[Times]) -> dict[str, float]:
+    """What became of the requests of one play."""
+    gaps = [(each.end_s - each.first_s) / (each.num_tokens - 1) for each in times if each.num_tokens > 1]
+    ttft_s = sorted(each.first_s - each.at_s for each in times)
+    found = {
+        "tokens_per_s": sum(each.num_tokens for each in times) / max(each.end_s for each in times),
+        "e2e_mean_s": statistics.fmean(each.end_s - each.at_s for each in times),
+        "ttft_mean_s": statistics.fmean(ttft_s),
+        "tpot_mean_s": statistics.fmean(gaps),
+        "ttft_p50_s": ttft_s[len(ttft_s) // 2],
+        "ttft_max_s": ttft_s[-1],
+    }
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """Metrics of one play, live and simulated in each way. slowness: what its steps took over what the profile says of them."""
+
+    policy: str
+    load: float
+    live: dict[str, float]
+    simulated: dict[str, dict[str, float]]
+    slowness: float
+
+    def error(self, way: str, metric: str) -> float:
+        return self.simulated[way][metric] / self.live[metric] - 1
+
+
+class Slowness:
+    """What steps took over what a table says of them, in windows of WINDOW_S since `zero_s`. steps: (work…, began, ended)."""
+
+    def __init__(self, steps: Sequence[Sequence[float]], grid: StepGrid, zero_s: float) -> None:
+        table = StepTable(grid)
+        sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for *work, began_s, ended_s in steps:
+            window = sums[int((began_s - zero_s) / WINDOW_S)]
+            window[0] += table.step_s(*work)  # type: ignore[arg-type]
+            window[1] += ended_s - began_s
+        self._by_window = {number: took / said for number, (said, took) in sums.items()}
+        self.mean = sum(took for _, took in sums.values()) / sum(said for said, _ in sums.values())
+
+    def at(self, seconds: float) -> float:
+        """That of the nearest window with steps."""
+        window = int(seconds / WINDOW_S)
+        return self._by_window[min(self._by_window, key=lambda number: abs(number - window))]
+
+
+# -- in virtual time ---------------------------------------------------------------------------------------------------
+
+
+def simulate(
+    policy: str,
+    asks: Sequence[Ask],
+    history: Sequence[Sequence[Any]],
+    grid: StepGrid,
+    between_s: float,
+    slowness: Slowness | None = None,
+) -> list[Times]:
+    """The same requests by the live classes. slowness: the machine's, by the time of the play; None: it is as the table says."""
+    clock = Clock()
+    num_tokens = (NUM_BLOCKS - 1) * BLOCK_SIZE
+    queue = QUEUE_POLICIES[policy](num_tokens)
+    guesser, lanes = Online(seed=0), LaneFits(num_tokens)
+    teach(guesser, lanes, history)
+    if isinstance(queue, Mlq):
+        lanes.refit(queue, {}, 0.0)
+    cost = MeasuredCost(
+        StepTable(grid),
+        sim_model(ModelShape()),
+        between_s,
+        slowness=(lambda: slowness.at(clock.now)) if slowness is not None else None,
+    )
+    node = Node(
+        clock,
+        cost,
+        replace(OVERTURE, max_running=MAX_NUM_SEQS, max_step_s=MAX_STEP_S),
+        queue,
+        guesser,
+        lanes=lanes if isinstance(queue, Mlq) else None,
+        num_blocks=num_tokens // BLOCK_TOKENS,
+    )
+    for number, ask in enumerate(asks):
+        arrival = Arrival(f"{number:04d}", ask.at_s, len(ask.prompt), ask.max_tokens)
+        clock.at(ask.at_s, lambda now, arrival=arrival: node.submit(arrival))  # type: ignore[misc]
+    clock.run()
+    return [
+        Times(each.arrival.at_s, each.first_token_s, each.ended_s, each.arrival.num_answer_tokens)
+        for each in node.ended
+    ]
+
+
+def teach(guesser: Online, lanes: LaneFits, history: Sequence[Sequence[Any]]) -> None:
+    """What the live node is told of requests that came before (bench/live/peers/scheduling_ours.py, `learn`)."""
+    for number, (num_prompt, num_answer, _) in enumerate(history):
+        arrival = Arrival(f"history {number}", 0.0, num_prompt, num_answer)
+        guess = guesser.guess(arrival)
+        sizes = (float(num_prompt), float(guess.p50), 0.0)
+        lanes.wrs(sizes)
+        lanes.saw(num_prompt + num_answer, num_answer * PRIOR_TOKEN_S, sizes, float(number - len(history)))
+        guesser.ended(arrival)
+    guesser.refit()
+
+
+def sim_model(shape: ModelShape) -> Model:
+    """As the simulator describes models."""
+    return Model(
+        shape.name,
+        shape.num_layers,
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.vocab_size,
+        MAX_MODEL_LEN,
+        dtype_bytes=4,
+    )
+
+
+# -- live --------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    def __init__(self, repeats: int, seconds: float) -> None:
+        self.repeats, self.seconds = repeats, seconds
+        self.traffic = Traffic(lengths_of_trace(), BaseModelOnly())  # type: ignore[arg-type]
+        self.plays: list[Play] = []
+
+    def measure(self, worker: Worker, profile: StepGrid) -> None:
+        burst = self.traffic.burst(BURST, "simulator")
+        self.answer(worker, "mlq", burst, 1.0)  # the engine's own first time
+        answers = self.answer(worker, "mlq", burst, 1.0)
+        self.capacity_per_s = BURST / max(answer["token_s"][-1] for answer in answers)
+        self.between_s = gap_s(worker.call("steps")["steps"])
+        print(
+            f"{self.capacity_per_s:.2f} requests/s when all are there at once; {self.between_s * 1e3:.1f} ms between steps",
+            flush=True,
+        )
+        plays = [(load, policy) for load in LOADS for policy in POLICIES]
+        for repeat in range(self.repeats):
+            for load, policy in random.Random(repeat).sample(plays, len(plays)):
+                self.play(worker, policy, load, repeat, profile)
+
+    def play(self, worker: Worker, policy: str, load: float, repeat: int, profile: StepGrid) -> None:
+        rate_per_s = load * self.capacity_per_s
+        asks = self.traffic.asks(rate_per_s, self.seconds, "simulator", load, repeat)
+        answers = self.answer(worker, policy, asks, rate_per_s)
+        live = [
+            Times(ask.at_s, answer["token_s"][0], answer["token_s"][-1], ask.max_tokens)
+            for ask, answer in zip(asks, answers, strict=True)
+        ]
+        ran = worker.call("steps")
+        slowness = Slowness(ran["steps"], profile, ran["zero_s"])
+        simulated = {
+            name: metrics_of(simulate(policy, asks, self.traffic.history, profile, self.between_s, own))
+            for name, own in ((PROFILE, None), (OWN_SPEED, slowness))
+        }
+        self.plays.append(Play(policy, load, metrics_of(live), simulated, round(slowness.mean, 4)))
+        self.say(self.plays[-1])
+
+    def answer(
+        self, worker: Worker, policy: str, asks: Sequence[Ask], rate_per_s: float
+    ) -> list[dict[str, Any]]:
+        worker.call("empty")
+        worker.call("use", policy=policy, history=self.traffic.history, rate_per_s=rate_per_s)
+        worker.call("note_work")
+        answers: list[dict[str, Any]] = worker.call("play", requests=[asdict(ask) for ask in asks])
+        return answers
+
+    def say(self, play: Play) -> None:
+        print(
+            f"[{len(self.plays)} of {self.repeats * len(LOADS) * len(POLICIES)}] {play.load} of capacity, {play.policy}; "
+            f"steps took {play.slowness:.2f} of the profile's:"
+        )
+        for name, simulated in play.simulated.items():
+            found = ", ".join(f"{key} {simulated[key]:.3g} ({play.live[key]:.3g} live)" for key in METRICS)
+            print(f"    {name}: {found}", flush=True)
+
+    # -- what comes of it --------------------------------------------------------------------------------------------
+
+    def errors(self, way: str) -> dict[str, float]:
+        """Median over plays, without their signs."""
+        return {
+            metric: round(statistics.median(abs(play.error(way, metric)) for play in self.plays), 4)
+            for metric in METRICS
+        }
+
+    def result(self) -> dict[str, Any]:
+        errors, own = self.errors(PROFILE), self.errors(OWN_SPEED)
+        return {
+            "errors": errors,
+            "errors_at_own_speed": own,
+            "worst_error": max(errors.values()),
+            "worst_error_at_own_speed": max(own.values()),
+            "slowness": [play.slowness for play in self.plays],
+            "num_plays": len(self.plays),
+            "between_steps_ms": round(self.between_s * 1e3, 2),
+            "capacity_per_s": round(self.capacity_per_s, 3),
+            "plays": [asdict(play) for play in self.plays],
+        }
+
+
+def gap_s(steps: Sequence[Sequence[float]]) -> float:
+    """Median from the end of one step to the begin of the next. steps: (work…, began, ended)."""
+    return statistics.median(
+        max(later[-2] - earlier[-1], 0.0) for earlier, later in itertools.pairwise(steps)
+    )
+
+
+def profile_steps(folder: Path, seconds: int) -> StepGrid:
+    """`overture profile` of the bench's model on this machine."""
+    shape = ModelShape()
+    print(f"overture profile, {seconds} s", flush=True)
+    subprocess.run(
+        [
+            *(str(Path(sys.executable).parent / "overture"), "profile", "--seconds", str(seconds), "--json"),
+            *("--model", str(model_folder(shape)), "--dtype", shape.dtype, "--device", "cpu"),
+            *("--data-dir", str(folder), "--max-model-len", str(MAX_MODEL_LEN)),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=seconds + 180,
+        env=os.environ | QUIET_OPENMP,  # as the worker: threads that sleep between two operations take longer
+    )
+    (path,) = (folder / "profiles").glob("*.json")
+    return msgspec.json.decode(path.read_bytes(), type=MachineProfile).steps.grid
+
+
+def run(is_quick: bool) -> None:
+    bench = Bench(repeats=1 if is_quick else 3, seconds=10 if is_quick else 20)
+    shape = ModelShape()
+    with tempfile.TemporaryDirectory(prefix="overture-bench-") as name, ExitStack() as stack:
+        folder = Path(name)
+        profile = profile_steps(folder, 30 if is_quick else 120)
+        settings = AdapterSettings(
+            model=str(model_folder(shape)),
+            dtype=shape.dtype,
+            folder=name,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_NUM_SEQS,
+            adapters=[],
+            max_loras=1,
+            max_lora_rank=8,
+            host_bytes=0,
+            max_cpu_loras=1,
+        )
+        worker = Worker("scheduling_ours", asdict(settings), sys.executable, folder / "ours.log")
+        stack.callback(worker.close)
+        print(json.dumps(worker.wait_ready()), flush=True)
+        bench.measure(worker, profile)
+    result = bench.result() | {"quick": is_quick}
+    rows = [
+        (
+            metric,
+            f"off by {error:.1%}; at the plays' own speed {result['errors_at_own_speed'][metric]:.1%}",
+            f"aim ≤ {AIM:.0%}",
+        )
+        for metric, error in result["errors"].items()
+    ]
+    rows.append(("steps ÷ the profile's", spread(result["slowness"]), ""))
+    report("Simulator against the live engine", rows, result)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one play of ten seconds each; within six minutes"
+    )
+    run(parser.parse_args().quick)
+
+
+if __name__ == "__main__":
+    main()
