@@ -25,7 +25,8 @@ those of the same request alone. Measured with torch 2.13 on an AVX-512 Xeon wit
   dimension of 768 (1 and 2 threads). One row alone goes to a GEMV with another order of summation; on an AMD EPYC with AVX-512
   MKL takes another kernel below four rows; with two threads it also deals rows out in fours, so that of 5 to 7 and of 9 to 11 rows the
   last one to three come out of that other kernel (4 to 48 rows tried). So those counts are filled up with repetitions
-  (`filled`, `plan_rows`). Somewhat below 1024 MKL begins to split the sum over threads, depending on the row count; then the last
+  (`filled`, `plan_rows`). From inner dimensions of 896 on an Intel Xeon cuts the sums of many rows in two, which `shrink` keeps from
+  it where one thread computes. On several, MKL splits them over the threads, depending on the row count; then the last
   fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
   threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces takes 27 and is not exact;
 * the delta is added to the base output in fp32 and rounded to the model's type once.
@@ -54,6 +55,7 @@ from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWith
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 
+from engine_bridge.driver.gemm import filled, shrink
 from engine_bridge.errors import SeamMoved
 
 NO_ADAPTER = -1
@@ -61,8 +63,6 @@ NO_ADAPTER = -1
 # Runs of one adapter shorter than this are sorted together with their neighbours; longer ones are computed where they lie.
 # Measured at hidden 1024: sorting costs about 1.3 µs a row and layer, one group more about 40 µs.
 LONG_RUN_ROWS = 32
-# MKL computes fewer rows of one adapter by other kernels, in another order, and below MIXED_ROWS also what is left of fours (module docstring).
-MIN_ROWS, MIXED_ROWS = 4, 12
 
 # Up to this size the B matrices of a fused layer (q, k, v) become one block-diagonal matrix and one GEMM: the zeros cost less
 # than two launches. Measured, 2048 columns: rank 16 (384 KiB) 15 µs against 44, rank 32 (768 KiB) 67 against 54.
@@ -102,11 +102,6 @@ class RowBlock:
             part.copy_(values)
         else:
             torch.index_select(values.to(rows.dtype), 0, self.inverse, out=part)
-
-
-def filled(num_rows: int) -> int:
-    """How many rows to compute so that each comes out the same as in any other number of them."""
-    return -(-num_rows // MIN_ROWS) * MIN_ROWS if num_rows < MIXED_ROWS else num_rows
 
 
 def plan_rows(slots: Sequence[int]) -> tuple[RowBlock, ...]:
@@ -212,7 +207,7 @@ class SlotWeights:
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
         """Add the adapter's delta for fp32 rows `x` to fp32 rows `y`. Embeddings pass A's rows, padded to the maximum rank."""
-        h = x if self.a is None else torch.mm(x, self.a)
+        h = x if self.a is None else shrink(x, self.a, torch.get_num_threads())
         if scale != 1.0:
             h = h * scale
         for part in self.expands:

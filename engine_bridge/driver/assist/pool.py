@@ -26,9 +26,10 @@ import torch
 from engine_bridge.driver.assist.allocator import FirstFit, align
 from engine_bridge.driver.assist.errors import AssistBusy, AssistLost
 from engine_bridge.driver.assist.layout import FLOAT_BYTES, NO_JOB, Job, mailboxes_bytes, memory_file
-from engine_bridge.driver.assist.profile import MIN_ROWS, num_workers_for, split_rows
+from engine_bridge.driver.assist.profile import num_workers_for, split_rows
 from engine_bridge.driver.assist.store import Adapter, LayerWeights, Module, WeightStore
 from engine_bridge.driver.assist.team import Team
+from engine_bridge.driver.gemm import MIN_ROWS
 
 # A delta takes milliseconds; a worker that has not answered by then will not, or the machine has no time for it (chosen).
 TIMEOUT_S = 1.0

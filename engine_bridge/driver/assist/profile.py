@@ -13,11 +13,10 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from engine_bridge.driver.gemm import MIN_ROWS
+
 if TYPE_CHECKING:
     from engine_bridge.driver.assist.pool import AssistPool
-
-# MKL computes fewer rows by other kernels, in another order: see engine_bridge/driver/lora.py, which has the same number.
-MIN_ROWS: Final = 4
 
 # Best of as many: other jobs share the machine's cores, and only ever add to the time (chosen).
 REPEATS: Final = 7

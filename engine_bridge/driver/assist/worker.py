@@ -28,6 +28,7 @@ from engine_bridge.driver.assist.layout import (
     Job,
     mailboxes,
 )
+from engine_bridge.driver.gemm import shrink
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,7 @@ def compute(job: Job, words: memoryview, weights: torch.Tensor, jobs: torch.Tens
     num_in, total_rank, a, num_expands = words[head : head + HEAD_WORDS]
     h = matrix(jobs, job.x, job.num_rows, job.num_in)
     if total_rank:
-        h = h.mm(matrix(weights, a, num_in, total_rank))
+        h = shrink(h, matrix(weights, a, num_in, total_rank), num_threads=1)
     if job.scale != 1.0:
         h = h * job.scale
     results = matrix(jobs, job.results, job.num_rows, job.num_out)

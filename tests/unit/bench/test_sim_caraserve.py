@@ -34,7 +34,7 @@ from bench.sim.core.hardware import EPYC_7R32
 from bench.sim.core.node import BLOCK_TOKENS, Node
 from bench.sim.core.requests import Arrival
 from bench.sim.core.tables import Workers
-from engine_bridge.driver.assist.profile import MIN_ROWS
+from engine_bridge.driver.gemm import MIN_ROWS
 from engine_bridge.policy.routing import (
     POLICIES,
     Ask,

@@ -20,14 +20,14 @@ from hypothesis import given, settings  # noqa: E402  (after the skips)
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule  # noqa: E402
 
-from engine_bridge.driver import lora  # noqa: E402
 from engine_bridge.driver.assist import profile  # noqa: E402
 from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFit  # noqa: E402
 from engine_bridge.driver.assist.errors import AssistBusy, AssistLost  # noqa: E402
 from engine_bridge.driver.assist.layout import RING_JOBS  # noqa: E402
 from engine_bridge.driver.assist.pool import AssistPool  # noqa: E402
 from engine_bridge.driver.assist.profile import Shape, num_workers_for, rows_per_core, split_rows  # noqa: E402
-from engine_bridge.driver.lora import MIN_ROWS, SlotWeights, pack_slot, plan_rows  # noqa: E402
+from engine_bridge.driver.gemm import MIN_ROWS  # noqa: E402
+from engine_bridge.driver.lora import SlotWeights, pack_slot, plan_rows  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 MAX_ROWS, MAX_IN, MAX_OUT, WEIGHT_BYTES = 300, 1024, 2048, 32 << 20
@@ -451,7 +451,3 @@ def test_a_profile_of_a_pool_leaves_nothing_behind(pool):
         assert 8 <= rows_per_core(measure, [Shape(256, 8, 512), Shape(256, 8, 256)], 10.0, max_rows=64) <= 64
     assert pool.rows_per_core == usual
     assert not pool.holds(profile.PROFILE_ID)
-
-
-def test_both_sides_agree_on_what_few_rows_are():
-    assert profile.MIN_ROWS == lora.MIN_ROWS

@@ -12,13 +12,12 @@ from hypothesis import given  # noqa: E402  (after the skips)
 from hypothesis import strategies as st  # noqa: E402
 
 from engine_bridge.driver import lora  # noqa: E402
+from engine_bridge.driver.gemm import MIN_ROWS, filled  # noqa: E402
 from engine_bridge.driver.lora import (  # noqa: E402
     LONG_RUN_ROWS,
-    MIN_ROWS,
     NO_ADAPTER,
     RowBlock,
     SegmentPunicaWrapper,
-    filled,
     pack_slot,
     plan_rows,
 )
