@@ -7,21 +7,23 @@ peer, vLLM's scheduler (first come, first served; or its priority policy) with i
 model (`bench.live.models`), KV blocks, sequences and requests; greedy, float32.
 
 `loads`: lengths of Azure's conversation trace (2023) divided by LENGTH_SCALE, prompt and answer of one request together; Poisson arrivals at shares
-(LOADS) of what the peer answers per second when all requests are there at once (`capacity_per_s`); 100 adapters of ranks 8 to 128, drawn by
+(LOADS) of the load at which the peer's P99 TTFT leaves the SLO: the paper's 6, 8 and 9 of 8.7 requests/s. 100 adapters of ranks 8 to 128, drawn by
 Chameleon's law; a fifth of their bytes fits in host memory. Adapters that run take the memory of ten slots of rank 128, which in the peer are ten
 adapters and in ours more, as most are smaller (`many fcfs`: the peer with 26 slots and their memory). Arrivals are the same for all arms, whose order
 is random in each repeat; before each play short requests of the same law fill the caches. Predictor and lanes were fitted to HISTORY other requests
 of the trace; the predictor is not told the bound of an answer. `priority`: vLLM's, where the client gives each request its quartile of prompt
 lengths. Changes are fractions against the peer's FCFS: -0.8 is 80% less. TTFT counts from when a request was due.
 `worst_class_change`: requests by quartile of prompt and answer tokens; mean TTFT of the class that fares worst, at high load, against the peer.
-`slo_load_ratio`: the highest load at which P99 TTFT is within SLO_TIMES the peer's median TTFT at low load, ours over the peer's; of the loads of
-the sweep, by a straight line between the highest one within and the next one.
+`slo_load_ratio`: the highest load at which P99 TTFT is within the SLO, ours over the peer's; of the loads of the sweep, each arm's until it is
+beyond, by a straight line between the highest one within and the next one. The SLO is Chameleon's (§5.1): SLO_TIMES the mean time of a request,
+arrival to end, in the peer at IDLE of its capacity. Capacity (`capacity_per_s`): requests per second of the peer when all are there at once.
 `overload`: more than can be served soon, whoever goes first: `beyond`, Poisson arrivals at BEYOND of that capacity, and `burst`, all there at once.
 `accuracy`: P99 TTFT at high load with an oracle that is right so often, over that with a perfect one.
 
 `tight_memory_*`: 128 device blocks, no adapters, prompts of 32 to 128 tokens and answers of 256 to 512, faster than they can be answered; ours
-(lanes, cost-aware) against stock vLLM, which recomputes, and against our node made to do as vLLM does but to swap always. `weighted_turnaround`: (end
-- arrival) / (end - start), mean over requests.
+(lanes, cost-aware) against stock vLLM, which recomputes, and against our node made to do as vLLM does but to swap always; beside them our lanes
+without a copy of KV, and AdaptiveLLM's order of starting (`fair`). `weighted_turnaround`: (end - arrival) / (end - start), mean over requests; it
+falls also when all start at once and are then kept waiting, so mean turnaround stands beside it.
 
 `decision_share_10k`: with 10,000 requests queued, our time for deciding in a step over that step's time.
 `recompute_error`, `swap_error`: mean relative errors on held-out points of `overture profile`'s tables. `length_accuracy`: `bench.sim.length`.
@@ -40,7 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -63,7 +65,9 @@ NUM_SLOTS = 10
 # Adapters that the peer may hold in host memory, by count: as many as have our bytes on average under this law (bench.live.adapters works it out).
 PEER_HOST_ADAPTERS = 27
 HISTORY, WARM_UP_REQUESTS = 2000, 60
-LOADS = {"low": 0.5, "medium": 0.8, "high": 1.0}
+# Shares of the peer's load within SLO. Source: Chameleon §5.2, which calls 6, 8 and 9 requests/s low, medium and high; S-LoRA's is 8.7.
+LOADS = {"low": 6 / 8.7, "medium": 8 / 8.7, "high": 9 / 8.7}
+IDLE = 0.3
 BEYOND = {"beyond": 1.5}
 SLO_TIMES = 5.0
 NUM_CLASSES = 4
@@ -90,20 +94,19 @@ MANY_SLOTS = "many fcfs"
 TIGHT_BLOCKS, TIGHT_KV_HOST_BYTES = 128, 1 << 30
 TIGHT_PROMPT_TOKENS, TIGHT_ANSWER_TOKENS, TIGHT_RATE_PER_S = (32, 128), (256, 512), 4.0
 TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP = "mlq cheaper", "stock", "fcfs swap"
-TIGHT_ARMS = (TIGHT_OURS, "mlq recompute", TIGHT_SWAP, TIGHT_PEER)
+TIGHT_ARMS = (TIGHT_OURS, "mlq recompute", "fair cheaper", TIGHT_SWAP, TIGHT_PEER)
 
 QUEUED, QUEUED_SECONDS = 10_000, 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is measured. seconds: of arrivals in each play. sweep_requests: in each play of the sweep, on average."""
+    """How much is measured. seconds: of arrivals in each play: long enough for a queue that grows to show. sweep: shares of capacity, ascending."""
 
     repeats: dict[str, int]
     seconds: float
     arms: tuple[str, ...]
     sweep: tuple[float, ...]
-    sweep_requests: int
     accuracies: tuple[float, ...]
     accuracy_repeats: int
     burst_requests: int
@@ -117,8 +120,7 @@ QUICK = Plan(
     repeats={"low": 1, "medium": 1, "high": 1, "beyond": 1},
     seconds=10,
     arms=(OURS, PEER, "peer priority"),
-    sweep=(0.4, 0.8),
-    sweep_requests=10,
+    sweep=(0.8, 1.6),
     accuracies=(),
     accuracy_repeats=0,
     burst_requests=16,
@@ -128,16 +130,15 @@ QUICK = Plan(
     profile_seconds=30,
 )
 FULL = Plan(
-    repeats={"low": 2, "medium": 2, "high": 5, "beyond": 4},
-    seconds=20,
+    repeats={"low": 1, "medium": 1, "high": 2, "beyond": 2},
+    seconds=75,
     arms=(OURS, PEER, "peer priority", MANY_SLOTS),
-    sweep=(0.3, 0.45, 0.6, 0.75, 1.0, 1.25),
-    sweep_requests=60,
+    sweep=(0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0),
     accuracies=(1.0, 0.8, 0.6),
-    accuracy_repeats=3,
+    accuracy_repeats=1,
     burst_requests=48,
     burst_repeats=5,
-    tight_requests=20,
+    tight_requests=64,
     tight_repeats=2,
     profile_seconds=120,
 )
@@ -232,6 +233,7 @@ class Seen:
 
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
+    e2e_s: list[float] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     num_tokens: int = 0
     play_s: float = 0.0
@@ -244,6 +246,7 @@ class Seen:
             self.ttft_s.append(answer["ttft_s"])
             self.sizes.append(len(ask.prompt) + ask.max_tokens)
             times = answer["token_s"]
+            self.e2e_s.append(times[-1] - ask.at_s)
             if len(times) > 1:
                 self.tpot_s.append((times[-1] - times[0]) / (len(times) - 1))
 
@@ -254,6 +257,7 @@ class Seen:
             "ttft_mean_ms": ms(statistics.mean(self.ttft_s)),
             "tpot_p50_ms": ms(quantile(self.tpot_s, 0.5)),
             "tpot_p99_ms": ms(quantile(self.tpot_s, 0.99)),
+            "e2e_mean_ms": ms(statistics.mean(self.e2e_s)),
             "num_requests": len(self.ttft_s),
             "tokens_per_s": round(self.num_tokens / self.play_s, 1),
         }
@@ -284,7 +288,7 @@ class Bench:
     def __init__(self, plan: Plan, traffic: Traffic) -> None:
         self.plan, self.traffic = plan, traffic
         self.workers: dict[str, Worker] = {}
-        self.capacity_per_s = 0.0
+        self.capacity_per_s = self.slo_s = 0.0
         self.seen: dict[tuple[str, str], Seen] = defaultdict(Seen)
         self.swept: dict[tuple[float, str], Seen] = defaultdict(Seen)
         self.accuracy: dict[float, Seen] = defaultdict(Seen)
@@ -331,9 +335,15 @@ class Bench:
         self.capacity_per_s = num_requests / max(answer["token_s"][-1] for answer in answers)
         self.say(f"the peer answers {self.capacity_per_s:.2f} requests/s when all are there at once")
 
-    def measure_loads(self, loads: dict[str, float]) -> None:
-        for load, share in loads.items():
-            rate_per_s = share * self.capacity_per_s
+    def find_slo(self) -> None:
+        rate_per_s = IDLE * self.capacity_per_s
+        asks = self.traffic.asks(rate_per_s, self.plan.seconds, "idle")
+        self.seen["idle", PEER].add(asks, self.play(PEER, asks, rate_per_s))
+        self.slo_s = SLO_TIMES * statistics.mean(self.seen["idle", PEER].e2e_s)
+        self.say(f"idle, {PEER}: {self.seen['idle', PEER].as_dict()}; SLO {self.slo_s:.1f} s")
+
+    def measure_loads(self, loads_per_s: dict[str, float]) -> None:
+        for load, rate_per_s in loads_per_s.items():
             for repeat in range(self.plan.repeats[load]):
                 asks = self.traffic.asks(rate_per_s, self.plan.seconds, load, repeat)
                 for arm in random.Random(f"{load} {repeat}").sample(self.plan.arms, len(self.plan.arms)):
@@ -343,16 +353,18 @@ class Bench:
                     )
 
     def measure_sweep(self) -> None:
-        """More and more load, until neither keeps within SLO."""
+        """More and more load for each, until it is beyond the SLO."""
+        arms = [OURS, PEER]
         for share in self.plan.sweep:
             rate_per_s = share * self.capacity_per_s
-            asks = self.traffic.asks(rate_per_s, self.plan.sweep_requests / rate_per_s, "sweep", share)
-            for arm in random.Random(f"sweep {share}").sample((OURS, PEER), 2):
+            asks = self.traffic.asks(rate_per_s, self.plan.seconds, "sweep", share)
+            for arm in random.Random(f"sweep {share}").sample(arms, len(arms)):
                 self.swept[share, arm].add(asks, self.play(arm, asks, rate_per_s))
                 self.say(f"{share} of capacity, {arm}: {self.swept[share, arm].as_dict()}")
+                if not self.is_within_slo(share, arm):
+                    arms.remove(arm)
 
-    def measure_accuracies(self) -> None:
-        rate_per_s = LOADS["high"] * self.capacity_per_s
+    def measure_accuracies(self, rate_per_s: float) -> None:
         for repeat in range(self.plan.accuracy_repeats):
             asks = self.traffic.asks(rate_per_s, self.plan.seconds, "accuracy", repeat)
             for accuracy in random.Random(repeat).sample(self.plan.accuracies, len(self.plan.accuracies)):
@@ -374,8 +386,8 @@ class Bench:
                 self.tight[arm].add(asks, *self.play_tight(arm, asks))
                 self.say(f"tight memory, {arm}: {self.tight[arm].as_dict()}")
 
-    def play_tight(self, arm: str, asks: Sequence[Ask]) -> tuple[list[dict[str, Any]], int]:
-        """(answers, preemptions)"""
+    def play_tight(self, arm: str, asks: Sequence[Ask]) -> tuple[list[dict[str, Any]], Counter[str]]:
+        """(answers, preemptions: all, and by the way in which requests came back)"""
         worker = self.workers["tight stock" if arm == TIGHT_PEER else "tight ours"]
         worker.call("empty")
         if arm == TIGHT_PEER:
@@ -384,9 +396,9 @@ class Bench:
             policy, way = arm.split()
             history = [[len(ask.prompt), ask.max_tokens, None] for ask in tight_asks(HISTORY, "history")]
             worker.call("use", policy=policy, history=history, rate_per_s=TIGHT_RATE_PER_S, way=way)
-        before = worker.call("num_preemptions")
+        before = worker.call("preemptions")
         answers = worker.call("play", requests=[asdict(ask) for ask in asks])
-        return answers, worker.call("num_preemptions") - before
+        return answers, Counter(worker.call("preemptions")) - Counter(before)
 
     # -- claims ------------------------------------------------------------------------------------------------------
 
@@ -404,24 +416,23 @@ class Bench:
         pairs = zip(self.seen[load, OURS].class_means_s(), self.seen[load, PEER].class_means_s(), strict=True)
         return max(change(ours, peer) for ours, peer in pairs)
 
-    def slo_s(self) -> float:
-        return SLO_TIMES * quantile(self.seen["low", PEER].ttft_s, 0.5)
+    def p99_s(self, share: float, arm: str) -> float:
+        return quantile(self.swept[share, arm].ttft_s, 0.99)
+
+    def is_within_slo(self, share: float, arm: str) -> bool:
+        return self.p99_s(share, arm) <= self.slo_s
 
     def load_within_slo(self, arm: str) -> float | None:
-        """As a share of capacity, between the highest load within and the next one. None: none is within; the highest if all are."""
-        p99_s = {
-            share: quantile(seen.ttft_s, 0.99)
-            for (share, its_arm), seen in sorted(self.swept.items())
-            if its_arm == arm
-        }
-        within = [share for share, seconds in p99_s.items() if seconds <= self.slo_s()]
+        """As a share of capacity, between the last load within and the first beyond. None: none is within; the highest if all are."""
+        shares = sorted(share for share, its_arm in self.swept if its_arm == arm)
+        within = [share for share in shares if self.is_within_slo(share, arm)]
+        if len(within) == len(shares):
+            return shares[-1]
         if not within:
             return None
-        last = within[-1]
-        beyond = next((share for share in p99_s if share > last), None)
-        if beyond is None:
-            return last
-        return last + (beyond - last) * (self.slo_s() - p99_s[last]) / (p99_s[beyond] - p99_s[last])
+        last, beyond = within[-1], shares[-1]
+        last_s, beyond_s = self.p99_s(last, arm), self.p99_s(beyond, arm)
+        return last + (beyond - last) * (self.slo_s - last_s) / (beyond_s - last_s)
 
     def slo_load_ratio(self) -> float | None:
         ours, peer = self.load_within_slo(OURS), self.load_within_slo(PEER)
@@ -451,14 +462,14 @@ class Tight:
 
     num_tokens: int = 0
     elapsed_s: float = 0.0
-    num_preemptions: int = 0
+    preemptions: Counter[str] = field(default_factory=Counter)
     weighted: list[float] = field(default_factory=list)
     turnaround_s: list[float] = field(default_factory=list)
 
-    def add(self, asks: Sequence[Ask], answers: Sequence[dict[str, Any]], num_preemptions: int) -> None:
+    def add(self, asks: Sequence[Ask], answers: Sequence[dict[str, Any]], preemptions: Counter[str]) -> None:
         self.num_tokens += sum(ask.max_tokens for ask in asks)
         self.elapsed_s += max(answer["token_s"][-1] for answer in answers)
-        self.num_preemptions += num_preemptions
+        self.preemptions += preemptions
         for ask, answer in zip(asks, answers, strict=True):
             assert len(answer["token_ids"]) == ask.max_tokens, "an answer is not whole"
             end_s = answer["token_s"][-1]
@@ -474,12 +485,12 @@ class Tight:
     def weighted_turnaround(self) -> float:
         return statistics.mean(self.weighted)
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "tokens_per_s": round(self.tokens_per_s, 1),
             "weighted_turnaround": round(self.weighted_turnaround, 3),
             "turnaround_mean_s": round(statistics.mean(self.turnaround_s), 2),
-            "num_preemptions": self.num_preemptions,
+            "preemptions": dict(self.preemptions),
         }
 
 
@@ -606,9 +617,14 @@ def run(plan: Plan, parts: Sequence[str], is_quick: bool) -> None:
 
 
 def measure_loads(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -> None:
-    bench.measure_loads(LOADS)
+    bench.find_slo()
     bench.measure_sweep()
-    bench.measure_accuracies()
+    within = bench.load_within_slo(PEER)
+    if within is None:
+        bench.say("the peer is within its SLO at none of the loads: capacity stands for its load within SLO")
+    loads_per_s = {load: share * (within or 1.0) * bench.capacity_per_s for load, share in LOADS.items()}
+    bench.measure_loads(loads_per_s)
+    bench.measure_accuracies(loads_per_s["high"])
     result |= {
         "loads": {load: bench.load_result(load) for load in LOADS},
         "slo_load_ratio": bench.slo_load_ratio(),
@@ -616,10 +632,13 @@ def measure_loads(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -
     }
     extra |= {
         "capacity_per_s": round(bench.capacity_per_s, 3),
-        "slo_ms": ms(bench.slo_s()),
+        "slo_ms": ms(bench.slo_s),
         "load_within_slo": {arm: bench.load_within_slo(arm) for arm in (OURS, PEER)},
+        "loads_per_s": {load: round(per_s, 3) for load, per_s in loads_per_s.items()},
         "arms": {
-            f"{load}, {arm}": seen.as_dict() for (load, arm), seen in bench.seen.items() if load in LOADS
+            f"{load}, {arm}": seen.as_dict()
+            for (load, arm), seen in bench.seen.items()
+            if load in ("idle", *LOADS)
         },
         "sweep": {f"{share}, {arm}": seen.as_dict() for (share, arm), seen in bench.swept.items()},
         "accuracy": bench.accuracy_result(),
@@ -630,7 +649,7 @@ def measure_loads(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -
 
 
 def measure_overload(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -> None:
-    bench.measure_loads(BEYOND)
+    bench.measure_loads({load: share * bench.capacity_per_s for load, share in BEYOND.items()})
     bench.measure_bursts()
     loads = (*BEYOND, "burst")
     result["overload"] = {

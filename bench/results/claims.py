@@ -323,9 +323,9 @@ CARASERVE_CLAIMS = (
 
 # Requests/s, name, the paper's changes of P99 and P50, the load of the live bench as a share of vLLM's capacity.
 LOADS = (
-    (6, "low", -0.147, -0.139, 0.5),
-    (8, "medium", -0.246, -0.209, 0.8),
-    (9, "high", -0.807, -0.481, 1.0),
+    (6, "low", -0.147, -0.139),
+    (8, "medium", -0.246, -0.209),
+    (9, "high", -0.807, -0.481),
 )
 CHAMELEON_CLAIMS = (
     *(
@@ -339,9 +339,9 @@ CHAMELEON_CLAIMS = (
             "Fig. 10",
             _chameleon(f"ttft_p99_change.{per_s}"),
             _scheduling(f"loads.{load}.ttft_p99_change"),
-            live_what=f"against vLLM, FCFS, at {share} of its capacity",
+            live_what=f"against vLLM, FCFS, at {per_s}/8.7 of its load within SLO",
         )
-        for per_s, load, p99, _, share in LOADS
+        for per_s, load, p99, _ in LOADS
     ),
     *(
         Claim(
@@ -354,9 +354,9 @@ CHAMELEON_CLAIMS = (
             "Fig. 12",
             _chameleon(f"ttft_p50_change.{per_s}"),
             _scheduling(f"loads.{load}.ttft_p50_change"),
-            live_what=f"against vLLM, FCFS, at {share} of its capacity",
+            live_what=f"against vLLM, FCFS, at {per_s}/8.7 of its load within SLO",
         )
-        for per_s, load, _, p50, share in LOADS
+        for per_s, load, _, p50 in LOADS
     ),
     Claim(
         "C1–C9",

@@ -102,9 +102,9 @@ class StockAdapters(StockEngine):
         scheduler.policy = SchedulingPolicy(policy)
         scheduler.waiting = create_request_queue(scheduler.policy)
 
-    def num_preemptions(self) -> int:
-        """Since the start."""
-        return self._num_preemptions
+    def preemptions(self) -> dict[str, int]:
+        """Since the start: all."""
+        return {"all": self._num_preemptions}
 
     def adapter_account(self) -> dict[str, Any]:
         """Since the start."""

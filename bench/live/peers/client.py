@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 180.0
-COMMAND_TIMEOUT_S = 180.0
+COMMAND_TIMEOUT_S = 600.0
 # Between commands OpenMP's threads must sleep, not spin: the next worker needs the cores.
 QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 

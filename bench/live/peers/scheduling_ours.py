@@ -129,9 +129,11 @@ class ScheduledNode(NodeAdapters):
         else:
             self._on_engine(lambda driver: driver.engine.reset_prefix_cache())
 
-    def num_preemptions(self) -> int:
-        """Since the start."""
-        return int(self._on_engine(lambda driver: driver._scheduler.num_preempted))
+    def preemptions(self) -> dict[str, int]:
+        """Since the start: all, and by the way in which requests came back."""
+        tiers = self._node._tiers
+        ways = dict(tiers.resumed) if tiers is not None else {}
+        return {"all": int(self._on_engine(lambda driver: driver._scheduler.num_preempted))} | ways
 
     def decision_share(self, num: int, seconds: float) -> dict[str, Any]:
         """With so many requests queued: seconds of deciding over seconds of steps."""
