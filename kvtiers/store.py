@@ -14,6 +14,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -175,6 +176,7 @@ class KvStore:
         self._arrived = threading.Condition(self._lock)
         self._blocks: dict[BlockKey, _Block] = {}
         self._groups: dict[str, _Group] = {}
+        self._live: Counter[str] = Counter()  # requests in the engine, by group; it may hold nothing yet
         self._host = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
         self._unwritten: dict[_Group, list[tuple[float, _Block]]] = {}
         self._num_unwritten = 0
@@ -323,6 +325,23 @@ class KvStore:
         with self._lock:
             if group in self._groups:
                 self._groups[group].expected_s = at_s
+
+    def enter(self, group: str) -> None:
+        """A request of this session is in the engine from now on, waiting or running."""
+        with self._lock:
+            self._live[group] += 1
+
+    def leave(self, group: str) -> None:
+        """One that had entered has ended."""
+        with self._lock:
+            self._live[group] -= 1
+            if self._live[group] <= 0:
+                del self._live[group]
+
+    def leave_all(self) -> None:
+        """The engine is gone, and all of its requests."""
+        with self._lock:
+            self._live.clear()
 
     def end(self, group: str) -> None:
         """Nobody will ask for this session again: its KV leaves host memory first."""
@@ -505,20 +524,23 @@ class KvStore:
                 last_used_s=group.last_used_s,
                 num_uses=group.num_uses,
                 is_over=group.is_over,
+                is_live=group.name in self._live,
                 expected_s=group.expected_s,
             )
             for group in self._groups.values()
         ]
         for victim in self._eviction.order(facts, self.shape.num_layers, self._clock()):
             group = self._groups.get(victim.group)
+            # Without a disk the other layers would never come back.
+            keep_layers = victim.keep_layers if self._disk is not None else 0
             # Most sessions are trimmed to this band already, and there are more blocks than time to look at each.
-            if group is None or group.num_slots <= victim.keep_layers * len(group.blocks):
+            if group is None or group.num_slots <= keep_layers * len(group.blocks):
                 continue
             for block in reversed(list(group.blocks.values())):
                 if self.pool.num_free >= goal:
                     return
-                if block.pins == 0 and not block.is_unwritten and len(block.slots) > victim.keep_layers:
-                    self._trim(block, victim.keep_layers)
+                if block.pins == 0 and not block.is_unwritten and len(block.slots) > keep_layers:
+                    self._trim(block, keep_layers)
                     self._host.num_evicted += not block.slots
                     self._host.num_trimmed += bool(block.slots)
 

@@ -139,7 +139,7 @@ FULL = Plan(
     burst_requests=48,
     burst_repeats=5,
     tight_requests=64,
-    tight_repeats=2,
+    tight_repeats=1,
     profile_seconds=120,
 )
 

@@ -116,7 +116,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler's side ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        self._plan.requests[request.request_id] = request
+        self._plan.enter(request)
         promoter = self._tiers.promoter
         if promoter is not None and not is_background(request.request_id):
             promoter.safely(promoter.arrived, request)
@@ -192,12 +192,20 @@ class _Plan:
         self._block_size = block_size
         self.requests: dict[str, Request] = {}
         self.sources: dict[str, Sources] = {}
+        self._entered: dict[str, str] = {}  # groups that the store was told of, by request
         self._restores: dict[str, _Restore | None] = {}
         self._loads: list[Load] = []
         self._num_offered: dict[str, int] = {}  # blocks of each started request that the tiers were offered
         self._last_step = (0.0, 0)
 
     # -- a request waits -----------------------------------------------------------------------------------------------
+
+    def enter(self, request: Request) -> None:
+        """It is in the engine: its session's KV is worth keeping in host memory, also where it runs, as it may be preempted."""
+        self.requests[request.request_id] = request
+        if self._tiers.store is not None:
+            self._entered[request.request_id] = group_of(request)
+            self._tiers.store.enter(self._entered[request.request_id])
 
     def match(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens behind the device's own that the next step can load; None: they are on their way, ask again.
@@ -300,6 +308,9 @@ class _Plan:
         restore = self._restores.pop(request_id, None)
         if restore is not None:
             self._store.release(restore.stage)
+        group = self._entered.pop(request_id, None)
+        if group is not None:
+            self._store.leave(group)
         # An output that ends a request is built before this; one that was aborted has none to come.
         if len(self.sources) > 2 * len(self.requests) + 64:
             self.sources = {name: kept for name, kept in self.sources.items() if name in self.requests}

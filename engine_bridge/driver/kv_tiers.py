@@ -121,6 +121,8 @@ class KvTiers:
         self.promoter = None
         self.copier = None
         self.scheduler_side = None
+        if self.store is not None:
+            self.store.leave_all()
 
     def close(self) -> None:
         """Write what waits for the disk and give all memory back."""

@@ -29,6 +29,8 @@ those of the same request alone. Measured with torch 2.13 on an AVX-512 Xeon wit
   it where one thread computes. On several, MKL splits them over the threads, depending on the row count; then the last
   fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
   threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces takes 27 and is not exact;
+* without AVX-512 MKL takes rows in sixes, and what is left of them, by kernels of their own (seen with MKL_ENABLE_INSTRUCTIONS=AVX2): there the
+  last bits may hang on companions. We leave that, too: base weights' products do the same there;
 * the delta is added to the base output in fp32 and rounded to the model's type once.
 
 vLLM's own bf16 GEMMs for the base weights do change with the row count (0.04 to 0.4 % of the elements by one bf16 step, at

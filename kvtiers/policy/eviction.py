@@ -20,7 +20,8 @@ class GroupFacts:
     """One session's KV in the host tier.
 
     `expected_s`: when a request of it is expected (an advisory), on the clock of `now`; None when nobody announced one.
-    `is_over`: nobody will ask for it again (its session was deleted).
+    `is_over`: nobody will ask for it again (its session was deleted). `is_live`: a request of it is in the engine; if that is preempted it needs this
+    KV for certain.
     """
 
     group: str
@@ -28,6 +29,7 @@ class GroupFacts:
     last_used_s: float
     num_uses: int
     is_over: bool = False
+    is_live: bool = False
     expected_s: float | None = None
 
 
@@ -89,6 +91,8 @@ class ByValue:
         """Of a request soon, as a power of two (a logarithm, so that hours of idleness do not all round to nothing)."""
         if facts.expected_s is not None and now <= facts.expected_s + self.half_life_s:
             return float(NUM_BANDS)  # announced: its last band outlives any other session's first
+        if facts.is_live:
+            return 0.0
         idle_s = max(now - facts.last_used_s, 0.0)
         num_uses = max(facts.num_uses, 1)
         return math.log2(num_uses / (num_uses + self.num_prior_uses)) - idle_s / self.half_life_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from gateway.app import Server, build_services, node_config
 from gateway.client.chat import ChatClient
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 from gateway.metrics import Metrics
+from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 MODEL = "overture-demo"
@@ -108,6 +109,37 @@ async def http(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
 async def chat(server: Server) -> AsyncIterator[ChatClient]:
     async with ChatClient(server.url) as client:
         yield client
+
+
+class WaitsForTheDisk:
+    """Restores whatever a tier holds, however slow this machine's copies and disk are at the moment."""
+
+    def decide(self, facts: RestoreFacts) -> RestoreDecision:
+        is_there = facts.num_ready_blocks == facts.num_blocks
+        return RestoreDecision(Action.LOAD if is_there else Action.WAIT, facts.num_blocks, "patient", 0.0)
+
+
+@asynccontextmanager
+async def starts(node: LocalNode) -> AsyncIterator[list[int]]:
+    """Priorities of the requests that the engine starts meanwhile, in its order. Whose client hears first of the end is up to the machine."""
+    found: list[int] = []
+
+    def note(driver: Any) -> None:
+        scheduling = driver.scheduling
+        admitted = scheduling.policy.admitted
+
+        def noted(request_id: str, now: float) -> None:
+            found.append(scheduling.known(request_id).base.priority)
+            admitted(request_id, now)
+
+        scheduling.policy.admitted = noted
+
+    def forget(driver: Any) -> None:
+        del driver.scheduling.policy.admitted
+
+    await node.run_on_engine(note)
+    yield found
+    await node.run_on_engine(forget)
 
 
 async def engine_is_empty(node: LocalNode) -> None:

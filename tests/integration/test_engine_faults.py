@@ -156,8 +156,13 @@ async def test_an_idle_engine_uses_no_processor(node: SharedNode) -> None:
         return (int(fields[11]) + int(fields[12])) / 100
 
     await _generate(node, "before", max_tokens=2)
-    await asyncio.sleep(0.2)  # one more step tells the worker that the request has ended
-    used, started, steps = processor_s(), time.monotonic(), node.num_steps
-    await asyncio.sleep(2)
-    assert (processor_s() - used) / (time.monotonic() - started) < 0.02
-    assert node.num_steps == steps
+    shares = []
+    # One more step tells the worker that the request has ended, some time soon. An engine that never rests has no quiet stretch at all.
+    for _ in range(5):
+        used, started, steps = processor_s(), time.monotonic(), node.num_steps
+        await asyncio.sleep(2)
+        shares.append((processor_s() - used) / (time.monotonic() - started))
+        if shares[-1] < 0.02 and node.num_steps == steps:
+            break
+    else:
+        pytest.fail(f"the engine's thread was never at rest: {shares} of a core")

@@ -26,7 +26,7 @@ from engine_bridge.predict.own import PredictorRefused
 from gateway.app import Server, build_services, node_config
 from gateway.metrics import Metrics
 
-from .conftest import KEYS, MODEL, SharedNode, demo_config, engine_is_empty
+from .conftest import KEYS, MODEL, SharedNode, demo_config, engine_is_empty, starts
 from .test_engine_faults import break_next_step, is_ready
 
 SHORT = {"model": MODEL, "max_tokens": 4, "temperature": 0}
@@ -135,28 +135,29 @@ def user(text: str = QUESTION) -> dict[str, Any]:
 
 
 async def test_with_one_slot_the_lower_number_starts_first_by_whatever_door(place: Place) -> None:
-    url, ended = await place.gateway(), []
+    url = await place.gateway()
 
-    async def one(name: str, asking: Awaitable[Any]) -> None:
+    async def one(asking: Awaitable[Any]) -> None:
         result = await asking
         assert (result[0] == 200) if isinstance(result, tuple) else result["type"] == "done", result
-        ended.append(name)
 
-    async with place.taken(url):
-        tasks: list[asyncio.Task[Any]] = []
-        # One after the other, each in the queue before the next is sent, in an order that is not the right one.
-        for name, asking in (
-            ("last", post(url, "/v1/completions", {"prompt": "b", "priority": 1000})),
-            ("second", post(url, "/v1/chat/completions", user() | {"priority": 2})),
-            ("fourth", post(url, "/v1/responses", {"input": QUESTION, "priority": 5})),
-            ("third", turn(url, priority=4)),
-            ("first", turn(url)),
-            ("messages", post(url, "/v1/messages", user() | {"priority": 30})),
-        ):
-            tasks.append(asyncio.create_task(one(name, asking)))
-            facts = await place.waiting(tasks)
-    await asyncio.gather(*tasks)
-    assert ended == ["first", "second", "third", "fourth", "messages", "last"]
+    async with starts(place.node) as started:
+        async with place.taken(url):
+            tasks: list[asyncio.Task[Any]] = []
+            # One after the other, each in the queue before the next is sent, in an order that is not the right one.
+            for asking in (
+                post(url, "/v1/completions", {"prompt": "b", "priority": 1000}),
+                post(url, "/v1/chat/completions", user() | {"priority": 2}),
+                post(url, "/v1/responses", {"input": QUESTION, "priority": 5}),
+                turn(url, priority=4),
+                turn(url),
+                post(url, "/v1/messages", user() | {"priority": 30}),
+            ):
+                tasks.append(asyncio.create_task(one(asking)))
+                facts = await place.waiting(tasks)
+        await asyncio.gather(*tasks)
+    # First of all who took the slot; the turn that asks for none has the usual priority.
+    assert started == [0, 0, 2, 4, 5, 30, 1000]
     # By the same way the scheduler learns what was asked, and no text of it.
     marks = TEXT_HINTS.index("question_marks")
     hints = [fact.features.hints for fact in facts if fact.features is not None]
@@ -194,20 +195,20 @@ async def test_another_priority_is_refused_in_the_api_s_own_words(
 
 
 async def test_where_the_operator_allows_it_a_client_goes_before_others(place: Place) -> None:
-    url, ended = await place.gateway(client_priority=True), []
+    url = await place.gateway(client_priority=True)
 
     async def one(priority: int) -> None:
         status, _ = await post(url, "/v1/completions", {"prompt": "b", "priority": priority})
         assert status == 200
-        ended.append(priority)
 
-    async with place.taken(url):
-        tasks: list[asyncio.Task[Any]] = []
-        for priority in (0, -1, -1000):
-            tasks.append(asyncio.create_task(one(priority)))
-            await place.waiting(tasks)
-    await asyncio.gather(*tasks)
-    assert ended == [-1000, -1, 0]
+    async with starts(place.node) as started:
+        async with place.taken(url):
+            tasks: list[asyncio.Task[Any]] = []
+            for priority in (1, -1, -1000):
+                tasks.append(asyncio.create_task(one(priority)))
+                await place.waiting(tasks)
+        await asyncio.gather(*tasks)
+    assert started == [0, -1000, -1, 1]
     assert (await post(url, "/v1/completions", {"prompt": "b", "priority": -1001}))[0] == 400
 
 

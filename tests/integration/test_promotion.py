@@ -27,20 +27,13 @@ from engine_bridge.node import (
     pack_token_ids,
 )
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
-from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
+
+from .conftest import WaitsForTheDisk
 
 BLOCK_TOKENS = 32
 NUM_DEVICE_BLOCKS = 40  # of which vLLM keeps one: two sessions of 500 tokens
 HISTORY_TOKENS = 512
 _ids = itertools.count()
-
-
-class WaitsForTheDisk:
-    """Restores whatever a tier holds, however slow this machine's disk is at the moment."""
-
-    def decide(self, facts: RestoreFacts) -> RestoreDecision:
-        is_there = facts.num_ready_blocks == facts.num_blocks
-        return RestoreDecision(Action.LOAD if is_there else Action.WAIT, facts.num_blocks, "patient", 0.0)
 
 
 @asynccontextmanager

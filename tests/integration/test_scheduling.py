@@ -23,6 +23,8 @@ from engine_bridge.policy.admission import Mlq
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
+from .conftest import WaitsForTheDisk, starts
+
 NUM_REQUESTS = 20
 ADAPTERS = (None, "pirate", "robot", "shout")
 
@@ -150,6 +152,8 @@ async def test_preempted_ones_come_back_from_host_memory_and_go_on_as_they_began
             driver.scheduling._squash(driver._scheduler, running[-1].request_id)
 
     async with engine("fcfs", num_kv_blocks=40, kv_host_gib=0.25) as node:
+        assert node._tiers is not None
+        node._tiers.policy = WaitsForTheDisk()
         own = await scheduling(node)
         asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
         while not all(task.done() for task in asked):
@@ -184,7 +188,7 @@ async def test_short_questions_pass_long_ones_and_lanes_are_fitted(monkeypatch: 
             await ask(node, *args, **options)
             ended.append(name)
 
-        long = [asyncio.create_task(one("long", text(50 + n, 400), 60)) for n in range(8)]
+        long = [asyncio.create_task(one("long", text(50 + n, 400), 100)) for n in range(8)]
         await asyncio.sleep(0.05)
         short = [asyncio.create_task(one("short", text(80 + n, 20), 2)) for n in range(4)]
         await asyncio.gather(*long, *short)
@@ -196,14 +200,13 @@ async def test_short_questions_pass_long_ones_and_lanes_are_fitted(monkeypatch: 
 
 async def test_priority_is_respected() -> None:
     """One at a time: who has the lower number starts first, whoever came first."""
-    async with engine("priority", max_num_seqs=1) as node:
-        ended: list[int] = []
-
-        async def one(priority: int) -> None:
-            await ask(node, text(priority, 40), 8, priority=priority)
-            ended.append(priority)
-
-        first = asyncio.create_task(ask(node, text(99, 40), 60))
-        await asyncio.sleep(0.2)
-        await asyncio.gather(first, *(one(priority) for priority in (3, 1, 2)))
-        assert ended == [1, 2, 3]
+    async with engine("priority", max_num_seqs=1) as node, starts(node) as started:
+        holds = asyncio.create_task(ask(node, text(99, 40), 400))
+        while not started:
+            await asyncio.sleep(0.005)
+        waiting = [asyncio.create_task(ask(node, text(n, 40), 8, priority=n)) for n in (3, 1, 2)]
+        while (await node.stats()).num_waiting < 3:
+            assert not holds.done(), "the slot was free before all of them waited"
+            await asyncio.sleep(0.005)
+        await asyncio.gather(holds, *waiting)
+        assert started == [0, 1, 2, 3]

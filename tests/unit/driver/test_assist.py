@@ -29,6 +29,8 @@ from engine_bridge.driver.assist.profile import Shape, num_workers_for, rows_per
 from engine_bridge.driver.gemm import MIN_ROWS  # noqa: E402
 from engine_bridge.driver.lora import SlotWeights, pack_slot, plan_rows  # noqa: E402
 
+from .equal_bits import assert_same  # noqa: E402
+
 ROOT = Path(__file__).parents[3]
 MAX_ROWS, MAX_IN, MAX_OUT, WEIGHT_BYTES = 300, 1024, 2048, 32 << 20
 PATIENCE_S = 60.0  # for what has no time of its own; a busy machine is slow
@@ -100,11 +102,11 @@ def test_workers_compute_the_bits_of_the_engines_process(pool, num_in, rank, out
         x, y = random_rows(rows, num_in, dtype), random_rows(rows, sum(outs), dtype, seed=2)
         want, later = in_process(weights, y, x, 0.5), y.clone()
         pool.add(1, "m", y, x, 0.5)
-        assert torch.equal(y, want), f"{rows} rows"
+        assert_same(y, want, f"{rows} rows")
         ticket = pool.start(1, "m", x, 0.5, sum(outs))
         pool.finish(ticket, later)
         if rank <= 128:
-            assert torch.equal(later, want), f"{rows} rows, base not known at the start"
+            assert_same(later, want, f"{rows} rows, base not known at the start")
         else:
             torch.testing.assert_close(later, want)
 
@@ -118,7 +120,7 @@ def test_a_fused_layer_in_one_block_diagonal_matrix_too(pool, ranks):
     x, y = random_rows(50, 256), random_rows(50, 256, seed=2)
     want = in_process(weights, y, x, 1.0)
     pool.add(1, "m", y, x, 1.0)
-    assert torch.equal(y, want)
+    assert_same(y, want)
 
 
 def test_a_prefills_bits_do_not_depend_on_the_number_of_workers(pool):
@@ -131,7 +133,7 @@ def test_a_prefills_bits_do_not_depend_on_the_number_of_workers(pool):
         answers.append(y.clone())
         pool.add(1, "m", answers[-1], x, 1.0)
     pool.rows_per_core = usual
-    assert torch.equal(*answers)
+    assert_same(*answers)
 
 
 def test_a_layer_without_a_takes_rows_that_have_been_through_it(pool):
@@ -140,7 +142,7 @@ def test_a_layer_without_a_takes_rows_that_have_been_through_it(pool):
     x, y = random_rows(9, 32), random_rows(9, 512, seed=2)  # vLLM pads them to the maximum rank
     want = in_process(weights, y, x, 1.0)
     pool.add(1, "embedding", y, x, 1.0)
-    assert torch.equal(y, want)
+    assert_same(y, want)
 
 
 def test_each_adapter_and_module_has_its_own_weights_also_in_flight_together(pool):
@@ -159,7 +161,7 @@ def test_each_adapter_and_module_has_its_own_weights_also_in_flight_together(poo
     for key, (ticket, y) in reversed(tickets.items()):
         want = in_process(layers[key], y, x, 1.0)
         pool.finish(ticket, y)
-        assert torch.equal(y, want)
+        assert_same(y, want)
 
 
 def test_columns_that_no_adapter_touches_keep_their_bits(pool):
@@ -180,7 +182,7 @@ def test_x_is_free_for_other_use_once_start_has_returned(pool):
     ticket = pool.start(1, "m", x, 1.0, 512)
     x.zero_()
     pool.finish(ticket, y)
-    assert torch.equal(y, want)
+    assert_same(y, want)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------------

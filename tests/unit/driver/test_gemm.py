@@ -6,6 +6,8 @@ torch = pytest.importorskip("torch")
 
 from engine_bridge.driver.gemm import MANY_ROWS, MIN_ROWS, SHORT_COLUMNS, filled, shrink  # noqa: E402
 
+from .equal_bits import needs_equal_bits  # noqa: E402
+
 MOST_ROWS = 1024
 
 
@@ -23,6 +25,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@needs_equal_bits
 @pytest.mark.parametrize("rank", [8, SHORT_COLUMNS, SHORT_COLUMNS + 1, 192, 384, 768])
 @pytest.mark.parametrize("num_in", [256, 768, 896, 1024, 2048])
 def test_a_rows_bits_do_not_depend_on_its_companions(one_thread, num_in, rank):

@@ -23,6 +23,8 @@ from engine_bridge.driver.lora import (  # noqa: E402
 )
 from engine_bridge.errors import SeamMoved  # noqa: E402
 
+from .equal_bits import needs_equal_bits  # noqa: E402
+
 RUNS = st.lists(
     st.tuples(st.integers(NO_ADAPTER, 4), st.sampled_from([1, 1, 2, 3, LONG_RUN_ROWS, LONG_RUN_ROWS + 7])),
     max_size=12,
@@ -201,6 +203,7 @@ def test_memory_of_a_slot_is_used_again():
     assert wrapper.cached_bytes == peak
 
 
+@needs_equal_bits
 @pytest.mark.parametrize("num_in", [256, 768])  # above it MKL splits the sum by row count: see the module
 @pytest.mark.parametrize("rank", [8, 16, 128])
 def test_a_rows_bits_do_not_depend_on_its_companions(num_in, rank):

@@ -59,6 +59,15 @@ def test_what_is_over_goes_first_and_what_is_expected_last() -> None:
     assert [victim.group for victim in victims[-NUM_BANDS:]] == ["expected"] * NUM_BANDS
 
 
+def test_every_layer_of_a_request_in_the_engine_outlives_the_same_layer_of_others() -> None:
+    live, chat = group("live", 500, is_live=True), group("chat", 0, num_uses=1000)
+    victims = order(ByValue(), live, chat)
+    for band in range(NUM_BANDS):
+        keep = first_layer(band, 8)
+        assert victims.index(Victim("chat", keep)) < victims.index(Victim("live", keep))
+    assert order(ByValue(), live, group("announced", 500, expected_s=1001.0))[-1].group == "announced"
+
+
 def test_an_announcement_that_nothing_followed_is_forgotten() -> None:
     late = group("late", 5000, expected_s=500.0)
     assert ByValue().likelihood(late, 1000.0) < ByValue().likelihood(group("fresh", 1), 1000.0)

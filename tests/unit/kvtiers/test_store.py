@@ -205,15 +205,44 @@ class KeepsTwoLayers(EvictionPolicy):
         return (Victim(facts.group, 2) for facts in groups)
 
 
-def test_a_sessions_only_block_lost_its_last_layers_and_is_saved_again(tmp_path: Path) -> None:
+def test_without_a_disk_a_block_goes_whole_and_may_be_saved_again(tmp_path: Path) -> None:
     tiers = Tiers(tmp_path, host_blocks=3, disk_bytes=0, eviction=KeepsTwoLayers())
     tiers.save("a", KEYS[:1])
     tiers.save("b", KEYS[1:3])
     tiers.save("c", KEYS[3:4])  # a's block makes room
+    host = tiers.store.stats().host
+    assert (host.num_evicted, host.num_trimmed) == (1, 0)
     assert tiers.restore("a", KEYS[:1]) == (0, 0)
+    assert tiers.restore("b", KEYS[1:3]) == (2, 0)
     assert tiers.save("a", KEYS[:1]) == 1
     tiers.store.check_invariants()
     assert tiers.restore("a", KEYS[:1]) == (1, 0)
+    tiers.close()
+
+
+@pytest.mark.parametrize("how", ["leave", "leave_all"])
+def test_the_kv_of_requests_in_the_engine_outlives_that_of_sessions_that_may_come_back(
+    tmp_path: Path, how: str
+) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8, disk_bytes=0)
+    tiers.store.enter("runs")  # before it holds anything, and twice
+    tiers.store.enter("runs")
+    tiers.save("runs", KEYS[:4])
+    for _ in range(5):
+        tiers.restore("runs", KEYS[:4])
+        tiers.save("chat", KEYS[4:8])
+        tiers.restore("chat", KEYS[4:8])
+    tiers.store.leave("runs")
+    tiers.save("new", KEYS[8:10])
+    assert tiers.restore("runs", KEYS[:4]) == (4, 0)
+    assert tiers.restore("chat", KEYS[4:8])[0] < 4
+    tiers.store.leave("runs") if how == "leave" else tiers.store.leave_all()
+    tiers.store.enter("new")
+    tiers.store.enter("newer")
+    tiers.save("newer", KEYS[10:14])
+    tiers.save("new", KEYS[14:16])
+    assert tiers.restore("runs", KEYS[:4])[0] < 4
+    tiers.store.check_invariants()
     tiers.close()
 
 
