@@ -131,7 +131,7 @@ QUICK = Plan(
 )
 FULL = Plan(
     repeats={"low": 1, "medium": 1, "high": 2, "beyond": 2},
-    seconds=75,
+    seconds=60,
     arms=(OURS, PEER, "peer priority", MANY_SLOTS),
     sweep=(0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0),
     accuracies=(1.0, 0.8, 0.6),
