@@ -1,6 +1,6 @@
 """Who starts next: lanes against first-come-first-served, at low, medium and high load; and what tight memory costs.
 
-    python -m bench.live.scheduling [--quick] [--only loads|overload|memory|queue|predictors]
+    python -m bench.live.scheduling [--quick] [--only loads|memory|queue|predictors]
 
 Engines, each in a process of its own, all alive at once and taking turns, one busy at a time: our node, whose policy is exchanged between plays; the
 peer, vLLM's scheduler (first come, first served; or its priority policy) with its LRU of adapters and loading inside steps, on our LoRA wrapper. Same
@@ -17,7 +17,6 @@ lengths. Changes are fractions against the peer's FCFS: -0.8 is 80% less. TTFT c
 `slo_load_ratio`: the highest load at which P99 TTFT is within the SLO, ours over the peer's; of the loads of the sweep, each arm's until it is
 beyond, by a straight line between the highest one within and the next one. The SLO is Chameleon's (§5.1): SLO_TIMES the mean time of a request,
 arrival to end, in the peer at IDLE of its capacity. Capacity (`capacity_per_s`): requests per second of the peer when all are there at once.
-`overload`: more than can be served soon, whoever goes first: `beyond`, Poisson arrivals at BEYOND of that capacity, and `burst`, all there at once.
 `accuracy`: P99 TTFT at high load with an oracle that is right so often, over that with a perfect one.
 
 `tight_memory_*`: 128 device blocks, no adapters, prompts of 32 to 128 tokens and answers of 256 to 512, faster than they can be answered; ours
@@ -68,11 +67,9 @@ HISTORY, WARM_UP_REQUESTS = 2000, 60
 # Shares of the peer's load within SLO. Source: Chameleon §5.2, which calls 6, 8 and 9 requests/s low, medium and high; S-LoRA's is 8.7.
 LOADS = {"low": 6 / 8.7, "medium": 8 / 8.7, "high": 9 / 8.7}
 IDLE = 0.3
-BEYOND = {"beyond": 1.5}
 SLO_TIMES = 5.0
 NUM_CLASSES = 4
-BURST_S = 15.0
-PARTS = ("loads", "overload", "memory", "queue", "predictors")
+PARTS = ("loads", "memory", "queue", "predictors")
 AIMS = {
     "high ttft_p99_change": "aim ≤ -80.7%",
     "high ttft_p50_change": "aim ≤ -48.1%",
@@ -93,8 +90,8 @@ MANY_SLOTS = "many fcfs"
 # Tight memory: answers that grow far beyond what the prompts let expect.
 TIGHT_BLOCKS, TIGHT_KV_HOST_BYTES = 128, 1 << 30
 TIGHT_PROMPT_TOKENS, TIGHT_ANSWER_TOKENS, TIGHT_RATE_PER_S = (32, 128), (256, 512), 4.0
-TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP = "mlq cheaper", "stock", "fcfs swap"
-TIGHT_ARMS = (TIGHT_OURS, "mlq recompute", "fair cheaper", TIGHT_SWAP, TIGHT_PEER)
+TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP, TIGHT_FAIR = "mlq cheaper", "stock", "fcfs swap", "fair cheaper"
+TIGHT_ARMS = (TIGHT_OURS, "mlq recompute", TIGHT_FAIR, TIGHT_SWAP, TIGHT_PEER)
 
 QUEUED, QUEUED_SECONDS = 10_000, 8.0
 
@@ -109,35 +106,29 @@ class Plan:
     sweep: tuple[float, ...]
     accuracies: tuple[float, ...]
     accuracy_repeats: int
-    burst_requests: int
-    burst_repeats: int
     tight_requests: int
     tight_repeats: int
     profile_seconds: int
 
 
 QUICK = Plan(
-    repeats={"low": 1, "medium": 1, "high": 1, "beyond": 1},
+    repeats={"low": 1, "medium": 1, "high": 1},
     seconds=10,
     arms=(OURS, PEER, "peer priority"),
     sweep=(0.8, 1.6),
     accuracies=(),
     accuracy_repeats=0,
-    burst_requests=16,
-    burst_repeats=1,
     tight_requests=10,
     tight_repeats=1,
     profile_seconds=30,
 )
 FULL = Plan(
-    repeats={"low": 1, "medium": 1, "high": 2, "beyond": 2},
+    repeats={"low": 1, "medium": 1, "high": 2},
     seconds=60,
     arms=(OURS, PEER, "peer priority", MANY_SLOTS),
     sweep=(0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0),
     accuracies=(1.0, 0.8, 0.6),
     accuracy_repeats=1,
-    burst_requests=48,
-    burst_repeats=5,
     tight_requests=64,
     tight_repeats=1,
     profile_seconds=120,
@@ -192,7 +183,7 @@ class Traffic:
         self._quartiles = [prompts[len(prompts) * place // 4] for place in (1, 2, 3)]
 
     def asks(self, rate_per_s: float, seconds: float, *seed: object) -> list[Ask]:
-        """Poisson arrivals. All at once for an infinite rate would be a play of `burst`."""
+        """Poisson arrivals."""
         chance = random.Random(f"arrivals {seed}")
         asks: list[Ask] = []
         at_s = chance.expovariate(rate_per_s)
@@ -371,14 +362,6 @@ class Bench:
                 self.accuracy[accuracy].add(asks, self.play(OURS, asks, rate_per_s, accuracy))
                 self.say(f"right in {accuracy:.0%}: {self.accuracy[accuracy].as_dict()}")
 
-    def measure_bursts(self) -> None:
-        for repeat in range(self.plan.burst_repeats):
-            asks = self.traffic.burst(self.plan.burst_requests, repeat)
-            for arm in random.Random(f"burst {repeat}").sample(self.plan.arms, len(self.plan.arms)):
-                # The rate tells our lanes how many to expect; the burst is over in about this time.
-                self.seen["burst", arm].add(asks, self.play(arm, asks, self.plan.burst_requests / BURST_S))
-                self.say(f"all at once, {arm}: {self.seen['burst', arm].as_dict()}")
-
     def measure_tight(self) -> None:
         for repeat in range(self.plan.tight_repeats):
             asks = tight_asks(self.plan.tight_requests, repeat)
@@ -439,11 +422,15 @@ class Bench:
         return round(ours / peer, 3) if ours and peer else None
 
     def tight_result(self) -> dict[str, float]:
-        ours, peer, swap = (self.tight[arm] for arm in (TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP))
+        arms = (TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP, TIGHT_FAIR)
+        ours, peer, swap, fair = (self.tight[arm] for arm in arms)
         return {
             "tight_memory_throughput_vs_recompute": round(ours.tokens_per_s / peer.tokens_per_s, 3),
             "tight_memory_throughput_vs_swap": round(ours.tokens_per_s / swap.tokens_per_s, 3),
             "weighted_turnaround_change": change(ours.weighted_turnaround, peer.weighted_turnaround),
+            "turnaround_mean_change": change(ours.turnaround_mean_s, peer.turnaround_mean_s),
+            "fair_weighted_turnaround_change": change(fair.weighted_turnaround, peer.weighted_turnaround),
+            "fair_turnaround_mean_change": change(fair.turnaround_mean_s, peer.turnaround_mean_s),
         }
 
     def accuracy_result(self) -> dict[str, float]:
@@ -485,11 +472,15 @@ class Tight:
     def weighted_turnaround(self) -> float:
         return statistics.mean(self.weighted)
 
+    @property
+    def turnaround_mean_s(self) -> float:
+        return statistics.mean(self.turnaround_s)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "tokens_per_s": round(self.tokens_per_s, 1),
             "weighted_turnaround": round(self.weighted_turnaround, 3),
-            "turnaround_mean_s": round(statistics.mean(self.turnaround_s), 2),
+            "turnaround_mean_s": round(self.turnaround_mean_s, 2),
             "preemptions": dict(self.preemptions),
         }
 
@@ -577,15 +568,12 @@ def run(plan: Plan, parts: Sequence[str], is_quick: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="overture-bench-") as name:
         folder = Path(name)
         settings = settings_for(shape, adapters, folder)
-        if {"loads", "overload"}.intersection(parts):
+        if "loads" in parts:
             with ExitStack() as stack:
                 kinds = ["ours", "peer", *(["many"] if MANY_SLOTS in plan.arms else [])]
                 bench.workers = start_all(kinds, settings, folder, stack)
                 bench.find_capacity(64)
-                if "loads" in parts:
-                    measure_loads(bench, result, extra)
-                if "overload" in parts:
-                    measure_overload(bench, result, extra)
+                measure_loads(bench, result, extra)
         if "memory" in parts:
             with ExitStack() as stack:
                 bench.workers = start_all(["tight ours", "tight stock"], settings, folder, stack)
@@ -648,19 +636,6 @@ def measure_loads(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -
     }
 
 
-def measure_overload(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -> None:
-    bench.measure_loads({load: share * bench.capacity_per_s for load, share in BEYOND.items()})
-    bench.measure_bursts()
-    loads = (*BEYOND, "burst")
-    result["overload"] = {
-        load: bench.load_result(load) | {"worst_class_change": bench.worst_class_change(load)}
-        for load in loads
-    }
-    extra["overload_arms"] = {
-        f"{load}, {arm}": seen.as_dict() for (load, arm), seen in bench.seen.items() if load in loads
-    }
-
-
 def rows_of(bench: Bench, result: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
     for (load, arm), seen in bench.seen.items():
@@ -674,7 +649,7 @@ def rows_of(bench: Bench, result: dict[str, Any]) -> list[tuple[str, str, str]]:
         )
     rows += [(f"tight memory, {arm}", str(seen.as_dict()), "") for arm, seen in bench.tight.items()]
     for name, value in result.items():
-        if name in ("loads", "overload"):
+        if name == "loads":
             rows += [
                 (f"{load}: {key}", f"{change:+.1%}", AIMS.get(f"{load} {key}", ""))
                 for load, changes in value.items()
@@ -692,12 +667,11 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="within eight minutes; without overload, unless that is asked for",
+        help="within eight minutes",
     )
     parser.add_argument("--only", choices=PARTS, action="append", help="these parts alone")
     args = parser.parse_args()
-    parts = [part for part in PARTS if not (args.quick and part == "overload")]
-    run(QUICK if args.quick else FULL, args.only or parts, args.quick)
+    run(QUICK if args.quick else FULL, args.only or PARTS, args.quick)
 
 
 if __name__ == "__main__":

@@ -416,19 +416,6 @@ CHAMELEON_CLAIMS = (
         "Fig. 15",
         _chameleon("parts.eviction.at_8.prefetch"),
     ),
-    *(
-        Claim(
-            "C1–C9",
-            CHAMELEON,
-            f"{what} TTFT at 1.5 of what vLLM, FCFS, answers when all are there at once",
-            CHANGE,
-            LOWER,
-            live=_scheduling(f"overload.beyond.{key}"),
-            aim=aim,
-            note="added after the other loads had been seen; held to the aims of the high one",
-        )
-        for what, key, aim in (("P99", "ttft_p99_change", -0.807), ("P50", "ttft_p50_change", -0.481))
-    ),
     Claim(
         "C4–C9",
         CHAMELEON,
