@@ -25,8 +25,8 @@ those of the same request alone. Measured with torch 2.13 on an AVX-512 Xeon wit
   dimension of 768 (1 and 2 threads). One row alone goes to a GEMV with another order of summation; on an AMD EPYC with AVX-512
   MKL takes another kernel below four rows; with two threads it also deals rows out in fours, so that of 5 to 7 and of 9 to 11 rows the
   last one to three come out of that other kernel (4 to 48 rows tried). So those counts are filled up with repetitions
-  (`filled`, `plan_rows`). From inner dimensions of 896 on an Intel Xeon cuts the sums of many rows in two, which `shrink` keeps from
-  it where one thread computes. On several, MKL splits them over the threads, depending on the row count; then the last
+  (`filled`, `plan_rows`). From inner dimensions of 896 on, MKL on an Intel Xeon cuts the sums of many rows in two; `shrink` keeps it from
+  that where one thread computes. On several, MKL splits them over the threads, depending on the row count; then the last
   fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
   threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces takes 27 and is not exact;
 * without AVX-512 MKL takes rows in sixes, and what is left of them, by kernels of their own (seen with MKL_ENABLE_INSTRUCTIONS=AVX2): there the
