@@ -106,6 +106,7 @@ class Plan:
     sweep: tuple[float, ...]
     accuracies: tuple[float, ...]
     accuracy_repeats: int
+    tight_arms: tuple[str, ...]
     tight_requests: int
     tight_repeats: int
     profile_seconds: int
@@ -113,12 +114,13 @@ class Plan:
 
 QUICK = Plan(
     repeats={"low": 1, "medium": 1, "high": 1},
-    seconds=10,
-    arms=(OURS, PEER, "peer priority"),
+    seconds=6,
+    arms=(OURS, PEER),
     sweep=(0.8, 1.6),
     accuracies=(),
     accuracy_repeats=0,
-    tight_requests=10,
+    tight_arms=(TIGHT_OURS, TIGHT_SWAP, TIGHT_PEER),
+    tight_requests=6,
     tight_repeats=1,
     profile_seconds=30,
 )
@@ -129,6 +131,7 @@ FULL = Plan(
     sweep=(0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0),
     accuracies=(1.0, 0.8, 0.6),
     accuracy_repeats=1,
+    tight_arms=TIGHT_ARMS,
     tight_requests=64,
     tight_repeats=1,
     profile_seconds=120,
@@ -365,7 +368,9 @@ class Bench:
     def measure_tight(self) -> None:
         for repeat in range(self.plan.tight_repeats):
             asks = tight_asks(self.plan.tight_requests, repeat)
-            for arm in random.Random(f"tight {repeat}").sample(TIGHT_ARMS, len(TIGHT_ARMS)):
+            for arm in random.Random(f"tight {repeat}").sample(
+                self.plan.tight_arms, len(self.plan.tight_arms)
+            ):
                 self.tight[arm].add(asks, *self.play_tight(arm, asks))
                 self.say(f"tight memory, {arm}: {self.tight[arm].as_dict()}")
 
@@ -422,16 +427,20 @@ class Bench:
         return round(ours / peer, 3) if ours and peer else None
 
     def tight_result(self) -> dict[str, float]:
-        arms = (TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP, TIGHT_FAIR)
-        ours, peer, swap, fair = (self.tight[arm] for arm in arms)
-        return {
+        ours, peer, swap = (self.tight[arm] for arm in (TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP))
+        found = {
             "tight_memory_throughput_vs_recompute": round(ours.tokens_per_s / peer.tokens_per_s, 3),
             "tight_memory_throughput_vs_swap": round(ours.tokens_per_s / swap.tokens_per_s, 3),
             "weighted_turnaround_change": change(ours.weighted_turnaround, peer.weighted_turnaround),
             "turnaround_mean_change": change(ours.turnaround_mean_s, peer.turnaround_mean_s),
-            "fair_weighted_turnaround_change": change(fair.weighted_turnaround, peer.weighted_turnaround),
-            "fair_turnaround_mean_change": change(fair.turnaround_mean_s, peer.turnaround_mean_s),
         }
+        if TIGHT_FAIR in self.plan.tight_arms:
+            fair = self.tight[TIGHT_FAIR]
+            found |= {
+                "fair_weighted_turnaround_change": change(fair.weighted_turnaround, peer.weighted_turnaround),
+                "fair_turnaround_mean_change": change(fair.turnaround_mean_s, peer.turnaround_mean_s),
+            }
+        return found
 
     def accuracy_result(self) -> dict[str, float]:
         if not self.accuracy:
