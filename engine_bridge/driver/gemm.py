@@ -29,8 +29,8 @@ def filled(num_rows: int) -> int:
 def shrink(x: torch.Tensor, a: torch.Tensor, num_threads: int) -> torch.Tensor:
     """`x @ a` of row-major fp32 `[rows, in]` and `[in, rank]`, on one thread with the bits that any other number of rows gives.
 
-    There it takes 0.97 to 1.11 of one GEMM's time (192 to 1,024 rows, 192 and 384 columns, on an Intel Xeon). On several threads long sums depend on the rows in any case, and
-    parts would take up to 1.4 times as long, so there it is one GEMM.
+    There it takes 0.97 to 1.11 of one GEMM's time (192 to 1,024 rows, 192 and 384 columns, on an Intel Xeon). On several threads long sums depend
+    on the rows in any case, and parts would take up to 1.4 times as long, so there it is one GEMM.
     """
     num_rows = x.size(0)
     if num_threads > 1 or num_rows < MANY_ROWS or a.size(1) <= SHORT_COLUMNS:
