@@ -19,6 +19,7 @@ from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
 from engine_bridge.driver.engine import BACKGROUND_PREFIX, EngineConfig, EngineCounts, VllmDriver
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
+from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.node import (
     AdapterInfo,
     AdapterPlace,
@@ -39,6 +40,7 @@ from engine_bridge.node import (
     SseReply,
     unpack_token_ids,
 )
+from engine_bridge.policy.request_limits import RequestLimits
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.token_stream import TokenStream
 from kvtiers.stats import TierStats
@@ -66,7 +68,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
 
     adapters: (name, folder) pairs that are served from the start. adapters_dir: a folder whose adapters are served, now and as they come, change and
     go. state_dir: where the registry of adapters and what is known of answer lengths are kept; None: in memory. length_predictor: `module:Name` of
-    a user's own, which is asked before ours.
+    a user's own, which is asked before ours. limits: of what one request may ask.
     """
 
     engine: EngineConfig
@@ -74,6 +76,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     adapters_dir: Path | None = None
     state_dir: Path | None = None
     length_predictor: str | None = None
+    limits: RequestLimits = RequestLimits()
     tool_parser: str | None = None
     reasoning_parser: str = ""
     chat_template: str | None = None
@@ -90,6 +93,7 @@ class LocalNode:
             self._tiers.on_progress = self._thread.wake
         self._client: BridgeEngineClient | None = None
         self._catalog: Catalog | None = None
+        self._grammars: GrammarChecker | None = None
         self._lengths: NodeLengths | None = None
         self._watching: asyncio.Task[None] | None = None
         self._serving: Serving | None = None
@@ -131,7 +135,11 @@ class LocalNode:
         if contract is not None:
             registry = await asyncio.to_thread(open_registry, config.state_dir)
             self._catalog = Catalog(registry, contract, int(config.engine.adapter_host_gib * GIB))
-        self._client = BridgeEngineClient(self._thread, engine, self._catalog, self._lengths)
+        self._stage = "starting the check of grammars"
+        self._grammars = await asyncio.to_thread(_grammar_checker, engine, config.limits)
+        self._client = BridgeEngineClient(
+            self._thread, engine, self._grammars, self._catalog, self._lengths, config.limits
+        )
         serving = Serving(
             self._client,
             ServingOptions(
@@ -140,6 +148,7 @@ class LocalNode:
                 tool_parser=config.tool_parser,
                 reasoning_parser=config.reasoning_parser,
                 chat_template=config.chat_template,
+                max_prompt_chars=config.limits.prompt_chars(engine.model_config.max_model_len),
             ),
         )
         self._stage = "compiling the chat template"
@@ -227,6 +236,8 @@ class LocalNode:
         await self._thread.close()
         if self._client is not None:
             self._client.fail_all()
+        if self._grammars is not None:
+            await asyncio.to_thread(self._grammars.close)
         if self._tiers is not None:
             await asyncio.to_thread(self._tiers.close)
         if self._lengths is not None:
@@ -503,6 +514,16 @@ class LocalNode:
 
 def _engine_and_contract(driver: VllmDriver) -> tuple[Any, ModelContract | None]:
     return driver.engine, driver.adapters.contract if driver.adapters is not None else None
+
+
+def _grammar_checker(engine: Any, limits: RequestLimits) -> GrammarChecker:
+    """Its processes start meanwhile."""
+    from engine_bridge.driver.grammars import tokenizer_of
+
+    tokenizer = tokenizer_of(engine.renderer.get_tokenizer(), engine.model_config.get_vocab_size())
+    checker = GrammarChecker(tokenizer, timeout_s=limits.grammar_check_s, memory_mib=limits.grammar_check_mib)
+    checker.warm_up()
+    return checker
 
 
 def _caller_of(request: GenerateRequest, prepared: Prepared) -> Caller:

@@ -104,6 +104,7 @@ def node_config(config: Config) -> LocalNodeConfig:
         adapters_dir=config.adapters_dir,
         state_dir=config.data_dir,
         length_predictor=config.length_predictor,
+        limits=config.request_limits,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
         chat_template=template,

@@ -17,6 +17,7 @@ from engine_bridge.node import Api, JsonReply, SseReply
 from gateway.api_turns import AnswerReader, history_as_input, question_of, session_named
 from gateway.auth import Principal, tenant_of
 from gateway.errors import GatewayError
+from gateway.policy.budgets import check_call
 from gateway.policy.followers import Arrival
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
@@ -53,6 +54,7 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         standing = Standing(principal.weight, _take_priority(services, body))
         _take_hints(services, owner, body)
         recording = await _recording(services, owner, api, body, request.headers.get(SESSION_HEADER))
+        _check_size(services, api, body)
         arrival = _arrival(request, owner, recording)
         services.learned.arrived(arrival)
         try:
@@ -61,6 +63,18 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
             services.learned.ended(arrival)
 
     return handle
+
+
+def _check_size(services: Services, api: Api, body: Any) -> None:
+    """Raises InvalidRequest for a call that asks for too much. After history was put in front of it, which counts as well."""
+    config = services.config
+    check_call(
+        api,
+        body,
+        max_messages=config.max_messages,
+        max_prompt_chars=config.request_limits.prompt_chars(services.node.max_model_len),
+        max_sequences=config.max_sequences,
+    )
 
 
 def _arrival(request: web.Request, owner: str, recording: _Recording | None) -> Arrival:

@@ -186,6 +186,9 @@ class VllmDriver:
             from engine_bridge.driver.adapters import seam
 
             seam.install()
+        from engine_bridge.driver import grammars
+
+        grammars.install()
         report(f"loading {Path(config.model).name}")
         self.engine = LLMEngine.from_engine_args(_engine_args(config, tiers), enable_multiprocessing=False)
         if mends_lora:
@@ -201,6 +204,7 @@ class VllmDriver:
         self._background: deque[tuple[str, EngineCoreRequest]] = deque()
         self._adapter_ids: dict[str, int] = {}  # of requests that use one
         self._prefix_hits = FadingRate(PREFIX_HALF_LIFE_S)  # blocks of prompts that were found on the device
+        self._take_failure = grammars.take_failure
         self.promoter = self._make_promoter(self._scheduler)
         report("warming up")
         self._warm_up()
@@ -252,7 +256,8 @@ class VllmDriver:
             self._note_sources(outputs)
         for output in outputs:
             if output.finished:
-                self._internal_ids.pop(output.request_id, None)
+                internal_id = self._internal_ids.pop(output.request_id, "")
+                output.failure = self._take_failure(internal_id)
                 self._release(output.request_id)
         return outputs
 

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import GenerationError, RetryableRequestError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.outputs import RequestOutput
@@ -27,16 +27,21 @@ from engine_bridge.adapters.catalog import Catalog
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.bridge import EngineThread
+from engine_bridge.driver.call_start import CallStart
 from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver.grammars import grammar_of
 from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
 from engine_bridge.driver.promoter import Hashes
 from engine_bridge.driver.scheduling.facts import RequestFacts, facts_of, tell, tell_guess
 from engine_bridge.errors import EngineUnavailable, NotSupported
+from engine_bridge.grammars.checker import GrammarChecker
+from engine_bridge.policy.request_limits import RequestLimits, check_sampling
 from engine_bridge.predict.hints import NOTHING_ASKED, Asked, setting_hints
 from engine_bridge.predict.length import LengthFeatures
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.predict.own import PATIENCE_S
 
+DEFAULT_LIMITS = RequestLimits()
 ENGINE_FAILED_MESSAGE = (
     "The engine failed while it worked on this request and is being rebuilt. Send the request again."
 )
@@ -45,7 +50,7 @@ ENGINE_FAILED_MESSAGE = (
 class Caller(NamedTuple):
     """Who makes an API call, of which session it is ("": of none), what the call asks, and how its requests stand to others.
 
-    weight: the tenant's share. priority: lower first; checked by the gateway.
+    weight: the tenant's share. priority: lower first; checked by the gateway. start: who waits to know whether it has been queued.
     """
 
     tenant: str = ""
@@ -53,6 +58,7 @@ class Caller(NamedTuple):
     weight: float = 1.0
     priority: int = 0
     asked: Asked = NOTHING_ASKED
+    start: CallStart | None = None
 
 
 # vLLM's serving classes call `generate` without a word about who asks.
@@ -67,6 +73,8 @@ class BridgeEngineClient(EngineClient):
 
     Args:
         thread: a started engine thread.
+        grammars: who says whether a grammar may be compiled.
+        limits: of what one request may ask.
         catalog: of the adapters that may be named; None without LoRA.
         lengths: what the node knows of answer lengths; None where nobody asks for it.
         engine: the `LLMEngine` of the first build. Its renderer and input processor are kept over rebuilds: they hold
@@ -77,12 +85,16 @@ class BridgeEngineClient(EngineClient):
         self,
         thread: EngineThread[VllmDriver],
         engine: Any,
+        grammars: GrammarChecker,
         catalog: Catalog | None = None,
         lengths: NodeLengths | None = None,
+        limits: RequestLimits = DEFAULT_LIMITS,
     ) -> None:
         self._thread = thread
         self._catalog = catalog
         self._lengths = lengths
+        self._grammars = grammars
+        self._limits = limits
         self._sequence = itertools.count()
         self._streams: dict[str, RequestOutputCollector] = {}
         self._adapters: dict[int, AdapterVersion] = {}  # every one ever served, by its id
@@ -132,8 +144,9 @@ class BridgeEngineClient(EngineClient):
         """Validate and register a request for `stream` (anything with `put`), without queueing it yet.
 
         Every request passes here, so here its KV is tied to the tenant and to the very weights of its adapter. options: vLLM's own.
-        Returns our unique id and the request for `launch`. Raises vLLM's validation errors at once.
+        Returns our unique id and the request for `launch`. Raises InvalidRequest and vLLM's validation errors at once.
         """
+        check_sampling(params, self._limits)
         # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
         unique_id = f"{request_id}-{next(self._sequence)}"
         adapter = self._adapters[lora_request.lora_int_id] if lora_request is not None else None
@@ -301,18 +314,23 @@ class BridgeEngineClient(EngineClient):
 
         `priority`, `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: CALLER has what the gateway has set.
         """
-        self.check_ready()
         caller = CALLER.get()
         collector = RequestOutputCollector(sampling_params.output_kind, request_id)
-        unique_id, request = self.submit(
-            prompt,
-            sampling_params,
-            request_id,
-            collector,
-            caller=caller,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-        )
+        try:
+            self.check_ready()
+            unique_id, request = self.submit(
+                prompt,
+                sampling_params,
+                request_id,
+                collector,
+                caller=caller,
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+            )
+        except Exception as error:
+            if caller.start is not None:
+                caller.start.failed(error)
+            raise
         # Registered only once the stream is read: a generator that is dropped before that must leave nothing behind.
         self.forget(unique_id, abort=False)
         if reasoning_ended is not None:
@@ -320,23 +338,59 @@ class BridgeEngineClient(EngineClient):
         if reasoning_parser_kwargs is not None:
             request.reasoning_parser_kwargs = reasoning_parser_kwargs
         text = extract_prompt_components(self.model_config, prompt).text
-        return self._stream(unique_id, request, collector, text)
+        return self._stream(unique_id, request, collector, text, caller)
 
     async def _stream(
-        self, unique_id: str, request: EngineCoreRequest, collector: RequestOutputCollector, text: str | None
+        self,
+        unique_id: str,
+        request: EngineCoreRequest,
+        collector: RequestOutputCollector,
+        text: str | None,
+        caller: Caller,
     ) -> AsyncGenerator[RequestOutput, None]:
-        self.check_ready()
-        self._register(unique_id, collector)
         finished = False
         try:
-            await self.foretell(request)
-            self.launch(unique_id, request, text)
+            await self._begin(unique_id, request, collector, text, caller)
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
+                if failure := getattr(output, "failure", None):
+                    raise VLLMValidationError(failure)
                 yield output
         finally:  # no await here: this also runs on cancellation and on garbage collection
             self.forget(unique_id, abort=not finished)
+
+    async def _begin(
+        self,
+        unique_id: str,
+        request: EngineCoreRequest,
+        collector: RequestOutputCollector,
+        text: str | None,
+        caller: Caller,
+    ) -> None:
+        """Queue a request, once its grammar is known to be harmless."""
+        try:
+            self.check_ready()
+            self._register(unique_id, collector)
+            await self._check_grammar(request.sampling_params, caller.tenant)
+            await self.foretell(request)
+            self.launch(unique_id, request, text)
+        except Exception as error:
+            if caller.start is None or caller.start.is_known.is_set():
+                raise
+            caller.start.failed(error)
+            # Whoever waits for the start ends this call. vLLM would log the error as one of its own, and hide it in a stream.
+            await asyncio.Event().wait()
+        if caller.start is not None:
+            caller.start.queued()
+
+    async def _check_grammar(self, params: SamplingParams | None, tenant: str) -> None:
+        """Raises VLLMValidationError for a grammar that the engine must not see."""
+        grammar = (
+            grammar_of(params, self.vllm_config.structured_outputs_config) if params is not None else None
+        )
+        if grammar is not None and (reason := await self._grammars.check(grammar, tenant)):
+            raise VLLMValidationError(f"Invalid grammar: {reason}")
 
     @property
     def is_running(self) -> bool:

@@ -43,7 +43,13 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.continuity import Continued, continue_prompt
-from engine_bridge.driver.engine_client import ADAPTER_FAILURES, CALLER, BridgeEngineClient, Caller
+from engine_bridge.driver.call_start import CallStart, StartedStream
+from engine_bridge.driver.engine_client import (
+    ADAPTER_FAILURES,
+    CALLER,
+    BridgeEngineClient,
+    Caller,
+)
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.node import (
     ANTHROPIC_ERROR_TYPES,
@@ -56,6 +62,7 @@ from engine_bridge.node import (
     pack_token_ids,
     unpack_token_ids,
 )
+from engine_bridge.policy.request_limits import check_prompt_chars
 from engine_bridge.predict.hints import NOTHING_ASKED, Asked, read_body, read_conversation
 
 log = logging.getLogger(__name__)
@@ -83,6 +90,7 @@ class ServingOptions:
     tool_parser: str | None = None
     reasoning_parser: str = ""
     chat_template: str | None = None
+    max_prompt_chars: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +182,7 @@ class Serving:
     ) -> JsonReply | SseReply:
         """Answer one call; every failure becomes a reply in that API's own shape."""
         endpoint = self._endpoints[api]
-        caller = caller._replace(asked=read_body(body))
+        caller = caller._replace(asked=read_body(body), start=CallStart())
         token = CALLER.set(caller)
         try:
             return await self._serve(endpoint, body, headers, caller)
@@ -185,20 +193,22 @@ class Serving:
         self, endpoint: _Endpoint, body: Any, headers: Mapping[str, str], caller: Caller
     ) -> JsonReply | SseReply:
         raw_request = SimpleNamespace(headers=_passed_on(headers), state=SimpleNamespace())
+        start = caller.start or CallStart()
         try:
             request = await _parse(endpoint.request_class, body)
-            result = await endpoint.call(request, raw_request)
+            result = await start.result_of(endpoint.call(request, raw_request))
+            if isinstance(result, AsyncIterator):
+                events = _convert_stream_to_sse_events(result) if endpoint.yields_objects else result
+                stream = StartedStream(_called_by(caller, events))
+                await stream.begin(start)
+                return SseReply(_encoded(with_sse_keep_alive(stream.events(), KEEP_ALIVE_S), endpoint))
         except _Rejected as rejected:
             return _error_reply(rejected.response, endpoint)
         except Exception as error:
             return _error_reply(_as_error_response(error), endpoint)
         if isinstance(result, ErrorResponse):
             return _error_reply(result, endpoint)
-        if hasattr(result, "model_dump_json"):
-            return JsonReply(200, result.model_dump_json(**(endpoint.dump or {})).encode())
-        events = _convert_stream_to_sse_events(result) if endpoint.yields_objects else result
-        events = with_sse_keep_alive(_called_by(caller, events), KEEP_ALIVE_S)
-        return SseReply(_encoded(events, endpoint))
+        return JsonReply(200, result.model_dump_json(**(endpoint.dump or {})).encode())
 
     async def load_adapter(self, body: Any) -> JsonReply:
         return await self._adapter_call(LoadLoRAAdapterRequest, self.models.load_lora_adapter, body)
@@ -343,6 +353,8 @@ class Serving:
         return await loop.run_in_executor(self._client.renderer._executor, work, *args)
 
     async def _render(self, chat_request: ChatCompletionRequest) -> Any:
+        num_chars = sum(len(str(message.get("content") or "")) for message in chat_request.messages)
+        check_prompt_chars(num_chars, self._options.max_prompt_chars, "content")
         result = await self._renderer.render_chat(chat_request)
         if isinstance(result, ErrorResponse):
             raise _too_long_or_invalid(result.error.message)
@@ -394,6 +406,8 @@ async def _parse(request_class: Any, body: Any) -> Any:
 def _as_error_response(error: Exception) -> ErrorResponse:
     if isinstance(error, EngineUnavailable):
         return create_error_response(RetryableRequestError(str(error)))
+    if isinstance(error, InvalidRequest):
+        return create_error_response(str(error), param=error.param)
     response = create_error_response(error)
     if response.error.code >= 500 and not isinstance(error, RetryableRequestError | NotImplementedError):
         log.error("a request failed inside the serving layer", exc_info=error)

@@ -1,0 +1,118 @@
+"""How an API call begins: until its request is in the engine's queue, whatever is wrong with it can still become a status of its own.
+
+vLLM's serving classes ask the engine late, some only when their stream is read, and turn errors into events of a stream that looks fine. So the engine's
+client notes here whether the request was queued or why not, and a stream is read ahead until that is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class CallStart:
+    """Whether a call's first request has come into the engine's queue, or why it never will (`failure`)."""
+
+    def __init__(self) -> None:
+        self.is_known = asyncio.Event()
+        self.failure: Exception | None = None
+
+    def queued(self) -> None:
+        self.is_known.set()
+
+    def failed(self, error: Exception) -> None:
+        """Does nothing once a request was queued."""
+        if not self.is_known.is_set():
+            self.failure = error
+            self.is_known.set()
+
+    async def result_of(self, calling: Coroutine[Any, Any, T]) -> T:
+        """What `calling` returns. Raises `failure` as soon as there is one; `calling` is cancelled then."""
+        task = asyncio.ensure_future(calling)
+        is_known = asyncio.ensure_future(self.is_known.wait())
+        try:
+            await asyncio.wait({task, is_known}, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure is not None:
+                raise self.failure
+            return await task
+        finally:
+            is_known.cancel()
+            await _ended(task)
+
+
+class StartedStream:
+    """Events that are read ahead until their call's request is queued, then as they are asked for.
+
+    Args:
+        source: closed with this, which aborts its request.
+    """
+
+    def __init__(self, source: AsyncIterator[str]) -> None:
+        self._source = source
+        self._read: list[str] = []
+        self._next: asyncio.Task[str] | None = None
+        self._is_over = False
+
+    async def begin(self, start: CallStart) -> None:
+        """Read until the call's first request is queued or the stream has ended. Raises what went wrong before; the stream is closed then."""
+        is_known = asyncio.ensure_future(start.is_known.wait())
+        try:
+            while not start.is_known.is_set() and not self._is_over:
+                reading = self._reading()
+                await asyncio.wait({reading, is_known}, return_when=asyncio.FIRST_COMPLETED)
+                if reading.done() and start.failure is None:
+                    self._take()
+            if start.failure is not None:
+                raise start.failure
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            is_known.cancel()
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """All events, those that were read ahead first. Raises what the source raises."""
+        try:
+            while True:
+                for event in self._read:
+                    yield event
+                self._read.clear()
+                if self._is_over:
+                    return
+                await asyncio.wait({self._reading()})
+                self._take()
+        finally:
+            await self.close()
+
+    def _reading(self) -> asyncio.Task[str]:
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._source))
+        return self._next
+
+    def _take(self) -> None:
+        """The event that has come."""
+        reading, self._next = self._next, None
+        assert reading is not None
+        try:
+            self._read.append(reading.result())
+        except StopAsyncIteration:
+            self._is_over = True
+
+    async def close(self) -> None:
+        """Stop reading."""
+        self._is_over = True
+        reading, self._next = self._next, None
+        if reading is not None:
+            await _ended(reading)
+        await self._source.aclose()  # type: ignore[attr-defined]
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """Once it is, cancelled if it runs. What it raises is nobody's affair any more."""
+    task.cancel()
+    with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
+        await task

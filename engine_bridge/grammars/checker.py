@@ -1,0 +1,227 @@
+"""Asks helper processes about grammars, replaces those that die, and remembers what they said."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import queue
+import select
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+from msgspec import Struct
+
+from engine_bridge.errors import EngineUnavailable
+from engine_bridge.grammars.worker import Setup, Verdict, read_frame, write_frame
+
+log = logging.getLogger(__name__)
+
+NUM_PROCESSES = 2  # so that one client's slow grammar does not hold up another's
+START_TIMEOUT_S = (
+    60.0  # a tokenizer of 150,000 tokens takes about a second; a machine that swaps takes longer
+)
+MAX_REMEMBERED = 4096
+MIB = 1 << 20
+
+
+class Tokenizer(Struct, frozen=True):
+    """What helper processes need of the model's tokenizer. See `engine_bridge.grammars.worker.Setup`."""
+
+    definition: str
+    num_tokens: int | None = None
+    eos_token_id: int | None = None
+
+
+class HelperDied(Exception):
+    """A helper process ended, or was ended for taking too long (`was_slow`)."""
+
+    def __init__(self, was_slow: bool) -> None:
+        super().__init__()
+        self.was_slow = was_slow
+
+
+class HelperProcess:
+    """One helper process and the pipes to it. Its methods block; one thread uses it at a time."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, grammar: bytes, timeout_s: float) -> str:
+        """What is wrong with a grammar, "" if nothing is.
+
+        Raises HelperDied (the next call begins with a new process), EngineUnavailable where no process can be had.
+        """
+        self.start()
+        return msgspec.json.decode(self._exchange(grammar, timeout_s), type=Verdict).reason
+
+    def start(self) -> None:
+        """Have a process, a new one if the last has ended. Raises EngineUnavailable."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        try:
+            # A session of its own: Ctrl-C in the server's terminal is for the server to handle; the helper ends when its stdin does.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "engine_bridge.grammars.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            self._exchange(msgspec.json.encode(self._setup), START_TIMEOUT_S)
+        except (OSError, HelperDied) as error:
+            self.close()
+            log.error("the helper process for grammars cannot be started", exc_info=error)
+            raise EngineUnavailable(
+                "Structured output cannot be checked now. Try again in a moment."
+            ) from error
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # what was not flushed to a dead process
+                    pipe.close()
+
+    def _exchange(self, frame: bytes, timeout_s: float) -> bytes:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        has_answered = True
+        try:
+            write_frame(process.stdin, frame)
+            waiting = (
+                select.poll()
+            )  # not select(): a server with many sockets has numbers above what that takes
+            waiting.register(process.stdout, select.POLLIN)
+            has_answered = bool(waiting.poll(timeout_s * 1000))
+            reply = read_frame(process.stdout) if has_answered else None
+        except OSError:
+            reply = None
+        if reply is None:
+            self.close()
+            raise HelperDied(was_slow=not has_answered)
+        return reply
+
+
+class _Turn:
+    """Whose turn it is among one tenant's checks."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.num_users = 0
+
+
+class GrammarChecker:
+    """Verdicts on grammars, each reached once and remembered by content.
+
+    Args:
+        tokenizer: the model's.
+        timeout_s: how long checking one grammar may take.
+        memory_mib: how much memory it may take.
+
+    Attributes:
+        num_checked, num_deaths: grammars given to helper processes; those that ended one, by a crash or by their time.
+        seconds: that helper processes worked.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, timeout_s: float, memory_mib: int) -> None:
+        self._timeout_s = timeout_s
+        setup = Setup(
+            tokenizer.definition,
+            tokenizer.num_tokens,
+            tokenizer.eos_token_id,
+            memory_mib * MIB,
+            cpu_s=2 * timeout_s,
+        )
+        self._processes = [HelperProcess(setup) for _ in range(NUM_PROCESSES)]
+        self._free: queue.SimpleQueue[HelperProcess] = queue.SimpleQueue()
+        for process in self._processes:
+            self._free.put(process)
+        self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="grammars")
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._turns: dict[str, _Turn] = {}
+        self.num_checked = 0
+        self.num_deaths = 0
+        self.seconds = 0.0
+
+    def warm_up(self) -> None:
+        """Start the processes now, so that the first grammar need not wait for them. Returns at once."""
+        for _ in self._processes:
+            self._threads.submit(self._start_one)
+
+    def _start_one(self) -> None:
+        process = self._free.get()
+        try:
+            process.start()
+        finally:
+            self._free.put(process)
+
+    async def check(self, grammar: str, tenant: str) -> str:
+        """What is wrong with a grammar (in llguidance's own form), "" if nothing is. Raises EngineUnavailable.
+
+        A tenant's are checked one after the other, so that none keeps all processes busy.
+        """
+        text = grammar.encode("utf-8", "surrogatepass")
+        key = hashlib.sha256(text).digest()
+        async with self._turn_of(tenant):  # also where it is known: another request may be asking the same
+            reason = self._verdicts.get(key)
+            if reason is None:
+                reason = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, text)
+            self._remember(key, reason)
+        return reason
+
+    def _remember(self, key: bytes, reason: str) -> None:
+        self._verdicts[key] = reason
+        self._verdicts.move_to_end(key)
+        if len(self._verdicts) > MAX_REMEMBERED:
+            self._verdicts.popitem(last=False)
+
+    @asynccontextmanager
+    async def _turn_of(self, tenant: str) -> AsyncIterator[None]:
+        turn = self._turns.setdefault(tenant, _Turn())
+        turn.num_users += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.num_users -= 1
+            if not turn.num_users:
+                del self._turns[tenant]
+
+    def _ask(self, grammar: bytes) -> str:
+        """On a thread of ours."""
+        process = self._free.get()
+        started_s = time.monotonic()
+        try:
+            return process.ask(grammar, self._timeout_s)
+        except HelperDied as death:
+            self.num_deaths += 1
+            what = "took too long" if death.was_slow else "ended the helper process"
+            log.warning("a grammar of %d bytes %s and was refused", len(grammar), what)
+            if death.was_slow:
+                return f"checking it takes longer than {self._timeout_s:g} s (grammar_check_s)"
+            return "compiling it nests too deeply or takes too much memory (grammar_check_mib)"
+        finally:
+            self.num_checked += 1
+            self.seconds += time.monotonic() - started_s
+            self._free.put(process)
+
+    def close(self) -> None:
+        """End the processes; checks under way fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()

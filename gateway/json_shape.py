@@ -1,0 +1,68 @@
+"""How large a JSON text is before it is decoded: values and depth.
+
+Decoding holds the interpreter for as long as it takes, in whichever thread: 5 million numbers stop the event loop for half a second. Counting
+with numpy does not hold it, so a large text is measured in a thread first, and decoded only if it is within bounds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+CHUNK_BYTES = 1 << 18
+_QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
+_OPEN, _CLOSE = tuple(b"[{"), tuple(b"]}")
+
+
+class Shape(NamedTuple):
+    """num_values: at least as many as the text has. depth: of arrays and objects within each other."""
+
+    num_values: int
+    depth: int
+
+
+def shape_of(text: bytes) -> Shape:
+    """The shape of a JSON text, in about 5 ns a byte. Of what is no JSON it says something, never raises."""
+    num_values, depth, deepest = 1, 0, 0
+    is_inside, is_escaped = False, False
+    data = np.frombuffer(text, np.uint8)
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES]
+        quotes, is_escaped = _real_quotes(chunk, is_escaped)
+        inside = np.logical_xor.accumulate(quotes) ^ is_inside
+        if len(inside):
+            is_inside = bool(inside[-1])
+        opens = ((chunk == _OPEN[0]) | (chunk == _OPEN[1])) & ~inside
+        closes = ((chunk == _CLOSE[0]) | (chunk == _CLOSE[1])) & ~inside
+        num_values += int(np.count_nonzero((chunk == _COMMA) & ~inside)) + int(np.count_nonzero(opens))
+        if opens.any() or closes.any():
+            levels = depth + np.cumsum(opens.astype(np.int8) - closes.astype(np.int8), dtype=np.int32)
+            depth, deepest = int(levels[-1]), max(deepest, int(levels.max()))
+    return Shape(num_values, deepest)
+
+
+def _real_quotes(chunk: np.ndarray, is_escaped: bool) -> tuple[np.ndarray, bool]:
+    """Where quotes stand that are not escaped, and whether the chunk's last byte escapes the next one.
+
+    is_escaped: whether the chunk's first byte is escaped by the one before.
+    """
+    quotes = chunk == _QUOTE
+    backslashes = np.flatnonzero(chunk == _BACKSLASH)
+    if not len(backslashes):
+        if is_escaped:
+            quotes[0] = False
+        return quotes, False
+    # Backslashes in a row escape each other in pairs: the last one of an odd row escapes what follows it.
+    begins = np.flatnonzero(np.diff(backslashes, prepend=backslashes[0] - 2) != 1)
+    lengths = np.diff(np.append(begins, len(backslashes)))
+    first = backslashes[begins]
+    if is_escaped and first[0] == 0:
+        lengths[0] -= 1  # the row's first is itself escaped
+    elif is_escaped:
+        quotes[0] = False
+    after = backslashes[np.append(begins[1:], len(backslashes)) - 1] + 1
+    escaped = after[lengths % 2 == 1]
+    escapes_next = bool(len(escaped)) and int(escaped[-1]) == len(chunk)
+    quotes[escaped[escaped < len(chunk)]] = False
+    return quotes, escapes_next

@@ -1,0 +1,61 @@
+"""Whether a call's body is within bounds, looked at before anything is made of it. Pure.
+
+What an answer's own settings may hold (stop strings, grammars …) is measured where they are known: `engine_bridge.policy.request_limits`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_bridge.errors import InvalidRequest
+from engine_bridge.node import Api
+from engine_bridge.policy.request_limits import check_prompt_chars, measure, too_much
+
+# What the model reads, by the fields of the APIs.
+_READ = ("prompt", "suffix", "messages", "input", "system", "instructions", "tools", "functions", "documents")
+
+
+def check_shape(num_values: int, depth: int, *, max_values: int, max_depth: int) -> None:
+    """Raises InvalidRequest for a JSON text that would take long to decode and validate."""
+    if depth > max_depth:
+        raise InvalidRequest(
+            f"The body nests {depth:,} levels deep; this server takes at most {max_depth:,} (max_json_depth)."
+        )
+    if num_values > max_values:
+        raise InvalidRequest(
+            f"The body has {num_values:,} values; this server takes at most {max_values:,} (max_json_values)."
+        )
+
+
+def check_call(api: Api, body: Any, *, max_messages: int, max_prompt_chars: int, max_sequences: int) -> None:
+    """Raises InvalidRequest for a call that is too large for this server. What is malformed is left for vLLM to explain."""
+    if not isinstance(body, dict):
+        return
+    for name in ("messages", "input"):
+        messages = body.get(name)
+        if isinstance(messages, list) and len(messages) > max_messages:
+            raise too_much("Number of messages", len(messages), max_messages, "max_messages", name)
+    _check_sequences(api, body, max_sequences)
+    _check_prompt(api, body, max_prompt_chars)
+
+
+def _check_sequences(api: Api, body: dict[str, Any], limit: int) -> None:
+    """Answers that one call asks for: prompts × n."""
+    prompt = body.get("prompt") if api == "completions" else None
+    is_many = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+    num_prompts = len(prompt) if is_many and isinstance(prompt, list) else 1
+    wanted = [body[name] for name in ("n", "best_of") if isinstance(body.get(name), int)]
+    num_sequences = num_prompts * max(wanted, default=1)
+    if num_sequences > limit:
+        raise too_much("Answers in one call (prompts × n)", num_sequences, limit, "max_sequences", "n")
+
+
+def _check_prompt(api: Api, body: dict[str, Any], limit: int) -> None:
+    prompts = body.get("prompt") if api == "completions" else None
+    if isinstance(prompts, list):  # each is a prompt of its own
+        longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
+        check_prompt_chars(longest, limit)
+        return
+    num_chars = sum(measure(body[name])[1] for name in _READ if name in body)
+    name = next((name for name in _READ if name in body), "prompt")
+    check_prompt_chars(num_chars, limit, name)
