@@ -1,13 +1,13 @@
 """How an API call begins: until its request is in the engine's queue, whatever is wrong with it can still become a status of its own.
 
-vLLM's serving classes ask the engine late, some only when their stream is read, and turn errors into events of a stream that looks fine. So the engine's
-client notes here whether the request was queued or why not, and a stream is read ahead until that is known.
+vLLM's serving classes ask the engine late, some only when their stream is read, and turn errors into events of a stream that looks fine. So the
+engine's client notes here whether the request was queued or why not, and a stream is read ahead until that is known.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ class CallStart:
             self.failure = error
             self.is_known.set()
 
-    async def result_of(self, calling: Coroutine[Any, Any, T]) -> T:
+    async def result_of(self, calling: Awaitable[T]) -> T:
         """What `calling` returns. Raises `failure` as soon as there is one; `calling` is cancelled then."""
         task = asyncio.ensure_future(calling)
         is_known = asyncio.ensure_future(self.is_known.wait())
@@ -111,7 +111,7 @@ class StartedStream:
         await self._source.aclose()  # type: ignore[attr-defined]
 
 
-async def _ended(task: asyncio.Task[Any]) -> None:
+async def _ended(task: asyncio.Future[Any]) -> None:
     """Once it is, cancelled if it runs. What it raises is nobody's affair any more."""
     task.cancel()
     with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):

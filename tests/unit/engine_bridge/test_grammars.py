@@ -1,0 +1,125 @@
+"""The helper processes for grammars: real ones, with a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import llguidance
+import pytest
+
+from engine_bridge.errors import EngineUnavailable
+from engine_bridge.grammars.checker import GrammarChecker, HelperProcess, Tokenizer
+from engine_bridge.grammars.worker import Setup
+
+BYTES = Tokenizer("byte")
+
+
+@pytest.fixture
+def checker() -> Iterator[GrammarChecker]:
+    made = GrammarChecker(BYTES, timeout_s=30.0, memory_mib=512)
+    yield made
+    made.close()
+
+
+def chain(num_rules: int) -> str:
+    rules = "\n".join(f'r{number}: "a" r{number + 1}' for number in range(num_rules))
+    return llguidance.grammar_from("grammar", f'start: r0\n{rules}\nr{num_rules}: "b"\n')
+
+
+def schema(value: object) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(value))
+
+
+def references(num: int) -> str:
+    defs: dict[str, object] = {
+        f"d{number}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{number + 1}"}}}
+        for number in range(num)
+    }
+    return schema({"$defs": defs | {f"d{num}": {"type": "string"}}, "$ref": "#/$defs/d0"})
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+        schema({"enum": [f"value {number}" for number in range(5000)]}),
+        schema({"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(400)}}),
+        references(50),
+        llguidance.grammar_from("choice", json.dumps([f"choice {number}" for number in range(1000)])),
+        llguidance.grammar_from("regex", r"[a-z]{1,100}@[a-z]+\.com"),
+        chain(50),
+    ],
+    ids=["schema", "enum", "properties", "references", "choices", "regex", "rules"],
+)
+async def test_grammars_that_people_write_are_accepted(checker: GrammarChecker, grammar: str) -> None:
+    assert await checker.check(grammar, "") == ""
+    assert checker.num_deaths == 0
+
+
+@pytest.mark.parametrize("grammar", [chain(5000), chain(50_000), references(1000)], ids=["5k", "50k", "refs"])
+async def test_a_grammar_that_overflows_the_stack_ends_its_helper_process_and_nothing_else(
+    checker: GrammarChecker, grammar: str
+) -> None:
+    assert "too deeply" in await checker.check(grammar, "")
+    assert checker.num_deaths == 1
+    assert await checker.check(schema({"type": "object"}), "") == ""
+
+
+async def test_a_grammar_that_fails_after_some_tokens_is_refused_beforehand(checker: GrammarChecker) -> None:
+    choices = llguidance.grammar_from("choice", json.dumps([f"choice {number}" for number in range(10_000)]))
+    assert "items" in await checker.check(choices, "")
+    assert checker.num_deaths == 0
+
+
+async def test_a_malformed_grammar_is_refused_with_the_compilers_own_words(checker: GrammarChecker) -> None:
+    assert "Expected" in await checker.check(llguidance.grammar_from("grammar", "start: ("), "")
+
+
+async def test_a_verdict_is_reached_once_for_equal_grammars(checker: GrammarChecker) -> None:
+    grammar = chain(5000)
+    reasons = await asyncio.gather(*(checker.check(grammar, "same tenant") for _ in range(5)))
+    assert len(set(reasons)) == 1
+    assert (checker.num_checked, checker.num_deaths) == (1, 1)
+
+
+async def test_a_grammar_that_takes_too_long_is_refused_and_its_process_replaced() -> None:
+    # Far less time than compiling this one takes on any machine.
+    checker = GrammarChecker(BYTES, timeout_s=0.001, memory_mib=512)
+    slow = schema({"enum": [f"value {number}" for number in range(200_000)]})
+    assert "takes longer than" in await checker.check(slow, "")
+    checker.close()
+
+
+async def test_a_process_that_was_killed_is_replaced() -> None:
+    setup = Setup("byte", None, None, 1 << 29, 60.0)
+    helper = HelperProcess(setup)
+    helper.start()
+    assert helper._process is not None
+    first = helper._process.pid
+    os.kill(first, signal.SIGKILL)
+    helper._process.wait()
+    assert helper.ask(schema({"type": "object"}).encode(), 30.0) == ""
+    assert helper._process.pid != first
+    helper.close()
+
+
+async def test_without_a_usable_tokenizer_the_request_may_be_tried_again_and_nothing_is_remembered() -> None:
+    checker = GrammarChecker(Tokenizer("no tokenizer at all"), timeout_s=5.0, memory_mib=512)
+    for _ in range(2):
+        with pytest.raises(EngineUnavailable):
+            await checker.check(schema({"type": "object"}), "")
+    checker.close()
+
+
+async def test_a_slow_check_of_one_tenant_does_not_delay_another_tenants(checker: GrammarChecker) -> None:
+    slow = schema({"enum": [f"value {number}" for number in range(100_000)]})
+    waiting = [
+        asyncio.create_task(checker.check(slow.replace("value 7", f"v{number}"), "a")) for number in range(8)
+    ]
+    assert await checker.check(schema({"type": "object"}), "b") == ""
+    assert sum(task.done() for task in waiting) < len(waiting)
+    await asyncio.gather(*waiting)
