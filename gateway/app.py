@@ -125,7 +125,14 @@ async def build_services(
     metrics.registry.register(SchedulingCollector(node.scheduling_stats))
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
     advisories = Advisories(node, store, metrics, drafts)
-    turns = Turns(node, store, metrics, drafts, advisories)
+    turns = Turns(
+        node,
+        store,
+        metrics,
+        drafts,
+        advisories,
+        prompt_chars=lambda: config.request_limits.prompt_chars(node.max_model_len),
+    )
     learned = Learned(node, advisories, is_on=config.learned_advisories)
     return Services(config, node, store, turns, keys, metrics, drafts, advisories, learned)
 
@@ -181,7 +188,10 @@ class Server:
     async def __aenter__(self) -> Server:
         config = self.services.config
         # handler_cancellation: without it a client that leaves does not end a request that is not streamed.
-        self._runner = web.AppRunner(build_app(self.services), handler_cancellation=True, access_log=None)
+        # auto_decompress: aiohttp unpacks on the event loop, and a small body may hold a very large one; see rest.json_body.
+        self._runner = web.AppRunner(
+            build_app(self.services), handler_cancellation=True, access_log=None, auto_decompress=False
+        )
         await self._runner.setup()
         try:
             site = web.TCPSite(self._runner, config.host, config.port, shutdown_timeout=CLOSE_STREAMS_S)

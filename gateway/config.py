@@ -286,6 +286,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_logit_bias: Annotated[
         int, _in("Limits", "Most entries of logit_bias, and of token ids to stop at.", ge=1)
     ] = 1024
+    max_logprobs: Annotated[
+        int, _in("Limits", "Most log probabilities in one answer that is not streamed.", ge=1)
+    ] = 20_000
     max_grammar_kib: Annotated[
         int, _in("Limits", "Largest grammar or JSON schema of structured output, in KiB.", ge=1)
     ] = 256

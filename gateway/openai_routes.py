@@ -67,12 +67,14 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def _check_size(services: Services, api: Api, body: Any) -> None:
     """Raises InvalidRequest for a call that asks for too much. After history was put in front of it, which counts as well."""
-    config = services.config
+    config, max_model_len = services.config, services.node.max_model_len
+    if not max_model_len:
+        return  # the engine is not up: the node says so
     check_call(
         api,
         body,
         max_messages=config.max_messages,
-        max_prompt_chars=config.request_limits.prompt_chars(services.node.max_model_len),
+        max_prompt_chars=config.request_limits.prompt_chars(max_model_len),
         max_sequences=config.max_sequences,
     )
 

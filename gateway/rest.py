@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,36 @@ async def json_body(request: web.Request) -> Any:
         raise GatewayError(
             "bad_request", "The body could not be read: its encoding or length is wrong."
         ) from error
+    body = await _unpacked(request, body, limit)
     await _check_shape(request, body)
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise GatewayError("bad_request", f"The body is not valid JSON: {error}") from error
+
+
+async def _unpacked(request: web.Request, body: bytes, limit: int) -> bytes:
+    """The body without its compression. Raises GatewayError, HTTPRequestEntityTooLarge for one that is larger than the limit when unpacked."""
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding == "identity" or not body:
+        return body
+    if encoding not in ("gzip", "deflate"):
+        raise web.HTTPUnsupportedMediaType(reason="Send the body plain, or compressed with gzip or deflate.")
+    try:
+        unpacked = await asyncio.to_thread(_inflated, body, limit + 1)
+    except zlib.error as error:
+        raise GatewayError("bad_request", f"The body is not what its encoding says: {encoding}.") from error
+    if len(unpacked) > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(unpacked))
+    return unpacked
+
+
+def _inflated(body: bytes, max_bytes: int) -> bytes:
+    """As many bytes as `max_bytes` at most, of a gzip or zlib stream, or of one without a head (RFC 9110 §8.4.1.2 has clients that leave it out)."""
+    try:
+        return zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(body, max_bytes)
+    except zlib.error:
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(body, max_bytes)
 
 
 async def _check_shape(request: web.Request, body: bytes) -> None:

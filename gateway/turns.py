@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import sys
 import time
 import uuid
 from collections.abc import Callable, Coroutine
@@ -113,6 +114,7 @@ class Turns:
 
     Args:
         now: wall clock in seconds, for what is stored.
+        prompt_chars: the longest prompt that is accepted, in characters.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Turns:
         drafts: Drafts,
         advisories: Advisories,
         now: Callable[[], float] = time.time,
+        prompt_chars: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         self._node = node
         self._store = store
@@ -130,6 +133,7 @@ class Turns:
         self._drafts = drafts
         self._advisories = advisories
         self._now = now
+        self._prompt_chars = prompt_chars
         self._live: dict[tuple[str, str], LiveTurn] = {}
         self._asking: dict[tuple[str, str], asyncio.Task[LiveTurn]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -210,6 +214,14 @@ class Turns:
                 raise GatewayError("conflict", "This id is already used for another message.", param="id")
             return earlier
         self._check_ready()
+        # Before it is stored: what no model can read need not be kept.
+        if len(message.content) > self._prompt_chars():
+            raise GatewayError(
+                "prompt_too_long",
+                f"This message has {len(message.content):,} characters; this server reads at most "
+                f"{self._prompt_chars():,} (max_prompt_chars). Shorten it.",
+                param="content",
+            )
         adapter = self.known_adapter(message.adapter)
         begun, session_id = await self._begin(owner, message, adapter)
         if begun.turn.status == "running" and not begun.is_new:

@@ -15,9 +15,13 @@ T = TypeVar("T")
 
 
 class CallStart:
-    """Whether a call's first request has come into the engine's queue, or why it never will (`failure`)."""
+    """Whether a call's first request has come into the engine's queue, or why it never will (`failure`).
+
+    num_logprobs: that its answers have brought so far, all at once at their end.
+    """
 
     def __init__(self) -> None:
+        self.num_logprobs = 0
         self.is_known = asyncio.Event()
         self.failure: Exception | None = None
 

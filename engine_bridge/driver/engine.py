@@ -481,9 +481,25 @@ class VllmDriver:
             prefills.append((min(num_tokens, limit - 2), times[0]))
             decode_s = times[1]
         self.steps = table_from(prefills, decode_s)
+        self._warm_up_grammars()
         self.engine.reset_prefix_cache()
         if self._tiers is not None:
             self._tiers.is_paused = False
+
+    def _warm_up_grammars(self) -> None:
+        """The backend is built at the first grammar, which takes a second with a large vocabulary, in a step."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        grammar = StructuredOutputsParams(regex="[a-z]{1,2}")
+        params = SamplingParams(max_tokens=2, structured_outputs=grammar)
+        try:
+            self.engine.add_request("warm-up-grammar", {"prompt_token_ids": [1] * 4}, params)
+        except ValueError as error:
+            log.warning("structured output is not offered with this model: %s", error)
+            return
+        while self._scheduler.has_requests():
+            self.engine.step()
 
 
 def _compute_on(num_threads: int) -> None:

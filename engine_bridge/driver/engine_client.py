@@ -18,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import extract_prompt_components
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.request import Request
@@ -348,7 +348,7 @@ class BridgeEngineClient(EngineClient):
         text: str | None,
         caller: Caller,
     ) -> AsyncGenerator[RequestOutput, None]:
-        finished = False
+        finished, sampling = False, request.sampling_params
         try:
             await self._begin(unique_id, request, collector, text, caller)
             while not finished:
@@ -356,9 +356,24 @@ class BridgeEngineClient(EngineClient):
                 finished = output.finished
                 if failure := getattr(output, "failure", None):
                     raise VLLMValidationError(failure)
+                if sampling is not None and sampling.output_kind is RequestOutputKind.FINAL_ONLY:
+                    self._check_logprobs(output, sampling, caller)
                 yield output
         finally:  # no await here: this also runs on cancellation and on garbage collection
             self.forget(unique_id, abort=not finished)
+
+    def _check_logprobs(self, output: RequestOutput, sampling: SamplingParams, caller: Caller) -> None:
+        """Raises VLLMValidationError for more of them than a whole answer may have: vLLM formats them all at once, and everybody waits."""
+        positions = len(output.prompt_logprobs or ()) * ((sampling.prompt_logprobs or 0) + 1)
+        for completion in output.outputs:
+            positions += len(completion.logprobs or ()) * ((sampling.logprobs or 0) + 1)
+        start = caller.start or CallStart()
+        start.num_logprobs += positions
+        if start.num_logprobs > self._limits.max_logprobs:
+            raise VLLMValidationError(
+                f"The answer has more than {self._limits.max_logprobs:,} log probabilities (max_logprobs). Ask for a stream, "
+                "for fewer tokens or for fewer log probabilities."
+            )
 
     async def _begin(
         self,

@@ -1,0 +1,70 @@
+"""A gateway with the demo model whose event loop is watched; started by benches that attack it.
+
+Prints `ready PORT`, then answers each line on stdin with a line of JSON: the worst stall of its event loop since the last such line, in ms, the
+process's memory and open files. Ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import uvloop
+
+from bench.live.gateway import probe_stalls
+from engine_bridge.driver.engine import configure_environment
+from gateway import logs
+from gateway.app import Server, build_services, engine_config
+from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
+
+
+async def watch(config: Config) -> None:
+    stalls_ms: list[float] = []
+    process = psutil.Process()
+    services = await build_services(config)
+    async with Server(services) as server:
+        await services.node.start()
+        probe = asyncio.create_task(probe_stalls(stalls_ms))
+        print(f"ready {server.port}", flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            facts = {
+                "worst_stall_ms": round(max(stalls_ms, default=0.0), 1),
+                "rss_bytes": process.memory_info().rss,
+                "num_fds": process.num_fds(),
+            }
+            stalls_ms.clear()
+            print(json.dumps(facts), flush=True)
+        probe.cancel()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--key", action="append", default=[], help="a key that clients may use")
+    args = parser.parse_args()
+    config = Config(
+        model=str(DEMO_MODEL_DIR),
+        adapters_dir=DEMO_ADAPTERS_DIR,
+        data_dir=args.data_dir,
+        port=0,
+        api_keys=tuple(args.key),
+        kv_host_gib=0.25,
+        kv_disk_gib=0.5,
+        drain_timeout_s=2,
+        draft_prefill=True,
+        allow_adapter_loading=True,
+        log_level="warning",
+    )
+    logs.setup(config.log_format, config.log_level)
+    configure_environment(engine_config(config))
+    uvloop.run(watch(config))
+
+
+if __name__ == "__main__":
+    main()
