@@ -30,6 +30,7 @@ from engine_bridge.node import (
     Delta,
     EngineState,
     GenerateRequest,
+    GrammarStats,
     JsonReply,
     NodeState,
     NodeStats,
@@ -282,6 +283,12 @@ class LocalNode:
             num_rebuilds=self._thread.num_rebuilds,
             kv_tiers=self.kv_tiers(),
         )
+
+    def grammar_stats(self) -> GrammarStats | None:
+        checker = self._grammars
+        if checker is None:
+            return None
+        return GrammarStats(checker.num_checked, checker.num_refused, checker.num_deaths, checker.seconds)
 
     def scheduling_stats(self) -> SchedulingStats | None:
         driver = self._thread.driver

@@ -349,6 +349,18 @@ class SseReply(Struct, frozen=True):
     events: AsyncIterator[bytes]
 
 
+class GrammarStats(Struct, frozen=True):
+    """Grammars of structured output that were checked before the engine saw them.
+
+    num_checked: by a helper process. num_refused: of these. num_deaths: that ended a helper process, by a crash or by their time. seconds: of checking.
+    """
+
+    num_checked: int
+    num_refused: int
+    num_deaths: int
+    seconds: float
+
+
 class Node(Protocol):
     """A place where a model runs. All methods are called from one event loop.
 
@@ -444,6 +456,10 @@ class Node(Protocol):
     async def import_kv(self, session_id: SessionId, blocks: bytes) -> None: ...
 
     async def stats(self) -> NodeStats: ...
+
+    def grammar_stats(self) -> GrammarStats | None:
+        """Figures of the check of grammars; None until the engine is up. From any thread."""
+        ...
 
     def scheduling_stats(self) -> SchedulingStats | None:
         """Figures of who starts next; None until the engine is up. From any thread."""

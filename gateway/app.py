@@ -29,6 +29,7 @@ from gateway.auth import KeyRing
 from gateway.config import Config, ConfigError
 from gateway.drafts import Drafts
 from gateway.errors import GatewayError, StartupError
+from gateway.grammar_metrics import GrammarCollector
 from gateway.kv_metrics import KvCollector
 from gateway.learned import Learned
 from gateway.metrics import Metrics
@@ -123,6 +124,7 @@ async def build_services(
     metrics.registry.register(KvCollector(node.kv_tiers))
     metrics.registry.register(AdapterCollector(node.adapter_stats))
     metrics.registry.register(SchedulingCollector(node.scheduling_stats))
+    metrics.registry.register(GrammarCollector(node.grammar_stats))
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
     advisories = Advisories(node, store, metrics, drafts)
     turns = Turns(

@@ -134,7 +134,8 @@ class GrammarChecker:
         memory_mib: how much memory it may take.
 
     Attributes:
-        num_checked, num_deaths: grammars given to helper processes; those that ended one, by a crash or by their time.
+        num_checked, num_refused: grammars given to helper processes; those of them that must not be used.
+        num_deaths: those that ended one, by a crash or by their time.
         seconds: that helper processes worked.
     """
 
@@ -155,6 +156,7 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._turns: dict[str, _Turn] = {}
         self.num_checked = 0
+        self.num_refused = 0
         self.num_deaths = 0
         self.seconds = 0.0
 
@@ -207,8 +209,11 @@ class GrammarChecker:
         process = self._free.get()
         started_s = time.monotonic()
         try:
-            return process.ask(grammar, self._timeout_s)
+            reason = process.ask(grammar, self._timeout_s)
+            self.num_refused += bool(reason)
+            return reason
         except HelperDied as death:
+            self.num_refused += 1
             self.num_deaths += 1
             what = "took too long" if death.was_slow else "ended the helper process"
             log.warning("a grammar of %d bytes %s and was refused", len(grammar), what)
