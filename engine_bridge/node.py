@@ -352,7 +352,8 @@ class SseReply(Struct, frozen=True):
 class GrammarStats(Struct, frozen=True):
     """Grammars of structured output that were checked before the engine saw them.
 
-    num_checked: by a helper process. num_refused: of these. num_deaths: that ended a helper process, by a crash or by their time. seconds: of checking.
+    num_checked: by a helper process. num_refused: of these. num_deaths: that ended a helper process, by a crash or by
+    their time. seconds: of checking.
     """
 
     num_checked: int
