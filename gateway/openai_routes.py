@@ -17,7 +17,7 @@ from engine_bridge.node import Api, JsonReply, SseReply
 from gateway.api_turns import AnswerReader, history_as_input, question_of, session_named
 from gateway.auth import Principal, tenant_of
 from gateway.errors import GatewayError
-from gateway.policy.budgets import check_call
+from gateway.policy.call_size import check_call
 from gateway.policy.followers import Arrival
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services

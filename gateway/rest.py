@@ -18,7 +18,7 @@ from gateway.config import STATIC_DIR
 from gateway.errors import GatewayError
 from gateway.json_shape import shape_of
 from gateway.metrics import CONTENT_TYPE
-from gateway.policy.budgets import check_shape
+from gateway.policy.call_size import check_shape
 from gateway.services import SERVICES
 from gateway.turns import unavailable
 

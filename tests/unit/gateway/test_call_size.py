@@ -8,7 +8,7 @@ import pytest
 
 from engine_bridge.errors import InvalidRequest
 from engine_bridge.node import Api
-from gateway.policy.budgets import check_call, check_shape
+from gateway.policy.call_size import check_call, check_shape
 
 MESSAGE = {"role": "user", "content": "x" * 10}
 
