@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from engine_bridge.policy.costs import Link, StepGrid, StepTable
 from engine_bridge.predict.steps import Candidate
+from kvtiers.io.files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class MachineProfile(Struct, frozen=True, kw_only=True):
         """The profile of this name; None, with the reason in the log, if it is missing, damaged, or of another format or subject."""
         path = path_of(folder, fingerprint)
         try:
-            data = path.read_bytes()
+            data = read_regular(path)
         except FileNotFoundError:
             log.info("no profile of this model on this machine yet; `overture profile` measures one")
             return None

@@ -59,6 +59,8 @@ def folder_revision(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
+        if not path.is_file():
+            continue  # reading a pipe would wait for whoever writes to it
         if path.suffix in WEIGHT_SUFFIXES:
             size = path.stat().st_size
             digest.update(f"{path.name}:{size}:".encode())

@@ -330,6 +330,8 @@ def _open(path: Path | None) -> sqlite3.Connection:
 
 
 def _connect(path: Path | None, first_id: int) -> sqlite3.Connection:
+    if path is not None and path.exists() and not path.is_file() and not path.is_dir():
+        raise _Unusable("it is no file")  # a pipe, a socket, a device: SQLite would only call it a disk error
     # isolation_level=None: we say BEGIN and COMMIT ourselves. Our lock does what check_same_thread would.
     connection = sqlite3.connect(
         path or ":memory:", isolation_level=None, timeout=BUSY_TIMEOUT_S, check_same_thread=False

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from msgspec import Struct
 
+from kvtiers.io.files import read_regular
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -268,7 +270,7 @@ class OnlineLengths:
         """What `save` wrote; a new one where there is no file, or one that is damaged or of another form: it is put aside, and that is logged."""
         made = cls(window=window, num_hints=num_hints, max_keys=max_keys, seed=seed)
         try:
-            made._restore(path.read_bytes())
+            made._restore(read_regular(path))
         except FileNotFoundError:
             pass
         except OSError as error:

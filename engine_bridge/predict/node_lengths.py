@@ -135,6 +135,8 @@ def fingerprint(model: str) -> str:
         digest.update(model.encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:16]
     for path in sorted(folder.iterdir()):
+        if not path.is_file():
+            continue  # reading a pipe would wait for whoever writes to it
         if path.name in READ_FILES:
             content = path.read_bytes()
             digest.update(f"{path.name}\0{len(content)}\0".encode() + content)

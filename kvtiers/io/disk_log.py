@@ -559,8 +559,13 @@ class DiskLog:
 
     async def _start_segment(self) -> tuple[Segment, AppendFile]:
         """Raises OSError."""
-        path = segment_path(self._directory, self._next_number)
-        file = await self._files.create(path, self._pool)
+        while True:
+            path = segment_path(self._directory, self._next_number)
+            try:
+                file = await self._files.create(path, self._pool)
+                break
+            except FileExistsError:  # something that is no segment of ours has the name
+                self._next_number += 1
         segment = Segment(self._next_number, path, 0)
         self._next_number += 1
         self._segments[segment.number] = segment

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -32,7 +33,7 @@ class Files:
     """Each method is one call of the system and raises OSError; those that are not async block and belong into a worker thread."""
 
     def open_read(self, path: Path) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -82,6 +83,24 @@ class Files:
 
     async def truncate(self, file: AppendFile, num_bytes: int) -> None:
         await file.truncate(num_bytes)
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open what must be a regular file, never waiting for one that is not: opening a pipe waits for whoever writes to it.
+
+    Raises OSError: ELOOP for a symbolic link, EINVAL for a pipe, a device or a folder, and what the system says.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return fd
+
+
+def read_regular(path: Path) -> bytes:
+    """What is in a regular file; nothing else is waited for. Raises OSError as `open_regular` does."""
+    with open(open_regular(path), "rb") as file:
+        return file.read()
 
 
 def _set_direct(fd: int, wanted: bool) -> bool:
@@ -153,7 +172,7 @@ def claim(directory: Path) -> Claim:
     """Lock a store's folder for this process. Raises StoreBusy when another holds it, OSError when it cannot be locked."""
     path = directory / LOCK_NAME
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -190,8 +209,14 @@ def prepare(directory: Path, describe: bytes | None) -> Claim:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader sees the old or the new one, never a part."""
+    """Write a small file so that a reader sees the old or the new one, never a part. One that says the same already is left as it is."""
+    try:
+        if read_regular(path) == data:
+            return
+    except OSError:
+        pass  # it is not there, or to be replaced
     partial = path.with_suffix(".partial")
-    partial.write_bytes(data)
-    os.chmod(partial, 0o600)
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(data)
     partial.replace(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from kvtiers.errors import StoreBusy
-from kvtiers.io.files import DESCRIPTION_NAME, LOCK_NAME, Files, claim
+from kvtiers.io.files import DESCRIPTION_NAME, LOCK_NAME, Files, claim, read_regular
 from kvtiers.io.scan import live_blocks, scan_segment, segment_paths
 
 
@@ -96,7 +96,7 @@ def _store_info(folder: Path) -> StoreInfo:
     scans = [scan_segment(Files(), number, path) for number, (path, _) in enumerate(found)]
     times_s = [stat.st_mtime for _, stat in found]
     try:
-        description = (folder / DESCRIPTION_NAME).read_bytes()
+        description = read_regular(folder / DESCRIPTION_NAME)
     except OSError:
         description = None
     return StoreInfo(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from kvtiers.io.records import (
     decode_segment_header,
 )
 from kvtiers.keys import BlockKey, BlockShape
+
+logger = logging.getLogger(__name__)
 
 SEGMENT_NAME = re.compile(r"segment-(\d{10})\.kv")
 # Chosen: one page, which has the keys of records of up to 127 blocks; larger ones take a second read.
@@ -45,10 +49,34 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def segment_paths(directory: Path) -> list[tuple[int, Path]]:
-    """The segment files of a folder as (number, path), oldest first. Raises OSError."""
+    """The segment files of a folder as (number, path), oldest first. Raises OSError.
+
+    Of what is named like one, only regular files of the folder's owner are; what else there is (a pipe, a link, a folder) is neither opened
+    nor counted nor removed, and told in the log.
+    """
+    owner = os.stat(directory).st_uid
+    found: list[tuple[int, Path]] = []
+    strange: list[str] = []
     with os.scandir(directory) as entries:
-        matches = [(SEGMENT_NAME.fullmatch(entry.name), entry.path) for entry in entries]
-    return sorted((int(match[1]), Path(path)) for match, path in matches if match)
+        for entry in entries:
+            match = SEGMENT_NAME.fullmatch(entry.name)
+            if match is None:
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(status.st_mode) and status.st_uid == owner:
+                found.append((int(match[1]), Path(entry.path)))
+            else:
+                strange.append(entry.name)
+    if strange:
+        logger.warning(
+            "%s: left alone, as these are no regular files of the folder's owner: %s",
+            directory,
+            ", ".join(sorted(strange)[:10]),
+        )
+    return sorted(found)
 
 
 def scan_segment(
@@ -56,7 +84,8 @@ def scan_segment(
 ) -> SegmentScan:
     """Find the records of one segment. Blocks the thread; raises nothing.
 
-    fingerprint, shape: what a segment, and each record, must have to count; None takes any.
+    fingerprint, shape: what a segment, and each record, must have to count; None takes any. Of a file that is not whole, or not ours, what it
+    takes of the disk counts and not its length: a hole in it takes nothing.
     """
     scan = SegmentScan(number, path, 0, [])
     try:
@@ -73,6 +102,8 @@ def scan_segment(
         scan.is_foreign = found is None or fingerprint not in (None, found)
         if not scan.is_foreign:
             _scan_records(files, fd, scan, shape)
+        if scan.is_foreign or scan.is_torn:
+            scan.num_bytes = _bytes_taken(os.fstat(fd))
     except OSError:
         scan.has_failed = True
     finally:
@@ -83,9 +114,15 @@ def scan_segment(
 def _size_of(path: Path) -> int:
     """What a segment that cannot be opened takes of the capacity."""
     try:
-        return path.stat().st_size
+        return _bytes_taken(path.lstat())
     except OSError:
         return 0
+
+
+def _bytes_taken(status: os.stat_result) -> int:
+    return min(
+        status.st_size, status.st_blocks * 512
+    )  # 512: the unit of st_blocks, whatever the file system's own
 
 
 def _scan_records(files: Files, fd: int, scan: SegmentScan, shape: BlockShape | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import tempfile
 import threading
@@ -55,6 +56,14 @@ def register(
 def states(registry: Registry, *records: AdapterRecord) -> list[str]:
     found = [registry.get(record.version_id) for record in records]
     return [record.state for record in found if record is not None]
+
+
+def test_a_pipe_is_set_aside_and_a_new_registry_begun(path: Path) -> None:
+    os.mkfifo(path)
+    with contextlib.closing(Registry(path)) as registry:
+        assert register(registry).state == "ready"
+    assert path.is_file()
+    assert path.with_name("adapters.db.set-aside-1").exists()
 
 
 # --- versions ------------------------------------------------------------------------------------------------------------------------

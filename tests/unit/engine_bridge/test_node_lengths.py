@@ -347,3 +347,15 @@ def test_a_name_that_leads_nowhere_is_refused(name: str) -> None:
 def test_quantiles_that_are_none_are_refused(p50: float, p90: float) -> None:
     with pytest.raises(ValueError):
         checked(LengthGuess(p50, p90, ""), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_where_lengths_or_a_models_files_would_be_is_not_waited_for(tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "state"
+    model.mkdir()
+    folder.mkdir()
+    os.mkfifo(model / "config.json")
+    os.mkfifo(folder / f"{PREFIX}{fingerprint(str(model))}.npz")
+    lengths = fed(NodeLengths.open(folder, str(model)), 3)
+    lengths.close()
+    assert NodeLengths.open(folder, str(model)).num_observed == 3

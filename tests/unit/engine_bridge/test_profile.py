@@ -144,6 +144,15 @@ def test_a_file_that_cannot_be_read_is_none(tmp_path: Path, caplog: pytest.LogCa
     assert "cannot be read" in caplog.text
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_where_the_profile_would_be_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(path_of(tmp_path, "a"))
+    assert MachineProfile.load(tmp_path, "a") is None
+    assert "cannot be read" in caplog.text
+
+
 def test_what_fails_to_be_saved_leaves_nothing_behind_and_the_old_one_alone(tmp_path: Path) -> None:
     PROFILE.save(tmp_path)
     broken = replace(PROFILE, notes=(object(),))  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -248,6 +249,97 @@ async def test_segments_of_another_namespace_or_shape_are_left_alone(opened: Ope
     await log.close()
     log = await opened(fingerprint="other")
     assert await bad_of(log, "a") == []
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(os.path.relpath(path))  # its address may have 108 bytes only
+
+
+def make_dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def make_outward_link(path: Path) -> None:
+    outside = path.parents[1] / "outside"
+    outside.write_bytes(b"somebody else's")
+    path.symlink_to(outside)
+
+
+STRANGERS = [make_pipe, make_folder, make_socket, make_dangling_link, make_outward_link]
+
+
+@pytest.mark.timeout(20)  # opening a pipe would wait for ever
+@pytest.mark.parametrize("make", STRANGERS)
+async def test_what_is_no_file_is_left_alone_where_a_segment_would_be(
+    opened: Opener, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = await opened()
+    assert await append(log, "a")
+    await log.close()
+    before, in_the_way = (opened.directory / f"segment-000000000{number}.kv" for number in (0, 1))
+    make(in_the_way)
+    kind = stat.S_IFMT(in_the_way.lstat().st_mode)
+    log = await opened(capacity_bytes=8 * SINGLE, segment_bytes=2 * SINGLE)
+    assert caplog.text.count(in_the_way.name) == 1
+    for number in range(20):
+        assert await append(log, number)
+    assert await bad_of(log, 19) == []
+    assert stat.S_IFMT(in_the_way.lstat().st_mode) == kind
+    assert not before.exists()
+    assert inspect(opened.directory)[0].num_blocks == log.stats.num_blocks
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["lock", "namespace.json", "namespace.partial"])
+@pytest.mark.parametrize("make", STRANGERS)
+async def test_what_is_no_file_is_never_waited_for_in_the_stores_folder(
+    opened: Opener, make: Callable[[Path], None], name: str
+) -> None:
+    opened.directory.mkdir(parents=True)
+    make(opened.directory / name)
+    try:
+        log = await opened()
+    except StoreUnusable:
+        return
+    assert await append(log, "a")
+    assert inspect(opened.directory.parent)[0].description == b'{"model":"tiny"}'
+    outside = opened.directory.with_name("outside")
+    assert not outside.exists() or outside.read_bytes() == b"somebody else's"
+
+
+async def test_a_hole_of_a_terabyte_takes_nothing_of_the_capacity(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a")
+    await log.close()
+    (path,) = opened.segments()
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    with path.with_name("segment-0000000007.kv").open("wb") as file:
+        file.truncate(1 << 40)
+    log = await opened()
+    assert log.stats.bytes < ROOMY
+    assert await append(log, "b")
+    assert await bad_of(log, "a", "b") == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+async def test_a_segment_that_may_not_be_read_costs_its_blocks_only(opened: Opener) -> None:
+    log = await opened()
+    assert await append(log, "a")
+    await log.close()
+    opened.segments()[0].chmod(0)
+    log = await opened()
+    assert await append(log, "b")
+    assert await bad_of(log, "a", "b") == ["a"]
 
 
 async def test_a_closed_store_is_empty_and_refuses(opened: Opener) -> None:
