@@ -203,6 +203,10 @@ def poison(tensors: Tensors, name: str, value: float) -> None:
     tensors[name] = old._replace(data=old.data[:-2] + encode(np.float32([value]), "BF16").data)
 
 
+def _zeros(tensor: Tensor) -> Tensor:
+    return tensor._replace(data=bytes(len(tensor.data)))
+
+
 @bad("missing_path")
 def _missing_path(folder: Path, modules: Shapes, max_rank: int) -> str:
     return "adapter_not_found"
@@ -320,6 +324,31 @@ edited("b_too_tall", "wrong_shape", lambda tensors, modules: _wider(tensors, mod
 edited("b_too_short", "wrong_shape", lambda tensors, modules: _wider(tensors, modules, b=-8))
 edited("nan", "not_finite", lambda tensors, modules: poison(tensors, first_names(modules)[1], float("nan")))
 edited("inf", "not_finite", lambda tensors, modules: poison(tensors, first_names(modules)[0], float("-inf")))
+
+
+@bad("overflows_when_scaled")
+def _overflows_when_scaled(folder: Path, modules: Shapes, max_rank: int) -> str:
+    """Every number of it is finite, in any type that an engine computes in but F16; no number of its products is."""
+    name_b = first_names(modules)[1]
+    make_adapter(
+        folder,
+        modules=modules,
+        config_overrides={"lora_alpha": 1e12},
+        edit=lambda tensors: poison(tensors, name_b, 1e30),
+    )
+    return "not_finite"
+
+
+@bad("scale_beyond_single_precision")
+def _scale_beyond_single_precision(folder: Path, modules: Shapes, max_rank: int) -> str:
+    """Infinity times zero is no number."""
+    make_adapter(
+        folder,
+        modules=modules,
+        config_overrides={"lora_alpha": 1e300},
+        edit=lambda tensors: tensors.update({name: _zeros(tensor) for name, tensor in tensors.items()}),
+    )
+    return "not_finite"
 
 
 @bad("int8")

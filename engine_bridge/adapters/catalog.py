@@ -54,7 +54,7 @@ class Catalog:
         else:
             buffer = memoryview(bytearray(files.data_bytes))
             crc32 = read(files, buffer)
-            check_finite(files, buffer)
+            check_finite(files, buffer, self._contract)
             content = content_hash(files, buffer)
         record = self._registry.register(
             name,

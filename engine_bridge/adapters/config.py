@@ -183,6 +183,13 @@ class Ranks:
         return rank
 
 
+def plain_scales(config: dict[str, Any]) -> Callable[[str], float]:
+    """What every module's product is multiplied with where no pattern says otherwise. Source: PEFT `LoraLayer.update_layer`."""
+    rank = config["r"]
+    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return lambda module: float(scale)
+
+
 def bad_config(text: str) -> AdapterRejected:
     return AdapterRejected(f"The adapter's {CONFIG_FILE} is not valid: {text}", code="bad_config")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import stat
 import zlib
@@ -30,6 +31,7 @@ from engine_bridge.adapters.config import (
     bad_config,
     check_config,
     parse_config,
+    plain_scales,
 )
 from engine_bridge.adapters.errors import AdapterRejected, quoted
 from engine_bridge.adapters.header import WEIGHTS_FILE, Entry, Header, corrupt, read_header
@@ -47,8 +49,6 @@ _FOLDER: Final = "folder"
 PEFT_PREFIX: Final = "base_model.model."
 _PEFT_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
-# The bits of an exponent, all of them set in Inf and NaN only.
-_EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,9 @@ class ModelContract:
         module_of: name of a tensor -> (name of its module, whether it is lora_A). Raises ValueError for what is no LoRA weight.
         check_config: what the engine does not support in a configuration, as phrases; empty if it is fine. May raise ValueError, TypeError.
         embedding_modules: those of `modules` that are embeddings, whose lora_A is [rank, vocabulary].
+        dtype: what the engine computes adapters in, `F32`, `F16` or `BF16`: weights are converted to it.
+        scales: of a configuration: name of a module as in the checkpoint -> what the engine multiplies its lora_B with. May raise ValueError,
+            TypeError.
     """
 
     modules: Mapping[str, tuple[int, int]]
@@ -70,6 +73,8 @@ class ModelContract:
     module_of: Callable[[str], tuple[str, bool]]
     check_config: Callable[[dict[str, Any]], tuple[str, ...]]
     embedding_modules: frozenset[str] = frozenset()
+    dtype: str = "F32"
+    scales: Callable[[dict[str, Any]], Callable[[str], float]] = plain_scales
 
     @property
     def max_header_bytes(self) -> int:
@@ -395,34 +400,68 @@ def _check_unchanged(files: AdapterFiles, file: FileIO) -> None:
         )
 
 
-def check_finite(files: AdapterFiles, buffer: memoryview) -> None:
-    """Raise AdapterRejected (`not_finite`) if a weight in `buffer`, as `read` filled it, is NaN or infinite. Half a megabyte of scratch.
+def check_finite(files: AdapterFiles, buffer: memoryview, contract: ModelContract) -> None:
+    """Raise AdapterRejected (`not_finite`) if a weight in `buffer`, as `read` filled it, is NaN or infinite, or becomes so in the engine: when it
+    is converted to the engine's type, or lora_B is scaled there. Half a megabyte of scratch.
 
-    Source: vllm-notes part 2 F: one NaN reaches other users through the KV cache. Weights that are finite here may still overflow when
-    they are scaled, or cast to F16: that is for whoever does it to check.
+    Source: vllm-notes part 2 F: one NaN reaches other users through the KV cache. vLLM 0.32 `LoRALayerWeights.optimize` scales lora_B after the
+    conversion, in the engine's type.
     """
     view = _bytes(files, buffer)
+    scale_of = contract.scales(files.config)
     for tensor in files.tensors:
         begin = tensor.offset - files.data_offset
-        if not _is_finite(view[begin : begin + tensor.num_bytes], tensor.dtype):
+        largest = _largest(view[begin : begin + tensor.num_bytes], tensor.dtype)
+        if not math.isfinite(largest):
             raise AdapterRejected(
                 f"Tensor {quoted(tensor.name)} holds values that are NaN or infinite. Did the training diverge?",
                 code="not_finite",
             )
+        converted = _rounded(largest, contract.dtype)
+        if not math.isfinite(converted):
+            raise AdapterRejected(
+                f"Tensor {quoted(tensor.name)} holds values too large for {contract.dtype}, which this server computes in. "
+                "Start it with a wider dtype, or train the adapter again.",
+                code="not_finite",
+            )
+        scale = 1.0 if tensor.is_a else scale_of(_checkpoint_module(tensor.name))
+        # A scale that is infinite in single precision makes NaN of zeros, too.
+        if not math.isfinite(_rounded(converted * _rounded(scale, "F32"), contract.dtype)):
+            raise AdapterRejected(
+                f"Tensor {quoted(tensor.name)} overflows when it is scaled by {scale:.3g} (lora_alpha over the rank). "
+                "Check lora_alpha, or train the adapter again.",
+                code="not_finite",
+            )
 
 
-def _is_finite(data: memoryview, dtype: str) -> bool:
-    values = np.frombuffer(data, "<f4" if dtype == "F32" else "<u2")
-    for start in range(0, len(values), CHUNK_ITEMS):
-        chunk = values[start : start + CHUNK_ITEMS]
-        if dtype == "F32":
-            is_finite = np.isfinite(chunk).all()
-        else:
-            exponent = _EXPONENT_BITS[dtype]
-            is_finite = (chunk & exponent).max() != exponent
-        if not is_finite:
-            return False
-    return True
+def _rounded(value: float, dtype: str) -> float:
+    """To the nearest number of the type, infinite where that is too large for it."""
+    with np.errstate(over="ignore"):
+        if dtype == "F16":
+            return float(np.float16(np.float32(value)))
+        single = np.float32(value)
+    if dtype == "F32" or not np.isfinite(single):
+        return float(single)
+    bits = int(single.view(np.uint32))
+    even = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000  # BF16: the upper half, ties to even
+    return float(np.array([even], np.uint32).view(np.float32)[0])
+
+
+def _largest(data: memoryview, dtype: str) -> float:
+    """The largest magnitude: NaN or infinite if one of the values is. Without its sign a float's bits rise with its value, NaN above all."""
+    is_wide = dtype == "F32"
+    bits = np.frombuffer(data, "<u4" if is_wide else "<u2")
+    without_sign = bits.dtype.type(0x7FFFFFFF if is_wide else 0x7FFF)
+    largest = max(
+        (
+            int((bits[start : start + CHUNK_ITEMS] & without_sign).max())
+            for start in range(0, len(bits), CHUNK_ITEMS)
+        ),
+        default=0,
+    )
+    if dtype == "F16":
+        return float(np.array([largest], "<u2").view("<f2")[0])
+    return float(np.array([largest if is_wide else largest << 16], "<u4").view("<f4")[0])
 
 
 def content_hash(files: AdapterFiles, buffer: memoryview) -> str:

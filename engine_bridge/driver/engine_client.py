@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMClientError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.outputs import RequestOutput
@@ -33,7 +33,7 @@ from engine_bridge.driver.grammars import grammar_of
 from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
 from engine_bridge.driver.promoter import Hashes
 from engine_bridge.driver.scheduling.facts import RequestFacts, facts_of, tell, tell_guess
-from engine_bridge.errors import EngineUnavailable, NotSupported
+from engine_bridge.errors import EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.policy.request_limits import RequestLimits, check_sampling
 from engine_bridge.predict.hints import NOTHING_ASKED, Asked, setting_hints
@@ -66,6 +66,10 @@ NOBODY = Caller()
 CALLER: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 # They also turn whatever `add_lora` raises into a text; here it is whole.
 ADAPTER_FAILURES: ContextVar[list[Exception] | None] = ContextVar("adapter_failures", default=None)
+
+
+class UnfitAdapter(InvalidRequest, VLLMClientError):
+    """The adapter that a request names cannot be computed with: a bad request for us as for vLLM's serving classes, never worth a retry."""
 
 
 class BridgeEngineClient(EngineClient):
@@ -122,9 +126,15 @@ class BridgeEngineClient(EngineClient):
             stream.put(RetryableRequestError(ENGINE_FAILED_MESSAGE))
 
     def fail_some(self, unique_ids: Iterable[str], error: Exception) -> None:
-        """End the streams of requests that the engine gave up, so that their callers may try again."""
+        """End the streams of requests that the engine gave up: their callers may try again, unless their adapter's own numbers are at fault."""
+        is_adapters_fault = isinstance(error, AdapterRejected) and error.code == "not_finite"
         for unique_id in unique_ids:
-            self._fail(unique_id, RetryableRequestError(f"{error} Send the request again."))
+            if is_adapters_fault:
+                self._fail(
+                    unique_id, UnfitAdapter(f"{error} Mend the adapter or ask for another.", param="model")
+                )
+            else:
+                self._fail(unique_id, RetryableRequestError(f"{error} Send the request again."))
 
     @property
     def num_streams(self) -> int:

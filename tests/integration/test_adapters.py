@@ -25,9 +25,9 @@ from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import PackedSlots, StackedSlots
 from engine_bridge.driver.adapters.weights import Loader
 from engine_bridge.driver.engine import EngineConfig
-from engine_bridge.errors import BridgeError
+from engine_bridge.errors import BridgeError, InvalidRequest
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.node import AdapterStats, GenerateRequest, RequestId, Sampling
+from engine_bridge.node import AdapterStats, GenerateRequest, JsonReply, RequestId, Sampling
 from gateway.config import DEMO_MODEL_DIR
 from tests.adapter_corpus import BAD, make_adapter
 
@@ -472,6 +472,26 @@ async def test_the_corpus_of_bad_adapters(node: LocalNode, tmp_path: Path) -> No
         assert name not in {info.name for info in node.adapters()}
     assert [await ask(node, adapter, prompt) for adapter in (None, "a002")] == before
     assert (await node.stats()).num_rebuilds == 0
+
+
+async def test_an_adapter_that_overflows_is_at_fault_itself_and_nobody_is_told_to_try_again(
+    node: LocalNode, tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that an earlier release let in, which did not look at scaled weights: found when a request wants it."""
+    path = tmp_path / "overflowing"
+    BAD["overflows_when_scaled"](path, shapes, 128)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("engine_bridge.adapters.catalog.check_finite", lambda *args: None)
+        await load(node, "overflowing", path)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"overflow.*another"):
+            await ask(node, "overflowing", text(1, 40))
+    body = {"model": "overflowing", "prompt": "Hello", "max_tokens": 4}
+    reply = await node.serve("completions", body, {})
+    assert isinstance(reply, JsonReply) and reply.status == 400, reply
+    assert b"overflow" in reply.body and b"again" not in reply.body
+    assert await ask(node, "a000", text(1, 40))
+    assert stats(node).num_waiting == 0
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------------------------

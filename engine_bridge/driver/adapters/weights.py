@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from engine_bridge.adapters.files import AdapterFiles, ModelContract, TensorInfo
 from engine_bridge.adapters.registry import AdapterRecord
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,8 @@ def _check_scaled(name: str, modules: dict[str, ModuleWeights]) -> None:
             low, high = torch.aminmax(tensor)
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise AdapterRejected(
-                    f"The weights of adapter {quoted(name)} overflow when they are scaled.", code="not_finite"
+                    f"The weights of adapter {quoted(name)} overflow when they are scaled: no request can be answered with it.",
+                    code="not_finite",
                 )
 
 
@@ -180,7 +182,15 @@ def contract_of(manager: Any, base_models: tuple[str, ...]) -> ModelContract:
         module_of=lambda name: parse_fine_tuned_lora_name(name, renames),
         check_config=_unsupported,
         embedding_modules=frozenset(embeddings),
+        dtype=_DTYPE_NAMES[manager.lora_config.lora_dtype],
+        scales=_scales,
     )
+
+
+def _scales(config: dict[str, Any]) -> Callable[[str], float]:
+    """What vLLM multiplies each module's lora_B with."""
+    helper = PEFTHelper.from_dict(dict(config))
+    return lambda module: float(helper.get_rank_and_scaling(module)[1])
 
 
 def _slice_shapes(layer: Any) -> list[tuple[int, int]]:

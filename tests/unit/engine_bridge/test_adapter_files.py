@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+import torch
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -63,6 +64,7 @@ LINEARS = {
 }
 Q = "model.layers.0.self_attn.q_proj"
 Q_A, Q_B = names_of(Q)
+TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 MAX_RANK = 64
 HALF = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 
@@ -91,7 +93,7 @@ def load(path: Path, model: ModelContract | None = None) -> tuple[AdapterFiles, 
     files = inspect(path, model or contract())
     buffer = bytearray(files.data_bytes)
     read(files, memoryview(buffer))
-    check_finite(files, memoryview(buffer))
+    check_finite(files, memoryview(buffer), model or contract())
     return files, buffer
 
 
@@ -619,7 +621,11 @@ def test_a_file_that_is_gone_is_no_weights(folder: Path) -> None:
     assert caught.value.code == "no_weights"
 
 
-@pytest.mark.parametrize("step", [read, check_finite, content_hash])
+def is_finite(files: AdapterFiles, buffer: memoryview) -> None:
+    check_finite(files, buffer, contract())
+
+
+@pytest.mark.parametrize("step", [read, is_finite, content_hash])
 def test_a_buffer_of_the_wrong_length_is_our_own_mistake(
     folder: Path, step: Callable[[AdapterFiles, memoryview], object]
 ) -> None:
@@ -667,6 +673,34 @@ def test_the_largest_and_smallest_numbers_are_finite(folder: Path, dtype: str, b
 
     _, buffer = load(make_adapter(folder, modules=LINEARS, dtype=dtype, edit=stretch))
     assert data in bytes(buffer)
+
+
+@pytest.mark.parametrize("engine_dtype", ["F16", "BF16", "F32"])
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
+@given(
+    value=st.floats(0.0, 2.0**127, width=32) | st.sampled_from([65503.0, 65519.0, 65520.0, 3.38e38]),
+    alpha=st.sampled_from([8, 16, 0, -4e3, 1e38]),
+)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_overflows_in_the_engine_is_refused_and_nothing_else(
+    folder: Path, engine_dtype: str, dtype: str, alpha: float, value: float
+) -> None:
+    """torch does here what the engine does: convert, then scale B."""
+    written = torch.full((48, 8), value).to(TORCH_DTYPES[dtype])
+    assume(bool(torch.isfinite(written).all()))
+    in_engine = written.to(TORCH_DTYPES[engine_dtype]) * (alpha / 8)
+
+    def stretch(tensors: Tensors) -> None:
+        tensors[Q_A] = encode(np.zeros((8, 32), np.float32), dtype)
+        tensors[Q_B] = Tensor(dtype, (48, 8), written.view(torch.uint8).numpy().tobytes())
+
+    make_adapter(folder, modules={Q: LINEARS[Q]}, edit=stretch, config_overrides={"lora_alpha": alpha})
+    model = contract(dtype=engine_dtype)
+    if torch.isfinite(in_engine).all():
+        load(folder, model)
+    else:
+        error = refusal(folder, model)
+        assert error.code == "not_finite" and Q_B in str(error)
 
 
 def test_tensors_at_odd_offsets_are_looked_at_too(folder: Path) -> None:
