@@ -313,9 +313,9 @@ class LocalNode:
     def kv_tiers(self) -> TierStats | None:
         return self._tiers.stats() if self._tiers is not None else None
 
-    def end_session(self, session_id: str) -> None:
+    def end_session(self, tenant: str, session_id: str) -> None:
         if self._tiers is not None and self._tiers.store is not None:
-            self._tiers.store.end(session_id)
+            self._tiers.store.end(session_id, tenant=tenant)
 
     @property
     def max_model_len(self) -> int:

@@ -428,8 +428,8 @@ class Node(Protocol):
         """Figures of the KV tiers behind the device; None where there are none (yet). From any thread."""
         ...
 
-    def end_session(self, session_id: str) -> None:
-        """No request of this session will come any more: its KV may go first."""
+    def end_session(self, tenant: str, session_id: str) -> None:
+        """No request of this tenant's session will come any more: its KV may go first. tenant: as in `GenerateRequest`."""
         ...
 
     def adapters(self) -> list[AdapterInfo]: ...

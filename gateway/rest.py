@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 from msgspec import UNSET, Struct, UnsetType
 
+from gateway.auth import tenant_of
 from gateway.config import STATIC_DIR
 from gateway.errors import GatewayError
 from gateway.json_shape import shape_of
@@ -165,7 +166,7 @@ async def delete_session(request: web.Request) -> web.Response:
     owner = services.principal(request).owner
     session_id = request.match_info["id"]
     await services.store.delete(owner, session_id, time.time())
-    services.node.end_session(session_id)
+    services.node.end_session(tenant_of(owner), session_id)
     services.drafts.stop(owner, session_id)
     await services.turns.stop_session(owner, session_id)
     return web.Response(status=204)

@@ -23,6 +23,7 @@ from kvtiers.io.host_pool import HostPool
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import EvictionPolicy, GroupFacts
+from kvtiers.policy.fairness import floors, is_abandoned
 from kvtiers.policy.rates import Rate
 from kvtiers.policy.restore import PRIOR_DISK_BYTES_PER_S
 from kvtiers.stats import DiskTierStats, HostStats, TierStats
@@ -38,6 +39,9 @@ EVICTION_BATCH = (
     1 / 64
 )  # of the slots leave at a time, so that ranking all sessions is paid for once per batch
 FLUSH_TIMEOUT_S = 10.0
+
+GroupId = tuple[str, str]
+"""A tenant, and the name of a session: tenants choose the names of their sessions themselves, so two may have the same."""
 
 
 class _Block:
@@ -57,11 +61,12 @@ class _Block:
 
 
 class _Group:
-    """The blocks of one session, in the order of its conversation."""
+    """The blocks of one session of a tenant, in the order of its conversation."""
 
-    __slots__ = ("blocks", "expected_s", "is_over", "last_used_s", "name", "num_slots", "num_uses")
+    __slots__ = ("blocks", "expected_s", "is_over", "last_used_s", "name", "num_slots", "num_uses", "tenant")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, tenant: str, name: str) -> None:
+        self.tenant = tenant
         self.name = name
         self.blocks: dict[BlockKey, _Block] = {}
         self.num_slots = 0
@@ -69,6 +74,10 @@ class _Group:
         self.num_uses = 0
         self.is_over = False
         self.expected_s: float | None = None
+
+    @property
+    def id(self) -> GroupId:
+        return self.tenant, self.name
 
 
 class _ReadJob:
@@ -144,7 +153,7 @@ class StageProgress:
 
 
 class KvStore:
-    """The host and disk tiers of one engine.
+    """The host and disk tiers of one engine. A `group` is what KV is kept together with: a session, by the name that its `tenant` gave it.
 
     Args:
         shape: of every block.
@@ -175,8 +184,10 @@ class KvStore:
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._blocks: dict[BlockKey, _Block] = {}
-        self._groups: dict[str, _Group] = {}
-        self._live: Counter[str] = Counter()  # requests in the engine, by group; it may hold nothing yet
+        self._groups: dict[GroupId, _Group] = {}
+        self._held: Counter[str] = Counter()  # slots by tenant, those of spoiled blocks left out
+        self._weights: dict[str, float] = {}  # of tenants, where it is not 1
+        self._live: Counter[GroupId] = Counter()  # requests in the engine, by group; it may hold nothing yet
         self._host = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
         self._unwritten: dict[_Group, list[tuple[float, _Block]]] = {}
         self._num_unwritten = 0
@@ -192,7 +203,7 @@ class KvStore:
 
     # -- saving (engine thread) --------------------------------------------------------------------------------------
 
-    def begin_save(self, group: str, keys: Sequence[BlockKey]) -> Save:
+    def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save:
         """Slots for those of `keys` that no tier holds yet.
 
         Where memory is short and nothing may leave, fewer are taken, the first ones first: a lost save is only a later miss.
@@ -200,10 +211,10 @@ class KvStore:
         num_layers = self.shape.num_layers
         with self._lock:
             positions = [index for index, key in enumerate(keys) if not self._is_held(key)]
-            self._make_room(len(positions) * num_layers)
+            self._make_room(len(positions) * num_layers, tenant)
             num_fitting = min(self.pool.num_free // num_layers, len(positions))
             self._host.num_dropped_saves += len(positions) - num_fitting
-            owner = self._touch(group)
+            owner = self._touch(tenant, group)
             blocks = [self._new_block(keys[index], owner) for index in positions[:num_fitting]]
             self._deal(blocks, 0)
             return Save(blocks, positions[:num_fitting])
@@ -235,7 +246,7 @@ class KvStore:
 
     # -- restoring (engine thread) -----------------------------------------------------------------------------------
 
-    def stage(self, group: str, keys: Sequence[BlockKey]) -> Stage:
+    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Stage:
         """Hold the leading `keys` that any tier has in host memory, and begin to read what is only on disk.
 
         Blocks that another stage is reading already are shared with it. The stage is shorter than `keys` where a block is nowhere, or where
@@ -244,7 +255,7 @@ class KvStore:
         num_layers = self.shape.num_layers
         with self._lock:
             stage = Stage(self._clock(), self._disk_bytes_done)
-            owner = self._touch(group)
+            owner = self._touch(tenant, group)
             owner.num_uses += 1
             num_wanted = next((i for i, key in enumerate(keys) if not self._is_held(key)), len(keys))
             self._host.num_misses += len(keys) - num_wanted
@@ -256,7 +267,7 @@ class KvStore:
                 block.pins += 1
                 stage.blocks.append(block)
                 self._move(block, owner)
-            self._make_room(sum(num_layers - len(block.slots) for block in stage.blocks))
+            self._make_room(sum(num_layers - len(block.slots) for block in stage.blocks), tenant)
             self._cut_to_room(stage)
             jobs = self._plan_reads(stage)
         for job in jobs:
@@ -320,34 +331,38 @@ class KvStore:
 
     # -- what is known of sessions (any thread) ----------------------------------------------------------------------
 
-    def expect(self, group: str, at_s: float | None) -> None:
+    def expect(self, group: str, at_s: float | None, *, tenant: str = "") -> None:
         """A request of this session is expected at `at_s` on the store's clock; None takes that back."""
         with self._lock:
-            if group in self._groups:
-                self._groups[group].expected_s = at_s
+            if (tenant, group) in self._groups:
+                self._groups[tenant, group].expected_s = at_s
 
-    def enter(self, group: str) -> None:
-        """A request of this session is in the engine from now on, waiting or running."""
+    def enter(self, group: str, *, tenant: str = "", weight: float = 1.0) -> None:
+        """A request of this session is in the engine from now on, waiting or running. weight: its tenant's share against others'."""
         with self._lock:
-            self._live[group] += 1
+            self._live[tenant, group] += 1
+            if weight == 1.0:
+                self._weights.pop(tenant, None)
+            else:
+                self._weights[tenant] = weight
 
-    def leave(self, group: str) -> None:
+    def leave(self, group: str, *, tenant: str = "") -> None:
         """One that had entered has ended."""
         with self._lock:
-            self._live[group] -= 1
-            if self._live[group] <= 0:
-                del self._live[group]
+            self._live[tenant, group] -= 1
+            if self._live[tenant, group] <= 0:
+                del self._live[tenant, group]
 
     def leave_all(self) -> None:
         """The engine is gone, and all of its requests."""
         with self._lock:
             self._live.clear()
 
-    def end(self, group: str) -> None:
-        """Nobody will ask for this session again: its KV leaves host memory first."""
+    def end(self, group: str, *, tenant: str = "") -> None:
+        """Nobody will ask for this tenant's session again: its KV leaves host memory first."""
         with self._lock:
-            if group in self._groups:
-                self._groups[group].is_over = True
+            if (tenant, group) in self._groups:
+                self._groups[tenant, group].is_over = True
 
     # -- as a whole (any thread) -------------------------------------------------------------------------------------
 
@@ -413,6 +428,7 @@ class KvStore:
                 "bytes_read",
             ):
                 setattr(disk, name, getattr(figures, name))
+            disk.num_skipped_writes += figures.num_unwritten
         return TierStats(host=host, disk=disk, problem=self.problem)
 
     def check_invariants(self) -> None:
@@ -424,10 +440,15 @@ class KvStore:
             assert len(slots) <= self.pool.num_slots - self.pool.num_free
             for group in self._groups.values():
                 assert group.num_slots == sum(len(block.slots) for block in group.blocks.values())
+                assert self._groups[group.id] is group
                 assert all(
                     block.group is group and self._blocks[key] is block for key, block in group.blocks.items()
                 )
             assert sum(len(group.blocks) for group in self._groups.values()) == len(self._blocks)
+            held = Counter[str]()
+            for group in self._groups.values():
+                held[group.tenant] += group.num_slots
+            assert +held == +self._held
             assert all(0 <= block.ready <= len(block.slots) for block in self._blocks.values())
             assert all(block.pins >= 0 for block in self._blocks.values())
             assert self._num_unwritten == sum(block.is_unwritten for block in self._blocks.values())
@@ -441,9 +462,9 @@ class KvStore:
             return True
         return self._disk is not None and key in self._disk
 
-    def _touch(self, name: str) -> _Group:
+    def _touch(self, tenant: str, name: str) -> _Group:
         """The session's group; a new one is known from its first block on."""
-        group = self._groups.get(name) or _Group(name)
+        group = self._groups.get((tenant, name)) or _Group(tenant, name)
         group.last_used_s = self._clock()
         group.is_over = False
         group.expected_s = None
@@ -453,7 +474,7 @@ class KvStore:
         leftover = self._blocks.get(key)
         if leftover is not None:  # some of its layers, the others of which no disk has any more
             self._spoil(leftover)
-        self._groups[group.name] = group  # also where the leftover was its last
+        self._groups[group.id] = group  # also where the leftover was its last
         block = self._blocks[key] = group.blocks[key] = _Block(key, group)
         block.pins = pins
         return block
@@ -461,13 +482,13 @@ class KvStore:
     def _move(self, block: _Block, group: _Group) -> None:
         """Make a block the latest of a group: it belongs to whoever used it last."""
         del block.group.blocks[block.key]
-        block.group.num_slots -= len(block.slots)
+        self._count(block.group, -len(block.slots))
         if not block.group.blocks:
-            self._groups.pop(block.group.name, None)
-        self._groups[group.name] = group
+            self._groups.pop(block.group.id, None)
+        self._groups[group.id] = group
         block.group = group
         group.blocks[block.key] = block
-        group.num_slots += len(block.slots)
+        self._count(group, len(block.slots))
 
     def _deal(self, blocks: list[_Block], first_layer: int) -> None:
         """Give blocks slots for their layers from `first_layer` on, layer-major. The room must be there."""
@@ -477,7 +498,7 @@ class KvStore:
             raise RuntimeError("slots were dealt that are not free")
         for position, block in enumerate(blocks):
             block.slots = block.slots + slots[position :: len(blocks)]
-            block.group.num_slots += num_layers
+            self._count(block.group, num_layers)
 
     def _trim(self, block: _Block, keep_layers: int) -> int:
         """Free a block's slots from `keep_layers` on; without any it is gone. Returns how many were freed."""
@@ -485,7 +506,7 @@ class KvStore:
         self.pool.free(freed)
         block.slots = block.slots[:keep_layers]
         block.ready = min(block.ready, keep_layers)
-        block.group.num_slots -= len(freed)
+        self._count(block.group, -len(freed))
         if not block.slots:
             self._forget(block)
         return len(freed)
@@ -495,12 +516,12 @@ class KvStore:
             del self._blocks[block.key]
             del block.group.blocks[block.key]
             if not block.group.blocks:
-                self._groups.pop(block.group.name, None)
+                self._groups.pop(block.group.id, None)
 
     def _spoil(self, block: _Block) -> None:
         """A block's bytes are not to be used: it is out of the index at once; its slots are free when nobody holds it."""
         block.is_bad = True
-        block.group.num_slots -= len(block.slots)
+        self._count(block.group, -len(block.slots))
         self._forget(block)
         if block.pins == 0:
             self.pool.free(block.slots)
@@ -512,32 +533,58 @@ class KvStore:
             self.pool.free(block.slots)
             block.slots = []
 
-    def _make_room(self, num_slots: int) -> None:
-        """Have `num_slots` free, if what may leave suffices."""
+    def _count(self, group: _Group, num_slots: int) -> None:
+        """A group, and with it its tenant, holds so many slots more."""
+        group.num_slots += num_slots
+        self._held[group.tenant] += num_slots
+        if not self._held[group.tenant]:
+            del self._held[group.tenant]
+
+    def _make_room(self, num_slots: int, tenant: str) -> None:
+        """Have `num_slots` free for a tenant, if what may leave suffices: first what nobody will ask for, then from those above their share."""
         if self.pool.num_free >= num_slots:
             return
         goal = min(max(num_slots, int(self.pool.num_slots * EVICTION_BATCH)), self.pool.num_slots)
-        facts = [
-            GroupFacts(
-                group=group.name,
-                num_bytes=group.num_slots * self.shape.layer_bytes,
-                last_used_s=group.last_used_s,
-                num_uses=group.num_uses,
-                is_over=group.is_over,
-                is_live=group.name in self._live,
-                expected_s=group.expected_s,
-            )
-            for group in self._groups.values()
-        ]
+        now = self._clock()
+        groups: dict[str, list[GroupFacts]] = {}
+        for group in self._groups.values():
+            groups.setdefault(group.tenant, []).append(self._facts(group))
+        if len(groups) > 1 or tenant not in groups:
+            for name, facts in groups.items():
+                self._take(name, [each for each in facts if is_abandoned(each, now)], goal, 0)
+        while self.pool.num_free < goal and groups:
+            asked = {name: self._held[name] + (num_slots if name == tenant else 0) for name in groups}
+            # What is asked for counts as held, so that who is above its share with it makes room for itself.
+            for name, kept in floors(asked, self._weights, goal - self.pool.num_free).items():
+                floor = max(kept - (num_slots if name == tenant else 0), 0)
+                self._take(name, groups[name], goal, floor)
+                if self._held[name] > floor or not floor:
+                    del groups[name]  # it can give no more
+            if asked.keys() == groups.keys():
+                return
+
+    def _facts(self, group: _Group) -> GroupFacts:
+        return GroupFacts(
+            group=group.name,
+            num_bytes=group.num_slots * self.shape.layer_bytes,
+            last_used_s=group.last_used_s,
+            num_uses=group.num_uses,
+            is_over=group.is_over,
+            is_live=group.id in self._live,
+            expected_s=group.expected_s,
+        )
+
+    def _take(self, tenant: str, facts: Sequence[GroupFacts], goal: int, floor: int) -> None:
+        """Evict of these groups of a tenant until `goal` slots are free, or it holds no more than `floor`."""
         for victim in self._eviction.order(facts, self.shape.num_layers, self._clock()):
-            group = self._groups.get(victim.group)
+            group = self._groups.get((tenant, victim.group))
             # Without a disk the other layers would never come back.
             keep_layers = victim.keep_layers if self._disk is not None else 0
             # Most sessions are trimmed to this band already, and there are more blocks than time to look at each.
             if group is None or group.num_slots <= keep_layers * len(group.blocks):
                 continue
             for block in reversed(list(group.blocks.values())):
-                if self.pool.num_free >= goal:
+                if self.pool.num_free >= goal or self._held[tenant] <= floor:
                     return
                 if block.pins == 0 and not block.is_unwritten and len(block.slots) > keep_layers:
                     self._trim(block, keep_layers)

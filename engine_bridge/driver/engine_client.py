@@ -214,7 +214,10 @@ class BridgeEngineClient(EngineClient):
         return LengthFeatures(
             num_prompt_tokens=len(token_ids),
             adapter=adapter,
-            session=caller.session_id,
+            # Tenants name their sessions themselves: one may not learn of another's lengths by taking its name.
+            session=f"{caller.tenant}/{caller.session_id}"
+            if caller.tenant and caller.session_id
+            else caller.session_id,
             tenant=caller.tenant,
             max_tokens=params.max_tokens,
             hints=caller.asked.hints + settings,

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from engine_bridge.driver.engine import BACKGROUND_PREFIX
 from engine_bridge.driver.kv_tiers import KvTiers, find_tiers
+from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.errors import SeamMoved
 from kvtiers.keys import BlockKey
 from kvtiers.policy.restore import Action, RestoreFacts
@@ -192,7 +193,9 @@ class _Plan:
         self._block_size = block_size
         self.requests: dict[str, Request] = {}
         self.sources: dict[str, Sources] = {}
-        self._entered: dict[str, str] = {}  # groups that the store was told of, by request
+        self._entered: dict[
+            str, tuple[str, str]
+        ] = {}  # tenant and group that the store was told of, by request
         self._restores: dict[str, _Restore | None] = {}
         self._loads: list[Load] = []
         self._num_offered: dict[str, int] = {}  # blocks of each started request that the tiers were offered
@@ -204,8 +207,9 @@ class _Plan:
         """It is in the engine: its session's KV is worth keeping in host memory, also where it runs, as it may be preempted."""
         self.requests[request.request_id] = request
         if self._tiers.store is not None:
-            self._entered[request.request_id] = group_of(request)
-            self._tiers.store.enter(self._entered[request.request_id])
+            facts = facts_of(request)
+            tenant, group = self._entered[request.request_id] = facts.tenant, group_of(request)
+            self._tiers.store.enter(group, tenant=tenant, weight=facts.weight)
 
     def match(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens behind the device's own that the next step can load; None: they are on their way, ask again.
@@ -245,7 +249,8 @@ class _Plan:
         last = (request.num_tokens - 1) // self._block_size
         restore = None
         if first < last:
-            stage = store.stage(group_of(request), _keys(request, first, last))
+            tenant = facts_of(request).tenant
+            stage = store.stage(group_of(request), _keys(request, first, last), tenant=tenant)
             if stage.blocks:
                 restore = _Restore(stage, first)
         self._restores[request.request_id] = restore
@@ -308,9 +313,10 @@ class _Plan:
         restore = self._restores.pop(request_id, None)
         if restore is not None:
             self._store.release(restore.stage)
-        group = self._entered.pop(request_id, None)
-        if group is not None:
-            self._store.leave(group)
+        entered = self._entered.pop(request_id, None)
+        if entered is not None:
+            tenant, group = entered
+            self._store.leave(group, tenant=tenant)
         # An output that ends a request is built before this; one that was aborted has none to come.
         if len(self.sources) > 2 * len(self.requests) + 64:
             self.sources = {name: kept for name, kept in self.sources.items() if name in self.requests}
@@ -335,7 +341,8 @@ class _Plan:
             last = min(num_computed // self._block_size, len(request.block_hashes))
             self._num_offered[request_id] = max(first, last)
             if first < last:
-                save = store.begin_save(group_of(request), _keys(request, first, last))
+                keys = _keys(request, first, last)
+                save = store.begin_save(group_of(request), keys, tenant=facts_of(request).tenant)
                 if save.blocks:
                     block_ids = block_ids_of(request_id)[0]
                     step.saves.append(SaveJob(save, [block_ids[first + i] for i in save.positions]))
@@ -454,7 +461,7 @@ def is_background(request_id: str) -> bool:
 
 
 def group_of(request: Request) -> str:
-    """What a request's KV is kept together with: its session, or whatever began with the same block."""
+    """What a request's KV is kept together with, among its tenant's: its session, or whatever began with the same block."""
     if request.session_id is not None:
         return str(request.session_id)
     return bytes(request.block_hashes[0]).hex() if request.block_hashes else request.request_id

@@ -127,7 +127,7 @@ class Promoter:
             self._report(guess, "unknown")
             return
         self._guesses[advisory.advisory_id] = self._expected[whose] = guess
-        self._tiers.store.expect(advisory.session_id, guess.arrival_s or now)
+        self._tiers.store.expect(advisory.session_id, guess.arrival_s or now, tenant=advisory.tenant)
         self._has_news = True
         self._report(guess, "staging")
 
@@ -377,10 +377,10 @@ class Promoter:
     def _restage(self, guess: _Guess, first: int) -> None:
         if guess.stage is not None:
             self._store.release(guess.stage)
-        session_id = guess.advisory.session_id
+        session_id, tenant = guess.advisory.session_id, guess.advisory.tenant
         keys = [BlockKey(bytes(block_hash)) for block_hash in guess.hashes[first:]]
-        guess.stage, guess.first = self._store.stage(session_id, keys), first
-        self._store.expect(session_id, guess.arrival_s or guess.issued_s)
+        guess.stage, guess.first = self._store.stage(session_id, keys, tenant=tenant), first
+        self._store.expect(session_id, guess.arrival_s or guess.issued_s, tenant=tenant)
 
     # -- how it ends -------------------------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class Promoter:
             store.release(guess.stage)
             guess.stage = None
         if store is not None:
-            store.expect(guess.advisory.session_id, None)
+            store.expect(guess.advisory.session_id, None, tenant=guess.advisory.tenant)
         self._report(guess, outcome)
 
     def _hand_over(self, guess: _Guess) -> None:

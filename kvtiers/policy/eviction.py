@@ -17,7 +17,7 @@ NUM_BANDS = 4
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """One session's KV in the host tier.
+    """One session's KV in the host tier. Between tenants `fairness.py` decides; a policy is asked about one tenant's sessions at a time.
 
     `expected_s`: when a request of it is expected (an advisory), on the clock of `now`; None when nobody announced one.
     `is_over`: nobody will ask for it again (its session was deleted). `is_live`: a request of it is in the engine; if that is preempted it needs this

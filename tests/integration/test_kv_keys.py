@@ -20,6 +20,7 @@ from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.driver.kv_keys import cache_salt, version_of
 from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
 from gateway.app import Server
+from gateway.auth import owner_of, tenant_of
 from gateway.client.chat import ChatClient
 from gateway.config import DEMO_ADAPTERS_DIR
 
@@ -169,6 +170,30 @@ async def test_a_malformed_salt_is_refused(server: Server, family: str, salt: An
     whole = body("Hi") | {"model": MODEL, "cache_salt": salt}
     async with aiohttp.ClientSession() as http, http.post(server.url + path, json=whole) as response:
         assert response.status == 400, await response.text()
+
+
+async def test_deleting_a_session_leaves_anothers_of_the_same_name_its_kv(
+    gateways: Gateways, node: SharedNode
+) -> None:
+    server, name = await gateways(api_keys=KEYS), f"same-{uuid.uuid4().hex}"
+    for key in KEYS:
+        headers = {"Authorization": f"Bearer {key}", "X-Session-Id": name}
+        body = chat_body(long_question()) | {"model": MODEL}
+        async with (
+            aiohttp.ClientSession(server.url, headers=headers) as http,
+            http.post("/v1/chat/completions", json=body) as reply,
+        ):
+            assert reply.status == 200, await reply.text()
+    async with (
+        aiohttp.ClientSession(server.url, headers={"Authorization": f"Bearer {KEYS[0]}"}) as http,
+        http.delete(f"/api/sessions/{name}") as reply,
+    ):
+        assert reply.status == 204, await reply.text()
+    assert node._tiers is not None and node._tiers.store is not None
+    is_over = {
+        tenant: group.is_over for (tenant, of), group in node._tiers.store._groups.items() if of == name
+    }
+    assert is_over == {tenant_of(owner_of(KEYS[0])): True, tenant_of(owner_of(KEYS[1])): False}
 
 
 def test_salts_are_unambiguous() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtiers.policy.eviction import NUM_BANDS, ByValue, GroupFacts, Lru, Victim, first_layer
+from kvtiers.policy.fairness import ABANDONED_S, floors, is_abandoned
 from kvtiers.policy.rates import HALF_LIFE_S, Rate
 from kvtiers.policy.restore import READ_BYTES, Action, FasterWins, RestoreFacts
 
@@ -103,6 +104,61 @@ def test_every_session_can_be_emptied_and_never_grows_back(
 def test_bands_cover_the_layers() -> None:
     assert [first_layer(band, 32) for band in range(NUM_BANDS)] == [0, 8, 16, 24]
     assert [first_layer(band, 3) for band in range(NUM_BANDS)] == [0, 0, 1, 2]
+
+
+# -- between tenants -------------------------------------------------------------------------------------------------
+
+holdings = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 10_000), min_size=1)
+tenant_weights = st.dictionaries(
+    st.sampled_from("abcdefgh"), st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 8.0])
+)
+
+
+@given(holdings, tenant_weights, st.integers(1, 100_000))
+def test_nobody_below_its_share_gives_while_another_stays_above_its_own(
+    held: dict[str, int], weights: dict[str, float], to_free: int
+) -> None:
+    kept = held | floors(held, weights, to_free)
+    assert sum(held.values()) - sum(kept.values()) >= min(to_free, sum(held.values()))
+    for giver in held:
+        if kept[giver] < held[giver]:
+            for other in held:  # nobody is left with more for its weight, but for what rounding takes
+                assert kept[other] / weights.get(other, 1.0) <= (kept[giver] + 1) / weights.get(giver, 1.0)
+
+
+@given(holdings, tenant_weights, st.integers(1, 100_000))
+def test_no_more_is_taken_than_is_needed(
+    held: dict[str, int], weights: dict[str, float], to_free: int
+) -> None:
+    kept = floors(held, weights, to_free)
+    assert all(0 <= kept[tenant] < held[tenant] for tenant in kept)
+    given_up = sum(held[tenant] - kept[tenant] for tenant in kept)
+    assert given_up < to_free + len(held) or given_up == sum(held.values())
+
+
+def test_a_tenant_alone_gives_what_it_asks_for() -> None:
+    assert floors({"a": 100}, {}, 10) == {"a": 90}
+    assert floors({"a": 100}, {}, 0) == {}
+
+
+def test_a_flood_makes_room_for_itself_and_for_who_comes() -> None:
+    assert floors({"flood": 90, "small": 10}, {}, 20) == {"flood": 70}
+    assert floors({"flood": 90, "small": 10, "new": 45}, {}, 45) == {"flood": 45}
+    assert floors({"flood": 90, "small": 10, "new": 60}, {"flood": 0.5}, 60) == {"flood": 30}
+
+
+@pytest.mark.parametrize(
+    ("facts", "abandoned"),
+    [
+        (group("over", 0, is_over=True), True),
+        (group("silent", ABANDONED_S + 1), True),
+        (group("away", ABANDONED_S - 1), False),
+        (group("runs", ABANDONED_S + 1, is_live=True), False),
+        (group("announced", ABANDONED_S + 1, expected_s=1001.0), False),
+    ],
+)
+def test_what_is_over_or_was_silent_for_long_claims_nothing(facts: GroupFacts, abandoned: bool) -> None:
+    assert is_abandoned(facts, 1000.0) is abandoned
 
 
 # -- load or compute -------------------------------------------------------------------------------------------------

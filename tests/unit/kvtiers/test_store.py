@@ -52,9 +52,9 @@ class Tiers:
         )
         self.store = KvStore(SHAPE, host_blocks * SHAPE.block_bytes, self.io, disk, eviction or ByValue())
 
-    def save(self, group: str, keys: Sequence[BlockKey], *, spoil: bool = False) -> int:
+    def save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", spoil: bool = False) -> int:
         """Save what is not held yet; returns how many blocks that were."""
-        save = self.store.begin_save(group, keys)
+        save = self.store.begin_save(group, keys, tenant=tenant)
         for position, slots in zip(save.positions, save.slots, strict=True):
             for layer, slot in enumerate(slots):
                 self.store.pool.slot(slot)[:] = (
@@ -63,9 +63,9 @@ class Tiers:
         (self.store.abandon if spoil else self.store.commit)(save)
         return len(save.blocks)
 
-    def restore(self, group: str, keys: Sequence[BlockKey]) -> tuple[int, int]:
+    def restore(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> tuple[int, int]:
         """(blocks that came, those of them that the disk gave); every byte of them is checked."""
-        stage = self.store.stage(group, keys)
+        stage = self.store.stage(group, keys, tenant=tenant)
         num_blocks = self.check(stage, keys)
         num_read = sum(stage.is_from_disk[:num_blocks])
         self.store.release(stage)
@@ -275,6 +275,59 @@ def test_an_expected_session_stays(tmp_path: Path) -> None:
     tiers.close()
 
 
+@pytest.mark.parametrize("what", ["end", "expect"])
+def test_a_session_of_the_same_name_is_another_tenants_and_not_touched(tmp_path: Path, what: str) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8, disk_bytes=0)
+    tiers.save("x", KEYS[:4], tenant="ada")
+    tiers.save("x", KEYS[4:8], tenant="bob")
+    if what == "end":
+        tiers.store.end("x", tenant="ada")
+        tiers.save("new", KEYS[8:12], tenant="bob")
+    else:
+        tiers.store.expect("x", at_s=float("inf"), tenant="bob")
+        tiers.save("y", KEYS[8:10], tenant="ada")
+    assert tiers.restore("x", KEYS[4:8], tenant="bob") == (4, 0)
+    assert tiers.restore("x", KEYS[:4], tenant="ada")[0] < 4
+    tiers.close()
+
+
+def test_a_tenant_alone_has_all_and_gives_what_is_above_its_share(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=12, disk_bytes=0)
+    for number in range(12):
+        tiers.save(f"s{number}", KEYS[number : number + 1], tenant="ada")
+    assert tiers.store.stats().host.num_blocks == 12
+    tiers.save("x", KEYS[20:26], tenant="bob")
+    assert tiers.restore("x", KEYS[20:26], tenant="bob") == (6, 0)
+    for number in range(30, 60):  # a flood, long after bob was here last
+        tiers.save(f"s{number}", KEYS[number : number + 1], tenant="ada")
+    assert tiers.restore("x", KEYS[20:26], tenant="bob") == (6, 0)
+    assert tiers.store.stats().host.num_blocks == 12
+    tiers.close()
+
+
+def test_a_weight_of_three_holds_three_times_as_much(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=12, disk_bytes=0)
+    tiers.store.enter("big", tenant="ada", weight=3.0)
+    for number in range(20):
+        tiers.save("big", KEYS[number : number + 1], tenant="ada")
+        tiers.save("small", KEYS[30 + number : 31 + number], tenant="bob")
+    tiers.store.leave("big", tenant="ada")
+    assert tiers.restore("small", KEYS[30:50], tenant="bob")[0] <= 3
+    assert tiers.store.stats().host.num_blocks == 12
+    tiers.store.check_invariants()
+    tiers.close()
+
+
+def test_what_nobody_will_ask_for_goes_before_anybodys_share(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8, disk_bytes=0)
+    tiers.save("over", KEYS[:2], tenant="bob")
+    tiers.save("busy", KEYS[2:8], tenant="ada")
+    tiers.store.end("over", tenant="bob")
+    tiers.save("busy", KEYS[8:10], tenant="ada")
+    assert tiers.restore("busy", KEYS[2:10], tenant="ada") == (8, 0)
+    tiers.close()
+
+
 def test_without_a_disk_the_host_tier_works_alone(tmp_path: Path) -> None:
     tiers = Tiers(tmp_path, disk_bytes=0)
     tiers.save("a", KEYS[:4])
@@ -351,6 +404,7 @@ class StoreMachine(RuleBasedStateMachine):
     numbers = st.integers(0, 40)
     lengths = st.integers(1, 9)
     groups = st.sampled_from(["a", "b", "c", "d"])
+    tenants = st.sampled_from(["", "ada", "bob"])
 
     @initialize(eviction=st.sampled_from([ByValue(), Lru()]))
     def open(self, eviction: EvictionPolicy) -> None:
@@ -366,26 +420,26 @@ class StoreMachine(RuleBasedStateMachine):
             Path(self.folder.name), disk_bytes=20 * (SHAPE.block_bytes + 200), eviction=self.eviction
         )
 
-    @rule(group=groups, start=numbers, length=lengths)
-    def save(self, group: str, start: int, length: int) -> None:
+    @rule(group=groups, start=numbers, length=lengths, tenant=tenants)
+    def save(self, group: str, start: int, length: int, tenant: str) -> None:
         keys = KEYS[start : start + length]
-        self.tiers.save(group, keys)
+        self.tiers.save(group, keys, tenant=tenant)
         self.saved.update(keys)
 
-    @rule(group=groups, start=numbers, length=lengths)
-    def abandon(self, group: str, start: int, length: int) -> None:
-        self.tiers.save(group, KEYS[start : start + length], spoil=True)
+    @rule(group=groups, start=numbers, length=lengths, tenant=tenants)
+    def abandon(self, group: str, start: int, length: int, tenant: str) -> None:
+        self.tiers.save(group, KEYS[start : start + length], tenant=tenant, spoil=True)
 
-    @rule(group=groups, start=numbers, length=lengths)
-    def restore(self, group: str, start: int, length: int) -> None:
+    @rule(group=groups, start=numbers, length=lengths, tenant=tenants)
+    def restore(self, group: str, start: int, length: int, tenant: str) -> None:
         keys = KEYS[start : start + length]
-        num_blocks, _ = self.tiers.restore(group, keys)
+        num_blocks, _ = self.tiers.restore(group, keys, tenant=tenant)
         assert self.saved.issuperset(keys[:num_blocks])
 
-    @rule(group=groups, start=numbers, length=lengths)
-    def hold(self, group: str, start: int, length: int) -> None:
+    @rule(group=groups, start=numbers, length=lengths, tenant=tenants)
+    def hold(self, group: str, start: int, length: int, tenant: str) -> None:
         keys = KEYS[start : start + length]
-        self.held.append((self.tiers.store.stage(group, keys), keys))
+        self.held.append((self.tiers.store.stage(group, keys, tenant=tenant), keys))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -404,9 +458,9 @@ class StoreMachine(RuleBasedStateMachine):
     def lose_host_memory(self) -> None:
         self.tiers.store.drop_host()
 
-    @rule(group=groups)
-    def end_session(self, group: str) -> None:
-        self.tiers.store.end(group)
+    @rule(group=groups, tenant=tenants)
+    def end_session(self, group: str, tenant: str) -> None:
+        self.tiers.store.end(group, tenant=tenant)
 
     @precondition(lambda self: not self.held)
     @rule()
