@@ -30,6 +30,7 @@ class DiskTierStats(Struct, kw_only=True):
     is_on: bool = False
     bytes: int = 0
     capacity_bytes: int = 0
+    """What it may take now: less than was configured while the disk has no room for that."""
     num_blocks: int = 0
     num_hits: int = 0
     num_evicted: int = 0
@@ -38,7 +39,7 @@ class DiskTierStats(Struct, kw_only=True):
     num_read_errors: int = 0
     num_write_errors: int = 0
     num_skipped_writes: int = 0
-    """Blocks that were not written because too much was waiting for the disk already."""
+    """Blocks that were not written: too much was waiting for the disk already, or the disk was full or failed."""
     num_unwritten: int = 0
     """Blocks waiting to be written: the queue's depth."""
     write_lag_s: float = 0.0

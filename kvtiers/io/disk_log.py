@@ -4,7 +4,8 @@ What an owner may rely on:
 
 * A block that is read is the block that was written: every part is verified after it was read. What is missing, damaged or unreadable is a
   miss and a count; no fault of the disk raises once the store is open.
-* The segment files never take more than `capacity_bytes` together, also while blocks are carried forward.
+* The segment files never take more than `capacity_bytes` together, also while blocks are carried forward, and leave others some room on the
+  disk: where it is smaller than that, or fills up, the store shrinks, and it grows again when there is room.
 * A process that is killed loses nothing that `append` said was written. Nothing is synced, so a power cut may cost the newest records; the
   checksums find out. KV can be computed again, so a sync for each record would buy little.
 * One process holds a folder. A new one starts a new segment and never appends to an old one.
@@ -36,7 +37,7 @@ from msgspec import Struct
 
 from kvtiers.errors import KvTiersError
 from kvtiers.io.block_reader import BatchResult, BlockReader, Fault
-from kvtiers.io.files import AppendFile, Claim, Files, is_same_file, prepare
+from kvtiers.io.files import AppendFile, Claim, Files, Room, is_full, is_same_file, prepare
 from kvtiers.io.read_plan import BlockPlace, ReadOp, RecordPlace, plan_reads
 from kvtiers.io.records import (
     SEGMENT_HEADER_BYTES,
@@ -63,6 +64,13 @@ MAX_BYTES_IN_FLIGHT: Final = (
 WRITE_BUFFER_BYTES: Final = 8 << 20  # Chosen: few writes, and little memory.
 RETRY_AFTER_S: Final = 5.0  # Chosen: a full disk costs one failed write in this time.
 NEVER: Final = -math.inf
+GIB: Final = 1 << 30
+# Left free on the disk for others: conversations are often stored there, and are worth more than KV. Chosen; less on small disks.
+SPARE_BYTES: Final = 256 << 20
+SPARE_SHARE: Final = 1 / 16
+# After a disk was full that had told of room (a quota, say), so long until a segment more is tried. Chosen.
+GROW_AFTER_S: Final = 60.0
+MAX_SHED: Final = 2  # Segments given up for one write that met a full disk. Chosen: room for it, and little lost to a disk that others fill.
 
 _T = TypeVar("_T")
 
@@ -70,9 +78,11 @@ _T = TypeVar("_T")
 class DiskStats(Struct, frozen=True, kw_only=True):
     """Counts are since `open`. bytes: of all segment files now. read_s, write_s: how long threads were busy, so they may outrun the clock.
 
+    capacity_bytes: what they may take now, less than was asked for where the disk has no room for that.
+
     num_corrupt: blocks whose bytes were wrong. num_torn: segments with something that is no record behind their last one, as a killed process
     leaves them. num_foreign: segments of another namespace or format. num_refused: appends given up because of their size, because all segments
-    were being read, or soon after a write error. num_evicted: blocks dropped to make room.
+    were being read, or soon after a write error; num_unwritten: their blocks. num_evicted: blocks dropped to make room.
     """
 
     num_blocks: int
@@ -87,6 +97,7 @@ class DiskStats(Struct, frozen=True, kw_only=True):
     num_read_errors: int = 0
     num_write_errors: int = 0
     num_refused: int = 0
+    num_unwritten: int = 0
     num_evicted: int = 0
     num_carried: int = 0
     read_s: float = 0.0
@@ -104,6 +115,7 @@ class _Counts(Struct):
     num_read_errors: int = 0
     num_write_errors: int = 0
     num_refused: int = 0
+    num_unwritten: int = 0
     num_evicted: int = 0
     num_carried: int = 0
     read_s: float = 0.0
@@ -191,8 +203,12 @@ class DiskLog:
         self._directory = directory
         self._fingerprint = fingerprint
         self._shape = shape
-        self._capacity_bytes = capacity_bytes
-        self._segment_bytes = segment_bytes
+        self._wanted_bytes = capacity_bytes
+        self._capacity_bytes = capacity_bytes  # What the disk has room for of it.
+        self._full_at: tuple[int, float] | None = (
+            None  # What a write that met a full disk has left us, and when.
+        )
+        self._largest_segment_bytes = self._segment_bytes = segment_bytes
         self._describe = describe
         self._files = files
         self._on_dropped = on_dropped
@@ -211,6 +227,7 @@ class DiskLog:
         self._read_slots = asyncio.Semaphore(READS_IN_FLIGHT)
         self._buffer = memoryview(b"")
         self._retry_at_s = NEVER
+        self._last_warning = ""
         self._num_reads = 0
         self._no_reads = asyncio.Event()
         self._no_reads.set()
@@ -252,6 +269,7 @@ class DiskLog:
         )
         try:
             await log._load()
+            log._fit(await log._in_worker(log._look_for_room))
             await log._make_room(0)
         except BaseException:
             await log.close()
@@ -453,20 +471,35 @@ class DiskLog:
         async with self._write_lock:
             if self._is_closed:
                 return False
+            is_all = False
             if self._now() < self._retry_at_s:
                 self._counts.num_refused += len(records)
-                return False
-            try:
-                await self._recover()
-                return await self._append_new(records)
-            except (OSError, KvTiersError) as error:
-                self._counts.num_write_errors += 1
-                self._retry_at_s = self._now() + RETRY_AFTER_S
-                logger.warning("KV blocks cannot be written to %s: %s", self._directory, error)
-                return False
+            else:
+                try:
+                    await self._recover()
+                    is_all = await self._append_new(records)
+                except (OSError, KvTiersError) as error:
+                    self._counts.num_write_errors += 1
+                    self._retry_at_s = self._now() + RETRY_AFTER_S
+                    self._warn_of(error)
+            if not is_all:
+                self._counts.num_unwritten += sum(
+                    key not in self._index for keys, _ in records for key in keys
+                )
+            return is_all
+
+    def _warn_of(self, error: Exception) -> None:
+        """Once for each kind of error in a row: it is tried again every few seconds."""
+        if str(error) != self._last_warning:
+            self._last_warning = str(error)
+            logger.warning("KV blocks cannot be written to %s: %s", self._directory, error)
 
     async def _append_new(self, records: Iterable[Record]) -> bool:
         """Raises OSError."""
+        if (
+            self._num_bytes > self._capacity_bytes
+        ):  # the disk has less room than it had; also where none is left for these
+            await self._make_room(0)
         is_all = True
         for batch in self._batches(records):
             need_bytes = sum(self._record_bytes(keys) for keys, _ in batch) + SEGMENT_HEADER_BYTES
@@ -474,9 +507,37 @@ class DiskLog:
                 self._counts.num_refused += len(batch)
                 is_all = False
                 continue
-            for (keys, _), place in zip(batch, await self._write(batch), strict=True):
+            for (keys, _), place in zip(batch, await self._write_or_shed(batch), strict=True):
                 self._publish(keys, place)
+            self._last_warning = ""
         return is_all
+
+    async def _write_or_shed(self, batch: Sequence[Record]) -> list[RecordPlace]:
+        """Write; where the disk is full whatever it told of its room, give up our own oldest segments for that. Raises OSError."""
+        for _ in range(MAX_SHED):
+            try:
+                return await self._write(batch)
+            except OSError as error:
+                if not is_full(error) or not await self._shed():
+                    raise
+        return await self._write(batch)
+
+    async def _shed(self) -> bool:
+        """Drop the oldest segment, and be content for a while with as much as the disk has held. False when there is none but the newest.
+
+        Raises OSError.
+        """
+        held_bytes = self._num_bytes
+        victim = next((s for s in list(self._segments.values())[:-1] if not s.is_pinned), None)
+        if victim is None:
+            return False
+        left = self._live(victim)
+        self._counts.num_evicted += len(left)
+        self._drop(left)
+        await self._remove(victim)
+        self._full_at = held_bytes, self._now()
+        self._fit(await self._in_worker(self._look_for_room))
+        return True
 
     def _batches(self, records: Iterable[Record]) -> Iterator[list[Record]]:
         """What of the records is new, as many together as one write takes: each write costs hand-overs between threads."""
@@ -504,7 +565,7 @@ class DiskLog:
 
     async def _recover(self) -> None:
         """If the folder or the newest segment was removed or replaced under us, start over with what is there now."""
-        is_newest_there, is_folder_ours = await self._in_worker(self._look_around)
+        is_newest_there, is_folder_ours, room = await self._in_worker(self._look_around)
         if self._active is not None and not is_newest_there:
             segment, _ = self._active
             await self._seal()
@@ -515,11 +576,48 @@ class DiskLog:
             for segment in self._segments.values():
                 self._lose(segment.number)
             await self._load()
+            room = await self._in_worker(self._look_for_room)
+        self._fit(room)
 
-    def _look_around(self) -> tuple[bool, bool]:
-        """Whether the newest segment is still the file that we write to, and the folder the one that we claimed."""
+    def _look_around(self) -> tuple[bool, bool, Room | None]:
+        """Whether the newest segment is still the file that we write to, and the folder the one that we claimed; the disk's room."""
         is_newest_there = self._active is None or is_same_file(self._active[0].path, self._active[1].fileno())
-        return is_newest_there, self._claim is not None and self._claim.is_valid()
+        is_folder_ours = self._claim is not None and self._claim.is_valid()
+        return is_newest_there, is_folder_ours, self._look_for_room()
+
+    def _look_for_room(self) -> Room | None:
+        try:
+            return self._files.room(self._directory)
+        except OSError:
+            return None
+
+    def _fit(self, room: Room | None) -> None:
+        """Take no more of the disk than it has room for beside what others need of it."""
+        capacity = self._wanted_bytes
+        if room is not None:
+            spare = min(SPARE_BYTES, int(room.total_bytes * SPARE_SHARE))
+            capacity = min(capacity, self._num_bytes + room.free_bytes - spare)
+        if self._full_at is not None:
+            had_bytes, since_s = self._full_at
+            grown = int((self._now() - since_s) / GROW_AFTER_S) * self._largest_segment_bytes
+            capacity = min(capacity, had_bytes + grown)
+            if had_bytes + grown >= self._wanted_bytes:
+                self._full_at = None
+        capacity = max(capacity, 0)
+        was_short, is_short = self._capacity_bytes < self._wanted_bytes, capacity < self._wanted_bytes
+        self._capacity_bytes = capacity
+        self._segment_bytes = self._largest_segment_bytes
+        if is_short:
+            self._segment_bytes = min(self._segment_bytes, max(capacity // SEGMENTS_PER_CAPACITY, 1))
+        if is_short and not was_short:
+            logger.warning(
+                "the disk of %s has room for %.2f GiB of KV, not for the %.2f GiB that it may take (--kv-disk-gib); it takes what there is",
+                self._directory,
+                capacity / GIB,
+                self._wanted_bytes / GIB,
+            )
+        elif was_short and not is_short:
+            logger.info("the disk of %s has room for all the KV again that it may take", self._directory)
 
     async def _write(self, records: Sequence[Record]) -> list[RecordPlace]:
         """Append records to the newest segment, or to a new one if they do not fit: all or none. The caller has made room. Raises OSError."""
@@ -639,6 +737,10 @@ class DiskLog:
         left = self._live(victim)
         self._counts.num_evicted += len(left)
         self._drop(left)
+        await self._remove(victim)
+
+    async def _remove(self, victim: Segment) -> None:
+        """Remove a segment's file, once nobody reads it any more. Raises OSError; the segment is then still counted."""
         await victim.wait_unpinned()  # Reads of the blocks just carried may have begun meanwhile.
         try:
             await self._in_worker(self._files.unlink, victim.path)

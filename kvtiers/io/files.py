@@ -12,7 +12,7 @@ import stat
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvtiers.errors import StoreBusy, StoreUnusable
 
@@ -27,6 +27,13 @@ class AppendFile(Protocol):
     async def write(self, data: memoryview) -> int: ...
     async def truncate(self, size: int) -> int: ...
     async def close(self) -> None: ...
+
+
+class Room(NamedTuple):
+    """Of a file system, in bytes. free: what this process may still write there."""
+
+    total_bytes: int
+    free_bytes: int
 
 
 class Files:
@@ -51,6 +58,13 @@ class Files:
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
+
+    def room(self, directory: Path) -> Room | None:
+        """What a folder's file system holds and has left; None where it does not tell."""
+        found = os.statvfs(directory)
+        if not found.f_blocks:
+            return None
+        return Room(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
     async def create(self, path: Path, pool: Executor) -> AppendFile:
         """A new file that only its owner may read, for appending, unbuffered; FileExistsError when there is one.
@@ -83,6 +97,11 @@ class Files:
 
     async def truncate(self, file: AppendFile, num_bytes: int) -> None:
         await file.truncate(num_bytes)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there was no room: on the disk, or in the owner's quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -194,7 +213,8 @@ def prepare(directory: Path, describe: bytes | None) -> Claim:
     Raises StoreBusy, or StoreUnusable with the OSError chained.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
         os.chmod(directory, 0o700)
         held = claim(directory)
     except OSError as error:
@@ -203,6 +223,8 @@ def prepare(directory: Path, describe: bytes | None) -> Claim:
         if describe is not None:
             _replace(directory / DESCRIPTION_NAME, describe)
     except OSError as error:
+        if is_full(error):
+            return held  # only people read it; KV can make room for itself later
         held.release()
         raise StoreUnusable(f"{directory} cannot be written: {error.strerror}") from error
     return held

@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 
 from kvtiers.errors import StoreBusy, StoreUnusable
-from kvtiers.io.disk_log import RETRY_AFTER_S, DiskLog, ReadResult
-from kvtiers.io.files import AppendFile, Files
+from kvtiers.io.disk_log import GROW_AFTER_S, RETRY_AFTER_S, DiskLog, ReadResult
+from kvtiers.io.files import AppendFile, Files, Room
 from kvtiers.io.inspect import inspect, prune
 from kvtiers.io.records import SEGMENT_HEADER_BYTES, Record, RecordHead
 from kvtiers.keys import BlockKey, BlockShape
@@ -228,8 +228,10 @@ async def test_a_record_of_more_keys_than_one_header_read_is_found_again(opened:
 
 
 async def test_files_are_for_their_owner_only_and_say_what_they_hold(opened: Opener) -> None:
+    opened.directory = opened.directory / "kv" / "model"
     await append(await opened(), "a")
-    assert stat.S_IMODE(opened.directory.stat().st_mode) == 0o700
+    for folder in (opened.directory, opened.directory.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in opened.directory.iterdir()}
     assert modes == {"lock": 0o600, "namespace.json": 0o600, "segment-0000000000.kv": 0o600}
     assert (opened.directory / "namespace.json").read_bytes() == b'{"model":"tiny"}'
@@ -721,6 +723,143 @@ async def test_a_disk_too_full_for_a_segment_is_tried_again_later(opened: Opener
     opened.clock.now_s += RETRY_AFTER_S
     assert await append(log, "a")
     assert log.stats.bytes == sum(path.stat().st_size for path in opened.segments())
+
+
+class SmallDisk(Files):
+    """Holds so many bytes of segments; what others write there is `others_bytes`. `tells` whether it says how much room there is, or
+    is only found to be full, as with a quota."""
+
+    def __init__(self, directory: Path, total_bytes: int, *, tells: bool) -> None:
+        self.directory = directory
+        self.total_bytes = total_bytes
+        self.others_bytes = 0
+        self.tells = tells
+
+    def free_bytes(self) -> int:
+        used_bytes = sum(path.stat().st_size for path in self.directory.glob("segment-*"))
+        return self.total_bytes - self.others_bytes - used_bytes
+
+    def room(self, directory: Path) -> Room | None:
+        return Room(self.total_bytes, max(self.free_bytes(), 0)) if self.tells else None
+
+    async def write(self, file: AppendFile, data: memoryview) -> int:
+        num_bytes = min(max(self.free_bytes(), 0), len(data))
+        if not num_bytes:
+            number = errno.ENOSPC if self.tells else errno.EDQUOT
+            raise OSError(number, os.strerror(number))
+        return await super().write(file, data[:num_bytes])
+
+
+async def test_a_disk_smaller_than_the_capacity_keeps_the_latest_and_leaves_others_room(
+    opened: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = SmallDisk(opened.directory, 64 * SINGLE, tells=True)
+    log = await opened(files=files)
+    for number in range(200):
+        assert await append(log, number)
+        assert files.free_bytes() >= 4 * SINGLE  # a sixteenth
+        assert log.stats.bytes <= log.stats.capacity_bytes <= 60 * SINGLE
+    assert await bad_of(log, *range(180, 200)) == []
+    assert log.stats.num_write_errors == log.stats.num_unwritten == 0
+    assert caplog.text.count("it takes what there is") == 1
+
+
+async def test_a_disk_that_others_fill_is_left_to_them_and_taken_back_when_they_leave(
+    opened: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = SmallDisk(opened.directory, 2 * ROOMY, tells=True)
+    log = await opened(files=files)
+    for number in range(200):
+        assert await append(log, number)
+    assert log.stats.capacity_bytes == ROOMY
+    spare = files.total_bytes // 16
+    for number in range(200, 300):
+        left = files.total_bytes - spare - 20 * SINGLE - files.others_bytes
+        files.others_bytes += min(
+            left, files.free_bytes()
+        )  # as much as there is, as often as KV has made room
+        assert await append(log, number)
+    assert log.stats.bytes <= log.stats.capacity_bytes == 20 * SINGLE
+    files.others_bytes += files.free_bytes()
+    for _ in range(20):
+        opened.clock.now_s += RETRY_AFTER_S
+        await append(log, "lost", "too")
+        files.others_bytes += files.free_bytes()
+    num_unwritten = log.stats.num_unwritten
+    assert not await append(log, "lost", "too")
+    assert (log.stats.bytes, log.stats.capacity_bytes) == (0, 0)
+    assert log.stats.num_unwritten == num_unwritten + 2
+    files.others_bytes = 0
+    assert await append(log, "kept")
+    assert log.stats.capacity_bytes == ROOMY
+    assert await bad_of(log, "kept", "lost") == ["lost"]
+    assert caplog.text.count("it takes what there is") == 1
+
+
+async def test_a_quota_that_is_met_costs_the_oldest_and_writing_goes_on(opened: Opener) -> None:
+    files = SmallDisk(opened.directory, 64 * SINGLE, tells=False)
+    log = await opened(files=files, segment_bytes=8 * SINGLE)
+    for number in range(300):
+        assert await append(log, number)
+        assert log.stats.bytes <= log.stats.capacity_bytes
+    assert log.stats.num_write_errors == 0
+    assert await bad_of(log, *range(280, 300)) == []
+    capacity_bytes = log.stats.capacity_bytes
+    assert capacity_bytes <= 64 * SINGLE
+    files.total_bytes = ROOMY
+    for number in range(300, 600):
+        opened.clock.now_s += GROW_AFTER_S
+        assert await append(log, number)
+    assert log.stats.capacity_bytes == ROOMY
+    assert await bad_of(log, *range(450, 600)) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+async def test_a_real_small_file_system_is_never_filled(tmp_path: Path) -> None:
+    """And what lies on it beside the KV can always be written: conversations, as a rule."""
+    place, size_bytes = tmp_path / "small", 8 << 20
+    place.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", str(place)]
+    if (await asyncio.to_thread(subprocess.run, mounting, capture_output=True)).returncode != 0:
+        pytest.skip("a file system cannot be mounted here")
+    opener = Opener(place / "kv")
+    try:
+        log = await opener(capacity_bytes=1 << 30)
+        for start in range(0, 6000, 20):
+            assert await append(log, *range(start, start + 20))
+            if start % 400 == 0:
+                (place / "conversations").write_bytes(bytes(start * 50))  # up to 300 kB
+        assert await bad_of(log, *range(5900, 6000)) == []
+        assert (4 << 20) < log.stats.bytes <= log.stats.capacity_bytes < size_bytes
+        assert log.stats.num_write_errors == 0
+        room = os.statvfs(place)
+        assert room.f_bavail * room.f_frsize >= size_bytes // 16
+        with (place / "conversations").open("wb") as others:
+            for start in range(7000, 7400, 20):  # they take nearly all, a little at a time
+                others.write(bytes(400_000))
+                others.flush()
+                await append(log, *range(start, start + 20))
+        assert not await append(log, *range(9000, 9020))
+        assert log.stats.bytes < 1 << 20
+        (place / "conversations").unlink()
+        assert await append(log, "again")
+        assert await bad_of(log, "again") == []
+        await log.close()
+        again = await opener(capacity_bytes=1 << 30)
+        assert await bad_of(again, "again") == []
+    finally:
+        await opener.close()
+        await asyncio.to_thread(subprocess.run, ["umount", str(place)], check=True)
+
+
+async def test_a_store_opens_on_a_full_disk(tmp_path: Path) -> None:
+    files = SmallDisk(tmp_path / "store", 0, tells=True)
+    opener = Opener(tmp_path / "store")
+    log = await opener(files=files)
+    assert not await append(log, "a")
+    files.total_bytes = ROOMY
+    assert await append(log, "a")
+    await opener.close()
 
 
 async def test_a_vanished_folder_costs_its_blocks_and_is_made_again(opened: Opener) -> None:
