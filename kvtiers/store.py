@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.host_pool import HostPool
 from kvtiers.io.io_thread import IoThread
+from kvtiers.io.records import Record, owner_tag
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import EvictionPolicy, GroupFacts
 from kvtiers.policy.fairness import floors, is_abandoned
@@ -341,10 +342,10 @@ class KvStore:
         """A request of this session is in the engine from now on, waiting or running. weight: its tenant's share against others'."""
         with self._lock:
             self._live[tenant, group] += 1
-            if weight == 1.0:
-                self._weights.pop(tenant, None)
-            else:
+            if self._weights.get(tenant, 1.0) != weight:
                 self._weights[tenant] = weight
+                if self._disk is not None:
+                    self._disk.weights[owner_tag(tenant)] = weight
 
     def leave(self, group: str, *, tenant: str = "") -> None:
         """One that had entered has ended."""
@@ -726,7 +727,14 @@ class KvStore:
         assert self._disk is not None
         try:
             await self._disk.append_all(
-                [([block.key for block in blocks], self._parts_of(blocks)) for blocks in records]
+                [
+                    Record(
+                        [block.key for block in blocks],
+                        self._parts_of(blocks),
+                        owner_tag(blocks[0].group.tenant),
+                    )
+                    for blocks in records
+                ]
             )
         except Exception:
             log.exception("writing %d KV blocks failed", sum(map(len, records)))

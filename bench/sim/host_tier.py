@@ -46,6 +46,7 @@ from typing import Any
 
 from bench.live.report import report
 from kvtiers.io.io_thread import IoThread
+from kvtiers.io.records import Record
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import NUM_BANDS, ByValue, EvictionPolicy, GroupFacts, Lru, Victim, first_layer
 from kvtiers.store import KvStore
@@ -193,9 +194,9 @@ class MemoryDisk:
     def forget_reads(self) -> None:
         self.read_keys, self.num_read = set(), [0] * SHAPE.num_layers
 
-    async def append_all(self, records: Sequence[tuple[Sequence[BlockKey], object]]) -> bool:
-        for keys, _ in records:
-            self._keys.update(keys)
+    async def append_all(self, records: Sequence[Record]) -> bool:
+        for record in records:
+            self._keys.update(record.keys)
         return True
 
     async def read(

@@ -36,7 +36,7 @@ class _Prelude:
 
     def __init__(self, place: RecordPlace, shape: BlockShape) -> None:
         self._place = place
-        self.head = RecordHead(place.num_blocks, shape)
+        self.head = RecordHead(place.num_blocks, shape, place.owner)
         self.keys: list[BlockKey] = []
         self.sums: tuple[int, ...] = ()
         self._is_loaded = False

@@ -14,6 +14,9 @@ What does not fit goes, the oldest segment first. Those of its blocks that were 
 carried forward into the newest segment, most recently read first. Source: CLOCK and FIFO-reinsertion (Corbató 1969; Yang et al., "FIFO can
 be better than LRU", HotOS 2023); departs in that a segment passes on no more than half its bytes, so that each eviction makes room.
 
+Where several tenants share the disk, those that hold most for their weight make the room (`policy/fairness.py`), as nearly as whole segments allow:
+the oldest segment goes of which at least half is theirs, and the blocks of all others are carried forward. A record says whose it is.
+
 Threads: everything async belongs to one event loop. Files are touched in a bounded pool of threads, writes through aiofiles. `in` and
 `count_prefix` may be called from any thread at any time: they only read a dict, which under the GIL needs no lock; what they say may be out of
 date when it is used, and a read then reports the block as bad.
@@ -27,7 +30,8 @@ import logging
 import math
 import mmap
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +54,7 @@ from kvtiers.io.records import (
 from kvtiers.io.scan import SegmentScan, live_blocks, scan_segment, segment_path, segment_paths
 from kvtiers.io.segment import Segment
 from kvtiers.keys import BlockKey, BlockShape
+from kvtiers.policy.fairness import choose_victim, floors
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +75,12 @@ SPARE_BYTES: Final = 256 << 20
 SPARE_SHARE: Final = 1 / 16
 # After a disk was full that had told of room (a quota, say), so long until a segment more is tried. Chosen.
 GROW_AFTER_S: Final = 60.0
+# What an evicted segment passes on: of blocks that were read; of those whose owners are below their share. Chosen: the rest is the gain.
+CARRIED_SHARE: Final = 1 / 2
+CARRIED_FOR_OTHERS: Final = 7 / 8
+CLAIM_S: Final = (
+    86_400.0  # An owner that was not seen for so long has no share to be spared. Chosen: back the next day.
+)
 MAX_SHED: Final = 2  # Segments given up for one write that met a full disk. Chosen: room for it, and little lost to a disk that others fill.
 
 _T = TypeVar("_T")
@@ -218,6 +229,10 @@ class DiskLog:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-disk")
         self._claim: Claim | None = None
         self._index: dict[BlockKey, _Entry] = {}
+        self._held: Counter[int] = Counter()  # Blocks of the index by owner.
+        self._used_s: dict[int, float] = {}  # When each owner last wrote or read.
+        self.weights: dict[int, float] = {}
+        """Of owners, by tag, where it is not 1: their share against others'. Whoever knows sets it, from any thread."""
         self._segments: dict[int, Segment] = {}  # Oldest first.
         self._active: tuple[Segment, AppendFile] | None = None
         self._next_number = 0
@@ -287,14 +302,18 @@ class DiskLog:
                     for number, path in found
                 )
             )
-            index = await self._in_worker(_index_of, scans)
+            index, by_segment = await self._in_worker(_index_of, scans)
         except BaseException:
             self._release_claim()
             raise
         self._segments = {scan.number: _segment_of(scan) for scan in scans}
         self._num_bytes = sum(scan.num_bytes for scan in scans)
         self._next_number = max([self._next_number - 1, *self._segments]) + 1
-        self._index = index
+        self._index, self._held = index, Counter()
+        for number, alive in by_segment.items():
+            self._segments[number].live = alive
+            self._held.update(alive)
+        self._used_s = dict.fromkeys(self._held, self._now())
         self._counts.num_torn += sum(scan.is_torn for scan in scans)
         self._counts.num_foreign += sum(scan.is_foreign for scan in scans)
         self._counts.num_read_errors += sum(scan.has_failed for scan in scans)
@@ -335,7 +354,7 @@ class DiskLog:
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Take blocks out of the index. Their bytes stay until their segment goes, so a store opened again has them again."""
         for key in keys:
-            self._index.pop(key, None)
+            self._take_out(key)
 
     # Reading.
 
@@ -360,7 +379,7 @@ class DiskLog:
         entries = [self._index.get(key) for key in keys]
         for entry in entries:
             if entry is not None:
-                entry.last_read_s = started_s
+                entry.last_read_s = self._used_s[entry.record.owner] = started_s
         return await self._read(keys, entries, part, first_layer, on_layer, on_bad, max_bytes_in_flight)
 
     async def _read(
@@ -425,7 +444,7 @@ class DiskLog:
                 self._counts.num_read_errors += 1
             entry = entries[block]
             if entry is not None and self._index.get(keys[block]) is entry:
-                del self._index[keys[block]]
+                self._take_out(keys[block])
             if fault is Fault.LOST and entry is not None:
                 self._lose(entry.record.segment)
 
@@ -454,14 +473,16 @@ class DiskLog:
 
     # Writing.
 
-    async def append(self, keys: Sequence[BlockKey], part: Part) -> bool:
+    async def append(self, keys: Sequence[BlockKey], part: Part, owner: int = 0) -> bool:
         """Write the blocks that are not yet there as one record; `part(i, layer)` gives the bytes of key i, `layer_bytes` of them.
+
+        owner: `owner_tag` of the tenant whose they are.
 
         Returns whether all keys are on disk now. False when the record was refused or the disk failed (see `stats`); nothing of it is kept then,
         and the disk is left alone for RETRY_AFTER_S. `part` is called in a worker thread; its memory must not change until this returns. Not cut
         short by being cancelled: a cancelled append is finished first.
         """
-        return await self.append_all([(keys, part)])
+        return await self.append_all([Record(keys, part, owner)])
 
     async def append_all(self, records: Sequence[Record]) -> bool:
         """`append` each of these; cheaper than one by one, because the folder is looked at once. Returns whether all are on disk now."""
@@ -484,7 +505,7 @@ class DiskLog:
                     self._warn_of(error)
             if not is_all:
                 self._counts.num_unwritten += sum(
-                    key not in self._index for keys, _ in records for key in keys
+                    key not in self._index for keys, _, _ in records for key in keys
                 )
             return is_all
 
@@ -502,12 +523,12 @@ class DiskLog:
             await self._make_room(0)
         is_all = True
         for batch in self._batches(records):
-            need_bytes = sum(self._record_bytes(keys) for keys, _ in batch) + SEGMENT_HEADER_BYTES
+            need_bytes = sum(self._record_bytes(keys) for keys, _, _ in batch) + SEGMENT_HEADER_BYTES
             if need_bytes > self._capacity_bytes or not await self._make_room(need_bytes):
                 self._counts.num_refused += len(batch)
                 is_all = False
                 continue
-            for (keys, _), place in zip(batch, await self._write_or_shed(batch), strict=True):
+            for (keys, _, _), place in zip(batch, await self._write_or_shed(batch), strict=True):
                 self._publish(keys, place)
             self._last_warning = ""
         return is_all
@@ -543,15 +564,15 @@ class DiskLog:
         """What of the records is new, as many together as one write takes: each write costs hand-overs between threads."""
         batch: list[Record] = []
         num_bytes, taken = 0, set[BlockKey]()
-        for keys, part in records:
+        for keys, part, owner in records:
             blocks = list(
                 {key: i for i, key in enumerate(keys) if key not in self._index and key not in taken}.values()
             )
             if not blocks:
                 continue
-            new = [keys[i] for i in blocks], _reordered(part, blocks)
-            taken.update(new[0])
-            size = self._record_bytes(new[0])
+            new = Record([keys[i] for i in blocks], _reordered(part, blocks), owner)
+            taken.update(new.keys)
+            size = self._record_bytes(new.keys)
             if batch and num_bytes + size > min(WRITE_BUFFER_BYTES, self._segment_bytes):
                 yield batch
                 batch, num_bytes = [], 0
@@ -639,8 +660,8 @@ class DiskLog:
             await self._mend(segment, file)
             raise
         places = []
-        for keys, _ in records:
-            places.append(RecordPlace(segment.number, segment.num_bytes, len(keys)))
+        for keys, _, owner in records:
+            places.append(RecordPlace(segment.number, segment.num_bytes, len(keys), owner))
             segment.records.append((places[-1], list(keys)))
             segment.num_bytes += self._record_bytes(keys)
         self._num_bytes += stream.num_bytes
@@ -702,8 +723,32 @@ class DiskLog:
                 self._counts.num_write_errors += 1
 
     def _publish(self, keys: Sequence[BlockKey], record: RecordPlace) -> None:
+        self._used_s[record.owner] = self._now()
         for position, key in enumerate(keys):
-            self._index[key] = _Entry(record, position)
+            self._put(key, _Entry(record, position))
+
+    def _put(self, key: BlockKey, entry: _Entry) -> None:
+        """All changes of the index are these two, so that what each owner holds is known."""
+        old = self._index.get(key)
+        self._index[key] = entry
+        self._count(entry.record, 1)
+        if old is not None:
+            self._count(old.record, -1)
+
+    def _take_out(self, key: BlockKey) -> None:
+        entry = self._index.pop(key, None)
+        if entry is not None:
+            self._count(entry.record, -1)
+
+    def _count(self, record: RecordPlace, num_blocks: int) -> None:
+        for counter in (self._held, self._live_in(record.segment)):
+            counter[record.owner] += num_blocks
+            if not counter[record.owner]:
+                del counter[record.owner]
+
+    def _live_in(self, number: int) -> Counter[int]:
+        segment = self._segments.get(number)
+        return segment.live if segment is not None else Counter()
 
     # Making room.
 
@@ -712,21 +757,49 @@ class DiskLog:
 
         Raises OSError when a file cannot be removed.
         """
-        room_to_carry = self._segment_bytes // 2 + SEGMENT_HEADER_BYTES
+        share = CARRIED_SHARE if len(self._held) < 2 else CARRIED_FOR_OTHERS
+        room_to_carry = int(self._segment_bytes * share) + SEGMENT_HEADER_BYTES
         target = max(self._capacity_bytes - room_to_carry - need_bytes, 0)
         while self._num_bytes > target:
-            victim = next((s for s in self._segments.values() if not s.is_pinned), None)
+            givers = self._givers()
+            victim = self._choose(givers)
             if victim is None:
                 return self._num_bytes + need_bytes <= self._capacity_bytes
-            await self._evict(victim)
+            await self._evict(victim, givers)
         return True
 
-    async def _evict(self, victim: Segment) -> None:
-        """Remove a segment, after its blocks that were read have been carried forward. Raises OSError; the segment is then still counted."""
+    def _givers(self) -> Collection[int]:
+        """The owners whose blocks make room now: all, where there is one; else who is above its share, and who has long not been seen."""
+        if len(self._held) < 2:
+            return self._held.keys()
+        since_s = self._now() - CLAIM_S
+        absent = {owner for owner in self._held if self._used_s.get(owner, NEVER) < since_s}
+        return (
+            absent
+            | floors(self._held, self.weights, max(self._segment_bytes // self._single_bytes, 1)).keys()
+        )
+
+    def _choose(self, givers: Collection[int]) -> Segment | None:
+        segments = [segment for segment in self._segments.values() if not segment.is_pinned]
+        if len(self._held) < 2 or not segments:
+            return segments[0] if segments else None
+        place = choose_victim([(s.num_bytes // self._single_bytes, s.live) for s in segments], givers)
+        return segments[place] if place is not None else None
+
+    @property
+    def _single_bytes(self) -> int:
+        """What a block takes at most: those of one record share its header."""
+        return RecordHead(1, self._shape).record_bytes
+
+    async def _evict(self, victim: Segment, givers: Collection[int]) -> None:
+        """Remove a segment, after its blocks that were read, or are not the givers', have been carried forward.
+
+        Raises OSError; the segment is then still counted.
+        """
         if self._active is not None and self._active[0] is victim:
             await self._seal()
         live = self._live(victim)
-        chosen = self._second_chance(victim, live)
+        chosen = self._second_chance(victim, live, givers)
         dropped = [key for key in live if key not in chosen]
         self._counts.num_evicted += len(dropped)
         self._drop(dropped)
@@ -751,15 +824,22 @@ class DiskLog:
             del self._segments[victim.number]
             self._num_bytes -= victim.num_bytes
 
-    def _second_chance(self, victim: Segment, live: Iterable[BlockKey]) -> set[BlockKey]:
-        """Which blocks to carry forward: those read since they were written, most recently read first, up to half a segment's bytes."""
-        half = min(victim.num_bytes, self._segment_bytes) // 2
-        single = RecordHead(
-            1, self._shape
-        ).record_bytes  # An upper bound: blocks of one record share its header.
-        read = [key for key in live if self._index[key].last_read_s > NEVER]
-        read.sort(key=lambda key: self._index[key].last_read_s, reverse=True)
-        return set(read[: half // single])
+    def _second_chance(
+        self, victim: Segment, live: Sequence[BlockKey], givers: Collection[int]
+    ) -> set[BlockKey]:
+        """Which blocks to carry forward: first those of owners that need not give, then those read since they were written, the last read first.
+
+        Up to half a segment's bytes; more only for the former, and never so many that nothing is gained.
+        """
+        size = min(victim.num_bytes, self._segment_bytes)
+        by_read = sorted(live, key=lambda key: self._index[key].last_read_s, reverse=True)
+        others = [key for key in by_read if self._index[key].record.owner not in givers]
+        gain = 2 * (SEGMENT_HEADER_BYTES + self._single_bytes)  # a new segment may have to be begun for them
+        most = max(size // 2, min(int(size * CARRIED_FOR_OTHERS), size - gain)) // self._single_bytes
+        chosen = set(others[:most])
+        left = max(int(size * CARRIED_SHARE) // self._single_bytes - len(chosen), 0)
+        read = [key for key in by_read if self._index[key].last_read_s > NEVER and key not in chosen]
+        return chosen | set(read[:left])
 
     async def _carry(self, keys: list[BlockKey]) -> None:
         """Copy blocks of one record into the newest segment. Those that cannot be read or written stay where they are."""
@@ -778,7 +858,9 @@ class DiskLog:
             return
         good_keys = [keys[i] for i in good]
         try:
-            (record,) = await self._write([(good_keys, _reordered(part, good))])
+            (record,) = await self._write(
+                [Record(good_keys, _reordered(part, good), entries[0].record.owner)]
+            )
         except OSError as error:
             self._counts.num_write_errors += 1
             logger.warning("KV blocks cannot be carried forward in %s: %s", self._directory, error)
@@ -786,7 +868,7 @@ class DiskLog:
         for position, i in enumerate(good):
             # Unless somebody forgot it meanwhile.
             if self._index.get(keys[i]) is entries[i]:
-                self._index[keys[i]] = _Entry(record, position)
+                self._put(keys[i], _Entry(record, position))
                 self._counts.num_carried += 1
 
     def _live(self, segment: Segment) -> list[BlockKey]:
@@ -810,7 +892,7 @@ class DiskLog:
         self._is_closed = True
         async with self._write_lock:
             await self._seal()
-        self._index = {}
+        self._index, self._held = {}, Counter()
         await self._no_reads.wait()
         self._release_claim()
         self._pool.shutdown()
@@ -864,5 +946,10 @@ def _segment_of(scan: SegmentScan) -> Segment:
     return segment
 
 
-def _index_of(scans: Iterable[SegmentScan]) -> dict[BlockKey, _Entry]:
-    return {key: _Entry(record, position) for key, record, position in live_blocks(scans)}
+def _index_of(scans: Iterable[SegmentScan]) -> tuple[dict[BlockKey, _Entry], dict[int, Counter[int]]]:
+    """Every block's place; and how many blocks are alive in each segment, by owner."""
+    index = {key: _Entry(record, position) for key, record, position in live_blocks(scans)}
+    alive: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for entry in index.values():
+        alive[entry.record.segment][entry.record.owner] += 1
+    return index, alive

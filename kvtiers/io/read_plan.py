@@ -17,11 +17,12 @@ IOV_MAX = 1024  # Linux: how many buffers one preadv takes.
 
 
 class RecordPlace(Struct, frozen=True, order=True, gc=False):
-    """Which record: the number of its segment, where in it the record starts (bytes), and how many blocks it has."""
+    """Which record: the number of its segment, where in it the record starts (bytes), how many blocks it has, and whose tag."""
 
     segment: int
     offset: int
     num_blocks: int
+    owner: int = 0
 
 
 class BlockPlace(Struct, frozen=True, gc=False):

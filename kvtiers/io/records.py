@@ -2,7 +2,7 @@
 
 A segment is a file header and then records, back to back. A record holds n >= 1 blocks, as a rule neighbours in one conversation:
 
-    header    32 bytes: magic, version, checksum of the rest of the header and of the keys, n, layers L, bytes per layer B
+    header    32 bytes: magic, version, checksum of the rest of the header and of the keys, n, layers L, bytes per layer B, the owner's tag
     keys      n of 32 bytes
     sums      L*n of 8 bytes: xxh3_64 of each part, layer-major like the body
     body      layer 0 of all n blocks, layer 1 of all n blocks, ...; B bytes each
@@ -22,9 +22,11 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest as checksum
+from xxhash import xxh32_intdigest
 
 from kvtiers.keys import FORMAT_VERSION, KEY_BYTES, BlockKey, BlockShape
 
@@ -42,6 +44,7 @@ __all__ = [
     "decode_sums",
     "encode_prelude",
     "encode_segment_header",
+    "owner_tag",
 ]
 
 SEGMENT_MAGIC = b"OVTKVSEG"
@@ -49,9 +52,9 @@ RECORD_MAGIC = b"OVKR"
 _SEGMENT_HEADER = struct.Struct(
     "<8sHH108sQ"
 )  # magic, version, length of the fingerprint, fingerprint, checksum
-_RECORD_HEADER = struct.Struct("<4sHHQIIII")  # magic, version, 0, checksum, n, L, B, 0
+_RECORD_HEADER = struct.Struct("<4sHHQIIII")  # magic, version, 0, checksum, n, L, B, owner
 _MAX_FINGERPRINT_BYTES = 108  # Chosen: makes the header 128 bytes; `Namespace.fingerprint` is 57 at most.
-_CHECKED_FROM = 16  # The record's checksum covers what follows it: n, L, B and the keys.
+_CHECKED_FROM = 16  # The record's checksum covers what follows it: n, L, B, the owner and the keys.
 _SUM_BYTES = 8
 ALIGNMENT_BYTES = 4096  # of records and of writes: what O_DIRECT asks for on any disk
 SEGMENT_HEADER_BYTES = ALIGNMENT_BYTES
@@ -59,7 +62,14 @@ BREATH_BYTES = 1 << 20  # Chosen: 0.1 ms of work.
 
 Part = Callable[[int, int], memoryview]
 """`part(i, layer)`: the bytes of block i's layer."""
-Record = tuple[Sequence[BlockKey], Part]
+
+
+class Record(NamedTuple):
+    """What one record is made of. owner: a tag of whose blocks they are, 32 bits; 0: nobody's, as in records from before there were tags."""
+
+    keys: Sequence[BlockKey]
+    part: Part
+    owner: int = 0
 
 
 class RecordHead(Struct, frozen=True):
@@ -67,6 +77,7 @@ class RecordHead(Struct, frozen=True):
 
     num_blocks: int
     shape: BlockShape
+    owner: int = 0
 
     @property
     def keys_end(self) -> int:
@@ -108,9 +119,14 @@ def decode_segment_header(data: bytes) -> str | None:
     return str(name[:length], "utf-8", "replace")
 
 
-def encode_prelude(keys: Sequence[BlockKey], shape: BlockShape, sums: Iterable[int]) -> bytes:
+def owner_tag(tenant: str) -> int:
+    """What stands for a tenant in a record. Two of a thousand share one with a chance of one in ten thousand, and then their share of the disk."""
+    return (xxh32_intdigest(tenant.encode("utf-8", "surrogatepass")) or 1) if tenant else 0
+
+
+def encode_prelude(keys: Sequence[BlockKey], shape: BlockShape, sums: Iterable[int], owner: int = 0) -> bytes:
     """Everything of a record before its body. `sums` has L*n checksums, layer-major."""
-    fields = struct.pack("<IIII", len(keys), shape.num_layers, shape.layer_bytes, 0)
+    fields = struct.pack("<IIII", len(keys), shape.num_layers, shape.layer_bytes, owner)
     checked = b"".join((fields, *keys))
     front = struct.pack("<4sHHQ", RECORD_MAGIC, FORMAT_VERSION, 0, checksum(checked))
     table = struct.pack(f"<{len(keys) * shape.num_layers}Q", *sums)
@@ -121,12 +137,12 @@ def decode_head(data: bytes) -> RecordHead | None:
     """A record's head, unchecked but for its magic; None when no record begins here. Check `record_bytes` against the file's end."""
     if len(data) < _RECORD_HEADER.size:
         return None
-    magic, version, zero, _, num_blocks, num_layers, layer_bytes, more = _RECORD_HEADER.unpack_from(data)
-    if (magic, version, zero, more) != (RECORD_MAGIC, FORMAT_VERSION, 0, 0):
+    magic, version, zero, _, num_blocks, num_layers, layer_bytes, owner = _RECORD_HEADER.unpack_from(data)
+    if (magic, version, zero) != (RECORD_MAGIC, FORMAT_VERSION, 0):
         return None
     if not (num_blocks and num_layers and layer_bytes):
         return None
-    return RecordHead(num_blocks, BlockShape(num_layers, layer_bytes))
+    return RecordHead(num_blocks, BlockShape(num_layers, layer_bytes), owner)
 
 
 def decode_keys(head: RecordHead, data: bytes) -> list[BlockKey] | None:
@@ -152,12 +168,12 @@ class RecordStream:
         """Sums up all parts, which must not change until the last byte was taken. Raises ValueError for a part of a wrong size."""
         self.num_bytes = 0
         sources: list[memoryview] = []
-        for keys, part in records:
+        for keys, part, owner in records:
             parts = [part(block, layer) for layer in range(shape.num_layers) for block in range(len(keys))]
             wrong = next((view for view in parts if len(view) != shape.layer_bytes), None)
             if wrong is not None:
                 raise ValueError(f"part() gave {len(wrong)} bytes, a layer has {shape.layer_bytes}")
-            prelude = encode_prelude(keys, shape, [checksum(view) for view in _in_breaths(parts)])
+            prelude = encode_prelude(keys, shape, [checksum(view) for view in _in_breaths(parts)], owner)
             num_bytes = len(prelude) + len(parts) * shape.layer_bytes
             padding = _aligned(num_bytes) - num_bytes
             sources += [memoryview(prelude), *parts, memoryview(bytes(padding))]

@@ -139,7 +139,7 @@ def _scan_records(files: Files, fd: int, scan: SegmentScan, shape: BlockShape | 
         if keys is None:
             scan.is_torn = True
             return
-        scan.records.append((RecordPlace(scan.number, offset, head.num_blocks), keys))
+        scan.records.append((RecordPlace(scan.number, offset, head.num_blocks, head.owner), keys))
         offset += head.record_bytes
 
 

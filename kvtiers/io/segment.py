@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from pathlib import Path
 
 from kvtiers.io.files import Files
@@ -22,6 +23,8 @@ class Segment:
         self.path = path
         self.num_bytes = num_bytes
         self.records: list[tuple[RecordPlace, list[BlockKey]]] = []
+        self.live: Counter[int] = Counter()
+        """Blocks for which this is the place to read, by their owner's tag. The log counts."""
         self._num_pins = 0
         self._unpinned = asyncio.Event()
         self._unpinned.set()

@@ -9,7 +9,7 @@ Source: max-min fairness by filling up (Bertsekas and Gallager, Data Networks, Â
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from kvtiers.policy.eviction import GroupFacts
@@ -42,6 +42,25 @@ def floors(held: Mapping[Tenant, int], weights: Mapping[Tenant, float], to_free:
         for tenant, amount in held.items()
         if (kept := min(math.floor(level * weights.get(tenant, 1.0)), amount)) < amount
     }
+
+
+def choose_victim(
+    segments: Sequence[tuple[int, Mapping[Tenant, int]]], givers: Collection[Tenant]
+) -> int | None:
+    """Which segment of a log to write off: the oldest half of which or more may go, else the one of which most may; None without segments.
+
+    segments: (blocks that it has room for, blocks alive in it by tenant), oldest first. givers: who must give; all others' blocks are to be
+    carried forward, and what was overwritten or forgotten may go.
+    """
+    best, best_share = None, -1.0
+    for place, (num_blocks, alive) in enumerate(segments):
+        num_kept = sum(count for tenant, count in alive.items() if tenant not in givers)
+        share = 1 - num_kept / max(num_blocks, 1)
+        if share >= 0.5:
+            return place
+        if share > best_share:
+            best, best_share = place, share
+    return best
 
 
 def fair_level(held: Mapping[Tenant, int], weights: Mapping[Tenant, float], capacity: int) -> float:

@@ -19,10 +19,10 @@ import pytest
 import pytest_asyncio
 
 from kvtiers.errors import StoreBusy, StoreUnusable
-from kvtiers.io.disk_log import GROW_AFTER_S, RETRY_AFTER_S, DiskLog, ReadResult
+from kvtiers.io.disk_log import CLAIM_S, GROW_AFTER_S, RETRY_AFTER_S, DiskLog, ReadResult
 from kvtiers.io.files import AppendFile, Files, Room
 from kvtiers.io.inspect import inspect, prune
-from kvtiers.io.records import SEGMENT_HEADER_BYTES, Record, RecordHead
+from kvtiers.io.records import SEGMENT_HEADER_BYTES, Record, RecordHead, owner_tag
 from kvtiers.keys import BlockKey, BlockShape
 
 SHAPE = BlockShape(num_layers=3, layer_bytes=1300)  # one block is a record of one page
@@ -52,7 +52,7 @@ class Clock:
 
 def record(*names: object) -> Record:
     keys = [key(name) for name in names]
-    return keys, lambda block, layer: content(keys[block], layer)
+    return Record(keys, lambda block, layer: content(keys[block], layer))
 
 
 async def append(log: DiskLog, *names: object) -> bool:
@@ -723,6 +723,73 @@ async def test_a_disk_too_full_for_a_segment_is_tried_again_later(opened: Opener
     opened.clock.now_s += RETRY_AFTER_S
     assert await append(log, "a")
     assert log.stats.bytes == sum(path.stat().st_size for path in opened.segments())
+
+
+# Whose blocks make room.
+
+ADA, BOB = owner_tag("ada"), owner_tag("bob")
+
+
+async def append_of(log: DiskLog, owner: int, *names: object) -> bool:
+    keys, part, _ = record(*names)
+    return await log.append(keys, part, owner)
+
+
+async def test_a_flood_of_one_owner_pushes_out_its_own_blocks_and_no_others(opened: Opener) -> None:
+    log = await opened(capacity_bytes=64 * SINGLE, segment_bytes=8 * SINGLE)
+    for number in range(12):
+        assert await append_of(log, BOB, "bob", number)
+        assert await append_of(log, ADA, f"ada {number}")
+    bobs = ["bob", *range(12)]
+    for number in range(500):
+        assert await append_of(log, ADA, f"flood {number}")
+        assert log.stats.bytes <= log.stats.capacity_bytes
+    assert [name for name in bobs if key(name) not in log] == []
+    assert await bad_of(log, *bobs, *(f"flood {number}" for number in range(490, 500))) == []
+
+
+async def test_who_wrote_what_is_known_after_a_restart(opened: Opener) -> None:
+    log = await opened(capacity_bytes=64 * SINGLE, segment_bytes=8 * SINGLE)
+    for number in range(12):
+        assert await append_of(log, BOB, number)
+    await log.close()
+    log = await opened(capacity_bytes=64 * SINGLE, segment_bytes=8 * SINGLE)
+    for number in range(300):
+        assert await append_of(log, ADA, f"flood {number}")
+    assert await bad_of(log, *range(12)) == []
+
+
+async def test_an_owner_alone_has_the_whole_disk_and_gives_way_to_who_comes(opened: Opener) -> None:
+    log = await opened(capacity_bytes=64 * SINGLE, segment_bytes=8 * SINGLE)
+    for number in range(200):
+        assert await append_of(log, ADA, f"ada {number}")
+    num_alone = log.stats.num_blocks
+    assert num_alone >= 44
+    for number in range(20):
+        assert await append_of(log, BOB, number)
+    assert await bad_of(log, *range(20)) == []
+    assert log.stats.num_blocks >= num_alone - 16
+
+
+async def test_an_owner_of_weight_holds_more(opened: Opener) -> None:
+    log = await opened(capacity_bytes=64 * SINGLE, segment_bytes=8 * SINGLE)
+    log.weights[ADA] = 3.0
+    for number in range(300):
+        assert await append_of(log, ADA, f"ada {number}")
+        assert await append_of(log, BOB, f"bob {number}")
+    num_ada = sum(key(f"ada {number}") in log for number in range(300))
+    num_bob = sum(key(f"bob {number}") in log for number in range(300))
+    assert num_ada > 1.5 * num_bob > 0
+
+
+async def test_an_owner_that_was_not_seen_for_a_day_is_not_spared(opened: Opener) -> None:
+    log = await opened(capacity_bytes=64 * SINGLE, segment_bytes=8 * SINGLE)
+    for number in range(12):
+        assert await append_of(log, BOB, number)
+    opened.clock.now_s += CLAIM_S + 1
+    for number in range(300):
+        assert await append_of(log, ADA, f"flood {number}")
+    assert await bad_of(log, *range(12)) == list(range(12))
 
 
 class SmallDisk(Files):

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -64,8 +65,8 @@ class DiskLogMachine(RuleBasedStateMachine):
         """New for each version, so that old bytes under a key are seen to be old."""
         return hashlib.shake_128(bytes([block]) + self.version.to_bytes(4, "big")).digest(SHAPE.block_bytes)
 
-    @rule(blocks=keys_of_records)
-    def append(self, blocks: list[int]) -> None:
+    @rule(blocks=keys_of_records, owner=st.integers(0, 3))
+    def append(self, blocks: list[int], owner: int = 0) -> None:
         self.version += 1
         datas = [self.content(block) for block in blocks]
         is_new = [KEYS[block] not in self.log for block in blocks]
@@ -78,7 +79,7 @@ class DiskLogMachine(RuleBasedStateMachine):
             start = layer * SHAPE.layer_bytes
             return memoryview(datas[i])[start : start + SHAPE.layer_bytes]
 
-        appended = self.runner.run(self.log.append([KEYS[block] for block in blocks], part))
+        appended = self.runner.run(self.log.append([KEYS[block] for block in blocks], part, owner))
         assert appended
         assert all(KEYS[block] in self.log for block, new in zip(blocks, is_new, strict=True) if new)
 
@@ -147,6 +148,13 @@ class DiskLogMachine(RuleBasedStateMachine):
         assert on_disk <= CAPACITY_BYTES
         assert stats.bytes <= CAPACITY_BYTES
         assert self.is_damaged or on_disk == stats.bytes
+
+    @invariant()
+    def what_each_owner_holds_is_known(self) -> None:
+        log = self.log
+        held = Counter(entry.record.owner for entry in log._index.values())
+        assert held == log._held
+        assert sum((segment.live for segment in log._segments.values()), Counter()) == held
 
     @invariant()
     def nothing_is_there_that_was_never_written(self) -> None:

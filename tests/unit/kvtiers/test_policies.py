@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtiers.policy.eviction import NUM_BANDS, ByValue, GroupFacts, Lru, Victim, first_layer
-from kvtiers.policy.fairness import ABANDONED_S, floors, is_abandoned
+from kvtiers.policy.fairness import ABANDONED_S, choose_victim, floors, is_abandoned
 from kvtiers.policy.rates import HALF_LIFE_S, Rate
 from kvtiers.policy.restore import READ_BYTES, Action, FasterWins, RestoreFacts
 
@@ -145,6 +145,14 @@ def test_a_flood_makes_room_for_itself_and_for_who_comes() -> None:
     assert floors({"flood": 90, "small": 10}, {}, 20) == {"flood": 70}
     assert floors({"flood": 90, "small": 10, "new": 45}, {}, 45) == {"flood": 45}
     assert floors({"flood": 90, "small": 10, "new": 60}, {"flood": 0.5}, 60) == {"flood": 30}
+
+
+def test_the_oldest_segment_goes_of_which_half_may_else_that_of_which_most_may() -> None:
+    mostly_bobs, half, mostly_adas = (8, {"bob": 7, "ada": 1}), (8, {"bob": 4, "ada": 4}), (8, {"ada": 8})
+    assert choose_victim([mostly_bobs, half, mostly_adas], {"ada"}) == 1
+    assert choose_victim([mostly_bobs, (8, {"bob": 5, "ada": 3})], {"ada"}) == 1
+    assert choose_victim([(8, {"bob": 2}), mostly_adas], {"ada"}) == 0  # what is dead may go, too
+    assert choose_victim([], {"ada"}) is None
 
 
 @pytest.mark.parametrize(

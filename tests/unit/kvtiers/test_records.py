@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvtiers.io.records import (
     SEGMENT_HEADER_BYTES,
+    Record,
     RecordHead,
     RecordStream,
     checksum,
@@ -17,6 +18,7 @@ from kvtiers.io.records import (
     decode_sums,
     encode_prelude,
     encode_segment_header,
+    owner_tag,
 )
 from kvtiers.keys import BlockKey, BlockShape
 
@@ -27,8 +29,12 @@ PARTS = [memoryview(bytes([10 * layer + block]) * 10) for layer in range(3) for 
 SUMS = [checksum(part) for part in PARTS]
 
 
-def record(buffer_bytes: int = 1000) -> bytes:
-    stream = RecordStream([(KEYS, lambda block, layer: PARTS[layer * len(KEYS) + block])], SHAPE)
+def part(block: int, layer: int) -> memoryview:
+    return PARTS[layer * len(KEYS) + block]
+
+
+def record(buffer_bytes: int = 1000, owner: int = 0) -> bytes:
+    stream = RecordStream([Record(KEYS, part, owner)], SHAPE)
     buffer = memoryview(bytearray(buffer_bytes))
     data = b""
     while used := stream.fill(buffer):
@@ -48,6 +54,13 @@ def test_a_record_comes_back_as_it_was_written() -> None:
         for block in range(2):
             start = head.part_offset(layer, block)
             assert data[start : start + 10] == PARTS[layer * 2 + block]
+
+
+def test_a_record_says_whose_it_is() -> None:
+    owner = owner_tag("k_0123456789abcdef")
+    head = decode_head(record(owner=owner))
+    assert head == RecordHead(2, SHAPE, owner)
+    assert owner_tag("") == 0 < owner < 1 << 32
 
 
 @given(st.integers(1, 300))
