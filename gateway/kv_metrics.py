@@ -40,7 +40,7 @@ _COUNTERS = (
     ("overture_kv_trimmed", "Blocks that lost their last layers to make room", {"host": "num_trimmed"}),
     (
         "overture_kv_dropped_saves",
-        "Finished blocks that were not kept: host memory in use, or the disk too slow",
+        "Finished blocks that were not kept: host memory in use, or the disk too slow, full or failing",
         {"host": "num_dropped_saves", "disk": "num_skipped_writes"},
     ),
     ("overture_kv_corrupt", "Blocks whose checksum was wrong, served as misses", {"disk": "num_corrupt"}),
