@@ -13,7 +13,6 @@ are always passed in. Every method raises GatewayError: ``overloaded`` when the 
 ``draining`` after ``close``, ``internal`` when the file went bad under a running server.
 """
 
-from gateway.sessions.database import SCHEMA_VERSION
 from gateway.sessions.records import (
     BeginResult,
     Outlook,
@@ -25,6 +24,7 @@ from gateway.sessions.records import (
     TurnStatus,
     messages_of,
 )
+from gateway.sessions.schema import SCHEMA_VERSION
 from gateway.sessions.store import SessionStore
 from gateway.sessions.text import checked_id, clean_text, title_from
 from gateway.sessions.transactions import RESTORE_WINDOW_S

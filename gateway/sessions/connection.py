@@ -17,6 +17,15 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+class Database(sqlite3.Connection):
+    """A connection to the session file, and what the transactions on it go by.
+
+    is_indexing: whether this process keeps the search index.
+    """
+
+    is_indexing = False
+
+
 class Connection(aiosqlite.Connection):
     """One SQLite connection with its thread, on which each call of ``transact`` is one transaction."""
 

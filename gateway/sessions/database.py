@@ -1,80 +1,24 @@
-"""The file: its schema and search index, and opening it safely."""
+"""The file: opening it safely, and bringing it up to date."""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sqlite3
 from pathlib import Path
 from typing import Final
 
 from gateway.errors import StartupError
-from gateway.sessions.connection import transaction
+from gateway.sessions import search
+from gateway.sessions.connection import Database, transaction
+from gateway.sessions.schema import SCHEMA_VERSION, drop_old_search, migrate, version_of
+
+logger = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_S: Final = (
     5.0  # How long a transaction waits for another program (a backup, say) that holds the file.
 )
-
-# Turns keep their order by `seq`. At most one runs in a session: begin_turn looks, the index makes sure.
-_SCHEMA_1 = (
-    """CREATE TABLE sessions (
-        row INTEGER PRIMARY KEY,
-        owner TEXT NOT NULL,
-        id TEXT NOT NULL,
-        title TEXT,
-        adapter TEXT,
-        created_at REAL NOT NULL,
-        updated_at REAL NOT NULL,
-        deleted_at REAL,
-        UNIQUE (owner, id)
-    )""",
-    "CREATE INDEX sessions_by_time ON sessions (owner, updated_at, id) WHERE deleted_at IS NULL",
-    "CREATE INDEX sessions_deleted ON sessions (deleted_at) WHERE deleted_at IS NOT NULL",
-    """CREATE TABLE turns (
-        seq INTEGER PRIMARY KEY,
-        session INTEGER NOT NULL REFERENCES sessions (row) ON DELETE CASCADE,
-        id TEXT NOT NULL,
-        content TEXT NOT NULL,
-        answer TEXT NOT NULL DEFAULT '',
-        status TEXT NOT NULL CHECK (status IN ('running', 'done', 'stopped', 'failed')),
-        adapter TEXT,
-        finish_reason TEXT,
-        usage TEXT,
-        timings TEXT,
-        created_at REAL NOT NULL,
-        response_id TEXT,
-        token_ids BLOB,
-        UNIQUE (session, id)
-    )""",
-    "CREATE UNIQUE INDEX turns_running ON turns (session) WHERE status = 'running'",
-    "CREATE INDEX turns_by_id ON turns (id)",
-    "CREATE INDEX turns_by_response ON turns (response_id) WHERE response_id IS NOT NULL",
-)
-_MIGRATIONS: Final = (_SCHEMA_1,)
-SCHEMA_VERSION: Final = len(_MIGRATIONS)
-
-# The index holds no text of its own (`content=`). A turn enters it when it is over: indexing a 4 kB text takes 3 ms and a 1 MB text
-# 340 ms (measured, 2 cores), too long to stand between a message and its first token, and long enough to do it once only.
-_SEARCH_TABLES = (
-    "CREATE VIRTUAL TABLE IF NOT EXISTS turn_texts USING fts5(content, answer, content='turns', content_rowid='seq', tokenize='trigram')",
-    "CREATE VIRTUAL TABLE IF NOT EXISTS session_titles USING fts5(title, content='sessions', content_rowid='row', tokenize='trigram')",
-)
-_ADD_TEXT = """INSERT INTO turn_texts (rowid, content, answer)
-    SELECT new.seq, new.content, new.answer WHERE new.status <> 'running';"""
-_DROP_TEXT = """INSERT INTO turn_texts (turn_texts, rowid, content, answer)
-    SELECT 'delete', old.seq, old.content, old.answer WHERE old.status <> 'running';"""
-_ADD_TITLE = "INSERT INTO session_titles (rowid, title) VALUES (new.row, new.title);"
-_DROP_TITLE = (
-    "INSERT INTO session_titles (session_titles, rowid, title) VALUES ('delete', old.row, old.title);"
-)
-_SEARCH_TRIGGERS = {
-    "turn_texts_insert": f"AFTER INSERT ON turns BEGIN {_ADD_TEXT} END",
-    "turn_texts_update": f"AFTER UPDATE OF content, answer, status ON turns BEGIN {_DROP_TEXT} {_ADD_TEXT} END",
-    "turn_texts_delete": f"AFTER DELETE ON turns BEGIN {_DROP_TEXT} END",
-    "session_titles_insert": f"AFTER INSERT ON sessions BEGIN {_ADD_TITLE} END",
-    "session_titles_update": f"AFTER UPDATE OF title ON sessions BEGIN {_DROP_TITLE} {_ADD_TITLE} END",
-    "session_titles_delete": f"AFTER DELETE ON sessions BEGIN {_DROP_TITLE} END",
-}
 
 
 def lock(file: Path) -> int:
@@ -109,14 +53,14 @@ def unusable(file: Path, error: sqlite3.Error) -> StartupError:
     return StartupError(f"The session database {file} cannot be opened: {error}.")
 
 
-def _connect(file: Path) -> sqlite3.Connection:
+def _connect(file: Path) -> Database:
     # isolation_level=None: we say BEGIN and COMMIT ourselves.
-    conn = sqlite3.connect(file, isolation_level=None, timeout=BUSY_TIMEOUT_S)
+    conn = sqlite3.connect(file, isolation_level=None, timeout=BUSY_TIMEOUT_S, factory=Database)
     conn.execute("PRAGMA foreign_keys = ON")
     return conn
 
 
-def open_writer(file: Path, full_text: bool) -> sqlite3.Connection:
+def open_writer(file: Path, full_text: bool) -> Database:
     """Make or check the file and bring it up to date. Raises StartupError or sqlite3.Error."""
     # Conversations are private. SQLite gives its log files the mode of the database file, so that is made first.
     try:
@@ -128,7 +72,7 @@ def open_writer(file: Path, full_text: bool) -> sqlite3.Connection:
         _check_file(conn, file)
         conn.execute("PRAGMA journal_mode = WAL")
         conn.execute("PRAGMA synchronous = FULL")
-        transaction(conn, "BEGIN IMMEDIATE", _prepare, (full_text,))
+        _prepare(conn, full_text)
     except BaseException:
         conn.close()
         raise
@@ -144,7 +88,7 @@ def open_reader(file: Path) -> sqlite3.Connection:
 
 def _check_file(conn: sqlite3.Connection, file: Path) -> None:
     """Refuse, before anything is written to it, a file that is not a sound database of ours of a version that we know."""
-    version = conn.execute("PRAGMA user_version").fetchone()[0]
+    version = version_of(conn)
     if version > SCHEMA_VERSION:
         raise StartupError(
             f"The session database {file} was written by a newer version of Overture (schema {version}; this one knows up to "
@@ -160,49 +104,37 @@ def _check_file(conn: sqlite3.Connection, file: Path) -> None:
         raise error
 
 
-def _migrate(conn: sqlite3.Connection) -> None:
-    version = conn.execute("PRAGMA user_version").fetchone()[0]
-    for statements in _MIGRATIONS[version:]:
-        for statement in statements:
-            conn.execute(statement)
-    conn.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+def _prepare(conn: Database, full_text: bool) -> None:
+    """Bring the tables up to date, declare dead what was running when the last process died, and set the search index right.
+
+    A process that dies on the way leaves whole steps behind, and the next one goes on from there.
+    """
+    transaction(conn, "BEGIN IMMEDIATE", migrate, ())
+    conn.is_indexing = full_text and search.can_index(conn)
+    transaction(conn, "BEGIN IMMEDIATE", _settle, ())
+    if conn.is_indexing:
+        _index(conn)
 
 
-def _prepare(conn: sqlite3.Connection, full_text: bool) -> None:
-    """Bring the schema up to date, declare dead what was running when the last process died, and set the search index right."""
-    _migrate(conn)
-    can_index = full_text and _has_trigrams(conn)
-    if not can_index:
-        # Only the triggers: without the FTS5 module its tables cannot even be dropped.
-        for name in _SEARCH_TRIGGERS:
-            conn.execute(f"DROP TRIGGER IF EXISTS {name}")
+def _settle(conn: Database) -> None:
+    """Declare dead what was running. Its questions are over now, and so enter the index."""
+    if not conn.is_indexing:
+        search.forget_all(conn)
+    running = conn.execute(
+        """SELECT t.seq, o.row, o.is_indexed FROM turns t JOIN sessions s ON s.row = t.session JOIN owners o ON o.name = s.owner
+           WHERE t.status = 'running'"""
+    ).fetchall()
     conn.execute("UPDATE turns SET status = 'failed' WHERE status = 'running'")
-    if can_index and not has_index(conn):
-        _build_index(conn)
+    for seq, owner, is_indexed in running:
+        search.add_turns(conn, search.Owner(owner, bool(is_indexed)), "seq = ?", (seq,))
 
 
-def _build_index(conn: sqlite3.Connection) -> None:
-    """Index all that is stored, and from now on what will be. No turn may be running: those are not in the index."""
-    for statement in _SEARCH_TABLES:
-        conn.execute(statement)
-    for table in ("turn_texts", "session_titles"):
-        conn.execute(f"INSERT INTO {table} ({table}) VALUES ('rebuild')")
-    for name, body in _SEARCH_TRIGGERS.items():
-        conn.execute(f"CREATE TRIGGER {name} {body}")
-
-
-def _has_trigrams(conn: sqlite3.Connection) -> bool:
+def _index(conn: Database) -> None:
+    """Build what the index lacks. A search can do without it, so a disk that has no room for it keeps nobody from starting."""
     try:
-        conn.execute("CREATE VIRTUAL TABLE temp.probe USING fts5(text, tokenize='trigram')")
-    except sqlite3.OperationalError:
-        return False
-    conn.execute("DROP TABLE temp.probe")
-    return True
-
-
-def has_index(conn: sqlite3.Connection) -> bool:
-    """Whether a search may ask the index."""
-    found = conn.execute(
-        "SELECT count(*) FROM sqlite_master WHERE type = 'trigger' AND name = 'turn_texts_insert'"
-    ).fetchone()
-    return bool(found[0])
+        transaction(conn, "BEGIN IMMEDIATE", drop_old_search, ())
+        search.build_missing(conn)
+    except sqlite3.OperationalError as error:
+        logger.warning(
+            "the search index could not be brought up to date, so searches read every text: %s", error
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from typing import Any, Final, NamedTuple
 
@@ -10,7 +9,8 @@ import msgspec
 from msgspec import UnsetType
 
 from gateway.errors import GatewayError
-from gateway.sessions.database import has_index
+from gateway.sessions import search
+from gateway.sessions.connection import Database
 from gateway.sessions.records import (
     BeginResult,
     End,
@@ -26,7 +26,6 @@ from gateway.sessions.text import clean, clean_text, encode_cursor, is_id, title
 from gateway.sessions.token_ids import MAX_SEQ, store_token_ids, token_ids_before
 
 RESTORE_WINDOW_S: Final = 30.0  # docs/protocol.md, DELETE /api/sessions/{id}.
-TRIGRAM_CHARS: Final = 3  # The trigram index finds nothing shorter.
 
 
 class _Row(NamedTuple):
@@ -38,6 +37,7 @@ class _Row(NamedTuple):
     adapter: str | None
     created_at: float
     updated_at: float
+    owner: search.Owner
 
 
 _TURN_COLUMNS = "id, content, answer, status, adapter, finish_reason, usage, timings, created_at"
@@ -83,9 +83,13 @@ def _find(conn: sqlite3.Connection, owner: str, session_id: str) -> _Row | None:
     # No session has an id that we would not have let in; and SQLite would choke on some of them.
     if not is_id(session_id):
         return None
-    sql = "SELECT row, id, title, adapter, created_at, updated_at FROM sessions WHERE owner = ? AND id = ? AND deleted_at IS NULL"
+    sql = """SELECT s.row, s.id, s.title, s.adapter, s.created_at, s.updated_at, o.row, o.is_indexed FROM sessions s
+        JOIN owners o ON o.name = s.owner WHERE s.owner = ? AND s.id = ? AND s.deleted_at IS NULL"""
     columns = conn.execute(sql, (owner, session_id)).fetchone()
-    return None if columns is None else _Row(*columns)
+    if columns is None:
+        return None
+    *own, keeper, is_indexed = columns
+    return _Row(*own, owner=search.Owner(keeper, bool(is_indexed)))
 
 
 def _live(conn: sqlite3.Connection, owner: str, session_id: str) -> _Row:
@@ -119,7 +123,7 @@ def _known(conn: sqlite3.Connection, row: int, turn_id: str, content: str) -> Tu
 
 
 def create(
-    conn: sqlite3.Connection,
+    conn: Database,
     owner: str,
     session_id: str,
     title: str | None,
@@ -134,8 +138,11 @@ def create(
             return _session(conn, _live(conn, owner, session_id))
         advice = "was deleted a moment ago: restore it, or wait 30 s" if taken[0] else "exists already"
         raise GatewayError("conflict", f"A session of this id {advice}.", param="session_id")
+    keeper = search.make_owner(conn, owner)
     sql = "INSERT INTO sessions (owner, id, title, adapter, created_at, updated_at) VALUES (?, ?, ?, ?, ?, ?)"
-    conn.execute(sql, (owner, session_id, title, adapter, now, now))
+    row = conn.execute(sql, (owner, session_id, title, adapter, now, now)).lastrowid
+    assert row is not None
+    search.add_title(conn, keeper, row, title)
     return Session(
         id=SessionId(session_id), title=title, adapter=adapter, created_at=now, updated_at=now, turns=[]
     )
@@ -147,10 +154,6 @@ def get(conn: sqlite3.Connection, owner: str, session_id: str) -> Session:
 
 _SUMMARY = """SELECT s.id, s.title, s.adapter, s.created_at, s.updated_at, (SELECT count(*) FROM turns t WHERE t.session = s.row)
     FROM sessions s WHERE s.owner = ? AND s.deleted_at IS NULL"""
-_BY_INDEX = """ AND (s.row IN (SELECT rowid FROM session_titles WHERE session_titles MATCH ?)
-    OR s.row IN (SELECT session FROM turns WHERE seq IN (SELECT rowid FROM turn_texts WHERE turn_texts MATCH ?)))"""
-_BY_READING = r""" AND (s.title LIKE ? ESCAPE '\' OR EXISTS (SELECT 1 FROM turns t WHERE t.session = s.row AND t.status <> 'running'
-    AND (t.content LIKE ? ESCAPE '\' OR t.answer LIKE ? ESCAPE '\')))"""
 
 
 def _summary(columns: tuple[Any, ...]) -> SessionSummary:
@@ -170,8 +173,11 @@ def list_sessions(
 ) -> tuple[list[SessionSummary], str | None]:
     sql = _SUMMARY
     args: list[Any] = [owner]
+    keeper = search.find_owner(conn, owner)
+    if keeper is None:
+        return [], None
     if q:
-        condition, values = _search(conn, q)
+        condition, values = search.condition(keeper, q)
         sql, args = sql + condition, args + values
     if cursor is not None:
         sql, args = sql + " AND (s.updated_at, s.id) < (?, ?)", [*args, *cursor]
@@ -179,13 +185,6 @@ def list_sessions(
     rows = conn.execute(sql + " ORDER BY s.updated_at DESC, s.id DESC LIMIT ?", [*args, limit + 1]).fetchall()
     page = [_summary(columns) for columns in rows[:limit]]
     return page, encode_cursor(page[-1].updated_at, page[-1].id) if len(rows) > limit else None
-
-
-def _search(conn: sqlite3.Connection, q: str) -> tuple[str, list[str]]:
-    """The condition that finds `q`, and its arguments. The text is quoted for both query languages, so none of it is an operator."""
-    if len(q) >= TRIGRAM_CHARS and has_index(conn):
-        return _BY_INDEX, ['"' + q.replace('"', '""') + '"'] * 2
-    return _BY_READING, ["%" + re.sub(r"([\\%_])", r"\\\1", q) + "%"] * 3
 
 
 def patch(
@@ -198,10 +197,16 @@ def patch(
     row = _live(conn, owner, session_id)
     new_title = row.title if isinstance(title, UnsetType) else title
     new_adapter = row.adapter if isinstance(adapter, UnsetType) else adapter
-    conn.execute(
-        "UPDATE sessions SET title = ?, adapter = ? WHERE row = ?", (new_title, new_adapter, row.row)
-    )
+    conn.execute("UPDATE sessions SET adapter = ? WHERE row = ?", (new_adapter, row.row))
+    _set_title(conn, row, new_title)
     return _summary(conn.execute(_SUMMARY + " AND s.id = ?", (owner, session_id)).fetchone())
+
+
+def _set_title(conn: sqlite3.Connection, row: _Row, title: str | None) -> None:
+    if title != row.title:
+        search.drop_title(conn, row.owner, row.row, row.title)
+        conn.execute("UPDATE sessions SET title = ? WHERE row = ?", (title, row.row))
+        search.add_title(conn, row.owner, row.row, title)
 
 
 def delete(conn: sqlite3.Connection, owner: str, session_id: str, now: float) -> None:
@@ -218,7 +223,20 @@ def restore(conn: sqlite3.Connection, owner: str, session_id: str, now: float) -
 
 
 def purge(conn: sqlite3.Connection, now: float) -> int:
-    return conn.execute("DELETE FROM sessions WHERE deleted_at < ?", (now - RESTORE_WINDOW_S,)).rowcount
+    sql = """SELECT s.row, s.title, o.row, o.is_indexed FROM sessions s JOIN owners o ON o.name = s.owner
+        WHERE s.deleted_at IS NOT NULL AND s.deleted_at < ?"""
+    gone = conn.execute(sql, (now - RESTORE_WINDOW_S,)).fetchall()
+    for row, title, owner, is_indexed in gone:
+        _erase(conn, search.Owner(owner, bool(is_indexed)), row, title)
+    return len(gone)
+
+
+def _erase(conn: sqlite3.Connection, owner: search.Owner, row: int, title: str | None) -> None:
+    """Remove a session. Its turns go first, for what follows them (names, index) is found through it."""
+    search.drop_turns(conn, owner, "session = ?", (row,))
+    search.drop_title(conn, owner, row, title)
+    conn.execute("DELETE FROM turns WHERE session = ?", (row,))
+    conn.execute("DELETE FROM sessions WHERE row = ?", (row,))
 
 
 def begin(conn: sqlite3.Connection, owner: str, session_id: str, message: Message) -> BeginResult:
@@ -228,12 +246,11 @@ def begin(conn: sqlite3.Connection, owner: str, session_id: str, message: Messag
     if known is not None and known.status != "failed":
         return BeginResult(turn=known, outcome="existing", title=row.title, history=[], replaced=[])
     _refuse_second(conn, row.row)
-    replaced = _drop_later(conn, row.row, message)
+    replaced = _drop_later(conn, row, message)
     adapter = row.adapter if isinstance(message.adapter, UnsetType) else clean(message.adapter)
-    seq = _set_running(conn, row.row, message, content, adapter)
+    seq = _set_running(conn, row, message, content, adapter)
     title = row.title or title_from(content)
-    sql = "UPDATE sessions SET title = ?, adapter = ?, updated_at = max(updated_at, ?) WHERE row = ?"
-    conn.execute(sql, (title, adapter, message.now, row.row))
+    _touch(conn, row, title, adapter, message.now)
     return BeginResult(
         turn=_turn(conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone()),
         outcome="new" if known is None else "retried",
@@ -244,6 +261,13 @@ def begin(conn: sqlite3.Connection, owner: str, session_id: str, message: Messag
     )
 
 
+def _touch(conn: sqlite3.Connection, row: _Row, title: str | None, adapter: str | None, now: float) -> None:
+    """What a new turn changes in its session."""
+    sql = "UPDATE sessions SET adapter = ?, updated_at = max(updated_at, ?) WHERE row = ?"
+    conn.execute(sql, (adapter, now, row.row))
+    _set_title(conn, row, title)
+
+
 def _refuse_second(conn: sqlite3.Connection, row: int) -> None:
     if conn.execute("SELECT 1 FROM turns WHERE session = ? AND status = 'running'", (row,)).fetchone():
         raise GatewayError(
@@ -251,7 +275,7 @@ def _refuse_second(conn: sqlite3.Connection, row: int) -> None:
         )
 
 
-def _drop_later(conn: sqlite3.Connection, row: int, message: Message) -> list[TurnId]:
+def _drop_later(conn: sqlite3.Connection, row: _Row, message: Message) -> list[TurnId]:
     """Delete what an edit replaces; returns the ids of the turns that are gone.
 
     A turn that failed and is asked again with an `after` goes too: it is about to stand at the end, right behind `after`.
@@ -260,24 +284,26 @@ def _drop_later(conn: sqlite3.Connection, row: int, message: Message) -> list[Tu
         return []
     if message.after == message.id:
         raise GatewayError("bad_request", "A turn cannot come after itself.", param="after")
-    last = -1 if message.after is None else _place(conn, row, message.after, "after")
-    gone = "FROM turns WHERE session = ? AND (seq > ? OR id = ?)"
-    ids = [found[0] for found in conn.execute(f"SELECT id {gone} ORDER BY seq", (row, last, message.id))]
-    conn.execute(f"DELETE {gone}", (row, last, message.id))
+    last = -1 if message.after is None else _place(conn, row.row, message.after, "after")
+    gone, args = "session = ? AND (seq > ? OR id = ?)", (row.row, last, message.id)
+    ids = [found[0] for found in conn.execute(f"SELECT id FROM turns WHERE {gone} ORDER BY seq", args)]
+    search.drop_turns(conn, row.owner, gone, args)
+    conn.execute(f"DELETE FROM turns WHERE {gone}", args)
     return [turn_id for turn_id in ids if turn_id != message.id]
 
 
 def _set_running(
-    conn: sqlite3.Connection, row: int, message: Message, content: str, adapter: str | None
+    conn: sqlite3.Connection, row: _Row, message: Message, content: str, adapter: str | None
 ) -> int:
     """Add the turn, or wipe the failed one that stands there; returns its `seq`."""
+    search.drop_turns(conn, row.owner, "session = ? AND id = ?", (row.row, message.id))
     conn.execute(
         """INSERT INTO turns (session, id, content, status, adapter, created_at) VALUES (?, ?, ?, 'running', ?, ?)
            ON CONFLICT (session, id) DO UPDATE SET status = 'running', adapter = excluded.adapter, answer = '', finish_reason = NULL,
            usage = NULL, timings = NULL, token_ids = NULL""",
-        (row, message.id, content, adapter, message.now),
+        (row.row, message.id, content, adapter, message.now),
     )
-    return _place(conn, row, message.id, "id")
+    return _place(conn, row.row, message.id, "id")
 
 
 def finish(
@@ -289,14 +315,14 @@ def finish(
     token_ids: bytes,
     now: float,
 ) -> Turn | None:
-    sql = """SELECT t.seq, t.status, s.row, s.deleted_at IS NOT NULL FROM turns t JOIN sessions s ON s.row = t.session
-        WHERE s.owner = ? AND s.id = ? AND t.id = ?"""
+    sql = """SELECT t.seq, t.status, s.row, s.deleted_at IS NOT NULL, o.row, o.is_indexed FROM turns t JOIN sessions s ON s.row = t.session
+        JOIN owners o ON o.name = s.owner WHERE s.owner = ? AND s.id = ? AND t.id = ?"""
     found = None
     if is_id(session_id) and is_id(turn_id):
         found = conn.execute(sql, (owner, session_id, turn_id)).fetchone()
     if found is None:
         return None
-    seq, status, row, is_deleted = found
+    seq, status, row, is_deleted, keeper, is_indexed = found
     if status == "running":
         # Also in a deleted session: after `restore` a turn must not be left running that nobody runs.
         sql = (
@@ -305,6 +331,7 @@ def finish(
         conn.execute(sql, (*end._replace(answer=clean_text(end.answer)), seq))
         if token_ids and end.status != "failed":
             store_token_ids(conn, row, seq, token_ids)
+        search.add_turns(conn, search.Owner(keeper, bool(is_indexed)), "seq = ?", (seq,))
         conn.execute("UPDATE sessions SET updated_at = max(updated_at, ?) WHERE row = ?", (now, row))
     if is_deleted:
         return None
@@ -332,22 +359,24 @@ def record(
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
         (row.row, message.id, content, message.adapter, message.now, response_id, *clean_end),
     )
-    sql = "UPDATE sessions SET title = ?, adapter = ?, updated_at = max(updated_at, ?) WHERE row = ?"
-    conn.execute(sql, (row.title or title_from(content), message.adapter, message.now, row.row))
+    search.add_turns(conn, row.owner, "session = ? AND id = ?", (row.row, message.id))
+    adapter = row.adapter if isinstance(message.adapter, UnsetType) else message.adapter
+    _touch(conn, row, row.title or title_from(content), adapter, message.now)
     return _known(conn, row.row, message.id, content)
 
 
+_FIND_NAME = """SELECT s.id, t.id FROM turn_names n JOIN turns t ON t.seq = n.seq JOIN sessions s ON s.row = t.session
+    WHERE n.owner = (SELECT row FROM owners WHERE name = ?) AND n.is_response = ? AND n.name = ? AND s.deleted_at IS NULL
+    ORDER BY n.seq DESC LIMIT 1"""
+
+
 def find_response(conn: sqlite3.Connection, owner: str, response_id: str) -> tuple[SessionId, TurnId] | None:
-    sql = """SELECT s.id, t.id FROM turns t JOIN sessions s ON s.row = t.session
-        WHERE t.response_id = ? AND s.owner = ? AND s.deleted_at IS NULL ORDER BY t.seq DESC LIMIT 1"""
-    found = conn.execute(sql, (clean(response_id), owner)).fetchone()
+    found = conn.execute(_FIND_NAME, (owner, 1, clean(response_id))).fetchone()
     return None if found is None else (found[0], found[1])
 
 
 def find_turn(conn: sqlite3.Connection, owner: str, turn_id: str) -> SessionId | None:
-    sql = """SELECT s.id FROM turns t JOIN sessions s ON s.row = t.session
-        WHERE t.id = ? AND s.owner = ? AND s.deleted_at IS NULL ORDER BY t.seq DESC LIMIT 1"""
-    found = conn.execute(sql, (clean(turn_id), owner)).fetchone()
+    found = conn.execute(_FIND_NAME, (owner, 0, clean(turn_id))).fetchone()
     return None if found is None else SessionId(found[0])
 
 

@@ -113,7 +113,11 @@ async def test_killed_again_and_again(tmp_path: Path) -> None:
     assert num_failed > 0
     conn = sqlite3.connect(path)
     assert conn.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    conn.execute("INSERT INTO turn_texts (turn_texts, rank) VALUES ('integrity-check', 1)")
+    conn.execute("INSERT INTO search_1 (search_1) VALUES ('integrity-check')")
+    found = conn.execute(
+        "SELECT rowid / 2 FROM search_1 WHERE search_1 MATCH 'content: ask' ORDER BY 1"
+    ).fetchall()
+    assert found == conn.execute("SELECT seq FROM turns ORDER BY 1").fetchall()
     conn.close()
 
 

@@ -776,11 +776,39 @@ async def test_the_index_comes_and_goes(path: Path) -> None:
 
 
 def check_index(path: Path) -> None:
-    """FTS5's own check: the index holds exactly the texts of the tables. Only when no turn is running: those are left out of it."""
-    conn = sqlite3.connect(path)
-    for table in ("turn_texts", "session_titles"):
-        conn.execute(f"INSERT INTO {table} ({table}, rank) VALUES ('integrity-check', 1)")
-    conn.close()
+    """Each owner's index holds exactly the texts of its titles and of its turns that are over, place by place."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as conn:
+        owners = conn.execute("SELECT row, name, is_indexed FROM owners").fetchall()
+        for row, name, is_indexed in owners:
+            assert is_indexed
+            conn.execute(f"INSERT INTO search_{row} (search_{row}) VALUES ('integrity-check')")
+            assert places_in_index(conn, f"search_{row}") == places_in_texts(conn, name)
+
+
+def places_in_index(conn: sqlite3.Connection, table: str) -> list[Any]:
+    """Every trigram of an index with its document, column and place."""
+    schema = "temp" if table == "expected" else "main"
+    conn.execute(f"CREATE VIRTUAL TABLE temp.places USING fts5vocab({schema}, {table}, instance)")
+    places = conn.execute("SELECT * FROM places ORDER BY term, doc, col, offset").fetchall()
+    conn.execute("DROP TABLE places")
+    return places
+
+
+def places_in_texts(conn: sqlite3.Connection, owner: str) -> list[Any]:
+    """What `places_in_index` must be, from an index that is made of the tables now."""
+    conn.execute("CREATE VIRTUAL TABLE temp.expected USING fts5(title, content, answer, tokenize='trigram')")
+    conn.execute(
+        "INSERT INTO temp.expected (rowid, title) SELECT row * 2 + 1, title FROM sessions WHERE owner = ?",
+        (owner,),
+    )
+    conn.execute(
+        """INSERT INTO temp.expected (rowid, content, answer) SELECT t.seq * 2, content, answer
+           FROM turns t JOIN sessions s ON s.row = t.session WHERE s.owner = ? AND t.status <> 'running'""",
+        (owner,),
+    )
+    places = places_in_index(conn, "expected")
+    conn.execute("DROP TABLE temp.expected")
+    return places
 
 
 # --- the file ------------------------------------------------------------------------------------------------------------------------

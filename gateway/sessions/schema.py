@@ -1,0 +1,134 @@
+"""The tables of the session file, and how a file of an older version becomes one of this."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Final
+
+# What a session and a turn count beside their text, chosen a little above what their rows, index entries and figures take, so that many
+# small ones are no way around a quota.
+SESSION_BYTES: Final = 1024
+TURN_BYTES: Final = 512
+
+# Turns keep their order by `seq`. At most one runs in a session: begin_turn looks, the index makes sure.
+_SCHEMA_1 = (
+    """CREATE TABLE sessions (
+        row INTEGER PRIMARY KEY,
+        owner TEXT NOT NULL,
+        id TEXT NOT NULL,
+        title TEXT,
+        adapter TEXT,
+        created_at REAL NOT NULL,
+        updated_at REAL NOT NULL,
+        deleted_at REAL,
+        UNIQUE (owner, id)
+    )""",
+    "CREATE INDEX sessions_by_time ON sessions (owner, updated_at, id) WHERE deleted_at IS NULL",
+    "CREATE INDEX sessions_deleted ON sessions (deleted_at) WHERE deleted_at IS NOT NULL",
+    """CREATE TABLE turns (
+        seq INTEGER PRIMARY KEY,
+        session INTEGER NOT NULL REFERENCES sessions (row) ON DELETE CASCADE,
+        id TEXT NOT NULL,
+        content TEXT NOT NULL,
+        answer TEXT NOT NULL DEFAULT '',
+        status TEXT NOT NULL CHECK (status IN ('running', 'done', 'stopped', 'failed')),
+        adapter TEXT,
+        finish_reason TEXT,
+        usage TEXT,
+        timings TEXT,
+        created_at REAL NOT NULL,
+        response_id TEXT,
+        token_ids BLOB,
+        UNIQUE (session, id)
+    )""",
+    "CREATE UNIQUE INDEX turns_running ON turns (session) WHERE status = 'running'",
+    "CREATE INDEX turns_by_id ON turns (id)",
+    "CREATE INDEX turns_by_response ON turns (response_id) WHERE response_id IS NOT NULL",
+)
+
+# Version 2: whatever is looked up is looked up within one owner, so that no time tells what another one has; and each owner's bytes are
+# counted. octet_length() would be SQLite 3.43, so a text's bytes are those of its BLOB.
+_SIZE = f"length(CAST({{0}}.content AS BLOB)) + length(CAST({{0}}.answer AS BLOB)) + ifnull(length({{0}}.token_ids), 0) + {TURN_BYTES}"
+_ADD_TO_SESSION = "UPDATE sessions SET num_bytes = num_bytes + {} WHERE row = {}.session;"
+_ADD_TO_OWNER = "UPDATE owners SET num_bytes = num_bytes + {} WHERE name = {}.owner;"
+_ADD_NAMES = """INSERT INTO turn_names (owner, is_response, name, seq)
+    SELECT o.row, 0, new.id, new.seq FROM sessions s JOIN owners o ON o.name = s.owner WHERE s.row = new.session
+    UNION ALL SELECT o.row, 1, new.response_id, new.seq FROM sessions s JOIN owners o ON o.name = s.owner
+    WHERE s.row = new.session AND new.response_id IS NOT NULL;"""
+_DROP_NAMES = """DELETE FROM turn_names WHERE owner = (SELECT o.row FROM sessions s JOIN owners o ON o.name = s.owner WHERE s.row = old.session)
+    AND seq = old.seq AND (is_response, name) IN (VALUES (0, old.id), (1, old.response_id));"""
+_SCHEMA_2 = (
+    # is_indexed: whether the table search_<row> holds all of the owner's texts (gateway/sessions/search.py).
+    """CREATE TABLE owners (
+        row INTEGER PRIMARY KEY,
+        name TEXT NOT NULL UNIQUE,
+        num_bytes INTEGER NOT NULL DEFAULT 0,
+        is_indexed INTEGER NOT NULL DEFAULT 0
+    )""",
+    "INSERT INTO owners (name) SELECT DISTINCT owner FROM sessions",
+    """CREATE TABLE turn_names (
+        owner INTEGER NOT NULL,
+        is_response INTEGER NOT NULL,
+        name TEXT NOT NULL,
+        seq INTEGER NOT NULL,
+        PRIMARY KEY (owner, is_response, name, seq)
+    ) WITHOUT ROWID""",
+    """INSERT INTO turn_names SELECT o.row, 0, t.id, t.seq
+        FROM turns t JOIN sessions s ON s.row = t.session JOIN owners o ON o.name = s.owner ORDER BY 1, 3, 4""",
+    """INSERT INTO turn_names SELECT o.row, 1, t.response_id, t.seq FROM turns t JOIN sessions s ON s.row = t.session
+        JOIN owners o ON o.name = s.owner WHERE t.response_id IS NOT NULL ORDER BY 1, 3, 4""",
+    "DROP INDEX turns_by_id",
+    "DROP INDEX turns_by_response",
+    "DROP INDEX sessions_deleted",
+    "CREATE INDEX sessions_deleted ON sessions (owner, deleted_at) WHERE deleted_at IS NOT NULL",
+    f"ALTER TABLE sessions ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT {SESSION_BYTES}",
+    f"""UPDATE sessions SET num_bytes = sessions.num_bytes + sizes.turns_bytes
+        FROM (SELECT t.session, sum({_SIZE.format("t")}) AS turns_bytes FROM turns t GROUP BY t.session) AS sizes
+        WHERE sizes.session = sessions.row""",
+    "UPDATE owners SET num_bytes = ifnull((SELECT sum(s.num_bytes) FROM sessions s WHERE s.owner = owners.name), 0)",
+    f"""CREATE TRIGGER turns_insert AFTER INSERT ON turns
+        BEGIN {_ADD_TO_SESSION.format(_SIZE.format("new"), "new")} {_ADD_NAMES} END""",
+    f"""CREATE TRIGGER turns_answer AFTER UPDATE OF answer ON turns BEGIN
+        {_ADD_TO_SESSION.format("length(CAST(new.answer AS BLOB)) - length(CAST(old.answer AS BLOB))", "new")} END""",
+    f"""CREATE TRIGGER turns_token_ids AFTER UPDATE OF token_ids ON turns BEGIN
+        {_ADD_TO_SESSION.format("ifnull(length(new.token_ids), 0) - ifnull(length(old.token_ids), 0)", "new")} END""",
+    f"""CREATE TRIGGER turns_delete AFTER DELETE ON turns
+        BEGIN {_ADD_TO_SESSION.format(f"(-({_SIZE.format('old')}))", "old")} {_DROP_NAMES} END""",
+    f"CREATE TRIGGER sessions_insert AFTER INSERT ON sessions BEGIN {_ADD_TO_OWNER.format('new.num_bytes', 'new')} END",
+    f"""CREATE TRIGGER sessions_bytes AFTER UPDATE OF num_bytes ON sessions
+        BEGIN {_ADD_TO_OWNER.format("new.num_bytes - old.num_bytes", "new")} END""",
+    f"CREATE TRIGGER sessions_delete AFTER DELETE ON sessions BEGIN {_ADD_TO_OWNER.format('(-old.num_bytes)', 'old')} END",
+)
+_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2)
+SCHEMA_VERSION: Final = len(_MIGRATIONS)
+
+# Of version 1, beside its tables: one search index for all owners.
+_OLD_SEARCH_TRIGGERS = (
+    *(f"turn_texts_{change}" for change in ("insert", "update", "delete")),
+    *(f"session_titles_{change}" for change in ("insert", "update", "delete")),
+)
+_OLD_SEARCH_TABLES = ("turn_texts", "session_titles")
+
+
+def version_of(conn: sqlite3.Connection) -> int:
+    """The schema of a file; 0: it has none yet."""
+    return int(conn.execute("PRAGMA user_version").fetchone()[0])
+
+
+def migrate(conn: sqlite3.Connection) -> None:
+    """Bring the tables up to date, within the caller's transaction. The search index is built apart from this."""
+    version = version_of(conn)
+    if version == SCHEMA_VERSION:
+        return
+    for trigger in _OLD_SEARCH_TRIGGERS:
+        conn.execute(f"DROP TRIGGER IF EXISTS {trigger}")
+    for statements in _MIGRATIONS[version:]:
+        for statement in statements:
+            conn.execute(statement)
+    conn.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def drop_old_search(conn: sqlite3.Connection) -> None:
+    """Remove the search index of version 1, if there is one. Takes the FTS5 module: without it such a table cannot even be dropped."""
+    for table in _OLD_SEARCH_TABLES:
+        conn.execute(f"DROP TABLE IF EXISTS {table}")
