@@ -26,7 +26,7 @@ from gateway import (
 from gateway.adapter_metrics import AdapterCollector
 from gateway.advisories import Advisories
 from gateway.auth import KeyRing
-from gateway.config import Config, ConfigError
+from gateway.config import MIB, Config, ConfigError
 from gateway.drafts import Drafts
 from gateway.errors import GatewayError, StartupError
 from gateway.grammar_metrics import GrammarCollector
@@ -118,7 +118,9 @@ async def build_services(
     """All parts, with the engine not started. Raises ConfigError or StartupError with a text for the operator."""
     weights = parse_weights(config.tenant_weights)
     keys = KeyRing(config.api_keys, key_file=config.api_key_file, weights=weights)
-    store = await SessionStore.open(config.prepare_data_dir() / "sessions.sqlite3")
+    store = await SessionStore.open(
+        config.prepare_data_dir() / "sessions.sqlite3", max_owner_bytes=config.max_stored_mib * MIB
+    )
     node = node or LocalNode(node_config(config))
     metrics = metrics or Metrics()
     metrics.registry.register(KvCollector(node.kv_tiers))

@@ -30,6 +30,7 @@ _METAVARS = {
     "kv_host_gib": "GIB",
     "max_body_bytes": "BYTES",
     "max_frame_bytes": "BYTES",
+    "max_stored_mib": "MIB",
     "model": "PATH|NAME",
     "length_predictor": "MODULE:NAME",
     "port": "PORT",

@@ -307,6 +307,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     grammar_check_mib: Annotated[
         int, _in("Limits", "How much memory checking one grammar may take, in MiB.", ge=64)
     ] = 512
+    max_stored_mib: Annotated[
+        int, _in("Limits", "Text of conversations that each key may store, in MiB; 0: no limit.", ge=0)
+    ] = 1024
 
     sources: dict[str, str] = msgspec.field(default_factory=dict)
     """Setting name -> where its value came from; a setting that is not in it has its default."""

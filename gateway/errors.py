@@ -45,6 +45,7 @@ KINDS: dict[str, ErrorKind] = {
     "busy": ErrorKind(409, "invalid_request_error"),
     "frame_too_large": ErrorKind(413, "invalid_request_error"),
     "rate_limited": ErrorKind(429, "rate_limit_error", is_retryable=True),
+    "quota_exceeded": ErrorKind(429, "insufficient_quota"),
     "overloaded": ErrorKind(503, "overloaded_error", is_retryable=True),
     "draining": ErrorKind(503, "server_error", is_retryable=True),
     "starting": ErrorKind(503, "server_error", is_retryable=True),

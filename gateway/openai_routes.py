@@ -196,11 +196,8 @@ async def _stream(
 
 
 async def _record(services: Services, recording: _Recording, reader: AnswerReader) -> None:
-    """Write the call down as a turn. A full disk must not turn a good answer into an error: it is logged."""
+    """Write the call down as a turn. A full disk or quota must not turn a good answer into an error: it is logged."""
     try:
-        await services.store.create_session(
-            recording.owner, session_id=recording.session_id, exist_ok=True, now=time.time()
-        )
         await services.store.record_turn(
             recording.owner,
             recording.session_id,
@@ -212,6 +209,7 @@ async def _record(services: Services, recording: _Recording, reader: AnswerReade
             finish_reason=reader.finish_reason,
             usage=reader.usage,
             response_id=reader.response_id,
+            makes_session=True,
             now=time.time(),
         )
     except GatewayError as error:

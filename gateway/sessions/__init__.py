@@ -13,6 +13,7 @@ are always passed in. Every method raises GatewayError: ``overloaded`` when the 
 ``draining`` after ``close``, ``internal`` when the file went bad under a running server.
 """
 
+from gateway.sessions.quota import RESTORE_WINDOW_S
 from gateway.sessions.records import (
     BeginResult,
     Outlook,
@@ -27,7 +28,6 @@ from gateway.sessions.records import (
 from gateway.sessions.schema import SCHEMA_VERSION
 from gateway.sessions.store import SessionStore
 from gateway.sessions.text import checked_id, clean_text, title_from
-from gateway.sessions.transactions import RESTORE_WINDOW_S
 
 __all__ = [
     "RESTORE_WINDOW_S",

@@ -20,10 +20,11 @@ _T = TypeVar("_T")
 class Database(sqlite3.Connection):
     """A connection to the session file, and what the transactions on it go by.
 
-    is_indexing: whether this process keeps the search index.
+    is_indexing: whether this process keeps the search index. max_owner_bytes: what one owner may store; 0: no limit.
     """
 
     is_indexing = False
+    max_owner_bytes = 0
 
 
 class Connection(aiosqlite.Connection):

@@ -60,7 +60,7 @@ def _connect(file: Path) -> Database:
     return conn
 
 
-def open_writer(file: Path, full_text: bool) -> Database:
+def open_writer(file: Path, full_text: bool, max_owner_bytes: int) -> Database:
     """Make or check the file and bring it up to date. Raises StartupError or sqlite3.Error."""
     # Conversations are private. SQLite gives its log files the mode of the database file, so that is made first.
     try:
@@ -68,6 +68,7 @@ def open_writer(file: Path, full_text: bool) -> Database:
     except OSError:
         pass  # It is there already; or it cannot be made, which SQLite is about to say.
     conn = _connect(file)
+    conn.max_owner_bytes = max_owner_bytes
     try:
         _check_file(conn, file)
         conn.execute("PRAGMA journal_mode = WAL")

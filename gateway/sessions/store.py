@@ -43,17 +43,22 @@ class SessionStore:
         self._lock_fd: int | None = lock_fd
 
     @classmethod
-    async def open(cls, path: str | os.PathLike[str], *, full_text: bool = True) -> SessionStore:
+    async def open(
+        cls, path: str | os.PathLike[str], *, full_text: bool = True, max_owner_bytes: int = 0
+    ) -> SessionStore:
         """Open or make the file at `path` (its folder must exist) and bring its schema up to date.
 
         Turns that were running when the last process died become ``failed``. full_text: keep a search index where this SQLite can
-        (3.34 or newer with FTS5); without it a search reads every text. Raises StartupError, with a text for the operator, if the file is
+        (3.34 or newer with FTS5); without it a search reads every text of its owner. max_owner_bytes: how much text one owner may store;
+        0: no limit. Raises StartupError, with a text for the operator, if the file is
         damaged, from a newer version, not ours, in use by another process, or cannot be opened.
         """
         file = Path(path)
         lock_fd = await asyncio.to_thread(lock, file)
         try:
-            writer = await Connection(partial(open_writer, file, full_text), "BEGIN IMMEDIATE").start()
+            writer = await Connection(
+                partial(open_writer, file, full_text, max_owner_bytes), "BEGIN IMMEDIATE"
+            ).start()
             try:
                 reader = await Connection(partial(open_reader, file), "BEGIN").start()
             except BaseException:
@@ -93,7 +98,7 @@ class SessionStore:
         """Make a session. session_id: the client's own name for it (1–128 visible ASCII characters); None makes an unguessable one.
 
         exist_ok: answer with the session that this owner already has under that id, unchanged. Raises ``bad_request`` for a malformed id
-        or title, ``conflict`` if the id is taken, also by a session that was deleted and can still be restored.
+        or title, ``conflict`` if the id is taken, also by a session that was deleted and can still be restored, ``quota_exceeded``.
         """
         chosen = uuid.uuid4().hex if session_id is None else checked_id(session_id, "session_id")
         return await self._writer.transact(
@@ -174,7 +179,8 @@ class SessionStore:
         surrogates in the content become U+FFFD: SQLite cannot hold the one and stops searching at the other.
 
         When the result says ``is_new``, the caller must run the turn and call ``finish_turn``, however it ends.
-        Raises ``not_found`` (session, `after`), ``conflict`` (known id, other content), ``busy`` (another turn runs), ``bad_request``.
+        Raises ``not_found`` (session, `after`), ``conflict`` (known id, other content), ``busy`` (another turn runs), ``bad_request``,
+        ``quota_exceeded``.
         """
         message = Message(checked_id(turn_id, "id"), content, adapter, after, now)
         return await self._writer.transact(transactions.begin, owner, session_id, message)
@@ -223,18 +229,22 @@ class SessionStore:
         usage: dict[str, Any] | None = None,
         timings: dict[str, Any] | None = None,
         response_id: str | None = None,
+        makes_session: bool = False,
         now: float,
     ) -> Turn | None:
         """Store at once a turn that is already over, at the session's end, whether or not another runs (API requests may overlap).
 
         response_id: the name by which ``find_response`` finds it. The same turn id with the same content is stored once.
-        Returns None if the session does not exist or was deleted: make it with ``create_session(exist_ok=True)`` before asking.
-        Raises ``conflict`` (known id, other content), ``bad_request``.
+        Returns None if the session does not exist or was deleted. makes_session: make one that does not exist in the same transaction; for
+        a deleted one that is a ``conflict``.
+        Raises ``conflict`` (known id, other content), ``bad_request``, ``quota_exceeded``.
         """
+        if makes_session:
+            checked_id(session_id, "session_id")
         end = End(answer, checked_end(status), finish_reason, encoded(usage), encoded(timings))
         message = Message(checked_id(turn_id, "id"), content, clean(adapter), UNSET, now)
         return await self._writer.transact(
-            transactions.record, owner, session_id, message, end, clean(response_id)
+            transactions.record, owner, session_id, message, end, clean(response_id), makes_session
         )
 
     async def find_response(self, owner: str, response_id: str) -> tuple[SessionId, TurnId] | None:

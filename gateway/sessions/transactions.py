@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UnsetType
 
 from gateway.errors import GatewayError
-from gateway.sessions import search
+from gateway.sessions import quota, search
 from gateway.sessions.connection import Database
+from gateway.sessions.quota import RESTORE_WINDOW_S
 from gateway.sessions.records import (
     BeginResult,
     End,
@@ -22,10 +23,9 @@ from gateway.sessions.records import (
     Turn,
     TurnId,
 )
+from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 from gateway.sessions.text import clean, clean_text, encode_cursor, is_id, title_from
 from gateway.sessions.token_ids import MAX_SEQ, store_token_ids, token_ids_before
-
-RESTORE_WINDOW_S: Final = 30.0  # docs/protocol.md, DELETE /api/sessions/{id}.
 
 
 class _Row(NamedTuple):
@@ -89,7 +89,7 @@ def _find(conn: sqlite3.Connection, owner: str, session_id: str) -> _Row | None:
     if columns is None:
         return None
     *own, keeper, is_indexed = columns
-    return _Row(*own, owner=search.Owner(keeper, bool(is_indexed)))
+    return _Row._make((*own, search.Owner(keeper, bool(is_indexed))))
 
 
 def _live(conn: sqlite3.Connection, owner: str, session_id: str) -> _Row:
@@ -138,6 +138,7 @@ def create(
             return _session(conn, _live(conn, owner, session_id))
         advice = "was deleted a moment ago: restore it, or wait 30 s" if taken[0] else "exists already"
         raise GatewayError("conflict", f"A session of this id {advice}.", param="session_id")
+    quota.check(conn, owner, SESSION_BYTES, now)
     keeper = search.make_owner(conn, owner)
     sql = "INSERT INTO sessions (owner, id, title, adapter, created_at, updated_at) VALUES (?, ?, ?, ?, ?, ?)"
     row = conn.execute(sql, (owner, session_id, title, adapter, now, now)).lastrowid
@@ -239,7 +240,7 @@ def _erase(conn: sqlite3.Connection, owner: search.Owner, row: int, title: str |
     conn.execute("DELETE FROM sessions WHERE row = ?", (row,))
 
 
-def begin(conn: sqlite3.Connection, owner: str, session_id: str, message: Message) -> BeginResult:
+def begin(conn: Database, owner: str, session_id: str, message: Message) -> BeginResult:
     row = _live(conn, owner, session_id)
     content = clean_text(message.content)
     known = _known(conn, row.row, message.id, content)
@@ -247,6 +248,8 @@ def begin(conn: sqlite3.Connection, owner: str, session_id: str, message: Messag
         return BeginResult(turn=known, outcome="existing", title=row.title, history=[], replaced=[])
     _refuse_second(conn, row.row)
     replaced = _drop_later(conn, row, message)
+    added_bytes = 0 if _stands(conn, row.row, message.id) else TURN_BYTES + quota.size_of(content)
+    quota.check(conn, owner, added_bytes, message.now)
     adapter = row.adapter if isinstance(message.adapter, UnsetType) else clean(message.adapter)
     seq = _set_running(conn, row, message, content, adapter)
     title = row.title or title_from(content)
@@ -259,6 +262,11 @@ def begin(conn: sqlite3.Connection, owner: str, session_id: str, message: Messag
         replaced=replaced,
         history_token_ids=token_ids_before(conn, row.row, seq),
     )
+
+
+def _stands(conn: sqlite3.Connection, row: int, turn_id: str) -> bool:
+    sql = "SELECT 1 FROM turns WHERE session = ? AND id = ?"
+    return conn.execute(sql, (row, turn_id)).fetchone() is not None
 
 
 def _touch(conn: sqlite3.Connection, row: _Row, title: str | None, adapter: str | None, now: float) -> None:
@@ -339,13 +347,16 @@ def finish(
 
 
 def record(
-    conn: sqlite3.Connection,
+    conn: Database,
     owner: str,
     session_id: str,
     message: Message,
     end: End,
     response_id: str | None,
+    makes_session: bool,
 ) -> Turn | None:
+    if makes_session:
+        create(conn, owner, session_id, None, None, True, message.now)
     row = _find(conn, owner, session_id)
     if row is None:
         return None
@@ -354,6 +365,8 @@ def record(
     if known is not None:
         return known
     clean_end = end._replace(answer=clean_text(end.answer))
+    added_bytes = TURN_BYTES + quota.size_of(content) + quota.size_of(clean_end.answer)
+    quota.check(conn, owner, added_bytes, message.now)
     conn.execute(
         """INSERT INTO turns (session, id, content, adapter, created_at, response_id, answer, status, finish_reason, usage, timings)
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",

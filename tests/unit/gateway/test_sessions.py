@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 from engine_bridge.node import pack_token_ids, unpack_token_ids
 from gateway.errors import GatewayError, StartupError
 from gateway.sessions import RESTORE_WINDOW_S, SCHEMA_VERSION, SessionStore, Turn, title_from
+from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 
 NOW = 1_700_000_000.0
 
@@ -785,6 +786,20 @@ def check_index(path: Path) -> None:
             assert places_in_index(conn, f"search_{row}") == places_in_texts(conn, name)
 
 
+def check_counts(path: Path) -> None:
+    """What is counted for each owner is what its rows hold: in UTF-8, and so much more for each session and turn."""
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        held = dict.fromkeys((name for (name,) in conn.execute("SELECT name FROM owners")), 0)
+        for row, owner in conn.execute("SELECT row, owner FROM sessions"):
+            held[owner] += SESSION_BYTES
+            turns = conn.execute("SELECT content, answer, token_ids FROM turns WHERE session = ?", (row,))
+            for content, answer, token_ids in turns:
+                held[owner] += (
+                    TURN_BYTES + len(content.encode()) + len(answer.encode()) + len(token_ids or b"")
+                )
+        assert dict(conn.execute("SELECT name, num_bytes FROM owners")) == held
+
+
 def places_in_index(conn: sqlite3.Connection, table: str) -> list[Any]:
     """Every trigram of an index with its document, column and place."""
     schema = "temp" if table == "expected" else "main"
@@ -1210,6 +1225,7 @@ class StoreMachine(RuleBasedStateMachine):
         for session in self.model.values():
             for turn in session.turns:
                 turn.status = "failed" if turn.status == "running" else turn.status
+        check_counts(self.path)
         if full_text:
             check_index(self.path)
 

@@ -1,0 +1,41 @@
+"""What each owner may store: counted by the schema's triggers as texts come and go, and asked before anything is stored."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gateway.errors import GatewayError
+from gateway.sessions.connection import Database
+
+RESTORE_WINDOW_S: Final = 30.0  # docs/protocol.md, DELETE /api/sessions/{id}.
+
+_MIB: Final = 1 << 20
+# What can no longer be restored counts no more, though the sweeper may take a minute to remove it.
+_COUNTED = """SELECT o.num_bytes - ifnull((SELECT sum(s.num_bytes) FROM sessions s
+    WHERE s.owner = o.name AND s.deleted_at IS NOT NULL AND s.deleted_at < ?), 0) FROM owners o WHERE o.name = ?"""
+
+
+def check(conn: Database, owner: str, added_bytes: int, now: float) -> None:
+    """Raises ``quota_exceeded`` if the owner may not store so many bytes more.
+
+    An answer that is under way is not asked about again: what was accepted is kept, so an owner can end above the limit by what its last
+    answers were long.
+    """
+    limit = conn.max_owner_bytes
+    if limit and stored_bytes(conn, owner, now) + added_bytes > limit:
+        raise GatewayError(
+            "quota_exceeded",
+            f"Your conversations take all of the {limit // _MIB} MiB that this server keeps for one user (max_stored_mib). Delete "
+            f"conversations that you no longer need: {RESTORE_WINDOW_S:.0f} s later their room is yours again.",
+        )
+
+
+def stored_bytes(conn: Database, owner: str, now: float) -> int:
+    """What the owner's conversations count, deleted ones included while they can be restored."""
+    found = conn.execute(_COUNTED, (now - RESTORE_WINDOW_S, owner)).fetchone()
+    return 0 if found is None else int(found[0])
+
+
+def size_of(text: str) -> int:
+    """The bytes of a text that can be stored."""
+    return len(text) if text.isascii() else len(text.encode())
