@@ -123,6 +123,7 @@ async def build_services(
     )
     node = node or LocalNode(node_config(config))
     metrics = metrics or Metrics()
+    metrics.session_wal_lost_frames.set(store.wal_lost_frames)
     metrics.registry.register(KvCollector(node.kv_tiers))
     metrics.registry.register(AdapterCollector(node.adapter_stats))
     metrics.registry.register(SchedulingCollector(node.scheduling_stats))

@@ -93,6 +93,11 @@ class Metrics:
             registry=registry,
         )
         self.http = Counter("overture_http_requests", "HTTP requests", ["route", "status"], registry=registry)
+        self.session_wal_lost_frames = Gauge(
+            "overture_session_wal_lost_frames",
+            "Frames of the session database's log that were damaged and lost at the start",
+            registry=registry,
+        )
         self.engine_rebuilds = Gauge(
             "overture_engine_rebuilds", "Engine rebuilds since the start", registry=registry
         )

@@ -29,6 +29,7 @@ from gateway.sessions.records import (
     TurnStatus,
 )
 from gateway.sessions.text import checked_end, checked_id, checked_title, clean, decode_cursor, encoded
+from gateway.sessions.wal import check_log
 
 MAX_PAGE: Final = 200
 MAX_QUERY_CHARS: Final = 500
@@ -37,7 +38,11 @@ MAX_QUERY_CHARS: Final = 500
 class SessionStore:
     """The sessions of one SQLite file. One store a file: a second process is refused. Make it with ``open``, end it with ``close``."""
 
-    def __init__(self, writer: Connection, reader: Connection, lock_fd: int) -> None:
+    def __init__(
+        self, writer: Connection, reader: Connection, lock_fd: int, wal_lost_frames: int = 0
+    ) -> None:
+        self.wal_lost_frames = wal_lost_frames
+        """Frames of the write-ahead log that were committed and could not be read when the file was opened; 0 as a rule."""
         self._writer = writer
         self._reader = reader
         self._lock_fd: int | None = lock_fd
@@ -56,6 +61,7 @@ class SessionStore:
         file = Path(path)
         lock_fd = await asyncio.to_thread(lock, file)
         try:
+            wal_lost_frames = await asyncio.to_thread(check_log, file)
             writer = await Connection(
                 partial(open_writer, file, full_text, max_owner_bytes), "BEGIN IMMEDIATE"
             ).start()
@@ -69,7 +75,7 @@ class SessionStore:
             if isinstance(error, sqlite3.Error):
                 raise unusable(file, error) from error
             raise
-        return cls(writer, reader, lock_fd)
+        return cls(writer, reader, lock_fd, wal_lost_frames)
 
     async def close(self) -> None:
         """Finish what is under way and close the file. A second call does nothing; any other call afterwards raises ``draining``."""
