@@ -166,6 +166,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         asyncio.create_task(chat_socket.sweep_slow_readers(services), name="slow readers"),
         asyncio.create_task(services.metrics.watch_loop(), name="loop stall"),
         asyncio.create_task(_purge(services), name="purge"),
+        asyncio.create_task(services.store.watch(), name="session database"),
     ]
     yield
     for task in tasks:

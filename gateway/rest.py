@@ -201,7 +201,12 @@ async def healthz(request: web.Request) -> web.Response:
 
 async def readyz(request: web.Request) -> web.Response:
     """Whether requests are taken now, and how far the engine has come. No key is asked for: it says nothing private."""
-    progress = request.app[SERVICES].node.progress
+    services = request.app[SERVICES]
+    progress = services.node.progress
+    if services.store.has_failed:
+        body = {"status": "failed", "stage": "session database", "elapsed_s": round(progress.elapsed_s, 1)}
+        body["message"] = "Conversations cannot be read or stored. The server's log says why."
+        return json_reply(body, status=503)
     if progress.state == "ready":
         return json_reply({"status": "ready"})
     status = "starting" if progress.state == "rebuilding" else progress.state

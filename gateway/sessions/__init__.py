@@ -10,7 +10,8 @@ What the rest of the gateway may rely on:
 
 Reads go to a second connection: under WAL they see the last commit and never wait for a writer's sync. Times are seconds since the epoch and
 are always passed in. Every method raises GatewayError: ``overloaded`` when the disk is full or the file locked by another program,
-``draining`` after ``close``, ``internal`` when the file went bad under a running server.
+``draining`` after ``close``, ``storage_failed`` when the file went bad under a running server, ``quota_exceeded`` where an owner has stored
+all that it may.
 """
 
 from gateway.sessions.quota import RESTORE_WINDOW_S

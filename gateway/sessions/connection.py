@@ -6,7 +6,7 @@ import logging
 import sqlite3
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import aiosqlite
 
@@ -28,11 +28,20 @@ class Database(sqlite3.Connection):
 
 
 class Connection(aiosqlite.Connection):
-    """One SQLite connection with its thread, on which each call of ``transact`` is one transaction."""
+    """One SQLite connection with its thread, on which each call of ``transact`` is one transaction.
 
-    def __init__(self, connector: Callable[[], sqlite3.Connection], begin: str) -> None:
+    on_failure: told, on the event loop, of each error that says that the file itself has failed.
+    """
+
+    def __init__(
+        self,
+        connector: Callable[[], sqlite3.Connection],
+        begin: str,
+        on_failure: Callable[[sqlite3.Error], None] = lambda error: None,
+    ) -> None:
         super().__init__(connector, iter_chunk_size=64)
         self._begin = begin
+        self._on_failure = on_failure
         self._is_closing = False
         # A process that dies without `close` must not hang on this thread; SQLite survives being cut off at any point.
         self._thread.daemon = True
@@ -52,6 +61,8 @@ class Connection(aiosqlite.Connection):
             job = partial(transaction, self._conn, self._begin, work, args)
             return await self._execute(job)  # type: ignore[no-any-return, no-untyped-call]
         except sqlite3.Error as error:
+            if has_failed(error):
+                self._on_failure(error)
             raise _as_gateway_error(error) from error
 
     async def close(self) -> None:
@@ -67,22 +78,67 @@ def transaction(conn: sqlite3.Connection, begin: str, work: Callable[..., _T], a
         result = work(conn, *args)
         conn.execute("COMMIT")
         return result
-    except BaseException:
+    except BaseException as error:
         # SQLite has rolled back by itself after some errors, a full disk among them.
         if conn.in_transaction:
             conn.execute("ROLLBACK")
+        if has_failed(error):
+            _forget_pages(conn)
         raise
+
+
+def _forget_pages(conn: sqlite3.Connection) -> None:
+    """Drop what was read, damaged pages among it: else a file that was mended is not seen until something is written."""
+    try:
+        conn.execute("PRAGMA shrink_memory")
+    except sqlite3.Error:
+        pass  # What it would have dropped is looked at again with the next failure.
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether the disk has no room. Without it the shared memory of the log cannot grow either, which SQLite calls an I/O error."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
+
+
+def has_failed(error: BaseException | None) -> bool:
+    """Whether the file, not the request, is at fault: damaged, unreadable, or no longer what this process made of it.
+
+    Our statements are all right on a file that is whole, so "no such table" (SQLITE_ERROR) says that it is another one now, an empty one say.
+    """
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in _FAILURES and not is_full(error)
+
+
+_FAILURES: Final = frozenset(
+    {
+        sqlite3.SQLITE_ERROR,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_PROTOCOL,
+        sqlite3.SQLITE_PERM,
+    }
+)
 
 
 def _as_gateway_error(error: sqlite3.Error) -> GatewayError:
     """What a client may know of a database error; the cause goes to the log here, for it names what the operator must mend."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     logger.error("session database: %s", error)
-    if code == sqlite3.SQLITE_FULL:
+    if is_full(error):
         return GatewayError("overloaded", "The server's disk is full; nothing was stored.")
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return GatewayError(
             "overloaded", "The session database is in use by another program; nothing was stored."
+        )
+    if has_failed(error):
+        return GatewayError(
+            "storage_failed",
+            "The session database failed: conversations cannot be read or stored now. The server's log says why.",
+            retryable=code == sqlite3.SQLITE_IOERR,
         )
     return GatewayError(
         "internal", "The session database failed; nothing was stored. The server's log says why."

@@ -53,9 +53,10 @@ def unusable(file: Path, error: sqlite3.Error) -> StartupError:
     return StartupError(f"The session database {file} cannot be opened: {error}.")
 
 
-def _connect(file: Path) -> Database:
+def _connect(file: Path, *, makes: bool = False) -> Database:
     # isolation_level=None: we say BEGIN and COMMIT ourselves.
-    conn = sqlite3.connect(file, isolation_level=None, timeout=BUSY_TIMEOUT_S, factory=Database)
+    uri = f"{file.absolute().as_uri()}?mode={'rwc' if makes else 'rw'}"
+    conn = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=BUSY_TIMEOUT_S, factory=Database)
     conn.execute("PRAGMA foreign_keys = ON")
     return conn
 
@@ -67,7 +68,7 @@ def open_writer(file: Path, full_text: bool, max_owner_bytes: int) -> Database:
         os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     except OSError:
         pass  # It is there already; or it cannot be made, which SQLite is about to say.
-    conn = _connect(file)
+    conn = _connect(file, makes=True)
     conn.max_owner_bytes = max_owner_bytes
     try:
         _check_file(conn, file)
@@ -98,6 +99,11 @@ def _check_file(conn: sqlite3.Connection, file: Path) -> None:
     if version == 0 and conn.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
         raise StartupError(f"{file} is a database of another program. Use another file for the sessions.")
     # Reads the whole file, 2 GB/s when it is cached (measured): better a refusal now than a lost turn later.
+    quick_check(conn)
+
+
+def quick_check(conn: sqlite3.Connection) -> None:
+    """Read the whole file. Raises sqlite3.Error if it is damaged."""
     verdict = conn.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
         error = sqlite3.DatabaseError(" ".join(verdict.split()))

@@ -16,6 +16,7 @@ from gateway.errors import GatewayError
 from gateway.sessions import transactions
 from gateway.sessions.connection import Connection
 from gateway.sessions.database import lock, open_reader, open_writer, unusable
+from gateway.sessions.health import Health
 from gateway.sessions.records import (
     BeginResult,
     End,
@@ -39,12 +40,13 @@ class SessionStore:
     """The sessions of one SQLite file. One store a file: a second process is refused. Make it with ``open``, end it with ``close``."""
 
     def __init__(
-        self, writer: Connection, reader: Connection, lock_fd: int, wal_lost_frames: int = 0
+        self, writer: Connection, reader: Connection, health: Health, lock_fd: int, wal_lost_frames: int
     ) -> None:
         self.wal_lost_frames = wal_lost_frames
         """Frames of the write-ahead log that were committed and could not be read when the file was opened; 0 as a rule."""
         self._writer = writer
         self._reader = reader
+        self._health = health
         self._lock_fd: int | None = lock_fd
 
     @classmethod
@@ -59,14 +61,15 @@ class SessionStore:
         damaged, from a newer version, not ours, in use by another process, or cannot be opened.
         """
         file = Path(path)
+        health = Health(file)
         lock_fd = await asyncio.to_thread(lock, file)
         try:
             wal_lost_frames = await asyncio.to_thread(check_log, file)
             writer = await Connection(
-                partial(open_writer, file, full_text, max_owner_bytes), "BEGIN IMMEDIATE"
+                partial(open_writer, file, full_text, max_owner_bytes), "BEGIN IMMEDIATE", health.note
             ).start()
             try:
-                reader = await Connection(partial(open_reader, file), "BEGIN").start()
+                reader = await Connection(partial(open_reader, file), "BEGIN", health.note).start()
             except BaseException:
                 await writer.close()
                 raise
@@ -75,7 +78,7 @@ class SessionStore:
             if isinstance(error, sqlite3.Error):
                 raise unusable(file, error) from error
             raise
-        return cls(writer, reader, lock_fd, wal_lost_frames)
+        return cls(writer, reader, health, lock_fd, wal_lost_frames)
 
     async def close(self) -> None:
         """Finish what is under way and close the file. A second call does nothing; any other call afterwards raises ``draining``."""
@@ -90,6 +93,15 @@ class SessionStore:
                 await self._writer.close()
         finally:
             os.close(lock_fd)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the file failed a request and has not been found whole since, which takes ``watch``. Asking costs nothing."""
+        return self._health.has_failed
+
+    async def watch(self) -> None:
+        """Run for ever beside the store: look into failures of the file, and find out when it can be read again."""
+        await self._health.watch()
 
     async def create_session(
         self,

@@ -968,7 +968,7 @@ async def test_a_file_that_goes_bad_under_a_running_store(
 ) -> None:
     """The client hears no detail, the log has it."""
     await store._writer.transact(lambda conn: conn.execute("DROP TABLE turns"))
-    with raises_code("internal"):
+    with raises_code("storage_failed"):
         await chat(store, "s", "a")
     assert "no such table" in caplog.text
 

@@ -1,0 +1,141 @@
+"""A session file that goes bad under a running store: said as such, remembered, and forgotten once it can be read again."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from gateway.errors import GatewayError
+from gateway.sessions import SessionStore
+from gateway.sessions.connection import has_failed
+from gateway.sessions.health import Health, is_whole
+
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sessions.db"
+
+
+@pytest_asyncio.fixture
+async def store(path: Path) -> AsyncIterator[SessionStore]:
+    """A store whose file holds 50 turns and whose log is empty."""
+    store = await SessionStore.open(path)
+    await store.create_session("ann", session_id="s", now=NOW)
+    for number in range(50):
+        await store.record_turn("ann", "s", f"t{number}", "x" * 3000, answer="y" * 3000, now=NOW)
+    await store._writer._execute(
+        lambda: store._writer._conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    )
+    yield store
+    await store.close()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def rubbish_at_the_start(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"\xa5" * 8192)
+
+
+def rubbish_behind_the_start(path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xa5" * (size - 4096))
+
+
+DAMAGES = (empty, rubbish_at_the_start, rubbish_behind_the_start)
+
+
+async def fails(store: SessionStore) -> None:
+    with pytest.raises(GatewayError) as failure:
+        await store.get_session("ann", "s")
+    assert (failure.value.code, failure.value.http_status) == ("storage_failed", 503)
+    assert "log says why" in failure.value.message
+
+
+async def drop_cache(store: SessionStore) -> None:
+    """What is cached is read well, however bad the file; a busy server's cache turns over by itself."""
+    for connection in (store._reader, store._writer):
+        await connection._execute(lambda c=connection: c._conn.execute("PRAGMA shrink_memory"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_a_damaged_file_is_said_remembered_and_mended_by_a_sound_one(
+    store: SessionStore, path: Path, damage: Callable[[Path], None]
+) -> None:
+    """Reads fail as `storage_failed`, the store says that it has failed, and with the old bytes back all is well."""
+    good = await asyncio.to_thread(path.read_bytes)
+    assert not store.has_failed
+    damage(path)
+    await drop_cache(store)
+    await fails(store)
+    assert store.has_failed
+    watching = asyncio.create_task(store._health.watch((0.01,)))
+    await fails(store)
+    assert store.has_failed, "nothing has mended it"
+    await asyncio.to_thread(path.write_bytes, good)
+    async with asyncio.timeout(30):
+        while store.has_failed:
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    assert len((await store.get_session("ann", "s")).turns) == 50
+
+
+async def test_requests_that_fail_for_themselves_do_not_fail_the_file(store: SessionStore) -> None:
+    """A missing session, a full quota and a closed store say nothing of the file."""
+    for call in (
+        store.get_session("ann", "none"),
+        store.find_turn("bob", "t"),
+        store.restore("ann", "x", NOW),
+    ):
+        try:
+            await call
+        except GatewayError as error:
+            assert error.code == "not_found"
+    assert not store.has_failed
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (sqlite3.SQLITE_CORRUPT, True),
+        (sqlite3.SQLITE_CORRUPT_VTAB, True),
+        (sqlite3.SQLITE_NOTADB, True),
+        (sqlite3.SQLITE_IOERR_READ, True),
+        (sqlite3.SQLITE_IOERR_SHMSIZE, False),
+        (sqlite3.SQLITE_FULL, False),
+        (sqlite3.SQLITE_BUSY, False),
+        (sqlite3.SQLITE_CONSTRAINT_UNIQUE, False),
+        (None, False),
+    ],
+)
+def test_which_errors_are_the_files(code: int | None, expected: bool) -> None:
+    """Not a full disk, a lock or a broken rule of the schema; nor what is no error of SQLite's."""
+    error = sqlite3.OperationalError("x")
+    if code is not None:
+        error.sqlite_errorcode = code
+    assert has_failed(error) is expected
+
+
+def test_looking_at_a_file_that_is_gone_makes_none(tmp_path: Path) -> None:
+    """An empty file in its place would look like a lost database that is well."""
+    assert not is_whole(tmp_path / "gone.db")
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_failure_is_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However many requests meet it."""
+    health = Health(path)
+    for _ in range(3):
+        health.note(sqlite3.DatabaseError("disk image is malformed"))
+    assert health.has_failed and caplog.text.count("has failed") == 1
