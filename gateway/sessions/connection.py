@@ -65,6 +65,15 @@ class Connection(aiosqlite.Connection):
                 self._on_failure(error)
             raise _as_gateway_error(error) from error
 
+    async def run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        """What ``work(connection)`` returns, run on the thread outside a transaction."""
+        if self._is_closing:
+            raise GatewayError("draining", "The server is going away.")
+        try:
+            return await self._execute(work, self._conn)  # type: ignore[no-any-return, no-untyped-call]
+        except sqlite3.Error as error:
+            raise _as_gateway_error(error) from error
+
     async def close(self) -> None:
         """Let what was asked for before finish, then close; later calls of ``transact`` raise ``draining``."""
         self._is_closing = True

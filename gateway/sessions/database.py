@@ -5,16 +5,23 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Final
 
 from gateway.errors import StartupError
 from gateway.sessions import search
-from gateway.sessions.connection import Database, transaction
+from gateway.sessions.connection import Database, is_full, transaction
 from gateway.sessions.schema import SCHEMA_VERSION, drop_old_search, migrate, version_of
 
 logger = logging.getLogger(__name__)
+
+MAX_IDLE_LOG_BYTES: Final = 16 << 20  # Chosen: what the log keeps of the disk after a large transaction.
+LOG_PAGES: Final = 256  # Chosen: 1 MiB, a quarter of SQLite's own choice, for gateway/sessions/reserve.py.
+_INCREMENTAL: Final = 2  # SQLite's number for auto_vacuum = INCREMENTAL.
+_REWRITE_ROOM: Final = 3  # Chosen: a rewrite takes the file's size twice, for its copy and for the log.
+_PART_PAGES: Final = 256  # Chosen: 1 MiB of log, as a purge's transactions.
 
 BUSY_TIMEOUT_S: Final = (
     5.0  # How long a transaction waits for another program (a backup, say) that holds the file.
@@ -50,6 +57,10 @@ def unusable(file: Path, error: sqlite3.Error) -> StartupError:
             f"The session database {file} is damaged ({error}). Move it and its -wal and -shm files away to start with none, put a backup in "
             f"its place, or try to save what is left with: sqlite3 {file} .recover"
         )
+    if is_full(error):
+        return StartupError(
+            f"The disk that holds the session database {file} is full. Make some room on it, then start again."
+        )
     return StartupError(f"The session database {file} cannot be opened: {error}.")
 
 
@@ -72,9 +83,13 @@ def open_writer(file: Path, full_text: bool, max_owner_bytes: int) -> Database:
     conn.max_owner_bytes = max_owner_bytes
     try:
         _check_file(conn, file)
+        # Of a new file only; an older one is rewritten (`_allow_shrinking`).
+        conn.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
         conn.execute("PRAGMA journal_mode = WAL")
+        conn.execute(f"PRAGMA journal_size_limit = {MAX_IDLE_LOG_BYTES}")
         conn.execute("PRAGMA synchronous = FULL")
-        _prepare(conn, full_text)
+        conn.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+        _prepare(conn, file, full_text)
     except BaseException:
         conn.close()
         raise
@@ -102,6 +117,51 @@ def _check_file(conn: sqlite3.Connection, file: Path) -> None:
     quick_check(conn)
 
 
+def _allow_shrinking(conn: sqlite3.Connection, file: Path) -> None:
+    """Rewrite a file of version 1, which never gives room back to the disk, where the disk has room for that now."""
+    if conn.execute("PRAGMA auto_vacuum").fetchone()[0] == _INCREMENTAL:
+        return
+    num_bytes = file.stat().st_size
+    if shutil.disk_usage(file.parent).free < _REWRITE_ROOM * num_bytes:
+        return
+    logger.info("rewriting the session database (%d MiB) so that it can give room back", num_bytes >> 20)
+    try:
+        conn.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
+        conn.execute("VACUUM")
+    except sqlite3.OperationalError as error:
+        logger.warning("the session database could not be rewritten, and stays as it is: %s", error)
+
+
+def fold_log(conn: sqlite3.Connection) -> bool:
+    """Bring what the log holds into the file and empty it; False if a reader is in the way. Raises sqlite3.Error where there is no room."""
+    return bool(conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0)
+
+
+def growth_bytes(file: Path, conn: sqlite3.Connection) -> int:
+    """By how much the file grows when the log is folded into it."""
+    num_pages, page_bytes = (
+        conn.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
+    )
+    return max(int(num_pages * page_bytes) - file.stat().st_size, 0)
+
+
+def compact(conn: sqlite3.Connection) -> None:
+    """Give free pages and the log back to the disk, part by part; outside a transaction. Raises sqlite3.Error, then with a part of it done."""
+    while True:
+        try:
+            fold_log(conn)
+        except sqlite3.OperationalError as error:
+            if not is_full(error):
+                raise
+            # The file first has to become smaller, as far as the log has room for that.
+        if conn.execute("PRAGMA freelist_count").fetchone()[0] == 0:
+            return
+        before = conn.execute("PRAGMA page_count").fetchone()[0]
+        conn.execute(f"PRAGMA incremental_vacuum({_PART_PAGES})").fetchall()
+        if conn.execute("PRAGMA page_count").fetchone()[0] == before:
+            return  # a file of version 1, that was never rewritten
+
+
 def quick_check(conn: sqlite3.Connection) -> None:
     """Read the whole file. Raises sqlite3.Error if it is damaged."""
     verdict = conn.execute("PRAGMA quick_check(1)").fetchone()[0]
@@ -111,7 +171,7 @@ def quick_check(conn: sqlite3.Connection) -> None:
         raise error
 
 
-def _prepare(conn: Database, full_text: bool) -> None:
+def _prepare(conn: Database, file: Path, full_text: bool) -> None:
     """Bring the tables up to date, declare dead what was running when the last process died, and set the search index right.
 
     A process that dies on the way leaves whole steps behind, and the next one goes on from there.
@@ -120,7 +180,7 @@ def _prepare(conn: Database, full_text: bool) -> None:
     conn.is_indexing = full_text and search.can_index(conn)
     transaction(conn, "BEGIN IMMEDIATE", _settle, ())
     if conn.is_indexing:
-        _index(conn)
+        _index(conn, file)
 
 
 def _settle(conn: Database) -> None:
@@ -136,10 +196,11 @@ def _settle(conn: Database) -> None:
         search.add_turns(conn, search.Owner(owner, bool(is_indexed)), "seq = ?", (seq,))
 
 
-def _index(conn: Database) -> None:
+def _index(conn: Database, file: Path) -> None:
     """Build what the index lacks. A search can do without it, so a disk that has no room for it keeps nobody from starting."""
     try:
         transaction(conn, "BEGIN IMMEDIATE", drop_old_search, ())
+        _allow_shrinking(conn, file)
         search.build_missing(conn)
     except sqlite3.OperationalError as error:
         logger.warning(

@@ -6,16 +6,25 @@ import asyncio
 import os
 import sqlite3
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from msgspec import UNSET, UnsetType
 
 from gateway.errors import GatewayError
 from gateway.sessions import transactions
-from gateway.sessions.connection import Connection
-from gateway.sessions.database import lock, open_reader, open_writer, unusable
+from gateway.sessions.connection import Connection, is_full
+from gateway.sessions.database import (
+    compact,
+    fold_log,
+    growth_bytes,
+    lock,
+    open_reader,
+    open_writer,
+    unusable,
+)
 from gateway.sessions.health import Health
 from gateway.sessions.records import (
     BeginResult,
@@ -29,8 +38,11 @@ from gateway.sessions.records import (
     TurnId,
     TurnStatus,
 )
+from gateway.sessions.reserve import Reserve
 from gateway.sessions.text import checked_end, checked_id, checked_title, clean, decode_cursor, encoded
 from gateway.sessions.wal import check_log
+
+_T = TypeVar("_T")
 
 MAX_PAGE: Final = 200
 MAX_QUERY_CHARS: Final = 500
@@ -40,13 +52,23 @@ class SessionStore:
     """The sessions of one SQLite file. One store a file: a second process is refused. Make it with ``open``, end it with ``close``."""
 
     def __init__(
-        self, writer: Connection, reader: Connection, health: Health, lock_fd: int, wal_lost_frames: int
+        self,
+        writer: Connection,
+        reader: Connection,
+        health: Health,
+        reserve: Reserve,
+        file: Path,
+        lock_fd: int,
+        wal_lost_frames: int,
     ) -> None:
         self.wal_lost_frames = wal_lost_frames
         """Frames of the write-ahead log that were committed and could not be read when the file was opened; 0 as a rule."""
         self._writer = writer
         self._reader = reader
         self._health = health
+        self._reserve = reserve
+        self._file = file
+        self._was_full = False  # and what was freed since is not yet given back
         self._lock_fd: int | None = lock_fd
 
     @classmethod
@@ -62,14 +84,14 @@ class SessionStore:
         """
         file = Path(path)
         health = Health(file)
+        reserve = Reserve(Path(f"{file}.reserve"))
         lock_fd = await asyncio.to_thread(lock, file)
         try:
             wal_lost_frames = await asyncio.to_thread(check_log, file)
-            writer = await Connection(
-                partial(open_writer, file, full_text, max_owner_bytes), "BEGIN IMMEDIATE", health.note
-            ).start()
+            open_file = partial(open_writer, file, full_text, max_owner_bytes)
+            writer = await _opened(open_file, "BEGIN IMMEDIATE", health, reserve)
             try:
-                reader = await Connection(partial(open_reader, file), "BEGIN", health.note).start()
+                reader = await _opened(partial(open_reader, file), "BEGIN", health, reserve)
             except BaseException:
                 await writer.close()
                 raise
@@ -78,7 +100,8 @@ class SessionStore:
             if isinstance(error, sqlite3.Error):
                 raise unusable(file, error) from error
             raise
-        return cls(writer, reader, health, lock_fd, wal_lost_frames)
+        await asyncio.to_thread(reserve.take_back)
+        return cls(writer, reader, health, reserve, file, lock_fd, wal_lost_frames)
 
     async def close(self) -> None:
         """Finish what is under way and close the file. A second call does nothing; any other call afterwards raises ``draining``."""
@@ -165,7 +188,7 @@ class SessionStore:
 
     async def delete(self, owner: str, session_id: str, now: float) -> None:
         """Hide the session; for 30 s ``restore`` brings it back. Its running turn is the caller's to stop. Raises ``not_found``."""
-        await self._writer.transact(transactions.delete, owner, session_id, now)
+        await self._making_room(transactions.delete, owner, session_id, now)
 
     async def restore(self, owner: str, session_id: str, now: float) -> Session:
         """Bring back a session deleted at most 30 s ago, with what its turns came to meanwhile. One that is not deleted stays as it is.
@@ -175,8 +198,82 @@ class SessionStore:
         return await self._writer.transact(transactions.restore, owner, session_id, now)
 
     async def purge(self, now: float) -> int:
-        """Remove for ever what can no longer be restored; returns how many sessions. To be called now and then by a sweeper."""
-        return await self._writer.transact(transactions.purge, now)
+        """Remove for ever what can no longer be restored; returns how many sessions. To be called now and then by a sweeper.
+
+        One transaction a part, so that messages get in between. On a full disk it uses the reserve, gives what it frees back to the disk, and
+        takes the reserve back once there is room.
+        """
+        num_purged, is_more = 0, True
+        while is_more:
+            num, is_more = await self._purge_some(now)
+            num_purged += num
+        if self._was_full or not await asyncio.to_thread(lambda: self._reserve.is_whole):
+            await self._give_back()
+        return num_purged
+
+    async def _purge_some(self, now: float) -> tuple[int, bool]:
+        try:
+            return await self._making_room(transactions.purge_some, now)
+        except GatewayError as error:
+            if not is_full(error.__cause__):
+                raise
+        self._was_full = True
+        return await self._making_room(transactions.purge_barely, now)
+
+    async def _give_back(self) -> None:
+        """Make the file smaller by what is free in it, and hold the reserve again as far as the disk has room."""
+        try:
+            await self._writer.run(compact)
+        except GatewayError as error:
+            if not is_full(error.__cause__):
+                raise
+            if await self._use_reserve():
+                return await self._give_back()
+        self._was_full = not await asyncio.to_thread(self._reserve.take_back)
+
+    async def _making_room(self, work: Callable[..., _T], *args: Any) -> _T:
+        """A transaction that frees something: on a full disk it has what folding the log back frees, and then the reserve.
+
+        Raises what ``transact`` raises.
+        """
+        num_failures = 0
+        while True:
+            try:
+                result = await self._writer.transact(work, *args)
+                break
+            except GatewayError as error:
+                if not is_full(error.__cause__):
+                    raise
+                num_failures += 1
+                if not (num_failures == 1 and await self._fold_log()) and not await self._use_reserve():
+                    raise
+        if num_failures:
+            self._was_full = True
+            await asyncio.to_thread(self._reserve.take_back)
+        return result
+
+    async def _use_reserve(self) -> bool:
+        """Give up as much of the reserve as folding the log back takes, which frees more than that; or, where all of it is not enough, a part.
+
+        False if there was none.
+        """
+        growth = await self._writer.run(partial(growth_bytes, self._file))
+        can_fold = growth < await asyncio.to_thread(lambda: self._reserve.room_bytes)
+        has_given = False
+        while await asyncio.to_thread(self._reserve.give_some):
+            has_given = True
+            if not can_fold or await self._fold_log():
+                break
+        return has_given
+
+    async def _fold_log(self) -> bool:
+        """Bring what the log holds into the file and make the log empty; False if the disk has no room for that."""
+        try:
+            return await self._writer.run(fold_log)
+        except GatewayError as error:
+            if not is_full(error.__cause__):
+                raise
+            return False
 
     async def begin_turn(
         self,
@@ -280,3 +377,15 @@ class SessionStore:
     async def history_until(self, owner: str, session_id: str, turn_id: str) -> list[Turn]:
         """The turns up to and including `turn_id`, oldest first, without those that came to nothing. Raises ``not_found``."""
         return await self._reader.transact(transactions.history_until, owner, session_id, turn_id)
+
+
+async def _opened(
+    connector: Callable[[], sqlite3.Connection], begin: str, health: Health, reserve: Reserve
+) -> Connection:
+    """A connection that is started; on a full disk it has the reserve, for reading the log back takes room, too."""
+    while True:
+        try:
+            return await Connection(connector, begin, health.note).start()
+        except sqlite3.Error as error:
+            if not is_full(error) or not await asyncio.to_thread(reserve.give_some):
+                raise

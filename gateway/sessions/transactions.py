@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import UnsetType
@@ -223,13 +223,56 @@ def restore(conn: sqlite3.Connection, owner: str, session_id: str, now: float) -
     return _session(conn, _live(conn, owner, session_id))
 
 
-def purge(conn: sqlite3.Connection, now: float) -> int:
-    sql = """SELECT s.row, s.title, o.row, o.is_indexed FROM sessions s JOIN owners o ON o.name = s.owner
-        WHERE s.deleted_at IS NOT NULL AND s.deleted_at < ?"""
-    gone = conn.execute(sql, (now - RESTORE_WINDOW_S,)).fetchall()
-    for row, title, owner, is_indexed in gone:
-        _erase(conn, search.Owner(owner, bool(is_indexed)), row, title)
-    return len(gone)
+# Chosen: what one transaction of a purge removes, so that messages do not wait for it and a nearly full disk holds its log.
+PURGE_BYTES: Final = 1 << 20
+_GONE = """SELECT s.row, s.title, s.num_bytes, o.row, o.is_indexed FROM owners o JOIN sessions s ON s.owner = o.name
+    WHERE s.deleted_at IS NOT NULL AND s.deleted_at < ? LIMIT 1000"""
+
+
+def purge_some(conn: sqlite3.Connection, now: float) -> tuple[int, bool]:
+    """Remove some of what can no longer be restored: how many sessions are gone, and whether there is more to do."""
+    num_gone, left_bytes = 0, PURGE_BYTES
+    found = conn.execute(_GONE, (now - RESTORE_WINDOW_S,)).fetchall()
+    for row, title, num_bytes, owner, is_indexed in found:
+        keeper = search.Owner(owner, bool(is_indexed))
+        if num_bytes > left_bytes and (num_gone or _erase_turns(conn, keeper, row, left_bytes)):
+            return num_gone, True
+        _erase(conn, keeper, row, title)
+        num_gone += 1
+        left_bytes -= num_bytes
+    return num_gone, bool(found)
+
+
+def purge_barely(conn: sqlite3.Connection, now: float) -> tuple[int, bool]:
+    """`purge_some` where even that finds no room: without zeros over what goes, and giving up the index instead of keeping it.
+
+    Both would write about as much as is removed. What is freed so takes a few pages, however long the texts are.
+    """
+    (zeroes,) = conn.execute("PRAGMA secure_delete").fetchone()
+    conn.execute("PRAGMA secure_delete = OFF").fetchall()
+    try:
+        owners = {(row[3], row[4]) for row in conn.execute(_GONE, (now - RESTORE_WINDOW_S,))}
+        for owner, is_indexed in owners:
+            if is_indexed:
+                search.forget(conn, owner)
+        return purge_some(conn, now)
+    finally:
+        conn.execute(f"PRAGMA secure_delete = {('OFF', 'ON', 'FAST')[zeroes]}").fetchall()
+
+
+def _erase_turns(conn: sqlite3.Connection, owner: search.Owner, row: int, max_bytes: int) -> bool:
+    """Remove the first turns of a session, one at least; whether there are more. What is left of it cannot be restored."""
+    conn.execute("UPDATE sessions SET deleted_at = 0 WHERE row = ?", (row,))
+    sql = "SELECT seq, length(content) + length(answer) FROM turns WHERE session = ? ORDER BY seq LIMIT 1001"
+    last, num_bytes = -1, 0
+    for seq, num_chars in conn.execute(sql, (row,)):
+        if last >= 0 and num_bytes + num_chars > max_bytes:
+            break
+        last, num_bytes = seq, num_bytes + num_chars
+    gone, args = "session = ? AND seq <= ?", (row, last)
+    search.drop_turns(conn, owner, gone, args)
+    conn.execute(f"DELETE FROM turns WHERE {gone}", args)
+    return conn.execute("SELECT 1 FROM turns WHERE session = ?", (row,)).fetchone() is not None
 
 
 def _erase(conn: sqlite3.Connection, owner: search.Owner, row: int, title: str | None) -> None:

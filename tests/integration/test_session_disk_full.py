@@ -1,0 +1,250 @@
+"""A disk that is really full, small enough to fill: nothing is lost, and there is always a way to make room.
+
+The file runs itself as a process to be killed: ``python test_session_disk_full.py FILE``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.errors import GatewayError, StartupError
+from gateway.sessions import RESTORE_WINDOW_S, SessionStore, transactions
+from gateway.sessions.reserve import Reserve
+
+NOW = 1_700_000_000.0
+DISK_BYTES = 32 << 20
+TEXT = " ".join(f"word{number}" for number in range(20_000))  # 190 kB, as much of it again in the index
+
+
+def tmpfs(folder: Path) -> list[str]:
+    return ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+
+
+def ext4(folder: Path) -> list[str]:
+    """On a loop device; its blocks reserved for root go to everybody, for tests run as root."""
+    image = folder.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(DISK_BYTES)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    return ["mount", "-o", "loop", str(image), str(folder)]
+
+
+@pytest.fixture(params=[tmpfs, ext4], ids=["tmpfs", "ext4"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own. Skips where this user may not mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        subprocess.run(request.param(folder), check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a file system cannot be mounted here: {error}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Write a file until not one byte more goes on the disk."""
+    with (disk / "filler").open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                pass
+
+
+def free_bytes(disk: Path) -> int:
+    return shutil.disk_usage(disk).free
+
+
+async def talk(store: SessionStore, session: str) -> bool:
+    """Store a turn of a session of its own; False if the disk is full."""
+    try:
+        await store.record_turn(
+            "ann", session, "t", f"{session} {TEXT}", answer="ok", makes_session=True, now=NOW
+        )
+    except GatewayError as error:
+        assert (error.code, error.retryable) == ("overloaded", True)
+        return False
+    return True
+
+
+async def ids(store: SessionStore) -> set[str]:
+    return {summary.id for summary in (await store.list_sessions("ann", limit=200))[0]}
+
+
+async def check_sound(disk: Path, sessions: set[str]) -> None:
+    """The file is whole, holds these sessions with their texts, and the index finds each or is not used."""
+    store = await SessionStore.open(disk / "sessions.db")
+    assert await ids(store) == sessions
+    for session in sessions:
+        (turn,) = (await store.get_session("ann", session)).turns
+        assert turn.content == f"{session} {TEXT}"
+        found, _ = await store.list_sessions("ann", q=f"{session} word0")
+        assert [summary.id for summary in found] == [session]
+    await store.close()
+    conn = sqlite3.connect(disk / "sessions.db")
+    assert conn.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    conn.close()
+
+
+async def test_on_a_full_disk_conversations_can_be_deleted_and_that_makes_room(disk: Path) -> None:
+    """What fits is stored, what does not is refused whole; what is deleted is room for others, the reserve included."""
+    store = await SessionStore.open(disk / "sessions.db")
+    reserve = Reserve(disk / "sessions.db.reserve")
+    assert reserve.is_whole
+    stored = set()
+    while await talk(store, f"s{len(stored)}"):
+        stored.add(f"s{len(stored)}")
+    await asyncio.to_thread(fill, disk)
+    assert len(stored) > 10 and await ids(store) == stored
+    gone = {f"s{number}" for number in range(len(stored) // 2)}
+    for session in sorted(gone):
+        await store.delete("ann", session, NOW)
+    assert await store.purge(NOW + RESTORE_WINDOW_S + 1) == len(gone)
+    assert free_bytes(disk) > 100_000 * len(gone)
+    assert reserve.is_whole
+    assert await talk(store, "new")
+    await store.close()
+    await check_sound(disk, stored - gone | {"new"})
+
+
+async def test_a_start_on_a_full_disk_after_a_kill_loses_nothing_and_can_delete(disk: Path) -> None:
+    """The log is read back, what ran is marked, and deleting makes room, though not a byte was free."""
+    path = disk / "sessions.db"
+    stored = await asyncio.to_thread(run_until_full_and_kill, path)
+    await asyncio.to_thread(fill, disk)
+    store = await SessionStore.open(path)
+    assert await ids(store) == stored | {"running"}
+    assert (await store.get_session("ann", "running")).turns[0].status == "failed"
+    gone = {"running", *(f"s{number}" for number in range(len(stored) // 2))}
+    for session in gone:
+        await store.delete("ann", session, NOW)
+    assert await store.purge(NOW + RESTORE_WINDOW_S + 1) == len(gone)
+    assert await talk(store, "new")
+    await store.close()
+    await check_sound(disk, stored - gone | {"new"})
+
+
+@pytest.mark.parametrize("disk", [tmpfs], indirect=True, ids=["tmpfs"])  # ext4 has a little left, always
+async def test_without_a_reserve_the_start_says_that_the_disk_is_full(disk: Path) -> None:
+    """As after an upgrade on a full disk: the message says what to do, and once that is done nothing is lost."""
+    path = disk / "sessions.db"
+    stored = await asyncio.to_thread(run_until_full_and_kill, path)
+    for end in (".reserve", "-shm"):  # without the latter, as after a power cut, a start has to make it
+        (disk / f"sessions.db{end}").unlink()
+    await asyncio.to_thread(fill, disk)
+    with pytest.raises(StartupError, match=r"disk .* is full\. Make some room"):
+        await SessionStore.open(path)
+    (disk / "filler").unlink()
+    store = await SessionStore.open(path)
+    assert await ids(store) == stored | {"running"}
+    await store.close()
+
+
+async def test_a_conversation_larger_than_the_reserve_can_be_deleted(disk: Path) -> None:
+    """Part by part, with the log folded back in between."""
+    store = await SessionStore.open(disk / "sessions.db")
+    for number in range(4):
+        await store.record_turn(
+            "ann", "big", f"t{number}", TEXT * 6, answer="ok", makes_session=True, now=NOW
+        )
+    assert await talk(store, "small")
+    while await talk(store, f"more-{await count(store)}"):
+        pass
+    kept = await ids(store) - {"big"}
+    assert Reserve(disk / "sessions.db.reserve").is_whole
+    await asyncio.to_thread(fill, disk)
+    await store.delete("ann", "big", NOW)
+    assert await store.purge(NOW + RESTORE_WINDOW_S + 1) == 1
+    assert free_bytes(disk) > 4 << 20
+    assert await talk(store, "after")
+    found, _ = await store.list_sessions("ann", q="small word0")
+    assert [summary.id for summary in found] == ["small"]
+    await store.close()
+    await check_sound(disk, kept | {"after"})
+
+
+async def test_the_barest_purge_writes_little_and_leaves_the_index_to_the_next_start(tmp_path: Path) -> None:
+    """What is left to do where not even the reserve is enough: no zeros over 1.1 MB of text, no index kept up."""
+    log = tmp_path / "sessions.db-wal"
+    for purge, most_bytes in ((transactions.purge_some, 2 << 20), (transactions.purge_barely, 200 << 10)):
+        store = await SessionStore.open(tmp_path / "sessions.db")
+        await store.record_turn("ann", "big", "t", TEXT * 6, answer="ok", makes_session=True, now=NOW)
+        if purge is transactions.purge_some:
+            assert await talk(store, "small")
+        await store.delete("ann", "big", NOW)
+        await store._fold_log()
+        assert await store._writer.transact(purge, NOW + RESTORE_WINDOW_S + 1) == (1, True)
+        assert most_bytes // 8 < log.stat().st_size < most_bytes
+        found, _ = await store.list_sessions("ann", q="small word0")
+        assert [summary.id for summary in found] == ["small"]
+        await store.close()
+    await check_sound(tmp_path, {"small"})
+
+
+async def count(store: SessionStore) -> int:
+    return len(await ids(store))
+
+
+async def test_the_reserve_leaves_as_much_to_others(disk: Path) -> None:
+    """Given up in parts until nothing is left; held again as far as half of what is free goes, and whole once there is room."""
+    reserve = Reserve(disk / "reserve")
+    assert reserve.take_back() and reserve.is_whole
+    assert (disk / "reserve").stat().st_mode & 0o777 == 0o600
+    before = free_bytes(disk)
+    num_parts = 0
+    while reserve.give_some():
+        num_parts += 1
+        assert not reserve.is_whole
+    assert num_parts == 8 and free_bytes(disk) > before
+    fill(disk)
+    assert not reserve.take_back()
+    os.truncate(disk / "filler", (disk / "filler").stat().st_size - (1 << 20))
+    assert not reserve.take_back()
+    assert (disk / "reserve").stat().st_size <= 513 << 10 <= free_bytes(disk) + (64 << 10)
+    (disk / "filler").unlink()
+    assert reserve.take_back() and reserve.is_whole
+
+
+async def fill_up(path: str) -> None:
+    """Store turns until the disk is full, saying each; then wait to be killed with one turn running."""
+    store = await SessionStore.open(path)
+    await store.create_session("ann", session_id="running", now=NOW)
+    await store.begin_turn("ann", "running", "t", "question", now=NOW)
+    number = 0
+    while await talk(store, f"s{number}"):
+        print(f"s{number}", flush=True)
+        number += 1
+    print("full", flush=True)
+    await asyncio.Event().wait()
+
+
+def run_until_full_and_kill(path: Path) -> set[str]:
+    """Which sessions a killed process said that it had stored."""
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, __file__, str(path)]
+    stored = set()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line == "full\n":
+                process.send_signal(signal.SIGKILL)
+            else:
+                stored.add(line.strip())
+    assert process.returncode == -signal.SIGKILL
+    return stored
+
+
+if __name__ == "__main__":
+    asyncio.run(fill_up(sys.argv[1]))
