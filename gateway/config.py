@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from engine_bridge.policy.request_limits import RequestLimits
+from gateway.data_folder import tighten
 from gateway.errors import StartupError
 from gateway.standing import parse_weights
 
@@ -377,13 +378,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def prepare_data_dir(self) -> Path:
-        """Make `data_dir`, readable by its owner only, if it is missing. Raises ConfigError if it cannot be written."""
+        """Make `data_dir`, readable by its owner only, if it is missing; take others' rights from one that is there. Raises ConfigError if
+        it cannot be written."""
         try:
             self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"data_dir: cannot make {self.data_dir}: {error.strerror}") from error
         if not os.access(self.data_dir, os.W_OK | os.X_OK):
             raise ConfigError(f"data_dir: {self.data_dir} is not writable by this user")
+        tighten(self.data_dir, self.kv_dir, (self.adapters_dir, Path(self.model)))
         return self.data_dir
 
     def describe(self) -> str:
