@@ -8,10 +8,10 @@ What the rest of the gateway may rely on:
   loop never waits for the disk.
 * An owner sees its own sessions only; another's are answered as if they did not exist.
 
-Reads go to a second connection: under WAL they see the last commit and never wait for a writer's sync. Times are seconds since the epoch and
-are always passed in. Every method raises GatewayError: ``overloaded`` when the disk is full or the file locked by another program,
-``draining`` after ``close``, ``storage_failed`` when the file went bad under a running server, ``quota_exceeded`` where an owner has stored
-all that it may.
+Reads go to a second connection, searches to a third: under WAL they see the last commit and never wait for a writer's sync. Times are seconds
+since the epoch and are always passed in. Every method raises GatewayError: ``overloaded`` when the disk is full or the file locked by another
+program, ``draining`` after ``close``, ``storage_failed`` when the file went bad under a running server, ``quota_exceeded`` where an owner has
+stored all that it may.
 """
 
 from gateway.sessions.quota import RESTORE_WINDOW_S

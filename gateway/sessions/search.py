@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 TRIGRAM_CHARS: Final = 3  # The trigram index finds nothing shorter.
 SAY_EVERY_S: Final = 2.0  # Chosen: a start that takes longer than this says how far it is.
+_MERGE_PAGES: Final = 100  # Chosen: 20 ms of the writer's time, measured.
 _BUILD_TURNS: Final = 100  # Chosen: how many turns are indexed between two looks at the clock.
 
 _TURN_IS_OVER = "status <> 'running'"
@@ -117,6 +118,23 @@ def forget(conn: sqlite3.Connection, owner: int) -> None:
 def forget_all(conn: sqlite3.Connection) -> None:
     """Say that no index is up to date any more: this process cannot keep one. Its tables stay, for they cannot be dropped without FTS5."""
     conn.execute("UPDATE owners SET is_indexed = 0 WHERE is_indexed")
+
+
+def indexed_owners(conn: sqlite3.Connection) -> list[int]:
+    """The owners that have an index."""
+    return [row for (row,) in conn.execute("SELECT row FROM owners WHERE is_indexed ORDER BY row")]
+
+
+def merge_some(conn: sqlite3.Connection, owner: int, is_first: bool) -> bool:
+    """Do a part of what rids an owner's index of the texts that left it; whether there is more to do. is_first: begin anew.
+
+    FTS5 only marks what leaves and drops it as it merges, in its own time: after half of 60 texts of 190 kB were deleted, the index held 14.4 MB,
+    and 7.1 MB when this had run for 0.3 s.
+    """
+    table, before = table_of(owner), conn.total_changes
+    num_pages = -_MERGE_PAGES if is_first else _MERGE_PAGES
+    conn.execute(f"INSERT INTO {table} ({table}, rank) VALUES ('merge', ?)", (num_pages,))
+    return conn.total_changes - before >= 2  # FTS5's own sign that something was merged
 
 
 def can_index(conn: sqlite3.Connection) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from msgspec import UNSET, UnsetType
 
 from gateway.errors import GatewayError
-from gateway.sessions import transactions
+from gateway.sessions import search, transactions
 from gateway.sessions.connection import Connection, is_full
 from gateway.sessions.database import (
     compact,
@@ -54,7 +54,7 @@ class SessionStore:
     def __init__(
         self,
         writer: Connection,
-        reader: Connection,
+        readers: tuple[Connection, Connection],
         health: Health,
         reserve: Reserve,
         file: Path,
@@ -64,7 +64,7 @@ class SessionStore:
         self.wal_lost_frames = wal_lost_frames
         """Frames of the write-ahead log that were committed and could not be read when the file was opened; 0 as a rule."""
         self._writer = writer
-        self._reader = reader
+        self._reader, self._searcher = readers
         self._health = health
         self._reserve = reserve
         self._file = file
@@ -90,10 +90,13 @@ class SessionStore:
             wal_lost_frames = await asyncio.to_thread(check_log, file)
             open_file = partial(open_writer, file, full_text, max_owner_bytes)
             writer = await _opened(open_file, "BEGIN IMMEDIATE", health, reserve)
+            readers: list[Connection] = []
             try:
-                reader = await _opened(partial(open_reader, file), "BEGIN", health, reserve)
+                for _ in range(2):
+                    readers.append(await _opened(partial(open_reader, file), "BEGIN", health, reserve))
             except BaseException:
-                await writer.close()
+                for connection in (*readers, writer):
+                    await connection.close()
                 raise
         except BaseException as error:
             os.close(lock_fd)
@@ -101,7 +104,7 @@ class SessionStore:
                 raise unusable(file, error) from error
             raise
         await asyncio.to_thread(reserve.take_back)
-        return cls(writer, reader, health, reserve, file, lock_fd, wal_lost_frames)
+        return cls(writer, (readers[0], readers[1]), health, reserve, file, lock_fd, wal_lost_frames)
 
     async def close(self) -> None:
         """Finish what is under way and close the file. A second call does nothing; any other call afterwards raises ``draining``."""
@@ -112,6 +115,7 @@ class SessionStore:
         try:
             try:
                 await self._reader.close()
+                await self._searcher.close()
             finally:
                 await self._writer.close()
         finally:
@@ -166,9 +170,10 @@ class SessionStore:
                 "bad_request", f"'q' may have {MAX_QUERY_CHARS} characters at most.", param="q"
             )
         cursor = None if before is None else decode_cursor(before)
-        return await self._reader.transact(
-            transactions.list_sessions, owner, (clean(q) or "").strip(), limit, cursor
-        )
+        text = (clean(q) or "").strip()
+        # One that reads every text of its owner takes seconds where that is a gigabyte; other reads do not wait for it.
+        connection = self._searcher if text else self._reader
+        return await connection.transact(transactions.list_sessions, owner, text, limit, cursor)
 
     async def patch(
         self,
@@ -208,7 +213,7 @@ class SessionStore:
             num, is_more = await self._purge_some(now)
             num_purged += num
         if self._was_full or not await asyncio.to_thread(lambda: self._reserve.is_whole):
-            await self._give_back()
+            await self._give_back(shrinks_index=num_purged > 0)
         return num_purged
 
     async def _purge_some(self, now: float) -> tuple[int, bool]:
@@ -220,16 +225,25 @@ class SessionStore:
         self._was_full = True
         return await self._making_room(transactions.purge_barely, now)
 
-    async def _give_back(self) -> None:
+    async def _give_back(self, *, shrinks_index: bool) -> None:
         """Make the file smaller by what is free in it, and hold the reserve again as far as the disk has room."""
         try:
+            if shrinks_index:
+                await self._shrink_index()
             await self._writer.run(compact)
         except GatewayError as error:
             if not is_full(error.__cause__):
                 raise
             if await self._use_reserve():
-                return await self._give_back()
+                return await self._give_back(shrinks_index=shrinks_index)
         self._was_full = not await asyncio.to_thread(self._reserve.take_back)
+
+    async def _shrink_index(self) -> None:
+        """Drop from the index what was removed from the tables; part by part, for the writer has other work, too."""
+        for owner in await self._reader.transact(search.indexed_owners):
+            is_first = True
+            while await self._writer.transact(search.merge_some, owner, is_first):
+                is_first = False
 
     async def _making_room(self, work: Callable[..., _T], *args: Any) -> _T:
         """A transaction that frees something: on a full disk it has what folding the log back frees, and then the reserve.

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -129,6 +130,20 @@ async def test_a_search_by_index_reads_the_searchers_rows_only(store: SessionSto
         "SCAN hits",
     ]
     assert any("sessions_by_time (owner=?" in step or "USING INTEGER PRIMARY KEY" in step for step in plan)
+
+
+async def test_a_long_search_holds_up_no_other_read(store: SessionStore) -> None:
+    """Searches have a connection of their own: while one is busy, sessions are read, listed and written."""
+    await write(store, "ann", "a", PHRASE)
+    may_end = threading.Event()
+    searching = asyncio.create_task(store._searcher.transact(lambda conn: may_end.wait(60)))
+    waiting = asyncio.create_task(found(store, "ann", PHRASE))
+    assert (await store.get_session("ann", "a")).turns
+    assert len((await store.list_sessions("ann"))[0]) == 1
+    await write(store, "ann", "b", PHRASE)
+    assert not waiting.done()
+    may_end.set()
+    assert await waiting == {"a", "b"} and await searching
 
 
 async def test_many_owners_search_each_their_own(store: SessionStore) -> None:
