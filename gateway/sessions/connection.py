@@ -116,7 +116,12 @@ def has_failed(error: BaseException | None) -> bool:
     Our statements are all right on a file that is whole, so "no such table" (SQLITE_ERROR) says that it is another one now, an empty one say.
     """
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return code in _FAILURES and not is_full(error)
+    return code in _FAILURES and not is_full(error) and not is_index_damaged(error)
+
+
+def is_index_damaged(error: BaseException | None) -> bool:
+    """Whether a search index contradicts itself. It is made of the texts, so it can be given up and built again."""
+    return getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CORRUPT_VTAB
 
 
 _FAILURES: Final = frozenset(
@@ -143,7 +148,7 @@ def _as_gateway_error(error: sqlite3.Error) -> GatewayError:
         return GatewayError(
             "overloaded", "The session database is in use by another program; nothing was stored."
         )
-    if has_failed(error):
+    if has_failed(error) or is_index_damaged(error):
         return GatewayError(
             "storage_failed",
             "The session database failed: conversations cannot be read or stored now. The server's log says why.",

@@ -115,6 +115,21 @@ def forget(conn: sqlite3.Connection, owner: int) -> None:
     conn.execute(f"DROP TABLE IF EXISTS {table_of(owner)}")
 
 
+def forget_damaged(conn: sqlite3.Connection, name: str) -> None:
+    """`forget` for an index that contradicts itself, by its owner's name."""
+    owner = find_owner(conn, name)
+    if owner is None:
+        return
+    logger.error(
+        "a search index is damaged: its owner's searches read every text until the next start builds it again"
+    )
+    try:
+        forget(conn, owner.row)
+    except sqlite3.DatabaseError:
+        # It cannot even be dropped. It is not used any more, and the next start tries again.
+        conn.execute("UPDATE owners SET is_indexed = 0 WHERE row = ?", (owner.row,))
+
+
 def forget_all(conn: sqlite3.Connection) -> None:
     """Say that no index is up to date any more: this process cannot keep one. Its tables stay, for they cannot be dropped without FTS5."""
     conn.execute("UPDATE owners SET is_indexed = 0 WHERE is_indexed")

@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.errors import GatewayError
 from gateway.sessions import search, transactions
-from gateway.sessions.connection import Connection, is_full
+from gateway.sessions.connection import Connection, is_full, is_index_damaged
 from gateway.sessions.database import (
     compact,
     fold_log,
@@ -146,8 +146,8 @@ class SessionStore:
         or title, ``conflict`` if the id is taken, also by a session that was deleted and can still be restored, ``quota_exceeded``.
         """
         chosen = uuid.uuid4().hex if session_id is None else checked_id(session_id, "session_id")
-        return await self._writer.transact(
-            transactions.create, owner, chosen, checked_title(title), clean(adapter), exist_ok, now
+        return await self._write(
+            owner, transactions.create, owner, chosen, checked_title(title), clean(adapter), exist_ok, now
         )
 
     async def get_session(self, owner: str, session_id: str) -> Session:
@@ -173,7 +173,14 @@ class SessionStore:
         text = (clean(q) or "").strip()
         # One that reads every text of its owner takes seconds where that is a gigabyte; other reads do not wait for it.
         connection = self._searcher if text else self._reader
-        return await connection.transact(transactions.list_sessions, owner, text, limit, cursor)
+        listing = (transactions.list_sessions, owner, text, limit, cursor)
+        try:
+            return await connection.transact(*listing)
+        except GatewayError as error:
+            if not is_index_damaged(error.__cause__):
+                raise
+        await self._writer.transact(search.forget_damaged, owner)
+        return await connection.transact(*listing)
 
     async def patch(
         self,
@@ -189,7 +196,7 @@ class SessionStore:
         """
         new_title = title if isinstance(title, UnsetType) else checked_title(title)
         new_adapter = adapter if isinstance(adapter, UnsetType) else clean(adapter)
-        return await self._writer.transact(transactions.patch, owner, session_id, new_title, new_adapter)
+        return await self._write(owner, transactions.patch, owner, session_id, new_title, new_adapter)
 
     async def delete(self, owner: str, session_id: str, now: float) -> None:
         """Hide the session; for 30 s ``restore`` brings it back. Its running turn is the caller's to stop. Raises ``not_found``."""
@@ -220,7 +227,7 @@ class SessionStore:
         try:
             return await self._making_room(transactions.purge_some, now)
         except GatewayError as error:
-            if not is_full(error.__cause__):
+            if not is_full(error.__cause__) and not is_index_damaged(error.__cause__):
                 raise
         self._was_full = True
         return await self._making_room(transactions.purge_barely, now)
@@ -237,6 +244,16 @@ class SessionStore:
             if await self._use_reserve():
                 return await self._give_back(shrinks_index=shrinks_index)
         self._was_full = not await asyncio.to_thread(self._reserve.take_back)
+
+    async def _write(self, owner: str, work: Callable[..., _T], *args: Any) -> _T:
+        """A transaction that changes an owner's texts. Where the owner's index is damaged it is done again without: texts matter more."""
+        try:
+            return await self._writer.transact(work, *args)
+        except GatewayError as error:
+            if not is_index_damaged(error.__cause__):
+                raise
+        await self._writer.transact(search.forget_damaged, owner)
+        return await self._writer.transact(work, *args)
 
     async def _shrink_index(self) -> None:
         """Drop from the index what was removed from the tables; part by part, for the writer has other work, too."""
@@ -312,7 +329,7 @@ class SessionStore:
         ``quota_exceeded``.
         """
         message = Message(checked_id(turn_id, "id"), content, adapter, after, now)
-        return await self._writer.transact(transactions.begin, owner, session_id, message)
+        return await self._write(owner, transactions.begin, owner, session_id, message)
 
     async def finish_turn(
         self,
@@ -334,7 +351,8 @@ class SessionStore:
         Returns the turn, unchanged if it was over already. Returns None if the session or the turn was deleted meanwhile; a session that
         can still be restored keeps the answer, but stays deleted.
         """
-        return await self._writer.transact(
+        return await self._write(
+            owner,
             transactions.finish,
             owner,
             session_id,
@@ -372,8 +390,8 @@ class SessionStore:
             checked_id(session_id, "session_id")
         end = End(answer, checked_end(status), finish_reason, encoded(usage), encoded(timings))
         message = Message(checked_id(turn_id, "id"), content, clean(adapter), UNSET, now)
-        return await self._writer.transact(
-            transactions.record, owner, session_id, message, end, clean(response_id), makes_session
+        return await self._write(
+            owner, transactions.record, owner, session_id, message, end, clean(response_id), makes_session
         )
 
     async def find_response(self, owner: str, response_id: str) -> tuple[SessionId, TurnId] | None:

@@ -109,7 +109,7 @@ async def test_requests_that_fail_for_themselves_do_not_fail_the_file(store: Ses
     ("code", "expected"),
     [
         (sqlite3.SQLITE_CORRUPT, True),
-        (sqlite3.SQLITE_CORRUPT_VTAB, True),
+        (sqlite3.SQLITE_CORRUPT_VTAB, False),
         (sqlite3.SQLITE_NOTADB, True),
         (sqlite3.SQLITE_IOERR_READ, True),
         (sqlite3.SQLITE_IOERR_SHMSIZE, False),
@@ -120,7 +120,7 @@ async def test_requests_that_fail_for_themselves_do_not_fail_the_file(store: Ses
     ],
 )
 def test_which_errors_are_the_files(code: int | None, expected: bool) -> None:
-    """Not a full disk, a lock or a broken rule of the schema; nor what is no error of SQLite's."""
+    """Not a damaged index, a full disk, a lock or a broken rule of the schema; nor what is no error of SQLite's."""
     error = sqlite3.OperationalError("x")
     if code is not None:
         error.sqlite_errorcode = code
@@ -139,3 +139,38 @@ async def test_a_failure_is_logged_once(path: Path, caplog: pytest.LogCaptureFix
     for _ in range(3):
         health.note(sqlite3.DatabaseError("disk image is malformed"))
     assert health.has_failed and caplog.text.count("has failed") == 1
+
+
+async def damaged_index(path: Path) -> SessionStore:
+    """A store in which ann's index has lost its pages, with a deleted session among ann's."""
+    store = await SessionStore.open(path)
+    for session in ("s", "gone"):
+        await store.record_turn("ann", session, "t", "a question", answer="hi", makes_session=True, now=NOW)
+    await store.delete("ann", "gone", NOW)
+    await store._writer.transact(lambda conn: conn.execute("DELETE FROM search_1_data WHERE id > 10"))
+    return store
+
+
+CALLS = {
+    "search": lambda store: store.list_sessions("ann", q="question"),
+    "rename": lambda store: store.patch("ann", "s", title="another"),
+    "edit": lambda store: store.begin_turn("ann", "s", "u", "new", after=None, now=NOW),
+    "purge": lambda store: store.purge(NOW + 31),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+async def test_a_damaged_index_costs_no_text_and_is_built_again(
+    path: Path, caplog: pytest.LogCaptureFixture, call: Callable[[SessionStore], object]
+) -> None:
+    """Whoever meets it first gives it up; what is stored and found stays the same, and the file has not failed."""
+    store = await damaged_index(path)
+    await call(store)
+    for number in range(300):  # the index is merged now and then, which reads what is missing
+        await store.record_turn("ann", "s", f"v{number}", "another question", answer="hi", now=NOW)
+    assert [summary.id for summary in (await store.list_sessions("ann", q="another"))[0]] == ["s"]
+    assert not store.has_failed and "index is damaged" in caplog.text
+    await store.close()
+    store = await SessionStore.open(path)
+    assert [summary.id for summary in (await store.list_sessions("ann", q="another question"))[0]] == ["s"]
+    await store.close()
