@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from collections.abc import Iterator
 from typing import Final
 
 # What a session and a turn count beside their text, chosen a little above what their rows, index entries and figures take, so that many
@@ -107,6 +109,7 @@ _OLD_SEARCH_TRIGGERS = (
     *(f"turn_texts_{change}" for change in ("insert", "update", "delete")),
     *(f"session_titles_{change}" for change in ("insert", "update", "delete")),
 )
+_SECURE_DELETE: Final = ("OFF", "ON", "FAST")  # SQLite's words for what it says in numbers.
 _OLD_SEARCH_TABLES = ("turn_texts", "session_titles")
 
 
@@ -130,5 +133,18 @@ def migrate(conn: sqlite3.Connection) -> None:
 
 def drop_old_search(conn: sqlite3.Connection) -> None:
     """Remove the search index of version 1, if there is one. Takes the FTS5 module: without it such a table cannot even be dropped."""
-    for table in _OLD_SEARCH_TABLES:
-        conn.execute(f"DROP TABLE IF EXISTS {table}")
+    # Without zeros over what goes: they would be written to the log first, as much as the index took, over words that are stored anyway.
+    with without_zeros(conn):
+        for table in _OLD_SEARCH_TABLES:
+            conn.execute(f"DROP TABLE IF EXISTS {table}")
+
+
+@contextlib.contextmanager
+def without_zeros(conn: sqlite3.Connection) -> Iterator[None]:
+    """Free pages as they are; many builds of SQLite (Debian's) fill them with zeros, which writes as much as is freed."""
+    (before,) = conn.execute("PRAGMA secure_delete").fetchone()
+    conn.execute("PRAGMA secure_delete = OFF").fetchall()
+    try:
+        yield
+    finally:
+        conn.execute(f"PRAGMA secure_delete = {_SECURE_DELETE[before]}").fetchall()

@@ -259,8 +259,12 @@ class SessionStore:
         """Drop from the index what was removed from the tables; part by part, for the writer has other work, too."""
         for owner in await self._reader.transact(search.indexed_owners):
             is_first = True
-            while await self._writer.transact(search.merge_some, owner, is_first):
-                is_first = False
+            try:
+                while await self._writer.transact(search.merge_some, owner, is_first):
+                    is_first = False
+            except GatewayError as error:
+                if not is_index_damaged(error.__cause__):
+                    raise
 
     async def _making_room(self, work: Callable[..., _T], *args: Any) -> _T:
         """A transaction that frees something: on a full disk it has what folding the log back frees, and then the reserve.

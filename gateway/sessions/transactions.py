@@ -23,7 +23,7 @@ from gateway.sessions.records import (
     Turn,
     TurnId,
 )
-from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
+from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES, without_zeros
 from gateway.sessions.text import clean, clean_text, encode_cursor, is_id, title_from
 from gateway.sessions.token_ids import MAX_SEQ, store_token_ids, token_ids_before
 
@@ -248,16 +248,12 @@ def purge_barely(conn: sqlite3.Connection, now: float) -> tuple[int, bool]:
 
     Both would write about as much as is removed. What is freed so takes a few pages, however long the texts are.
     """
-    (zeroes,) = conn.execute("PRAGMA secure_delete").fetchone()
-    conn.execute("PRAGMA secure_delete = OFF").fetchall()
-    try:
+    with without_zeros(conn):
         owners = {(row[3], row[4]) for row in conn.execute(_GONE, (now - RESTORE_WINDOW_S,))}
         for owner, is_indexed in owners:
             if is_indexed:
                 search.forget(conn, owner)
         return purge_some(conn, now)
-    finally:
-        conn.execute(f"PRAGMA secure_delete = {('OFF', 'ON', 'FAST')[zeroes]}").fetchall()
 
 
 def _erase_turns(conn: sqlite3.Connection, owner: search.Owner, row: int, max_bytes: int) -> bool:

@@ -109,9 +109,10 @@ def find_damage(data: bytes | mmap.mmap, shm: bytes) -> Damage | None:
     The transaction that was being written when the process or the machine stopped is no loss: nobody was told that it is stored. Where the
     shared memory is of another time, two transactions behind the damage are one more than that, and one is, if what it holds is whole.
     """
-    if len(data) < _HEADER_BYTES + _FRAME_HEADER_BYTES:
-        return None
     shared = _shared(shm)
+    if len(data) < _HEADER_BYTES + _FRAME_HEADER_BYTES:
+        is_lost = shared is not None and shared.num_frames > shared.num_in_file
+        return Damage(shared.num_frames, shared.num_frames, is_in_file=False) if shared and is_lost else None
     log = _Log(data, shared)
     num_good, first_bad = _read_good(log) if log.is_header_good else (0, 1)
     known = shared if shared is not None and shared.salts == log.salts else None
@@ -208,10 +209,14 @@ def check_log(file: Path) -> int:
 
 def _check_log(file: Path) -> int:
     wal, shm = Path(f"{file}-wal"), Path(f"{file}-shm")
-    if not wal.exists() or wal.stat().st_size <= _HEADER_BYTES or _is_open_elsewhere(shm):
+    if _is_open_elsewhere(shm):
         return 0
-    with wal.open("rb") as opened, _mapped(opened.fileno()) as data:
-        damage = find_damage(data, shm.read_bytes()[:_SHM_BYTES] if shm.exists() else b"")
+    shared = shm.read_bytes()[:_SHM_BYTES] if shm.exists() else b""
+    if not wal.exists() or wal.stat().st_size == 0:
+        damage = find_damage(b"", shared)
+    else:
+        with wal.open("rb") as opened, _mapped(opened.fileno()) as data:
+            damage = find_damage(data, shared)
     if damage is None:
         return 0
     if damage.is_in_file:

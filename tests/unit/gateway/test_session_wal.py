@@ -150,6 +150,19 @@ async def test_a_log_that_was_cut_short_is_said(tmp_path: Path) -> None:
     assert await reopened(path) == (4, ends[-1] - ends[3])
 
 
+@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "empty"])
+@pytest.mark.parametrize("checkpointed", [True, False])
+async def test_a_log_that_is_gone_is_said_unless_the_file_has_it_all(
+    tmp_path: Path, is_gone: bool, checkpointed: bool
+) -> None:
+    """The shared memory knows what was committed, and what of that has reached the file."""
+    path = await killed(tmp_path, checkpointed=checkpointed)
+    num_frames = commits(wal_of(path).read_bytes())[-1]
+    wal_of(path).unlink() if is_gone else wal_of(path).write_bytes(b"")
+    expected = (NUM_SESSIONS, 0) if checkpointed else (0, num_frames)
+    assert await reopened(path) == expected
+
+
 def torn_tails(data: bytes) -> dict[str, bytes]:
     """Logs of a process killed in the middle of the transaction that followed `data`: written in order, the commit's frame last."""
     last = data[-FRAME:]
