@@ -29,6 +29,7 @@ from gateway.errors import CloseCode, GatewayError, as_gateway_error, to_frame
 from gateway.services import SERVICES, Services
 from gateway.standing import Standing, checked_priority
 from gateway.turns import LiveTurn, unavailable
+from gateway.websocket import MessageTooLarge, StrictWebSocket
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ HELLO_TIMEOUT_S = 10.0
 HEARTBEAT_S = 30.0  # aiohttp closes when no pong comes within half of this
 SLOW_READER_S = 20.0
 HARD_FRAME_BYTES = 16 << 20
+# Chosen: a hello with a key and 64 turns to resume takes a quarter of it. More than that nobody may send, or be owed, before it.
+GREETING_BYTES = 64 << 10
 CLOSE_TIMEOUT_S = 2.0
 # Chosen: replies that may wait for a peer before no more of its frames are read.
 MAX_QUEUED_BYTES = 1 << 20
@@ -44,8 +47,9 @@ MAX_QUEUED_BYTES = 1 << 20
 async def chat_socket(request: web.Request) -> web.WebSocketResponse:
     """`GET /ws`."""
     services = request.app[SERVICES]
-    socket = web.WebSocketResponse(
-        heartbeat=HEARTBEAT_S, max_msg_size=HARD_FRAME_BYTES, compress=False, timeout=CLOSE_TIMEOUT_S
+    limit = min(GREETING_BYTES, services.config.max_frame_bytes)
+    socket = StrictWebSocket(
+        limit_bytes=limit, hard_limit_bytes=limit, heartbeat=HEARTBEAT_S, timeout=CLOSE_TIMEOUT_S
     )
     await socket.prepare(request)
     connections = services.connections
@@ -84,7 +88,7 @@ class ChatConnection:
         "blocked_since",
     )
 
-    def __init__(self, socket: web.WebSocketResponse, services: Services, key: str | None) -> None:
+    def __init__(self, socket: StrictWebSocket, services: Services, key: str | None) -> None:
         self._socket = socket
         self._services = services
         self._key = key
@@ -109,9 +113,12 @@ class ChatConnection:
                         await self._on_text(message.data)
                     elif message.type is WSMsgType.BINARY:
                         self._send_error(GatewayError("bad_request", "Frames must be text, not binary."))
+                    elif message.type is WSMsgType.ERROR and isinstance(message.data, MessageTooLarge):
+                        self._send_error(GatewayError("frame_too_large", str(message.data)))
                     if self._is_greeted:
                         hello_timeout.reschedule(None)
-                    while self._queued_bytes > MAX_QUEUED_BYTES and self._writer is not None:
+                    most = MAX_QUEUED_BYTES if self._is_greeted else GREETING_BYTES
+                    while self._queued_bytes > most and self._writer is not None:
                         await asyncio.wait({self._writer})
         except TimeoutError:
             await self.close(CloseCode.NO_HELLO, "the first frame must be hello")
@@ -147,7 +154,7 @@ class ChatConnection:
 
     async def _on_hello(self, frame: Hello) -> None:
         principal = self._services.keys.authenticate(frame.api_key or self._key)
-        self._is_greeted = True
+        self._greeted()
         if self._principal is not None and principal != self._principal:
             raise GatewayError("bad_request", "A socket belongs to one key: open another for another.")
         progress = self._services.node.progress
@@ -173,6 +180,11 @@ class ChatConnection:
                 # Again, in case the socket dropped before the first one arrived: the client needs the session's id.
                 self._send_accepted(live)
                 self._follow(live, resume.seq)
+
+    def _greeted(self) -> None:
+        if not self._is_greeted:
+            self._is_greeted = True
+            self._socket.set_limits(self._services.config.max_frame_bytes, HARD_FRAME_BYTES)
 
     async def _on_message(self, frame: Message) -> None:
         assert self._principal is not None
