@@ -27,6 +27,7 @@ from gateway.adapter_metrics import AdapterCollector
 from gateway.advisories import Advisories
 from gateway.auth import KeyRing
 from gateway.config import MIB, Config, ConfigError
+from gateway.connections import CONNECTIONS, Connections, Runner, max_open_files, raise_open_files, watched
 from gateway.drafts import Drafts
 from gateway.errors import GatewayError, StartupError
 from gateway.grammar_metrics import GrammarCollector
@@ -144,11 +145,13 @@ async def build_services(
 
 def build_app(services: Services) -> web.Application:
     """The aiohttp application over the services; it owns their background tasks, not the services themselves."""
+    connections = Connections(services.config, services.keys, services.metrics, max_open_files())
     app = web.Application(
         client_max_size=services.config.max_body_bytes,
-        middlewares=[web_policy.counts, web_policy.errors, web_policy.origins],
+        middlewares=[web_policy.counts, web_policy.errors, watched(connections), web_policy.origins],
     )
     app[SERVICES] = services
+    app[CONNECTIONS] = connections
     rest.add_routes(app)
     openai_routes.add_routes(app)
     advisory_routes.add_routes(app)
@@ -164,6 +167,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     services = app[SERVICES]
     tasks = [
         asyncio.create_task(chat_socket.sweep_slow_readers(services), name="slow readers"),
+        asyncio.create_task(app[CONNECTIONS].watch(), name="connections"),
         asyncio.create_task(services.metrics.watch_loop(), name="loop stall"),
         asyncio.create_task(_purge(services), name="purge"),
         asyncio.create_task(services.store.watch(), name="session database"),
@@ -195,8 +199,14 @@ class Server:
         config = self.services.config
         # handler_cancellation: without it a client that leaves does not end a request that is not streamed.
         # auto_decompress: aiohttp unpacks on the event loop, and a small body may hold a very large one; see rest.json_body.
-        self._runner = web.AppRunner(
-            build_app(self.services), handler_cancellation=True, access_log=None, auto_decompress=False
+        app = build_app(self.services)
+        self._runner = Runner(
+            app,
+            app[CONNECTIONS],
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=config.keepalive_timeout_s,
         )
         await self._runner.setup()
         try:
@@ -238,6 +248,7 @@ def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit code."""
     # Before anything imports torch: it reads its environment once.
     configure_environment(engine_config(config))
+    raise_open_files()
     return uvloop.run(_serve(config))
 
 

@@ -12,6 +12,7 @@ from aiohttp import ClientConnectionError, WSCloseCode, WSMsgType, web
 from msgspec import to_builtins
 
 from gateway import __version__
+from gateway import connections as gate
 from gateway.advisories import Record, Wanted, outcome_of
 from gateway.auth import Principal, extract_key
 from gateway.chat_protocol import (
@@ -26,6 +27,7 @@ from gateway.chat_protocol import (
     frame_id,
 )
 from gateway.errors import CloseCode, GatewayError, as_gateway_error, to_frame
+from gateway.policy.connections import RareLine
 from gateway.services import SERVICES, Services
 from gateway.standing import Standing, checked_priority
 from gateway.turns import LiveTurn, unavailable
@@ -53,10 +55,10 @@ async def chat_socket(request: web.Request) -> web.WebSocketResponse:
     )
     await socket.prepare(request)
     connections = services.connections
-    if len(connections) >= services.config.max_sockets:
+    if not gate.opened(request) or len(connections) >= services.config.max_sockets:
         await socket.close(code=CloseCode.TOO_MANY_SOCKETS, message=b"too many sockets")
         return socket
-    connection = ChatConnection(socket, services, extract_key(request.headers))
+    connection = ChatConnection(socket, services, extract_key(request.headers), request)
     connections.add(connection)
     services.metrics.sockets.inc()
     try:
@@ -78,6 +80,7 @@ class ChatConnection:
         "_outbox",
         "_principal",
         "_queued_bytes",
+        "_request",
         "_said_hello",
         "_sent",
         "_services",
@@ -86,10 +89,14 @@ class ChatConnection:
         "_waiting",
         "_writer",
         "blocked_since",
+        "is_given_up",
     )
 
-    def __init__(self, socket: StrictWebSocket, services: Services, key: str | None) -> None:
+    def __init__(
+        self, socket: StrictWebSocket, services: Services, key: str | None, request: web.Request
+    ) -> None:
         self._socket = socket
+        self._request = request
         self._services = services
         self._key = key
         self._principal: Principal | None = None
@@ -103,6 +110,7 @@ class ChatConnection:
         self._told: dict[str, str] = {}  # by session: the state of its advisory that was sent last
         self._is_gone = False
         self.blocked_since: float | None = None
+        self.is_given_up = False  # it reads too slowly and is being closed
 
     async def run(self) -> None:
         """Read frames until the socket closes."""
@@ -185,6 +193,7 @@ class ChatConnection:
         if not self._is_greeted:
             self._is_greeted = True
             self._socket.set_limits(self._services.config.max_frame_bytes, HARD_FRAME_BYTES)
+            gate.greeted(self._request, has_key=not self._services.keys.is_open)
 
     async def _on_message(self, frame: Message) -> None:
         assert self._principal is not None
@@ -347,24 +356,34 @@ class ChatConnection:
 
     def abort(self) -> None:
         """Cut the connection without waiting for the peer."""
-        transport = self._socket._req.transport if self._socket._req is not None else None
+        transport = self._request.transport
         if transport is not None:
             transport.abort()
 
 
 async def sweep_slow_readers(services: Services) -> None:
-    """For ever: close sockets whose peer has taken no bytes for SLOW_READER_S while something waited for it."""
-    while True:
-        await asyncio.sleep(1.0)
-        now = time.monotonic()
-        slow = [c for c in services.connections if c.blocked_since and now - c.blocked_since > SLOW_READER_S]
-        await asyncio.gather(*(_close_slow(services, connection) for connection in slow))
+    """For ever: close sockets whose peer has taken no bytes for SLOW_READER_S while something waited for it, each once and on its own."""
+    line = RareLine()
+    async with asyncio.TaskGroup() as closing:
+        while True:
+            await asyncio.sleep(1.0)
+            now = time.monotonic()
+            for connection in services.connections:
+                blocked_since = connection.blocked_since
+                if blocked_since and now - blocked_since > SLOW_READER_S and not connection.is_given_up:
+                    connection.is_given_up = True
+                    services.metrics.slow_readers.inc()
+                    line.add()
+                    closing.create_task(_close_slow(connection))
+            if num := line.due(now):
+                log.info("closed %d chat sockets that read too slowly", num)
 
 
-async def _close_slow(services: Services, connection: ChatConnection) -> None:
-    services.metrics.slow_readers.inc()
-    log.info("closing a chat socket that reads too slowly")
-    await connection.close(CloseCode.SLOW_READER, "slow reader")
+async def _close_slow(connection: ChatConnection) -> None:
+    try:
+        await connection.close(CloseCode.SLOW_READER, "slow reader")
+    except Exception:
+        log.exception("a chat socket that reads too slowly could not be closed in good order")
     connection.abort()
 
 

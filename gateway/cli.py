@@ -20,11 +20,14 @@ EXIT_USAGE = 2  # as click has it
 
 _METAVARS = {
     "api_keys": "KEY",
+    "body_timeout_s": "SECONDS",
     "cors_origins": "ORIGIN",
     "decision_log": "FILE",
     "decision_log_mib": "MIB",
     "drain_timeout_s": "SECONDS",
+    "head_timeout_s": "SECONDS",
     "host": "ADDRESS",
+    "keepalive_timeout_s": "SECONDS",
     "kv_cache_gib": "GIB",
     "kv_disk_gib": "GIB",
     "kv_host_gib": "GIB",
@@ -35,6 +38,7 @@ _METAVARS = {
     "length_predictor": "MODULE:NAME",
     "port": "PORT",
     "tenant_weights": "NAME=WEIGHT",
+    "trusted_proxies": "ADDRESS",
 }
 
 

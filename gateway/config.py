@@ -51,6 +51,7 @@ SCHEDULING_SETTINGS = ("length_predictor", "tenant_weights", "client_priority", 
 _SINGULAR_FLAGS = {
     "api_keys": "--api-key",
     "cors_origins": "--cors-origin",
+    "trusted_proxies": "--trusted-proxy",
     "tenant_weights": "--tenant-weight",
 }
 # Defaults that depend on the machine, in words.
@@ -270,6 +271,30 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int, _in("Access", "Largest chat socket frame, in bytes.", ge=KIB, le=16 * MIB)
     ] = MIB
     max_sockets: Annotated[int, _in("Access", "Most chat sockets open at once.", ge=1)] = 10_000
+    max_connections: Annotated[
+        Positive | None,
+        _in("Access", "Most connections open at once; unset: what the limit of open files allows."),
+    ] = None
+    max_connections_per_address: Annotated[
+        Positive | None,
+        _in("Access", "Most of one address without a key; unset: half of all, at most 1024."),
+    ] = None
+    trusted_proxies: Annotated[
+        tuple[NonEmpty, ...],
+        _in(
+            "Access",
+            "Address or network of a reverse proxy: the limit for one address does not count for it, nor for this machine.",
+        ),
+    ] = ()
+    head_timeout_s: Annotated[
+        float, _in("Access", "Seconds in which a request's head must have arrived.", gt=0)
+    ] = 10.0
+    body_timeout_s: Annotated[
+        float, _in("Access", "Seconds that a request's body may stand still.", gt=0)
+    ] = 20.0
+    keepalive_timeout_s: Annotated[
+        float, _in("Access", "Seconds that a connection may be idle between two requests.", gt=0)
+    ] = 75.0
 
     max_json_values: Annotated[
         Positive | None,
@@ -503,6 +528,11 @@ def _check(config: Config) -> None:
         parse_weights(config.tenant_weights)
     except ValueError as error:
         raise ConfigError(f"tenant_weights: {error} ({config.sources['tenant_weights']})") from error
+    for proxy in config.trusted_proxies:
+        try:
+            ipaddress.ip_network(proxy, strict=False)
+        except ValueError as error:
+            raise ConfigError(f"trusted_proxies: {error} ({config.sources['trusted_proxies']})") from error
     if config.decision_log is not None and not config.decision_log.parent.is_dir():
         raise ConfigError(
             f"decision_log: there is no folder {config.decision_log.parent} ({config.sources['decision_log']})"

@@ -41,6 +41,7 @@ KINDS: dict[str, ErrorKind] = {
     "unauthorized": ErrorKind(401, "authentication_error", close_code=CloseCode.UNAUTHORIZED),
     "not_found": ErrorKind(404, "invalid_request_error"),
     "unknown_model": ErrorKind(404, "invalid_request_error"),
+    "request_timeout": ErrorKind(408, "invalid_request_error", is_retryable=True),
     "conflict": ErrorKind(409, "invalid_request_error"),
     "busy": ErrorKind(409, "invalid_request_error"),
     "frame_too_large": ErrorKind(413, "invalid_request_error"),

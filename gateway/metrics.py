@@ -57,6 +57,13 @@ class Metrics:
         self.slow_readers = Counter(
             "overture_slow_readers", "Sockets closed for not reading", registry=registry
         )
+        self.connections = Gauge(
+            "overture_connections", "Connections open, by what they do", ["state"], registry=registry
+        )
+        self.connections_closed = Counter(
+            "overture_connections_closed", "Connections closed or refused", ["reason"], registry=registry
+        )
+        self.open_files = Gauge("overture_open_files", "Open files of the process", registry=registry)
         self.typing = Counter("overture_typing_frames", "Typing frames received", registry=registry)
         self.advisories = Counter("overture_advisories", "Advisories acted on", ["source"], registry=registry)
         self.advisories_merged = Counter(

@@ -18,6 +18,7 @@ from gateway.api_turns import AnswerReader, history_as_input, question_of, sessi
 from gateway.auth import Principal, tenant_of
 from gateway.errors import GatewayError
 from gateway.policy.call_size import check_call
+from gateway.policy.connections import RareLine
 from gateway.policy.followers import Arrival
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
@@ -31,6 +32,7 @@ SESSION_HEADER = "X-Session-Id"
 # Which agent asks, and in which run of its workflow: what learned advisories are learned from.
 AGENT_HEADER, WORKFLOW_HEADER = "X-Agent-Name", "X-Workflow-Id"
 SLOW_READER_S = 20.0  # as for chat sockets: docs/protocol.md, rule 5
+_slow_line = RareLine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,10 @@ async def _stream(
                 async with asyncio.timeout(SLOW_READER_S):
                     await response.write(event)
             except TimeoutError:
-                log.info("cutting off a client that does not read its stream")
+                services.metrics.slow_readers.inc()
+                _slow_line.add()
+                if num := _slow_line.due(time.monotonic()):
+                    log.info("cut off %d clients that do not read their streams", num)
                 if request.transport is not None:
                     request.transport.abort()
                 raise ConnectionResetError("slow reader") from None

@@ -68,9 +68,12 @@ def error_reply(request: web.Request, error: GatewayError, *, status: int | None
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.retryable else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return web.Response(
+    response = web.Response(
         body=orjson.dumps(body), status=status, content_type="application/json", headers=headers
     )
+    if status == 408:
+        response.force_close()  # the rest of the body may still come, and must not be read as a request
+    return response
 
 
 @web.middleware

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from aiohttp import WebSocketError, WSMessage, WSMsgType, web
+from aiohttp import WebSocketError, WSCloseCode, WSMessage, WSMsgType, web
 from aiohttp.http import WebSocketWriter
 from aiohttp.streams import EofStream
 
@@ -123,7 +123,10 @@ class _Inbox:
         try:
             return self._frames.next()
         except FrameError as error:
-            self._has_failed = True
+            if error.code == WSCloseCode.MESSAGE_TOO_BIG:
+                self._frames.drop_all()  # the client sends on for a while, then answers our close frame
+            else:
+                self._has_failed = True
             raise WebSocketError(error.code, str(error)) from error
 
     async def _wait(self) -> None:
@@ -141,8 +144,8 @@ class _Inbox:
             self._waiter = None
 
     def _hang_up(self) -> None:
-        """Nothing more is sent after the close frame, and what still comes is thrown away until the client has seen it: were the
-        socket closed with bytes unread, the client would get a reset in the place of the reason (RFC 6455 §7.1.1)."""
+        """After a broken rule nothing can be read any more, not even the answer to our close frame. So that is the last we send, and what
+        still comes is thrown away until the client closes: were we to, with bytes unread, it might get a reset in the place of the reason."""
         transport = self._connection.transport
         if transport is not None and transport.can_write_eof() and not transport.is_closing():
             transport.write_eof()

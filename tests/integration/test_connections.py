@@ -1,0 +1,383 @@
+"""Connections that send too slowly, too much or too many: real sockets against a real server whose engine has not been started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from gateway.app import Server, build_services
+from gateway.metrics import Metrics
+
+from .conftest import KEYS, demo_config
+
+HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127."
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+UPGRADE = (
+    b"GET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+HELLO = b'{"type":"hello"}'
+Servers = Callable[..., Awaitable[Server]]
+
+
+class Peer:
+    """A client that sends what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def cut(self) -> None:
+        self.writer.transport.abort()
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def head(self) -> bytes:
+        return await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 60)
+
+    async def rest(self) -> bytes:
+        """All until the server closes."""
+        return await asyncio.wait_for(self.reader.read(), 60)
+
+    async def frame(self) -> tuple[int, bytes]:
+        """Opcode and payload of the next frame."""
+        async with asyncio.timeout(60):
+            first, length = await self.reader.readexactly(2)
+            if length == 126:
+                length = int.from_bytes(await self.reader.readexactly(2), "big")
+            return first & 0x0F, await self.reader.readexactly(length)
+
+    async def close_code(self) -> int:
+        while True:
+            opcode, payload = await self.frame()
+            if opcode == 8:
+                return int.from_bytes(payload[:2], "big")
+
+    async def error_code(self) -> str:
+        while True:
+            opcode, payload = await self.frame()
+            if opcode == 1 and (frame := json.loads(payload))["type"] == "error":
+                return frame["code"]
+
+
+@asynccontextmanager
+async def dribbling(peer: Peer, byte: bytes) -> AsyncIterator[None]:
+    """Meanwhile it sends one byte after the other."""
+
+    async def dribble() -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await peer.send(byte)
+                await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(dribble())
+    yield
+    task.cancel()
+
+
+def text_head(num_bytes: int) -> bytes:
+    """The head of a masked text frame of that size; the mask is zeros."""
+    return b"\x81\xff" + num_bytes.to_bytes(8, "big") + bytes(4)
+
+
+def text(payload: bytes) -> bytes:
+    return text_head(len(payload)) + payload
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
+    """Makes servers that answer everything but questions."""
+    monkeypatch.setattr("gateway.connections.SWEEP_EVERY_S", 0.02)
+    async with AsyncExitStack() as stack:
+
+        async def make(**changes: Any) -> Server:
+            config = demo_config(tmp_path / "data", device="cpu", **changes)
+            services = await build_services(config, metrics=Metrics(CollectorRegistry()))
+            return await stack.enter_async_context(Server(services))
+
+        yield make
+
+
+Peers = Callable[[Server], Awaitable[Peer]]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def connect() -> AsyncIterator[Peers]:
+    async with AsyncExitStack() as stack:
+
+        async def make(server: Server) -> Peer:
+            peer = Peer(*await asyncio.open_connection("127.0.0.1", server.port))
+            stack.callback(peer.cut)  # it keeps the peer as well: a stream that nobody holds is closed
+            return peer
+
+        yield make
+
+
+async def socket(connect: Peers, server: Server, *, hello: bool = False) -> Peer:
+    peer = await connect(server)
+    await peer.send(UPGRADE)
+    assert b" 101 " in await peer.head()
+    if hello:
+        await peer.send(text(HELLO))
+        assert await peer.error_code() == "starting", (
+            "the engine has not been started, and a key is not asked for"
+        )
+    return peer
+
+
+def figure(server: Server, name: str, **labels: str) -> float:
+    return server.services.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+async def test_a_head_that_does_not_arrive_is_answered_with_408(servers: Servers, connect: Peers) -> None:
+    server = await servers(head_timeout_s=0.3)
+    half, silent = await connect(server), await connect(server)
+    await half.send(HALF_A_HEAD)
+    head, _, body = (await half.rest()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ") and b"Connection: close" in head
+    assert json.loads(body)["error"]["code"] == "request_timeout"
+    assert await silent.rest() == b""
+    assert figure(server, "overture_connections_closed_total", reason="head_timeout") == 2
+
+
+async def test_a_head_that_dribbles_in_has_no_more_time(servers: Servers, connect: Peers) -> None:
+    server = await servers(head_timeout_s=0.3)
+    peer = await connect(server)
+    await peer.send(HALF_A_HEAD)
+    async with dribbling(peer, b"0"):
+        assert (await peer.head()).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_the_next_requests_head_has_its_own_time(servers: Servers, connect: Peers) -> None:
+    server = await servers(head_timeout_s=0.3)
+    peer = await connect(server)
+    await peer.send(HEALTH)
+    assert b" 200 " in await peer.head()
+    await peer.reader.readexactly(len(b'{"status":"ok"}'))
+    await peer.send(HALF_A_HEAD)
+    assert (await peer.rest()).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_an_idle_connection_is_closed(servers: Servers, connect: Peers) -> None:
+    server = await servers(keepalive_timeout_s=0.2, head_timeout_s=60)
+    peer = await connect(server)
+    await peer.send(HEALTH)
+    assert b" 200 " in await peer.rest()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/sessions"])
+async def test_a_body_that_stops_is_answered_with_408_in_the_apis_shape(
+    servers: Servers, connect: Peers, path: str
+) -> None:
+    server = await servers(body_timeout_s=0.3)
+    peer = await connect(server)
+    await peer.send(f'POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999\r\n\r\n{{"a":'.encode())
+    head, _, body = (await peer.rest()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ") and b"Connection: close" in head
+    error = json.loads(body)["error"]
+    assert "body" in error["message"] and ("code" in error) != path.startswith("/v1/messages")
+
+
+async def test_a_body_that_keeps_coming_is_waited_for(servers: Servers, connect: Peers) -> None:
+    server = await servers(body_timeout_s=1.0)
+    peer = await connect(server)
+    await peer.send(b"POST /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n")
+    for _ in range(100):
+        await peer.send(b" ")
+        await asyncio.sleep(0.02)
+    assert b" 400 " in await peer.head(), "100 blanks are no JSON"
+
+
+async def test_a_body_that_is_too_slow_all_along(
+    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.policy.connections.BODY_GRACE_S", 0.3)
+    server = await servers()
+    peer = await connect(server)
+    await peer.send(b"POST /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9999\r\n\r\n")
+    async with dribbling(peer, b"x"):
+        assert b" 408 " in await peer.head()
+    assert figure(server, "overture_connections_closed_total", reason="body_too_slow") == 1
+
+
+async def test_those_who_hold_a_connection_for_nothing_make_room(servers: Servers, connect: Peers) -> None:
+    server = await servers(max_connections=20, head_timeout_s=600)
+    for _ in range(100):
+        await (await connect(server)).send(HALF_A_HEAD)
+        async with aiohttp.ClientSession(server.url) as http, http.get("/healthz") as response:
+            assert response.status == 200
+    assert figure(server, "overture_connections_closed_total", reason="scarce") > 70
+
+
+async def test_what_is_kept_back_is_for_health_and_for_keys(servers: Servers, connect: Peers) -> None:
+    server = await servers(max_connections=20, api_keys=KEYS)  # 18 for all, 2 kept back
+    for _ in range(18):
+        peer = await socket(connect, server)
+        await peer.send(text(json.dumps({"type": "hello", "api_key": KEYS[0]}).encode()))
+        assert await peer.error_code() == "starting"
+    async with aiohttp.ClientSession(server.url) as http:
+        for path, key, status in (
+            ("/api/sessions", KEYS[1], 200),
+            ("/readyz", "", 503),
+            ("/healthz", "", 200),
+        ):
+            async with http.get(path, headers={"Authorization": f"Bearer {key}"}) as response:
+                assert response.status == status
+    stranger = await connect(server)
+    await stranger.send(b"GET /api/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    reply = await stranger.rest()
+    assert b" 503 " in reply and b"Retry-After" in reply
+
+
+async def test_above_all_limits_a_connection_is_refused_in_words(servers: Servers, connect: Peers) -> None:
+    server = await servers(max_connections=20, api_keys=KEYS)
+    for _ in range(20):
+        peer = await connect(server)
+        await peer.send(
+            UPGRADE.replace(b"\r\n\r\n", f"\r\nX-Api-Key: {KEYS[0]}\r\n\r\n".encode()) + text(HELLO)
+        )
+        assert b" 101 " in await peer.head() and await peer.error_code() == "starting"
+    reply = await (await connect(server)).rest()
+    assert reply.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 3" in reply
+
+
+async def test_one_address_has_its_share(
+    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.connections.is_shared", lambda address, proxies: False)
+    server = await servers(max_connections_per_address=8)
+    peers = [await socket(connect, server, hello=True) for _ in range(8)]
+    reply = await (await connect(server)).rest()
+    assert reply.startswith(b"HTTP/1.1 429 ") and b"Retry-After" in reply
+    peers[0].writer.close()
+    await peers[0].rest()
+    async with asyncio.timeout(60):
+        while b" 200 " not in (await health(connect, server)):
+            pass
+
+
+async def health(connect: Peers, server: Server) -> bytes:
+    peer = await connect(server)
+    await peer.send(HEALTH)
+    return await peer.head()
+
+
+async def test_a_key_frees_its_holder_from_the_limit_of_the_address(
+    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.connections.is_shared", lambda address, proxies: False)
+    server = await servers(max_connections_per_address=4, api_keys=KEYS)
+    for _ in range(12):
+        peer = await connect(server)
+        await peer.send(
+            f"GET /api/models HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Api-Key: {KEYS[0]}\r\n\r\n".encode()
+        )
+        assert b" 200 " in await peer.head()
+
+
+async def test_sockets_without_hello_are_few(
+    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.connections.is_shared", lambda address, proxies: False)
+    server = await servers(max_connections_per_address=16)
+    for _ in range(4):
+        await socket(connect, server)
+    assert await (await socket(connect, server)).close_code() == 4429
+
+
+# -- the chat socket -------------------------------------------------------------------------------------------------
+
+
+async def test_a_large_frame_before_hello_is_refused_by_its_header(servers: Servers, connect: Peers) -> None:
+    peer = await socket(connect, await servers())
+    await peer.send(text_head(70_000))
+    assert await peer.close_code() == 1009
+
+
+async def test_a_large_frame_after_hello_is_refused_by_its_header_and_the_socket_goes_on(
+    servers: Servers, connect: Peers
+) -> None:
+    peer = await socket(connect, await servers(max_frame_bytes=100_000), hello=True)
+    await peer.send(text_head(200_000))
+    assert await peer.error_code() == "frame_too_large"
+    await peer.send(b"x" * 200_000 + text(b"{"))
+    assert await peer.error_code() == "bad_request"
+    await peer.send(text_head((16 << 20) + 1))
+    assert await peer.close_code() == 1009
+
+
+async def test_a_large_frame_right_behind_hello_is_taken(servers: Servers, connect: Peers) -> None:
+    peer = await connect(await servers())
+    await peer.send(UPGRADE + text(HELLO) + text(b'{"type":"' + b"x" * 500_000))
+    await peer.head()
+    assert [await peer.error_code(), await peer.error_code()] == ["starting", "bad_request"]
+
+
+async def test_half_frames_before_hello_cost_next_to_nothing(servers: Servers, connect: Peers) -> None:
+    server = await servers()
+    peers = [await socket(connect, server) for _ in range(50)]
+    for peer in peers:
+        peer.writer.write(text_head(60_000) + b"x" * 59_999)
+    codes = await asyncio.gather(*(hold_and_send(peer) for peer in peers[:5]))
+    assert set(codes) == {1009}
+    for connection in server.services.connections:
+        assert connection._socket._frames.num_buffered_bytes <= 64 << 10
+
+
+async def hold_and_send(peer: Peer) -> int:
+    await peer.send(b"x" + text_head(1 << 20))
+    return await peer.close_code()
+
+
+async def test_a_partial_frame_does_not_put_off_hello(
+    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.chat_socket.HELLO_TIMEOUT_S", 0.3)
+    peer = await socket(connect, await servers())
+    await peer.send(text_head(60_000))
+    async with dribbling(peer, b"x"):
+        assert await peer.close_code() == 4400
+
+
+async def test_a_frame_without_a_mask_is_a_protocol_error(servers: Servers, connect: Peers) -> None:
+    for hello in (False, True):
+        peer = await socket(connect, await servers(), hello=hello)
+        await peer.send(b"\x81" + bytes([len(HELLO)]) + HELLO)
+        assert await peer.close_code() == 1002
+
+
+async def test_the_reason_reaches_a_client_that_is_still_sending(servers: Servers, connect: Peers) -> None:
+    peer = await socket(connect, await servers())
+    sending = asyncio.create_task(peer.send(text(b"x" * (17 << 20)) + b"\x88\x80" + bytes(4)))
+    assert await peer.close_code() == 1009
+    await sending
+    assert await peer.rest() == b""
+
+
+async def test_slow_readers_are_closed_each_once_and_told_of_in_one_line(
+    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.chat_socket.SLOW_READER_S", 0.5)
+    caplog.set_level("INFO", "gateway.chat_socket")
+    server = await servers()
+    slow = [await socket(connect, server) for _ in range(4)]
+    ping = text(json.dumps({"type": "ping", "t": "x" * 60_000}).encode())
+    for peer in slow:
+        peer.reader._limit = 1024  # it takes no more from the system than that
+        peer.writer.write(text(HELLO) + ping * 400)
+    async with asyncio.timeout(60):
+        while server.services.connections:
+            await asyncio.sleep(0.05)
+    assert figure(server, "overture_slow_readers_total") == 4
+    assert len([record for record in caplog.records if "slowly" in record.getMessage()]) == 1
