@@ -22,7 +22,7 @@ FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL)
 # Two processes, a file's tests all in one of them (they share an engine), in the order that the engines need.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv serve test lint format bench bench-sim results pins browser clean
+.PHONY: help venv serve test fuzz lint format bench bench-sim results pins browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -34,6 +34,9 @@ serve: $(RUNTIME) ## start the gateway (HOST= PORT= MODEL= DEVICE=cuda ARGS=)
 
 test: $(RUNTIME) $(TESTING) browser ## lint and all tests (ARGS='-k name' for some)
 	@status=0; $(MAKE) --no-print-directory lint || status=$$?; $(PY) -m pytest $(TWO) $(ARGS) || status=$$?; exit $$status
+
+fuzz: $(RUNTIME) $(TESTING) ## test suites of others against us: a few minutes, needs Python 2.7 (docs/conformance.md)
+	$(PY) -m bench.fuzz.autobahn $(ARGS)
 
 lint: $(RUNTIME) $(TESTING) ## ruff, import rules, types, whether the results are up to date
 	$(PY) -m ruff check .

@@ -168,6 +168,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     tasks = [
         asyncio.create_task(chat_socket.sweep_slow_readers(services), name="slow readers"),
         asyncio.create_task(app[CONNECTIONS].watch(), name="connections"),
+        asyncio.create_task(app[CONNECTIONS].watch_files(), name="open files"),
         asyncio.create_task(services.metrics.watch_loop(), name="loop stall"),
         asyncio.create_task(_purge(services), name="purge"),
         asyncio.create_task(services.store.watch(), name="session database"),

@@ -351,18 +351,19 @@ class Connections:
     # -- the timer ---------------------------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """For ever: close what is overdue, count, and warn."""
-        next_count_s = 0.0
+        """For ever: close what is overdue, and count."""
         while True:
-            now_s = asyncio.get_running_loop().time()
             try:
-                self.sweep(now_s)
-                if now_s >= next_count_s:
-                    next_count_s = now_s + COUNT_FILES_EVERY_S
-                    self._note_files(await asyncio.to_thread(num_open_files))
+                self.sweep(asyncio.get_running_loop().time())
             except Exception:
                 log.exception("the look at the connections failed; the next one comes in a second")
             await asyncio.sleep(SWEEP_EVERY_S)
+
+    async def watch_files(self) -> None:
+        """For ever: count open files. Apart from the others, since a busy thread pool must not delay them."""
+        while True:
+            self._note_files(await asyncio.to_thread(num_open_files))
+            await asyncio.sleep(COUNT_FILES_EVERY_S)
 
     def sweep(self, now_s: float) -> None:
         """Close what is overdue at `now_s`, a time of the event loop."""
@@ -373,6 +374,7 @@ class Connections:
             self._look_at_body(connection, now_s)
         for state, connections in self._by_state.items():
             self._metrics.connections.labels(state).set(len(connections))
+        self._note_room()
         if num := self._line.due(time.monotonic()):
             why = ", ".join(f"{reason} {count}" for reason, count in self._ended.items() if count)
             self._ended = dict.fromkeys(self._ended, 0)
@@ -403,9 +405,15 @@ class Connections:
                 )
             else:
                 log.info("open files are no longer scarce: %d of %d", num_files, self._max_files)
+
+    def _note_room(self) -> None:
         if self._room_mark.crossed(len(self), self.limits.num_total):
             if self._room_mark.is_high:
-                log.warning("%d of at most %d connections are open", len(self), self.limits.num_total)
+                log.warning(
+                    "%d of at most %d connections are open (overture_connections tells what they do)",
+                    len(self),
+                    self.limits.num_total,
+                )
             else:
                 log.info("connections are no longer scarce: %d of %d", len(self), self.limits.num_total)
 
