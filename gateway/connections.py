@@ -7,10 +7,12 @@ that are waited for stand in order of time, so a look costs what is overdue and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import os
 import resource
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 SWEEP_EVERY_S = 1.0
 COUNT_FILES_EVERY_S = 5.0
 RETRY_AFTER_S = 3
+# Chosen: longer than the 20 s after which streams and chat sockets tell a slow reader why it is cut off.
+UNREAD_TIMEOUT_S = 60.0
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 FEW_FILES = 4096  # Chosen: below this the operator is told at the start how few connections that allows.
 
@@ -99,6 +103,7 @@ class Connection(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         refused = self.registry.arrived(self, transport)
+        _limit_unread(transport)
         if refused is None:
             super().connection_made(transport)
             return
@@ -219,7 +224,7 @@ class Connections:
         return None
 
     def _admission(self, address: str, transport: asyncio.BaseTransport) -> Admission:
-        socket = transport.get_extra_info("socket")
+        ours = transport.get_extra_info("socket")
         return admit(
             Arrival(
                 num_all=len(self),
@@ -230,7 +235,7 @@ class Connections:
                 has_unfinished=bool(self._by_state[State.HEAD] or self._by_state[State.GREETING]),
                 has_idle=bool(self._by_state[State.IDLE]),
                 # The system gives the lowest number that is free: at least so many files are open.
-                are_files_scarce=socket is not None and socket.fileno() >= self._scarce_fd,
+                are_files_scarce=ours is not None and ours.fileno() >= self._scarce_fd,
             ),
             self.limits,
         )
@@ -487,6 +492,14 @@ def _reply(reason: Reason) -> bytes:
     retry = f"Retry-After: {RETRY_AFTER_S}\r\n" if status != 408 else ""
     head = f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{retry}"
     return head.encode() + b"Connection: close\r\n\r\n" + body
+
+
+def _limit_unread(transport: asyncio.BaseTransport) -> None:
+    """Let the system end the connection when its client takes no bytes for UNREAD_TIMEOUT_S: a transport that is closed waits for that, too."""
+    ours = transport.get_extra_info("socket")
+    if ours is not None:
+        with contextlib.suppress(OSError):  # it has gone already
+            ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
 
 
 def raise_open_files() -> int:

@@ -15,8 +15,10 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
+from engine_bridge.node import SseReply
 from gateway.app import Server, build_services
 from gateway.metrics import Metrics
+from gateway.policy.connections import RareLine
 
 from .conftest import KEYS, demo_config
 
@@ -381,3 +383,55 @@ async def test_slow_readers_are_closed_each_once_and_told_of_in_one_line(
             await asyncio.sleep(0.05)
     assert figure(server, "overture_slow_readers_total") == 4
     assert len([record for record in caplog.records if "slowly" in record.getMessage()]) == 1
+
+
+async def test_who_does_not_read_an_answer_does_not_keep_the_connection(
+    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.connections.UNREAD_TIMEOUT_S", 1.0)
+    server = await servers()
+    peer = await connect(server)
+    peer.reader._limit = 1024
+    assert server._runner is not None and server._runner.server is not None
+    peer.writer.write(HEALTH.replace(b"/healthz", b"/static/vendor/dompurify/purify.es.js") * 3000)
+    async with asyncio.timeout(60):
+        await many_answers(server)
+        while server._runner.server.connections:
+            await asyncio.sleep(0.05)
+
+
+async def many_answers(server: Server) -> None:
+    while figure(server, "overture_http_requests_total", route="/static/{path}", status="200") < 10:
+        await asyncio.sleep(0.01)
+
+
+async def test_streams_that_nobody_reads_are_cut_off_and_told_of_in_one_line(
+    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.openai_routes.SLOW_READER_S", 0.3)
+    monkeypatch.setattr("gateway.openai_routes._slow_line", RareLine())
+    caplog.set_level("INFO", "gateway.openai_routes")
+    server = await servers()
+    num_ended = 0
+
+    async def events() -> AsyncIterator[bytes]:
+        nonlocal num_ended
+        try:
+            while True:
+                yield b"data: " + b"x" * 100_000 + b"\n\n"
+        finally:
+            num_ended += 1
+
+    async def serve(*_: Any) -> SseReply:
+        return SseReply(events())
+
+    monkeypatch.setattr(server.services.node, "serve", serve)
+    for _ in range(4):
+        peer = await connect(server)
+        peer.reader._limit = 1024
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\n\r\n{}")
+    async with asyncio.timeout(60):
+        while num_ended < 4:
+            await asyncio.sleep(0.05)
+    assert figure(server, "overture_slow_readers_total") == 4
+    assert len([record for record in caplog.records if "do not read" in record.getMessage()]) == 1
