@@ -172,17 +172,17 @@ class FrameReader:
             self._num_message_bytes = 0
         return True
 
-    def _take_payload(self, frame: _Frame) -> bytes | None:
+    def _take_payload(self, frame: _Frame) -> bytearray | None:
         if len(self._buffer) < frame.num_bytes:
             return None
         payload = self._buffer[: frame.num_bytes]
         del self._buffer[: frame.num_bytes]
         websocket_mask(frame.mask, payload)  # §5.3; in C: 0.02 ms a MB where plain Python takes 4
-        return bytes(payload)
+        return payload
 
-    def _control(self, frame: _Frame, payload: bytes) -> Received:
+    def _control(self, frame: _Frame, payload: bytearray) -> Received:
         if frame.opcode != Kind.CLOSE:
-            return Received(Kind(frame.opcode), payload)
+            return Received(Kind(frame.opcode), bytes(payload))
         if not payload:
             return Received(Kind.CLOSE, 0)
         code = int.from_bytes(payload[:2], "big")
@@ -190,21 +190,21 @@ class FrameReader:
             raise FrameError(PROTOCOL_ERROR, "an invalid close code")
         return Received(Kind.CLOSE, code, _text(payload[2:]))
 
-    def _data(self, frame: _Frame, payload: bytes) -> Received:
+    def _data(self, frame: _Frame, payload: bytearray) -> Received:
         if not frame.is_final:
             self._parts += payload
             self._opcode = frame.opcode or self._opcode
             return Received(Kind.PART, b"")
         kind = Kind(frame.opcode or self._opcode)
         if self._parts:
-            payload = bytes(self._parts + payload)
-            self._parts = bytearray()
+            self._parts += payload
+            payload, self._parts = self._parts, bytearray()
         self._opcode = 0
         self._num_message_bytes = 0
-        return Received(kind, _text(payload) if kind is Kind.TEXT else payload)
+        return Received(kind, _text(payload) if kind is Kind.TEXT else bytes(payload))
 
 
-def _text(payload: bytes) -> str:
+def _text(payload: bytearray) -> str:
     try:
         return payload.decode()
     except UnicodeDecodeError as error:
