@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from aiohttp import web
@@ -108,9 +108,9 @@ class Connection(RequestHandler):
             super().connection_made(transport)
             return
         self._force_close = True
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(_reply(refused))
-        transport.close()
+        refusing = cast(asyncio.Transport, transport)  # uvloop's are none by name
+        refusing.write(_reply(refused))
+        refusing.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.registry.left(self)

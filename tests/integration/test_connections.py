@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from engine_bridge.node import SseReply
@@ -28,6 +29,7 @@ UPGRADE = (
     b"GET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
+KEYED_UPGRADE = UPGRADE.replace(b"\r\n\r\n", f"\r\nX-Api-Key: {KEYS[0]}\r\n\r\n".encode())
 HELLO = b'{"type":"hello"}'
 Servers = Callable[..., Awaitable[Server]]
 
@@ -246,9 +248,7 @@ async def test_above_all_limits_a_connection_is_refused_in_words(servers: Server
     server = await servers(max_connections=20, api_keys=KEYS)
     for _ in range(20):
         peer = await connect(server)
-        await peer.send(
-            UPGRADE.replace(b"\r\n\r\n", f"\r\nX-Api-Key: {KEYS[0]}\r\n\r\n".encode()) + text(HELLO)
-        )
+        await peer.send(KEYED_UPGRADE + text(HELLO))
         assert b" 101 " in await peer.head() and await peer.error_code() == "starting"
     reply = await (await connect(server)).rest()
     assert reply.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 3" in reply
@@ -296,6 +296,33 @@ async def test_sockets_without_hello_are_few(
     for _ in range(4):
         await socket(connect, server)
     assert await (await socket(connect, server)).close_code() == 4429
+
+
+def test_the_same_on_the_loop_that_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.connections.SWEEP_EVERY_S", 0.02)
+
+    async def scenario() -> None:
+        config = demo_config(
+            tmp_path / "data", device="cpu", max_connections=20, api_keys=KEYS, head_timeout_s=0.3
+        )
+        services = await build_services(config, metrics=Metrics(CollectorRegistry()))
+        async with Server(services) as server:
+            half = Peer(*await asyncio.open_connection("127.0.0.1", server.port))
+            await half.send(HALF_A_HEAD)
+            assert (await half.rest()).startswith(b"HTTP/1.1 408 ")
+            peers = []
+            for _ in range(20):
+                peers.append(Peer(*await asyncio.open_connection("127.0.0.1", server.port)))
+                await peers[-1].send(KEYED_UPGRADE + text(HELLO))
+                assert b" 101 " in await peers[-1].head() and await peers[-1].error_code() == "starting"
+            refused = Peer(*await asyncio.open_connection("127.0.0.1", server.port))
+            assert (await refused.rest()).startswith(b"HTTP/1.1 503 ")
+            await peers[0].send(b"\x81\x01x")
+            assert await peers[0].close_code() == 1002
+            for peer in peers:
+                peer.cut()
+
+    uvloop.run(scenario())
 
 
 # -- the chat socket -------------------------------------------------------------------------------------------------

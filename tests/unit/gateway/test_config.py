@@ -215,3 +215,9 @@ def test_an_open_server_without_a_key_is_warned_about(host: str) -> None:
 def test_the_repository_has_every_file_that_the_paths_name() -> None:
     assert DEMO_MODEL_DIR.parent.is_dir()
     assert os.path.isabs(DEMO_MODEL_DIR)
+
+
+def test_a_proxy_that_is_no_address_is_named() -> None:
+    assert load({"trusted_proxies": ("10.0.0.0/8", "::1")}).trusted_proxies == ("10.0.0.0/8", "::1")
+    with pytest.raises(ConfigError, match=r"trusted_proxies: .*nginx.*flag --trusted-proxy"):
+        load({"trusted_proxies": ("nginx",)})
