@@ -14,7 +14,7 @@ MAX_QUOTED_CHARS = 100  # Chosen: enough to recognise a name that somebody misty
 async def list_adapters(request: web.Request) -> web.Response:
     """All adapters by name, and the node's figures for them; `stats` is null until the engine is up."""
     services = request.app[SERVICES]
-    services.principal(request)
+    services.admit(request)
     return json_reply({"adapters": services.node.adapters(), "stats": services.node.adapter_stats()})
 
 
@@ -29,7 +29,7 @@ async def unpin(request: web.Request) -> web.Response:
 async def _set_pinned(request: web.Request, is_pinned: bool) -> web.Response:
     """The adapter as it is now. Raises GatewayError `unauthorized` or `bad_request` where it is not allowed, `unknown_model`."""
     services = request.app[SERVICES]
-    services.principal(request)
+    services.admit(request)
     services.check_may_change_adapters()
     name = request.match_info["name"]
     info = await services.node.pin_adapter(name, is_pinned)

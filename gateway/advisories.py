@@ -353,7 +353,9 @@ class Advisories:
         if len(issued) == BURST and now - issued[0] < BURST / MAX_PER_S:
             self._metrics.advisories_refused.inc()
             raise GatewayError(
-                "rate_limited", f"More than {MAX_PER_S:.0f} advisories a second: send fewer, or none."
+                "rate_limited",
+                f"More than {MAX_PER_S:.0f} advisories a second: send fewer, or none.",
+                retry_after_s=issued[0] + BURST / MAX_PER_S - now,
             )
         issued.append(now)
         if len(self._issued) > MAX_ENDED:

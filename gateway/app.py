@@ -26,6 +26,7 @@ from gateway import (
 from gateway.adapter_metrics import AdapterCollector
 from gateway.advisories import Advisories
 from gateway.auth import KeyRing
+from gateway.budgets import Gatekeeper, RequestBudgets
 from gateway.config import MIB, Config, ConfigError
 from gateway.connections import CONNECTIONS, Connections, Runner, max_open_files, raise_open_files, watched
 from gateway.drafts import Drafts
@@ -131,16 +132,21 @@ async def build_services(
     metrics.registry.register(GrammarCollector(node.grammar_stats))
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
     advisories = Advisories(node, store, metrics, drafts)
+    budgets = RequestBudgets.of(config, metrics)
     turns = Turns(
         node,
         store,
         metrics,
         drafts,
         advisories,
+        budgets=budgets,
         prompt_chars=lambda: config.request_limits.prompt_chars(node.max_model_len),
     )
     learned = Learned(node, advisories, is_on=config.learned_advisories)
-    return Services(config, node, store, turns, keys, metrics, drafts, advisories, learned)
+    gatekeeper = Gatekeeper(keys, metrics)
+    return Services(
+        config, node, store, turns, keys, metrics, drafts, advisories, learned, budgets, gatekeeper
+    )
 
 
 def build_app(services: Services) -> web.Application:

@@ -161,7 +161,7 @@ class ChatConnection:
             await self._fail(as_gateway_error(error), turn_id)
 
     async def _on_hello(self, frame: Hello) -> None:
-        principal = self._services.keys.authenticate(frame.api_key or self._key)
+        principal = self._services.gatekeeper.authenticate(frame.api_key or self._key, self._request.remote)
         self._greeted()
         if self._principal is not None and principal != self._principal:
             raise GatewayError("bad_request", "A socket belongs to one key: open another for another.")
@@ -169,6 +169,10 @@ class ChatConnection:
         if progress.state in ("starting", "failed"):
             raise unavailable(progress.state, progress.stage)
         session = None
+        if (
+            self._said_hello
+        ):  # the first is free: the server comes back to thousands of sockets of one key at once
+            self._services.budgets.count(principal.owner)
         if frame.session_id is not None:
             session = to_builtins(await self._services.store.get_session(principal.owner, frame.session_id))
         self._principal = principal
@@ -197,6 +201,7 @@ class ChatConnection:
 
     async def _on_message(self, frame: Message) -> None:
         assert self._principal is not None
+        self._services.budgets.count(self._owner)
         priority = checked_priority(frame.priority, may_hurry=self._services.config.client_priority)
         self._services.drafts.stop(self._owner, self._new_chat)
         standing = Standing(self._principal.weight, priority)

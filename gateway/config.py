@@ -337,6 +337,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int, _in("Limits", "Text of conversations that each key may store, in MiB; 0: no limit.", ge=0)
     ] = 1024
 
+    max_requests_per_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        _in(
+            "Limits",
+            "Requests a second with one key, five seconds' worth at once; unset: 100, without keys 1000.",
+        ),
+    ] = None
+    max_concurrent_requests: Annotated[
+        Positive | None,
+        _in(
+            "Limits",
+            "API calls and chat turns of one key under way; unset: 4 × max_num_seqs (64 or more), without keys 10 times as many.",
+        ),
+    ] = None
+
     sources: dict[str, str] = msgspec.field(default_factory=dict)
     """Setting name -> where its value came from; a setting that is not in it has its default."""
 

@@ -16,7 +16,7 @@ DEFAULT_LIMIT, MAX_LIMIT = 200, 2000
 async def engine_state(request: web.Request) -> web.Response:
     """Figures of the whole engine; of requests, only the caller's own. Raises EngineUnavailable while there is no engine."""
     services = request.app[SERVICES]
-    tenant = tenant_of(services.principal(request).owner)
+    tenant = tenant_of(services.admit(request).owner)
     state = await services.node.engine_state(tenant, _limit(request))
     engine, scheduling = state.engine, state.scheduling
     return json_reply(

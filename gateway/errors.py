@@ -61,11 +61,19 @@ class GatewayError(Exception):
     """An error with a code of docs/protocol.md, raised anywhere in the gateway and turned into bytes at its doors.
 
     code: a key of ``KINDS``; another one is a mistake in the program and raises ValueError. message: safe to show to a client.
-    retryable: None takes what the table says. param: the name of the field at fault, where there is one.
+    retryable: None takes what the table says. param: the name of the field at fault, where there is one. retry_after_s: seconds after which another
+    try is worth it, where that is known. close_code: None takes what the table says.
     """
 
     def __init__(
-        self, code: str, message: str, *, retryable: bool | None = None, param: str | None = None
+        self,
+        code: str,
+        message: str,
+        *,
+        retryable: bool | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        close_code: CloseCode | None = None,
     ) -> None:
         if code not in KINDS:
             raise ValueError(f"{code!r} is not an error code of docs/protocol.md")
@@ -74,16 +82,14 @@ class GatewayError(Exception):
         self.message = message
         self.retryable = KINDS[code].is_retryable if retryable is None else retryable
         self.param = param
+        self.retry_after_s = retry_after_s
+        self.close_code = close_code if close_code is not None else KINDS[code].close_code
+        """What to close a chat socket with after the error frame; None leaves it open."""
 
     @property
     def http_status(self) -> int:
         """The status of the HTTP response that carries this error."""
         return KINDS[self.code].http_status
-
-    @property
-    def close_code(self) -> CloseCode | None:
-        """What to close a chat socket with after the error frame; None leaves it open."""
-        return KINDS[self.code].close_code
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.code!r}, {self.message!r})"
@@ -129,6 +135,8 @@ def to_frame(err: GatewayError, id: str | None = None) -> dict[str, Any]:
         "message": err.message,
         "retryable": err.retryable,
     }
+    if err.retry_after_s is not None:
+        frame["retry_after_s"] = round(err.retry_after_s, 3)
     if id is not None:
         frame["id"] = id
     return frame

@@ -99,6 +99,9 @@ class Metrics:
             ["what"],
             registry=registry,
         )
+        self.refused = Counter(
+            "overture_requests_refused", "Requests refused by a budget", ["budget"], registry=registry
+        )
         self.http = Counter("overture_http_requests", "HTTP requests", ["route", "status"], registry=registry)
         self.session_wal_lost_frames = Gauge(
             "overture_session_wal_lost_frames",

@@ -50,19 +50,10 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
 
     async def handle(request: web.Request) -> web.StreamResponse:
         services = request.app[SERVICES]
-        principal = services.principal(request)
-        owner = principal.owner
-        body = await json_body(request)
-        standing = Standing(principal.weight, _take_priority(services, body))
-        _take_hints(services, owner, body)
-        recording = await _recording(services, owner, api, body, request.headers.get(SESSION_HEADER))
-        _check_size(services, api, body)
-        arrival = _arrival(request, owner, recording)
-        services.learned.arrived(arrival)
-        try:
-            return await _answer(request, services, api, body, recording, principal, standing)
-        finally:
-            services.learned.ended(arrival)
+        principal = services.admit(request)
+        # Before the body is read: what waits to be read takes memory, too.
+        with services.budgets.enter(principal.owner):
+            return await _handle(request, services, principal, api)
 
     return handle
 
@@ -79,6 +70,23 @@ def _check_size(services: Services, api: Api, body: Any) -> None:
         max_prompt_chars=config.request_limits.prompt_chars(max_model_len),
         max_sequences=config.max_sequences,
     )
+
+
+async def _handle(
+    request: web.Request, services: Services, principal: Principal, api: Api
+) -> web.StreamResponse:
+    owner = principal.owner
+    body = await json_body(request)
+    standing = Standing(principal.weight, _take_priority(services, body))
+    _take_hints(services, owner, body)
+    recording = await _recording(services, owner, api, body, request.headers.get(SESSION_HEADER))
+    _check_size(services, api, body)
+    arrival = _arrival(request, owner, recording)
+    services.learned.arrived(arrival)
+    try:
+        return await _answer(request, services, api, body, recording, principal, standing)
+    finally:
+        services.learned.ended(arrival)
 
 
 def _arrival(request: web.Request, owner: str, recording: _Recording | None) -> Arrival:
@@ -223,7 +231,7 @@ async def _record(services: Services, recording: _Recording, reader: AnswerReade
 
 async def models(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    services.principal(request)
+    services.admit(request)
     reply = await services.node.models()
     return web.Response(body=reply.body, status=reply.status, content_type="application/json")
 
@@ -231,7 +239,7 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     """One card of `/v1/models`."""
     services = request.app[SERVICES]
-    services.principal(request)
+    services.admit(request)
     name = request.match_info["name"]
     cards = orjson.loads((await services.node.models()).body)["data"]
     card = next((card for card in cards if card["id"] == name), None)
@@ -245,7 +253,7 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
 
     async def handle(request: web.Request) -> web.Response:
         services = request.app[SERVICES]
-        services.principal(request)
+        services.admit(request)
         services.check_may_change_adapters()
         reply = await getattr(services.node, method)(await json_body(request))
         return web.Response(body=reply.body, status=reply.status, content_type="application/json")

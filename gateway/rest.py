@@ -122,7 +122,7 @@ async def _struct_body(request: web.Request, kind: type[Any]) -> Any:
 
 async def list_sessions(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    owner = services.principal(request).owner
+    owner = services.admit(request).owner
     limit = _int_query(request, "limit", 50)
     sessions, following = await services.store.list_sessions(
         owner, q=request.query.get("q") or None, limit=limit, before=request.query.get("before") or None
@@ -132,7 +132,7 @@ async def list_sessions(request: web.Request) -> web.Response:
 
 async def create_session(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    owner = services.principal(request).owner
+    owner = services.admit(request).owner
     body = await _struct_body(request, CreateSession)
     adapter = services.turns.known_adapter(body.adapter) if body.adapter else None
     session = await services.store.create_session(
@@ -143,13 +143,13 @@ async def create_session(request: web.Request) -> web.Response:
 
 async def read_session(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    owner = services.principal(request).owner
+    owner = services.admit(request).owner
     return json_reply(await services.store.get_session(owner, request.match_info["id"]))
 
 
 async def patch_session(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    owner = services.principal(request).owner
+    owner = services.admit(request).owner
     body = await _struct_body(request, PatchSession)
     return json_reply(
         await services.store.patch(
@@ -163,7 +163,7 @@ async def patch_session(request: web.Request) -> web.Response:
 
 async def delete_session(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    owner = services.principal(request).owner
+    owner = services.admit(request).owner
     session_id = request.match_info["id"]
     await services.store.delete(owner, session_id, time.time())
     services.node.end_session(tenant_of(owner), session_id)
@@ -174,13 +174,13 @@ async def delete_session(request: web.Request) -> web.Response:
 
 async def restore_session(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    owner = services.principal(request).owner
+    owner = services.admit(request).owner
     return json_reply(await services.store.restore(owner, request.match_info["id"], time.time()))
 
 
 async def list_models(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    services.principal(request)
+    services.admit(request)
     return json_reply({"models": services.models()})
 
 

@@ -10,6 +10,7 @@ from aiohttp import web
 from engine_bridge.local_node import LocalNode
 from gateway.advisories import Advisories
 from gateway.auth import KeyRing, Principal, extract_key
+from gateway.budgets import Gatekeeper, RequestBudgets
 from gateway.config import Config
 from gateway.drafts import Drafts
 from gateway.errors import GatewayError
@@ -35,11 +36,19 @@ class Services:
     drafts: Drafts
     advisories: Advisories
     learned: Learned
+    budgets: RequestBudgets
+    gatekeeper: Gatekeeper
     connections: set[ChatConnection] = field(default_factory=set)
 
     def principal(self, request: web.Request) -> Principal:
-        """Who asks. Raises GatewayError `unauthorized`."""
-        return self.keys.authenticate(extract_key(request.headers))
+        """Who asks. Raises GatewayError `unauthorized`, `rate_limited` (wrong keys)."""
+        return self.gatekeeper.authenticate(extract_key(request.headers), request.remote)
+
+    def admit(self, request: web.Request) -> Principal:
+        """Who asks, and one request fewer of those that the owner may send in a second. Raises GatewayError `unauthorized`, `rate_limited`."""
+        principal = self.principal(request)
+        self.budgets.count(principal.owner)
+        return principal
 
     def check_may_change_adapters(self) -> None:
         """Raises GatewayError where the operator has not allowed clients to load, unload and pin adapters."""

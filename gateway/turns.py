@@ -32,6 +32,7 @@ from engine_bridge.node import (
 from gateway.adapters import known_adapter
 from gateway.advisories import Advisories
 from gateway.auth import tenant_of
+from gateway.budgets import RequestBudgets
 from gateway.chat_protocol import Message
 from gateway.drafts import Drafts
 from gateway.errors import KINDS, GatewayError
@@ -115,6 +116,7 @@ class Turns:
     Args:
         now: wall clock in seconds, for what is stored.
         prompt_chars: the longest prompt that is accepted, in characters.
+        budgets: turns count among the requests of their owner that are under way; None: there is no bound.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Turns:
         advisories: Advisories,
         now: Callable[[], float] = time.time,
         prompt_chars: Callable[[], int] = lambda: sys.maxsize,
+        budgets: RequestBudgets | None = None,
     ) -> None:
         self._node = node
         self._store = store
@@ -134,6 +137,7 @@ class Turns:
         self._advisories = advisories
         self._now = now
         self._prompt_chars = prompt_chars
+        self._budgets = budgets
         self._live: dict[tuple[str, str], LiveTurn] = {}
         self._asking: dict[tuple[str, str], asyncio.Task[LiveTurn]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -223,6 +227,22 @@ class Turns:
                 param="content",
             )
         adapter = self.known_adapter(message.adapter)
+        # Before anything is stored, so that a refused turn leaves nothing behind.
+        with contextlib.ExitStack() as place:
+            if self._budgets is not None:
+                place.enter_context(self._budgets.enter(owner))
+            return await self._start(owner, message, adapter, earlier, standing, place)
+
+    async def _start(
+        self,
+        owner: str,
+        message: Message,
+        adapter: str | None | UnsetType,
+        earlier: LiveTurn | None,
+        standing: Standing,
+        place: contextlib.ExitStack,
+    ) -> LiveTurn:
+        """Store a message and run its turn, which takes the `place` along; or find that it was answered before."""
         begun, session_id = await self._begin(owner, message, adapter)
         if begun.turn.status == "running" and not begun.is_new:
             raise GatewayError(
@@ -236,7 +256,10 @@ class Turns:
         if begun.is_new:
             live.base_seq = len(earlier.pieces) if earlier is not None else 0
             live.pieces = [""] * live.base_seq
-            self._spawn(self._run(live, begun, message.sampling, standing))
+            running = place.pop_all()
+            self._spawn(self._run(live, begun, message.sampling, standing)).add_done_callback(
+                lambda _: running.close()
+            )
             self._watch_unfollowed(live)
         else:
             live.pieces = [begun.turn.answer] if begun.turn.answer else []
@@ -245,10 +268,11 @@ class Turns:
             self._forget_later(live)
         return live
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _begin(
         self, owner: str, message: Message, adapter: str | None | UnsetType

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from engine_bridge.errors import BridgeError
 from engine_bridge.node import ANTHROPIC_ERROR_TYPES
+from gateway.budgets import retry_after
 from gateway.config import Config
 from gateway.errors import GatewayError, as_gateway_error, to_openai_body
 from gateway.services import SERVICES
@@ -65,7 +66,9 @@ def error_reply(request: web.Request, error: GatewayError, *, status: int | None
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
     else:
         body = to_openai_body(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.retryable else {}
+    headers = {}
+    if error.retryable:
+        headers["Retry-After"] = str(retry_after(error.retry_after_s or RETRY_AFTER_S))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     response = web.Response(
@@ -117,7 +120,7 @@ def _cors_headers(origin: str) -> dict[str, str]:
         "Access-Control-Allow-Origin": origin,
         "Access-Control-Allow-Methods": "GET, POST, PATCH, DELETE, OPTIONS",
         "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Session-Id, X-Request-Id, X-Api-Key",
-        "Access-Control-Expose-Headers": "X-Session-Id",
+        "Access-Control-Expose-Headers": "X-Session-Id, Retry-After",
         "Access-Control-Max-Age": "600",
         "Vary": "Origin",
     }

@@ -1,0 +1,91 @@
+"""Budgets in requests: how many a second, and how many at once, under each name (an owner, or an address). Pure: `now` comes in."""
+
+from __future__ import annotations
+
+MAX_NAMES = 20_000
+"""Names remembered by one set of rates. Chosen: some 4 MB; above it, those nearest to a full bucket start anew."""
+PRIOR_LASTS_S = 2.0
+"""How long a request is taken to last before one has ended. Chosen: a short answer of a small model."""
+MIN_WAIT_S, MAX_WAIT_S = 1.0, 30.0
+"""Bounds of what is guessed of the wait for a place. Chosen: sooner is a busy loop, later is given up."""
+NEWEST_WEIGHT = 0.2
+"""What the newest request counts for in the mean. Chosen: five requests make a new habit."""
+
+
+class Rates:
+    """A bucket for each name that holds `burst` requests and fills at `per_s`.
+
+    A bucket is kept as one number, the time at which it will be full again, so a name that was silent for long costs nothing. Source: the
+    generic cell rate algorithm in its form of virtual scheduling, ITU-T I.371. Raises ValueError unless per_s > 0 and burst ≥ 1.
+    """
+
+    def __init__(self, per_s: float, burst: float, *, max_names: int = MAX_NAMES) -> None:
+        if not per_s > 0 or not burst >= 1 or max_names < 1:
+            raise ValueError("a rate is positive, and a bucket holds at least one request")
+        self.per_s = per_s
+        self.burst = burst
+        self._max_names = max_names
+        self._full_s: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._full_s)
+
+    def wait_s(self, name: str, now: float) -> float:
+        """Seconds until the next request of this name may come; 0.0: now."""
+        full_s = max(self._full_s.get(name, now), now)
+        return max(full_s - now - (self.burst - 1) / self.per_s, 0.0)
+
+    def take(self, name: str, now: float) -> float:
+        """0.0, and the bucket holds one request fewer; or the seconds until it holds one, and nothing has changed."""
+        wait_s = self.wait_s(name, now)
+        # A sliver of a second is a rounding error of many additions, and no reason to send anybody away.
+        if wait_s > 1e-6:
+            return wait_s
+        if len(self._full_s) >= self._max_names and name not in self._full_s:
+            self._forget(now)
+        self._full_s[name] = max(self._full_s.get(name, now), now) + 1 / self.per_s
+        return 0.0
+
+    def _forget(self, now: float) -> None:
+        """Drop full buckets, which are like new ones; if that frees less than half, those that are nearest to full."""
+        kept = sorted(((full_s, name) for name, full_s in self._full_s.items() if full_s > now), reverse=True)
+        self._full_s = {name: full_s for full_s, name in kept[: self._max_names // 2]}
+
+
+class Concurrency:
+    """Places for requests under way: `limit` under each name. Raises ValueError for a limit below 1."""
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ValueError("at least one request must be let in")
+        self.limit = limit
+        self._inside: dict[str, int] = {}
+        self._lasts_s: dict[
+            str, float
+        ] = {}  # by name, while it has requests under way: how long they last on average
+
+    def inside(self, name: str) -> int:
+        return self._inside.get(name, 0)
+
+    def enter(self, name: str) -> float:
+        """0.0, and one place is taken until `leave`; or a guess at the seconds until one is free, and nothing has changed.
+
+        The guess: places come free evenly over the time that a request lasts.
+        """
+        inside = self._inside.get(name, 0)
+        if inside >= self.limit:
+            lasts_s = self._lasts_s.get(name, PRIOR_LASTS_S)
+            return min(max(lasts_s / self.limit, MIN_WAIT_S), MAX_WAIT_S)
+        self._inside[name] = inside + 1
+        return 0.0
+
+    def leave(self, name: str, lasted_s: float) -> None:
+        """Give back a place that `enter` gave. lasted_s: how long it was held."""
+        inside = self._inside[name] - 1
+        if inside:
+            self._inside[name] = inside
+            mean_s = self._lasts_s.get(name, lasted_s)
+            self._lasts_s[name] = mean_s + NEWEST_WEIGHT * (lasted_s - mean_s)
+        else:
+            del self._inside[name]
+            self._lasts_s.pop(name, None)
