@@ -35,6 +35,18 @@ class EngineUnavailable(BridgeError):
         self.code = code
 
 
+class TooBusy(BridgeError):
+    """This tenant has so much work waiting that more is refused; others are served.
+
+    Attributes:
+        retry_after_s: a guess at when there will be room.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class NotSupported(BridgeError):
     """This node does not offer the operation (a capability that depends on version, platform or configuration)."""
 

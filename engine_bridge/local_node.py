@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +40,7 @@ from engine_bridge.node import (
     SchedulingStats,
     SessionId,
     SseReply,
+    TokenizerStats,
     unpack_token_ids,
 )
 from engine_bridge.policy.request_limits import RequestLimits
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.engine_client import BridgeEngineClient, Caller
     from engine_bridge.driver.promoter import Hashes
     from engine_bridge.driver.serving import Prepared, Serving
+    from engine_bridge.driver.tokenizer_queue import TokenizerQueue
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ class LocalNode:
         self._lengths: NodeLengths | None = None
         self._watching: asyncio.Task[None] | None = None
         self._serving: Serving | None = None
+        self._tokenizer: TokenizerQueue | None = None
         self._running: dict[RequestId, TokenStream] = {}
         self._is_draining = False
         self._stage = "waiting"
@@ -130,6 +134,7 @@ class LocalNode:
     async def _build_serving(self) -> None:
         from engine_bridge.driver.engine_client import BridgeEngineClient
         from engine_bridge.driver.serving import Serving, ServingOptions
+        from engine_bridge.driver.tokenizer_queue import be_fair
 
         config = self._config
         engine, contract = await self._thread.call(_engine_and_contract)
@@ -141,6 +146,7 @@ class LocalNode:
         self._client = BridgeEngineClient(
             self._thread, engine, self._grammars, self._catalog, self._lengths, config.limits
         )
+        self._tokenizer = be_fair(self._client.renderer)
         serving = Serving(
             self._client,
             ServingOptions(
@@ -349,7 +355,8 @@ class LocalNode:
         self._running[request.request_id] = stream
         unique_id: str | None = None
         try:
-            prepared = await serving.prepare(request, self.stream_interval)
+            with self._reading(request):
+                prepared = await serving.prepare(request, self.stream_interval)
             stream.prompt = prepared.prompt
             if not stream.is_over:
                 client.check_ready()
@@ -379,6 +386,23 @@ class LocalNode:
                 client.forget(unique_id, abort=not stream.is_ended_by_engine)
             self._running.pop(request.request_id, None)
 
+    @contextmanager
+    def _reading(self, request: GenerateRequest) -> Iterator[None]:
+        """The request's rendering and tokenising is its tenant's. Raises TooBusy."""
+        from engine_bridge.driver.engine_client import Caller, called_by
+
+        self._check_room(request.tenant)
+        with called_by(Caller(request.tenant, weight=request.weight)):
+            yield
+
+    def _check_room(self, tenant: str) -> None:
+        """Raises TooBusy where too much of this tenant waits to be tokenised."""
+        if self._tokenizer is not None:
+            self._tokenizer.check_room(tenant)
+
+    def tokenizer_stats(self) -> TokenizerStats | None:
+        return self._tokenizer.stats() if self._tokenizer is not None else None
+
     async def cancel(self, request_id: RequestId) -> bool:
         stream = self._running.get(request_id)
         if stream is not None:
@@ -398,6 +422,7 @@ class LocalNode:
         from engine_bridge.driver.engine_client import Caller
 
         serving, _ = self._ready()
+        self._check_room(tenant)
         return await serving.serve(api, body, headers, Caller(tenant, session_id, weight, priority))
 
     async def models(self) -> JsonReply:
@@ -464,7 +489,8 @@ class LocalNode:
 
     async def prefill(self, request: GenerateRequest) -> int:
         serving, client = self._ready()
-        prepared = await serving.prepare_draft(request)
+        with self._reading(request):
+            prepared = await serving.prepare_draft(request)
         token_ids: list[int] = prepared.engine_input["prompt_token_ids"]
         block_size: int = client.vllm_config.cache_config.block_size
         end = len(token_ids) // block_size * block_size

@@ -277,6 +277,14 @@ class LengthErrors(Struct, frozen=True, kw_only=True):
     num_within: dict[int, int]
 
 
+class TokenizerStats(Struct, frozen=True):
+    """What all tenants' rendering and tokenising came to since the start, and what waits for it now."""
+
+    num_jobs: int
+    seconds: float
+    num_waiting: int
+
+
 class SchedulingStats(Struct, frozen=True, kw_only=True):
     """Who starts next, in figures.
 

@@ -39,6 +39,7 @@ from gateway.scheduling_metrics import SchedulingCollector
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
 from gateway.standing import parse_weights
+from gateway.tokenizer_metrics import TokenizerCollector
 from gateway.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ async def build_services(
     metrics.registry.register(AdapterCollector(node.adapter_stats))
     metrics.registry.register(SchedulingCollector(node.scheduling_stats))
     metrics.registry.register(GrammarCollector(node.grammar_stats))
+    metrics.registry.register(TokenizerCollector(node.tokenizer_stats))
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
     advisories = Advisories(node, store, metrics, drafts)
     budgets = RequestBudgets.of(config, metrics)

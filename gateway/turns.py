@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from msgspec import UnsetType, to_builtins
 
 from engine_bridge.adapters.errors import RegistryFailed
-from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest
+from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, TooBusy
 from engine_bridge.node import (
     ChatMessage,
     Delta,
@@ -406,6 +406,8 @@ def from_bridge(error: BridgeError) -> GatewayError:
     if isinstance(error, EngineUnavailable | InvalidRequest):
         code = error.code if error.code in KINDS else "bad_request"
         return GatewayError(code, str(error), param=getattr(error, "param", None))
+    if isinstance(error, TooBusy):
+        return GatewayError("rate_limited", str(error), retry_after_s=error.retry_after_s)
     return GatewayError("internal" if isinstance(error, RegistryFailed) else "bad_request", str(error))
 
 

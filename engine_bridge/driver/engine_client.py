@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -66,6 +67,16 @@ NOBODY = Caller()
 CALLER: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 # They also turn whatever `add_lora` raises into a text; here it is whole.
 ADAPTER_FAILURES: ContextVar[list[Exception] | None] = ContextVar("adapter_failures", default=None)
+
+
+@contextmanager
+def called_by(caller: Caller) -> Iterator[None]:
+    """Inside, CALLER is `caller`. Not for the whole body of a generator, whose reader it would leak to."""
+    token = CALLER.set(caller)
+    try:
+        yield
+    finally:
+        CALLER.reset(token)
 
 
 class UnfitAdapter(InvalidRequest, VLLMClientError):
