@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiohttp import web
+from msgspec import to_builtins
 
 from gateway.errors import GatewayError
 from gateway.rest import json_reply
@@ -12,10 +13,16 @@ MAX_QUOTED_CHARS = 100  # Chosen: enough to recognise a name that somebody misty
 
 
 async def list_adapters(request: web.Request) -> web.Response:
-    """All adapters by name, and the node's figures for them; `stats` is null until the engine is up."""
+    """All adapters by name, and the node's figures for them; `stats` is null until the engine is up.
+
+    What others do with them is an operator's to know: without an operator's key, uses and figures are null.
+    """
     services = request.app[SERVICES]
-    services.admit(request)
-    return json_reply({"adapters": services.node.adapters(), "stats": services.node.adapter_stats()})
+    adapters = services.node.adapters()
+    if services.keys.is_operator(services.admit(request)):
+        return json_reply({"adapters": adapters, "stats": services.node.adapter_stats()})
+    shown = [to_builtins(info) | {"num_uses": None, "last_used_at": None} for info in adapters]
+    return json_reply({"adapters": shown, "stats": None})
 
 
 async def pin(request: web.Request) -> web.Response:
@@ -29,8 +36,7 @@ async def unpin(request: web.Request) -> web.Response:
 async def _set_pinned(request: web.Request, is_pinned: bool) -> web.Response:
     """The adapter as it is now. Raises GatewayError `unauthorized` or `bad_request` where it is not allowed, `unknown_model`."""
     services = request.app[SERVICES]
-    services.admit(request)
-    services.check_may_change_adapters()
+    services.check_may_change_adapters(services.admit(request))
     name = request.match_info["name"]
     info = await services.node.pin_adapter(name, is_pinned)
     if info is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -35,6 +36,7 @@ from gateway.grammar_metrics import GrammarCollector
 from gateway.kv_metrics import KvCollector
 from gateway.learned import Learned
 from gateway.metrics import Metrics
+from gateway.revocation import OpenCalls, follow_key_file
 from gateway.scheduling_metrics import SchedulingCollector
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
@@ -120,7 +122,16 @@ async def build_services(
 ) -> Services:
     """All parts, with the engine not started. Raises ConfigError or StartupError with a text for the operator."""
     weights = parse_weights(config.tenant_weights)
-    keys = KeyRing(config.api_keys, key_file=config.api_key_file, weights=weights)
+    keys = KeyRing(
+        config.api_keys,
+        operator_keys=config.operator_keys,
+        key_file=config.api_key_file,
+        weights=weights,
+    )
+    if not keys.is_open and not keys.has_operator:
+        log.warning(
+            "no key is an operator's: nobody can read /metrics (make one: overture keys new --operator)"
+        )
     store = await SessionStore.open(
         config.prepare_data_dir() / "sessions.sqlite3", max_owner_bytes=config.max_stored_mib * MIB
     )
@@ -147,7 +158,18 @@ async def build_services(
     learned = Learned(node, advisories, is_on=config.learned_advisories)
     gatekeeper = Gatekeeper(keys, metrics)
     return Services(
-        config, node, store, turns, keys, metrics, drafts, advisories, learned, budgets, gatekeeper
+        config,
+        node,
+        store,
+        turns,
+        keys,
+        metrics,
+        drafts,
+        advisories,
+        learned,
+        budgets,
+        gatekeeper,
+        OpenCalls(),
     )
 
 
@@ -181,6 +203,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         asyncio.create_task(_purge(services), name="purge"),
         asyncio.create_task(services.store.watch(), name="session database"),
     ]
+    if services.config.api_key_file is not None:
+        tasks.append(asyncio.create_task(follow_key_file(services), name="key file"))
     yield
     for task in tasks:
         task.cancel()
@@ -271,6 +295,8 @@ async def _serve(config: Config) -> int:
     try:
         services = await build_services(config)
         async with Server(services) as server:
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: it is to survive its terminal
+                loop.add_signal_handler(signal.SIGHUP, _on_hangup, services, stop, _has_terminal())
             say(f"Overture is at {server.url}")
             is_up = await _bring_up(services, stop)
             if is_up:
@@ -287,6 +313,26 @@ def _on_signal(stop: asyncio.Event, number: int) -> None:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
     stop.set()
+
+
+def _on_hangup(services: Services, stop: asyncio.Event, had_terminal: bool) -> None:
+    """SIGHUP: read the key file again; without one, and when the terminal that the server was started on has gone, go down as with SIGTERM.
+
+    A second one is no impatience: the kernel and the shell may both send it.
+    """
+    if services.config.api_key_file is None or (had_terminal and not _has_terminal()):
+        stop.set()
+    else:
+        services.look_at_keys.set()
+
+
+def _has_terminal() -> bool:
+    """Whether this process belongs to a terminal. Source: tty(4); a terminal that hung up leaves its processes without one."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
@@ -321,5 +367,6 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
 
 
 def say(line: str) -> None:
-    """A line for the person at the terminal; the log goes to stderr."""
-    print(line, flush=True)
+    """A line for the person at the terminal; the log goes to stderr. A terminal that has gone must not keep the server from draining."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)

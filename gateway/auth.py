@@ -7,6 +7,7 @@ made up is at least not in anybody's precomputed table.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -14,7 +15,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gateway.errors import GatewayError, StartupError
@@ -29,6 +30,7 @@ MIN_KEY_CHARS = 16  # Chosen: below this a made-up key can be guessed; we warn, 
 
 _ENTRY = re.compile(
     r"(?P<name>[^:\s]{1,64}):(?P<scheme>[a-z0-9]+)\$(?P<salt>[0-9a-f]{2,128})\$(?P<digest>[0-9a-f]{64})"
+    r"(?::(?P<role>operator))?"
 )
 _SCHEME = "sha256"
 
@@ -36,11 +38,12 @@ _SCHEME = "sha256"
 @dataclass(frozen=True, slots=True)
 class Principal:
     """Who is asking. owner: what sessions belong to, stable for as long as the key lives. name: for people and logs. weight: its share
-    against others."""
+    against others. is_operator: may see and change what concerns everybody (see `KeyRing.is_operator`)."""
 
     owner: str
     name: str
     weight: float = 1.0
+    is_operator: bool = False
 
 
 LOCAL = Principal(owner="local", name="local")
@@ -58,6 +61,7 @@ class _Entry:
     name: str
     salt: bytes = field(repr=False)
     digest: bytes = field(repr=False)
+    is_operator: bool = False
 
 
 def generate_key() -> str:
@@ -70,10 +74,10 @@ def owner_of(key: str) -> str:
     return "k_" + hashlib.sha256(b"overture owner\0" + _bytes(key)).hexdigest()[:32]
 
 
-def key_file_line(name: str, key: str) -> str:
+def key_file_line(name: str, key: str, *, is_operator: bool = False) -> str:
     """The line that lets `key` in when it stands in a key file. name: 1–64 characters without spaces or colons, else ValueError."""
     salt = secrets.token_bytes(SALT_BYTES)
-    line = f"{name}:{_SCHEME}${salt.hex()}${_digest(salt, key).hex()}"
+    line = f"{name}:{_SCHEME}${salt.hex()}${_digest(salt, key).hex()}" + (":operator" if is_operator else "")
     if not _ENTRY.fullmatch(line):
         raise ValueError("a key's name has 1 to 64 characters, none of them a space or a colon")
     return line
@@ -94,21 +98,28 @@ def extract_key(headers: Mapping[str, str]) -> str | None:
 class KeyRing:
     """The keys that this server accepts. Without any, everybody is ``local``.
 
-    keys: in plain text, from flags, environment or configuration; only their hashes are kept. key_file: a file of ``key_file_line`` lines,
-    blank lines and ``#`` comments. Raises StartupError for an empty key, and for a key file that cannot be read, has a malformed
-    line or no key at all: a mistake there must not open the server to everybody. weights: shares by the names of keys; 1 for all others.
+    keys, operator_keys: in plain text, from flags, environment or configuration; only their hashes are kept. key_file: a file of
+    ``key_file_line`` lines, blank lines and ``#`` comments; it may be read again (`read`, `take_over`). Raises StartupError for an empty key, and
+    for a key file that cannot be read, has a malformed line or no key at all: a mistake there must not open the server to everybody. weights:
+    shares by the names of keys; 1 for all others.
     """
 
     def __init__(
         self,
         keys: Iterable[str] = (),
         *,
+        operator_keys: Iterable[str] = (),
         key_file: Path | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        self._entries = [_hashed(key) for key in keys]
+        self._given = [_hashed(key) for key in keys]
+        self._given += [replace(_hashed(key), is_operator=True) for key in operator_keys]
+        self._key_file = key_file
+        self._entries = self.read()
+        # Who came by which line, since owners are known from keys alone: as many as there are keys.
+        self._known: dict[str, _Entry] = {}
         if key_file is not None:
-            self._entries += _read_key_file(key_file)
+            _warn_of_readers(key_file)
         self._weights = dict(weights or {})
         unknown = self._weights.keys() - {entry.name for entry in self._entries}
         if unknown:
@@ -122,6 +133,15 @@ class KeyRing:
         """Whether no key is asked for."""
         return not self._entries
 
+    @property
+    def has_operator(self) -> bool:
+        """Whether some key is an operator's."""
+        return any(entry.is_operator for entry in self._entries)
+
+    def is_operator(self, principal: Principal) -> bool:
+        """Whether this one may see and change what concerns everybody: who holds an operator's key, and without keys whoever is there."""
+        return self.is_open or principal.is_operator
+
     def authenticate(self, presented: str | None) -> Principal:
         """Who presents this key (None: no key at all). Raises GatewayError ``unauthorized`` for a missing or wrong one."""
         if self.is_open:
@@ -130,18 +150,49 @@ class KeyRing:
             raise GatewayError(
                 "unauthorized", "This server asks for an API key: send it as 'Authorization: Bearer KEY'."
             )
-        name = self._match(presented) if len(presented) <= MAX_KEY_CHARS else None
-        if name is None:
+        entry = self._match(presented) if len(presented) <= MAX_KEY_CHARS else None
+        if entry is None:
             raise GatewayError("unauthorized", "The API key is not one that this server knows.")
-        return Principal(owner=owner_of(presented), name=name, weight=self._weights.get(name, 1.0))
+        owner = owner_of(presented)
+        self._known[owner] = entry
+        return self._principal(owner, entry)
 
-    def _match(self, presented: str) -> str | None:
-        """The name of the entry that `presented` matches. Looks at all of them, so that the time taken does not tell which one."""
+    def current(self, principal: Principal) -> Principal:
+        """Somebody who was let in before, as the keys are now. Raises GatewayError ``unauthorized`` if the key was withdrawn meanwhile."""
+        if self.is_open:
+            return principal
+        entry = self._known.get(principal.owner)
+        if entry is None:
+            raise withdrawn()
+        return self._principal(principal.owner, entry)
+
+    def read(self) -> list[_Entry]:
+        """All keys as the file has them now; changes nothing. Reads a file: not for the event loop. Raises StartupError."""
+        return self._given + (_read_key_file(self._key_file) if self._key_file is not None else [])
+
+    def take_over(self, entries: list[_Entry]) -> frozenset[str]:
+        """Accept these, which `read` gave, from now on. Returns the owners who were let in by a line that is gone."""
+        kept = {(entry.salt, entry.digest): entry for entry in entries}
+        known = {owner: kept.get((entry.salt, entry.digest)) for owner, entry in self._known.items()}
+        self._entries = entries
+        self._known = {owner: entry for owner, entry in known.items() if entry is not None}
+        return frozenset(known.keys() - self._known.keys())
+
+    def _principal(self, owner: str, entry: _Entry) -> Principal:
+        return Principal(owner, entry.name, self._weights.get(entry.name, 1.0), entry.is_operator)
+
+    def _match(self, presented: str) -> _Entry | None:
+        """The entry that `presented` matches, an operator's before others. Looks at all, so that the time taken does not tell which one."""
         matched = None
         for entry in self._entries:
             if hmac.compare_digest(_digest(entry.salt, presented), entry.digest):
-                matched = entry.name
+                matched = matched if matched is not None and matched.is_operator else entry
         return matched
+
+
+def withdrawn() -> GatewayError:
+    """What whoever holds a key hears when it is taken away."""
+    return GatewayError("unauthorized", "This API key was withdrawn.")
 
 
 def _bytes(key: str) -> bytes:
@@ -171,12 +222,9 @@ def _hashed(key: str) -> _Entry:
 
 def _read_key_file(path: Path) -> list[_Entry]:
     try:
-        mode = path.stat().st_mode
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"The key file {path} cannot be read: {error}") from error
-    if mode & stat.S_IROTH:
-        logger.warning("key file %s can be read by every user of this machine; run: chmod o-r %s", path, path)
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1)]
     entries = [
         _parse_entry(path, number, line) for number, line in numbered if line and not line.startswith("#")
@@ -188,11 +236,25 @@ def _read_key_file(path: Path) -> list[_Entry]:
     return entries
 
 
+def _warn_of_readers(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.stat().st_mode & stat.S_IROTH:
+            logger.warning(
+                "key file %s can be read by every user of this machine; run: chmod o-r %s", path, path
+            )
+
+
 def _parse_entry(path: Path, number: int, line: str) -> _Entry:
     # The line itself stays out of the message: somebody may have put a plain key there.
     match = _ENTRY.fullmatch(line)
     if match is None or match["scheme"] != _SCHEME or len(match["salt"]) % 2:
         raise StartupError(
-            f"The key file {path}, line {number}, is not of the form name:{_SCHEME}$salt$hash (salt and hash in hex)."
+            f"The key file {path}, line {number}, is not of the form name:{_SCHEME}$salt$hash (salt and hash in hex; "
+            "':operator' may follow)."
         )
-    return _Entry(match["name"], bytes.fromhex(match["salt"]), bytes.fromhex(match["digest"]))
+    return _Entry(
+        match["name"],
+        bytes.fromhex(match["salt"]),
+        bytes.fromhex(match["digest"]),
+        is_operator=match["role"] is not None,
+    )

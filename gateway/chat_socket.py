@@ -14,7 +14,7 @@ from msgspec import to_builtins
 from gateway import __version__
 from gateway import connections as gate
 from gateway.advisories import Record, Wanted, outcome_of
-from gateway.auth import Principal, extract_key
+from gateway.auth import Principal, extract_key, withdrawn
 from gateway.chat_protocol import (
     PROTOCOL_VERSION,
     Hello,
@@ -163,7 +163,7 @@ class ChatConnection:
     async def _on_hello(self, frame: Hello) -> None:
         principal = self._services.gatekeeper.authenticate(frame.api_key or self._key, self._request.remote)
         self._greeted()
-        if self._principal is not None and principal != self._principal:
+        if self._principal is not None and principal.owner != self._principal.owner:
             raise GatewayError("bad_request", "A socket belongs to one key: open another for another.")
         progress = self._services.node.progress
         if progress.state in ("starting", "failed"):
@@ -201,6 +201,7 @@ class ChatConnection:
 
     async def _on_message(self, frame: Message) -> None:
         assert self._principal is not None
+        self._principal = self._services.keys.current(self._principal)  # shares may have changed, too
         self._services.budgets.count(self._owner)
         priority = checked_priority(frame.priority, may_hurry=self._services.config.client_priority)
         self._services.drafts.stop(self._owner, self._new_chat)
@@ -348,6 +349,15 @@ class ChatConnection:
         with contextlib.suppress(ConnectionError, ClientConnectionError, RuntimeError, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._socket.close(code=code, message=reason.encode())
+
+    @property
+    def owner(self) -> str | None:
+        """Whose socket this is; None before a hello with a good key."""
+        return self._principal.owner if self._principal is not None else None
+
+    async def revoke(self) -> None:
+        """The key was withdrawn: say so and close."""
+        await self._fail(withdrawn(), None)
 
     def leave(self) -> None:
         """Let go of everything; the turns go on for a while without this socket."""

@@ -36,6 +36,7 @@ _METAVARS = {
     "max_stored_mib": "MIB",
     "model": "PATH|NAME",
     "length_predictor": "MODULE:NAME",
+    "operator_keys": "KEY",
     "port": "PORT",
     "tenant_weights": "NAME=WEIGHT",
     "trusted_proxies": "ADDRESS",
@@ -246,7 +247,12 @@ def keys() -> None:
 @click.option(
     "--name", default="key", show_default=True, metavar="NAME", help="Whom the key is for; shown in logs."
 )
-def new(name: str) -> None:
+@click.option(
+    "--operator",
+    is_flag=True,
+    help="It may also read /metrics and change adapters, which concerns everybody.",
+)
+def new(name: str, operator: bool) -> None:
     """Make a key, and the line for the server's key file.
 
     The key itself is shown here once and kept nowhere. Add the line to a file, and name the file with
@@ -256,7 +262,7 @@ def new(name: str) -> None:
 
     key = generate_key()
     try:
-        line = key_file_line(name, key)
+        line = key_file_line(name, key, is_operator=operator)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--name") from error
     click.echo("Key, for the client (shown only now):", err=True)

@@ -44,7 +44,7 @@ MIB = 1024 * KIB
 # Measured: 50,000 values are decoded and validated in 20 to 60 ms.
 MIN_JSON_VALUES = 50_000
 
-SECRET_SETTINGS = frozenset({"api_keys"})
+SECRET_SETTINGS = frozenset({"api_keys", "operator_keys"})
 # Those that only policies of ours look at.
 SCHEDULING_SETTINGS = ("length_predictor", "tenant_weights", "client_priority", "decision_log")
 # A repeatable flag reads better in the singular: `--api-key A --api-key B`.
@@ -52,6 +52,7 @@ _SINGULAR_FLAGS = {
     "api_keys": "--api-key",
     "cors_origins": "--cors-origin",
     "trusted_proxies": "--trusted-proxy",
+    "operator_keys": "--operator-key",
     "tenant_weights": "--tenant-weight",
 }
 # Defaults that depend on the machine, in words.
@@ -259,6 +260,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: Annotated[
         Path | None, _in("Access", "File of hashed keys, one a line, from `overture keys new`.")
     ] = None
+    operator_keys: Annotated[
+        tuple[NonEmpty, ...],
+        _in("Access", "As api_keys, and may also read /metrics and change adapters."),
+    ] = ()
     cors_origins: Annotated[
         tuple[NonEmpty, ...],
         _in(
@@ -390,7 +395,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_api_keys(self) -> bool:
         """Whether clients must send a key."""
-        return bool(self.api_keys) or self.api_key_file is not None
+        return bool(self.api_keys or self.operator_keys) or self.api_key_file is not None
 
     @property
     def is_loopback(self) -> bool:

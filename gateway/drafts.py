@@ -82,6 +82,11 @@ class Drafts:
         if work is not None and work.task is not None:
             work.task.cancel()
 
+    def stop_owner(self, owner: str) -> None:
+        """The key was withdrawn."""
+        for key in [key for key in self._work if key[0] == owner]:
+            self.stop(*key)
+
     async def close(self) -> None:
         tasks = [work.task for work in self._work.values() if work.task is not None]
         for key in list(self._work):

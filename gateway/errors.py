@@ -39,6 +39,7 @@ KINDS: dict[str, ErrorKind] = {
     "bad_request": ErrorKind(400, "invalid_request_error"),
     "prompt_too_long": ErrorKind(400, "invalid_request_error"),
     "unauthorized": ErrorKind(401, "authentication_error", close_code=CloseCode.UNAUTHORIZED),
+    "forbidden": ErrorKind(403, "permission_error"),
     "not_found": ErrorKind(404, "invalid_request_error"),
     "unknown_model": ErrorKind(404, "invalid_request_error"),
     "request_timeout": ErrorKind(408, "invalid_request_error", is_retryable=True),

@@ -53,7 +53,8 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         principal = services.admit(request)
         # Before the body is read: what waits to be read takes memory, too.
         with services.budgets.enter(principal.owner):
-            return await _handle(request, services, principal, api)
+            async with services.calls.of(principal.owner):
+                return await _handle(request, services, principal, api)
 
     return handle
 
@@ -253,8 +254,7 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
 
     async def handle(request: web.Request) -> web.Response:
         services = request.app[SERVICES]
-        services.admit(request)
-        services.check_may_change_adapters()
+        services.check_may_change_adapters(services.admit(request))
         reply = await getattr(services.node, method)(await json_body(request))
         return web.Response(body=reply.body, status=reply.status, content_type="application/json")
 

@@ -217,9 +217,9 @@ async def readyz(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Prometheus text. Asks for a key where the server does: names of adapters and loads are the operator's."""
+    """Prometheus text. Asks for an operator's key where the server asks for keys: the figures are those of everybody."""
     services = request.app[SERVICES]
-    services.principal(request)
+    services.check_operator(services.principal(request), "/metrics is")
     services.metrics.engine_steps.set(services.node.num_steps)
     services.metrics.engine_rebuilds.set(services.node.num_rebuilds)
     return web.Response(body=await services.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from gateway.drafts import Drafts
 from gateway.errors import GatewayError
 from gateway.learned import Learned
 from gateway.metrics import Metrics
+from gateway.revocation import OpenCalls
 from gateway.sessions import SessionStore
 from gateway.turns import Turns
 
@@ -38,7 +40,9 @@ class Services:
     learned: Learned
     budgets: RequestBudgets
     gatekeeper: Gatekeeper
+    calls: OpenCalls
     connections: set[ChatConnection] = field(default_factory=set)
+    look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now
 
     def principal(self, request: web.Request) -> Principal:
         """Who asks. Raises GatewayError `unauthorized`, `rate_limited` (wrong keys)."""
@@ -50,13 +54,22 @@ class Services:
         self.budgets.count(principal.owner)
         return principal
 
-    def check_may_change_adapters(self) -> None:
-        """Raises GatewayError where the operator has not allowed clients to load, unload and pin adapters."""
+    def check_operator(self, principal: Principal, what: str) -> None:
+        """Raises GatewayError `forbidden` for who holds an ordinary key. what: is refused, in words ("/metrics is")."""
+        if not self.keys.is_operator(principal):
+            raise GatewayError(
+                "forbidden",
+                f"{what} for an operator's key only (`overture keys new --operator`, or --operator-key).",
+            )
+
+    def check_may_change_adapters(self, principal: Principal) -> None:
+        """Raises GatewayError where clients may not load, unload and pin adapters, or where it takes an operator's key."""
         if not self.config.allow_adapter_loading:
             raise GatewayError(
-                "bad_request" if self.keys.is_open else "unauthorized",
+                "bad_request" if self.keys.is_open else "forbidden",
                 "Clients may not change this server's adapters. Its operator can allow it with --allow-adapter-loading.",
             )
+        self.check_operator(principal, "Changing adapters is")
 
     def models(self) -> list[dict[str, Any]]:
         """The `models` of the protocol: the base model, then the adapters."""

@@ -175,6 +175,12 @@ class Turns:
             if live.owner == owner and live.session_id == session_id:
                 await self.stop(owner, live.id)
 
+    async def stop_owner(self, owner: str) -> None:
+        """End whatever runs for an owner (the key was withdrawn)."""
+        for live in list(self._live.values()):
+            if live.owner == owner:
+                await self.stop(owner, live.id)
+
     def follow(self, live: LiveTurn, follower: Follower) -> None:
         live.followers.add(follower)
         if live.unfollowed is not None:

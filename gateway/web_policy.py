@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RETRY_AFTER_S = 3
+BEGUN = web.RequestKey("begun", web.StreamResponse)  # of a request: the response whose head is on its way
 
 
 @web.middleware
@@ -45,7 +46,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_reply(request, as_gateway_error(error))
 
 
-def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
+def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         limit = request.app[SERVICES].config.max_body_bytes
         wrapped = GatewayError("frame_too_large", f"The body is larger than the limit of {limit} bytes.")
@@ -58,8 +59,14 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     return error_reply(request, wrapped, status=error.status)
 
 
-def error_reply(request: web.Request, error: GatewayError, *, status: int | None = None) -> web.Response:
-    """An error in OpenAI's shape, or in Anthropic's for its routes and clients."""
+def error_reply(
+    request: web.Request, error: GatewayError, *, status: int | None = None
+) -> web.StreamResponse:
+    """An error in OpenAI's shape, or in Anthropic's for its routes and clients. Where an answer has begun, the connection is cut instead."""
+    if BEGUN in request:
+        if request.transport is not None:
+            request.transport.abort()
+        return request[BEGUN]
     status = status or error.http_status
     if request.path.startswith("/v1/messages"):
         kind = ANTHROPIC_ERROR_TYPES.get(status, "api_error")
@@ -108,7 +115,8 @@ async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def add_stream_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal handler: CORS headers for responses that are sent while their handler still runs (streams)."""
+    """Signal handler: CORS headers for responses that are sent while their handler still runs (streams), and that they have begun."""
+    request[BEGUN] = response
     origin = request.headers.get("Origin")
     config = request.app[SERVICES].config
     if origin is not None and _is_cross_origin(origin, request, config) and _is_allowed(origin, config):

@@ -48,10 +48,10 @@ export class Api {
     return this.#call('POST', `${sessionPath(id)}/restore`);
   }
 
-  /** Every adapter with its rank and place; null while the engine has none to speak of. */
+  /** Every adapter with its rank and place; null while the engine has none to speak of. The figures are an operator's to see. */
   async adapters() {
-    const { adapters, stats } = await this.#call('GET', 'v1/adapters');
-    return stats && adapters;
+    const { adapters } = await this.#call('GET', 'v1/adapters');
+    return adapters.length ? adapters : null;
   }
 
   /** What the engine is doing: `{status, stage, elapsed_s}`, whichever HTTP status it comes with. */

@@ -260,3 +260,64 @@ def test_tenants() -> None:
     """Every key is one of its own; without keys everybody shares."""
     assert tenant_of(LOCAL.owner) == ""
     assert tenant_of(owner_of("ov-one")) == owner_of("ov-one") != tenant_of(owner_of("ov-two"))
+
+
+# --- keys that come and go, and operators ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_read_again_lets_new_keys_in_and_names_who_is_shut_out(tmp_path: Path) -> None:
+    """Only owners who were let in are named: nobody else has anything to lose."""
+    mine, theirs, third = key_file_line("me", KEY), key_file_line("them", OTHER), generate_key()
+    ring = KeyRing(key_file=key_file(tmp_path, mine, theirs, key_file_line("unused", generate_key())))
+    me, them = ring.authenticate(KEY), ring.authenticate(OTHER)
+    key_file(tmp_path, mine, key_file_line("new", third))
+    entries = ring.read()
+    assert ring.authenticate(OTHER) == them, "reading alone changes nothing"
+    assert ring.take_over(entries) == {them.owner}
+    assert is_refused(ring, OTHER) and ring.authenticate(third).name == "new"
+    assert ring.current(me) == me
+    with pytest.raises(GatewayError, match="withdrawn") as caught:
+        ring.current(them)
+    assert caught.value.code == "unauthorized"
+    assert ring.take_over(ring.read()) == frozenset()
+
+
+def test_weights_and_roles_follow_the_file(tmp_path: Path) -> None:
+    """A key that changes its name or becomes an operator's is the same owner, with nothing cut off."""
+    line = key_file_line("slow", KEY)
+    ring = KeyRing(key_file=key_file(tmp_path, line), weights={"fast": 4.0})
+    before = ring.authenticate(KEY)
+    key_file(tmp_path, line.replace("slow:", "fast:") + ":operator")
+    assert ring.take_over(ring.read()) == frozenset()
+    after = ring.current(before)
+    assert (after.owner, after.name, after.weight, after.is_operator) == (before.owner, "fast", 4.0, True)
+    assert (before.weight, before.is_operator) == (1.0, False)
+
+
+def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+    """Also one that is empty or gone: the server must not open."""
+    path = key_file(tmp_path, key_file_line("me", KEY))
+    ring = KeyRing(key_file=path)
+    for break_it in (lambda: key_file(tmp_path, "x"), lambda: key_file(tmp_path), lambda: path.unlink()):
+        break_it()
+        with pytest.raises(StartupError, match="key file"):
+            ring.read()
+        assert ring.authenticate(KEY).name == "me" and is_refused(ring, OTHER) and not ring.is_open
+
+
+def test_operators(tmp_path: Path) -> None:
+    """By a word at the line's end or a setting of its own; without keys everybody is one. Other keys are ordinary."""
+    operators = key_file(tmp_path, key_file_line("op", KEY, is_operator=True), key_file_line("me", OTHER))
+    for ring in (KeyRing(key_file=operators), KeyRing([OTHER], operator_keys=[KEY])):
+        assert ring.has_operator and ring.is_operator(ring.authenticate(KEY))
+        assert not ring.is_operator(ring.authenticate(OTHER))
+    both = KeyRing([KEY], operator_keys=[KEY])
+    assert both.is_operator(both.authenticate(KEY)), "who has it twice has the larger role"
+    assert not KeyRing([KEY]).has_operator and KeyRing().is_operator(LOCAL)
+
+
+@pytest.mark.parametrize("end", [":admin", ":", ":operator:operator", " operator", "operator"])
+def test_an_unknown_role_is_a_mistake(tmp_path: Path, end: str) -> None:
+    """It is not taken for an ordinary key, which its writer did not mean."""
+    with pytest.raises(StartupError, match="line 1"):
+        KeyRing(key_file=key_file(tmp_path, key_file_line("me", KEY) + end))

@@ -1,0 +1,116 @@
+"""Keys that come and go while the server runs: the key file is followed, and who loses the key loses what is under way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gateway.auth import withdrawn
+from gateway.errors import StartupError
+
+if TYPE_CHECKING:
+    from gateway.services import Services
+
+log = logging.getLogger(__name__)
+
+# How often the file is looked at. Chosen: a stat costs microseconds, and nobody waits longer for a key that leaked.
+LOOK_EVERY_S = 1.0
+Signature = tuple[int, int, int] | None
+
+
+class OpenCalls:
+    """API calls under way, by owner."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, set[asyncio.Timeout]] = {}
+
+    @asynccontextmanager
+    async def of(self, owner: str) -> AsyncIterator[None]:
+        """A call's time under way. Raises GatewayError `unauthorized` when it is ended by `cut_off`."""
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._open.setdefault(owner, set()).add(scope)
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+        finally:
+            calls = self._open[owner]
+            calls.discard(scope)
+            if not calls:
+                del self._open[owner]
+        if (
+            scope.expired()
+        ):  # also where the call took the cancellation for its client's leaving, and answered
+            raise withdrawn()
+
+    def cut_off(self, owner: str) -> None:
+        """End all calls of this owner."""
+        now = asyncio.get_running_loop().time()
+        for scope in self._open.get(owner, ()):
+            if not scope.expired():
+                scope.reschedule(now)
+
+
+async def follow_key_file(services: Services) -> None:
+    """For ever: take over what changes in the key file, and read it when `look_at_keys` is set.
+
+    A file that is broken, empty or gone changes nothing, and is reported once.
+    """
+    path = services.config.api_key_file
+    assert path is not None
+    read: Signature | str = "not yet"
+    last: Signature | str = read
+    while True:
+        try:
+            found = await asyncio.to_thread(_signature, path)
+            # A file that still changes may be half written: it is read once two looks find the same.
+            if (found != read and found == last) or services.look_at_keys.is_set():
+                services.look_at_keys.clear()
+                read = found  # noted before it is read: what changes meanwhile is read the next time
+                await _read_again(services)
+            last = found
+        except Exception:
+            log.exception("looking after the key file failed; it is tried again")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_EVERY_S):
+                await services.look_at_keys.wait()
+
+
+async def _read_again(services: Services) -> None:
+    """Accept the keys that the file holds now. If it is broken the keys stay as they are, and the log says where."""
+    keys = services.keys
+    try:
+        entries = await asyncio.to_thread(keys.read)
+    except StartupError as error:
+        log.error("%s The keys stay as they were.", error.message)
+        return
+    before = repr(keys)
+    lost = keys.take_over(entries)
+    if repr(keys) != before or lost:
+        log.info("the key file was read again: %r, %d withdrawn that were in use", keys, len(lost))
+    await asyncio.gather(*(_cut_off(services, owner) for owner in lost))
+
+
+async def _cut_off(services: Services, owner: str) -> None:
+    services.calls.cut_off(owner)
+    services.drafts.stop_owner(owner)
+    await services.turns.stop_owner(owner)
+    sockets = [socket for socket in services.connections if socket.owner == owner]
+    await asyncio.gather(*(socket.revoke() for socket in sockets))
+
+
+def _signature(path: Path) -> Signature:
+    """What tells one state of a file from another; None while there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
