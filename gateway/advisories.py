@@ -252,7 +252,7 @@ class Advisories:
         except NotSupported:
             self._end(record, "unknown")
         except BridgeError as error:
-            log.info("an advisory was dropped: %s", error)
+            log.info("an advisory was dropped: %s", type(error).__name__)
             self._end(record, "unknown")
         except Exception:
             log.exception("an advisory failed")

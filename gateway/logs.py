@@ -1,16 +1,24 @@
 """Logging, set up in one place: everything goes to stderr in one format, vLLM's and aiohttp's messages included.
 
-What is never logged: keys and what users write (prompts, drafts, answers). Code keeps to that by not passing them to a logger; as a net
-below it, anything that looks like a key is masked in the finished line.
+What is never logged, at no level: keys and what users write (prompts, drafts, answers, titles, searches, names and ids that they choose). Our code
+keeps to that by not passing them to a logger. Of others' code we keep what could hold them out of the log: debug messages (aiosqlite's are
+the statements with all their values), the texts of exceptions (a parser quotes what it cannot read), descriptions of objects. As a net below it,
+anything that looks like a key is masked in the finished line.
 """
 
+import copy
 import logging
 import os
 import re
+import sqlite3
 import sys
-from collections.abc import MutableMapping
+import traceback
+from collections.abc import Iterator, MutableMapping
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Any, TextIO
+
+from engine_bridge.errors import SeamMoved
+from gateway.errors import GatewayError, StartupError
 
 _PLAIN = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _PLAIN_TIME = "%Y-%m-%d %H:%M:%S"
@@ -19,6 +27,24 @@ _JSON_NAMES = {"levelname": "level", "name": "logger"}
 
 # Keys of ours (`ov-…`), of OpenAI's form (`sk-…`), and whatever follows "Bearer".
 _KEY = re.compile(r"\b(ov-|sk-|[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}")
+
+# What may not stand in a line as it is: control characters (C0, DEL, C1), Unicode's line ends, and its marks that turn the direction of writing.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# From the first "<" to the last ">": objects hold others.
+_REPR = re.compile(r"<.*>", re.DOTALL)
+_OURS = ("gateway", "engine_bridge", "kvtiers", "bench")
+# Exceptions whose texts come from the system or from us, for the operator.
+_SAFE = (OSError, ImportError, MemoryError, StartupError, SeamMoved)
+# Parts of file names of code that reads what clients send: RuntimeErrors from there may quote it (grammars, templates).
+_READERS = (
+    "structured_output",
+    "/entrypoints/",
+    "/renderers/",
+    "/tokenizers/",
+    "/jinja2/",
+    "/pydantic/",
+    "/aiohttp/",
+)
 
 # Others' loggers that tell at INFO what only a developer wants: one line per request, per file, per connection.
 _CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "httpx2", "urllib3")
@@ -31,10 +57,11 @@ def setup(log_format: str, level: str, *, stream: TextIO | None = None) -> None:
 
     `log_format` is "plain" or "json", `level` one of "debug", "info", "warning", "error". At "info" libraries speak from
     "warning" up and the engine's from "error" up; at "debug" all of them from INFO up. `VLLM_LOGGING_LEVEL`, if set,
-    holds for vLLM's part.
+    holds for vLLM's part, from INFO up.
     """
     _quiet_vllm()
     handler = _Handler(stream or sys.stderr)
+    handler.addFilter(_is_fit_to_log)
     handler.setFormatter(_json_formatter() if log_format == "json" else _Plain(_PLAIN, _PLAIN_TIME))
     ours = getattr(logging, level.upper())
     root = logging.getLogger()
@@ -42,7 +69,10 @@ def setup(log_format: str, level: str, *, stream: TextIO | None = None) -> None:
     for old in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(ours)
+    # Others' debug messages are not even made.
+    root.setLevel(max(ours, logging.INFO))
+    for name in _OURS:
+        logging.getLogger(name).setLevel(ours)
     for names, quiet in ((_CHATTY, logging.WARNING), (_NERVOUS, logging.ERROR)):
         for name in names:
             logging.getLogger(name).setLevel(logging.INFO if ours == logging.DEBUG else max(ours, quiet))
@@ -53,6 +83,17 @@ def setup(log_format: str, level: str, *, stream: TextIO | None = None) -> None:
 
 class _Handler(logging.StreamHandler[TextIO]):
     """The handler that `setup` puts on the root logger."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.name == "asyncio":  # describes tasks, callbacks and their arguments
+            record = copy.copy(record)
+            record.msg, record.args = _REPR.sub("<…>", record.getMessage()), None
+        return super().format(record)
+
+
+def _is_fit_to_log(record: logging.LogRecord) -> bool:
+    """Others' debug messages are not, also where a library has set a level of its own."""
+    return record.levelno >= logging.INFO or record.name.partition(".")[0] in _OURS
 
 
 def _quiet_vllm() -> None:
@@ -66,18 +107,75 @@ def _masked(line: str) -> str:
     return _KEY.sub(r"\1***", line)
 
 
-class _Plain(logging.Formatter):
-    """One readable line a message; a traceback follows on its own lines."""
+def _escaped(text: str) -> str:
+    """On one line, whatever it holds: what ends lines, steers terminals or turns the direction of writing is spelled out."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _told(error: BaseException) -> str:
+    """What may be said of an exception: its kind, and its text where that comes from the system, the engine or the operator."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(error, sqlite3.Error):
+        return f"{name}: {getattr(error, 'sqlite_errorname', 'no error of SQLite itself')}"
+    if isinstance(error, GatewayError) and not isinstance(error, StartupError):
+        return f"{name}: {error.code}"
+    is_safe = isinstance(error, _SAFE) or (isinstance(error, RuntimeError) and not _reads_requests(error))
+    return (
+        f"{name}: {_escaped(str(error))}" if is_safe else f"{name} (its text may quote a request: not logged)"
+    )
+
+
+def _reads_requests(error: BaseException) -> bool:
+    """Whether it came from code that takes a request apart, and may quote it."""
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(part in name for name in frames for part in _READERS)
+
+
+def _traceback(error: BaseException, seen: set[int]) -> Iterator[str]:
+    """Lines as Python prints them, with `_told` in place of the texts."""
+    seen.add(id(error))
+    earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if earlier is not None and id(earlier) not in seen:
+        yield from _traceback(earlier, seen)
+        yield "It led to:" if error.__cause__ is not None else "While this was handled:"
+    if error.__traceback__ is not None:
+        yield "Traceback (most recent call last):"
+        for entry in traceback.format_tb(error.__traceback__):
+            yield from entry.splitlines()
+    yield _told(error)
+    for part in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+        if id(part) not in seen:
+            yield from (f"  {line}" for line in _traceback(part, seen))
+
+
+class _TextFree(logging.Formatter):
+    """Tells of exceptions without their texts; see `_told`."""
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(_traceback(ei[1], set())) if ei[1] is not None else ""
+
+
+class _Plain(_TextFree):
+    """One readable line a message; a traceback follows on its own lines, indented, so that no message can pass for one or for another line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return _masked(super().format(record))
+        record.message = record.getMessage()
+        if self.usesTime():
+            record.asctime = self.formatTime(record, self.datefmt)
+        lines = [_escaped(self.formatMessage(record).rstrip())]
+        if record.exc_info:
+            lines += self.formatException(record.exc_info).split("\n")
+        if record.stack_info:
+            lines += record.stack_info.split("\n")
+        return _masked("\n    ".join(lines))
 
 
 def _json_formatter() -> logging.Formatter:
     # Imported here: plain logging does without the package.
     from pythonjsonlogger.json import JsonFormatter
 
-    class Json(JsonFormatter):
+    class Json(_TextFree, JsonFormatter):
         """One JSON object a line: time (UTC, ISO 8601), level, logger, message, `exc_info` and what `extra` brought."""
 
         def add_fields(

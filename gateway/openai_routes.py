@@ -136,7 +136,7 @@ def _take_hints(services: Services, owner: str, body: Any) -> None:
         try:
             services.advisories.hint(owner, hints)
         except GatewayError as error:
-            log.info("the hints of a request were dropped: %s", error.message)
+            log.info("the hints of a request were dropped: %s", error.code)
 
 
 async def _recording(
@@ -227,22 +227,29 @@ async def _record(services: Services, recording: _Recording, reader: AnswerReade
             now=time.time(),
         )
     except GatewayError as error:
-        log.error("an API turn of session %s could not be stored: %s", recording.session_id, error.message)
+        log.error("an API turn could not be stored: %s", error.code)
 
 
 async def models(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    services.admit(request)
-    reply = await services.node.models()
-    return web.Response(body=reply.body, status=reply.status, content_type="application/json")
+    shown = await _models(services, services.admit(request))
+    return web.Response(body=orjson.dumps(shown), content_type="application/json")
+
+
+async def _models(services: Services, principal: Principal) -> dict[str, Any]:
+    """The body of `/v1/models`. vLLM's `root` is a path on this machine, which is the operator's to know: others get the name again."""
+    shown: dict[str, Any] = orjson.loads((await services.node.models()).body)
+    if not services.keys.is_operator(principal):
+        for card in shown["data"]:
+            card["root"] = card["id"]
+    return shown
 
 
 async def model(request: web.Request) -> web.Response:
     """One card of `/v1/models`."""
     services = request.app[SERVICES]
-    services.admit(request)
+    cards = (await _models(services, services.admit(request)))["data"]
     name = request.match_info["name"]
-    cards = orjson.loads((await services.node.models()).body)["data"]
     card = next((card for card in cards if card["id"] == name), None)
     if card is None:
         raise GatewayError("unknown_model", f"The model `{name}` does not exist.", param="model")

@@ -338,7 +338,7 @@ class Turns:
             except BridgeError as failure:
                 error = from_bridge(failure)
             except Exception:
-                log.exception("turn %s failed", live.id)
+                log.exception("%s failed", live.request_id)
                 error = GatewayError("internal", "Something went wrong on the server. Its log says what.")
             await self._finish(live, final, error)
 

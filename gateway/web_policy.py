@@ -42,7 +42,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ConnectionResetError:
         raise  # the client went away in the middle of a response; there is nobody to tell
     except Exception as error:
-        log.exception("%s %s failed", request.method, request.path)
+        log.exception("%s %s failed", request.method, _route(request))
         return error_reply(request, as_gateway_error(error))
 
 
@@ -185,6 +185,10 @@ async def counts(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = error.status
         raise
     finally:
-        resource = request.match_info.route.resource
-        route = resource.canonical if resource is not None else "unknown"
-        request.app[SERVICES].metrics.http.labels(route, str(status)).inc()
+        request.app[SERVICES].metrics.http.labels(_route(request), str(status)).inc()
+
+
+def _route(request: web.Request) -> str:
+    """The address as we wrote it, without what clients put in: "/api/sessions/{id}"."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "unknown"

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMClientError, VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import get_adapter_absolute_path
 from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -25,7 +24,6 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.request import Request
 
 from engine_bridge.adapters.catalog import Catalog
-from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.call_start import CallStart
@@ -527,12 +525,10 @@ class BridgeEngineClient(EngineClient):
 
 
 def _enter(catalog: Catalog, lora_request: LoRARequest) -> AdapterRecord:
-    """vLLM's reading of paths: "~", relative ones, names on a model hub."""
-    try:
-        path = os.path.abspath(get_adapter_absolute_path(lora_request.lora_path))
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # the name of a hub's model that is not here, and cannot be fetched
-        raise AdapterRejected("There is no adapter at this path.", code="adapter_not_found") from error
+    """A folder of this machine; "~" is the home of the server's user, and relative paths count from where it was started.
+
+    Departs from vLLM, which takes what is no such folder for the name of a model on a hub and fetches it: a client's word must not make this
+    server download anything. Raises AdapterRejected, RegistryFailed.
+    """
+    path = os.path.abspath(os.path.expanduser(lora_request.lora_path))
     return catalog.add(lora_request.lora_name, path)

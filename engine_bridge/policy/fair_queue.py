@@ -34,20 +34,21 @@ class FairQueue(Generic[Job]):
     """
 
     def __init__(self) -> None:
-        self._tenants: dict[str, _Tenant[Job]] = {}
+        self._busy: dict[str, _Tenant[Job]] = {}  # with jobs that wait or run
+        self._idle: dict[str, _Tenant[Job]] = {}
         self._virtual_s = 0.0  # where the one served last stood when it was served
         self.num_waiting = 0
 
     def num_waiting_of(self, tenant: str) -> int:
-        entry = self._tenants.get(tenant)
+        entry = self._busy.get(tenant)
         return len(entry.jobs) if entry is not None else 0
 
     def add(self, tenant: str, weight: float, job: Job) -> None:
         """Queue a job. weight: the tenant's share against others, from now on."""
-        entry = self._tenants.get(tenant)
+        entry = self._busy.get(tenant)
         if entry is None:
-            entry = self._tenants[tenant] = _Tenant()
-        if not entry.jobs and not entry.num_running:
+            entry = self._idle.pop(tenant) if tenant in self._idle else _Tenant()
+            self._busy[tenant] = entry
             entry.used_s = max(entry.used_s, self._virtual_s)
         entry.weight = weight
         entry.jobs.append(job)
@@ -55,11 +56,11 @@ class FairQueue(Generic[Job]):
 
     def take(self) -> tuple[str, Job] | None:
         """The job that runs now, to be followed by `done`; None: nobody waits."""
-        waiting = [(entry.used_s, name) for name, entry in self._tenants.items() if entry.jobs]
+        waiting = [(entry.used_s, name) for name, entry in self._busy.items() if entry.jobs]
         if not waiting:
             return None
         used_s, name = min(waiting)
-        entry = self._tenants[name]
+        entry = self._busy[name]
         self._virtual_s = max(self._virtual_s, used_s)
         entry.num_running += 1
         self.num_waiting -= 1
@@ -67,24 +68,20 @@ class FairQueue(Generic[Job]):
 
     def done(self, tenant: str, took_s: float | None) -> None:
         """A job that `take` gave is over. took_s: None if it never ran."""
-        entry = self._tenants[tenant]
+        entry = self._busy[tenant]
         entry.num_running -= 1
         if took_s is not None:
             entry.used_s += took_s / entry.weight
             entry.mean_s += NEWEST_WEIGHT * (took_s - entry.mean_s)
-        self._forget()
+        if not entry.jobs and not entry.num_running:
+            if len(self._idle) >= MAX_FORGIVEN:
+                self._idle.clear()
+            self._idle[tenant] = self._busy.pop(tenant)
 
     def wait_s(self, tenant: str) -> float:
         """A guess at how long a job of this tenant would wait, if it came now: behind its own, at its share of the thread."""
-        entry = self._tenants.get(tenant)
+        entry = self._busy.get(tenant)
         if entry is None or not entry.jobs:
             return 0.0
-        weights = sum(other.weight for other in self._tenants.values() if other.jobs)
+        weights = sum(other.weight for other in self._busy.values() if other.jobs)
         return len(entry.jobs) * entry.mean_s * weights / entry.weight
-
-    def _forget(self) -> None:
-        """Idle tenants that are owed nothing are like new ones."""
-        if len(self._tenants) > MAX_FORGIVEN + self.num_waiting:
-            self._tenants = {
-                name: entry for name, entry in self._tenants.items() if entry.jobs or entry.num_running
-            }

@@ -59,14 +59,17 @@ Status = Literal["connecting", "starting", "connected", "reconnecting"]
 class ChatError(Exception):
     """A question, or the whole connection, failed. `code` is one of the protocol's, or the client's own `unreachable`.
 
-    `retryable`: the same question may succeed later.
+    `retryable`: the same question may succeed later. `retry_after_s`: after so many seconds, where the server knows.
     """
 
-    def __init__(self, code: str, message: str, retryable: bool = False) -> None:
+    def __init__(
+        self, code: str, message: str, retryable: bool = False, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.retryable = retryable
+        self.retry_after_s = retry_after_s
 
 
 class KvSources(Struct, frozen=True):
@@ -176,10 +179,11 @@ class _Error(Struct, frozen=True, tag_field="type", tag="error"):
     code: str
     message: str = ""
     retryable: bool = False
+    retry_after_s: float | None = None
     id: str | None = None
 
     def as_exception(self) -> ChatError:
-        return ChatError(self.code, self.message or self.code, self.retryable)
+        return ChatError(self.code, self.message or self.code, self.retryable, self.retry_after_s)
 
 
 class _Hello(Struct, frozen=True, tag_field="type", tag="hello", omit_defaults=True):

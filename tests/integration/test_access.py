@@ -16,6 +16,7 @@ from engine_bridge.driver import tokenizer_queue
 from gateway import revocation
 from gateway.app import Server
 from gateway.auth import key_file_line
+from gateway.config import DEMO_ADAPTERS_DIR
 
 from .conftest import KEYS, MODEL, Gateways, SharedNode, engine_is_empty
 
@@ -279,6 +280,11 @@ async def test_what_concerns_everybody_is_the_operators_to_see_and_to_change(gat
         for mine, theirs in zip(seen["adapters"], known["adapters"], strict=True):
             assert set(mine) == set(theirs)
             assert mine["num_uses"] is mine["last_used_at"] is None and theirs["num_uses"] >= 0
+        for path in ("/v1/models", "/v1/models/shout"):
+            async with http.get(path) as response:
+                assert str(DEMO_ADAPTERS_DIR.parent) not in await response.text()
+            async with operator.get(path) as response:
+                assert str(DEMO_ADAPTERS_DIR) in await response.text()
         for method, path, body in (
             ("POST", "/v1/adapters/shout/pin", None),
             ("DELETE", "/v1/adapters/shout/pin", None),
@@ -291,6 +297,44 @@ async def test_what_concerns_everybody_is_the_operators_to_see_and_to_change(gat
             assert response.status == 200
         async with operator.delete("/v1/adapters/shout/pin") as response:
             assert json.loads(await response.text())["is_pinned"] is False
+
+
+@pytest.mark.parametrize(
+    "path", ["org/adapter", "pirate-of-the-hub", "~/nothing-here", "https://hub.example/org/adapter", "a\0b"]
+)
+async def test_the_path_of_an_adapter_is_never_looked_for_on_a_hub(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    asked: list[str] = []
+
+    def no_names(host: str, *args: Any, **options: Any) -> Any:
+        asked.append(host)
+        raise OSError("there is no network in this test")
+
+    server = await gateways(allow_adapter_loading=True)
+    async with client(server) as http:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("socket.getaddrinfo", no_names)
+        body = {"lora_name": "fetched", "lora_path": path}
+        async with http.post("/v1/load_lora_adapter", json=body) as response:
+            assert response.status == 404, await response.text()
+    assert asked == []
+
+
+async def test_the_path_of_an_adapter_may_be_relative_or_in_the_home(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await gateways(allow_adapter_loading=True)
+    monkeypatch.setenv("HOME", str(DEMO_ADAPTERS_DIR))
+    monkeypatch.chdir(DEMO_ADAPTERS_DIR.parent)
+    async with client(server) as http:
+        for path in ("~/shout", f"{DEMO_ADAPTERS_DIR.name}/shout"):
+            async with http.post(
+                "/v1/load_lora_adapter", json={"lora_name": "again", "lora_path": path}
+            ) as response:
+                assert response.status == 200, await response.text()
+            async with http.post("/v1/unload_lora_adapter", json={"lora_name": "again"}) as response:
+                assert response.status == 200
 
 
 async def test_without_keys_whoever_is_there_is_the_operator(http: aiohttp.ClientSession) -> None:

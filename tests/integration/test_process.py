@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from gateway.auth import generate_key, key_file_line
 from gateway.client.chat import Accepted, ChatClient, ChatError, Delta, Done
 from tests.conftest import ROOT
 
@@ -59,11 +60,11 @@ def free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def serving(port: int, data_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def serving(port: int, data_dir: Path, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """`overture serve` until the block ends, however it ends."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gateway.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)),
-        *("--kv-host-gib", "0.25"),
+        *("--kv-host-gib", "0.25", *flags),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
@@ -146,6 +147,50 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Pa
                     break
             rest = [event async for event in events]
             assert isinstance(rest[-1], Done), "a running answer may finish while the server drains"
+        async with asyncio.timeout(60):
+            assert await process.wait() == 0
+
+
+@pytest.mark.slow
+async def test_sighup_drains_as_sigterm_does_where_there_is_no_key_file(tmp_path: Path) -> None:
+    port = free_port()
+    async with serving(port, tmp_path) as process:
+        await output_until(process, b"ready")
+        async with ChatClient(f"http://127.0.0.1:{port}") as client:
+            events = client.ask("Hello, how are you?", sampling={"temperature": 0})
+            async for event in events:
+                if isinstance(event, Delta):
+                    process.send_signal(signal.SIGHUP)
+                    process.send_signal(signal.SIGHUP)  # the kernel and the shell may both send it
+                    break
+            rest = [event async for event in events]
+        assert isinstance(rest[-1], Done)
+        async with asyncio.timeout(60):
+            assert await process.wait() == 0
+
+
+@pytest.mark.slow
+async def test_sighup_has_the_key_file_read_and_the_server_goes_on(tmp_path: Path) -> None:
+    port, keys = free_port(), tmp_path / "keys"
+    old, new = generate_key(), generate_key()
+    keys.write_text(key_file_line("old", old) + "\n")
+    url = f"http://127.0.0.1:{port}"
+    async with serving(port, tmp_path, "--api-key-file", str(keys)) as process:
+        await output_until(process, b"ready")
+        async with aiohttp.ClientSession(url) as http:
+
+            async def status_of(key: str) -> int:
+                async with http.get("/api/sessions", headers={"Authorization": f"Bearer {key}"}) as response:
+                    return response.status
+
+            assert (await status_of(old), await status_of(new)) == (200, 401)
+            keys.write_text(key_file_line("new", new) + "\n")
+            process.send_signal(signal.SIGHUP)
+            async with asyncio.timeout(60):
+                while await status_of(new) != 200:
+                    await asyncio.sleep(0.05)
+            assert await status_of(old) == 401
+        process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
             assert await process.wait() == 0
 

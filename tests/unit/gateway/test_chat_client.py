@@ -310,6 +310,23 @@ async def test_an_error_of_one_question_leaves_the_others_alone(code: str) -> No
     assert not isinstance(good, BaseException) and good[0] == "fine"
 
 
+async def test_an_error_says_when_to_come_back_where_the_server_knows() -> None:
+    async def script(peer: Peer, number: int) -> None:
+        await peer.greet()
+        await peer.receive("message")
+        await peer.send(error("rate_limited", "busy", True) | {"retry_after_s": 2.5})
+        await peer.stay()
+
+    async with gateway(script) as url, ChatClient(url) as client:
+        with pytest.raises(ChatError) as caught:
+            await answer(client, "busy")
+    assert (caught.value.code, caught.value.retryable, caught.value.retry_after_s) == (
+        "rate_limited",
+        True,
+        2.5,
+    )
+
+
 async def test_a_wrong_key_is_an_error_and_not_retried() -> None:
     num_sockets = 0
 

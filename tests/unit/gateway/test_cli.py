@@ -124,3 +124,16 @@ def test_the_summary_of_an_answer_says_what_was_measured() -> None:
         "12 tokens · first after 80 ms · 50.0 tokens/s · 96 of 120 prompt tokens from cache · stopped"
     )
     assert terminal.summary(Done("a", "s", usage=Usage(completion_tokens=1))) == "1 token"
+
+
+def test_an_operators_key_is_marked_in_its_line() -> None:
+    """The line is the last; the key of an ordinary one has no mark."""
+    assert run("keys", "new", "--name", "ada", "--operator").output.rstrip().endswith(":operator")
+    assert "operator" not in run("keys", "new", "--name", "ada").output
+
+
+def test_operator_keys_are_hidden_like_others() -> None:
+    result = run("config", "--operator-key", "ov-of-the-operator")
+    assert (
+        result.exit_code == 0 and "1 set, hidden" in result.output and "of-the-operator" not in result.output
+    )

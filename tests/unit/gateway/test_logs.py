@@ -79,3 +79,90 @@ def test_python_warnings_go_to_the_log() -> None:
 
 def test_a_second_setup_replaces_the_first() -> None:
     assert len(log("plain", "info", "logs.setup('plain', 'info'); logging.warning('once')")) == 1
+
+
+# -- what users write stays out --------------------------------------------------------------------------------------
+
+FORMATS = pytest.mark.parametrize("log_format", ["plain", "json"])
+CONTROLS = "\\n\\r\\x1b[2J\\x00\\x85\\u2028\\u2029\\u202e"
+
+
+@FORMATS
+def test_a_field_cannot_forge_a_line_or_steer_a_terminal(log_format: str) -> None:
+    code = f"logging.getLogger('gateway').info('name: %s', 'x{CONTROLS}2026-01-01 ERROR gateway: forged')"
+    (line,) = log(log_format, "info", code)
+    assert line.isprintable() and "forged" in line and "\\n" in line
+
+
+def test_a_traceback_keeps_its_lines_and_none_of_them_can_pass_for_a_message() -> None:
+    code = (
+        f"def f():\n    raise OSError('x{CONTROLS}2026-01-01 ERROR gateway: forged')\n"
+        "try:\n    f()\nexcept OSError:\n    logging.getLogger('gateway').exception('bad')"
+    )
+    first, *others = log("plain", "info", code)
+    assert first.endswith("gateway: bad") and len(others) >= 4
+    assert all(line.startswith("    ") and line.isprintable() for line in others)
+    assert "in f" in "".join(others) and "OSError: x" in others[-1]
+
+
+@FORMATS
+@pytest.mark.parametrize("level", ["debug", "info"])
+def test_others_debug_messages_are_never_logged(log_format: str, level: str) -> None:
+    code = (
+        "for name in ('aiosqlite', 'sqlite3', 'aiohttp.web', 'vllm.x', ''):\n"
+        "    logging.getLogger(name).debug('SECRET')\n"
+        "stubborn = logging.getLogger('stubborn')\nstubborn.setLevel(1)\nstubborn.debug('SECRET')\n"
+        "logging.getLogger('gateway.x').debug('ours')"
+    )
+    lines = log(log_format, level, code, VLLM_LOGGING_LEVEL="debug")
+    assert "SECRET" not in "".join(lines)
+    assert len(lines) == (1 if level == "debug" else 0)
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ValueError('SECRET')",
+        "KeyError('SECRET')",
+        "TypeError('SECRET')",
+        "UnicodeEncodeError('ascii', 'SECRET', 0, 1, 'SECRET')",
+        "__import__('sqlite3').OperationalError('near SECRET')",
+        "__import__('gateway.errors').errors.GatewayError('bad_request', 'SECRET')",
+        "__import__('engine_bridge.errors').errors.InvalidRequest('SECRET')",
+        "ExceptionGroup('SECRET', [ValueError('SECRET')])",
+    ],
+)
+def test_the_text_of_an_exception_that_may_quote_a_request_is_left_out(log_format: str, error: str) -> None:
+    code = (
+        f"try:\n    try:\n        raise {error}\n    except Exception as first:\n        raise OSError('disk gone') from first\n"
+        "except OSError:\n    logging.getLogger('gateway').exception('bad')"
+    )
+    text = "\n".join(log(log_format, "debug", code))
+    kind = next(part for part in error.replace("(", ".").split(".") if part[0].isupper())
+    assert "SECRET" not in text and "disk gone" in text and kind in text
+
+
+def test_a_runtime_error_of_the_engine_is_told_and_one_of_a_grammar_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "structured_output"
+    folder.mkdir()
+    (folder / "reader.py").write_text("def read(text):\n    raise RuntimeError(text)\n")
+    code = (
+        f"import sys\nsys.path.insert(0, {str(folder)!r})\nimport reader\n"
+        "for run in (lambda: reader.read('SEC' + 'RET'), lambda: (_ for _ in ()).throw(RuntimeError('out of memory'))):\n"
+        "    try:\n        run()\n    except RuntimeError:\n        logging.getLogger('gateway').exception('bad')"
+    )
+    text = "\n".join(log("plain", "info", code))
+    assert "SECRET" not in text and "RuntimeError: out of memory" in text
+
+
+@FORMATS
+def test_asyncio_does_not_describe_tasks_and_their_arguments(log_format: str) -> None:
+    code = (
+        "import asyncio, gc\n"
+        "async def fail(text): raise ValueError(text)\n"
+        "async def main():\n    task = asyncio.ensure_future(fail('SEC' + 'RET'))\n    await asyncio.sleep(0)\n    del task\n    gc.collect()\n"
+        "asyncio.run(main())"
+    )
+    text = "\n".join(log(log_format, "debug", code))
+    assert "never retrieved" in text and "ValueError" in text and "SECRET" not in text

@@ -1,0 +1,145 @@
+"""Nothing that a user writes and no key is in the log, at its most talkative level, whichever door it comes by."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+from collections.abc import Iterator
+from urllib.parse import quote
+
+import aiohttp
+import pytest
+
+from gateway import logs
+
+from .conftest import KEYS, MODEL, Gateways
+
+MARK = "Xyzzyplugh"
+KEY = "ov-" + MARK + "-of-some-length"
+CONTROLS = "\n2026-01-01 00:00:00 ERROR gateway: forged\x1b[31m\r\u2028"
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What the server's own logging writes at `debug`; everything is as before afterwards."""
+    root, stream = logging.getLogger(), io.StringIO()
+    names = [None, *logging.root.manager.loggerDict]
+    levels = {name: logging.getLogger(name).level for name in names}
+    logs.setup("plain", "debug", stream=stream)
+    yield stream
+    for handler in [handler for handler in root.handlers if isinstance(handler, logs._Handler)]:
+        root.removeHandler(handler)
+    for name in {*levels, *logging.root.manager.loggerDict}:
+        logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+    logging.captureWarnings(False)
+
+
+async def raw_request(port: int, data: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    async with asyncio.timeout(60):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+BODIES = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2, "stream": True},
+    ),
+    ("/v1/chat/completions", {"messages": [{"role": MARK, "content": {MARK: MARK}}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": MARK, "text": MARK}]}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], MARK: MARK, "max_tokens": 1}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        | {"structured_outputs": {"grammar": f"root ::= {MARK}"}},
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        | {"structured_outputs": {"regex": f"({MARK}"}},
+    ),
+    ("/v1/completions", {"prompt": MARK, "max_tokens": 1}),
+    ("/v1/completions", {"prompt": [MARK, 7, None], "max_tokens": MARK}),
+    ("/v1/completions", {"prompt": MARK * 3000, "max_tokens": 1}),
+    ("/v1/responses", {"input": MARK, "max_output_tokens": 2}),
+    ("/v1/responses", {"input": MARK, "previous_response_id": MARK}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2, "system": MARK}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": MARK}]}),
+    ("/v1/chat/completions", {"model": MARK, "messages": [{"role": "user", "content": MARK}]}),
+    ("/v1/chat/completions", {"messages": [], "kv_hints": {MARK: MARK}, "priority": MARK}),
+    ("/v1/advisories", {"session_id": MARK, "model": MARK, "draft": MARK}),
+    ("/v1/advisories", {"session_id": MARK, "draft": MARK}),
+    ("/api/sessions", {"title": MARK}),
+    ("/api/sessions", {"title": MARK + CONTROLS, MARK: MARK}),
+    ("/v1/load_lora_adapter", {"lora_name": "x" + CONTROLS, "lora_path": "/nowhere"}),
+]
+
+
+async def test_no_door_lets_text_or_keys_into_the_log(gateways: Gateways, log: io.StringIO) -> None:
+    server = await gateways(
+        api_keys=(KEY,), operator_keys=(KEYS[0],), allow_adapter_loading=True, draft_prefill=True
+    )
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(server.url, headers=headers) as http:
+        for path, body in BODIES:
+            session = {"X-Session-Id": MARK, "X-Agent-Name": MARK, "X-Workflow-Id": MARK}
+            async with http.post(path, json={"model": MODEL} | body, headers=session) as response:
+                assert response.status < 500, (path, body, await response.text())
+                await response.read()
+        for path in (
+            f"/api/sessions?q={MARK}",
+            f"/api/sessions?q=%22{MARK}",
+            f"/{MARK}?{MARK}",
+            f"/static/{MARK}",
+        ):
+            async with http.get(path) as response:
+                assert response.status < 500
+        for path in (f"/api/sessions/{MARK}", f"/v1/adapters/{quote(MARK + CONTROLS)}/pin"):
+            async with http.delete(path) as response:
+                assert response.status < 500
+        await over_the_socket(http)
+    for head in (
+        f"GET / HTTP/1.1\r\nHost: x\r\nX-Api-Key : {KEY}\r\n\r\n",
+        f"GET / HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\x00\r\n\r\n",
+        f"GET / HTTP/1.1\r\nHost: x\r\n{KEY}\r\n\r\n",
+        f"{MARK} / {MARK}\r\n\r\n",
+        f"GET /{MARK}\r\nAuthorization: Bearer {KEY}\r\n\r\n",
+        f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {MARK}\r\n\r\n",
+        f"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n{MARK}\r\n",
+    ):
+        await raw_request(server.port, head.encode())
+    text = log.getvalue()
+    assert "aiohttp.server" in text, "what is malformed is logged, if not quoted"
+    lines = [line for line in text.splitlines() if MARK in line]
+    assert lines == []
+    assert all(line[:4].isdigit() or line.startswith("    ") for line in text.splitlines())
+
+
+async def over_the_socket(http: aiohttp.ClientSession) -> None:
+    """All frames, with the mark wherever there is room for it."""
+    async with http.ws_connect("/ws") as ws:
+        for frame in (
+            {"type": "hello", "api_key": KEY},
+            {"type": "hello", "session_id": MARK},
+            {"type": "hello", "resume": [{"id": MARK, "seq": 1}]},
+            {"type": "message", "id": MARK, "content": MARK, "sampling": {"max_tokens": 2, "stop": [MARK]}},
+            {"type": "message", "id": MARK + "2", "content": MARK, "adapter": MARK},
+            {"type": "message", "id": MARK + "3", "content": MARK, "sampling": {MARK: MARK}},
+            {"type": "typing", "session_id": MARK, "draft": MARK + " and more"},
+            {"type": "typing", "adapter": MARK, "draft": MARK},
+            {"type": "stop", "id": MARK},
+            {"type": MARK},
+        ):
+            await ws.send_json(frame)
+        await ws.send_str(MARK)
+        await ws.send_json({"type": "ping", "t": MARK})
+        async with asyncio.timeout(60):
+            seen: set[str] = set()
+            while not {"pong", "done"} <= seen and "error:" + MARK not in seen:
+                frame = await ws.receive_json()
+                seen |= {frame["type"], f"{frame['type']}:{frame.get('id')}"}
