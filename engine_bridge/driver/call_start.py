@@ -25,6 +25,11 @@ class CallStart:
         self.is_known = asyncio.Event()
         self.failure: Exception | None = None
 
+    @property
+    def is_queued(self) -> bool:
+        """What fails from now on need not be the client's fault."""
+        return self.is_known.is_set() and self.failure is None
+
     def queued(self) -> None:
         self.is_known.set()
 

@@ -24,6 +24,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.request import Request
 
 from engine_bridge.adapters.catalog import Catalog
+from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.call_start import CallStart

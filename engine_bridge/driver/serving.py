@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -36,7 +37,7 @@ from vllm.entrypoints.serve.exception_handling.handlers.validation import valida
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
-from vllm.exceptions import RetryableRequestError, VLLMError
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMError, VLLMServerError
 from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -79,6 +80,11 @@ KEEP_ALIVE_S = 15.0
 # Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's. A `priority` that the gateway lets
 # a client have comes with the caller.
 _SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
+# Errors that are the server's whatever the body says.
+_OURS = (EngineUnavailable, VLLMServerError, GracefulHTTPError, OSError, MemoryError)
+# What code raises that did not expect the value it got; vLLM answers some of them as 400, with Python's own text.
+_MISTAKES = (TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
+MALFORMED_MESSAGE = "The request cannot be read: one of its fields has a form that does not fit. /openapi.json says which forms they take."
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +211,8 @@ class Serving:
         except _Rejected as rejected:
             return _error_reply(rejected.response, endpoint)
         except Exception as error:
-            return _error_reply(_as_error_response(error), endpoint)
+            answer = _as_error_response if start.is_queued else _as_malformed
+            return _error_reply(answer(error), endpoint)
         if isinstance(result, ErrorResponse):
             return _error_reply(result, endpoint)
         return JsonReply(200, result.model_dump_json(**(endpoint.dump or {})).encode())
@@ -399,8 +406,33 @@ async def _parse(request_class: Any, body: Any) -> Any:
         errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
         reply = await validation_exception_handler(_VALIDATION_CONTEXT, RequestValidationError(errors))
         raise _Rejected(ErrorResponse.model_validate_json(bytes(reply.body))) from error
-    except Exception as error:  # vLLM's validators raise their own class, which pydantic lets through
-        raise _Rejected(create_error_response(error)) from error
+    except Exception as error:  # pydantic lets through what vLLM's validators raise, on purpose or by mistake
+        raise _Rejected(_as_malformed(error)) from error
+
+
+def _as_malformed(error: Exception) -> ErrorResponse:
+    """The reply to a body whose validation or rendering failed, before the engine saw any of it: the client's fault, unless it is known to be ours.
+
+    vLLM's validators take a field's form for granted here and there and trip over another (AttributeError, KeyError, RecursionError …). Such an
+    error's text says nothing to a client, and may hold a piece of the body.
+    """
+    if isinstance(error, _OURS):
+        return _as_error_response(error)
+    response = create_error_response(error)
+    is_on_purpose = response.error.code < 500 and not isinstance(error, _MISTAKES)
+    if not is_on_purpose and not isinstance(error, NotImplementedError):
+        # Its class and place only: its text may quote the body.
+        log.info("a body could not be used: %s in %s", type(error).__name__, _place(error))
+        response.error.message = MALFORMED_MESSAGE
+    if response.error.code >= 500:
+        response.error.code, response.error.type = 400, "BadRequestError"
+    return response
+
+
+def _place(error: Exception) -> str:
+    """The function in which an error was raised, for the log: it names no value."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_qualname
 
 
 def _as_error_response(error: Exception) -> ErrorResponse:

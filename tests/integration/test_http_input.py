@@ -65,6 +65,41 @@ async def test_fields_of_the_wrong_type(http: aiohttp.ClientSession) -> None:
             await error_of(response)
 
 
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (CHAT, {"structured_outputs": "json_object"}),
+        (CHAT, {"structured_outputs": 5}),
+        (CHAT, {"response_format": "json_object"}),
+        (CHAT, {"messages": [{"role": "user", "content": "Hello!"}, False]}),
+        (CHAT, {"messages": [None]}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": "x"}]}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": None}]}]}),
+        (CHAT, {"tools": [{"type": "function"}], "tool_choice": "required"}),
+        (CHAT, {"tools": "x", "tool_choice": {"function": 5}}),
+        (CHAT, {"stream_options": "x", "stream": True}),
+        (CHAT, {"chat_template_kwargs": {"tokenize": []}, "documents": 5}),
+        ("/v1/completions", {"structured_outputs": [1]}),
+        ("/v1/completions", {"prompt": None, "prompt_embeds": "x"}),
+        ("/v1/completions", {"prompt": [[1], "x"]}),
+        ("/v1/responses", {"input": [False]}),
+        ("/v1/responses", {"input": [{"type": "function_call_output"}]}),
+        ("/v1/responses", {"input": 5}),
+        ("/v1/messages", {"messages": [False]}),
+    ],
+)
+async def test_a_field_of_a_form_that_no_code_expects_is_the_clients_fault(
+    http: aiohttp.ClientSession, path: str, change: dict[str, Any]
+) -> None:
+    body = {"model": MODEL, "max_tokens": 4}
+    if path in (CHAT, "/v1/messages"):
+        body["messages"] = BODY["messages"]
+    async with http.post(path, json=body | change) as response:
+        assert response.status == 400, await response.text()
+        answer = await response.json()
+    assert answer["error"]["message"] and "attribute" not in answer["error"]["message"]
+
+
 async def test_a_huge_body_is_refused_without_being_read(server: Server) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {200 << 20}\r\n\r\n".encode())
