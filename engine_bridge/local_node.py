@@ -28,6 +28,7 @@ from engine_bridge.node import (
     Advisory,
     AdvisoryReport,
     Api,
+    ApiSchemas,
     Delta,
     EngineState,
     GenerateRequest,
@@ -102,6 +103,7 @@ class LocalNode:
         self._watching: asyncio.Task[None] | None = None
         self._serving: Serving | None = None
         self._tokenizer: TokenizerQueue | None = None
+        self._schemas: ApiSchemas | None = None
         self._running: dict[RequestId, TokenStream] = {}
         self._is_draining = False
         self._stage = "waiting"
@@ -429,6 +431,16 @@ class LocalNode:
         """The body of `/v1/models`."""
         serving, _ = self._ready()
         return await serving.models_reply()
+
+    async def api_schemas(self) -> ApiSchemas:
+        if self._schemas is None:
+            # Before that, importing vLLM for them would only slow the engine's start.
+            if self._serving is None:
+                raise EngineUnavailable(f"the engine is starting ({self._stage})", code="starting")
+            from engine_bridge.driver.api_schemas import api_schemas
+
+            self._schemas = await asyncio.to_thread(api_schemas)
+        return self._schemas
 
     def adapters(self) -> list[AdapterInfo]:
         if self._catalog is None:

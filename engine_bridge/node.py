@@ -351,6 +351,22 @@ class JsonReply(Struct, frozen=True):
     body: bytes
 
 
+# How one schema of an `ApiSchemas` names another: where OpenAPI keeps them.
+SCHEMA_REFERENCE = "#/components/schemas/{name}"
+
+
+class ApiSchemas(Struct, frozen=True):
+    """JSON schemas (draft 2020-12) of the calls of `Node.serve` and those beside it.
+
+    requests: by `Api`, `load_adapter` or `unload_adapter`, the name of the body's schema; what only the server sets is not in it. replies: by `Api`,
+    `models` or `model`, the name of the schema of a whole reply. components: the schemas by name.
+    """
+
+    requests: dict[str, str]
+    replies: dict[str, str]
+    components: dict[str, object]
+
+
 class SseReply(Struct, frozen=True):
     """A streamed answer: complete server-sent events as bytes. The caller must exhaust or `aclose()` the iterator."""
 
@@ -444,6 +460,10 @@ class Node(Protocol):
 
     async def models(self) -> JsonReply:
         """The body of `/v1/models`."""
+        ...
+
+    async def api_schemas(self) -> ApiSchemas:
+        """What the calls take and give. The same each time."""
         ...
 
     async def load_adapter(self, body: object) -> JsonReply:

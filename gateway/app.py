@@ -21,6 +21,7 @@ from gateway import (
     chat_socket,
     engine_routes,
     openai_routes,
+    openapi,
     rest,
     web_policy,
 )
@@ -187,6 +188,7 @@ def build_app(services: Services) -> web.Application:
     advisory_routes.add_routes(app)
     adapter_routes.add_routes(app)
     engine_routes.add_routes(app)
+    openapi.add_routes(app)
     app.add_routes([web.get("/ws", chat_socket.chat_socket)])
     app.on_response_prepare.append(web_policy.add_stream_headers)
     app.cleanup_ctx.append(_background)

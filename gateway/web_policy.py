@@ -56,7 +56,10 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamRes
         wrapped = GatewayError("not_found", f"There is nothing at {request.path}.")
     else:
         wrapped = GatewayError("bad_request", error.reason)
-    return error_reply(request, wrapped, status=error.status)
+    response = error_reply(request, wrapped, status=error.status)
+    if "Allow" in error.headers:  # which methods would be: RFC 9110 §15.5.6 asks for it
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
 
 
 def error_reply(

@@ -79,7 +79,7 @@ DRAFT_ENDS = ("s", " a", ".")
 KEEP_ALIVE_S = 15.0
 # Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's. A `priority` that the gateway lets
 # a client have comes with the caller.
-_SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
+SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
 # Errors that are the server's whatever the body says.
 _OURS = (EngineUnavailable, VLLMServerError, GracefulHTTPError, OSError, MemoryError)
 # What code raises that did not expect the value it got; vLLM answers some of them as 400, with Python's own text.
@@ -399,7 +399,7 @@ class _Rejected(Exception):
 async def _parse(request_class: Any, body: Any) -> Any:
     """A pydantic request from a JSON value; raises _Rejected with the body that vLLM's server would send."""
     if isinstance(body, dict):
-        body = {name: value for name, value in body.items() if name not in _SERVER_FIELDS}
+        body = {name: value for name, value in body.items() if name not in SERVER_FIELDS}
     try:
         return request_class.model_validate(body)
     except ValidationError as error:

@@ -156,6 +156,15 @@ async def test_wrong_addresses(http: aiohttp.ClientSession, method: str, path: s
         await error_of(response)
 
 
+async def test_a_method_that_is_not_allowed_is_answered_with_those_that_are(
+    http: aiohttp.ClientSession,
+) -> None:
+    async with http.put("/api/sessions", json={}) as response:
+        assert response.status == 405
+        assert {"GET", "POST"} <= set(response.headers["Allow"].split(","))
+        await error_of(response)
+
+
 async def test_sessions_over_rest(http: aiohttp.ClientSession) -> None:
     async with http.post("/api/sessions", json={"title": "Plans"}) as response:
         assert response.status == 201

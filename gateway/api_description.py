@@ -1,0 +1,618 @@
+"""What the HTTP routes take and give, as data: `gateway/openapi.py` makes the OpenAPI document of it, a test compares it with the routes.
+
+Bodies are named by the msgspec struct that reads or writes them, or, where vLLM's classes do, by the name of the call (`Engine`). The words about
+them are those of docs/protocol.md, in short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from msgspec import UNSET, Struct, UnsetType
+
+from engine_bridge.node import (
+    AdapterInfo,
+    AdapterStats,
+    AdvisoryState,
+    LaneStats,
+    LengthErrors,
+    RequestState,
+    WaitReason,
+)
+from gateway.advisories import Envelope, Wanted
+from gateway.engine_routes import DEFAULT_LIMIT, MAX_LIMIT
+from gateway.rest import CreateSession, PatchSession
+from gateway.sessions import Session, SessionSummary
+
+# -- bodies that the gateway makes of dictionaries -------------------------------------------------------------------
+
+
+class ErrorInfo(Struct, frozen=True, kw_only=True):
+    """What went wrong. `code`: of docs/protocol.md; from vLLM's own checks it is the status. `param`: the field at fault, where there is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class Error(Struct, frozen=True):
+    """An error as the OpenAI API shapes it."""
+
+    error: ErrorInfo
+
+
+class AnthropicErrorInfo(Struct, frozen=True):
+    """What went wrong, for clients of the Anthropic API."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Struct, frozen=True):
+    """An error as the Anthropic API shapes it."""
+
+    type: Literal["error"]
+    error: AnthropicErrorInfo
+
+
+class SessionPage(Struct, frozen=True, kw_only=True):
+    """A page of a list. `next`: where the next one begins, to be given as `before`; null on the last page."""
+
+    sessions: list[SessionSummary]
+    next: str | None
+
+
+class ChatModel(Struct, frozen=True, kw_only=True):
+    """A model that a chat may name: the base model or an adapter with its rank."""
+
+    id: str
+    adapter: bool
+    rank: int | UnsetType | None = UNSET
+
+
+class ChatModels(Struct, frozen=True):
+    """All of them, the base model first."""
+
+    models: list[ChatModel]
+
+
+class AdvisoryStanding(Struct, frozen=True, kw_only=True):
+    """An advisory and how it stands. The counts are there once the engine has looked for the session's KV."""
+
+    id: str
+    object: Literal["advisory"]
+    session_id: str
+    model: str | None
+    state: Literal["accepted"] | AdvisoryState
+    is_merged: bool
+    expires_in_s: float
+    tier: Literal["device", "host"] | UnsetType | None = UNSET
+    num_tokens: int | UnsetType = UNSET
+    device_tokens: int | UnsetType = UNSET
+    host_bytes: int | UnsetType = UNSET
+    disk_bytes: int | UnsetType = UNSET
+    lead_ms: float | UnsetType | None = UNSET
+    late_ms: float | UnsetType | None = UNSET
+
+
+class AdvisoryBatch(Struct, frozen=True):
+    """The advisories of an envelope."""
+
+    message_id: str
+    advisories: list[AdvisoryStanding]
+
+
+class AdapterList(Struct, frozen=True):
+    """All adapters by name, and figures about them; `stats` is null until the engine is up."""
+
+    adapters: list[AdapterInfo]
+    stats: AdapterStats | None
+
+
+class AdapterChanged(Struct, frozen=True):
+    """A sentence that says what was done."""
+
+    status: str
+
+
+class EngineFigures(Struct, frozen=True, kw_only=True):
+    """The engine between two steps."""
+
+    state: str
+    num_running: int
+    num_waiting: int
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+    block_size: int
+    num_steps: int
+    num_rebuilds: int
+
+
+class OwnRequests(Struct, frozen=True):
+    """Requests of the caller's key: how many there are, and the first of them."""
+
+    total: int
+    requests: list[RequestState]
+
+
+class EngineStanding(Struct, frozen=True, kw_only=True):
+    """What runs, what waits and why. Of others' requests there are sums only."""
+
+    engine: EngineFigures
+    policy: str
+    lanes: LaneStats | None
+    num_by_reason: dict[WaitReason, int]
+    counts: dict[str, int]
+    seconds: dict[str, float]
+    length_errors: LengthErrors | None
+    waiting: OwnRequests
+    running: OwnRequests
+
+
+class Alive(Struct, frozen=True):
+    """The process answers."""
+
+    status: Literal["ok"]
+
+
+class Ready(Struct, frozen=True):
+    """Requests are taken."""
+
+    status: Literal["ready"]
+
+
+class NotReady(Struct, frozen=True, kw_only=True):
+    """How far the engine has come, or why it will not come. `stage` is a phrase for people."""
+
+    status: str
+    stage: str
+    elapsed_s: float
+    message: str | UnsetType = UNSET
+
+
+# -- how an operation is described -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A body that vLLM's classes read (`request`) or write (`reply`), by the name in `engine_bridge.node.ApiSchemas`."""
+
+    side: Literal["request", "reply"]
+    name: str
+
+
+Shape = type[Any] | Engine | tuple[type[Any], ...]
+
+
+class Parameter(NamedTuple):
+    """A part of the path, the query or the head. schema: JSON Schema."""
+
+    name: str
+    place: Literal["path", "query", "header"]
+    schema: dict[str, Any]
+    description: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A JSON body. example: one that works as it stands; the name of the served model takes the place of `MODEL`."""
+
+    shape: Shape
+    example: dict[str, Any]
+    is_required: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A response. shape: of a JSON body, None for none. media: other types that a body may have."""
+
+    description: str
+    shape: Shape | None = None
+    media: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one route. errors: statuses beyond those that all have (see `openapi.errors_of`)."""
+
+    method: Literal["get", "post", "patch", "delete"]
+    path: str
+    name: str
+    tag: str
+    summary: str
+    description: str = ""
+    parameters: tuple[Parameter, ...] = ()
+    body: Body | None = None
+    replies: dict[int, Reply] = field(default_factory=dict)
+    errors: tuple[int, ...] = ()
+    is_public: bool = False
+
+    @property
+    def is_anthropic(self) -> bool:
+        return self.path.startswith("/v1/messages")
+
+    @property
+    def is_model_call(self) -> bool:
+        """Whether the gateway takes its own fields out of the body before vLLM reads it."""
+        return isinstance(self.body, Body) and isinstance(self.body.shape, Engine) and self.tag == GENERATE
+
+
+GENERATE, SESSIONS, ADVISORIES = "Generate", "Sessions", "Advisories"
+MODELS, OPERATE, PAGE = "Models and adapters", "Operate", "Page"
+TAGS = {
+    GENERATE: "The OpenAI and Anthropic APIs. Their SDKs work as they are; what is said here beyond them is optional.",
+    SESSIONS: "Conversations that the server keeps. Each key sees its own.",
+    ADVISORIES: "Word that a request of a session will come, so that what it needs is there in time. Advice only: a wrong one changes no answer.",
+    MODELS: "What is served, and where each adapter is. Changing adapters needs --allow-adapter-loading.",
+    OPERATE: "Health, figures and the engine's own state.",
+    PAGE: "The chat page, its socket (docs/protocol.md) and this document.",
+}
+# Stands in examples for the name of the served model.
+MODEL = "MODEL"
+
+# The ids that the store takes: gateway/sessions/text.py.
+SESSION_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]+$"}
+_TEXT = {"type": "string"}
+_SESSION = Parameter("id", "path", _TEXT, "The session's id.")
+_ADVISORY = Parameter("id", "path", _TEXT, "The advisory's id.")
+_ADAPTER = Parameter("name", "path", _TEXT, "The adapter's name.")
+_CALL_HEADERS = (
+    Parameter(
+        "X-Session-Id",
+        "header",
+        SESSION_ID_SCHEMA,
+        "The session that the call belongs to: it is kept as a turn there. Goes before the body's `session_id`.",
+    ),
+    Parameter("X-Request-Id", "header", _TEXT, "A name for the request; replies and figures repeat it."),
+    Parameter(
+        "X-Agent-Name", "header", _TEXT, "The agent that asks: its followers are learned and prepared for."
+    ),
+    Parameter("X-Workflow-Id", "header", _TEXT, "The run of a workflow that the call is part of."),
+)
+_MESSAGES = [{"role": "user", "content": "Name three things to see in Lisbon."}]
+_SSE = "text/event-stream"
+
+
+def _call(name: str, path: str, summary: str, example: dict[str, Any], description: str = "") -> Operation:
+    """A call that a model answers."""
+    is_streamed = name != "count_tokens"
+    reply = Reply(
+        description="The whole answer, or with `stream` its parts as server-sent events."
+        if is_streamed
+        else "The count.",
+        shape=Engine("reply", name),
+        media=(_SSE,) if is_streamed else (),
+        headers=("X-Session-Id",) if is_streamed else (),
+    )
+    return Operation(
+        "post",
+        path,
+        name,
+        GENERATE,
+        summary,
+        description,
+        parameters=_CALL_HEADERS if is_streamed else _CALL_HEADERS[1:2],
+        body=Body(shape=Engine("request", name), example={"model": MODEL} | example),
+        replies={200: reply},
+        errors=(404, 422, 429),
+    )
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    _call(
+        "chat",
+        "/v1/chat/completions",
+        "Answer a conversation (OpenAI chat completions)",
+        {"messages": _MESSAGES, "max_tokens": 60},
+    ),
+    _call(
+        "completions",
+        "/v1/completions",
+        "Continue a text (OpenAI completions)",
+        {"prompt": "Lisbon is", "max_tokens": 30},
+    ),
+    _call(
+        "responses",
+        "/v1/responses",
+        "Answer an input (OpenAI responses)",
+        {"input": "Name three things to see in Lisbon.", "max_output_tokens": 60},
+        "`previous_response_id` goes on from a stored response, after a restart of the server, too.",
+    ),
+    _call(
+        "messages",
+        "/v1/messages",
+        "Answer a conversation (Anthropic messages)",
+        {"messages": _MESSAGES, "max_tokens": 60},
+    ),
+    _call(
+        "count_tokens",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a conversation (Anthropic)",
+        {"messages": _MESSAGES},
+    ),
+    Operation(
+        "get",
+        "/api/sessions",
+        "list_sessions",
+        SESSIONS,
+        "List conversations, newest first",
+        parameters=(
+            Parameter("q", "query", _TEXT, "Words to look for in titles and texts."),
+            Parameter(
+                "limit",
+                "query",
+                {"type": "integer", "minimum": 1, "maximum": 200, "default": 50},
+                "Most sessions on the page.",
+            ),
+            Parameter("before", "query", _TEXT, "The `next` of the page before."),
+        ),
+        replies={200: Reply(description="A page of the list.", shape=SessionPage)},
+        errors=(400, 503),
+    ),
+    Operation(
+        "post",
+        "/api/sessions",
+        "create_session",
+        SESSIONS,
+        "Make a conversation",
+        body=Body(shape=CreateSession, example={"title": "Lisbon"}, is_required=False),
+        replies={201: Reply(description="The new session.", shape=Session)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "get",
+        "/api/sessions/{id}",
+        "read_session",
+        SESSIONS,
+        "Read a conversation with its turns",
+        parameters=(_SESSION,),
+        replies={200: Reply(description="The session.", shape=Session)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "patch",
+        "/api/sessions/{id}",
+        "change_session",
+        SESSIONS,
+        "Change a conversation's title or adapter",
+        parameters=(_SESSION,),
+        body=Body(shape=PatchSession, example={"title": "A week in Lisbon"}, is_required=False),
+        replies={200: Reply(description="The session as it is now.", shape=Session)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "delete",
+        "/api/sessions/{id}",
+        "delete_session",
+        SESSIONS,
+        "Delete a conversation",
+        "For 30 s it can be brought back.",
+        parameters=(_SESSION,),
+        replies={204: Reply(description="It is deleted.")},
+        errors=(404, 503),
+    ),
+    Operation(
+        "post",
+        "/api/sessions/{id}/restore",
+        "restore_session",
+        SESSIONS,
+        "Bring a deleted conversation back",
+        parameters=(_SESSION,),
+        replies={200: Reply(description="The session.", shape=Session)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/advisories",
+        "advise",
+        ADVISORIES,
+        "Tell that a session's request will come",
+        "One advisory, or several in an envelope of the shape of vLLM's KV hints.",
+        body=Body(shape=(Wanted, Envelope), example={"session_id": "lisbon", "expected_arrival_s": 2}),
+        replies={202: Reply(description="It is acted on.", shape=(AdvisoryStanding, AdvisoryBatch))},
+        errors=(404, 429),
+    ),
+    Operation(
+        "get",
+        "/v1/advisories/{id}",
+        "read_advisory",
+        ADVISORIES,
+        "See what became of an advisory",
+        parameters=(_ADVISORY,),
+        replies={200: Reply(description="The advisory.", shape=AdvisoryStanding)},
+        errors=(404,),
+    ),
+    Operation(
+        "delete",
+        "/v1/advisories/{id}",
+        "cancel_advisory",
+        ADVISORIES,
+        "Take an advisory back",
+        parameters=(_ADVISORY,),
+        replies={204: Reply(description="It is taken back, or was over.")},
+        errors=(404,),
+    ),
+    Operation(
+        "get",
+        "/v1/models",
+        "models",
+        MODELS,
+        "List what `model` may name (OpenAI)",
+        replies={200: Reply(description="The base model and the adapters.", shape=Engine("reply", "models"))},
+        errors=(503,),
+    ),
+    Operation(
+        "get",
+        "/v1/models/{name}",
+        "model",
+        MODELS,
+        "Describe one model (OpenAI)",
+        parameters=(Parameter("name", "path", _TEXT, "The model's or adapter's name."),),
+        replies={200: Reply(description="Its card.", shape=Engine("reply", "model"))},
+        errors=(404, 503),
+    ),
+    Operation(
+        "get",
+        "/api/models",
+        "chat_models",
+        MODELS,
+        "List the models of the chat page",
+        replies={200: Reply(description="The base model, then the adapters.", shape=ChatModels)},
+    ),
+    Operation(
+        "get",
+        "/v1/adapters",
+        "list_adapters",
+        MODELS,
+        "List adapters and where each one is",
+        replies={200: Reply(description="The adapters.", shape=AdapterList)},
+    ),
+    Operation(
+        "post",
+        "/v1/adapters/{name}/pin",
+        "pin_adapter",
+        MODELS,
+        "Keep an adapter in memory",
+        parameters=(_ADAPTER,),
+        replies={200: Reply(description="The adapter as it is now.", shape=AdapterInfo)},
+        errors=(400, 404, 503),
+    ),
+    Operation(
+        "delete",
+        "/v1/adapters/{name}/pin",
+        "unpin_adapter",
+        MODELS,
+        "Let an adapter leave memory again",
+        parameters=(_ADAPTER,),
+        replies={200: Reply(description="The adapter as it is now.", shape=AdapterInfo)},
+        errors=(400, 404, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/load_lora_adapter",
+        "load_adapter",
+        MODELS,
+        "Serve an adapter",
+        body=Body(
+            shape=Engine("request", "load_adapter"),
+            example={"lora_name": "pirate", "lora_path": "/models/adapters/pirate"},
+        ),
+        replies={200: Reply(description="It is served.", shape=AdapterChanged)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/unload_lora_adapter",
+        "unload_adapter",
+        MODELS,
+        "Serve an adapter no longer",
+        "Running requests finish on it.",
+        body=Body(shape=Engine("request", "unload_adapter"), example={"lora_name": "pirate"}),
+        replies={200: Reply(description="No new request can name it.", shape=AdapterChanged)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "get",
+        "/v1/engine/state",
+        "engine_state",
+        OPERATE,
+        "See what runs, what waits and why",
+        parameters=(
+            Parameter(
+                "limit",
+                "query",
+                {"type": "integer", "minimum": 0, "maximum": 999_999_999, "default": DEFAULT_LIMIT},
+                f"Most requests of each kind; no more than {MAX_LIMIT} are given.",
+            ),
+        ),
+        replies={200: Reply(description="One moment between two steps.", shape=EngineStanding)},
+        errors=(400, 503),
+    ),
+    Operation(
+        "get",
+        "/metrics",
+        "metrics",
+        OPERATE,
+        "Figures for Prometheus",
+        replies={200: Reply(description="Its text format.", media=("text/plain",))},
+    ),
+    Operation(
+        "get",
+        "/healthz",
+        "healthz",
+        OPERATE,
+        "Whether the process answers",
+        replies={200: Reply(description="It does.", shape=Alive)},
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/readyz",
+        "readyz",
+        OPERATE,
+        "Whether requests are taken now",
+        replies={
+            200: Reply(description="They are.", shape=Ready),
+            503: Reply(description="Not now, and how far the engine has come.", shape=NotReady),
+        },
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/",
+        "page",
+        PAGE,
+        "The chat page",
+        replies={200: Reply(description="HTML.", media=("text/html",))},
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/docs",
+        "docs",
+        PAGE,
+        "This document as a page",
+        replies={200: Reply(description="HTML.", media=("text/html",))},
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/openapi.json",
+        "openapi",
+        PAGE,
+        "This document",
+        replies={200: Reply(description="OpenAPI 3.1.", shape=dict[str, Any])},
+        errors=(503,),
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/static/{path}",
+        "static_file",
+        PAGE,
+        "A file of the pages",
+        parameters=(Parameter("path", "path", _TEXT, "Its path under `static`."),),
+        replies={
+            200: Reply(
+                description="The file.",
+                media=("text/html", "text/css", "text/javascript", "text/markdown", "image/svg+xml", "*/*"),
+            )
+        },
+        errors=(404,),
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/ws",
+        "chat_socket",
+        PAGE,
+        "The chat socket",
+        "A websocket of JSON frames: docs/protocol.md. Its key comes with the upgrade or in the first frame.",
+        replies={101: Reply(description="The connection is a websocket now.")},
+        errors=(400,),
+        is_public=True,
+    ),
+)
