@@ -273,7 +273,7 @@ _CALL_HEADERS = (
     Parameter("X-Workflow-Id", "header", _TEXT, "The run of a workflow that the call is part of."),
 )
 _MESSAGES = [{"role": "user", "content": "Name three things to see in Lisbon."}]
-_SSE = "text/event-stream"
+EVENT_STREAM = "text/event-stream"
 
 
 def _call(name: str, path: str, summary: str, example: dict[str, Any], description: str = "") -> Operation:
@@ -284,7 +284,7 @@ def _call(name: str, path: str, summary: str, example: dict[str, Any], descripti
         if is_streamed
         else "The count.",
         shape=Engine("reply", name),
-        media=(_SSE,) if is_streamed else (),
+        media=(EVENT_STREAM,) if is_streamed else (),
         headers=("X-Session-Id",) if is_streamed else (),
     )
     return Operation(
@@ -380,7 +380,9 @@ OPERATIONS: tuple[Operation, ...] = (
         "Change a conversation's title or adapter",
         parameters=(_SESSION,),
         body=Body(shape=PatchSession, example={"title": "A week in Lisbon"}, is_required=False),
-        replies={200: Reply(description="The session as it is now.", shape=Session)},
+        replies={
+            200: Reply(description="The session as it is now, without its turns.", shape=SessionSummary)
+        },
         errors=(404, 503),
     ),
     Operation(

@@ -53,7 +53,10 @@ async def chat_socket(request: web.Request) -> web.WebSocketResponse:
     socket = StrictWebSocket(
         limit_bytes=limit, hard_limit_bytes=limit, heartbeat=HEARTBEAT_S, timeout=CLOSE_TIMEOUT_S
     )
-    await socket.prepare(request)
+    try:
+        await socket.prepare(request)
+    except ValueError as error:  # aiohttp's, for a key that is not ASCII
+        raise web.HTTPBadRequest(reason="The Sec-WebSocket-Key is not Base64.") from error
     connections = services.connections
     if not gate.opened(request) or len(connections) >= services.config.max_sockets:
         await socket.close(code=CloseCode.TOO_MANY_SOCKETS, message=b"too many sockets")

@@ -20,6 +20,7 @@ from engine_bridge.node import SCHEMA_REFERENCE, ApiSchemas
 from gateway import __version__
 from gateway.advisories import Envelope
 from gateway.api_description import (
+    EVENT_STREAM,
     MODEL,
     OPERATIONS,
     SESSION_ID_SCHEMA,
@@ -221,7 +222,9 @@ def _body(body: Body, shapes: _Shapes, model: str) -> dict[str, Any]:
 
 
 def _reply(reply: Reply, shapes: _Shapes) -> dict[str, Any]:
-    content: dict[str, Any] = {media: {"schema": {"type": "string"}} for media in reply.media}
+    # No schema for a stream: OpenAPI 3.1 cannot say that it is of the parts and not of the whole.
+    text = {"schema": {"type": "string"}}
+    content: dict[str, Any] = {media: {} if media == EVENT_STREAM else text for media in reply.media}
     if reply.shape is not None:
         content = {"application/json": {"schema": shapes.of(reply.shape)}} | content
     item: dict[str, Any] = {"description": reply.description}

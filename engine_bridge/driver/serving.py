@@ -485,7 +485,9 @@ async def _encoded(events: AsyncIterator[str], endpoint: _Endpoint) -> AsyncIter
 
 def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     """Only the request id: vLLM would also take priority, rank and session from headers."""
-    request_id = headers.get("X-Request-Id")
+    request_id = headers.get("X-Request-Id", "")
+    # aiohttp reads bytes that are no UTF-8 as lone surrogates, which no reply could hold.
+    request_id = request_id.encode("utf-8", "replace").decode()
     return {"X-Request-Id": request_id} if request_id else {}
 
 

@@ -100,6 +100,30 @@ async def test_a_field_of_a_form_that_no_code_expects_is_the_clients_fault(
     assert answer["error"]["message"] and "attribute" not in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /v1/chat/completions HTTP/1.1\r\nX-Request-Id: \xff\xfe", b"200"),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nX-Session-Id: \xff\xfe", b"400"),
+        (
+            b"GET /ws HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+            b"Sec-WebSocket-Key: " + b"\xff" * 16,
+            b"400",
+        ),
+    ],
+)
+async def test_heads_that_are_no_text_fail_no_request_by_themselves(
+    server: Server, head: bytes, status: bytes
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    body = json.dumps(BODY).encode() if head.startswith(b"POST") else b""
+    writer.write(head + f"\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    async with asyncio.timeout(60):
+        line = await reader.readline()
+    assert line.split()[1] == status
+    writer.close()
+
+
 async def test_a_huge_body_is_refused_without_being_read(server: Server) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {200 << 20}\r\n\r\n".encode())
