@@ -49,6 +49,9 @@ format: $(TESTING) ## let ruff mend what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+fuzz: $(RUNTIME) $(TESTING) ## others' test suites against a server: six minutes (docs/conformance.md)
+	$(PY) -m bench.fuzz.api
+
 bench: $(RUNTIME) ## measure the gateway (ARGS=--quick)
 	$(PY) -m bench.live.gateway $(ARGS)
 

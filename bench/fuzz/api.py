@@ -1,0 +1,295 @@
+"""Fuzz the HTTP API of a real server: Schemathesis by /openapi.json, and malformed requests as raw bytes.
+
+    python -m bench.fuzz.api [--requests N] [--seed S] [--url URL --key KEY]
+
+A server with the demo model and small limits is started on a loopback port and stopped at the end (or the one at --url is used, which should be
+nobody's). First come the raw cases (`bench.fuzz.raw`), then Schemathesis in rounds until the server has counted N requests:
+
+- every operation but /v1/responses: examples of the document, boundary values of each parameter and field (right and wrong ones), random bodies
+  (right and wrong ones), and chains such as reading a session that was made before;
+- /v1/responses by examples and random bodies (its 300 schemas would give 10,000 boundary values alone);
+- random bodies for everything, with other seeds, until there are enough.
+
+Checked: no 5xx; statuses, content types and bodies as the document says; keys asked for; methods refused with Allow. Not checked is whether the
+server refuses whatever the document's schema does: vLLM reads numbers that are written as strings and passes over unknown fields on purpose, and
+refuses some bodies of the right form (a prompt that is too long, a seed out of range).
+
+The last line is JSON. `requests`: as the server counted them; of `raw_cases` it counts those that are HTTP at all. `server_errors`: 5xx among
+them, and raw cases without any answer. `undocumented_status`: kinds of answers whose status or content type the document lacks. `failures`: all
+kinds of failures, those included, and raw cases that were answered wrongly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from bench.fuzz.raw import cases, play
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "ov-key-of-the-fuzzed-server-only"
+# Small, so that an answer without max_tokens ends soon; the longest body is what the raw cases need.
+LIMITS = "--max-model-len 96 --kv-cache-gib 0.25 --kv-host-gib 0.25 --kv-disk-gib 0 --max-num-seqs 16 --allow-adapter-loading".split()
+READY_WITHIN_S = 240.0
+# A round that takes longer has gone wrong. Measured: 125 s for the first on two busy cores.
+ROUND_WITHIN_S = 420.0
+FIRST_EXAMPLES, RESPONSES_EXAMPLES, MORE_EXAMPLES = 30, 300, 150
+LONGEST_CALL_S = 60.0
+RESPONSES = "/v1/responses"
+NOT_CHECKED = "negative_data_rejection,positive_data_acceptance"
+UNDOCUMENTED = ("UndefinedStatusCode", "UndefinedContentType", "MissingContentType")
+_COUNT = re.compile(
+    r'^overture_http_requests_total\{route="(?P<route>[^"]*)",status="(?P<status>\d+)"\} (?P<num>\S+)$'
+)
+
+
+class Target(NamedTuple):
+    """A server and a key that it takes."""
+
+    url: str
+    key: str
+
+
+class Round(NamedTuple):
+    """One run of Schemathesis. examples: random bodies of each operation."""
+
+    name: str
+    examples: int
+    phases: str = "examples,fuzzing"
+    filters: tuple[str, ...] = ()
+
+
+@dataclass
+class Tally:
+    """What was found. failures: kinds of failures with the operations that have them."""
+
+    num_raw: int = 0
+    num_unanswered: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    undocumented: Counter[str] = field(default_factory=Counter)
+
+    def add_report(self, report: dict[str, Any]) -> None:
+        """Take in a report of Schemathesis (`--report json`)."""
+        for failure in report["failures"]:
+            kind = f"{failure['type']}: {failure['title']}"
+            for operation in failure["operations"]:
+                self.failures[f"{operation} {kind}"] += 1
+                if failure["type"] in UNDOCUMENTED:
+                    self.undocumented[f"{operation} {kind}"] += 1
+        for error in report["errors"]:
+            self.failures[f"error: {json.dumps(error)[:200]}"] += 1
+
+
+# -- the server ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Target]:
+    """A server of our own on a free loopback port, until the block ends."""
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "server.log").open("wb") as log:
+        command = [
+            sys.executable,
+            "-m",
+            "gateway.cli",
+            "serve",
+            "--port",
+            "0",
+            "--data-dir",
+            f"{folder}/data",
+        ]
+        environment = os.environ | {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_MAX_N_SEQUENCES": "4"}
+        process = subprocess.Popen(
+            [*command, "--api-key", KEY, "--log-level", "error", *LIMITS],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            yield Target(_address(process), KEY)
+            if process.poll() is not None:
+                raise SystemExit(f"the server died with status {process.returncode}")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    """The server's address, once it is ready."""
+    assert process.stdout is not None
+    address = None
+    for line in process.stdout:
+        say(f"  server: {line.rstrip()}")
+        if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+            address = found[0]
+        if " ready: " in line and address is not None:
+            return address
+    raise SystemExit("the server did not start")
+
+
+def counted(target: Target) -> Counter[tuple[str, int]]:
+    """Requests by route and status, as the server has counted them."""
+    request = urllib.request.Request(
+        f"{target.url}/metrics", headers={"Authorization": f"Bearer {target.key}"}
+    )
+    with urllib.request.urlopen(request, timeout=LONGEST_CALL_S) as response:
+        lines = response.read().decode().splitlines()
+    found: Counter[tuple[str, int]] = Counter()
+    for line in lines:
+        if match := _COUNT.match(line):
+            found[match["route"], int(match["status"])] += int(float(match["num"]))
+    return found
+
+
+# -- the work --------------------------------------------------------------------------------------------------------
+
+
+def send_raw(target: Target, tally: Tally) -> None:
+    """All raw cases, one after the other."""
+    port = urlsplit(target.url).port
+    assert port is not None
+    for case in cases(target.key):
+        outcome = play(port, case)
+        tally.num_raw += 1
+        if outcome.status == 0:
+            tally.num_unanswered += 1
+        if not outcome.is_fine:
+            tally.failures[f"raw: {case.name}: {outcome.status}"] += 1
+
+
+def run_round(target: Target, step: Round, seed: int, hooks: str | None = None) -> dict[str, Any]:
+    """Run Schemathesis once; returns its report. hooks: a module with some. Raises SystemExit when it gives none."""
+    environment = os.environ | ({"SCHEMATHESIS_HOOKS": hooks, "PYTHONPATH": str(ROOT)} if hooks else {})
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        # Its main function by name: the script beside this Python need not be in the PATH.
+        command = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"]
+        command += [f"{target.url}/openapi.json", "-H", f"Authorization: Bearer {target.key}"]
+        command += ["--phases", step.phases, "--max-examples", str(step.examples), "--seed", str(seed)]
+        command += [*step.filters, "--exclude-checks", NOT_CHECKED, "--continue-on-failure", "--no-shrink"]
+        command += ["--request-timeout", str(LONGEST_CALL_S), "--suppress-health-check", "all"]
+        command += ["--generation-database", "none", "--warnings", "off", "--no-color"]
+        command += ["--report", "json", "--report-json-path", str(report)]
+        # In a folder of its own: it keeps notes beside where it runs.
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=ROUND_WITHIN_S,
+            check=False,
+        )
+        if not report.exists():
+            raise SystemExit(f"Schemathesis gave no report:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        found: dict[str, Any] = json.loads(report.read_text())
+        if found["failures"]:
+            say(_shortened(done.stdout))
+        return found
+
+
+def _shortened(output: str) -> str:
+    """What Schemathesis says of its failures, a screen of it."""
+    return output.partition("= FAILURES =")[2][:4000]
+
+
+def rounds(num_requests: int) -> Iterator[Round]:
+    """What to run, without end. Few requests get few examples, without boundary values."""
+    if num_requests < 5000:
+        examples = max(num_requests // 40, 2)
+        yield Round("random bodies, a few", examples)
+    else:
+        without = ("--exclude-path", RESPONSES)
+        yield Round("all but responses", FIRST_EXAMPLES, "examples,coverage,fuzzing,stateful", without)
+        yield Round("responses", RESPONSES_EXAMPLES, filters=("--include-path", RESPONSES))
+    while True:
+        yield Round("random bodies", min(MORE_EXAMPLES, max(num_requests // 40, 2)))
+
+
+def fuzz(target: Target, num_requests: int, seed: int) -> dict[str, Any]:
+    """Everything against one server; returns the last line."""
+    started_s = time.monotonic()
+    tally = Tally()
+    before = counted(target)
+    say(f"raw cases, to {target.url}")
+    send_raw(target, tally)
+    say(f"  {tally.num_raw} sent, {len(tally.failures)} answered wrongly")
+    for number, step in enumerate(rounds(num_requests)):
+        say(f"{time.monotonic() - started_s:5.0f} s  {step.name} …")
+        report = run_round(target, step, seed + number)
+        tally.add_report(report)
+        num = (counted(target) - before).total()
+        say(f"{time.monotonic() - started_s:5.0f} s  {num} requests, {len(tally.failures)} kinds of failures")
+        if num >= num_requests:
+            break
+    seen = counted(target) - before
+    _table(seen, tally)
+    num_5xx = sum(num for (_, status), num in seen.items() if status >= 500)
+    return {
+        "requests": seen.total(),
+        "raw_cases": tally.num_raw,
+        "server_errors": num_5xx + tally.num_unanswered,
+        "undocumented_status": len(tally.undocumented),
+        "failures": len(tally.failures),
+        "seed": seed,
+        "elapsed_s": round(time.monotonic() - started_s, 1),
+    }
+
+
+def _table(seen: Counter[tuple[str, int]], tally: Tally) -> None:
+    """Requests by route and status, then what was wrong."""
+    by_route: dict[str, Counter[int]] = {}
+    for (route, status), num in seen.items():
+        by_route.setdefault(route, Counter())[status] += num
+    for route, by_status in sorted(by_route.items(), key=lambda item: -item[1].total()):
+        statuses = ", ".join(f"{status}: {num}" for status, num in sorted(by_status.items()))
+        say(f"  {by_status.total():6d}  {route:32s} {statuses}")
+    for failure in sorted(tally.failures):
+        say(f"  ! {failure}")
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=10_000, help="how many at least (10,000)")
+    parser.add_argument("--seed", type=int, default=1, help="of the random bodies (1)")
+    parser.add_argument("--url", help="a server that runs already, on 127.0.0.1, with --key")
+    parser.add_argument("--key", default=KEY, help="a key that it takes")
+    given = parser.parse_args(argv)
+    if given.url is not None:
+        result = fuzz(Target(given.url.rstrip("/"), given.key), given.requests, given.seed)
+    else:
+        with started() as target:
+            result = fuzz(target, given.requests, given.seed)
+    print(json.dumps(result))
+    return 1 if result["server_errors"] or result["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
