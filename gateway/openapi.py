@@ -51,6 +51,21 @@ ERRORS = {
     503: "Not now: the engine starts or goes down, or there is no room. Send it again later.",
 }
 RETRIED = (429, 503)
+HEADERS = {
+    "Retry-After": "Seconds after which to try again.",
+    "WWW-Authenticate": "How to send a key.",
+    "X-Session-Id": "The session that keeps the call as a turn, where there is one.",
+}
+# Either will do.
+KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "As the OpenAI SDKs send a key."},
+    "x-api-key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-Api-Key",
+        "description": "As the Anthropic SDKs send a key.",
+    },
+}
 
 
 def errors_of(operation: Operation) -> tuple[int, ...]:
@@ -87,31 +102,11 @@ def document(
         "paths": paths,
         "components": {
             "schemas": shapes.components,
-            "responses": {name: reply for name, reply in _error_replies()},
+            "responses": dict(_error_replies()),
             "headers": {
-                "Retry-After": {
-                    "description": "Seconds after which to try again.",
-                    "schema": {"type": "string"},
-                },
-                "WWW-Authenticate": {"description": "How to send a key.", "schema": {"type": "string"}},
-                "X-Session-Id": {
-                    "description": "The session that keeps the call as a turn, where there is one.",
-                    "schema": {"type": "string"},
-                },
+                name: {"description": text, "schema": {"type": "string"}} for name, text in HEADERS.items()
             },
-            "securitySchemes": {
-                "bearer": {
-                    "type": "http",
-                    "scheme": "bearer",
-                    "description": "As the OpenAI SDKs send a key.",
-                },
-                "x-api-key": {
-                    "type": "apiKey",
-                    "in": "header",
-                    "name": "X-Api-Key",
-                    "description": "As the Anthropic SDKs send a key.",
-                },
-            },
+            "securitySchemes": KEYS,
         },
     }
 
@@ -183,7 +178,7 @@ def _own_types() -> Iterator[type[Any]]:
 
 
 def _operation(operation: Operation, shapes: _Shapes, model: str, asks_for_keys: bool) -> dict[str, Any]:
-    keys: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}]
+    keys: list[dict[str, list[str]]] = [{name: []} for name in KEYS]
     item: dict[str, Any] = {
         "operationId": operation.name,
         "tags": [operation.tag],

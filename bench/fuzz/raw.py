@@ -81,27 +81,30 @@ def play(port: int, case: Case) -> Outcome:
 
 
 def _request(
-    method: str, target: str | bytes, head: bytes = b"", body: bytes = b"", *, length: object = None
+    method: str, target: str | bytes, head: bytes = b"", body: bytes = b"", length: object = None
 ) -> bytes:
-    target = target if isinstance(target, bytes) else target.encode()
-    length = len(body) if length is None and method != "GET" else length
+    """length: what Content-Length says; None: the truth, and nothing for a GET."""
+    if length is None and method != "GET":
+        length = len(body)
     length_line = f"Content-Length: {length}\r\n".encode() if length is not None else b""
-    return (
-        method.encode()
-        + b" "
-        + target
-        + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        + length_line
-        + head
-        + b"\r\n"
-        + body
-    )
+    target = target if isinstance(target, bytes) else target.encode()
+    line = method.encode() + b" " + target + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    return line + length_line + head + b"\r\n" + body
 
 
-def _post(name: str, path: str, body: bytes, head: bytes = b"", **more: object) -> Case:
-    may_close, is_cut = bool(more.pop("may_close", False)), bool(more.pop("is_cut", False))
-    head = b"Content-Type: application/json\r\n" + head if b"Content-Type" not in head else head
-    return Case(f"{name}: POST {path}", _request("POST", path, head, body, **more), may_close, is_cut)  # type: ignore[arg-type]
+def _post(
+    name: str,
+    path: str,
+    body: bytes,
+    head: bytes = b"",
+    *,
+    length: object = None,
+    may_close: bool = False,
+    is_cut: bool = False,
+) -> Case:
+    if b"Content-Type" not in head:
+        head = b"Content-Type: application/json\r\n" + head
+    return Case(f"{name}: POST {path}", _request("POST", path, head, body, length), may_close, is_cut)
 
 
 def _framing() -> Iterator[Case]:
@@ -124,7 +127,7 @@ def _framing() -> Iterator[Case]:
             b"2\r\n{}0\r\n\r\n",
             b"f" * 40 + b"\r\n",
         ):
-            data = _request("POST", path, chunked, body, length=None).replace(
+            data = _request("POST", path, chunked, body).replace(
                 f"Content-Length: {len(body)}\r\n".encode(), b""
             )
             yield Case(f"chunks {body[:12]!r}: POST {path}", data, may_close=True, is_cut=True)
