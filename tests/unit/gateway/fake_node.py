@@ -1,0 +1,292 @@
+"""A node without a model: it answers what a test tells it to, misbehaves on demand, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from engine_bridge.errors import BridgeError, EngineUnavailable, NotSupported
+from engine_bridge.node import (
+    ADVISORY_ENDS,
+    AdapterInfo,
+    AdapterStats,
+    Advisory,
+    AdvisoryReport,
+    AdvisoryState,
+    Api,
+    Delta,
+    EngineState,
+    GenerateRequest,
+    JsonReply,
+    KvSources,
+    NodeState,
+    NodeStats,
+    Progress,
+    Prompt,
+    RequestId,
+    SchedulingStats,
+    SessionId,
+    SseReply,
+    Timings,
+    Usage,
+    pack_token_ids,
+)
+from kvtiers.stats import TierStats
+
+PATIENCE_S = 10.0
+"""How long a test waits for what must come. Only a failing test ever waits so long."""
+NOT_SERVED = NotSupported("this node serves no HTTP calls")
+
+
+class Answer:
+    """One answer under way, which a test writes.
+
+    Attributes:
+        request: what was asked.
+        is_cancelled: `Node.cancel` ended it. is_closed: its reader let go of it before the end.
+    """
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.is_cancelled = False
+        self.is_closed = False
+        self.is_over = False
+        self.num_pieces = 0
+        self._steps: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
+
+    def say(self, *pieces: str) -> None:
+        for text in pieces:
+            self.num_pieces += 1
+            self._steps.put_nowait(Delta(text=text, token_ids=(self.num_pieces,)))
+
+    def finish(self, *pieces: str, reason: str = "stop", text: str = "") -> None:
+        """Say the pieces, then the end; `text` is what the last delta itself still carries."""
+        self.say(*pieces)
+        self._steps.put_nowait(self._end(reason, text))
+
+    def fail(self, error: BaseException) -> None:
+        self._steps.put_nowait(error)
+
+    def cancel(self) -> None:
+        """As a real node does: what was said before is merged and kept."""
+        self.is_cancelled = True
+        self._steps.put_nowait(self._end("stopped", ""))
+
+    def _end(self, reason: str, text: str) -> Delta:
+        tokens = self.num_pieces
+        return Delta(
+            text=text,
+            finish_reason=reason,  # type: ignore[arg-type]
+            usage=Usage(3, tokens, 0),
+            timings=Timings(0.1, 1.0, None, 2.0, KvSources(0, 0, 0, 3)),
+            prompt=Prompt(pack_token_ids([7, 8, 9]), "first"),
+        )
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        try:
+            while not self.is_over:
+                step = await self._steps.get()
+                if isinstance(step, BaseException):
+                    self.is_over = True
+                    raise step
+                self.is_over = step.finish_reason is not None
+                yield step
+        finally:
+            self.is_closed = not self.is_over
+
+
+class Told:
+    """One advisory that the node was given."""
+
+    def __init__(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
+        self.advisory = advisory
+        self.is_over = False
+        self._on_change = on_change
+
+    def report(self, state: AdvisoryState, **fields: object) -> None:
+        self.is_over = state in ADVISORY_ENDS
+        self._on_change(
+            AdvisoryReport(
+                advisory_id=self.advisory.advisory_id,
+                session_id=self.advisory.session_id,
+                state=state,
+                **fields,  # type: ignore[arg-type]
+            )
+        )
+
+
+class FakeNode:
+    """See `engine_bridge.node.Node`.
+
+    Attributes:
+        script: pieces that every answer has at once; None lets the test write each answer.
+        refusal: raised by `generate` before anything else. advise_error, prefill_error: by those.
+        gate: while it is not set, `advise` and `prefill` hang (a rebuild, a busy engine).
+        answers, advisories, retracted, prefills, ended_sessions: what came, in order.
+    """
+
+    def __init__(self, script: Sequence[str] | None = None) -> None:
+        self.script = script
+        self.state: NodeState = "ready"
+        self.model_name = "fake-model"
+        self.adapter_names = ["shout", "pirate"]
+        self.refusal: BaseException | None = None
+        self.advise_error: BridgeError | None = None
+        self.prefill_error: BridgeError | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.answers: list[Answer] = []
+        self.advisories: list[Told] = []
+        self.retracted: list[tuple[str, bool]] = []
+        self.prefills: list[GenerateRequest] = []
+        self.cancelled_prefills = 0
+        self.ended_sessions: list[str] = []
+        self.max_model_len = 4096
+        self.num_steps = self.num_rebuilds = 0
+        self._changed = asyncio.Event()
+
+    # -- for tests ---------------------------------------------------------------------------------------------------
+
+    async def asked(self, number: int = 0) -> Answer:
+        """The answer to the question of that number, once it was asked."""
+        await self.until(lambda: len(self.answers) > number)
+        return self.answers[number]
+
+    async def told(self, number: int = 0) -> Told:
+        await self.until(lambda: len(self.advisories) > number)
+        return self.advisories[number]
+
+    async def prefilled(self, number: int = 0) -> GenerateRequest:
+        await self.until(lambda: len(self.prefills) > number)
+        return self.prefills[number]
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something that this node was told makes `is_so` true."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_so():
+                self._changed.clear()
+                await self._changed.wait()
+
+    # -- Node --------------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.state, "in a test", 0.0)
+
+    async def start(self) -> None:
+        self.state = "ready"
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        answer = Answer(request)
+        self.answers.append(answer)
+        self._changed.set()
+        if self.refusal is not None:
+            answer.is_over = True
+            raise self.refusal
+        if self.script is not None:
+            answer.finish(*self.script)
+        async for delta in answer.deltas():
+            yield delta
+
+    async def cancel(self, request_id: RequestId) -> bool:
+        for answer in self.answers:
+            if answer.request.request_id == request_id and not (answer.is_over or answer.is_closed):
+                answer.cancel()
+                self._changed.set()
+                return True
+        return False
+
+    async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
+        await self.gate.wait()
+        if self.advise_error is not None:
+            raise self.advise_error
+        self.advisories.append(Told(advisory, on_change))
+        self._changed.set()
+
+    def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        """An advisory that is not known (yet) is passed over, as on the engine thread."""
+        self.retracted.append((advisory_id, is_expired))
+        self._changed.set()
+        for told in self.advisories:
+            if told.advisory.advisory_id == advisory_id and not told.is_over:
+                told.report("expired" if is_expired else "cancelled")
+
+    async def prefill(self, request: GenerateRequest) -> int:
+        self.prefills.append(request)
+        self._changed.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled_prefills += 1
+            self._changed.set()
+            raise
+        if self.prefill_error is not None:
+            raise self.prefill_error
+        return 16
+
+    def end_session(self, session_id: str) -> None:
+        self.ended_sessions.append(session_id)
+
+    def adapters(self) -> list[AdapterInfo]:
+        return [AdapterInfo(name, 8) for name in self.adapter_names]
+
+    def kv_tiers(self) -> TierStats | None:
+        return None
+
+    def adapter_stats(self) -> AdapterStats | None:
+        return None
+
+    def scheduling_stats(self) -> SchedulingStats | None:
+        return None
+
+    async def serve(
+        self,
+        api: Api,
+        body: object,
+        headers: Mapping[str, str],
+        tenant: str = "",
+        session_id: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
+    ) -> JsonReply | SseReply:
+        raise NOT_SERVED
+
+    async def models(self) -> JsonReply:
+        raise NOT_SERVED
+
+    async def load_adapter(self, body: object) -> JsonReply:
+        raise NOT_SERVED
+
+    async def unload_adapter(self, body: object) -> JsonReply:
+        raise NOT_SERVED
+
+    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
+        return None
+
+    async def export_kv(self, session_id: SessionId) -> bytes:
+        raise NotSupported("this node exports no KV")
+
+    async def import_kv(self, session_id: SessionId, blocks: bytes) -> None:
+        raise NotSupported("this node imports no KV")
+
+    async def stats(self) -> NodeStats:
+        raise EngineUnavailable("this node has no engine")
+
+    async def engine_state(self, tenant: str, limit: int) -> EngineState:
+        raise EngineUnavailable("this node has no engine")
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.state = "draining"
+        return all(answer.is_over or answer.is_closed for answer in self.answers)
+
+    async def close(self) -> None:
+        self.state = "closed"
+
+
+_names = itertools.count()
+
+
+def new_name() -> str:
+    """A message id that no other message has."""
+    return f"m{next(_names)}"
