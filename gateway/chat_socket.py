@@ -281,7 +281,7 @@ class ChatConnection:
             return  # this socket has had all up to here: going back would repeat text
         self._sent[live] = num_sent
         self._services.turns.follow(live, self)
-        if live.is_over or len(live.pieces) > num_sent:
+        if live.is_over or live.seq > num_sent:
             self.wake(live)
 
     def _send(self, frame: dict[str, Any]) -> None:
@@ -330,11 +330,11 @@ class ChatConnection:
         if num_sent is None:
             return []
         frames = []
-        seq = len(turn.pieces)
+        # Before its first piece a turn that is asked again has nothing to tell, whatever its `seq` begins with.
+        seq = turn.seq if turn.pieces else num_sent
         if seq > num_sent:
-            frames.append(
-                encode({"type": "delta", "id": turn.id, "seq": seq, "text": "".join(turn.pieces[num_sent:])})
-            )
+            text = turn.text_after(num_sent)
+            frames.append(encode({"type": "delta", "id": turn.id, "seq": seq, "text": text}))
             self._sent[turn] = seq
         if turn.is_over:
             del self._sent[turn]

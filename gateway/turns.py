@@ -58,9 +58,9 @@ class LiveTurn:
     """A turn under way, or over for less than KEEP_FINISHED_S.
 
     Attributes:
-        pieces: the answer so far; `seq` of the protocol is how many of them one has.
-        base_seq: how many of the pieces stand for an earlier try at the same turn (they are empty), or for an answer that was
-            read back from disk: whoever has seen text up to there has seen another list of pieces.
+        pieces: the answer so far.
+        base_seq: `seq` of the protocol counts from here; 0 for the first try at a turn. Whoever has seen text up to there has seen the
+            pieces of an earlier try, or of the answer before it was read back from disk.
         done: the fields of its `done` frame once it is over and stored.
         error: what ended it instead.
         generated: ids of the tokens that the engine made, which may spell more than the pieces (a stop string, half a character).
@@ -101,9 +101,18 @@ class LiveTurn:
     def is_over(self) -> bool:
         return self.done is not None or self.error is not None
 
+    @property
+    def seq(self) -> int:
+        """The `seq` of one who has all that there is."""
+        return self.base_seq + len(self.pieces)
+
     def can_resume(self, seq: int) -> bool:
-        """Whether a socket that has seen `seq` pieces can go on from there without loss or repetition."""
-        return seq == 0 or self.base_seq < seq <= len(self.pieces)
+        """Whether a socket that has seen up to `seq` can go on from there without loss or repetition."""
+        return seq == 0 or self.base_seq < seq <= self.seq
+
+    def text_after(self, seq: int) -> str:
+        """What one who has seen up to `seq` (see `can_resume`) has not seen yet."""
+        return "".join(self.pieces[max(seq - self.base_seq, 0) :])
 
     def wake_followers(self) -> None:
         for follower in self.followers:
@@ -259,9 +268,9 @@ class Turns:
             self._live.pop((owner, replaced), None)
         live = LiveTurn(owner, session_id, begun.turn, begun.title)
         self._live[owner, message.id] = live
+        if begun.outcome != "new":
+            live.base_seq = earlier.seq if earlier is not None else self._unseen_seq()
         if begun.is_new:
-            live.base_seq = len(earlier.pieces) if earlier is not None else 0
-            live.pieces = [""] * live.base_seq
             running = place.pop_all()
             self._spawn(self._run(live, begun, message.sampling, standing)).add_done_callback(
                 lambda _: running.close()
@@ -269,10 +278,17 @@ class Turns:
             self._watch_unfollowed(live)
         else:
             live.pieces = [begun.turn.answer] if begun.turn.answer else []
-            live.base_seq = len(live.pieces)
             live.done = _done_fields(live, begun.turn)
             self._forget_later(live)
         return live
+
+    def _unseen_seq(self) -> int:
+        """A `seq` above all that a forgotten try at a turn, perhaps before the server was started anew, can have had.
+
+        Milliseconds since the epoch, which no answer has pieces for: an engine gives fewer than one a millisecond, and all of one
+        answer's pieces came before now.
+        """
+        return int(self._now() * 1000)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)

@@ -109,7 +109,9 @@ async def test_a_message_read_from_disk_is_not_confused_with_the_pieces_it_once_
     await passes(KEEP_FINISHED_S + 1)
     again = await parts.ask("a")
     assert again.can_resume(0)
-    assert not any(again.can_resume(seq) for seq in (1, 2, 3, 4)), "whoever saw 1 of 3 would lose or repeat text"
+    assert not any(again.can_resume(seq) for seq in (1, 2, 3, 4)), (
+        "whoever saw 1 of 3 would lose or repeat text"
+    )
 
 
 @pytest.mark.parametrize("is_over", [False, True])
@@ -439,3 +441,23 @@ async def test_an_answer_without_text_is_an_answer(parts: Parts) -> None:
     turn = await parts.answered("a")
     assert turn.pieces == [] and turn.done is not None
     assert await stored(parts, turn.session_id) == [("a", "done", "")]
+
+
+async def test_pieces_of_a_try_that_the_server_has_forgotten_are_never_taken_for_those_of_the_next(
+    parts: Parts,
+) -> None:
+    """A second window asks a failed turn again; the first one comes back with what it saw before the server was started anew."""
+    turn = await parts.ask("a")
+    first = await parts.node.asked()
+    first.say("Once", " upon")
+    first.fail(EngineUnavailable("The server went down."))
+    await parts.follow(turn).over()
+    anew = Parts(parts.store)
+    again = await anew.ask("a")
+    listener = anew.follow(again)
+    (await anew.node.asked()).finish("Twice", " upon", " a time")
+    await listener.over()
+    assert listener.text == "Twice upon a time"
+    assert not any(again.can_resume(seq) for seq in (1, 2, 3)), "they counted the pieces of the first try"
+    assert again.can_resume(again.seq)
+    await anew.close()

@@ -1,0 +1,239 @@
+"""Turns in any order of asking, answering, failing, leaving, coming back and waiting: nobody reads a text that was never written."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine_bridge.errors import EngineUnavailable
+from gateway.errors import GatewayError
+from gateway.sessions import SessionStore
+from gateway.turns import LiveTurn
+
+from .fake_node import Answer
+from .parts import Parts, SkippingLoop, passes, settled
+
+READERS = st.integers(0, 1)
+
+
+class Reader:
+    """A client that keeps what it read of a turn, and comes back with the last `seq` that it saw."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.turn: LiveTurn | None = None
+        self.text = ""
+        self.seq = 0
+
+    def wake(self, turn: LiveTurn) -> None:
+        pass
+
+    def read(self) -> None:
+        if self.turn is not None:
+            self.text += self.turn.text_after(self.seq)
+            self.seq = self.turn.seq
+
+
+class TurnsMachine(RuleBasedStateMachine):
+    """One message at a time, two windows that ask and follow it, one node. Text is unique to each try, so a mixture of two shows.
+
+    The more messages at once, the seldomer do the few steps meet that a fault takes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner(loop_factory=SkippingLoop)
+        self.folder = tempfile.TemporaryDirectory()
+        self.written: dict[str, list[str]] = {}  # by request id: what the node has said in that try
+        self.all_readers = [Reader("a"), Reader("a")]
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(work)
+
+    @initialize()
+    def start(self) -> None:
+        self.run(self._start())
+
+    async def _start(self) -> None:
+        self.parts = Parts(await SessionStore.open(Path(self.folder.name) / "sessions.sqlite3"))
+        self.parts.turns._now = lambda: 1_700_000_000.0 + asyncio.get_running_loop().time()
+
+    @property
+    def running(self) -> list[Answer]:
+        return [a for a in self.parts.node.answers if not (a.is_over or a.is_closed or a.is_cancelled)]
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    @rule(number=READERS)
+    def asks(self, number: int) -> None:
+        """A message, or its repetition by the same or another client, which then reads from the first piece."""
+        self.run(self._ask(self.all_readers[number]))
+
+    async def _ask(self, reader: Reader) -> None:
+        await self._drop(reader)
+        try:
+            reader.turn = await self.parts.ask(reader.name, f"question {reader.name}")
+        except GatewayError as error:
+            assert error.code == "overloaded", error
+            return
+        reader.text, reader.seq = "", 0
+        self.parts.turns.follow(reader.turn, reader)
+        await settled()
+        reader.read()
+
+    @precondition(lambda self: any(reader.turn for reader in self.all_readers))
+    @rule(number=READERS)
+    def drops(self, number: int) -> None:
+        self.run(self._drop(self.all_readers[number]))
+
+    async def _drop(self, reader: Reader) -> None:
+        if reader.turn is not None:
+            reader.read()
+            self.parts.turns.unfollow(reader.turn, reader)
+            reader.turn = None
+
+    @precondition(lambda self: any(reader.seq for reader in self.all_readers))
+    @rule(number=READERS)
+    def comes_back(self, number: int) -> None:
+        """As a socket does: from the last `seq`; what is not under way any more is read from the start."""
+        self.run(self._come_back(self.all_readers[number]))
+
+    async def _come_back(self, reader: Reader) -> None:
+        await self._drop(reader)
+        live = self.parts.turns.find("ann", reader.name)
+        if live is None or not live.can_resume(reader.seq):
+            reader.text, reader.seq = "", 0
+            return
+        reader.text = reader.text if reader.seq else ""
+        reader.turn = live
+        self.parts.turns.follow(live, reader)
+        reader.read()
+
+    @precondition(lambda self: self.running)
+    @rule(pieces=st.integers(1, 3))
+    def says(self, pieces: int) -> None:
+        self.run(self._answer(pieces, None))
+
+    @precondition(lambda self: self.running)
+    @rule(pieces=st.integers(0, 2), end=st.sampled_from(["fail", "stop"]))
+    def ends(self, pieces: int, end: str) -> None:
+        self.run(self._answer(pieces, end))
+
+    async def _answer(self, pieces: int, end: str | None) -> None:
+        (answer,) = self.running
+        said = self.written.setdefault(answer.request.request_id, [])
+        for _ in range(pieces):
+            said.append(f"<{answer.request.request_id[-6:]} {len(said)}>")
+            answer.say(said[-1])
+        if end == "stop":
+            answer.finish()
+        elif end == "fail":
+            answer.fail(EngineUnavailable("The engine is being rebuilt."))
+        await self._caught_up()
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def stops(self) -> None:
+        self.run(self._stop())
+
+    async def _stop(self) -> None:
+        await self.parts.turns.stop("ann", self.all_readers[0].name)
+        await self._caught_up()
+
+    @precondition(lambda self: self.parts.turns._live)
+    @rule(seconds=st.sampled_from([5.0, 31.0, 121.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.run(self._pass(seconds))
+
+    async def _pass(self, seconds: float) -> None:
+        await passes(seconds)
+        await self._caught_up()
+
+    @precondition(lambda self: self.parts.node.answers and not self.running)
+    @rule()
+    def another_message(self) -> None:
+        self.run(self._another_message())
+
+    async def _another_message(self) -> None:
+        for reader in self.all_readers:
+            await self._drop(reader)
+        self.all_readers = [Reader(f"{reader.name}a") for reader in self.all_readers]
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def server_is_started_again(self) -> None:
+        """All that was under way is lost; readers come back with what they saw in the server's last life."""
+        self.run(self._restart())
+
+    async def _restart(self) -> None:
+        for reader in self.all_readers:
+            await self._drop(reader)
+        for answer in self.parts.node.answers:
+            if not (answer.is_over or answer.is_closed):
+                answer.fail(EngineUnavailable("The server died."))
+        await self._caught_up()
+        await self.parts.close()
+        await self.parts.store.close()
+        await self._start()
+
+    async def _caught_up(self) -> None:
+        """Wait until the node's words have arrived and what ended is stored."""
+        async with asyncio.timeout(10_000):
+            while any(
+                (a.is_over or a.is_cancelled or not a._steps.empty())
+                and not self._is_told(a.request.request_id)
+                for a in self.parts.node.answers
+            ):
+                await asyncio.sleep(0.0005)  # the store answers from a thread
+        for reader in self.all_readers:
+            reader.read()
+
+    def _is_told(self, request_id: str) -> bool:
+        for live in self.parts.turns._live.values():
+            if live.request_id == request_id:
+                answer = next(a for a in self.parts.node.answers if a.request.request_id == request_id)
+                return live.is_over or (answer._steps.empty() and not answer.is_over)
+        return True
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def nobody_read_what_was_never_written(self) -> None:
+        for reader in self.all_readers:
+            is_beginning_of_one_try = any(
+                "".join(said).startswith(reader.text) for said in (*self.written.values(), [])
+            )
+            assert is_beginning_of_one_try, f"{reader.text!r} is a mixture or has a gap"
+
+    @invariant()
+    def who_follows_has_all_of_it(self) -> None:
+        for reader in self.all_readers:
+            if reader.turn is not None:
+                assert reader.seq == reader.turn.seq
+                assert reader.text == reader.turn.text_after(0)
+
+    def teardown(self) -> None:
+        self.run(self._end())
+        self.runner.close()
+        self.folder.cleanup()
+
+    async def _end(self) -> None:
+        """Whatever happened: drained, every turn is over on disk, and what is stored was written in one try."""
+        await self.parts.close()
+        summaries, _ = await self.parts.store.list_sessions("ann")
+        for summary in summaries:
+            for turn in (await self.parts.store.get_session("ann", summary.id)).turns:
+                assert turn.status != "running"
+                assert any(turn.answer == "".join(said) for said in (*self.written.values(), []))
+        await self.parts.store.close()
+
+
+TestTurns = TurnsMachine.TestCase
+TestTurns.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
