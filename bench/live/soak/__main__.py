@@ -1,0 +1,218 @@
+"""Everything at once, for as long as one likes: clients that come, go, lag, lie and flood, while engine, disk, adapters and server break.
+
+    python -m bench.live.soak [--minutes N] [--seed N]
+
+A server process with the demo model, keys and a small disk of its own (a tmpfs, where this user may mount one). First every greedy answer is taken
+down, one at a time. Then rounds: clients work, and one thing is broken in the middle of each round; after it the clients leave, and what the server
+still holds is read: memory, open files, threads. The second round ends in `kill -9` and a new start. Readings count from the end of the
+warm-up, which is the first third of what follows the new start and includes one engine that was killed: the first engine built in another's place
+leaves its mark in the allocator once.
+
+The last line is JSON. `lost_turns`: accepted or finished turns that REST does not give back as they were. `wrong_answers`: of all that were read
+(cut off ones must be a beginning), those that differ from their reference. `status_5xx`: statuses of 5xx and error frames that nothing
+explains; 503 of a killed engine, a restart or a full disk, and 429 are in `apart`, by code. `rss_growth`, `fd_growth`, `thread_growth`:
+the last third of the readings against the first, medians; `rss_mib_per_kill`: the memory's growth over the engines killed between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from bench.live.report import report
+from bench.live.soak.ledger import Growth, Ledger, Reading, growth
+from bench.live.soak.server import Disk, Server, SoakFailed, free_port
+from bench.live.soak.traffic import GaveUp, Outage, Traffic, World, learn_references, read_back
+
+KEYS = (
+    "ov-soak-first-key-for-the-bench",
+    "ov-soak-second-key-for-the-bench",
+    "ov-soak-third-key-for-the-bench",
+)
+FLOOD_KEY = "ov-soak-flood-key-for-the-bench"
+NUM_CLIENTS = 6
+MIN_ROUND_S, MAX_ROUND_S, MIN_ROUNDS = 8.0, 30.0, 12
+AIMS = {
+    "lost_turns": "aim 0",
+    "wrong_answers": "aim 0",
+    "status_5xx": "aim 0",
+    "rss_growth": "aim ≤ 0.03",
+    "fd_growth": "aim 0",
+    "thread_growth": "aim 0",
+    "engine_kills_survived": "aim ≥ 3",
+}
+
+
+class Soak:
+    """One run."""
+
+    def __init__(self, server: Server, world: World, seed: int) -> None:
+        self.server = server
+        self.world = world
+        self.seed = seed
+        self.readings: list[Reading] = []
+        self.num_engine_kills = 0
+        self.num_changes = 0
+        self.started_s = time.monotonic()
+
+    def say(self, line: str) -> None:
+        print(f"  {time.monotonic() - self.started_s:6.1f} s  {line}", flush=True)
+
+    async def run(self, minutes: float) -> None:
+        self.say("starting the server …")
+        await self.server.start()
+        await learn_references(self.world)
+        self.say(f"{len(self.world.references)} answers taken down")
+        ends_s = time.monotonic() + minutes * 60
+        round_s = min(max(minutes * 60 / MIN_ROUNDS, MIN_ROUND_S), MAX_ROUND_S)
+        breakages = [self.nothing, self.restart, self.engine, self.nothing]
+        after_warm_up = [self.engine, self.adapter, self.disk, self.engine, self.adapter, self.nothing]
+        number = 0
+        while time.monotonic() < ends_s or number < len(breakages):
+            following = after_warm_up[(number - len(breakages)) % len(after_warm_up)]
+            breakage = breakages[number] if number < len(breakages) else following
+            await self.round(number, round_s, breakage)
+            number += 1
+        await self.check_all()
+
+    async def round(self, number: int, seconds: float, breakage: Callable[[], Awaitable[str]]) -> None:
+        ends_s = time.monotonic() + seconds
+        clients = [
+            asyncio.create_task(self.client(ends_s, random.Random(f"{self.seed}-{number}-{n}")))
+            for n in range(NUM_CLIENTS)
+        ]
+        await asyncio.sleep(seconds / 3)
+        what = await breakage()
+        await asyncio.gather(*clients)
+        reading = await self.server.at_rest(self.started_s)
+        self.readings.append(reading)
+        if number % 4 == 3 or breakage == self.restart:
+            await self.check_all()
+        ledger = self.world.ledger
+        self.say(
+            f"round {number + 1} ({what}): {ledger.num_turns} turns, {len(ledger.lost)} lost, {len(ledger.wrong)} wrong of "
+            f"{ledger.num_answers_checked}, {len(ledger.unexpected)} unexpected errors; at rest {reading.rss_mib:.0f} MiB, "
+            f"{reading.num_fds} files, {reading.num_threads} threads"
+        )
+
+    async def client(self, ends_s: float, chance: random.Random) -> None:
+        traffic = Traffic(self.world, chance)
+        while time.monotonic() < ends_s:
+            try:
+                await traffic.visit()
+            except GaveUp as error:
+                self.world.ledger.unexpected.append(str(error))
+
+    async def check_all(self) -> None:
+        """Read every acknowledged turn back."""
+        for key, session_id in list(self.world.ledger.sessions):
+            try:
+                turns = await read_back(self.world, key, session_id)
+            except Outage as error:
+                self.world.ledger.unexpected.append(f"reading a session back: {error}")
+                continue
+            self.world.ledger.check_session(key, session_id, turns)
+
+    # -- what breaks -------------------------------------------------------------------------------------------------
+
+    async def nothing(self) -> str:
+        return "calm"
+
+    async def engine(self) -> str:
+        await self.server.break_engine()
+        self.num_engine_kills += 1
+        return "engine killed and rebuilt"
+
+    async def restart(self) -> str:
+        self.readings.clear()
+        await self.server.kill_and_restart()
+        return "kill -9 and a new start"
+
+    async def adapter(self) -> str:
+        for _ in range(2):
+            self.num_changes += 1
+            await asyncio.to_thread(self.server.replace_adapter, self.num_changes)
+            await asyncio.sleep(0.5)
+        return "adapter replaced twice"
+
+    async def disk(self) -> str:
+        if not self.server.disk.can_be_filled:
+            return "no disk that could be filled"
+        await self.server.fill_disk(hold_s=2.0)
+        return "disk full and back"
+
+
+async def bench(minutes: float, seed: int) -> bool:
+    ledger = Ledger()
+    with tempfile.TemporaryDirectory(prefix="overture-soak-") as name:
+        folder = Path(name)
+        disk = Disk(folder / "data")
+        if not disk.can_be_filled:
+            print("no file system can be mounted here: the part with the full disk is left out", flush=True)
+        server = Server(folder, disk, (*KEYS, FLOOD_KEY), ledger, free_port())
+        server.prepare()
+        soak = Soak(server, World(server.url, server.port, KEYS, FLOOD_KEY, ledger), seed)
+        try:
+            await soak.run(minutes)
+        finally:
+            server.close()
+            disk.close()
+    return show(soak, minutes)
+
+
+def show(soak: Soak, minutes: float) -> bool:
+    """Print all of it; whether every promise was kept."""
+    ledger = soak.world.ledger
+    warm = soak.readings[max(len(soak.readings) // 3, 2) :]
+    grown = growth(warm) or Growth(0.0, 0.0, 0, 0, 0)
+    for title, lines in (("lost", ledger.lost), ("wrong", ledger.wrong), ("unexpected", ledger.unexpected)):
+        for line in list(lines)[:10]:
+            print(f"  {title}: {line}")
+    print("  visits:", ", ".join(f"{name} {count}" for name, count in sorted(soak.world.counts.items())))
+    result = {
+        "lost_turns": len(ledger.lost),
+        "wrong_answers": len(ledger.wrong),
+        "status_5xx": len(ledger.unexpected),
+        "rss_growth": round(grown.rss, 4),
+        "fd_growth": grown.fds,
+        "thread_growth": grown.threads,
+        "engine_kills_survived": soak.num_engine_kills,
+        "rss_mib_per_kill": round(grown.rss_mib_per_kill, 2),
+        "turns": ledger.num_turns,
+        "answers_checked": ledger.num_answers_checked,
+        "server_kills": soak.server.num_lives - 1,
+        "has_filled_the_disk": soak.server.disk.can_be_filled,
+        "apart": dict(ledger.apart),
+        "rss_mib": [round(reading.rss_mib, 1) for reading in soak.readings],
+        "minutes": minutes,
+    }
+    rows = [(name, str(result[name]), aim) for name, aim in AIMS.items()]
+    rows += [(name, str(result[name]), "") for name in ("turns", "answers_checked", "rss_mib_per_kill")]
+    report("soak", rows, result)
+    return not (ledger.lost or ledger.wrong or ledger.unexpected)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long the rounds take together")
+    parser.add_argument("--seed", type=int, default=1, help="of everything that clients choose")
+    args = parser.parse_args()
+    try:
+        is_good = asyncio.run(bench(args.minutes, args.seed))
+    except SoakFailed as error:
+        print(json.dumps({"error": str(error)}))
+        sys.exit(1)
+    sys.exit(0 if is_good else 1)
+
+
+if __name__ == "__main__":
+    main()
