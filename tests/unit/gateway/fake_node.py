@@ -161,6 +161,11 @@ class FakeNode:
         await self.until(lambda: len(self.prefills) > number)
         return self.prefills[number]
 
+    def cut_off(self) -> None:
+        """Stop every answer that was left unfinished."""
+        for answer in self.answers:
+            answer.cancel()
+
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Wait until something that this node was told makes `is_so` true."""
         async with asyncio.timeout(PATIENCE_S):
