@@ -291,6 +291,8 @@ class Advisories:
 
     def _retract(self, record: Record, *, is_expired: bool) -> None:
         record.retracted = is_expired
+        # At once, whenever the node hears of it: it counts no more, and another makes room the next time.
+        self._by_owner.get(record.owner, {}).pop(record.id, None)
         self._node.retract(record.id, is_expired=is_expired)
 
     def _changed(self, record: Record, report: AdvisoryReport) -> None:
