@@ -233,16 +233,23 @@ async def page(request: web.Request) -> web.FileResponse:
 
 
 async def static_file(request: web.Request) -> web.FileResponse:
-    """A file under static/. Anything that resolves outside it does not exist."""
+    """A file under static/."""
+    # In a thread: a file system may be slow, and every socket would wait with it.
+    path = await asyncio.to_thread(_static_path, request.match_info["path"])
+    if path is None:
+        raise web.HTTPNotFound
+    headers = PAGE_HEADERS | ({"Content-Type": "text/javascript"} if path.suffix == ".js" else {})
+    return web.FileResponse(path, headers=headers)
+
+
+def _static_path(name: str) -> Path | None:
+    """The file of this name. Anything that resolves outside the folder does not exist."""
     try:
-        path = (STATIC_DIR / request.match_info["path"]).resolve()
+        path = (STATIC_DIR / name).resolve()
         is_ours = path.is_relative_to(STATIC_DIR.resolve()) and path.is_file()
     except (ValueError, OSError):  # a NUL, or a name that no file system takes
-        is_ours = False
-    if not is_ours:
-        raise web.HTTPNotFound
-    headers = PAGE_HEADERS | ({"Content-Type": "text/javascript"} if Path(path).suffix == ".js" else {})
-    return web.FileResponse(path, headers=headers)
+        return None
+    return path if is_ours else None
 
 
 def add_routes(app: web.Application) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gateway.config import Config
 from gateway.sessions import SessionStore
+from tests.blocking import nothing_blocks  # noqa: F401 - an autouse fixture
 
+from .front import Gateway, Gateways
 from .parts import Parts, SkippingLoop
 
 
@@ -31,3 +36,22 @@ async def parts(store: SessionStore) -> AsyncIterator[Parts]:
     parts = Parts(store)
     yield parts
     await parts.close()
+
+
+@pytest.fixture
+async def gateways(store: SessionStore, tmp_path: Path) -> AsyncIterator[Gateways]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(**settings: Any) -> Gateway:
+            config = Config(port=0, data_dir=tmp_path, drain_timeout_s=1, **{"kv_host_gib": 0.25} | settings)
+            gateway = Gateway(store, config)
+            await stack.enter_async_context(gateway.server)
+            stack.callback(gateway.node.cut_off)  # or the server would wait for what a test left unanswered
+            return gateway
+
+        yield make
+
+
+@pytest.fixture
+async def gateway(gateways: Gateways) -> Gateway:
+    return await gateways()

@@ -1,0 +1,74 @@
+"""No code of ours may block the event loop: a fixture that fails the test in which some does.
+
+blockbuster makes calls that wait (files, sleep, sockets, locks, SQLite) raise where a loop runs on the same thread. Much of what
+the gateway does is inside a broad `except` that would turn the error into a 500 or a line in the log, so each one is also kept and
+shown at the end of the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blockbuster import BlockBuster, BlockingError, blockbuster
+
+from tests.conftest import ROOT
+
+OURS = ("gateway", "engine_bridge")
+# Who may, by file and function.
+ALLOWED = (
+    # The settings are read before there is a loop; tests make theirs anywhere. It compares two paths.
+    ("gateway/config.py", ("is_demo_model",)),
+    # A line of the log, to a stream that the operator chose: it is short, and the log has no order without it.
+    ("logging/__init__.py", ("emit",)),
+)
+
+
+class Blocked:
+    """Calls that blocked, with who made them."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def note(self, call: str) -> None:
+        ours = [
+            f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno} {frame.name}"
+            for frame in traceback.extract_stack()
+            if Path(frame.filename).is_relative_to(ROOT) and ".venv" not in frame.filename
+        ]
+        self.found.append(f"{call} from {' > '.join(ours[-4:-2])}")
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Blocked]:
+    """Until the block ends, whatever of ours blocks a running loop gets a BlockingError, and is noted."""
+    blocked = Blocked()
+
+    class Noted(BlockingError):
+        def __init__(self, call: str) -> None:
+            super().__init__(call)
+            blocked.note(call)
+
+    watch = BlockBuster(list(OURS), excluded_modules=["engine_bridge.driver"])
+    for file, functions in ALLOWED:
+        for function in watch.functions.values():
+            function.can_block_in(file, functions)
+    watch.activate()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blockbuster, "BlockingError", Noted)
+            yield blocked
+    finally:
+        watch.deactivate()
+
+
+@pytest.fixture(autouse=True)
+def nothing_blocks() -> Iterator[None]:
+    """Fails a test in which code of ours blocked the event loop."""
+    with watched() as blocked:
+        yield
+    if blocked.found:
+        pytest.fail("the event loop was blocked:\n" + "\n".join(sorted(set(blocked.found))))

@@ -1,0 +1,94 @@
+"""The whole gateway on a loopback port, in front of a node without a model; and a client of its chat socket, frame by frame."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from gateway.app import Server
+from gateway.auth import KeyRing
+from gateway.config import Config
+from gateway.learned import Learned
+from gateway.services import Services
+from gateway.sessions import SessionStore
+
+from .fake_node import PATIENCE_S
+from .parts import Parts
+
+Frame = dict[str, Any]
+
+
+class Gateway(Parts):
+    """The whole gateway on a loopback port, on a fake node."""
+
+    def __init__(self, store: SessionStore, config: Config) -> None:
+        super().__init__(store, accepts_drafts=config.draft_prefill)
+        learned = Learned(self.node, self.advisories, is_on=False)
+        keys = KeyRing(config.api_keys)
+        node: Any = self.node  # Services names the class that production has
+        self.server = Server(
+            Services(
+                config, node, store, self.turns, keys, self.metrics, self.drafts, self.advisories, learned
+            )
+        )
+
+    @contextlib.asynccontextmanager
+    async def socket(self, *, key: str | None = None, hello: Frame | None = None) -> AsyncIterator[Socket]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = self.server.url.replace("http", "ws") + "/ws"
+        async with connect(url, additional_headers=headers, max_size=None, ping_interval=None) as raw:
+            socket = Socket(raw)
+            if hello is not None:
+                await socket.send(type="hello", **hello)
+                assert (await socket.next())["type"] == "ready"
+            yield socket
+
+
+class Socket:
+    """One client's socket, frame by frame."""
+
+    def __init__(self, raw: ClientConnection) -> None:
+        self.raw = raw
+
+    async def send(self, **frame: Any) -> None:
+        await self.raw.send(json.dumps(frame))
+
+    async def next(self) -> Frame:
+        async with asyncio.timeout(PATIENCE_S):
+            frame: Frame = json.loads(await self.raw.recv())
+            return frame
+
+    async def ask(self, name: str, content: str = "Hello!", **fields: Any) -> Frame:
+        """The `accepted` (or `error`) of a message."""
+        await self.send(type="message", id=name, content=content, **fields)
+        return await self.next()
+
+    async def rest(self, *, seq: int = 0) -> tuple[str, Frame]:
+        """The text from here to the turn's end, and its last frame; `seq` must only grow."""
+        text = ""
+        while True:
+            frame = await self.next()
+            if frame["type"] != "delta":
+                return text, frame
+            assert frame["seq"] > seq, "seq only grows"
+            seq = frame["seq"]
+            text += frame["text"]
+
+    async def closed(self) -> int:
+        """The code with which the server closes; frames before it are passed over."""
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                while True:
+                    await self.raw.recv()
+            except ConnectionClosed as closed:
+                assert closed.rcvd is not None, "cut off without a word"
+                return closed.rcvd.code
+
+
+Gateways = Callable[..., Awaitable[Gateway]]

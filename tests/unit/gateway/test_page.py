@@ -1,0 +1,86 @@
+"""The page's files, health and sessions over HTTP, without a model: what they answer, and that none of it blocks the loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from yarl import URL
+
+from gateway.config import STATIC_DIR
+
+from .front import Gateway, Gateways
+
+
+@pytest.fixture
+async def gateway(gateways: Gateways) -> Gateway:
+    return await gateways()
+
+
+@pytest.fixture
+async def http(gateway: Gateway) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(gateway.server.url) as session:
+        yield session
+
+
+async def test_the_page_and_its_scripts_are_served(http: aiohttp.ClientSession) -> None:
+    async with http.get("/") as reply:
+        assert reply.status == 200 and b"<html" in await reply.read()
+        assert "script-src 'self'" in reply.headers["Content-Security-Policy"]
+    script = next(STATIC_DIR.rglob("*.js"))
+    async with http.get(f"/static/{script.relative_to(STATIC_DIR)}") as reply:
+        assert reply.status == 200 and reply.content_type == "text/javascript"
+        assert await reply.read() == script.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", ["", "nothing.js", "js", "%2e%2e/README.md", "..%2fREADME.md", "%00", "x" * 300, "%ff"]
+)
+async def test_what_is_no_file_of_the_page_does_not_exist(gateway: Gateway, name: str) -> None:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.get(URL(f"{gateway.server.url}/static/{name}", encoded=True)) as reply,
+    ):
+        assert reply.status == 404, await reply.text()
+
+
+async def test_health_says_how_far_the_node_is(gateway: Gateway, http: aiohttp.ClientSession) -> None:
+    async with http.get("/readyz") as reply:
+        assert reply.status == 200
+    gateway.node.state = "rebuilding"
+    async with http.get("/readyz") as reply:
+        assert reply.status == 503 and (await reply.json())["status"] == "starting"
+    async with http.get("/healthz") as reply:
+        assert reply.status == 200
+
+
+async def test_a_session_is_made_renamed_found_deleted_and_brought_back(
+    gateway: Gateway, http: aiohttp.ClientSession
+) -> None:
+    turn = await gateway.answered("a", "Fezin it is.", owner="local")
+    path = f"/api/sessions/{turn.session_id}"
+    async with http.patch(path, json={"title": "About Fezin", "adapter": "shout"}) as reply:
+        assert (await reply.json())["title"] == "About Fezin"
+    async with http.get("/api/sessions", params={"q": "fezin"}) as reply:
+        assert [s["id"] for s in (await reply.json())["sessions"]] == [turn.session_id]
+    async with http.delete(path) as reply:
+        assert reply.status == 204
+    assert gateway.node.ended_sessions == [turn.session_id]
+    async with http.get(path) as reply:
+        assert reply.status == 404
+    async with http.post(f"{path}/restore") as reply:
+        assert [t["answer"] for t in (await reply.json())["turns"]] == ["Fezin it is."]
+
+
+async def test_deleting_a_session_stops_its_answer(gateway: Gateway, http: aiohttp.ClientSession) -> None:
+    turn = await gateway.ask("a", owner="local")
+    answer = await gateway.node.asked()
+    async with http.delete(f"/api/sessions/{turn.session_id}") as reply:
+        assert reply.status == 204
+    assert answer.is_cancelled
+
+
+async def test_metrics_are_rendered_off_the_loop(http: aiohttp.ClientSession) -> None:
+    async with http.get("/metrics") as reply:
+        assert reply.status == 200 and "overture_turns_running 0.0" in await reply.text()
