@@ -39,6 +39,7 @@ KEYS = (
 FLOOD_KEY = "ov-soak-flood-key-for-the-bench"
 NUM_CLIENTS = 6
 MIN_ROUND_S, MAX_ROUND_S, MIN_ROUNDS = 8.0, 30.0, 12
+FULL_DISK_S, HOLD_S = 20.0, 2.0
 AIMS = {
     "lost_turns": "aim 0",
     "wrong_answers": "aim 0",
@@ -145,8 +146,20 @@ class Soak:
     async def disk(self) -> str:
         if not self.server.disk.can_be_filled:
             return "no disk that could be filled"
-        await self.server.fill_disk(hold_s=2.0)
-        return "disk full and back"
+        refused_before = self.world.ledger.apart["overloaded"]
+        await self.server.fill_disk(self.until_refused)
+        num_refused = self.world.ledger.apart["overloaded"] - refused_before
+        return f"disk full and back, {num_refused} refusals"
+
+    async def until_refused(self) -> None:
+        """Store until the server says that it cannot, and a little longer. The log that SQLite writes ahead has room for a while."""
+        traffic = Traffic(self.world, random.Random(self.seed))
+        deadline = time.monotonic() + FULL_DISK_S
+        status = 0
+        while status != 503 and time.monotonic() < deadline:
+            status, _ = await traffic.call("POST", "/api/sessions", KEYS[0], {"title": "x" * 200})
+        await asyncio.sleep(HOLD_S)
+        await self.check_all()  # what was stored can be read all the while
 
 
 async def bench(minutes: float, seed: int) -> bool:

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,6 +22,7 @@ import psutil
 from bench.live.peers.client import ROOT
 from bench.live.soak.ledger import Ledger, Reading
 from gateway.config import DEMO_ADAPTERS_DIR
+from gateway.turns import STORE_AGAIN_S
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S, QUIET_TIMEOUT_S = 180.0, 90.0
@@ -197,16 +199,15 @@ class Server:
         await self.start()
         self.ledger.mend("server", time.monotonic())
 
-    async def fill_disk(self, hold_s: float) -> None:
+    async def fill_disk(self, until_felt: Callable[[], Awaitable[None]]) -> None:
+        """Leave no byte free while `until_felt` runs."""
         self.ledger.disturb("disk")
-        await asyncio.to_thread(self.disk.fill)
         try:
-            await asyncio.sleep(hold_s)
+            await asyncio.to_thread(self.disk.fill)
+            await until_felt()
         finally:
             await asyncio.to_thread(self.disk.empty)
-            self.ledger.mend(
-                "disk", time.monotonic() + 30.0
-            )  # the end of an answer is tried again after so long
+            self.ledger.mend("disk", time.monotonic() + STORE_AGAIN_S[-1])
 
     async def at_rest(self, started_s: float) -> Reading:
         """What the process holds once the last client has gone and the last answer is over. Raises SoakFailed."""

@@ -404,7 +404,7 @@ class Traffic:
                 body["model"] = self.chance.choice(("pirate", "nobody", CHANGING))
             status, reply = await self._post("/v1/advisories", body)
             if status == 202 and self.chance.random() < 0.3:
-                await self._call("DELETE", f"/v1/advisories/{reply['id']}")
+                await self.call("DELETE", f"/v1/advisories/{reply['id']}")
 
     async def flood(self) -> None:
         """One key far over every limit: refusals are what should come."""
@@ -424,15 +424,15 @@ class Traffic:
         if len(mine) < 5:
             return
         key, session_id = self.chance.choice(mine)
-        status, _ = await self._call("DELETE", f"/api/sessions/{session_id}", key)
+        status, _ = await self.call("DELETE", f"/api/sessions/{session_id}", key)
         if status != 204:
             return
-        status, _ = await self._call("POST", f"/api/sessions/{session_id}/restore", key)
+        status, _ = await self.call("POST", f"/api/sessions/{session_id}/restore", key)
         if (
             status != 200
         ):  # the disk was full, or the server went away: it is to be found as deleted or as restored
             self.world.ledger.forget(key, session_id)
-        await self._call("GET", "/api/sessions?q=secret", key)
+        await self.call("GET", "/api/sessions?q=secret", key)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -440,11 +440,9 @@ class Traffic:
         return {"Authorization": f"Bearer {key or self.chance.choice(self.world.keys)}"}
 
     async def _post(self, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
-        return await self._call("POST", path, key, body)
+        return await self.call("POST", path, key, body)
 
-    async def _call(
-        self, method: str, path: str, key: str | None = None, body: Any = None
-    ) -> tuple[int, Any]:
+    async def call(self, method: str, path: str, key: str | None = None, body: Any = None) -> tuple[int, Any]:
         """Status and JSON; 0 where the server is away. Statuses of 5xx are noted."""
         try:
             timeout = aiohttp.ClientTimeout(total=ANSWER_S)
