@@ -169,7 +169,8 @@ class LocalNode:
 
     async def _serve_adapters(self, serving: Serving) -> None:
         """Check all adapters that are there at the start. One that fails is left out."""
-        found = (*self._config.adapters, *find_adapters(self._config.adapters_dir))
+        in_folder = await asyncio.to_thread(find_adapters, self._config.adapters_dir)
+        found = (*self._config.adapters, *in_folder)
         for number, (name, path) in enumerate(found, 1):
             self._stage = f"checking adapter {name} ({number} of {len(found)})"
             problem = await serving.add_adapter(name, path)

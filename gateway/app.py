@@ -123,7 +123,9 @@ async def build_services(
 ) -> Services:
     """All parts, with the engine not started. Raises ConfigError or StartupError with a text for the operator."""
     weights = parse_weights(config.tenant_weights)
-    keys = KeyRing(
+    # Files are read in threads, as everywhere else: signals are answered while a slow disk is waited for.
+    keys = await asyncio.to_thread(
+        KeyRing,
         config.api_keys,
         operator_keys=config.operator_keys,
         key_file=config.api_key_file,
@@ -133,10 +135,11 @@ async def build_services(
         log.warning(
             "no key is an operator's: nobody can read /metrics (make one: overture keys new --operator)"
         )
+    data_dir = await asyncio.to_thread(config.prepare_data_dir)
     store = await SessionStore.open(
-        config.prepare_data_dir() / "sessions.sqlite3", max_owner_bytes=config.max_stored_mib * MIB
+        data_dir / "sessions.sqlite3", max_owner_bytes=config.max_stored_mib * MIB
     )
-    node = node or LocalNode(node_config(config))
+    node = node or LocalNode(await asyncio.to_thread(node_config, config))
     metrics = metrics or Metrics()
     metrics.session_wal_lost_frames.set(store.wal_lost_frames)
     metrics.registry.register(KvCollector(node.kv_tiers))
