@@ -39,10 +39,10 @@ class Fault:
         def step(driver: VllmDriver) -> list[Any]:
             if fault._is_due:
                 fault._is_due = False
-                driver.engine.engine_core.engine_core.model_executor.execute_model = raises  # type: ignore[attr-defined]
+                driver.engine.engine_core.engine_core.model_executor.execute_model = raises
             return fault._step(driver)
 
-        VllmDriver.step = step  # type: ignore[method-assign]
+        VllmDriver.step = step  # type: ignore[method-assign, assignment]
         signal.signal(signal.SIGUSR1, self._note)
 
     def _note(self, *_: object) -> None:
@@ -57,12 +57,14 @@ def write_memory(*_: object) -> None:
     """Resident memory as it is, after a collection, and after free memory went back to the system; and the commonest types."""
     process = psutil.Process()
     sizes = {"rss_mib": process.memory_info().rss / MIB}
+    gc.unfreeze()  # vLLM hides from the collector all that an engine has when it is built
     gc.collect()
     sizes["after_gc_mib"] = process.memory_info().rss / MIB
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     sizes["after_trim_mib"] = process.memory_info().rss / MIB
     objects = Counter(type(each).__qualname__ for each in gc.get_objects())
-    report = sizes | {"num_objects": sum(objects.values()), "types": dict(objects.most_common(60))}
+    gc.freeze()
+    report = sizes | {"num_objects": sum(objects.values()), "types": dict(objects.most_common(400))}
     file = Path(os.environ["SOAK_MEMORY_FILE"])
     file.with_suffix(".new").write_text(json.dumps(report))
     file.with_suffix(".new").replace(file)

@@ -16,7 +16,7 @@ import aiohttp
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from bench.live.soak.ledger import Ledger
+from bench.live.soak.ledger import Expectation, Ledger
 from bench.live.soak.server import CHANGES, CHANGING, HOST
 
 SHORT = {"temperature": 0, "max_tokens": 40}
@@ -76,7 +76,12 @@ class Question:
     is_over: bool = False
 
     def frame(self) -> dict[str, Any]:
-        frame = {"type": "message", "id": self.id, "content": self.content, "sampling": self.sampling}
+        frame: dict[str, Any] = {
+            "type": "message",
+            "id": self.id,
+            "content": self.content,
+            "sampling": self.sampling,
+        }
         frame |= {"session_id": self.session_id, "adapter": self.adapter}
         return frame if self.after is False else frame | {"after": self.after}
 
@@ -221,7 +226,7 @@ class Traffic:
     async def visit(self) -> None:
         weights, kinds = zip(*self.visits, strict=True)
         kind = self.chance.choices(kinds, weights)[0]
-        name = kind.__name__  # type: ignore[attr-defined]
+        name = kind.__name__
         await kind()
         self.world.counts[name] = self.world.counts.get(name, 0) + 1
 
@@ -231,7 +236,7 @@ class Traffic:
     def _check(
         self, what: str, question: Question, questions: tuple[str, ...], is_long: bool = False
     ) -> None:
-        extent = "beginning" if question.finish_reason == "stopped" else "whole"
+        extent: Expectation = "beginning" if question.finish_reason == "stopped" else "whole"
         expected = self.world.expected(questions, question.adapter, is_long)
         self.world.ledger.check_answer(what, question.text, expected, extent)
 
