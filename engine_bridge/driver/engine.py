@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -296,6 +297,7 @@ class VllmDriver:
         finally:
             self.__dict__.clear()
             gc.collect()
+            give_back_free_memory()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -507,6 +509,18 @@ def _compute_on(num_threads: int) -> None:
     import torch
 
     torch._C.set_num_threads(num_threads)
+
+
+def give_back_free_memory() -> None:
+    """Have the C library return what it holds of freed memory to the system, where it can (glibc).
+
+    An engine is built and taken apart in millions of small pieces: measured with the demo model, each one that was closed left 30 to 70 MiB
+    behind that malloc kept for itself. Takes milliseconds.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass
 
 
 def kv_caches_of(engine: Any) -> list[Any]:
