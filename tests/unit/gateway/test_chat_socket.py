@@ -16,7 +16,7 @@ from gateway.turns import KEEP_FINISHED_S
 
 from .fake_node import PATIENCE_S, FakeNode
 from .front import Frame, Gateway, Gateways
-from .parts import passes
+from .parts import passes, settled
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 
@@ -395,6 +395,7 @@ async def test_a_server_that_goes_down_says_so_to_every_socket(
         (await gateway.node.asked()).say("For ever")
         await socket.next()
         closing = asyncio.ensure_future(gateway.server.__aexit__(None, None, None))
+        await settled()
         await passes(1.1)  # as long as it waits for answers here
         assert await socket.closed() == 1001
         await closing

@@ -236,4 +236,4 @@ class TurnsMachine(RuleBasedStateMachine):
 
 
 TestTurns = TurnsMachine.TestCase
-TestTurns.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestTurns.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
