@@ -54,13 +54,15 @@ AIMS = {
 class Soak:
     """One run."""
 
-    def __init__(self, server: Server, world: World, seed: int) -> None:
+    def __init__(self, server: Server, world: World, seed: int, *, looks: bool = False) -> None:
         self.server = server
         self.world = world
         self.seed = seed
         self.readings: list[Reading] = []
         self.num_engine_kills = 0
         self.num_changes = 0
+        self.looks = looks
+        self.types: dict[str, int] = {}
         self.started_s = time.monotonic()
 
     def say(self, line: str) -> None:
@@ -102,6 +104,18 @@ class Soak:
             f"{ledger.num_answers_checked}, {len(ledger.unexpected)} unexpected errors; at rest {reading.rss_mib:.0f} MiB, "
             f"{reading.num_fds} files, {reading.num_threads} threads"
         )
+        if self.looks:
+            await self.look()
+
+    async def look(self) -> None:
+        """Say what holds memory, and of which types there are more than a round ago."""
+        memory = await self.server.memory()
+        types: dict[str, int] = memory.pop("types")
+        more = {name: number - self.types.get(name, 0) for name, number in types.items()}
+        self.types = types
+        most = sorted(more.items(), key=lambda item: -item[1])[:12]
+        sizes = ", ".join(f"{name} {value:.0f}" for name, value in memory.items())
+        self.say(f"  {sizes}; " + ", ".join(f"{name} {number:+}" for name, number in most if number > 0))
 
     async def client(self, ends_s: float, chance: random.Random) -> None:
         traffic = Traffic(self.world, chance)
@@ -162,7 +176,7 @@ class Soak:
         await self.check_all()  # what was stored can be read all the while
 
 
-async def bench(minutes: float, seed: int) -> bool:
+async def bench(minutes: float, seed: int, looks: bool) -> bool:
     ledger = Ledger()
     with tempfile.TemporaryDirectory(prefix="overture-soak-") as name:
         folder = Path(name)
@@ -171,7 +185,7 @@ async def bench(minutes: float, seed: int) -> bool:
             print("no file system can be mounted here: the part with the full disk is left out", flush=True)
         server = Server(folder, disk, (*KEYS, FLOOD_KEY), ledger, free_port())
         server.prepare()
-        soak = Soak(server, World(server.url, server.port, KEYS, FLOOD_KEY, ledger), seed)
+        soak = Soak(server, World(server.url, server.port, KEYS, FLOOD_KEY, ledger), seed, looks=looks)
         try:
             await soak.run(minutes)
         finally:
@@ -218,9 +232,14 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="how long the rounds take together")
     parser.add_argument("--seed", type=int, default=1, help="of everything that clients choose")
+    parser.add_argument(
+        "--look",
+        action="store_true",
+        help="say after each round what holds memory (the server gives free memory back for it, so its growth is another)",
+    )
     args = parser.parse_args()
     try:
-        is_good = asyncio.run(bench(args.minutes, args.seed))
+        is_good = asyncio.run(bench(args.minutes, args.seed, args.look))
     except SoakFailed as error:
         print(json.dumps({"error": str(error)}))
         sys.exit(1)
