@@ -19,6 +19,7 @@ from gateway.client.chat import ChatClient
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 from gateway.metrics import Metrics
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
+from tests.blocking import nothing_blocks  # noqa: F401 - an autouse fixture
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 MODEL = "overture-demo"
