@@ -7,7 +7,7 @@ engine's client notes here whether the request was queued or why not, and a stre
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -20,10 +20,11 @@ class CallStart:
     num_logprobs: that its answers have brought so far, all at once at their end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, when_known: Callable[[], None] = lambda: None) -> None:
         self.num_logprobs = 0
         self.is_known = asyncio.Event()
         self.failure: Exception | None = None
+        self._when_known = when_known
 
     @property
     def is_queued(self) -> bool:
@@ -31,13 +32,17 @@ class CallStart:
         return self.is_known.is_set() and self.failure is None
 
     def queued(self) -> None:
-        self.is_known.set()
+        self._know()
 
     def failed(self, error: Exception) -> None:
         """Does nothing once a request was queued."""
         if not self.is_known.is_set():
             self.failure = error
-            self.is_known.set()
+            self._know()
+
+    def _know(self) -> None:
+        self.is_known.set()
+        self._when_known()
 
     async def result_of(self, calling: Awaitable[T]) -> T:
         """What `calling` returns. Raises `failure` as soon as there is one; `calling` is cancelled then."""
@@ -51,6 +56,48 @@ class CallStart:
         finally:
             is_known.cancel()
             await _ended(task)
+
+
+class Entrance:
+    """Lets a few calls of each tenant be made ready for the engine at a time, the others wait.
+
+    One thread tokenises, so more would not be ready sooner; but validating hundreds of calls in a row keeps the event loop from everybody else.
+    """
+
+    def __init__(self, num_at_once: int = 8) -> None:
+        self._num_at_once = num_at_once
+        self._tenants: dict[str, _Tenant] = {}
+
+    async def enter(self, tenant: str) -> Callable[[], None]:
+        """Wait for a place. Returns what gives it back, which may be called twice."""
+        own = self._tenants.setdefault(tenant, _Tenant(self._num_at_once))
+        own.num_users += 1
+        try:
+            await own.places.acquire()
+        except BaseException:
+            self._leave(tenant, own)
+            raise
+        is_left = False
+
+        def leave() -> None:
+            nonlocal is_left
+            if not is_left:
+                is_left = True
+                own.places.release()
+                self._leave(tenant, own)
+
+        return leave
+
+    def _leave(self, tenant: str, own: _Tenant) -> None:
+        own.num_users -= 1
+        if not own.num_users:
+            del self._tenants[tenant]
+
+
+class _Tenant:
+    def __init__(self, num_at_once: int) -> None:
+        self.places = asyncio.Semaphore(num_at_once)
+        self.num_users = 0
 
 
 class StartedStream:

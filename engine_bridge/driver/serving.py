@@ -44,7 +44,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.continuity import Continued, continue_prompt
-from engine_bridge.driver.call_start import CallStart, StartedStream
+from engine_bridge.driver.call_start import CallStart, Entrance, StartedStream
 from engine_bridge.driver.engine_client import (
     ADAPTER_FAILURES,
     CALLER,
@@ -125,6 +125,7 @@ class Serving:
     def __init__(self, client: BridgeEngineClient, options: ServingOptions) -> None:
         self._client = client
         self._options = options
+        self._entrance = Entrance()
         parsers: dict[str, Any] = {
             "request_logger": None,
             "chat_template": options.chat_template,
@@ -188,12 +189,14 @@ class Serving:
     ) -> JsonReply | SseReply:
         """Answer one call; every failure becomes a reply in that API's own shape."""
         endpoint = self._endpoints[api]
-        caller = caller._replace(asked=read_body(body), start=CallStart())
+        leave = await self._entrance.enter(caller.tenant)
+        caller = caller._replace(asked=read_body(body), start=CallStart(when_known=leave))
         token = CALLER.set(caller)
         try:
             return await self._serve(endpoint, body, headers, caller)
         finally:
             CALLER.reset(token)
+            leave()
 
     async def _serve(
         self, endpoint: _Endpoint, body: Any, headers: Mapping[str, str], caller: Caller

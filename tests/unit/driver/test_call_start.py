@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engine_bridge.driver.call_start import CallStart, StartedStream
+from engine_bridge.driver.call_start import CallStart, Entrance, StartedStream
 
 
 class Source:
@@ -145,3 +145,49 @@ async def test_cancelling_a_call_cancels_what_it_does() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert ended.is_set()
+
+
+async def test_a_few_calls_of_a_tenant_are_made_ready_at_a_time_and_others_come_when_they_have_left() -> None:
+    entrance = Entrance(num_at_once=2)
+    first, second = [await entrance.enter("a") for _ in range(2)]
+    third = asyncio.create_task(entrance.enter("a"))
+    await asyncio.sleep(0)
+    assert not third.done()
+    first()
+    first()  # a second time gives no second place
+    leave = await third
+    fourth = asyncio.create_task(entrance.enter("a"))
+    await asyncio.sleep(0)
+    assert not fourth.done()
+    leave()
+    second()
+    (await fourth)()
+
+
+async def test_a_tenants_calls_do_not_keep_anothers_waiting() -> None:
+    entrance = Entrance(num_at_once=1)
+    await entrance.enter("a")
+    waiting = asyncio.create_task(entrance.enter("a"))
+    (await entrance.enter("b"))()
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_a_call_that_stops_waiting_takes_no_place_and_nobody_is_remembered() -> None:
+    entrance = Entrance(num_at_once=1)
+    leave = await entrance.enter("a")
+    waiting = asyncio.create_task(entrance.enter("a"))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    leave()
+    (await entrance.enter("a"))()
+    assert not entrance._tenants
+
+
+async def test_a_call_leaves_the_entrance_as_soon_as_its_request_is_queued_or_has_failed() -> None:
+    entrance = Entrance(num_at_once=1)
+    CallStart(await entrance.enter("a")).queued()
+    CallStart(await entrance.enter("a")).failed(ValueError("bad"))
+    assert not entrance._tenants
