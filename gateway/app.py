@@ -37,6 +37,7 @@ from gateway.grammar_metrics import GrammarCollector
 from gateway.kv_metrics import KvCollector
 from gateway.learned import Learned
 from gateway.metrics import Metrics
+from gateway.policy.connections import MOST_AT_ONCE
 from gateway.revocation import OpenCalls, follow_key_file
 from gateway.scheduling_metrics import SchedulingCollector
 from gateway.services import SERVICES, Services
@@ -248,7 +249,13 @@ class Server:
         )
         await self._runner.setup()
         try:
-            site = web.TCPSite(self._runner, config.host, config.port, shutdown_timeout=CLOSE_STREAMS_S)
+            site = web.TCPSite(
+                self._runner,
+                config.host,
+                config.port,
+                shutdown_timeout=CLOSE_STREAMS_S,
+                backlog=MOST_AT_ONCE,
+            )
             await site.start()
         except OSError as error:
             await self._runner.cleanup()

@@ -6,7 +6,6 @@ here the limit may change between two frames, since a stranger gets less room th
 
 from __future__ import annotations
 
-import sys
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -80,17 +79,13 @@ class FrameReader:
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
-    def drop_all(self) -> None:
-        """Keep nothing of the message that was too large, and of none after it, but go on to the client's close frame."""
-        self.limit_bytes, self.hard_limit_bytes = 0, sys.maxsize
-        self._is_dropping = True
+    def clear(self) -> None:
+        """Let go of all that has come; nothing can be read after that."""
+        self._buffer = bytearray()
         self._parts = bytearray()
 
     def next(self) -> Received | None:
-        """The next message, or None if more bytes are needed.
-
-        Raises FrameError. After TOO_LARGE `drop_all` may be called; after anything else no more can be read.
-        """
+        """The next message, or None if more bytes are needed. Raises FrameError; nothing can be read after that."""
         while True:
             if self._frame is None:
                 self._frame = self._take_header()

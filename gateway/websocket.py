@@ -77,6 +77,7 @@ class _Inbox:
         self._waiter: asyncio.Future[None] | None = None
         self._end: BaseException | None = None
         self._has_failed = False
+        self._may_be_sending = False
         self._is_paused = False
         self._num_read = 0
 
@@ -84,10 +85,15 @@ class _Inbox:
         if self._has_failed:
             return
         self._frames.feed(data)
-        if self._waiter is None and self._frames.num_buffered_bytes >= BUFFER_BYTES and not self._is_paused:
+        if self._frames.num_buffered_bytes >= BUFFER_BYTES:
+            # Even when somebody waits for more: uvloop goes on reading, up to 8 MB, before it gives him the turn.
+            self._pause()
+        self._wake()
+
+    def _pause(self) -> None:
+        if not self._is_paused:
             self._is_paused = True
             self._connection.pause_reading()
-        self._wake()
 
     def feed_data(self, message: WSMessage, size: int) -> None:
         """A message of aiohttp's own: it wakes the reader when the socket is closed by somebody else."""
@@ -123,20 +129,20 @@ class _Inbox:
         try:
             return self._frames.next()
         except FrameError as error:
-            if error.code == WSCloseCode.MESSAGE_TOO_BIG:
-                self._frames.drop_all()  # the client sends on for a while, then answers our close frame
-            else:
-                self._has_failed = True
+            self._has_failed = True
+            self._may_be_sending = error.code == WSCloseCode.MESSAGE_TOO_BIG
+            self._frames.clear()
+            self._pause()
             raise WebSocketError(error.code, str(error)) from error
 
     async def _wait(self) -> None:
         if self._end is not None:
             raise self._end
-        if self._is_paused:
-            self._is_paused = False
-            self._connection.resume_reading()
         if self._has_failed:
             self._hang_up()
+        elif self._is_paused:
+            self._is_paused = False
+            self._connection.resume_reading()
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -144,10 +150,11 @@ class _Inbox:
             self._waiter = None
 
     def _hang_up(self) -> None:
-        """After a broken rule nothing can be read any more, not even the answer to our close frame. So that is the last we send, and what
-        still comes is thrown away until the client closes: were we to, with bytes unread, it might get a reset in the place of the reason."""
+        """The close frame is the last we send, and nothing more is read: a client may send for ever. aiohttp closes when its timeout is over;
+        at once, with bytes unread, the client might get a reset in the place of the reason. One that is still sending gets no end of
+        stream before that, which some take for a broken connection."""
         transport = self._connection.transport
-        if transport is not None and transport.can_write_eof() and not transport.is_closing():
+        if transport is not None and not transport.is_closing() and not self._may_be_sending:
             transport.write_eof()
 
     def _wake(self) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# Chosen: files that everything else may need at once: SQLite, the KV store's segments, adapters being read, the page's files, and up to 128
-# connections (the listen backlog) that the system hands over before we have looked at the first of them.
+# Chosen: files that everything else may need at once: SQLite, the KV store's segments, adapters being read, the page's files, and
+# connections that the system hands over before we have looked at the first of them.
 FILES_KEPT_BACK = 512
+# Those connections: the listen backlog. With aiohttp's 128 a burst of 200 made others wait a second, until their system tried again.
+MOST_AT_ONCE = FILES_KEPT_BACK // 2
 # Chosen: the most connections by default are twice the most chat sockets, so that each may have a request beside it.
 CONNECTIONS_PER_SOCKET = 2
 # Chosen: of all connections these are for health checks, metrics and those who present a key.

@@ -167,13 +167,3 @@ def test_a_limit_that_is_raised_counts_for_what_has_not_been_read() -> None:
     assert reader.next() == Received(Kind.TEXT, "hello")
     reader.limit_bytes = reader.hard_limit_bytes = 1000
     assert reader.next() == Received(Kind.TEXT, "x" * 500)
-
-
-def test_after_a_message_over_the_hard_limit_the_clients_close_is_still_read() -> None:
-    reader = FrameReader(LIMIT, HARD)
-    reader.feed(frame(1, b"x" * (HARD + 1)) + frame(1, b"y" * HARD) + frame(8, b"\x03\xf1"))
-    with pytest.raises(FrameError):
-        reader.next()
-    reader.drop_all()
-    assert reader.next() == Received(Kind.TOO_LARGE, 0)
-    assert reader.next() == Received(Kind.CLOSE, 1009)
