@@ -120,7 +120,8 @@ class Connection(RequestHandler):
         if not data:  # aiohttp itself, to parse what it has
             super().data_received(data)
             return
-        if self.state is State.IDLE:
+        if self.state is State.IDLE and self._waiter is not None:
+            # Without the waiter it is the rest of a body whose request was answered early.
             self.registry.enter(self, State.HEAD)
         self.num_bytes += len(data)
         self.heard_at_s = self._loop.time()

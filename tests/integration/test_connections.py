@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -171,6 +172,21 @@ async def test_the_next_requests_head_has_its_own_time(servers: Servers, connect
     await peer.reader.readexactly(len(b'{"status":"ok"}'))
     await peer.send(HALF_A_HEAD)
     assert (await peer.rest()).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_the_rest_of_a_body_that_was_answered_early_is_no_head(
+    servers: Servers, connect: Peers
+) -> None:
+    server = await servers(head_timeout_s=0.3, api_keys=KEYS)
+    peer = await connect(server)
+    await peer.send(b"POST /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 20\r\n\r\n{")
+    head = await peer.head()
+    assert b" 401 " in head
+    await peer.reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))  # type: ignore[index]
+    await peer.send(b" " * 19)
+    await asyncio.sleep(0.6)  # it is the time that is tested
+    await peer.send(HEALTH)
+    assert b" 200 " in await peer.head()
 
 
 async def test_an_idle_connection_is_closed(servers: Servers, connect: Peers) -> None:
