@@ -21,6 +21,7 @@ from gateway.errors import GatewayError, StartupError
 from gateway.sessions import RESTORE_WINDOW_S, SessionStore, transactions
 from gateway.sessions.reserve import Reserve
 
+pytestmark = pytest.mark.slow
 NOW = 1_700_000_000.0
 DISK_BYTES = 32 << 20
 TEXT = " ".join(f"word{number}" for number in range(20_000))  # 190 kB, as much of it again in the index
@@ -48,6 +49,8 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         subprocess.run(request.param(folder), check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"a file system cannot be mounted here: {error}")
+    # What others have there. What is left is filled turn by turn, and each is indexed and synced.
+    (folder / "others").write_bytes(bytes(10 << 20))
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
@@ -154,6 +157,7 @@ async def test_without_a_reserve_the_start_says_that_the_disk_is_full(disk: Path
 
 async def test_a_conversation_larger_than_the_reserve_can_be_deleted(disk: Path) -> None:
     """Part by part, with the log folded back in between."""
+    (disk / "others").unlink()
     store = await SessionStore.open(disk / "sessions.db")
     for number in range(4):
         await store.record_turn(
