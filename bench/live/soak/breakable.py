@@ -12,8 +12,10 @@ import ctypes
 import gc
 import json
 import os
+import re
 import signal
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,8 @@ def raises(*_: object, **__: object) -> None:
 
 
 def write_memory(*_: object) -> None:
-    """Resident memory as it is, after a collection, and after free memory went back to the system; and the commonest types."""
+    """Resident memory as it is, after a collection, and after free memory went back to the system; and the commonest types of
+    objects and of threads."""
     process = psutil.Process()
     sizes = {"rss_mib": process.memory_info().rss / MIB}
     gc.unfreeze()  # vLLM hides from the collector all that an engine has when it is built
@@ -64,7 +67,8 @@ def write_memory(*_: object) -> None:
     sizes["after_trim_mib"] = process.memory_info().rss / MIB
     objects = Counter(type(each).__qualname__ for each in gc.get_objects())
     gc.freeze()
-    report = sizes | {"num_objects": sum(objects.values()), "types": dict(objects.most_common(400))}
+    threads = Counter(f"thread {re.sub('[0-9]+', '#', thread.name)}" for thread in threading.enumerate())
+    report = sizes | {"num_objects": sum(objects.values()), "types": dict(objects.most_common(400)) | threads}
     file = Path(os.environ["SOAK_MEMORY_FILE"])
     file.with_suffix(".new").write_text(json.dumps(report))
     file.with_suffix(".new").replace(file)
