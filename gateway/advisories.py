@@ -311,6 +311,7 @@ class Advisories:
         record.is_over = True
         if record.expiry is not None:
             record.expiry.cancel()
+            record.expiry = None  # what is over is kept for a while; its timer, with all the context that it holds, is not
         if self._live.get(record.key) is record:
             del self._live[record.key]
         own = self._by_owner.get(record.owner, {})

@@ -75,11 +75,14 @@ async def test_of_advisories_that_are_over_so_many_are_kept_and_no_more(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.advisories.MAX_ENDED", 10)
-    before = alive(Record)
+    before, timers_before = alive(Record), alive(asyncio.TimerHandle)
     for number in range(100):
         gateway.advisories.submit("local", Wanted(session_id=f"s{number}", ttl_s=1.0), "rest")
         (await gateway.node.told(number)).report("wasted", lead_s=1.0)
     gateway.node.advisories.clear()
     await passes(2.0)
     assert len(alive(Record) - before) <= 10 + 5, "a few more may be on their way out"
+    assert len(alive(asyncio.TimerHandle) - timers_before) <= 8, (
+        "those of the server; none of an advisory that is over"
+    )
     assert len(gateway.advisories._scored) <= 10
