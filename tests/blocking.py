@@ -94,10 +94,16 @@ def _is_a_tests_own() -> bool:
     return caller is not None and caller.f_code.co_filename.startswith(_TESTS)
 
 
-@pytest.fixture(autouse=True)
-def nothing_blocks() -> Iterator[None]:
-    """Fails a test in which code of ours blocked the event loop."""
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Fails the test in which code of ours blocked the event loop until the block ended."""
     with watched() as blocked:
         yield
     if blocked.found:
         pytest.fail("the event loop was blocked:\n" + "\n".join(sorted(set(blocked.found))))
+
+
+@pytest.fixture(autouse=True)
+def nothing_blocks() -> Iterator[None]:
+    with checked():
+        yield

@@ -143,6 +143,8 @@ def is_shown(kind: str, tiers: KvTiers, sources: list[KvSources]) -> bool:
         return any(kv.host for kv in sources)
     if kind == "disk":
         return any(kv.disk for kv in sources)
+    if kind == "default":
+        return any(kv.host or kv.disk for kv in sources) and stats.disk.num_blocks > 0
     has_met = stats.disk.num_corrupt + stats.disk.num_read_errors > 0
     return has_met and (kind == "faults" or tiers.num_failed_loads > 0)
 
