@@ -15,8 +15,8 @@ DISTURBANCES: Mapping[str, frozenset[str]] = {
     "server": frozenset({"engine_failed", "starting", "draining", "503"}),
     "disk": frozenset({"overloaded"}),
 }
-AFTERMATH_S = 5.0
-"""Chosen: an error that was on its way when the fault was mended."""
+AFTERMATH_S = 15.0
+"""Chosen: an error may have been on its way when the fault was mended, or waits in a turn for a client that was cut off and comes back."""
 
 Expectation = Literal["whole", "beginning"]
 
