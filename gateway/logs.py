@@ -17,6 +17,8 @@ from collections.abc import Iterator, MutableMapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from aiohttp.http_exceptions import HttpProcessingError
+
 from engine_bridge.errors import SeamMoved
 from gateway.errors import GatewayError, StartupError
 
@@ -153,6 +155,10 @@ class _TextFree(logging.Formatter):
     """Tells of exceptions without their texts; see `_told`."""
 
     def formatException(self, ei: Any) -> str:
+        if isinstance(
+            ei[1], HttpProcessingError
+        ):  # a client's mistake: where in aiohttp it was seen helps nobody
+            return _told(ei[1])
         return "\n".join(_traceback(ei[1], set())) if ei[1] is not None else ""
 
 

@@ -127,7 +127,7 @@ async def test_lanes_reasons_and_only_ones_own_requests_and_a_log_that_replays(
 ) -> None:
     monkeypatch.setattr("engine_bridge.driver.scheduling.refits.REFIT_EVERY_S", 0.5)
     async with (
-        gateway(tmp_path, "mlq", api_keys=KEYS) as server,
+        gateway(tmp_path, "mlq", operator_keys=KEYS) as server,
         client(server, KEYS[0]) as first,
         client(server, KEYS[1]) as second,
     ):
@@ -225,7 +225,7 @@ async def test_vllms_own_queue_tells_what_it_knows(tmp_path: Path) -> None:
 
 
 async def test_before_the_engine_is_up_there_is_nothing_to_tell(tmp_path: Path) -> None:
-    config = demo_config(tmp_path, api_keys=KEYS, kv_host_gib=0)
+    config = demo_config(tmp_path, operator_keys=KEYS, kv_host_gib=0)
     services = await build_services(config, metrics=Metrics(CollectorRegistry()))
     async with Server(services) as server, client(server, KEYS[0]) as http, client(server) as nobody:
         async with http.get(STATE) as response:
