@@ -46,9 +46,8 @@ class OpenCalls:
             calls.discard(scope)
             if not calls:
                 del self._open[owner]
-        if (
-            scope.expired()
-        ):  # also where the call took the cancellation for its client's leaving, and answered
+        # Also where the call took its cancellation for the client's leaving, and answered.
+        if scope.expired():
             raise withdrawn()
 
     def cut_off(self, owner: str) -> None:
