@@ -17,8 +17,6 @@ from collections.abc import Iterator, MutableMapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from aiohttp.http_exceptions import HttpProcessingError
-
 from engine_bridge.errors import SeamMoved
 from gateway.errors import GatewayError, StartupError
 
@@ -155,9 +153,8 @@ class _TextFree(logging.Formatter):
     """Tells of exceptions without their texts; see `_told`."""
 
     def formatException(self, ei: Any) -> str:
-        if isinstance(
-            ei[1], HttpProcessingError
-        ):  # a client's mistake: where in aiohttp it was seen helps nobody
+        # A client's mistake: where in aiohttp it was seen helps nobody. By name, since logging is set up before aiohttp is loaded.
+        if type(ei[1]).__module__ == "aiohttp.http_exceptions":
             return _told(ei[1])
         return "\n".join(_traceback(ei[1], set())) if ei[1] is not None else ""
 
