@@ -297,7 +297,7 @@ def _call(name: str, path: str, summary: str, example: dict[str, Any], descripti
         parameters=_CALL_HEADERS if is_streamed else _CALL_HEADERS[1:2],
         body=Body(shape=Engine("request", name), example={"model": MODEL} | example),
         replies={200: reply},
-        errors=(404, 422, 429),
+        errors=(404, 422),
     )
 
 
@@ -415,7 +415,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "One advisory, or several in an envelope of the shape of vLLM's KV hints.",
         body=Body(shape=(Wanted, Envelope), example={"session_id": "lisbon", "expected_arrival_s": 2}),
         replies={202: Reply(description="It is acted on.", shape=(AdvisoryStanding, AdvisoryBatch))},
-        errors=(404, 429),
+        errors=(404,),
     ),
     Operation(
         "get",

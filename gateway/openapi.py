@@ -44,6 +44,7 @@ ERRORS = {
     401: "An API key is missing or wrong, or does not allow this.",
     403: "The page that asks is of an origin that may not use this server.",
     404: "There is no such thing here (for this key).",
+    408: "The body did not come in time.",
     413: "The body is larger than the server takes.",
     422: "The request was understood, and cannot be carried out as it is.",
     429: "Too many requests: send it again later.",
@@ -72,9 +73,9 @@ def errors_of(operation: Operation) -> tuple[int, ...]:
     """All statuses above 399 that an operation may be answered with."""
     found = {403, 500, *operation.errors}
     if not operation.is_public:
-        found.add(401)
+        found |= {401, 429}
     if operation.body is not None:
-        found |= {400, 413}
+        found |= {400, 408, 413}
     if operation.is_model_call:
         found.add(503)
     return tuple(sorted(found - operation.replies.keys()))

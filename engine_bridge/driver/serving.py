@@ -80,8 +80,8 @@ KEEP_ALIVE_S = 15.0
 # Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's. A `priority` that the gateway lets
 # a client have comes with the caller.
 SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
-# Errors that are the server's whatever the body says.
-_OURS = (EngineUnavailable, VLLMServerError, GracefulHTTPError, OSError, MemoryError)
+# Errors of which it is known whose they are, whatever the body says.
+_OURS = (EngineUnavailable, InvalidRequest, VLLMServerError, GracefulHTTPError, OSError, MemoryError)
 # What code raises that did not expect the value it got; vLLM answers some of them as 400, with Python's own text.
 _MISTAKES = (TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
 MALFORMED_MESSAGE = "The request cannot be read: one of its fields has a form that does not fit. /openapi.json says which forms they take."
