@@ -42,7 +42,7 @@ from gateway.standing import MAX_PRIORITY
 ERRORS = {
     400: "The request was not understood, or asks for what cannot be had; the message says which field is at fault.",
     401: "An API key is missing or wrong, or does not allow this.",
-    403: "The page that asks is of an origin that may not use this server.",
+    403: "The key is no operator's, where one is needed, or a page of an origin asks that may not use this server.",
     404: "There is no such thing here (for this key).",
     408: "The body did not come in time.",
     413: "The body is larger than the server takes.",

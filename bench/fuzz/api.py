@@ -115,7 +115,7 @@ def started() -> Iterator[Target]:
         ]
         environment = os.environ | {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_MAX_N_SEQUENCES": "4"}
         process = subprocess.Popen(
-            [*command, "--api-key", KEY, "--log-level", "error", *LIMITS],
+            [*command, "--operator-key", KEY, "--log-level", "error", *LIMITS],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=10_000, help="how many at least (10,000)")
     parser.add_argument("--seed", type=int, default=1, help="of the random bodies (1)")
     parser.add_argument("--url", help="a server that runs already, on 127.0.0.1, with --key")
-    parser.add_argument("--key", default=KEY, help="a key that it takes")
+    parser.add_argument("--key", default=KEY, help="an operator's key of it")
     given = parser.parse_args(argv)
     if given.url is not None:
         result = fuzz(Target(given.url.rstrip("/"), given.key), given.requests, given.seed)
