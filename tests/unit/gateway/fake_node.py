@@ -15,9 +15,11 @@ from engine_bridge.node import (
     AdvisoryReport,
     AdvisoryState,
     Api,
+    ApiSchemas,
     Delta,
     EngineState,
     GenerateRequest,
+    GrammarStats,
     JsonReply,
     KvSources,
     NodeState,
@@ -29,6 +31,7 @@ from engine_bridge.node import (
     SessionId,
     SseReply,
     Timings,
+    TokenizerStats,
     Usage,
     pack_token_ids,
 )
@@ -141,7 +144,7 @@ class FakeNode:
         self.retracted: list[tuple[str, bool]] = []
         self.prefills: list[GenerateRequest] = []
         self.cancelled_prefills = 0
-        self.ended_sessions: list[str] = []
+        self.ended_sessions: list[tuple[str, str]] = []
         self.max_model_len = 4096
         self.num_steps = self.num_rebuilds = 0
         self._changed = asyncio.Event()
@@ -230,8 +233,8 @@ class FakeNode:
             raise self.prefill_error
         return 16
 
-    def end_session(self, session_id: str) -> None:
-        self.ended_sessions.append(session_id)
+    def end_session(self, tenant: str, session_id: str) -> None:
+        self.ended_sessions.append((tenant, session_id))
 
     def adapters(self) -> list[AdapterInfo]:
         return [AdapterInfo(name, 8) for name in self.adapter_names]
@@ -244,6 +247,15 @@ class FakeNode:
 
     def scheduling_stats(self) -> SchedulingStats | None:
         return None
+
+    def grammar_stats(self) -> GrammarStats | None:
+        return None
+
+    def tokenizer_stats(self) -> TokenizerStats | None:
+        return None
+
+    async def api_schemas(self) -> ApiSchemas:
+        raise NOT_SERVED
 
     async def serve(
         self,

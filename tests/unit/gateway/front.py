@@ -13,8 +13,10 @@ from websockets.exceptions import ConnectionClosed
 
 from gateway.app import Server
 from gateway.auth import KeyRing
+from gateway.budgets import Gatekeeper, RequestBudgets
 from gateway.config import Config
 from gateway.learned import Learned
+from gateway.revocation import OpenCalls
 from gateway.services import Services
 from gateway.sessions import SessionStore
 
@@ -32,11 +34,9 @@ class Gateway(Parts):
         learned = Learned(self.node, self.advisories, is_on=False)
         keys = KeyRing(config.api_keys)
         node: Any = self.node  # Services names the class that production has
-        self.server = Server(
-            Services(
-                config, node, store, self.turns, keys, self.metrics, self.drafts, self.advisories, learned
-            )
-        )
+        parts = (self.turns, keys, self.metrics, self.drafts, self.advisories, learned)
+        bounds = (RequestBudgets.of(config, self.metrics), Gatekeeper(keys, self.metrics), OpenCalls())
+        self.server = Server(Services(config, node, store, *parts, *bounds))
 
     @contextlib.asynccontextmanager
     async def socket(self, *, key: str | None = None, hello: Frame | None = None) -> AsyncIterator[Socket]:

@@ -66,7 +66,7 @@ async def test_a_session_is_made_renamed_found_deleted_and_brought_back(
         assert [s["id"] for s in (await reply.json())["sessions"]] == [turn.session_id]
     async with http.delete(path) as reply:
         assert reply.status == 204
-    assert gateway.node.ended_sessions == [turn.session_id]
+    assert gateway.node.ended_sessions == [("", turn.session_id)]
     async with http.get(path) as reply:
         assert reply.status == 404
     async with http.post(f"{path}/restore") as reply:
