@@ -10,7 +10,7 @@ nobody's). First come the raw cases (`bench.fuzz.raw`), then Schemathesis in rou
 - /v1/responses by examples and random bodies (its 300 schemas would give 10,000 boundary values alone);
 - random bodies for everything, with other seeds, until there are enough.
 
-Checked: no 5xx; statuses, content types and bodies as the document says; keys asked for; methods refused with Allow. Not checked is whether the
+Checked: no 5xx; statuses, content types and bodies as the document says; methods refused with Allow. Not checked is whether the
 server refuses whatever the document's schema does: vLLM reads numbers that are written as strings and passes over unknown fields on purpose, and
 refuses some bodies of the right form (a prompt that is too long, a seed out of range).
 
@@ -52,7 +52,8 @@ ROUND_WITHIN_S = 420.0
 FIRST_EXAMPLES, RESPONSES_EXAMPLES, MORE_EXAMPLES = 30, 300, 150
 LONGEST_CALL_S = 60.0
 RESPONSES = "/v1/responses"
-NOT_CHECKED = "negative_data_rejection,positive_data_acceptance"
+# The last: who guesses keys is answered 429 after a while, which the check takes for a key that was let in.
+NOT_CHECKED = "negative_data_rejection,positive_data_acceptance,ignored_auth"
 UNDOCUMENTED = ("UndefinedStatusCode", "UndefinedContentType", "MissingContentType")
 _COUNT = re.compile(
     r'^overture_http_requests_total\{route="(?P<route>[^"]*)",status="(?P<status>\d+)"\} (?P<num>\S+)$'
