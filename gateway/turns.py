@@ -237,8 +237,8 @@ class Turns:
         if len(message.content) > self._prompt_chars():
             raise GatewayError(
                 "prompt_too_long",
-                f"This message has {len(message.content):,} characters; this server reads at most "
-                f"{self._prompt_chars():,} (max_prompt_chars). Shorten it.",
+                f"This message has {len(message.content):,} characters, which is more than the tokens that the model "
+                f"reads can hold; at most {self._prompt_chars():,} are taken (max_prompt_chars). Shorten it.",
                 param="content",
             )
         adapter = self.known_adapter(message.adapter)

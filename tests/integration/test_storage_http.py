@@ -28,7 +28,8 @@ def config(data_dir: Path, **changes: object) -> Config:
 @pytest_asyncio.fixture(loop_scope="session")
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     services = await build_services(
-        config(tmp_path / "data", max_stored_mib=1, api_keys=KEYS), metrics=Metrics(CollectorRegistry())
+        config(tmp_path / "data", max_stored_mib=1, api_keys=KEYS, max_requests_per_s=10_000),
+        metrics=Metrics(CollectorRegistry()),
     )
     async with Server(services) as server:
         yield server
