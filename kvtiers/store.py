@@ -40,7 +40,6 @@ EVICTION_BATCH = (
     1 / 64
 )  # of the slots leave at a time, so that ranking all sessions is paid for once per batch
 FLUSH_TIMEOUT_S = 10.0
-MAX_ROUNDS = 8  # of asking tenants for room, where some are above their share and can give nothing: all of theirs is in use. Chosen.
 
 GroupId = tuple[str, str]
 """A tenant, and the name of a session: tenants choose the names of their sessions themselves, so two may have the same."""
@@ -554,21 +553,13 @@ class KvStore:
         if len(groups) > 1 or tenant not in groups:
             for name, facts in groups.items():
                 self._take(name, [each for each in facts if is_abandoned(each, now)], goal, 0)
-        for _ in range(MAX_ROUNDS):
-            if self.pool.num_free >= goal or not groups:
-                return
-            # What is asked for counts as held, so that who is above its share with it makes room for itself.
-            need = {name: num_slots if name == tenant else 0 for name in groups}
-            asked = {name: self._held[name] + need[name] for name in groups}
-            for name, kept in floors(asked, self._weights, goal - self.pool.num_free).items():
-                floor = max(kept - need[name], 0)
-                self._take(name, groups[name], goal, floor)
-                if self._held[name] > floor or not floor:
-                    del groups[
-                        name
-                    ]  # it can give no more: what it lacks is shared by the others in the next round
-        for name, facts in groups.items():
-            self._take(name, facts, goal, 0)
+        # What is asked for counts as held, so that who is above its share with it makes room for itself.
+        need = {name: num_slots if name == tenant else 0 for name in (*groups, tenant)}
+        asked = {name: self._held[name] + need[name] for name in need}
+        for name, kept in floors(asked, self._weights, goal - self.pool.num_free).items():
+            self._take(name, groups.get(name, ()), goal, max(kept - need[name], 0))
+        # What others cannot give (it is in use) nobody below its share gives for them; the tenant itself may.
+        self._take(tenant, groups.get(tenant, ()), goal, 0)
 
     def _facts(self, group: _Group) -> GroupFacts:
         return GroupFacts(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import resource
 import secrets
 import sys
@@ -22,7 +23,6 @@ import aiohttp
 
 from bench.live.hostile_cases import CASES, Attacker, Case, Outcome
 from bench.live.report import report
-from gateway.client.chat import ChatClient
 
 ANSWER_WITHIN_S = 10.0
 CASE_LIMIT_S = 90.0
@@ -95,40 +95,36 @@ class ServerProcess:
 
 
 class Victim:
-    """Streams one answer after the other, and notes when text came."""
+    """Somebody who streams, in a process of its own: what this one computes must not look like a pause of the server's."""
 
-    def __init__(self, server: ServerProcess, key: str) -> None:
-        self._server = server
+    def __init__(self, key: str) -> None:
         self._key = key
-        self.worst_gap_s = 0.0
-        self._last_s = time.monotonic()
 
-    async def run(self) -> None:
-        while True:
-            try:
-                async with ChatClient(f"http://127.0.0.1:{self._server.port}", api_key=self._key) as client:
-                    while True:
-                        await self._one(client)
-            except Exception as error:
-                print(f"  the victim's connection failed: {type(error).__name__}: {error}", flush=True)
-                await asyncio.sleep(0.5)
+    async def start(self, port: int) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bench.live.peers.victim"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"KEY": self._key},
+        )
+        self.follow(port)
+        await asyncio.sleep(3.0)
+        await self.take_gap_ms()
 
-    async def _one(self, client: ChatClient) -> None:
-        sampling = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
-        async for _ in client.ask("Tell me a long story.", sampling=sampling):
-            self._note()
-        self._note()
+    def follow(self, port: int) -> None:
+        """Stream from this server from now on."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{port}\n".encode())
 
-    def _note(self) -> None:
-        now = time.monotonic()
-        self.worst_gap_s = max(self.worst_gap_s, now - self._last_s)
-        self._last_s = now
+    async def take_gap_ms(self) -> float:
+        """The longest time without text since the last call; what is going on counts."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(b"\n")
+        return float(await self._process.stdout.readline())
 
-    def take_gap(self) -> float:
-        """The longest time without text since the last call, in seconds; what is going on counts."""
-        self._note()
-        gap, self.worst_gap_s = self.worst_gap_s, 0.0
-        return gap
+    async def stop(self) -> None:
+        self._process.kill()
+        await self._process.wait()
 
 
 @dataclass
@@ -158,7 +154,7 @@ class Result:
 
 
 async def attack(case: Case, server: ServerProcess, victim: Victim, key: str) -> Result:
-    victim.take_gap()
+    await victim.take_gap_ms()
     await server.facts()
     timeout = aiohttp.ClientTimeout(total=ANSWER_WITHIN_S * 3, sock_read=ANSWER_WITHIN_S)
     headers = {"Authorization": f"Bearer {key}"}
@@ -179,9 +175,10 @@ async def attack(case: Case, server: ServerProcess, victim: Victim, key: str) ->
     elapsed_s = time.monotonic() - started_s
     await asyncio.sleep(SETTLE_S)
     facts = await server.facts()
-    gap_ms = victim.take_gap() * 1000
+    gap_ms = await victim.take_gap_ms()
     if facts is None:
         await server.replace()
+        victim.follow(server.port)
     return Result(
         case,
         outcome,
@@ -217,9 +214,9 @@ async def run(cases: list[Case], is_verbose: bool) -> list[Result]:
     server = ServerProcess(keys)
     print("starting the server", flush=True)
     await server.start()
-    victim = Victim(server, keys[1])
-    streaming = asyncio.create_task(victim.run())
-    await asyncio.sleep(3.0)
+    victim = Victim(keys[1])
+    await victim.start(server.port)
+    os.nice(10)  # an attacker has a machine of its own: this one's work must not take the server's
     results = []
     try:
         for number, case in enumerate(cases, 1):
@@ -230,7 +227,7 @@ async def run(cases: list[Case], is_verbose: bool) -> list[Result]:
                 for answer in sorted(set(result.answers))[:20]:
                     print(f"        {answer[:200]}", flush=True)
     finally:
-        streaming.cancel()
+        await victim.stop()
         await server.stop()
     return results
 

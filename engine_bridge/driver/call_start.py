@@ -17,12 +17,13 @@ T = TypeVar("T")
 class CallStart:
     """Whether a call's first request has come into the engine's queue, or why it never will (`failure`).
 
-    num_logprobs: that its answers have brought so far, all at once at their end.
+    num_logprobs: that its answers have brought so far, all at once at their end. is_over: nobody waits for the start any more.
     """
 
     def __init__(self, when_known: Callable[[], None] = lambda: None) -> None:
         self.num_logprobs = 0
         self.is_known = asyncio.Event()
+        self.is_over = asyncio.Event()
         self.failure: Exception | None = None
         self._when_known = when_known
 
@@ -43,6 +44,11 @@ class CallStart:
     def _know(self) -> None:
         self.is_known.set()
         self._when_known()
+
+    async def wait_for_the_end(self) -> None:
+        """For a request that has failed: whoever waits for the start ends its call, mostly by cancelling it. vLLM would log the error as one of its
+        own, and hide it in a stream."""
+        await self.is_over.wait()
 
     async def result_of(self, calling: Awaitable[T]) -> T:
         """What `calling` returns. Raises `failure` as soon as there is one; `calling` is cancelled then."""
@@ -165,6 +171,30 @@ class StartedStream:
         if reading is not None:
             await _ended(reading)
         await self._source.aclose()  # type: ignore[attr-defined]
+
+
+class ClosingEvents:
+    """A reply's events, whose `aclose` also closes the stream that they are made of.
+
+    A generator that was never begun does nothing when it is closed, and its request would stay in the engine.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], stream: StartedStream) -> None:
+        self._events = events
+        self._stream = stream
+
+    def __aiter__(self) -> ClosingEvents:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return await anext(self._events)
+
+    async def aclose(self) -> None:
+        """End the reply. Its request leaves the engine."""
+        try:
+            await self._events.aclose()
+        finally:
+            await self._stream.close()
 
 
 async def _ended(task: asyncio.Future[Any]) -> None:

@@ -256,9 +256,10 @@ class VllmDriver:
         if self._silent:
             self._note_sources(outputs)
         for output in outputs:
+            if any(completion.finish_reason == "error" for completion in output.outputs):
+                output.failure = self._take_failure(self._internal_ids.get(output.request_id, ""))
             if output.finished:
-                internal_id = self._internal_ids.pop(output.request_id, "")
-                output.failure = self._take_failure(internal_id)
+                self._internal_ids.pop(output.request_id, None)
                 self._release(output.request_id)
         return outputs
 

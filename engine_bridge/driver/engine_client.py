@@ -128,7 +128,9 @@ class BridgeEngineClient(EngineClient):
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                stream.put(output)
+                failure = getattr(output, "failure", None)
+                # An exception takes the place of outputs that wait; a note on one of them would be lost when they are merged.
+                stream.put(output if failure is None else VLLMValidationError(failure))
 
     def fail_all(self) -> None:
         """End every stream with a clear error: the engine under them is gone."""
@@ -377,8 +379,6 @@ class BridgeEngineClient(EngineClient):
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
-                if failure := getattr(output, "failure", None):
-                    raise VLLMValidationError(failure)
                 if sampling is not None and sampling.output_kind is RequestOutputKind.FINAL_ONLY:
                     self._check_logprobs(output, sampling, caller)
                 yield output
@@ -417,8 +417,8 @@ class BridgeEngineClient(EngineClient):
             if caller.start is None or caller.start.is_known.is_set():
                 raise
             caller.start.failed(error)
-            # Whoever waits for the start ends this call. vLLM would log the error as one of its own, and hide it in a stream.
-            await asyncio.Event().wait()
+            await caller.start.wait_for_the_end()
+            raise
         if caller.start is not None:
             caller.start.queued()
 

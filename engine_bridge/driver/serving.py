@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.continuity import Continued, continue_prompt
-from engine_bridge.driver.call_start import CallStart, Entrance, StartedStream
+from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 from engine_bridge.driver.engine_client import (
     ADAPTER_FAILURES,
     CALLER,
@@ -190,12 +190,14 @@ class Serving:
         """Answer one call; every failure becomes a reply in that API's own shape."""
         endpoint = self._endpoints[api]
         leave = await self._entrance.enter(caller.tenant)
-        caller = caller._replace(asked=read_body(body), start=CallStart(when_known=leave))
+        start = CallStart(when_known=leave)
+        caller = caller._replace(asked=read_body(body), start=start)
         token = CALLER.set(caller)
         try:
             return await self._serve(endpoint, body, headers, caller)
         finally:
             CALLER.reset(token)
+            start.is_over.set()
             leave()
 
     async def _serve(
@@ -205,12 +207,15 @@ class Serving:
         start = caller.start or CallStart()
         try:
             request = await _parse(endpoint.request_class, body)
+            if getattr(request, "background", False):
+                raise InvalidRequest("Responses in the background are not offered here.", param="background")
             result = await start.result_of(endpoint.call(request, raw_request))
             if isinstance(result, AsyncIterator):
                 events = _convert_stream_to_sse_events(result) if endpoint.yields_objects else result
                 stream = StartedStream(_called_by(caller, events))
                 await stream.begin(start)
-                return SseReply(_encoded(with_sse_keep_alive(stream.events(), KEEP_ALIVE_S), endpoint))
+                encoded = _encoded(with_sse_keep_alive(stream.events(), KEEP_ALIVE_S), endpoint)
+                return SseReply(ClosingEvents(encoded, stream))
         except _Rejected as rejected:
             return _error_reply(rejected.response, endpoint)
         except Exception as error:
@@ -441,6 +446,10 @@ def _place(error: Exception) -> str:
 def _as_error_response(error: Exception) -> ErrorResponse:
     if isinstance(error, EngineUnavailable):
         return create_error_response(RetryableRequestError(str(error)))
+    if isinstance(error, TimeoutError):
+        return create_error_response(
+            RetryableRequestError("Reading the prompt took too long. Send it again, or a shorter one.")
+        )
     if isinstance(error, InvalidRequest):
         return create_error_response(str(error), param=error.param)
     response = create_error_response(error)
@@ -474,7 +483,7 @@ async def _called_by(caller: Caller, events: AsyncIterator[str]) -> AsyncIterato
         await events.aclose()  # type: ignore[attr-defined]
 
 
-async def _encoded(events: AsyncIterator[str], endpoint: _Endpoint) -> AsyncIterator[bytes]:
+async def _encoded(events: AsyncIterator[str], endpoint: _Endpoint) -> AsyncGenerator[bytes, None]:
     """Server-sent events as bytes. What a generator lets out after its first byte becomes a last error event."""
     try:
         async for event in events:

@@ -22,6 +22,8 @@ from engine_bridge.policy.fair_queue import FairQueue
 # Of one tenant: jobs that may wait, and how long they may be expected to. Chosen: memory for prompts that wait, and a third of the 30 s after which
 # vLLM gives up rendering.
 MAX_WAITING, MAX_WAIT_S = 4096, 10.0
+# A job that runs for longer is taken to run for ever. Chosen: a prompt as long as the limits allow takes about a second.
+STUCK_S = 20.0
 
 
 class _Job(NamedTuple):
@@ -39,6 +41,7 @@ class TokenizerQueue(Executor):
         self._queue: FairQueue[_Job] = FairQueue()
         self._num_jobs = 0
         self._seconds = 0.0
+        self._began_s: float | None = None  # the job that runs
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Queue a job of the tenant that CALLER names."""
@@ -69,12 +72,15 @@ class TokenizerQueue(Executor):
         self._pool.shutdown(wait=wait, cancel_futures=cancel_futures)
 
     def replace_inner(self) -> None:
-        """vLLM thinks that the thread is stuck: go on with another, which does what waits."""
+        """vLLM thinks that the thread is stuck: go on with another, which does what waits. Not if the job has only waited for its turn."""
         with self._lock:
+            if self._began_s is None or time.perf_counter() - self._began_s < STUCK_S:
+                return
+            self._began_s = None
             old, self._pool = self._pool, ThreadPoolExecutor(self._num_threads, "tokenizer")
             for _ in range(self._queue.num_waiting):  # the errands for these are the old thread's
                 self._pool.submit(self._run_next)
-        old.shutdown(wait=False)
+        old.shutdown(wait=False, cancel_futures=True)
 
     def _run_next(self) -> None:
         with self._lock:
@@ -86,6 +92,8 @@ class TokenizerQueue(Executor):
             self._account(tenant, None)
             return
         started_s = time.perf_counter()
+        with self._lock:
+            self._began_s = started_s
         try:
             result, error = job.run(), None
         except BaseException as raised:
@@ -100,6 +108,7 @@ class TokenizerQueue(Executor):
     def _account(self, tenant: str, took_s: float | None) -> None:
         with self._lock:
             self._queue.done(tenant, took_s)
+            self._began_s = None
             self._num_jobs += took_s is not None
             self._seconds += took_s or 0.0
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -29,6 +32,8 @@ START_TIMEOUT_S = (
     60.0  # a tokenizer of 150,000 tokens takes about a second; a machine that swaps takes longer
 )
 MAX_REMEMBERED = 4096
+# A check that took too long, or was ended from outside, may have been the machine's fault: so long it is not tried again. Chosen.
+UNSURE_S = 60.0
 MIB = 1 << 20
 
 
@@ -41,11 +46,12 @@ class Tokenizer(Struct, frozen=True):
 
 
 class HelperDied(Exception):
-    """A helper process ended, or was ended for taking too long (`was_slow`)."""
+    """A helper process ended. was_slow: it was ended for taking too long. was_crash: by its own doing, as it will be again."""
 
-    def __init__(self, was_slow: bool) -> None:
+    def __init__(self, *, was_slow: bool, was_crash: bool) -> None:
         super().__init__()
         self.was_slow = was_slow
+        self.was_crash = was_crash
 
 
 class HelperProcess:
@@ -112,9 +118,25 @@ class HelperProcess:
         except OSError:
             reply = None
         if reply is None:
+            was_crash = has_answered and _exit_status(process) in (-signal.SIGSEGV, -signal.SIGABRT)
             self.close()
-            raise HelperDied(was_slow=not has_answered)
+            raise HelperDied(was_slow=not has_answered, was_crash=was_crash)
         return reply
+
+
+def _exit_status(process: subprocess.Popen[bytes]) -> int | None:
+    """Of a process whose pipe has ended; None if it lives on."""
+    try:
+        return process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+class _Known(NamedTuple):
+    """A verdict, and until when it holds on the monotonic clock."""
+
+    reason: str
+    until_s: float
 
 
 class _Turn:
@@ -153,7 +175,8 @@ class GrammarChecker:
         for process in self._processes:
             self._free.put(process)
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="grammars")
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, _Known] = OrderedDict()
+        self._checking: set[asyncio.Task[str]] = set()
         self._turns: dict[str, _Turn] = {}
         self.num_checked = 0
         self.num_refused = 0
@@ -177,17 +200,27 @@ class GrammarChecker:
 
         A tenant's are checked one after the other, so that none keeps all processes busy.
         """
-        text = grammar.encode("utf-8", "surrogatepass")
+        try:
+            text = grammar.encode()
+        except UnicodeEncodeError:
+            return "it holds half a character (a lone surrogate)"
+        # A task of its own, which keeps the turn until the helper is done: who leaves and comes again must not have two at work.
+        checking = asyncio.create_task(self._check(text, tenant))
+        self._checking.add(checking)
+        checking.add_done_callback(self._checking.discard)
+        return await asyncio.shield(checking)
+
+    async def _check(self, text: bytes, tenant: str) -> str:
         key = hashlib.sha256(text).digest()
         async with self._turn_of(tenant):  # also where it is known: another request may be asking the same
-            reason = self._verdicts.get(key)
-            if reason is None:
-                reason = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, text)
-            self._remember(key, reason)
-        return reason
+            known = self._verdicts.get(key)
+            if known is None or known.until_s < time.monotonic():
+                known = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, text)
+            self._remember(key, known)
+        return known.reason
 
-    def _remember(self, key: bytes, reason: str) -> None:
-        self._verdicts[key] = reason
+    def _remember(self, key: bytes, known: _Known) -> None:
+        self._verdicts[key] = known
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_REMEMBERED:
             self._verdicts.popitem(last=False)
@@ -204,22 +237,27 @@ class GrammarChecker:
             if not turn.num_users:
                 del self._turns[tenant]
 
-    def _ask(self, grammar: bytes) -> str:
+    def _ask(self, grammar: bytes) -> _Known:
         """On a thread of ours."""
         process = self._free.get()
         started_s = time.monotonic()
         try:
             reason = process.ask(grammar, self._timeout_s)
             self.num_refused += bool(reason)
-            return reason
+            return _Known(reason, math.inf)
         except HelperDied as death:
             self.num_refused += 1
             self.num_deaths += 1
             what = "took too long" if death.was_slow else "ended the helper process"
             log.warning("a grammar of %d bytes %s and was refused", len(grammar), what)
+            until_s = math.inf if death.was_crash else time.monotonic() + UNSURE_S
             if death.was_slow:
-                return f"checking it takes longer than {self._timeout_s:g} s (grammar_check_s)"
-            return "compiling it nests too deeply or takes too much memory (grammar_check_mib)"
+                return _Known(
+                    f"checking it takes longer than {self._timeout_s:g} s (grammar_check_s)", until_s
+                )
+            return _Known(
+                "compiling it nests too deeply or takes too much memory (grammar_check_mib)", until_s
+            )
         finally:
             self.num_checked += 1
             self.seconds += time.monotonic() - started_s

@@ -17,11 +17,14 @@ from engine_bridge.errors import InvalidRequest
 
 # Characters of one stop string or bad word. Chosen: longer than any marker that people stop at.
 MAX_WORD_CHARS = 1024
+# Of a repetition that vLLM looks for at each token, and of triggers of a structural tag, each of which is tried for each structure. Chosen.
+MAX_PATTERN_TOKENS, MAX_TRIGGERS = 64, 64
 # Characters of a prompt for each token that the model reads, where no limit is set: four are usual, sixteen are white space or a repeated word.
 CHARS_PER_TOKEN = 16
 _REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 # "name:" or "name ::=" at the beginning of a line, as Lark and EBNF have it.
-_RULE = re.compile(r"^\s*[?!]?[\w.-]+\s*(?:::=|:)", re.MULTILINE)
+# Blanks only: what matches line ends as well looks at a run of them again and again.
+_RULE = re.compile(r"^[ \t]*[?!]?[\w.-]+[ \t]*(?:::=|:)", re.MULTILINE)
 KIB = 1 << 10
 
 
@@ -65,6 +68,11 @@ def check_prompt_chars(given: int, limit: int, param: str = "prompt") -> None:
 
 def check_sampling(params: Any, limits: RequestLimits) -> None:
     """Measure a request's settings (vLLM's `SamplingParams`, or anything with its fields). Raises InvalidRequest."""
+    if params.n > limits.max_sequences:
+        raise too_much(
+            "Answers in one call (prompts × n)", params.n, limits.max_sequences, "max_sequences", "n"
+        )
+    _check_repetition(getattr(params, "repetition_detection", None))
     _check_words("stop strings", params.stop, limits.max_stop_strings, "max_stop_strings", "stop")
     _check_words("bad words", params.bad_words, limits.max_bad_words, "max_bad_words", "bad_words")
     for name in ("logit_bias", "stop_token_ids", "logprob_token_ids"):
@@ -73,6 +81,16 @@ def check_sampling(params: Any, limits: RequestLimits) -> None:
             raise too_much(f"Entries of {name}", given, limits.max_logit_bias, "max_logit_bias", name)
     if params.structured_outputs is not None:
         check_structured(params.structured_outputs, limits)
+
+
+def _check_repetition(detection: Any) -> None:
+    """vLLM compares the end of an answer with itself at each token, for each size of pattern."""
+    size = getattr(detection, "max_pattern_size", 0) or 0
+    if size > MAX_PATTERN_TOKENS:
+        raise InvalidRequest(
+            f"max_pattern_size is {size:,}; patterns of at most {MAX_PATTERN_TOKENS} tokens are looked for.",
+            param="repetition_detection",
+        )
 
 
 def _check_words(what: str, words: Iterable[str] | str | None, limit: int, setting: str, param: str) -> None:
@@ -112,6 +130,11 @@ def _check_schema(schema: Any, limits: RequestLimits) -> None:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError):
             return  # vLLM says what is wrong with it
+    triggers = schema.get("triggers") if isinstance(schema, dict) else None
+    if isinstance(triggers, list) and len(triggers) > MAX_TRIGGERS:
+        raise InvalidRequest(
+            f"A structural tag may have at most {MAX_TRIGGERS} triggers.", param="structural_tag"
+        )
     num_values, num_chars = measure(schema, limits.max_schema_values)
     if num_values > limits.max_schema_values:
         raise InvalidRequest(

@@ -44,10 +44,18 @@ def _check_sequences(api: Api, body: dict[str, Any], limit: int) -> None:
     prompt = body.get("prompt") if api == "completions" else None
     is_many = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     num_prompts = len(prompt) if is_many and isinstance(prompt, list) else 1
-    wanted = [body[name] for name in ("n", "best_of") if isinstance(body.get(name), int)]
+    wanted = [_as_number(body.get(name)) for name in ("n", "best_of")]
     num_sequences = num_prompts * max(wanted, default=1)
     if num_sequences > limit:
         raise too_much("Answers in one call (prompts × n)", num_sequences, limit, "max_sequences", "n")
+
+
+def _as_number(value: Any) -> int:
+    """As vLLM's models read it: "16" and 16.0 are 16. 1 for what is no number."""
+    try:
+        return int(float(value)) if isinstance(value, int | float | str) else 1
+    except (ValueError, OverflowError):
+        return 1
 
 
 def _check_prompt(api: Api, body: dict[str, Any], limit: int) -> None:

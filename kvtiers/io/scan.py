@@ -51,10 +51,10 @@ def segment_path(directory: Path, number: int) -> Path:
 def segment_paths(directory: Path) -> list[tuple[int, Path]]:
     """The segment files of a folder as (number, path), oldest first. Raises OSError.
 
-    Of what is named like one, only regular files of the folder's owner are; what else there is (a pipe, a link, a folder) is neither opened
-    nor counted nor removed, and told in the log.
+    Of what is named like one, only regular files of the folder's owner and of ours are; what else there is (a pipe, a link, a folder)
+    is neither opened nor counted nor removed, and told in the log.
     """
-    owner = os.stat(directory).st_uid
+    owners = {os.stat(directory).st_uid, os.geteuid()}
     found: list[tuple[int, Path]] = []
     strange: list[str] = []
     with os.scandir(directory) as entries:
@@ -66,7 +66,7 @@ def segment_paths(directory: Path) -> list[tuple[int, Path]]:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            if stat.S_ISREG(status.st_mode) and status.st_uid == owner:
+            if stat.S_ISREG(status.st_mode) and status.st_uid in owners:
                 found.append((int(match[1]), Path(entry.path)))
             else:
                 strange.append(entry.name)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
-from engine_bridge.driver.call_start import CallStart, Entrance, StartedStream
+from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 
 
 class Source:
@@ -100,6 +100,19 @@ async def test_cancelling_the_wait_for_the_start_closes_the_stream() -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    assert source.is_closed
+
+
+async def test_a_reply_that_was_never_read_closes_its_stream() -> None:
+    start, source = CallStart(), Source(lambda: start.queued(), "a")
+    stream = StartedStream(source)
+    await stream.begin(start)
+
+    async def encoded() -> AsyncGenerator[bytes, None]:
+        async for event in stream.events():
+            yield event.encode()
+
+    await ClosingEvents(encoded(), stream).aclose()
     assert source.is_closed
 
 

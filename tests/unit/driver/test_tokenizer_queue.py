@@ -109,7 +109,10 @@ def test_a_tenant_whose_jobs_take_long_is_refused_sooner(
     busy.go.set()
 
 
-def test_a_stuck_thread_is_replaced_and_what_waits_is_done(queue: TokenizerQueue) -> None:
+def test_a_stuck_thread_is_replaced_and_what_waits_is_done(
+    queue: TokenizerQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_bridge.driver.tokenizer_queue.STUCK_S", 0.0)
     busy = Busy(queue)
     waiting = [queue.submit(len, "x" * n) for n in range(5)]
     queue.replace_inner()
@@ -143,3 +146,12 @@ async def test_vllms_own_wrappers_go_through_it() -> None:
 def test_a_renderer_without_that_executor_is_a_moved_seam() -> None:
     with pytest.raises(SeamMoved):
         be_fair(object())
+
+
+def test_a_thread_that_has_not_worked_for_long_is_not_replaced() -> None:
+    """vLLM's clock runs while a job waits for its turn, too."""
+    queue = TokenizerQueue()
+    pool = queue._pool
+    queue.replace_inner()
+    assert queue._pool is pool
+    queue.shutdown()

@@ -86,6 +86,28 @@ async def test_a_verdict_is_reached_once_for_equal_grammars(checker: GrammarChec
     assert (checker.num_checked, checker.num_deaths) == (1, 1)
 
 
+async def test_a_check_that_was_cut_short_is_tried_again_later(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been the machine's fault, where a crash is the grammar's."""
+    grammar = schema({"type": "object"})
+    monkeypatch.setattr("engine_bridge.grammars.checker.UNSURE_S", -1.0)
+    with monkeypatch.context() as hurry:
+        hurry.setattr(checker, "_timeout_s", 0.0)
+        assert "takes longer than" in await checker.check(grammar, "")
+    assert await checker.check(grammar, "") == ""
+
+
+async def test_who_leaves_while_a_check_runs_waits_for_it_with_the_next_one(checker: GrammarChecker) -> None:
+    slow = schema({"enum": [f"value {number}" for number in range(100_000)]})
+    leaving = asyncio.create_task(checker.check(slow, "a"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert await checker.check(schema({"type": "object"}), "a") == ""
+    assert checker.num_checked == 2, "the first one was not cut short, and was done before the second"
+
+
 async def test_a_grammar_that_takes_too_long_is_refused_and_its_process_replaced() -> None:
     # Far less time than compiling this one takes on any machine.
     checker = GrammarChecker(BYTES, timeout_s=0.001, memory_mib=512)

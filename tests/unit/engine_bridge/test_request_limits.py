@@ -38,11 +38,20 @@ class Structured:
 class Params:
     """The fields of vLLM's SamplingParams."""
 
+    n: int = 1
     stop: Any = field(default_factory=list)
     bad_words: Any = field(default_factory=list)
     logit_bias: Any = None
     stop_token_ids: Any = field(default_factory=list)
     structured_outputs: Structured | None = None
+    repetition_detection: Any = None
+
+
+@dataclass
+class Repetition:
+    """The field of vLLM's RepetitionDetectionParams that costs."""
+
+    max_pattern_size: int
 
 
 @pytest.mark.parametrize(
@@ -65,6 +74,12 @@ def test_settings_within_their_limits_pass(params: Params) -> None:
 @pytest.mark.parametrize(
     ("params", "setting"),
     [
+        (Params(n=300), "max_sequences"),
+        (Params(repetition_detection=Repetition(10**6)), "max_pattern_size"),
+        (
+            Params(structured_outputs=Structured(structural_tag='{"triggers":[' + '"x",' * 70 + '"x"]}')),
+            "triggers",
+        ),
         (Params(stop=["a", "b", "c"]), "max_stop_strings"),
         (Params(stop=["a" * 2000]), "characters"),
         (Params(bad_words=["a", "b", "c"]), "max_bad_words"),
@@ -95,6 +110,11 @@ def test_settings_within_their_limits_pass(params: Params) -> None:
 def test_settings_over_a_limit_are_refused_with_its_name(params: Params, setting: str) -> None:
     with pytest.raises(InvalidRequest, match=setting):
         check_sampling(params, LIMITS)
+
+
+def test_a_grammar_of_nothing_but_line_ends_is_measured_like_any_other() -> None:
+    """A pattern that looked at a run of them again and again took twenty minutes for this one."""
+    check_sampling(Params(structured_outputs=Structured(grammar="\n" * 200_000)), RequestLimits())
 
 
 def test_measuring_a_value_stops_soon_after_the_limit() -> None:

@@ -42,6 +42,8 @@ def test_calls_within_their_limits_pass(api: Api, body: Any) -> None:
         ("responses", {"input": [MESSAGE] * 9}, "max_messages"),
         ("chat", {"messages": [MESSAGE], "n": 5}, "max_sequences"),
         ("completions", {"prompt": ["x"] * 3, "n": 2}, "max_sequences"),
+        ("completions", {"prompt": ["x"] * 3, "n": "2"}, "max_sequences"),
+        ("chat", {"messages": [MESSAGE], "n": 16384.0}, "max_sequences"),
         ("completions", {"prompt": [[1], [2], [3]], "n": 2}, "max_sequences"),
         ("completions", {"prompt": "x" * 301}, "max_prompt_chars"),
         ("completions", {"prompt": ["x", "x" * 301]}, "max_prompt_chars"),
