@@ -178,7 +178,7 @@ class ChatConnection:
             self._services.budgets.count(principal.owner)
         if frame.session_id is not None:
             session = to_builtins(await self._services.store.get_session(principal.owner, frame.session_id))
-        self._principal = principal
+        self._principal = self._services.keys.current(principal)  # it may have been withdrawn meanwhile
         self._said_hello = True
         self._send(
             {"type": "ready", "protocol": PROTOCOL_VERSION, "session": session}

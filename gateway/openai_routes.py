@@ -261,8 +261,10 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
 
     async def handle(request: web.Request) -> web.Response:
         services = request.app[SERVICES]
-        services.check_may_change_adapters(services.admit(request))
-        reply = await getattr(services.node, method)(await json_body(request))
+        principal = services.admit(request)
+        services.check_may_change_adapters(principal)
+        async with services.calls.of(principal.owner):
+            reply = await getattr(services.node, method)(await json_body(request))
         return web.Response(body=reply.body, status=reply.status, content_type="application/json")
 
     return handle

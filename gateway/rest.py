@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ PAGE_HEADERS = {
     # Always asked again, answered 304 while nothing changed: a page never runs with yesterday's scripts.
     "Cache-Control": "no-cache",
 }
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class CreateSession(Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,6 +122,25 @@ async def _struct_body(request: web.Request, kind: type[Any]) -> Any:
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------
+
+
+def in_place(handler: Handler) -> Handler:
+    """A route of one owner's conversations: it takes a place among the owner's until its answer was sent, and ends when the key is withdrawn.
+
+    Places of its own, so that many API calls of a key do not close its page, and a bound on what is read and waits for a slow client.
+    """
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        services = request.app[SERVICES]
+        owner = services.principal(request).owner
+        with services.budgets.enter(f"conversations of {owner}"):
+            async with services.calls.of(owner):
+                response = await handler(request)
+                await response.prepare(request)
+                await response.write_eof()
+                return response
+
+    return handle
 
 
 async def list_sessions(request: web.Request) -> web.Response:
@@ -257,12 +280,12 @@ def add_routes(app: web.Application) -> None:
         [
             web.get("/", page),
             web.get("/static/{path:.+}", static_file),
-            web.get("/api/sessions", list_sessions),
-            web.post("/api/sessions", create_session),
-            web.get("/api/sessions/{id}", read_session),
-            web.patch("/api/sessions/{id}", patch_session),
-            web.delete("/api/sessions/{id}", delete_session),
-            web.post("/api/sessions/{id}/restore", restore_session),
+            web.get("/api/sessions", in_place(list_sessions)),
+            web.post("/api/sessions", in_place(create_session)),
+            web.get("/api/sessions/{id}", in_place(read_session)),
+            web.patch("/api/sessions/{id}", in_place(patch_session)),
+            web.delete("/api/sessions/{id}", in_place(delete_session)),
+            web.post("/api/sessions/{id}/restore", in_place(restore_session)),
             web.get("/api/models", list_models),
             web.get("/healthz", healthz),
             web.get("/readyz", readyz),

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # How often the file is looked at. Chosen: a stat costs microseconds, and nobody waits longer for a key that leaked.
 LOOK_EVERY_S = 1.0
-Signature = tuple[int, int, int] | None
+Signature = tuple[int, int, int, int] | None
 
 
 class OpenCalls:
@@ -112,4 +112,5 @@ def _signature(path: Path) -> Signature:
         status = os.stat(path)
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
+    # ctime: a file that could not be read may become readable, and nothing else of it changes.
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

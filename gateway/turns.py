@@ -185,7 +185,9 @@ class Turns:
                 await self.stop(owner, live.id)
 
     async def stop_owner(self, owner: str) -> None:
-        """End whatever runs for an owner (the key was withdrawn)."""
+        """End whatever runs for an owner (the key was withdrawn), and what is just being stored."""
+        if asking := [task for (asker, _), task in self._asking.items() if asker == owner]:
+            await asyncio.wait(asking)
         for live in list(self._live.values()):
             if live.owner == owner:
                 await self.stop(owner, live.id)

@@ -224,6 +224,15 @@ async def test_a_resumed_turn_goes_on_from_every_piece_without_loss_or_repetitio
     assert all(turn.can_resume(seq) for seq in range(6)), "a finished turn is kept for a while"
 
 
+async def test_a_turn_that_is_just_being_stored_ends_when_its_key_is_withdrawn(parts: Parts) -> None:
+    asking = asyncio.create_task(parts.ask("a"))
+    await asyncio.sleep(0)
+    assert not asking.done()
+    await parts.turns.stop_owner("ann")
+    turn = await parts.follow(await asking).over()
+    assert turn.done is not None and turn.done["finish_reason"] == "stopped"
+
+
 async def test_a_turn_that_nobody_follows_for_half_a_minute_is_stopped_and_kept(parts: Parts) -> None:
     turn = await parts.ask("a")
     answer = await parts.node.asked()
