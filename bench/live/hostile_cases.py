@@ -225,6 +225,22 @@ async def evil_tools(attacker: Attacker) -> Outcome:
     ]
 
 
+async def many_triggers(attacker: Attacker) -> Outcome:
+    """Each is compared with each structure."""
+    tag = {
+        "triggers": [f"<{number}" for number in range(5000)],
+        "structures": [{"begin": f"<{4999 - number}>", "schema": {}, "end": "</>"} for number in range(1000)],
+    }
+    return [await attacker.chat(structured_outputs={"structural_tag": json.dumps(tag)})]
+
+
+async def in_the_background(attacker: Attacker) -> Outcome:
+    """Stored or not, as vLLM's two checks of it read the word."""
+    text = {"format": {"type": "json_schema", "name": "x", "schema": reference_chain(300)}}
+    body = {"model": MODEL, "input": "Hello!", "background": True, "text": text}
+    return [await attacker.post("/v1/responses", body | {"store": store}) for store in (True, False, "false")]
+
+
 # -- large and malformed bodies --------------------------------------------------------------------------------------
 
 
@@ -633,6 +649,18 @@ CASES = (
         "a template of the client's own",
         fields(lambda: {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}),
     ),
+    Case("a grammar of 200,000 line ends", grammar("\n" * 200_000)),
+    Case("5,000 triggers of a structural tag", many_triggers),
+    Case("answers by the thousand, as a text", fields(lambda: {"n": "16384"})),
+    Case(
+        "repetitions of any size",
+        fields(
+            lambda: {
+                "repetition_detection": {"min_pattern_size": 1, "max_pattern_size": 10**6, "min_count": 2}
+            }
+        ),
+    ),
+    Case("responses in the background", in_the_background),
     Case("malformed chat calls", malformed),
     Case("malformed calls at other doors", other_doors_malformed),
     Case("a compressed bomb", compressed_bomb),
