@@ -23,6 +23,8 @@ MAX_RESERVED, RESERVED_SHARE = 64, 10
 MAX_PER_ADDRESS = 1024
 # Chosen: a body may take BODY_GRACE_S, and a second more for each of these bytes; 4 KiB/s is a poor mobile connection.
 BODY_GRACE_S, MIN_BODY_BYTES_PER_S = 60.0, 4096
+# Chosen: after five minutes only a body that came well all along goes on, else 16 MiB might hold a place of its owner's for over an hour.
+LONG_BODY_S, GOOD_BODY_BYTES_PER_S = 300.0, 64 << 10
 # Chosen: warn at four fifths, and again only after it has been below seven tenths.
 HIGH_SHARE, LOW_SHARE = 0.8, 0.7
 
@@ -120,7 +122,9 @@ def body_overdue(body: BodyFacts, now_s: float, timeout_s: float) -> Reason | No
     """Why a body is no longer waited for; None while it is. timeout_s: without a byte."""
     if now_s - body.heard_at_s >= timeout_s:
         return "body_timeout"
-    if now_s - body.started_at_s >= BODY_GRACE_S + body.num_bytes / MIN_BODY_BYTES_PER_S:
+    allowed_s = BODY_GRACE_S + body.num_bytes / MIN_BODY_BYTES_PER_S
+    allowed_s = min(allowed_s, max(LONG_BODY_S, body.num_bytes / GOOD_BODY_BYTES_PER_S))
+    if now_s - body.started_at_s >= allowed_s:
         return "body_too_slow"
     return None
 

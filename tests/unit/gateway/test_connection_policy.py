@@ -80,8 +80,12 @@ def test_an_address_makes_room_among_its_own() -> None:
         (BodyFacts(0, 100, 1 << 20), 119, None),
         (BodyFacts(0, 100, 1 << 20), 120, "body_timeout"),
         (BodyFacts(0, 59, 100), 61, "body_too_slow"),
-        (BodyFacts(0, 315, 1 << 20), 316, "body_too_slow"),
-        (BodyFacts(0, 315, 1 << 20), 315, None),
+        (BodyFacts(0, 187, 1 << 19), 188, "body_too_slow"),
+        (BodyFacts(0, 187, 1 << 19), 187, None),
+        (BodyFacts(0, 299, 16 << 20), 299, None),
+        (BodyFacts(0, 299, 16 << 20), 300, "body_too_slow"),
+        (BodyFacts(0, 319, 20 << 20), 319, None),
+        (BodyFacts(0, 319, 20 << 20), 320, "body_too_slow"),
     ],
 )
 def test_when_a_body_is_no_longer_waited_for(body: BodyFacts, now_s: float, reason: str | None) -> None:
