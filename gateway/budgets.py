@@ -112,7 +112,8 @@ class Gatekeeper:
     """Asks for keys, and makes guessing them slow.
 
     Above WRONG_KEYS an address hears `rate_limited` for a wrong key, and keys so short that they could be guessed are not even looked at. A key of
-    a proper length is let in however many wrong ones come from the same address, which may be a proxy's: nobody can lock others out.
+    a proper length is let in however many wrong ones come from the same address: nobody can lock its holder out. The address is the peer's, so
+    behind a reverse proxy, and on this machine, all who use short keys wait for each other's wrong ones; without that, guessing there would be free.
     """
 
     def __init__(self, keys: KeyRing, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:

@@ -22,7 +22,7 @@ import orjson
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from gateway.auth import KeyRing, extract_key
+from gateway.auth import MIN_KEY_CHARS, KeyRing, extract_key
 from gateway.config import Config
 from gateway.errors import GatewayError, to_openai_body
 from gateway.metrics import Metrics
@@ -49,6 +49,8 @@ COUNT_FILES_EVERY_S = 5.0
 RETRY_AFTER_S = 3
 # Chosen: longer than the 20 s after which streams and chat sockets tell a slow reader why it is cut off.
 UNREAD_TIMEOUT_S = 60.0
+# Linux's name; other systems keep such a connection as long as they see fit.
+_USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 FEW_FILES = 4096  # Chosen: below this the operator is told at the start how few connections that allows.
 
@@ -67,7 +69,7 @@ class State(StrEnum):
 
     HEAD = "head"  # has sent nothing, or part of a request's head
     REQUEST = "request"
-    IDLE = "idle"  # between two requests
+    IDLE = "idle"  # between two requests: the last answer has been written
     GREETING = "greeting"  # a chat socket before hello
     SOCKET = "socket"
 
@@ -129,6 +131,15 @@ class Connection(RequestHandler):
         super().data_received(data)
         if self._request_count != num_requests and self.state is State.HEAD:
             self.registry.enter(self, State.REQUEST)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Write the answer; until that is done, a file's perhaps slow journey included, the connection is in use."""
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self.registry.enter(self, State.IDLE)
 
     def handle_error(
         self,
@@ -304,16 +315,18 @@ class Connections:
             self._bodies[connection] = None
 
     def over(self, connection: Connection) -> None:
-        """A request has been answered."""
+        """A request's handler has ended; its answer may be on its way still."""
         self._bodies.pop(connection, None)
         connection.body = None
         self._finished(connection)
-        self.enter(connection, State.IDLE)
 
     def opened(self, connection: Connection) -> bool:
         """It has become a chat socket. False if its address has too many that have not said hello."""
         self.enter(connection, State.GREETING)
         greeting = self._by_state[State.GREETING]
+        if connection in greeting and not is_shared(connection.address, self._proxies):
+            # Anew: a request that it completed before the upgrade does not stand for hello.
+            self._unfinished.setdefault(connection.address, {})[connection] = None
         if len(greeting) > self.limits.num_greeting:
             self.end(next(iter(greeting)), "scarce")
         of_address = self._unfinished.get(connection.address, {})
@@ -348,8 +361,14 @@ class Connections:
             raise GatewayError(*_TEXTS["limit"][1:])
 
     def _shows_key(self, request: web.BaseRequest) -> bool:
+        """Whether a request has a good key. One that could be guessed does not count: who is let in would tell whether the guess is right, and
+        nobody counts wrong keys here (`gateway.budgets.Gatekeeper` does).
+        """
+        key = extract_key(request.headers)
+        if key is None or len(key) < MIN_KEY_CHARS:
+            return False
         try:
-            self._keys.authenticate(extract_key(request.headers))
+            self._keys.authenticate(key)
         except GatewayError:
             return False
         return True
@@ -368,7 +387,10 @@ class Connections:
     async def watch_files(self) -> None:
         """For ever: count open files. Apart from the others, since a busy thread pool must not delay them."""
         while True:
-            self._note_files(await asyncio.to_thread(num_open_files))
+            try:
+                self._note_files(await asyncio.to_thread(num_open_files))
+            except Exception:
+                log.exception("open files were not counted; the next look comes in some seconds")
             await asyncio.sleep(COUNT_FILES_EVERY_S)
 
     def sweep(self, now_s: float) -> None:
@@ -498,9 +520,9 @@ def _reply(reason: Reason) -> bytes:
 def _limit_unread(transport: asyncio.BaseTransport) -> None:
     """Let the system end the connection when its client takes no bytes for UNREAD_TIMEOUT_S: a transport that is closed waits for that, too."""
     ours = transport.get_extra_info("socket")
-    if ours is not None:
+    if ours is not None and _USER_TIMEOUT is not None:
         with contextlib.suppress(OSError):  # it has gone already
-            ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
+            ours.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
 
 
 def raise_open_files() -> int:

@@ -9,16 +9,18 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 import pytest_asyncio
 import uvloop
+from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from engine_bridge.node import SseReply
 from gateway.app import Server, build_services
+from gateway.connections import Connection, State
 from gateway.metrics import Metrics
 from gateway.policy.connections import RareLine
 
@@ -312,6 +314,77 @@ async def test_sockets_without_hello_are_few(
     for _ in range(4):
         await socket(connect, server)
     assert await (await socket(connect, server)).close_code() == 4429
+
+
+async def test_a_request_before_the_upgrade_does_not_stand_for_hello(
+    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.connections.is_shared", lambda address, proxies: False)
+    server = await servers(max_connections_per_address=16)
+    for number in range(5):
+        peer = await connect(server)
+        await peer.send(HEALTH)
+        assert b" 200 " in await peer.head()
+        await peer.reader.readexactly(len(b'{"status":"ok"}'))
+        await peer.send(UPGRADE)
+        assert b" 101 " in await peer.head()
+        if number == 4:
+            assert await peer.close_code() == 4429
+
+
+async def test_a_key_that_could_be_guessed_does_not_open_what_is_kept_back(
+    servers: Servers, connect: Peers
+) -> None:
+    server = await servers(max_connections=20, api_keys=("short-key", KEYS[0]))
+    for _ in range(18):
+        peer = await connect(server)
+        await peer.send(KEYED_UPGRADE + text(HELLO))
+        assert b" 101 " in await peer.head() and await peer.error_code() == "starting"
+    for key, status in (("short-key", b" 503 "), ("wrong-key", b" 503 "), (KEYS[0], b" 200 ")):
+        peer = await connect(server)
+        await peer.send(f"GET /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Api-Key: {key}\r\n\r\n".encode())
+        assert status in await peer.head()
+        if status == b" 503 ":
+            await peer.rest()
+
+
+async def test_a_connection_is_idle_only_when_its_answer_has_been_written(
+    servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[str] = []
+
+    async def note(request: web.Request, response: web.StreamResponse) -> None:
+        """The handler has ended; nothing has been written."""
+        states.append(cast(Connection, request.protocol).state)
+
+    monkeypatch.setattr("gateway.web_policy.add_stream_headers", note)
+    server = await servers()
+    peer = await connect(server)
+    await peer.send(HEALTH.replace(b"/healthz", b"/static/vendor/dompurify/purify.es.js"))
+    assert b" 200 " in await peer.head()
+    assert states == [State.REQUEST]
+    async with asyncio.timeout(60):
+        while not figure(server, "overture_connections", state="idle"):
+            await asyncio.sleep(0.02)
+
+
+async def test_files_are_counted_again_after_a_failure(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = iter([OSError("no such folder")])
+
+    def count() -> int:
+        for error in counts:
+            raise error
+        return 7
+
+    monkeypatch.setattr("gateway.connections.COUNT_FILES_EVERY_S", 0.02)
+    monkeypatch.setattr("gateway.connections.num_open_files", count)
+    server = await servers()
+    async with asyncio.timeout(60):
+        while figure(server, "overture_open_files") != 7:
+            await asyncio.sleep(0.02)
+    assert "were not counted" in caplog.text
 
 
 def test_the_same_on_the_loop_that_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
