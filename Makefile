@@ -36,8 +36,8 @@ test: $(RUNTIME) $(TESTING) browser ## lint and all tests (ARGS='-k name' for so
 	@status=0; $(MAKE) --no-print-directory lint || status=$$?; $(PY) -m pytest $(TWO) $(ARGS) || status=$$?; exit $$status
 
 fuzz: $(RUNTIME) $(TESTING) ## others' test suites against a server: eight minutes, the websocket's needs Python 2.7 (docs/conformance.md)
-	$(PY) -m bench.fuzz.autobahn
 	$(PY) -m bench.fuzz.api
+	$(PY) -m bench.fuzz.autobahn
 
 lint: $(RUNTIME) $(TESTING) ## ruff, import rules, types, whether the results are up to date
 	$(PY) -m ruff check .
