@@ -224,6 +224,9 @@ async def _purge(services: Services) -> None:
             await services.store.purge(time.time())
         except GatewayError as error:
             log.warning("deleted sessions could not be purged: %s", error.message)
+        except Exception:
+            # An OSError of a file that was moved, say. The next round may go well.
+            log.exception("deleted sessions could not be purged")
 
 
 class Server:

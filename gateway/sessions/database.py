@@ -145,21 +145,28 @@ def growth_bytes(file: Path, conn: sqlite3.Connection) -> int:
     return max(int(num_pages * page_bytes) - file.stat().st_size, 0)
 
 
-def compact(conn: sqlite3.Connection) -> None:
-    """Give free pages and the log back to the disk, part by part; outside a transaction. Raises sqlite3.Error, then with a part of it done."""
-    while True:
-        try:
-            fold_log(conn)
-        except sqlite3.OperationalError as error:
-            if not is_full(error):
-                raise
-            # The file first has to become smaller, as far as the log has room for that.
-        if conn.execute("PRAGMA freelist_count").fetchone()[0] == 0:
-            return
-        before = conn.execute("PRAGMA page_count").fetchone()[0]
-        conn.execute(f"PRAGMA incremental_vacuum({_PART_PAGES})").fetchall()
-        if conn.execute("PRAGMA page_count").fetchone()[0] == before:
-            return  # a file of version 1, that was never rewritten
+def num_free_pages(conn: sqlite3.Connection) -> int:
+    """How many pages of the file hold nothing."""
+    return int(conn.execute("PRAGMA freelist_count").fetchone()[0])
+
+
+def compact(conn: sqlite3.Connection) -> bool:
+    """Give a part of the free pages, and the log, back to the disk, outside a transaction; whether there is more to give.
+
+    One part, so that messages get in between. Raises sqlite3.Error, then with a part of it done.
+    """
+    try:
+        fold_log(conn)
+    except sqlite3.OperationalError as error:
+        if not is_full(error):
+            raise
+        # The file first has to become smaller, as far as the log has room for that.
+    if num_free_pages(conn) == 0:
+        return False
+    before = conn.execute("PRAGMA page_count").fetchone()[0]
+    conn.execute(f"PRAGMA incremental_vacuum({_PART_PAGES})").fetchall()
+    # A file of version 1 that was never rewritten stays as large as it is.
+    return bool(conn.execute("PRAGMA page_count").fetchone()[0] != before)
 
 
 def quick_check(conn: sqlite3.Connection) -> None:

@@ -39,11 +39,19 @@ class Health:
         while True:
             await self._failed.wait()
             number = 0
-            while not await asyncio.to_thread(is_whole, self._file):
+            while not await self._is_whole():
                 await asyncio.sleep(waits_s[min(number, len(waits_s) - 1)])
                 number += 1
             logger.warning("the session database can be read again")
             self._failed.clear()
+
+    async def _is_whole(self) -> bool:
+        try:
+            return await asyncio.to_thread(is_whole, self._file)
+        except Exception:
+            # Else nobody would look again, and the file would count as failed for ever.
+            logger.exception("the session database could not be looked into")
+            return False
 
 
 def is_whole(file: Path, connect: Callable[[Path], sqlite3.Connection] = open_reader) -> bool:

@@ -14,14 +14,24 @@ import logging
 import re
 import sqlite3
 import time
-from typing import Final, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, TypeVar
 
+from gateway.errors import GatewayError
 from gateway.sessions.connection import Database, transaction
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 TRIGRAM_CHARS: Final = 3  # The trigram index finds nothing shorter.
 SAY_EVERY_S: Final = 2.0  # Chosen: a start that takes longer than this says how far it is.
+MAX_SEARCHES: Final = 2  # Chosen: of one owner, under way or waiting; all owners share one thread.
+MAX_SEARCH_S: Final = 5.0  # Chosen: reading a gigabyte of texts takes seconds, and others wait for it.
+RETRY_AFTER_S: Final = 1.0  # Chosen: most searches are over by then.
+_LOOK_EVERY_STEPS: Final = 1000  # Chosen: of SQLite's machine, between two looks at the clock.
 _MERGE_PAGES: Final = 100  # Chosen: 20 ms of the writer's time, measured.
 _BUILD_TURNS: Final = 100  # Chosen: how many turns are indexed between two looks at the clock.
 
@@ -37,6 +47,60 @@ class Owner(NamedTuple):
 
     row: int
     is_indexed: bool
+
+
+class Search:
+    """One search of one client."""
+
+    has_left = False
+    """Whether nobody waits for it any more."""
+
+
+class Searches:
+    """The searches under way or waiting. For the event loop only."""
+
+    def __init__(self) -> None:
+        self._num_of: Counter[str] = Counter()
+
+    @contextmanager
+    def enter(self, owner: str) -> Iterator[Search]:
+        """A place for a search of this owner; leaving it ends the search. Raises GatewayError `rate_limited`."""
+        if self._num_of[owner] >= MAX_SEARCHES:
+            raise GatewayError(
+                "rate_limited",
+                f"{MAX_SEARCHES} searches with this key are under way already: wait for one to end.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_of[owner] += 1
+        one = Search()
+        try:
+            yield one
+        finally:
+            one.has_left = True
+            self._num_of[owner] -= 1
+            if not self._num_of[owner]:
+                del self._num_of[owner]
+
+
+def bounded(conn: sqlite3.Connection, one: Search, work: Callable[..., _T], *args: Any) -> _T:
+    """What ``work(conn, *args)`` returns. Raises GatewayError `rate_limited` when it took longer than MAX_SEARCH_S or its client has left."""
+    until_s = time.monotonic() + MAX_SEARCH_S
+    too_long = GatewayError(
+        "rate_limited",
+        f"The search took longer than {MAX_SEARCH_S:g} s: search for {TRIGRAM_CHARS} characters or more, or delete conversations.",
+        retryable=False,
+    )
+    if one.has_left:
+        raise too_long  # Nobody hears it.
+    conn.set_progress_handler(lambda: one.has_left or time.monotonic() >= until_s, _LOOK_EVERY_STEPS)
+    try:
+        return work(conn, *args)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+            raise
+        raise too_long from None
+    finally:
+        conn.set_progress_handler(None, 0)
 
 
 def table_of(owner: int) -> str:

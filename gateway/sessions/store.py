@@ -21,6 +21,7 @@ from gateway.sessions.database import (
     fold_log,
     growth_bytes,
     lock,
+    num_free_pages,
     open_reader,
     open_writer,
     unusable,
@@ -69,6 +70,9 @@ class SessionStore:
         self._reserve = reserve
         self._file = file
         self._was_full = False  # and what was freed since is not yet given back
+        self._num_left_free = -1
+        """Free pages that the last compaction could not give back; -1: compact in any case."""
+        self._searches = search.Searches()
         self._lock_fd: int | None = lock_fd
 
     @classmethod
@@ -161,7 +165,8 @@ class SessionStore:
 
         q: only sessions that hold this text in their title or in a turn that is over; any characters, taken as they are, without regard to
         case (short queries, and all where there is no index: ASCII case only). limit: 1 to 200. before: a cursor from the page
-        before; a session touched meanwhile moves to the front and is not shown twice. Raises ``bad_request``.
+        before; a session touched meanwhile moves to the front and is not shown twice. Raises ``bad_request``, and for a search ``rate_limited``:
+        two of this owner wait or run already, or it took longer than ``search.MAX_SEARCH_S``.
         """
         if not 1 <= limit <= MAX_PAGE:
             raise GatewayError("bad_request", f"'limit' must be from 1 to {MAX_PAGE}.", param="limit")
@@ -172,15 +177,22 @@ class SessionStore:
         cursor = None if before is None else decode_cursor(before)
         text = (clean(q) or "").strip()
         # One that reads every text of its owner takes seconds where that is a gigabyte; other reads do not wait for it.
-        connection = self._searcher if text else self._reader
-        listing = (transactions.list_sessions, owner, text, limit, cursor)
+        if not text:
+            return await self._reader.transact(transactions.list_sessions, owner, text, limit, cursor)
+        with self._searches.enter(owner) as one:
+            return await self._search(
+                owner, search.bounded, one, transactions.list_sessions, owner, text, limit, cursor
+            )
+
+    async def _search(self, owner: str, work: Callable[..., _T], *args: Any) -> _T:
+        """A transaction that reads an owner's index; where that is damaged, it is done again without."""
         try:
-            return await connection.transact(*listing)
+            return await self._searcher.transact(work, *args)
         except GatewayError as error:
             if not is_index_damaged(error.__cause__):
                 raise
         await self._writer.transact(search.forget_damaged, owner)
-        return await connection.transact(*listing)
+        return await self._searcher.transact(work, *args)
 
     async def patch(
         self,
@@ -229,7 +241,7 @@ class SessionStore:
         except GatewayError as error:
             if not is_full(error.__cause__) and not is_index_damaged(error.__cause__):
                 raise
-        self._was_full = True
+        self._was_full, self._num_left_free = True, -1
         return await self._making_room(transactions.purge_barely, now)
 
     async def _give_back(self, *, shrinks_index: bool) -> None:
@@ -237,10 +249,14 @@ class SessionStore:
         try:
             if shrinks_index:
                 await self._shrink_index()
-            await self._writer.run(compact)
+            if shrinks_index or await self._writer.run(num_free_pages) != self._num_left_free:
+                while await self._writer.run(compact):
+                    pass
+                self._num_left_free = await self._writer.run(num_free_pages)
         except GatewayError as error:
             if not is_full(error.__cause__):
                 raise
+            self._num_left_free = -1
             if await self._use_reserve():
                 return await self._give_back(shrinks_index=shrinks_index)
         self._was_full = not await asyncio.to_thread(self._reserve.take_back)
@@ -283,7 +299,7 @@ class SessionStore:
                 if not (num_failures == 1 and await self._fold_log()) and not await self._use_reserve():
                     raise
         if num_failures:
-            self._was_full = True
+            self._was_full, self._num_left_free = True, -1
             await asyncio.to_thread(self._reserve.take_back)
         return result
 
