@@ -139,7 +139,8 @@ class Server:
             "--adapters-dir",
             str(self.adapters),
         ]
-        for key in self.keys:
+        flags += ["--operator-key", self.keys[0]]  # it reads /metrics
+        for key in self.keys[1:]:
             flags += ["--api-key", key]
         return subprocess.Popen(
             [sys.executable, "-m", "bench.live.soak.breakable", *flags, *SIZES],
