@@ -70,7 +70,7 @@ class Entrance:
     One thread tokenises, so more would not be ready sooner; but validating hundreds of calls in a row keeps the event loop from everybody else.
     """
 
-    def __init__(self, num_at_once: int = 8) -> None:
+    def __init__(self, num_at_once: int = 4) -> None:
         self._num_at_once = num_at_once
         self._tenants: dict[str, _Tenant] = {}
 
