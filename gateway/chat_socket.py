@@ -54,7 +54,9 @@ async def chat_socket(request: web.Request) -> web.WebSocketResponse:
         limit_bytes=limit, hard_limit_bytes=limit, heartbeat=HEARTBEAT_S, timeout=CLOSE_TIMEOUT_S
     )
     try:
-        await socket.prepare(request)
+        async with services.upgrading:
+            await socket.prepare(request)
+            await asyncio.sleep(0)  # hundreds that come at once leave the event loop to others in between
     except ValueError as error:  # aiohttp's, for a key that is not ASCII
         raise web.HTTPBadRequest(reason="The Sec-WebSocket-Key is not Base64.") from error
     connections = services.connections

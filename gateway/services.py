@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from gateway.chat_socket import ChatConnection
 
 
+# Chosen: one takes about a third of a millisecond.
+UPGRADES_AT_ONCE = 16
+
+
 @dataclass(eq=False)
 class Services:
     """The parts of a running gateway."""
@@ -42,6 +46,7 @@ class Services:
     gatekeeper: Gatekeeper
     calls: OpenCalls
     connections: set[ChatConnection] = field(default_factory=set)
+    upgrading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPGRADES_AT_ONCE))
     look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now
 
     def principal(self, request: web.Request) -> Principal:
