@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import os
@@ -262,8 +263,9 @@ def make_folder(path: Path) -> None:
 
 
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as end:
-        end.bind(os.path.relpath(path))  # its address may have 108 bytes only
+    # A socket's address may have 108 bytes only: bind it by its name.
+    with socket.socket(socket.AF_UNIX) as end, contextlib.chdir(path.parent):
+        end.bind(path.name)
 
 
 def make_dangling_link(path: Path) -> None:
