@@ -17,8 +17,10 @@ from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.adapters.watch import Changes, Folder, is_odd
 from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
-from engine_bridge.driver.engine import BACKGROUND_PREFIX, EngineConfig, EngineCounts, VllmDriver
+from engine_bridge.driver.background import BACKGROUND_PREFIX
+from engine_bridge.driver.engine import EngineCounts, VllmDriver
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.engine_config import EngineConfig
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.node import (

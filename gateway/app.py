@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator
 import uvloop
 from aiohttp import web
 
-from engine_bridge.driver.engine import EngineConfig, configure_environment
+from engine_bridge.driver.building import configure_environment
+from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from gateway import (
     adapter_routes,

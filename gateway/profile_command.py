@@ -32,7 +32,8 @@ LINE_EVERY_S = 15.0
 
 def profile(config: Config, seconds: float, as_json: bool) -> int:
     """Measure, keep the profile, print it; the process's exit code. Raises StartupError for settings that cannot work."""
-    from engine_bridge.driver.engine import VllmDriver, configure_environment
+    from engine_bridge.driver.building import configure_environment
+    from engine_bridge.driver.engine import VllmDriver
     from gateway.app import engine_config
 
     folder = config.prepare_data_dir() and config.profile_dir

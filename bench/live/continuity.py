@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.live.report import report
 from engine_bridge.continuity import continue_prompt
-from engine_bridge.driver.engine import CPU_BLOCK_SIZE_TOKENS, configure_environment
+from engine_bridge.driver.building import CPU_BLOCK_SIZE_TOKENS, configure_environment
 from engine_bridge.node import (
     ChatMessage,
     GenerateRequest,

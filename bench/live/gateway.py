@@ -27,7 +27,8 @@ import uvloop
 
 from bench.live.load import prompt_of
 from bench.live.report import report, spread
-from engine_bridge.driver.engine import VllmDriver, configure_environment
+from engine_bridge.driver.building import configure_environment
+from engine_bridge.driver.engine import VllmDriver
 from gateway.app import Server, build_services, engine_config
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.errors import SeamMoved
+from engine_bridge.driver.building import compute_on, configure_environment, engine_args
+from engine_bridge.driver.in_process import scheduler_of
+from engine_bridge.engine_config import EngineConfig
 from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import TablePrefill
 from engine_bridge.policy.fading import FadingRate
@@ -40,101 +39,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class EngineConfig(Struct, frozen=True, kw_only=True):
-    """What an engine is built from. Memory in GiB; lengths in tokens."""
-
-    model: str
-    served_model_name: str
-    device: str = "cpu"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    block_size: int | None = None
-    kv_cache_gib: float = 1.0
-    num_kv_blocks: int | None = None
-    """Blocks of KV on the device, whatever memory there is; None: as many as fit."""
-    cpu_threads: int | None = None
-    """Cores that a CPU engine computes on, the last ones that this process may use; None: all."""
-    gpu_memory_utilization: float = 0.9
-    enable_lora: bool = True
-    max_loras: int = 8
-    """Adapters of the largest rank that requests may use at once; on a CPU more of smaller ones, in the same memory."""
-    max_lora_rank: int = 128
-    adapter_host_gib: float = 1.0
-    """Host memory for adapters that may be needed soon."""
-    cpu_assist: bool = True
-    """Requests start while their adapter is still on its way to where it is computed with."""
-    cpu_assist_workers: int = 0
-    """Processes that compute with adapters on their way; 0: the engine's own threads do."""
-    adapter_policy: str = "expected_gain"
-    """Which adapters leave memory first: a name in engine_bridge.policy.adapter_cache.POLICIES."""
-    adapters_in_kv: bool = True
-    """Unused adapters lie in KV blocks that nobody needs."""
-    adapter_prefetch: bool = False
-    """Adapters are loaded ahead by the times between their last requests."""
-    scheduling_policy: str = "mlq"
-    """Who starts next: a name in engine_bridge.policy.admission.POLICIES, or "vllm" for its own queue (first come, first served)."""
-    decision_log: str | None = None
-    """A file for what the policy is told and decides (`overture replay`); None: none."""
-    decision_log_mib: int = 64
-    max_step_ms: float = 500.0
-    """How long a step may take: prompts are computed in parts that keep to it. 0: as long as it takes. Not for the policy "vllm"."""
-    seed: int = 0
-    enforce_eager: bool | None = None
-    """None: on a CPU yes (vLLM compiles nothing there once LoRA is on), on CUDA no."""
-    kv_host_gib: float = 0.0
-    """Host memory for KV that leaves the device; 0: none, and no disk tier either."""
-    kv_disk_gib: float = 0.0
-    kv_dir: str | None = None
-    profile_dir: str | None = None
-    """Folder of profiles (engine_bridge/profile.py); None: costs are learned from real steps alone."""
-    log_stats: bool = True
-
-    @property
-    def is_eager(self) -> bool:
-        return self.device == "cpu" if self.enforce_eager is None else self.enforce_eager
-
-
-# One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
-# fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
-CPU_BLOCK_SIZE_TOKENS = 32
-
-
 # How fast what was found on the device is forgotten in judging what prefixes there are worth, and a token's prefill before it was measured. Chosen.
 PREFIX_HALF_LIFE_S = 300.0
 PRIOR_PREFILL_S_PER_TOKEN = 1e-3
 
-# Begins the id of a request that only computes KV ahead of one that may come.
-BACKGROUND_PREFIX = "background-"
 # Of the warm-up's requests: one to load what is lazy, one long enough to measure prefill by.
 WARM_UP_TOKENS = (32, 512)
-
-
-def configure_environment(config: EngineConfig) -> None:
-    """Set what vLLM and torch read from the environment. Must run before either is imported; what the user has set stays."""
-    defaults = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        # The gateway has its own periodic figures (/metrics); vLLM's log line every 10 s would only repeat them.
-        "VLLM_LOG_STATS_INTERVAL": "86400",
-        # vLLM's own bound of 16,384 choices would let one call stand before everybody else in the queue.
-        "VLLM_MAX_N_SEQUENCES": str(config.max_num_seqs),
-        "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
-        "TOKENIZERS_PARALLELISM": "false",
-        # Its C++ side warns at every start about memory policies that nobody asked to change.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    if config.device == "cpu":
-        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv_cache_gib)))
-        if config.cpu_threads is not None:
-            cores = sorted(os.sched_getaffinity(0))[-config.cpu_threads :]
-            defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
-        if config.is_eager:
-            # Measured: the first request for logprobs compiles a helper for 30 s inside a step, and every stream waits.
-            defaults["TORCH_COMPILE_DISABLE"] = "1"
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
 
 
 @dataclass(slots=True)
@@ -191,13 +101,13 @@ class VllmDriver:
 
         grammars.install()
         report(f"loading {Path(config.model).name}")
-        self.engine = LLMEngine.from_engine_args(_engine_args(config, tiers), enable_multiprocessing=False)
+        self.engine = LLMEngine.from_engine_args(engine_args(config, tiers), enable_multiprocessing=False)
         if mends_lora:
             lora.check_engine(self.engine)
         if config.device == "cpu" and config.cpu_threads is not None:
-            _compute_on(config.cpu_threads)
+            compute_on(config.cpu_threads)
         # Not kept in variables of this frame: see `close`.
-        self._scheduler = _scheduler_of(self.engine)
+        self._scheduler = scheduler_of(self.engine)
         self._block_pool = self._scheduler.kv_cache_manager.block_pool
         self._block_size = self.engine.vllm_config.cache_config.block_size
         self._internal_ids: dict[str, str] = {}
@@ -505,13 +415,6 @@ class VllmDriver:
             self.engine.step()
 
 
-def _compute_on(num_threads: int) -> None:
-    """From this thread. vLLM reads VLLM_CPU_OMP_THREADS_BIND in other processes only, and has replaced torch.set_num_threads by nothing."""
-    import torch
-
-    torch._C.set_num_threads(num_threads)
-
-
 def give_back_free_memory() -> None:
     """Have the C library return what it holds of freed memory to the system, where it can (glibc).
 
@@ -522,12 +425,6 @@ def give_back_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
         pass
-
-
-def kv_caches_of(engine: Any) -> list[Any]:
-    """An in-process engine's KV cache, a tensor per layer."""
-    worker = engine.engine_core.engine_core.model_executor.driver_worker
-    return list(getattr(worker, "worker", worker).model_runner.kv_caches)
 
 
 def _open_log(config: EngineConfig) -> LogWriter | None:
@@ -541,57 +438,3 @@ def _open_log(config: EngineConfig) -> LogWriter | None:
     except OSError as error:
         log.warning("no decisions are recorded: %s cannot be made (%s)", config.decision_log, error)
         return None
-
-
-def _scheduler_of(engine: Any) -> Any:
-    """Raises SeamMoved."""
-    core = getattr(engine.engine_core, "engine_core", None)
-    if core is None or not hasattr(core, "scheduler"):
-        raise SeamMoved(
-            "LLMEngine no longer runs its core in this process (engine_core.engine_core.scheduler is gone)"
-        )
-    return core.scheduler
-
-
-def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
-    from vllm.config import KVTransferConfig, StructuredOutputsConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    from engine_bridge.driver.scheduling.seam import scheduler_name
-
-    on_cpu = config.device == "cpu"
-    options: dict[str, Any] = {
-        "model": config.model,
-        "served_model_name": config.served_model_name,
-        "dtype": config.dtype,
-        "max_num_seqs": config.max_num_seqs,
-        "enforce_eager": config.is_eager,
-        "enable_prefix_caching": True,
-        "disable_log_stats": not config.log_stats,
-        "seed": config.seed,
-        "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
-        "max_model_len": config.max_model_len,
-        "num_gpu_blocks_override": config.num_kv_blocks,
-        "use_tqdm_on_load": False,
-        "scheduler_cls": scheduler_name(config.device),
-        # A small model that may put white space between JSON tokens does little else until its tokens run out.
-        "structured_outputs_config": StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
-    }
-    if not on_cpu:
-        options["gpu_memory_utilization"] = config.gpu_memory_utilization
-    if tiers is not None:
-        options["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="TieredConnector",
-            kv_connector_module_path="engine_bridge.driver.kv_connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"tiers": tiers.name},
-        )
-    if config.enable_lora:
-        options |= {
-            "enable_lora": True,
-            # On a CPU adapters take the memory that they need, however many they are: the residency bounds it.
-            "max_loras": max(config.max_loras, config.max_num_seqs) if on_cpu else config.max_loras,
-            "max_lora_rank": config.max_lora_rank,
-        }
-    return EngineArgs(**{name: value for name, value in options.items() if value is not None})

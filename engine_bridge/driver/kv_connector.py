@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from engine_bridge.driver.engine import BACKGROUND_PREFIX
+from engine_bridge.driver.background import is_background
 from engine_bridge.driver.kv_tiers import KvTiers, find_tiers
 from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.errors import SeamMoved
@@ -453,11 +453,6 @@ class _Step:
                 "%d KV blocks did not come in time or were damaged; they are computed again", len(failed)
             )
         return failed
-
-
-def is_background(request_id: str) -> bool:
-    """Whether a request only computes KV ahead of one that may come: it neither uses up an advisory nor says how a session goes on."""
-    return request_id.startswith(BACKGROUND_PREFIX)
 
 
 def group_of(request: Request) -> str:

@@ -24,7 +24,7 @@ from engine_bridge.adapters.files import ModelContract
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import PackedSlots, StackedSlots
 from engine_bridge.driver.adapters.weights import Loader
-from engine_bridge.driver.engine import EngineConfig
+from engine_bridge.engine_config import EngineConfig
 from engine_bridge.errors import BridgeError, InvalidRequest
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import AdapterStats, GenerateRequest, JsonReply, RequestId, Sampling

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.driver.engine import EngineConfig
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
 from engine_bridge.node import Delta, GenerateRequest, KvSources, RequestId, Sampling
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engine_bridge.driver.engine import EngineConfig
 from engine_bridge.driver.scheduling.scheduling import Scheduling
+from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
 from engine_bridge.policy.admission import Mlq

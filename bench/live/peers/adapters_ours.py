@@ -26,7 +26,7 @@ from bench.live.peers.adapters import (
     warm_up_asks,
 )
 from bench.live.peers.engine import KV_SPACE_GIB, configure_environment
-from engine_bridge.driver.engine import EngineConfig
+from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
 from engine_bridge.policy.adapter_cache import POLICIES, UseWindow
 

@@ -25,8 +25,8 @@ from bench.live.peers.engine import (
     drop_page_cache,
 )
 from bench.live.peers.play import Asked, Conversations, text
-from engine_bridge.driver.engine import EngineConfig
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
 from gateway.advisories import Advisories, Record, Wanted, outcome_of

@@ -16,7 +16,7 @@ import psutil
 import uvloop
 
 from bench.live.gateway import probe_stalls
-from engine_bridge.driver.engine import configure_environment
+from engine_bridge.driver.building import configure_environment
 from gateway import logs
 from gateway.app import Server, build_services, engine_config
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config

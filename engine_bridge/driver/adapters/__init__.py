@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
-    from engine_bridge.driver.engine import EngineConfig
+    from engine_bridge.engine_config import EngineConfig
     from engine_bridge.policy.adapter_cache import PrefixFacts
 
 GIB = 1 << 30
@@ -29,7 +29,7 @@ def make_residency(
     from engine_bridge.driver.adapters.seam import worker_manager_of
     from engine_bridge.driver.adapters.slots import PackedSlots, make_slots, plain_layers
     from engine_bridge.driver.adapters.weights import Loader, contract_of
-    from engine_bridge.driver.engine import kv_caches_of
+    from engine_bridge.driver.in_process import kv_caches_of
 
     worker_manager = worker_manager_of(engine)
     manager = worker_manager._adapter_manager

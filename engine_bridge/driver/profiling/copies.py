@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine_bridge.driver.block_copy import BlockCopier, kv_rows, make_copier
-from engine_bridge.driver.engine import kv_caches_of
+from engine_bridge.driver.in_process import kv_caches_of
 from engine_bridge.driver.profiling.budget import Budget
 from engine_bridge.policy.costs import Link
 from engine_bridge.profile import CopyProfile

@@ -12,7 +12,8 @@ import random
 import time
 from typing import Any
 
-from engine_bridge.driver.engine import VllmDriver, kv_caches_of
+from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver.in_process import kv_caches_of
 from engine_bridge.driver.step_work import work_of
 from engine_bridge.predict.steps import StepSample
 

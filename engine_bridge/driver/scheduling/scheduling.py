@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 from vllm.v1.request import RequestStatus
 
-from engine_bridge.driver.engine import BACKGROUND_PREFIX
+from engine_bridge.driver.background import is_background
 from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.queue import PolicyQueue
@@ -201,7 +201,7 @@ class Scheduling:
         self.policy.ended(request.request_id)
         num_output = request.num_output_tokens
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
-            if not request.request_id.startswith(BACKGROUND_PREFIX):  # those make a token that nobody reads
+            if not is_background(request.request_id):  # those make a token that nobody reads
                 self.predictor.observe(known.features, num_output)
                 self.guess_errors.saw(known.guess, num_output)
             self._note_end(known, num_output)

@@ -1,0 +1,94 @@
+"""How vLLM's in-process engine is built from our settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_bridge.engine_config import EngineConfig
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.kv_tiers import KvTiers
+
+# One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
+# fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
+CPU_BLOCK_SIZE_TOKENS = 32
+
+
+def configure_environment(config: EngineConfig) -> None:
+    """Set what vLLM and torch read from the environment. Must run before either is imported; what the user has set stays."""
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # The gateway has its own periodic figures (/metrics); vLLM's log line every 10 s would only repeat them.
+        "VLLM_LOG_STATS_INTERVAL": "86400",
+        # vLLM's own bound of 16,384 choices would let one call stand before everybody else in the queue.
+        "VLLM_MAX_N_SEQUENCES": str(config.max_num_seqs),
+        "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Its C++ side warns at every start about memory policies that nobody asked to change.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if config.device == "cpu":
+        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv_cache_gib)))
+        if config.cpu_threads is not None:
+            cores = sorted(os.sched_getaffinity(0))[-config.cpu_threads :]
+            defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        if config.is_eager:
+            # Measured: the first request for logprobs compiles a helper for 30 s inside a step, and every stream waits.
+            defaults["TORCH_COMPILE_DISABLE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def compute_on(num_threads: int) -> None:
+    """From this thread. vLLM reads VLLM_CPU_OMP_THREADS_BIND in other processes only, and has replaced torch.set_num_threads by nothing."""
+    import torch
+
+    torch._C.set_num_threads(num_threads)
+
+
+def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
+    from vllm.config import KVTransferConfig, StructuredOutputsConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from engine_bridge.driver.scheduling.seam import scheduler_name
+
+    on_cpu = config.device == "cpu"
+    options: dict[str, Any] = {
+        "model": config.model,
+        "served_model_name": config.served_model_name,
+        "dtype": config.dtype,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.is_eager,
+        "enable_prefix_caching": True,
+        "disable_log_stats": not config.log_stats,
+        "seed": config.seed,
+        "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
+        "max_model_len": config.max_model_len,
+        "num_gpu_blocks_override": config.num_kv_blocks,
+        "use_tqdm_on_load": False,
+        "scheduler_cls": scheduler_name(config.device),
+        # A small model that may put white space between JSON tokens does little else until its tokens run out.
+        "structured_outputs_config": StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
+    }
+    if not on_cpu:
+        options["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if tiers is not None:
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="TieredConnector",
+            kv_connector_module_path="engine_bridge.driver.kv_connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"tiers": tiers.name},
+        )
+    if config.enable_lora:
+        options |= {
+            "enable_lora": True,
+            # On a CPU adapters take the memory that they need, however many they are: the residency bounds it.
+            "max_loras": max(config.max_loras, config.max_num_seqs) if on_cpu else config.max_loras,
+            "max_lora_rank": config.max_lora_rank,
+        }
+    return EngineArgs(**{name: value for name, value in options.items() if value is not None})
