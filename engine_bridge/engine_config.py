@@ -38,7 +38,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     adapter_prefetch: bool = False
     """Adapters are loaded ahead by the times between their last requests."""
     scheduling_policy: str = "mlq"
-    """Who starts next: a name in engine_bridge.policy.admission.POLICIES, or "vllm" for its own queue (first come, first served)."""
+    """Who starts next: a name in engine_bridge.policy.registry.POLICIES, or "vllm" for its own queue (first come, first served)."""
     decision_log: str | None = None
     """A file for what the policy is told and decides (`overture replay`); None: none."""
     decision_log_mib: int = 64

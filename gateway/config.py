@@ -16,11 +16,12 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from engine_bridge.policy.registry import POLICIES
 from engine_bridge.policy.request_limits import RequestLimits
 from gateway.data_folder import tighten
 from gateway.errors import StartupError
@@ -63,6 +64,10 @@ _FALSE_WORDS = {"0", "false", "no", "off"}
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+if TYPE_CHECKING:
+    SchedulingPolicy = str
+else:  # mypy wants to read the words
+    SchedulingPolicy = Literal[("vllm", *POLICIES)]
 LogFormat = Literal["plain", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Positive = Annotated[int, Meta(ge=1)]
@@ -178,7 +183,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
 
     scheduling_policy: Annotated[
-        Literal["vllm", "fcfs", "sjf", "priority", "fair", "mlq"],
+        SchedulingPolicy,
         _in("Scheduling", "Who starts next: mlq has lanes by size; vllm is its own queue."),
     ] = "mlq"
     max_step_ms: Annotated[

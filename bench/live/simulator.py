@@ -51,9 +51,8 @@ from bench.sim.core.measured import MeasuredCost
 from bench.sim.core.models import Model
 from bench.sim.core.node import BLOCK_TOKENS, OVERTURE, PRIOR_TOKEN_S, Node
 from bench.sim.core.requests import Arrival
-from engine_bridge.policy.admission import POLICIES as QUEUE_POLICIES
-from engine_bridge.policy.admission import Mlq
 from engine_bridge.policy.costs import StepGrid, StepTable
+from engine_bridge.policy.registry import POLICIES as QUEUE_POLICIES
 from engine_bridge.profile import MachineProfile
 
 POLICIES = ("mlq", "fcfs")
@@ -148,7 +147,7 @@ def simulate(
     queue = QUEUE_POLICIES[policy](num_tokens)
     guesser, lanes = Online(seed=0), LaneFits(num_tokens)
     teach(guesser, lanes, history)
-    if isinstance(queue, Mlq):
+    if queue.has_lanes:
         lanes.refit(queue, {}, 0.0)
     cost = MeasuredCost(
         StepTable(grid),
@@ -162,7 +161,7 @@ def simulate(
         replace(OVERTURE, max_running=MAX_NUM_SEQS, max_step_s=MAX_STEP_S),
         queue,
         guesser,
-        lanes=lanes if isinstance(queue, Mlq) else None,
+        lanes=lanes if queue.has_lanes else None,
         num_blocks=num_tokens // BLOCK_TOKENS,
     )
     for number, ask in enumerate(asks):

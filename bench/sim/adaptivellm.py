@@ -61,7 +61,6 @@ from bench.sim.core.node import BLOCK_TOKENS, OVERTURE, VLLM, VLLM_0_2, Node, Sh
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Figure, Part, Workers, parser_for, report_parts, seeds_of
-from engine_bridge.policy.admission import POLICIES as QUEUES
 from engine_bridge.policy.costs import (
     FullCost,
     KvShape,
@@ -72,6 +71,7 @@ from engine_bridge.policy.costs import (
     TablePrefill,
 )
 from engine_bridge.policy.preemption import POLICIES, Preemption, cheaper, last_in_first_out
+from engine_bridge.policy.registry import POLICIES as QUEUES
 from engine_bridge.predict.steps import REGRESSORS, StepFit, StepSample, fit_steps
 
 NUM_REQUESTS, QUICK_REQUESTS = 1000, 300
@@ -258,13 +258,14 @@ def node_of(arm: Arm, setting: Setting, clock: Clock, seed: int) -> Node:
     host = None
     if arm.has_host:
         host = host_memory(setting.gpu, setting.model, setting.host_blocks, shape.step_tokens or num_tokens)
+    queue = QUEUES[arm.queue](num_tokens)
     return Node(
         clock,
         StepCost(setting.gpu, setting.model),
         shape,
-        QUEUES[arm.queue](num_tokens),
+        queue,
         Online(seed),
-        lanes=LaneFits(num_tokens) if arm.queue == "mlq" else None,
+        lanes=LaneFits(num_tokens) if queue.has_lanes else None,
         preemption=PREEMPTIONS[arm.preemption],
         num_blocks=num_blocks,
         host_memory=host,

@@ -2,7 +2,7 @@
 
     python -m bench.sim caraserve [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N]
 
-What runs: `engine_bridge.policy.routing` (which node serves a request, performance models and their fits), `engine_bridge.policy.admission` (who
+What runs: `engine_bridge.policy.routing` (which node serves a request, performance models and their fits), `engine_bridge.policy.baselines` (who
 starts on a node: Fcfs, as in LightLLM) and the rule for host cores of `engine_bridge.driver.assist.profile`, on simulated nodes (bench/sim/core).
 
 Hardware: A10 by its data sheet, calibrated with figures of CaraServe §2.3 that are not compared here (core/calibration.py); Llama2-7B, adapters on
@@ -56,7 +56,7 @@ from bench.sim.core.tables import Figure, Part, Workers, changes, parser_for, re
 from bench.sim.core.traffic import Dealer, Fresh, Lengths, alpaca, functions, play, poisson, power_law
 from engine_bridge.driver.assist.profile import Shape as ModuleShape
 from engine_bridge.driver.assist.profile import rows_per_core
-from engine_bridge.policy.admission import Fcfs
+from engine_bridge.policy.baselines import Fcfs
 from engine_bridge.policy.routing import POLICIES, Fit, KernelName, Measured, Ranks, Settings, fit
 
 SPAN_S = 300.0  # Source: CaraServe §7.1.

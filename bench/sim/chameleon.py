@@ -65,10 +65,12 @@ from bench.sim.core.tables import (
 )
 from bench.sim.core.traffic import TRACE, Lengths, Pool, azure, play, poisson
 from engine_bridge.policy.adapter_cache import POLICIES as EVICTIONS
-from engine_bridge.policy.admission import POLICIES as QUEUES
-from engine_bridge.policy.admission import Mlq, MlqSettings, QueuePolicy
 from engine_bridge.policy.arrivals import Arrivals
 from engine_bridge.policy.lanes import RULES
+from engine_bridge.policy.mlq import Mlq
+from engine_bridge.policy.mlq_decision import MlqSettings
+from engine_bridge.policy.queue import QueuePolicy
+from engine_bridge.policy.registry import POLICIES as QUEUES
 from engine_bridge.policy.sizes import WeightedSize
 
 SPAN_S, WARM_UP_S = 1800.0, 120.0
@@ -187,13 +189,14 @@ def node_of(arm: Arm, setting: Setting, clock: Clock, seed: int) -> Node:
     num_tokens = pool_blocks(cost) * BLOCK_TOKENS
     weights = (0.0, 1.0, 0.0) if arm.is_output_only else ()
     lanes = LaneFits(num_tokens, WeightedSize(*weights), rule=RULES[arm.rule])
+    queue = _queue(arm, num_tokens)
     return Node(
         clock,
         cost,
         setting.shape,
-        _queue(arm, num_tokens),
+        queue,
         _guesser(arm, setting, seed),
-        lanes=lanes if arm.queue == "mlq" else None,
+        lanes=lanes if queue.has_lanes else None,
         eviction=EVICTIONS[arm.eviction]() if arm.eviction else None,
         adapter_ranks=setting.pool.rank_of,
         forecast=Arrivals() if arm.has_forecast else None,

@@ -32,9 +32,10 @@ from typing import Any
 import msgspec
 
 from bench.live.report import report
-from engine_bridge.policy.admission import POLICIES, Decision, Mlq, QueuePolicy, Room, Running, Waiting
 from engine_bridge.policy.lanes import Lanes, fit
+from engine_bridge.policy.queue import Decision, QueuePolicy, Room, Running, Waiting, with_lanes
 from engine_bridge.policy.quotas import SeenRequest, lane_loads, share
+from engine_bridge.policy.registry import POLICIES
 
 STEP_S, BLOCK_TOKENS, NUM_BLOCKS, NUM_SLOTS = 0.02, 16, 8192, 256
 NUM_TOKENS = BLOCK_TOKENS * NUM_BLOCKS
@@ -163,8 +164,7 @@ class Engine:
         return len(self.last.request_ids)
 
     def _place(self) -> None:
-        policy = self.policy
-        assert isinstance(policy, Mlq)
+        policy = with_lanes(self.policy)
         if policy.advance_refit(NUM_PLACED):
             policy.begin_refit(policy.lanes, policy.ledger.quotas)
 
@@ -226,8 +226,8 @@ def measure(row: Row, num_waiting: int, num_steps: int, seed: int) -> dict[str, 
     rng = random.Random(seed)
     traffic = Traffic(rng, row.num_tenants)
     policy = POLICIES[row.policy](NUM_TOKENS)
-    if isinstance(policy, Mlq):
-        policy.refit(*fitted(traffic))
+    if policy.has_lanes:
+        with_lanes(policy).refit(*fitted(traffic))
     engine = Engine(row, policy, traffic, now=row.waited_s)
     arrivals_s = sorted(rng.uniform(0, row.waited_s) for _ in range(num_waiting))
     own_bytes = fill(engine, [traffic.job(arrived_s) for arrived_s in arrivals_s])

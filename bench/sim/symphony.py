@@ -63,8 +63,8 @@ from bench.sim.core.session_node import SessionNode, StepPrefill
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Figure, Part, Workers, crossing, parser_for, report_parts, seeds_of
 from bench.sim.core.tiers import HostTiers
-from engine_bridge.policy.admission import POLICIES as QUEUES
 from engine_bridge.policy.costs import FullCost
+from engine_bridge.policy.registry import POLICIES as QUEUES
 from engine_bridge.policy.routing import POLICIES as ROUTES
 from engine_bridge.policy.routing import PerfModel, RoutingPolicy
 from engine_bridge.policy.routing import Settings as RouteSettings
@@ -98,7 +98,7 @@ EVICTIONS: dict[str, EvictionPolicy] = {"by_value": ByValue(), "lru": Lru()}
 class Arm:
     """One system. route, unannounced, second: names in `routing.POLICIES`, of what is announced, of what is not, and when what was announced comes.
 
-    eviction: of host memory, "" for none; has_cache: KV stays on the device. queue: a name in `admission.POLICIES`.
+    eviction: of host memory, "" for none; has_cache: KV stays on the device. queue: a name in `registry.POLICIES`.
     """
 
     route: str

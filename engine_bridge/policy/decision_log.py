@@ -14,8 +14,11 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import NODEFAULT, Struct
 
-from .admission import POLICIES, Decision, DeferReason, Mlq, QueuePolicy, Room, Running, Waiting
 from .lanes import Lanes
+from .preemption import Order
+from .queue import Decision, DeferReason, LanedPolicy, QueuePolicy, Room, Running, Waiting, with_lanes
+from .quotas import Ledger
+from .registry import POLICIES
 
 FORMAT: Literal["overture decisions"] = "overture decisions"
 VERSION = 1
@@ -213,6 +216,36 @@ class Recorded:
     def name(self) -> str:
         return self.policy.name
 
+    @property
+    def victim_order(self) -> Order | None:
+        return self.policy.victim_order
+
+    @property
+    def charges_tokens(self) -> bool:
+        return self.policy.charges_tokens
+
+    @property
+    def has_lanes(self) -> bool:
+        return self.policy.has_lanes
+
+    @property
+    def is_timeless(self) -> bool:
+        return self.policy.is_timeless
+
+    @property
+    def lanes(self) -> Lanes:
+        return self._laned().lanes
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._laned().ledger
+
+    def num_waiting(self) -> tuple[int, ...]:
+        return self._laned().num_waiting()
+
+    def lane_of(self, request_id: str) -> int | None:
+        return self._laned().lane_of(request_id)
+
     def arrived(self, facts: Waiting, now: float) -> None:
         self.policy.arrived(facts, now)
         if self._is_on:
@@ -255,9 +288,9 @@ class Recorded:
             self._sizes = None if is_done else self._sizes
         return is_done
 
-    def _laned(self) -> Mlq:
+    def _laned(self) -> LanedPolicy:
         """Raises TypeError for a policy without lanes."""
-        return _with_lanes(self.policy)
+        return with_lanes(self.policy)
 
     def _take_sizes(self) -> dict[str, float]:
         return self._sizes.take() if self._sizes is not None else {}
@@ -308,12 +341,6 @@ class Recorded:
         if self._is_on and not self._write(self._encode(record) + b"\n"):
             self._is_on = False
             self._waiting, self._running = {}, {}
-
-
-def _with_lanes(policy: QueuePolicy) -> Mlq:
-    if not isinstance(policy, Mlq):
-        raise TypeError(f"{policy.name} has no lanes")
-    return policy
 
 
 def _difference(before: Mapping[str, Running], after: Mapping[str, Running]) -> _Running:
@@ -467,10 +494,10 @@ class _Player:
             case _BeginRefit():
                 self._sizes = {}
                 lanes = Lanes(call.centroids, call.boundaries)
-                _with_lanes(self.policy).begin_refit(lanes, call.quotas, self._sizes)
+                with_lanes(self.policy).begin_refit(lanes, call.quotas, self._sizes)
             case _AdvanceRefit():
                 self._sizes |= call.sizes
-                _with_lanes(self.policy).advance_refit(call.max_requests)
+                with_lanes(self.policy).advance_refit(call.max_requests)
 
     def _compare(self, number: int, record: _Decided) -> None:
         recorded = Decision(record.starts, record.deferred, record.bypassed, record.squash, record.otherwise)

@@ -1,28 +1,16 @@
-"""Who gives up device memory when the next step's KV does not fit, how each gets it back, and who starts when there is room. Pure.
+"""Who gives up device memory when the next step's KV does not fit, and how each gets it back. Pure.
 
-`Preemption` puts together an order (who goes first) and a choice of way (swap or recompute); `POLICIES` has the paper's and the baselines. A
-`StartRule` chooses between the swapped and the waiting.
+`Preemption` puts together an order (who goes first) and a choice of way (swap or recompute); `POLICIES` has the paper's and the baselines.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from msgspec import Struct
 
 from engine_bridge.policy.costs import Way
-
-
-def fair_priority(waited_s: float, num_tokens: int, weight: float = 1.0) -> float:
-    """Seconds per token since the request first came; higher goes first. Short ones rise fast, and everyone rises while waiting.
-
-    Source: AdaptiveLLM §3.5. Departs in the weight, a tenant's; 1 is the paper's.
-    """
-    return weight * max(waited_s, 0.0) / max(num_tokens, 1)
-
 
 # -- who is preempted --------------------------------------------------------------------------------------------------
 
@@ -30,7 +18,7 @@ def fair_priority(waited_s: float, num_tokens: int, weight: float = 1.0) -> floa
 class RunningFacts(Struct, frozen=True, kw_only=True):
     """A request on the device.
 
-    urgency: the client's `priority` as vLLM has it: lower is more urgent. fairness: `fair_priority`. started_s: when it last began to run.
+    urgency: the client's `priority` as vLLM has it: lower is more urgent. fairness: `fairness.fair_priority`. started_s: when it last began to run.
     num_blocks: that come free if it goes, without those that others share. swap_s, split_s, recompute_s: to have its KV back, None where a way
     is not possible; `costs.SwapOrRecompute` predicts them. num_host_blocks: that swapping it takes in host memory beyond what is saved.
     """
@@ -183,107 +171,3 @@ POLICIES: dict[str, Preemption] = {
     "vllm": Preemption(last_in_first_out, always_recompute),
     "vllm_swap": Preemption(last_in_first_out, always_swap),
 }
-
-
-# -- who starts --------------------------------------------------------------------------------------------------------
-
-
-class Queued(Struct, frozen=True, kw_only=True):
-    """A request that was swapped out, or waits for a prefill. num_blocks: that it needs free on the device to run.
-
-    urgency and fairness as in `RunningFacts`.
-    """
-
-    request_id: str
-    fairness: float
-    num_blocks: int
-    urgency: int = 0
-
-
-class Source(enum.Enum):
-    SWAPPED = "swapped"
-    WAITING = "waiting"
-    NOBODY = "nobody"
-
-
-class StartDecision(Struct, frozen=True):
-    """Who starts, the first to start first. The means are those of the sets that fit, 0 for an empty one, as in the paper."""
-
-    source: Source
-    request_ids: tuple[str, ...]
-    swapped_priority: float
-    waiting_priority: float
-    reason: str
-
-
-class StartRule(Protocol):
-    def choose(
-        self, swapped: Sequence[Queued], waiting: Sequence[Queued], num_free_blocks: int, num_free_slots: int
-    ) -> StartDecision:
-        """Which of the two sets goes on the device now; slots are how many more may run."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class MeanPriority:
-    """The set that fits and has the higher mean priority starts; with equal ones the swapped, which need no prefill.
-
-    A set takes the first in line as long as they fit, and stops at the first that does not: passing it by would let small ones keep a large one
-    out. Source: AdaptiveLLM Algorithm 2, which does not say how a set is filled.
-    """
-
-    def choose(
-        self, swapped: Sequence[Queued], waiting: Sequence[Queued], num_free_blocks: int, num_free_slots: int
-    ) -> StartDecision:
-        fit_swapped = fitting(swapped, num_free_blocks, num_free_slots)
-        fit_waiting = fitting(waiting, num_free_blocks, num_free_slots)
-        swapped_mean, waiting_mean = _mean(fit_swapped), _mean(fit_waiting)
-        if fit_swapped and (swapped_mean >= waiting_mean or not fit_waiting):
-            ids, source = fit_swapped, Source.SWAPPED
-        else:
-            ids, source = fit_waiting, Source.WAITING if fit_waiting else Source.NOBODY
-        reason = "higher mean priority" if ids else "nothing fits" if swapped or waiting else "nobody waits"
-        return StartDecision(source, tuple(r.request_id for r in ids), swapped_mean, waiting_mean, reason)
-
-
-@dataclass(frozen=True, slots=True)
-class KeepsRoom:
-    """Like `MeanPriority`, but room is kept for the first swapped one that does not fit, once its priority is above what would start instead.
-
-    Without that, waiting small requests can fill every gap for as long as they keep coming, since what does not fit counts for nothing in the
-    comparison. Ours.
-    """
-
-    rule: StartRule = MeanPriority()
-
-    def choose(
-        self, swapped: Sequence[Queued], waiting: Sequence[Queued], num_free_blocks: int, num_free_slots: int
-    ) -> StartDecision:
-        decision = self.rule.choose(swapped, waiting, num_free_blocks, num_free_slots)
-        if decision.source is not Source.WAITING or not swapped:
-            return decision
-        first = min(swapped, key=_place)
-        is_stuck = not fitting([first], num_free_blocks, num_free_slots)
-        if not is_stuck or first.fairness <= decision.waiting_priority:
-            return decision
-        reason = f"room is kept for {first.request_id}"
-        return StartDecision(Source.NOBODY, (), first.fairness, decision.waiting_priority, reason)
-
-
-def fitting(queued: Sequence[Queued], num_free_blocks: int, num_free_slots: int) -> list[Queued]:
-    """The first in line that fit together, most urgent first, then by priority."""
-    found: list[Queued] = []
-    for request in sorted(queued, key=_place):
-        if len(found) >= num_free_slots or request.num_blocks > num_free_blocks:
-            break
-        num_free_blocks -= request.num_blocks
-        found.append(request)
-    return found
-
-
-def _place(request: Queued) -> tuple[int, float, str]:
-    return (request.urgency, -request.fairness, request.request_id)
-
-
-def _mean(queued: Sequence[Queued]) -> float:
-    return sum(request.fairness for request in queued) / len(queued) if queued else 0.0

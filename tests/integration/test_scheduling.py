@@ -19,7 +19,7 @@ from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
-from engine_bridge.policy.admission import Mlq
+from engine_bridge.policy.mlq import Mlq
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 

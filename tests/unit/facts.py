@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_bridge.policy.admission import Running, Waiting
+from engine_bridge.policy.queue import Running, Waiting
 
 
 def waiting_facts(request_id: str, **fields: Any) -> Waiting:

@@ -31,21 +31,13 @@ from bench.sim.core.links import SharedLink
 from bench.sim.core.requests import Arrival, Guesser, Request, Stage
 from bench.sim.core.steps import Chunk, Decoding, StepCost
 from engine_bridge.policy.adapter_cache import EvictionPolicy
-from engine_bridge.policy.admission import (
-    Decision,
-    Fcfs,
-    Priority,
-    QueuePolicy,
-    Room,
-    Running,
-    Sjf,
-    Waiting,
-)
 from engine_bridge.policy.arrivals import Arrivals
 from engine_bridge.policy.costs import Way
+from engine_bridge.policy.fairness import fair_priority
 from engine_bridge.policy.pacing import StepPace, pace
 from engine_bridge.policy.preemption import POLICIES as PREEMPTIONS
-from engine_bridge.policy.preemption import Preemption, RunningFacts, fair_priority, last_in_first_out
+from engine_bridge.policy.preemption import Preemption, RunningFacts, last_in_first_out
+from engine_bridge.policy.queue import Decision, QueuePolicy, Room, Running, Waiting
 from engine_bridge.policy.quotas import overcharged_tokens
 
 BLOCK_TOKENS = 16
@@ -55,8 +47,6 @@ ACTIVATION_BYTES = 10**9
 PRIOR_TOKEN_S, SMOOTHING = 0.02, 0.1
 # Forecasts: how far ahead, and from which probability on. As measured by bench.sim.adapter_cache.
 LEAD_S, LIKELY = 10.0, 0.5
-# These decide the same for the same facts, whatever the time: they need no asking while nothing has changed.
-TIMELESS = (Fcfs, Sjf, Priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +183,7 @@ class Node:
 
     Args:
         policy: who starts.
-        lanes: fits the lanes of an `Mlq`; None for other policies.
+        lanes: fits the lanes of a policy that has some; None for others.
         eviction: which unused adapter leaves first; None for no cache.
         adapter_ranks: by adapter id.
         forecast: foretells adapters that will be asked for, None without.
@@ -251,7 +241,7 @@ class Node:
         self._ranks = adapter_ranks
         self._guesser, self._lanes, self._preemption = guesser, lanes, preemption
         self._forecast = forecast
-        self._is_timeless = isinstance(policy, TIMELESS)
+        self._is_timeless = policy.is_timeless
         self._facts, self._running_facts = _Facts(self), _RunningFacts(self)
         self._prefilling: deque[Request] = deque()
         self._loading: dict[int, list[Request]] = {}
@@ -414,7 +404,7 @@ class Node:
             num_tokens=self.num_tokens,
             prefill_tokens=self._pace.starting_tokens if self._pace is not None else None,
             is_prefilling=self._pace is not None and self._pace.num_prefilling > 0,
-            overcharged_tokens=self._overcharged_tokens() if self._lanes is not None else 0,
+            overcharged_tokens=self._overcharged_tokens() if self.policy.charges_tokens else 0,
         )
         decision = self.policy.decide(self._facts, self._running_facts, room, now)
         if decision.squash:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine_bridge.policy.admission import Waiting
+from engine_bridge.policy.queue import Waiting
 from engine_bridge.predict.length import LengthGuess
 
 

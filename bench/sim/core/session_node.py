@@ -19,8 +19,8 @@ from bench.sim.core.node import BLOCK_TOKENS, VLLM, Node, Shape
 from bench.sim.core.requests import Arrival, Request
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tiers import HostTiers, SessionKv
-from engine_bridge.policy.admission import QueuePolicy
 from engine_bridge.policy.guesses import GuessFacts, due_s, plan
+from engine_bridge.policy.queue import QueuePolicy
 from engine_bridge.predict.length import LengthGuess
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts, RestorePolicy
 

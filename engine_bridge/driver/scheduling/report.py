@@ -112,7 +112,7 @@ class Report:
             waited_s = max(now - request.arrival_time, 0.0) if reason is not None else None
             return RequestState(**named, waited_s=waited_s, size_tokens=request.num_tokens)
         until_s = known.started_s if known.started_s is not None else now
-        laned = self._scheduling.mlq
+        laned = self._scheduling.laned
         return RequestState(
             **named,
             lane=laned.lane_of(request.request_id) if laned is not None else None,
@@ -202,7 +202,7 @@ def _is_compiling(request: Any) -> bool:
 
 
 def _lanes(scheduling: Scheduling) -> LaneStats | None:
-    policy = scheduling.mlq
+    policy = scheduling.laned
     if policy is None:
         return None
     return LaneStats(

@@ -23,20 +23,22 @@ from engine_bridge.driver.scheduling.refits import Refits
 from engine_bridge.driver.scheduling.report import GuessErrors
 from engine_bridge.driver.scheduling.unready import Unready
 from engine_bridge.driver.scheduling.victims import by_worth
-from engine_bridge.policy.admission import (
-    POLICIES,
+from engine_bridge.policy.decision_log import Recorded
+from engine_bridge.policy.fairness import fair_priority
+from engine_bridge.policy.pacing import StepPace
+from engine_bridge.policy.preemption import RunningFacts
+from engine_bridge.policy.queue import (
     Decision,
     DeferReason,
-    Mlq,
+    LanedPolicy,
     QueuePolicy,
     Room,
     Running,
     Waiting,
+    with_lanes,
 )
-from engine_bridge.policy.decision_log import Recorded
-from engine_bridge.policy.pacing import StepPace
-from engine_bridge.policy.preemption import RunningFacts, fair_priority, least_fair_first
 from engine_bridge.policy.quotas import SeenRequest, overcharged_tokens
+from engine_bridge.policy.registry import POLICIES
 from engine_bridge.policy.sizes import Scale, WeightedSize
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, LengthPredictor, OnlineLengths
 
@@ -92,7 +94,7 @@ class Scheduling:
     """Asks the policy and tells it what became of its decisions.
 
     Args:
-        policy: a name in `engine_bridge.policy.admission.POLICIES`.
+        policy: a name in `engine_bridge.policy.registry.POLICIES`.
         num_tokens: that requests may hold together.
         is_ready: may a waiting request start as far as its adapter and its grammar are concerned?
         decision_log: where to write down what the policy is told and decides. Closed with this.
@@ -117,13 +119,12 @@ class Scheduling:
         decision_log: LogWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        made = POLICIES[policy](num_tokens)
-        self.mlq = made if isinstance(made, Mlq) else None
-        """The policy to look at, where it has lanes. It is told of everything through `policy`."""
-        self.policy: QueuePolicy = made
+        self.policy: QueuePolicy = POLICIES[policy](num_tokens)
         self._log = decision_log
         if decision_log is not None:
-            self.policy = Recorded(made, num_tokens, decision_log.write)
+            self.policy = Recorded(self.policy, num_tokens, decision_log.write)
+        self.laned: LanedPolicy | None = with_lanes(self.policy) if self.policy.has_lanes else None
+        """The same, where it has lanes."""
         self.queue = PolicyQueue(self)
         self.predictor = predictor or OnlineLengths()
         self.last = Decision()
@@ -136,8 +137,7 @@ class Scheduling:
         self._adapters = adapters
         self._ways = ways if ways is not None else {}  # an empty one fills later
         self._are_copied_back = ways is not None
-        # vLLM's own policies, and those that stand for them, keep vLLM's victims: the last that started.
-        self._victims = least_fair_first if policy in ("mlq", "fair") else None
+        self._victims = self.policy.victim_order
         self.pace = pace
         self._clock = clock
         self._known: dict[str, _Known] = {}
@@ -247,7 +247,7 @@ class Scheduling:
             prefill_tokens=step.starting_tokens if step is not None else None,
             is_prefilling=step is not None and step.num_prefilling > 0,
             adapter_bytes=self._adapters.free_room() if self._adapters is not None else None,
-            overcharged_tokens=self._overcharged_tokens() if self.mlq is not None else 0,
+            overcharged_tokens=self._overcharged_tokens() if self.policy.charges_tokens else 0,
         )
         waiting = _OnDemand(self._known, self._facts_of_waiting)
         running = _OnDemand(self._running, self._facts_of_running)
@@ -265,7 +265,6 @@ class Scheduling:
         return Decision(deferred=decision.deferred) if decision.squash else decision
 
     def _overcharged_tokens(self) -> int:
-        """Only for policies that charge tokens: the others need not pay for it."""
         held = (
             (known.charged_tokens, max(known.charged_tokens - known.request.num_tokens, 0))
             for known in self._running.values()
@@ -394,7 +393,7 @@ class Scheduling:
     # -- lanes -------------------------------------------------------------------------------------------------------
 
     def _apply_refit(self, now: float) -> None:
-        if self.mlq is None or not isinstance(self.policy, Mlq | Recorded):
+        if self.laned is None:
             # Without lanes there is still a predictor that learns.
             self._refits.take()
             self._refits.start_if_due(now, self._sizes.scale, self._num_tokens, self.predictor)
@@ -403,8 +402,8 @@ class Scheduling:
             lanes, quotas, scale = fitted
             self._fitted_scale = scale
             sizes = _OnDemand(self._known, lambda known: scale.wrs(*known.scale_sizes))
-            self.policy.begin_refit(lanes, quotas, sizes)
-        if self._fitted_scale is not None and self.policy.advance_refit(MAX_PLACED):
+            self.laned.begin_refit(lanes, quotas, sizes)
+        if self._fitted_scale is not None and self.laned.advance_refit(MAX_PLACED):
             self._scale, self._fitted_scale = self._fitted_scale, None
             self.counts["refits"] += 1
         self._refits.start_if_due(now, self._sizes.scale, self._num_tokens, self.predictor)
@@ -441,12 +440,12 @@ class Scheduling:
             "counts": dict(self.counts),
             "token_s": self._token_s,
         }
-        if self.mlq is not None:
+        if self.laned is not None:
             found["lanes"] = {
-                "boundaries": self.mlq.lanes.boundaries,
-                "num_waiting": self.mlq.num_waiting(),
-                "quota_tokens": self.mlq.ledger.quotas,
-                "used_tokens": self.mlq.ledger.used,
+                "boundaries": self.laned.lanes.boundaries,
+                "num_waiting": self.laned.num_waiting(),
+                "quota_tokens": self.laned.ledger.quotas,
+                "used_tokens": self.laned.ledger.used,
             }
         return found
 

@@ -31,8 +31,9 @@ from bench.sim.core.hardware import Gpu
 from bench.sim.core.models import MISTRAL_7B, OPT_13B, OPT_30B
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Workers
-from engine_bridge.policy.admission import Fair, Fcfs, Mlq
+from engine_bridge.policy.baselines import Fair, Fcfs
 from engine_bridge.policy.costs import FullCost, SwapOrRecompute
+from engine_bridge.policy.mlq import Mlq
 from engine_bridge.policy.preemption import POLICIES
 
 FEW = Setting(num_requests=120)

@@ -31,7 +31,8 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.node import VLLM
 from bench.sim.core.tables import Figure, Workers, crossing
 from engine_bridge.policy.adapter_cache import ChameleonScore
-from engine_bridge.policy.admission import Fcfs, Mlq
+from engine_bridge.policy.baselines import Fcfs
+from engine_bridge.policy.mlq import Mlq
 
 SETTING = Setting(trace=Path("there is none"), length_share=0.25, span_s=120.0, warm_up_s=20.0)
 BRIEF = replace(SETTING, span_s=30.0, warm_up_s=5.0)

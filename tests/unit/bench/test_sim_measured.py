@@ -17,8 +17,9 @@ from bench.sim.core.models import Model
 from bench.sim.core.node import OVERTURE, VLLM, Node, Shape
 from bench.sim.core.requests import Arrival, Request
 from bench.sim.core.steps import Chunk, StepCost
-from engine_bridge.policy.admission import POLICIES, Mlq
 from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.mlq import Mlq
+from engine_bridge.policy.registry import POLICIES
 from tests.unit.bench.test_sim_node import Knows, gpu
 
 TINY = Model("tiny", 4, 16, 16, 1, 1, 16, 4096)

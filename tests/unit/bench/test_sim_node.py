@@ -23,24 +23,16 @@ from bench.sim.core.models import Model
 from bench.sim.core.node import ACTIVATION_BYTES, BLOCK_TOKENS, OVERTURE, SLORA, VLLM, VLLM_0_2, Node, Shape
 from bench.sim.core.requests import Arrival, Request
 from bench.sim.core.steps import Chunk, Kernel, StepCost, bgmv, mbgmv
-from engine_bridge.policy import adapter_cache, admission, arrivals, preemption
+from engine_bridge.policy import adapter_cache, arrivals, baselines, mlq, preemption, queue
 from engine_bridge.policy.adapter_cache import ChameleonScore, Lru
-from engine_bridge.policy.admission import (
-    Decision,
-    Fair,
-    Fcfs,
-    Mlq,
-    MlqSettings,
-    QueuePolicy,
-    Room,
-    Running,
-    Sjf,
-    Waiting,
-)
+from engine_bridge.policy.baselines import Fair, Fcfs, Sjf
 from engine_bridge.policy.costs import FullCost, KvShape, LinearPrefill, Link, SwapOrRecompute
 from engine_bridge.policy.lanes import Lanes
+from engine_bridge.policy.mlq import Mlq
+from engine_bridge.policy.mlq_decision import MlqSettings
 from engine_bridge.policy.preemption import POLICIES as PREEMPTIONS
 from engine_bridge.policy.preemption import Preemption, cheaper, last_in_first_out
+from engine_bridge.policy.queue import Decision, QueuePolicy, Room, Running, Waiting
 from engine_bridge.predict.length import LengthGuess
 
 TINY = Model("tiny", 1, 16, 16, 1, 1, 16, 10_000)
@@ -311,6 +303,8 @@ def test_the_same_seed_gives_the_same_run(case: str) -> None:
 class Asked:
     """Fcfs behind another class: the node cannot know that time means nothing to it, and asks before every step."""
 
+    is_timeless = False
+
     def __init__(self) -> None:
         self._policy = Fcfs()
 
@@ -354,7 +348,7 @@ def test_a_policy_that_goes_by_time_is_asked_before_every_step() -> None:
 
 
 def test_what_decides_are_the_live_engines_classes() -> None:
-    live = (admission, adapter_cache, arrivals, preemption)
+    live = (baselines, mlq, queue, adapter_cache, arrivals, preemption)
     names = {
         name
         for module in live
@@ -365,7 +359,7 @@ def test_what_decides_are_the_live_engines_classes() -> None:
         for name in names & vars(module).keys():
             assert vars(module)[name].__module__.startswith("engine_bridge.policy"), name
     node, _ = serve([(0.0, 1, 1)], **mlq_parts(100))
-    assert type(node.policy) is admission.Mlq
+    assert type(node.policy) is Mlq
 
 
 class Recorder:
@@ -375,6 +369,8 @@ class Recorder:
         self._policy = Mlq(num_tokens)
         self.calls: list[tuple[str, tuple[Any, ...], Decision | None]] = []
         self.name = self._policy.name
+        self.victim_order, self.charges_tokens = self._policy.victim_order, self._policy.charges_tokens
+        self.has_lanes, self.is_timeless = self._policy.has_lanes, self._policy.is_timeless
 
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float

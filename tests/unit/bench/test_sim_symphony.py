@@ -40,7 +40,7 @@ from bench.sim.symphony import (
     run_agents,
 )
 from bench.sim.symphony_scale import Cell, measure
-from engine_bridge.policy.admission import Fcfs
+from engine_bridge.policy.baselines import Fcfs
 from engine_bridge.policy.costs import FullCost
 from engine_bridge.policy.routing import LoadBalance, Relieve, Sticky
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru

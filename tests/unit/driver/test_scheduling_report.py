@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from engine_bridge.driver.scheduling.report import ERROR_BOUNDS, GuessErrors, Report
-from engine_bridge.policy.admission import Decision
+from engine_bridge.policy.queue import Decision
 from engine_bridge.predict.length import LengthGuess
 
 
@@ -53,7 +53,7 @@ class Ours:
     def __init__(self, last: Decision, unready: tuple[str, ...] = ()) -> None:
         self.last, self._unready = last, unready
         self.policy = SimpleNamespace(name="fcfs")
-        self.mlq = None
+        self.laned = None
         self.seconds: dict[str, float] = {}
         self.guess_errors = GuessErrors()
 

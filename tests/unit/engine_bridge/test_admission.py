@@ -15,24 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_bridge.policy.admission import (
-    POLICIES,
-    Decision,
-    Fair,
-    Fcfs,
-    Mlq,
-    MlqSettings,
-    Priority,
-    QueuePolicy,
-    Room,
-    Running,
-    Sjf,
-    Waiting,
-    earliest_start_s,
-    starts_swapped,
-    urgency,
-)
+from engine_bridge.policy.baselines import Fair, Fcfs, Priority, Sjf
+from engine_bridge.policy.fairness import fair_priority, starts_swapped
 from engine_bridge.policy.lanes import Lanes
+from engine_bridge.policy.mlq import Mlq
+from engine_bridge.policy.mlq_decision import MlqSettings, earliest_start_s
+from engine_bridge.policy.queue import Decision, QueuePolicy, Room, Running, Waiting
+from engine_bridge.policy.registry import POLICIES
 from tests.unit.facts import running_facts, waiting_facts
 
 TWO_LANES = Lanes.around([0.2, 0.8])
@@ -150,7 +139,7 @@ def test_fair_is_out_of_order_by_less_than_a_factor_of_two(facts: list[tuple[flo
     }
     order = decide(Fair(), waiting.values()).request_ids
     assert sorted(order) == sorted(waiting)
-    urgencies = [urgency(NOW - waiting[name].arrived_s, waiting[name].size_tokens) for name in order]
+    urgencies = [fair_priority(NOW - waiting[name].arrived_s, waiting[name].size_tokens) for name in order]
     for at, here in enumerate(urgencies):
         assert all(2 * here >= later for later in urgencies[at:])
 
@@ -173,6 +162,13 @@ def test_only_what_fits_counts_in_the_mean() -> None:
     assert starts_swapped([1.0], [])
     assert not starts_swapped([], [1.0])
     assert not starts_swapped([], [])
+
+
+def test_priority_is_waiting_time_over_length() -> None:
+    assert fair_priority(10.0, 100) == pytest.approx(0.1)
+    assert fair_priority(10.0, 10) > fair_priority(10.0, 100)
+    assert fair_priority(10.0, 100, weight=3.0) == pytest.approx(0.3)
+    assert fair_priority(-1.0, 0) == 0.0
 
 
 # -- lanes and quotas --------------------------------------------------------------------------------------------------

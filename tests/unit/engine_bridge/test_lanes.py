@@ -210,7 +210,7 @@ def test_another_clustering_may_be_passed_in() -> None:
 # -- purity ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sizes", "lanes", "quotas", "admission"])
+@pytest.mark.parametrize("name", ["sizes", "lanes", "quotas", "registry"])
 def test_policy_loads_nothing_of_engine_or_learning(name: str) -> None:
     code = f"import sys, engine_bridge.policy.{name}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)

@@ -1,4 +1,4 @@
-"""Who gives up device memory, how each gets it back, and who starts when there is room."""
+"""Who gives up device memory, and how each gets it back."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 from engine_bridge.policy.costs import Way
 from engine_bridge.policy.preemption import (
     POLICIES,
-    KeepsRoom,
-    MeanPriority,
     Preemption,
-    Queued,
     RunningFacts,
-    Source,
-    fair_priority,
-    fitting,
 )
 
 
@@ -33,10 +27,6 @@ def running(request_id: str, **fields: Any) -> RunningFacts:
         "num_host_blocks": 4,
     }
     return RunningFacts(request_id=request_id, **(defaults | fields))
-
-
-def queued(request_id: str, fairness: float, num_blocks: int = 1, urgency: int = 0) -> Queued:
-    return Queued(request_id=request_id, fairness=fairness, num_blocks=num_blocks, urgency=urgency)
 
 
 def ids(plan: Any) -> list[str]:
@@ -194,93 +184,3 @@ def test_the_cheapest_per_block_frees_most_for_least() -> None:
 def test_nobody_is_preempted_for_nothing() -> None:
     assert POLICIES["cost_aware"].plan([running("a")], 0, 100).victims == ()
     assert not POLICIES["cost_aware"].plan([running("a")], 5, 100).is_enough
-
-
-# -- starts ------------------------------------------------------------------------------------------------------------
-
-
-def test_priority_is_waiting_time_over_length() -> None:
-    assert fair_priority(10.0, 100) == pytest.approx(0.1)
-    assert fair_priority(10.0, 10) > fair_priority(10.0, 100)
-    assert fair_priority(10.0, 100, weight=3.0) == pytest.approx(0.3)
-    assert fair_priority(-1.0, 0) == 0.0
-
-
-def test_the_set_with_the_higher_mean_starts() -> None:
-    swapped, waiting = [queued("s", 0.3)], [queued("w1", 0.5), queued("w2", 0.3)]
-    decision = MeanPriority().choose(swapped, waiting, 10, 10)
-    assert (decision.source, decision.request_ids) == (Source.WAITING, ("w1", "w2"))
-    assert (decision.swapped_priority, decision.waiting_priority) == pytest.approx((0.3, 0.4))
-
-
-def test_only_what_fits_counts_in_the_mean() -> None:
-    swapped, waiting = [queued("s", 0.3)], [queued("w1", 0.5, num_blocks=11), queued("w2", 0.1)]
-    decision = MeanPriority().choose(swapped, waiting, 10, 10)
-    assert (decision.source, decision.request_ids) == (Source.SWAPPED, ("s",))
-
-
-def test_the_swapped_win_a_tie_even_at_nothing() -> None:
-    decision = MeanPriority().choose([queued("s", 0.0)], [queued("w", 0.0)], 10, 10)
-    assert decision.source is Source.SWAPPED
-    assert MeanPriority().choose([], [queued("w", 0.0)], 10, 10).source is Source.WAITING
-
-
-def test_nobody_starts_where_nothing_fits() -> None:
-    decision = MeanPriority().choose([queued("s", 1.0, 20)], [queued("w", 1.0, 20)], 10, 10)
-    assert (decision.source, decision.request_ids, decision.reason) == (Source.NOBODY, (), "nothing fits")
-    for swapped, waiting in (([queued("s", 1.0)], []), ([], [queued("w", 1.0)])):
-        decision = MeanPriority().choose(swapped, waiting, 10, 0)
-        assert (decision.source, decision.reason) == (Source.NOBODY, "nothing fits")
-    assert MeanPriority().choose([], [], 10, 10).reason == "nobody waits"
-
-
-def test_small_ones_fill_the_gap_in_the_paper_and_leave_it_to_a_stuck_one_with_us() -> None:
-    stuck, small = queued("stuck", 0.9, num_blocks=50), queued("small", 0.2)
-    assert MeanPriority().choose([stuck], [small], 10, 10).request_ids == ("small",)
-    decision = KeepsRoom().choose([stuck], [small], 10, 10)
-    assert (decision.source, decision.reason) == (Source.NOBODY, "room is kept for stuck")
-    assert (decision.swapped_priority, decision.waiting_priority) == (0.9, 0.2)
-    for fairness in (0.1, 0.2):
-        early = queued("stuck", fairness, num_blocks=50)
-        assert KeepsRoom().choose([early], [small], 10, 10).request_ids == ("small",)
-    # The first in line is who counts, not who was named first.
-    other = queued("other", 0.1, num_blocks=60)
-    assert KeepsRoom().choose([other, stuck], [small], 10, 10).reason == "room is kept for stuck"
-
-
-line = st.lists(
-    st.builds(
-        queued,
-        st.integers(0, 10_000).map(str),
-        fairness=st.floats(0, 10),
-        num_blocks=st.integers(0, 30),
-        urgency=st.integers(-1, 1),
-    ),
-    max_size=10,
-    unique_by=lambda request: request.request_id,
-)
-
-
-@given(line, line, st.integers(0, 60), st.integers(0, 6))
-def test_what_starts_fits_and_comes_from_one_set(
-    swapped: list[Queued], waiting: list[Queued], num_blocks: int, num_slots: int
-) -> None:
-    for rule in (MeanPriority(), KeepsRoom()):
-        decision = rule.choose(swapped, waiting, num_blocks, num_slots)
-        chosen_from = {Source.SWAPPED: swapped, Source.WAITING: waiting, Source.NOBODY: []}[decision.source]
-        by_id = {request.request_id: request for request in chosen_from}
-        assert bool(decision.request_ids) == (decision.source is not Source.NOBODY)
-        assert len(decision.request_ids) <= num_slots
-        assert sum(by_id[name].num_blocks for name in decision.request_ids) <= num_blocks
-
-
-@given(line, st.integers(0, 60), st.integers(0, 6))
-def test_nobody_is_passed_by(requests: list[Queued], num_blocks: int, num_slots: int) -> None:
-    chosen = fitting(requests, num_blocks, num_slots)
-    left = [request for request in requests if request not in chosen]
-    for ahead in chosen:
-        for behind in left:
-            assert (ahead.urgency, -ahead.fairness) <= (behind.urgency, -behind.fairness)
-    if left and len(chosen) < num_slots:
-        first = min(left, key=lambda r: (r.urgency, -r.fairness, r.request_id))
-        assert first.num_blocks > num_blocks - sum(request.num_blocks for request in chosen)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from prometheus_client import CollectorRegistry, generate_latest
 
 from engine_bridge.node import LaneStats, LengthErrors, SchedulingStats, WaitReason
-from engine_bridge.policy.admission import DeferReason
+from engine_bridge.policy.queue import DeferReason
 from gateway.scheduling_metrics import SchedulingCollector
 
 EMPTY: dict[str, Any] = {

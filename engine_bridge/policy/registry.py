@@ -1,0 +1,18 @@
+"""Policies of the queue by name. A new one is one new file and one line here. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .baselines import Fair, Fcfs, Priority, Sjf
+from .mlq import Mlq
+from .queue import QueuePolicy
+
+POLICIES: dict[str, Callable[[int], QueuePolicy]] = {
+    "fcfs": lambda num_tokens: Fcfs(),
+    "sjf": lambda num_tokens: Sjf(),
+    "priority": lambda num_tokens: Priority(),
+    "fair": lambda num_tokens: Fair(),
+    "mlq": Mlq,
+}
+"""By name; each takes the number of tokens that requests may hold together."""
