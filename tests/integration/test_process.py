@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -57,6 +57,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def hangups_count() -> Iterator[None]:
+    """Also where these tests run under nohup: what a process ignores its children ignore, and a server is to go on ignoring that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @contextlib.asynccontextmanager
@@ -187,9 +195,9 @@ async def test_sighup_has_the_key_file_read_and_the_server_goes_on(tmp_path: Pat
             keys.write_text(key_file_line("new", new) + "\n")
             process.send_signal(signal.SIGHUP)
             async with asyncio.timeout(60):
-                while await status_of(new) != 200:
+                while await status_of(old) != 401:  # a wrong key asked so often would be refused for that
                     await asyncio.sleep(0.05)
-            assert await status_of(old) == 401
+            assert await status_of(new) == 200
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
             assert await process.wait() == 0

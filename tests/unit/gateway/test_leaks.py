@@ -66,8 +66,9 @@ async def test_nothing_is_left_of_turns_sockets_and_drafts_that_are_over(gateway
     await passes(KEEP_FINISHED_S + 61)
     gateway.node.answers.clear()
     gateway.node.prefills.clear()
-    await settled()
-    assert not alive(*kinds) - before
+    async with asyncio.timeout(10):
+        while alive(*kinds) - before:  # a task that is on its last step holds its own for that long
+            await settled()
     assert gateway.count("overture_sockets") == 0 and gateway.count("overture_turns_running") == 0
 
 
