@@ -52,9 +52,9 @@ from engine_bridge.token_stream import TokenStream
 from kvtiers.stats import TierStats
 
 if TYPE_CHECKING:
+    from engine_bridge.core.promotions import Hashes
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.engine_client import BridgeEngineClient, Caller
-    from engine_bridge.driver.promoter import Hashes
     from engine_bridge.driver.serving import Prepared, Serving
     from engine_bridge.driver.tokenizer_queue import TokenizerQueue
 

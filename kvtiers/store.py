@@ -15,9 +15,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+from kvtiers.blocks import Block, Group, GroupId, ReadJob, Save, Stage, StageProgress, count_while
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.host_pool import HostPool
 from kvtiers.io.io_thread import IoThread
@@ -40,117 +40,6 @@ EVICTION_BATCH = (
     1 / 64
 )  # of the slots leave at a time, so that ranking all sessions is paid for once per batch
 FLUSH_TIMEOUT_S = 10.0
-
-GroupId = tuple[str, str]
-"""A tenant, and the name of a session: tenants choose the names of their sessions themselves, so two may have the same."""
-
-
-class _Block:
-    """One block in host memory: `slots` of its leading layers, of which the first `ready` hold its bytes."""
-
-    __slots__ = ("group", "is_bad", "is_unwritten", "job", "key", "pins", "ready", "slots")
-
-    def __init__(self, key: BlockKey, group: _Group) -> None:
-        self.key = key
-        self.group = group
-        self.slots: list[int] = []
-        self.ready = 0
-        self.pins = 0
-        self.is_unwritten = False
-        self.is_bad = False
-        self.job: _ReadJob | None = None
-
-
-class _Group:
-    """The blocks of one session of a tenant, in the order of its conversation."""
-
-    __slots__ = ("blocks", "expected_s", "is_over", "last_used_s", "name", "num_slots", "num_uses", "tenant")
-
-    def __init__(self, tenant: str, name: str) -> None:
-        self.tenant = tenant
-        self.name = name
-        self.blocks: dict[BlockKey, _Block] = {}
-        self.num_slots = 0
-        self.last_used_s = 0.0
-        self.num_uses = 0
-        self.is_over = False
-        self.expected_s: float | None = None
-
-    @property
-    def id(self) -> GroupId:
-        return self.tenant, self.name
-
-
-class _ReadJob:
-    """Blocks that are being read from `first_layer` on, for as many stages as want them."""
-
-    __slots__ = ("blocks", "first_layer", "num_users", "task")
-
-    def __init__(self, blocks: list[_Block], first_layer: int) -> None:
-        self.blocks = blocks
-        self.first_layer = first_layer
-        self.num_users = 0
-        self.task: asyncio.Task[None] | None = None
-
-    def stop_if_unwanted(self) -> None:
-        """Runs on the I/O thread. A read that has not begun looks for itself whether it is wanted."""
-        if self.num_users == 0 and self.task is not None:
-            self.task.cancel()
-
-
-class Save:
-    """Blocks on their way from the device: fill the slots, then `KvStore.commit` or `KvStore.abandon`.
-
-    `slots[i][l]` is the slot of layer `l` of the block at `positions[i]` among the keys that were offered.
-    """
-
-    __slots__ = ("blocks", "positions")
-
-    def __init__(self, blocks: list[_Block], positions: list[int]) -> None:
-        self.blocks = blocks
-        self.positions = positions
-
-    @property
-    def slots(self) -> list[list[int]]:
-        return [block.slots for block in self.blocks]
-
-
-class Stage:
-    """Consecutive blocks held in host memory, or on their way there. Lives until `KvStore.release`.
-
-    `slots[i][l]` is the slot of layer `l` of block `i`; `is_from_disk[i]` whether it had to be read.
-    """
-
-    __slots__ = ("blocks", "disk_bytes_at_start", "is_from_disk", "jobs", "started_s")
-
-    def __init__(self, started_s: float, disk_bytes_at_start: int) -> None:
-        self.blocks: list[_Block] = []
-        self.is_from_disk: list[bool] = []
-        self.jobs: set[_ReadJob] = set()
-        self.started_s = started_s
-        self.disk_bytes_at_start = disk_bytes_at_start
-
-    @property
-    def slots(self) -> list[list[int]]:
-        return [block.slots for block in self.blocks]
-
-
-@dataclass(frozen=True, slots=True)
-class StageProgress:
-    """How much of a stage is in host memory.
-
-    `num_blocks`: leading blocks that are not known to be bad; `num_ready_blocks`: leading ones with all layers; `num_ready_layers`: layers that
-    all `num_blocks` have. `disk_bytes_ahead`: what other stages are waiting for.
-    """
-
-    num_blocks: int
-    num_ready_blocks: int
-    num_ready_layers: int
-    waited_s: float
-    disk_bytes_done: int
-    disk_bytes_left: int
-    disk_bytes_ahead: int
-    disk_bytes_per_s: float
 
 
 class KvStore:
@@ -184,23 +73,28 @@ class KvStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
-        self._blocks: dict[BlockKey, _Block] = {}
-        self._groups: dict[GroupId, _Group] = {}
+        self._blocks: dict[BlockKey, Block] = {}
+        self._groups: dict[GroupId, Group] = {}
         self._held: Counter[str] = Counter()  # slots by tenant, those of spoiled blocks left out
         self._weights: dict[str, float] = {}  # of tenants, where it is not 1
         self._live: Counter[GroupId] = Counter()  # requests in the engine, by group; it may hold nothing yet
         self._host = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
-        self._unwritten: dict[_Group, list[tuple[float, _Block]]] = {}
+        self._unwritten: dict[Group, list[tuple[float, Block]]] = {}
         self._num_unwritten = 0
         self._num_skipped_writes = 0
         self._num_disk_hits = 0
-        self._jobs: set[_ReadJob] = set()
+        self._jobs: set[ReadJob] = set()
         self._disk_bytes_done = 0
         self._disk_rate = Rate(PRIOR_DISK_BYTES_PER_S)
         self._busy_since: tuple[float, int] = (0.0, 0)
         self._wakes_writer = asyncio.Event()
         self._writing = asyncio.Lock()
         self._writer = io.start(self._write_behind()) if disk is not None else None
+
+    @property
+    def num_host_blocks(self) -> int:
+        """That host memory can hold."""
+        return self.pool.num_slots // self.shape.num_layers
 
     # -- saving (engine thread) --------------------------------------------------------------------------------------
 
@@ -285,7 +179,7 @@ class KvStore:
         num_layers = self.shape.num_layers
         with self._lock:
             now = self._clock()
-            num_blocks = _count_while(not block.is_bad for block in stage.blocks)
+            num_blocks = count_while(not block.is_bad for block in stage.blocks)
             ready = [block.ready for block in stage.blocks[:num_blocks]]
             left = sum(num_layers - r for r in ready) * self.shape.layer_bytes
             total_left = sum(
@@ -293,7 +187,7 @@ class KvStore:
             )
             return StageProgress(
                 num_blocks=num_blocks,
-                num_ready_blocks=_count_while(r == num_layers for r in ready),
+                num_ready_blocks=count_while(r == num_layers for r in ready),
                 num_ready_layers=min(ready, default=num_layers),
                 waited_s=now - stage.started_s,
                 disk_bytes_done=self._disk_bytes_done - stage.disk_bytes_at_start,
@@ -311,7 +205,7 @@ class KvStore:
 
         with self._arrived:
             self._arrived.wait_for(is_settled, timeout_s)
-            return _count_while(block.ready > layer and not block.is_bad for block in blocks)
+            return count_while(block.ready > layer and not block.is_bad for block in blocks)
 
     def release(self, stage: Stage) -> None:
         """Let go of a stage. What nobody waits for any more is not read further."""
@@ -463,24 +357,24 @@ class KvStore:
             return True
         return self._disk is not None and key in self._disk
 
-    def _touch(self, tenant: str, name: str) -> _Group:
+    def _touch(self, tenant: str, name: str) -> Group:
         """The session's group; a new one is known from its first block on."""
-        group = self._groups.get((tenant, name)) or _Group(tenant, name)
+        group = self._groups.get((tenant, name)) or Group(tenant, name)
         group.last_used_s = self._clock()
         group.is_over = False
         group.expected_s = None
         return group
 
-    def _new_block(self, key: BlockKey, group: _Group, pins: int = 1) -> _Block:
+    def _new_block(self, key: BlockKey, group: Group, pins: int = 1) -> Block:
         leftover = self._blocks.get(key)
         if leftover is not None:  # some of its layers, the others of which no disk has any more
             self._spoil(leftover)
         self._groups[group.id] = group  # also where the leftover was its last
-        block = self._blocks[key] = group.blocks[key] = _Block(key, group)
+        block = self._blocks[key] = group.blocks[key] = Block(key, group)
         block.pins = pins
         return block
 
-    def _move(self, block: _Block, group: _Group) -> None:
+    def _move(self, block: Block, group: Group) -> None:
         """Make a block the latest of a group: it belongs to whoever used it last."""
         del block.group.blocks[block.key]
         self._count(block.group, -len(block.slots))
@@ -491,7 +385,7 @@ class KvStore:
         group.blocks[block.key] = block
         self._count(group, len(block.slots))
 
-    def _deal(self, blocks: list[_Block], first_layer: int) -> None:
+    def _deal(self, blocks: list[Block], first_layer: int) -> None:
         """Give blocks slots for their layers from `first_layer` on, layer-major. The room must be there."""
         num_layers = self.shape.num_layers - first_layer
         slots = self.pool.allocate(len(blocks) * num_layers) if blocks else []
@@ -501,7 +395,7 @@ class KvStore:
             block.slots = block.slots + slots[position :: len(blocks)]
             self._count(block.group, num_layers)
 
-    def _trim(self, block: _Block, keep_layers: int) -> int:
+    def _trim(self, block: Block, keep_layers: int) -> int:
         """Free a block's slots from `keep_layers` on; without any it is gone. Returns how many were freed."""
         freed = block.slots[keep_layers:]
         self.pool.free(freed)
@@ -512,14 +406,14 @@ class KvStore:
             self._forget(block)
         return len(freed)
 
-    def _forget(self, block: _Block) -> None:
+    def _forget(self, block: Block) -> None:
         if self._blocks.get(block.key) is block:
             del self._blocks[block.key]
             del block.group.blocks[block.key]
             if not block.group.blocks:
                 self._groups.pop(block.group.id, None)
 
-    def _spoil(self, block: _Block) -> None:
+    def _spoil(self, block: Block) -> None:
         """A block's bytes are not to be used: it is out of the index at once; its slots are free when nobody holds it."""
         block.is_bad = True
         self._count(block.group, -len(block.slots))
@@ -528,13 +422,13 @@ class KvStore:
             self.pool.free(block.slots)
             block.slots = []
 
-    def _unpin(self, block: _Block) -> None:
+    def _unpin(self, block: Block) -> None:
         block.pins -= 1
         if block.pins == 0 and block.is_bad:
             self.pool.free(block.slots)
             block.slots = []
 
-    def _count(self, group: _Group, num_slots: int) -> None:
+    def _count(self, group: Group, num_slots: int) -> None:
         """A group, and with it its tenant, holds so many slots more."""
         group.num_slots += num_slots
         self._held[group.tenant] += num_slots
@@ -561,7 +455,7 @@ class KvStore:
         # What others cannot give (it is in use) nobody below its share gives for them; the tenant itself may.
         self._take(tenant, groups.get(tenant, ()), goal, 0)
 
-    def _facts(self, group: _Group) -> GroupFacts:
+    def _facts(self, group: Group) -> GroupFacts:
         return GroupFacts(
             group=group.name,
             num_bytes=group.num_slots * self.shape.layer_bytes,
@@ -606,10 +500,10 @@ class KvStore:
 
     # -- reading (under the lock, then on the I/O thread) ------------------------------------------------------------
 
-    def _plan_reads(self, stage: Stage) -> list[_ReadJob]:
+    def _plan_reads(self, stage: Stage) -> list[ReadJob]:
         """One job per number of layers that blocks have already; blocks under way are left to their jobs."""
         num_layers = self.shape.num_layers
-        unread: dict[int, list[_Block]] = {}
+        unread: dict[int, list[Block]] = {}
         for block in stage.blocks:
             stage.is_from_disk.append(block.ready < num_layers)
             if len(block.slots) < num_layers:
@@ -617,7 +511,7 @@ class KvStore:
         jobs = []
         for first_layer, blocks in unread.items():
             self._deal(blocks, first_layer)
-            job = _ReadJob(blocks, first_layer)
+            job = ReadJob(blocks, first_layer)
             for block in blocks:
                 block.job = job
                 block.pins += 1
@@ -633,7 +527,7 @@ class KvStore:
         self._host.num_hits += len(stage.blocks) - num_read
         return jobs
 
-    async def _read(self, job: _ReadJob) -> None:
+    async def _read(self, job: ReadJob) -> None:
         disk = self._disk
         assert disk is not None
         blocks = job.blocks
@@ -668,7 +562,7 @@ class KvStore:
         finally:
             self._end_read(job)
 
-    def _end_read(self, job: _ReadJob) -> None:
+    def _end_read(self, job: ReadJob) -> None:
         with self._arrived:
             for block in job.blocks:
                 block.job = None
@@ -701,7 +595,7 @@ class KvStore:
             while records := self._next_unwritten():
                 await self._write(records)
 
-    def _next_unwritten(self) -> list[list[_Block]]:
+    def _next_unwritten(self) -> list[list[Block]]:
         """Blocks that wait, a list for each record: of one session, so that reading it is sequential. The longest-waiting sessions first,
         RECORD_BYTES in all; the blocks stay pinned until written.
         """
@@ -720,7 +614,7 @@ class KvStore:
                 records.append(blocks)
         return records
 
-    async def _write(self, records: list[list[_Block]]) -> None:
+    async def _write(self, records: list[list[Block]]) -> None:
         assert self._disk is not None
         try:
             await self._disk.append_all(
@@ -742,15 +636,5 @@ class KvStore:
                     self._num_unwritten -= 1
                     self._unpin(block)
 
-    def _parts_of(self, blocks: list[_Block]) -> Callable[[int, int], memoryview]:
+    def _parts_of(self, blocks: list[Block]) -> Callable[[int, int], memoryview]:
         return lambda index, layer: self.pool.slot(blocks[index].slots[layer])
-
-
-def _count_while(flags: Iterable[bool]) -> int:
-    """How many leading flags are true."""
-    count = 0
-    for flag in flags:
-        if not flag:
-            break
-        count += 1
-    return count

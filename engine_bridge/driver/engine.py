@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine import EngineCoreRequest
 
+    from engine_bridge.core.promotions import Hashes, OnChange
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.kv_tiers import KvTiers
-    from engine_bridge.driver.promoter import Hashes, OnChange, Promoter
+    from engine_bridge.driver.promoter import Promoter
     from engine_bridge.driver.scheduling.record import LogWriter
     from engine_bridge.driver.scheduling.report import Report
     from engine_bridge.driver.scheduling.scheduling import Scheduling
@@ -156,7 +157,7 @@ class VllmDriver:
             self.adapters.advance()
         outputs = self._step_engine() if self._scheduler.has_requests() else []
         if self.promoter is not None:
-            self.promoter.safely(self.promoter.advance)
+            self.promoter.advance()
         return outputs
 
     def _step_engine(self) -> list[RequestOutput]:
@@ -175,14 +176,14 @@ class VllmDriver:
 
     def _note_sources(self, outputs: list[RequestOutput]) -> None:
         """Write on each request's first output where its prompt's KV came from."""
-        connector = self._tiers.scheduler_side if self._tiers is not None else None
+        restores = self._tiers.restores if self._tiers is not None else None
         for output in outputs:
             internal_id = self._internal_ids.get(output.request_id)
             if internal_id is None or output.request_id not in self._silent:
                 continue
             self._prefix_hits.add((output.num_cached_tokens or 0) / self._block_size, time.monotonic())
-            if connector is not None:
-                output.kv_sources = connector.take_sources(internal_id)
+            if restores is not None:
+                output.kv_sources = restores.take_sources(internal_id)
 
     def is_urgent(self, outputs: list[RequestOutput]) -> bool:
         is_urgent = any(output.finished for output in outputs)
@@ -300,10 +301,9 @@ class VllmDriver:
 
         if self._tiers is None or self._tiers.store is None:
             return None
-        self._tiers.promoter = Promoter(
-            self._block_pool, self._tiers, self._block_size, scheduler.get_request_counts
-        )
-        return self._tiers.promoter
+        promoter = Promoter(self._block_pool, self._tiers, self._block_size, scheduler.get_request_counts)
+        self._tiers.listener = promoter
+        return promoter
 
     def _find_profile(self, config: EngineConfig) -> MachineProfile | None:
         from engine_bridge.driver.profiling.subject import subject_of

@@ -27,11 +27,11 @@ from engine_bridge.adapters.catalog import Catalog
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.bridge import EngineThread
+from engine_bridge.core.promotions import Hashes
 from engine_bridge.driver.call_start import CallStart
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.grammars import grammar_of
 from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
-from engine_bridge.driver.promoter import Hashes
 from engine_bridge.driver.scheduling.facts import RequestFacts, facts_of, tell, tell_guess
 from engine_bridge.errors import EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.grammars.checker import GrammarChecker

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,13 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from engine_bridge.core.restores import Load, NewRequest, PrefillMeter, Restores, StepMoves
 from engine_bridge.driver.background import is_background
 from engine_bridge.driver.kv_tiers import KvTiers, find_tiers
 from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.errors import SeamMoved
-from kvtiers.keys import BlockKey
-from kvtiers.policy.restore import Action, RestoreFacts
-from kvtiers.store import KvStore, Save, Stage
+from kvtiers.blocks import Save
 
 if TYPE_CHECKING:
     import torch
@@ -36,57 +35,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A step with fewer tokens says little about the speed of prefill.
-MIN_PREFILL_TOKENS = 128
 # A layer that was predicted to come in time and does not: after this long its blocks are given up and computed again. Chosen.
 LAYER_TIMEOUT_S = 0.5
-
-
-@dataclass(slots=True)
-class Load:
-    """Blocks `first ..` of a stage go to the device's `block_ids` in this step. The worker's side releases the stage.
-
-    `is_whole`: all layers are in host memory, so none has to be waited for.
-    """
-
-    stage: Stage
-    first: int
-    block_ids: list[int]
-    is_whole: bool
-
-
-@dataclass(slots=True)
-class SaveJob:
-    """The device's `block_ids` go to the slots of `save` in this step."""
-
-    save: Save
-    block_ids: list[int]
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """What one step loads and saves."""
 
-    loads: list[Load] = field(default_factory=list)
-    saves: list[SaveJob] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Sources:
-    """Where the KV of a request's prompt came from, in tokens; the rest was computed."""
-
-    device: int
-    host: int = 0
-    disk: int = 0
-
-
-@dataclass(slots=True)
-class _Restore:
-    """What waits in the tiers for a waiting request: a stage from its block `first` on, of which the device lacks all but `num_skipped`."""
-
-    stage: Stage
-    first: int
-    num_skipped: int = 0
+    moves: StepMoves
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
@@ -99,8 +56,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._vllm_config = vllm_config
         self._tiers: KvTiers = find_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config["tiers"])
         if role == KVConnectorRole.SCHEDULER:
-            self._tiers.scheduler_side = self
-            self._plan = _Plan(self._tiers, vllm_config.cache_config.block_size)
+            self._requests: dict[str, Request] = {}
+            self._prefills = PrefillMeter()
+            self._restores = Restores(self._tiers, vllm_config.cache_config.block_size)
+            self._tiers.restores = self._restores
         else:
             self._step = _Step(self._tiers)
 
@@ -117,44 +76,77 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler's side ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        self._plan.enter(request)
-        promoter = self._tiers.promoter
-        if promoter is not None and not is_background(request.request_id):
-            promoter.safely(promoter.arrived, request)
+        facts = facts_of(request)
+        has_asker = not is_background(request.request_id)
+        self._requests[request.request_id] = request
+        self._restores.enter(
+            NewRequest(
+                request_id=request.request_id,
+                keys=request.block_hashes,
+                tenant=facts.tenant,
+                session=str(request.session_id) if request.session_id is not None else None,
+                weight=facts.weight,
+                is_saved=has_asker,
+                may_load=not request.skip_reading_prefix_cache,
+            )
+        )
+        if self._tiers.listener is not None and has_asker:
+            self._tiers.listener.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._plan.match(request, num_computed_tokens), False
+        num_tokens = self._restores.match(
+            request.request_id,
+            num_computed_tokens,
+            request.num_tokens,
+            is_resumed=request.num_preemptions > 0,
+        )
+        return num_tokens, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        self._plan.admit(
-            request, blocks.get_block_ids()[0] if num_external_tokens else [], num_external_tokens
+        self._restores.admit(
+            request.request_id,
+            blocks.get_block_ids()[0] if num_external_tokens else [],
+            num_external_tokens,
+            request.num_tokens,
+            is_resumed=request.num_preemptions > 0,
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._plan.next_step(scheduler_output, self._kv_cache_manager.get_block_ids)
+        measured = self._prefills.stepped(
+            scheduler_output.total_num_scheduled_tokens,
+            has_running=bool(scheduler_output.scheduled_cached_reqs.req_ids),
+            now=time.perf_counter(),
+        )
+        if measured is not None:
+            self._tiers.note_prefill(*measured)
+        scheduled = (
+            # What is computed already is not counted in it yet.
+            (request_id, self._requests[request_id].num_computed_tokens + num_tokens)
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+            if request_id in self._requests
+        )
+        return StepMetadata(self._restores.next_step(scheduled, self._block_ids_of))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if connector_output.invalid_block_ids:
-            manager = self._kv_cache_manager
-            manager.evict_blocks(
-                self._plan.spoiled_by(connector_output.invalid_block_ids, manager.get_block_ids)
-            )
+        invalid = connector_output.invalid_block_ids
+        if invalid:
+            self._kv_cache_manager.evict_blocks(self._restores.spoiled_by(invalid, self._block_ids_of))
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, None]:
-        self._plan.forget(request)
-        promoter = self._tiers.promoter
-        if promoter is not None and not is_background(request.request_id):
-            promoter.safely(promoter.remember, request)
+        self._requests.pop(request.request_id, None)
+        self._restores.forget(request.request_id)
+        if self._tiers.listener is not None and not is_background(request.request_id):
+            self._tiers.listener.remember(request)
         return False, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def take_sources(self, request_id: str) -> Sources | None:
-        """Where a running request's KV came from; asked once, with its first output."""
-        return self._plan.sources.pop(request_id, None)
+    def _block_ids_of(self, request_id: str) -> Sequence[int]:
+        block_ids: Sequence[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
+        return block_ids
 
     # -- worker's side -------------------------------------------------------------------------------------------------
 
@@ -165,7 +157,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
-        self._step.begin(connector_metadata)
+        self._step.begin(connector_metadata.moves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass  # each layer is copied when the forward pass comes to it; reading from disk began long before
@@ -185,203 +177,6 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._step.take_failed()
 
 
-class _Plan:
-    """The scheduler's side: what waits for which request, and what the next step moves."""
-
-    def __init__(self, tiers: KvTiers, block_size: int) -> None:
-        self._tiers = tiers
-        self._block_size = block_size
-        self.requests: dict[str, Request] = {}
-        self.sources: dict[str, Sources] = {}
-        self._entered: dict[
-            str, tuple[str, str]
-        ] = {}  # tenant and group that the store was told of, by request
-        self._restores: dict[str, _Restore | None] = {}
-        self._loads: list[Load] = []
-        self._num_offered: dict[str, int] = {}  # blocks of each started request that the tiers were offered
-        self._last_step = (0.0, 0)
-
-    # -- a request waits -----------------------------------------------------------------------------------------------
-
-    def enter(self, request: Request) -> None:
-        """It is in the engine: its session's KV is worth keeping in host memory, also where it runs, as it may be preempted."""
-        self.requests[request.request_id] = request
-        if self._tiers.store is not None:
-            facts = facts_of(request)
-            tenant, group = self._entered[request.request_id] = facts.tenant, group_of(request)
-            self._tiers.store.enter(group, tenant=tenant, weight=facts.weight)
-
-    def match(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Tokens behind the device's own that the next step can load; None: they are on their way, ask again.
-
-        Asked in every step while the request waits, so all but the first call only look at how far its stage is.
-        """
-        if (
-            request.skip_reading_prefix_cache
-        ):  # it wants what only a computation gives, such as log probabilities of the prompt
-            return 0
-        if request.num_preemptions == 0:
-            self.sources[request.request_id] = Sources(num_computed_tokens)
-        first = num_computed_tokens // self._block_size
-        restore = self._find_restore(request, first)
-        if restore is None:
-            return 0
-        restore.num_skipped = first - restore.first
-        facts = self._facts(request, restore)
-        if facts.num_blocks <= 0:
-            return 0
-        decision = self._tiers.policy.decide(facts)
-        if decision.action is Action.WAIT:
-            return None
-        return decision.num_blocks * self._block_size
-
-    def _find_restore(self, request: Request, first: int) -> _Restore | None:
-        """What the tiers hold for a request; staged at the first call, and anew if the device has lost blocks before the stage."""
-        store = self._tiers.store
-        if store is None or self._tiers.is_paused:
-            return None
-        if request.request_id in self._restores:
-            restore = self._restores[request.request_id]
-            if restore is None or first >= restore.first:
-                return restore
-            store.release(restore.stage)
-        # The last token is always computed: its logits are what the request is for.
-        last = (request.num_tokens - 1) // self._block_size
-        restore = None
-        if first < last:
-            tenant = facts_of(request).tenant
-            stage = store.stage(group_of(request), _keys(request, first, last), tenant=tenant)
-            if stage.blocks:
-                restore = _Restore(stage, first)
-        self._restores[request.request_id] = restore
-        return restore
-
-    def _facts(self, request: Request, restore: _Restore) -> RestoreFacts:
-        store, tiers = self._store, self._tiers
-        progress = store.progress(restore.stage)
-        end_tokens = (restore.first + progress.num_blocks) * self._block_size
-        return RestoreFacts(
-            num_blocks=progress.num_blocks - restore.num_skipped,
-            num_ready_blocks=max(progress.num_ready_blocks - restore.num_skipped, 0),
-            num_tail_tokens=request.num_tokens - end_tokens,
-            block_size_tokens=self._block_size,
-            block_bytes=store.shape.block_bytes,
-            num_layers=store.shape.num_layers,
-            num_ready_layers=progress.num_ready_layers,
-            disk_bytes_done=progress.disk_bytes_done,
-            disk_bytes_left=progress.disk_bytes_left,
-            disk_bytes_ahead=progress.disk_bytes_ahead,
-            waited_s=progress.waited_s,
-            prefill_s_per_token=tiers.prefill_s_per_token(),
-            disk_bytes_per_s=progress.disk_bytes_per_s,
-            host_bytes_per_s=tiers.host_bytes_per_s(),
-        )
-
-    def admit(self, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:
-        """The request runs from the next step on, with so many tokens loaded into its `block_ids`."""
-        restore = self._restores.pop(request.request_id, None)
-        if request.num_preemptions > 0:
-            self._tiers.resumed[self._way_back(request, restore, num_tokens)] += 1
-        if restore is None:
-            return
-        num_blocks = num_tokens // self._block_size
-        if not num_blocks:
-            self._store.release(restore.stage)
-            return
-        start, skipped = restore.first + restore.num_skipped, restore.num_skipped
-        is_whole = self._store.progress(restore.stage).num_ready_blocks >= skipped + num_blocks
-        block_ids = list(block_ids[start : start + num_blocks])
-        self._loads.append(Load(restore.stage, skipped, block_ids, is_whole))
-        sources = self.sources.get(request.request_id)
-        if sources is not None and request.num_preemptions == 0:
-            num_read = sum(restore.stage.is_from_disk[skipped : skipped + num_blocks])
-            sources.disk = num_read * self._block_size
-            sources.host = num_tokens - sources.disk
-
-    def _way_back(self, request: Request, restore: _Restore | None, num_tokens: int) -> str:
-        if not num_tokens:
-            return "recompute"
-        assert restore is not None
-        num_lacking = (request.num_tokens - 1) // self._block_size - restore.first - restore.num_skipped
-        return "swap" if num_tokens // self._block_size >= num_lacking else "split"
-
-    def forget(self, request: Request) -> None:
-        """The request has ended, however."""
-        request_id = request.request_id
-        self.requests.pop(request_id, None)
-        self._num_offered.pop(request_id, None)
-        restore = self._restores.pop(request_id, None)
-        if restore is not None:
-            self._store.release(restore.stage)
-        entered = self._entered.pop(request_id, None)
-        if entered is not None:
-            tenant, group = entered
-            self._store.leave(group, tenant=tenant)
-        # An output that ends a request is built before this; one that was aborted has none to come.
-        if len(self.sources) > 2 * len(self.requests) + 64:
-            self.sources = {name: kept for name, kept in self.sources.items() if name in self.requests}
-
-    # -- a step is scheduled -------------------------------------------------------------------------------------------
-
-    def next_step(self, scheduler_output: Any, block_ids_of: Any) -> StepMetadata:
-        self._note_time(scheduler_output)
-        step = StepMetadata(self._loads)
-        self._loads = []
-        store = self._tiers.store
-        if store is None or self._tiers.is_paused:
-            return step
-        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            request = self.requests.get(request_id)
-            if request is None or is_background(request_id):
-                continue  # what nobody has asked yet (a draft) is to be nowhere but on the device
-            # From 0 at its start, though the device may hold a prefix: the tiers may have lost it. A block whose last token is not known
-            # yet (asynchronous scheduling) has no hash; it is offered one step later.
-            first = self._num_offered.get(request_id, 0)
-            num_computed = request.num_computed_tokens + num_tokens  # not advanced yet
-            last = min(num_computed // self._block_size, len(request.block_hashes))
-            self._num_offered[request_id] = max(first, last)
-            if first < last:
-                keys = _keys(request, first, last)
-                save = store.begin_save(group_of(request), keys, tenant=facts_of(request).tenant)
-                if save.blocks:
-                    block_ids = block_ids_of(request_id)[0]
-                    step.saves.append(SaveJob(save, [block_ids[first + i] for i in save.positions]))
-        return step
-
-    def _note_time(self, scheduler_output: Any) -> None:
-        """Steps follow one another without a pause while requests run, so the time between two is what the first has cost."""
-        now = time.perf_counter()
-        then, num_tokens = self._last_step
-        if num_tokens >= MIN_PREFILL_TOKENS and scheduler_output.scheduled_cached_reqs.req_ids:
-            self._tiers.note_prefill(num_tokens, now - then)
-        self._last_step = (now, scheduler_output.total_num_scheduled_tokens)
-
-    def spoiled_by(self, invalid: set[int], block_ids_of: Any) -> set[int]:
-        """Device blocks whose KV is not to be trusted when `invalid` ones did not load: those, and all behind them in any conversation.
-
-        vLLM computes them again for the requests that run, but leaves them in its prefix cache meanwhile, where another request could
-        take them for good.
-        """
-        spoiled = set(invalid)
-        for request_id in self._num_offered:
-            block_ids = block_ids_of(request_id)[0]
-            first = next((i for i, block_id in enumerate(block_ids) if block_id in invalid), None)
-            if first is not None:
-                spoiled.update(block_ids[first:])
-                sources = self.sources.get(request_id)
-                if sources is not None:
-                    loaded = max(first * self._block_size - sources.device, 0)
-                    sources.host = min(sources.host, loaded)
-                    sources.disk = min(sources.disk, loaded - sources.host)
-        return spoiled
-
-    @property
-    def _store(self) -> KvStore:
-        store = self._tiers.store
-        assert store is not None
-        return store
-
-
 class _Step:
     """The worker's side: the copies of one step."""
 
@@ -393,10 +188,10 @@ class _Step:
         self._save_slots: list[list[int]] = []
         self._failed: set[int] = set()
 
-    def begin(self, metadata: StepMetadata) -> None:
-        self._loads = metadata.loads
-        self._saves = [job.save for job in metadata.saves]
-        self._save_blocks = [block_id for job in metadata.saves for block_id in job.block_ids]
+    def begin(self, moves: StepMoves) -> None:
+        self._loads = moves.loads
+        self._saves = [job.save for job in moves.saves]
+        self._save_blocks = [block_id for job in moves.saves for block_id in job.block_ids]
         slots = [slots for save in self._saves for slots in save.slots]
         self._save_slots = [list(layer) for layer in zip(*slots, strict=True)]
 
@@ -453,14 +248,3 @@ class _Step:
                 "%d KV blocks did not come in time or were damaged; they are computed again", len(failed)
             )
         return failed
-
-
-def group_of(request: Request) -> str:
-    """What a request's KV is kept together with, among its tenant's: its session, or whatever began with the same block."""
-    if request.session_id is not None:
-        return str(request.session_id)
-    return bytes(request.block_hashes[0]).hex() if request.block_hashes else request.request_id
-
-
-def _keys(request: Request, first: int, last: int) -> list[BlockKey]:
-    return [BlockKey(bytes(key)) for key in request.block_hashes[first:last]]

@@ -9,11 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from msgspec import Struct
 
+from engine_bridge.core.restores import Restores
 from engine_bridge.errors import SeamMoved
 from engine_bridge.policy.costs import FullCost, PrefillCost
 from kvtiers.errors import KvTiersError
@@ -29,8 +30,6 @@ from kvtiers.store import KvStore
 
 if TYPE_CHECKING:
     from engine_bridge.driver.block_copy import BlockCopier
-    from engine_bridge.driver.kv_connector import TieredConnector
-    from engine_bridge.driver.promoter import Promoter
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +47,14 @@ class TiersConfig(Struct, frozen=True, kw_only=True):
     host_bytes: int
     disk_bytes: int = 0
     folder: Path | None = None
+
+
+class RequestListener(Protocol):
+    """Whoever expects requests hears of them. None of these raises."""
+
+    def arrived(self, request: Any) -> None: ...
+    def remember(self, request: Any) -> None: ...
+    def close(self) -> None: ...
 
 
 class KvTiers:
@@ -69,12 +76,12 @@ class KvTiers:
         self.policy = policy or FasterWins()
         self.store: KvStore | None = None
         self.copier: BlockCopier | None = None
-        self.scheduler_side: TieredConnector | None = None
+        self.restores: Restores | None = None
         self.on_progress: Callable[[], None] = lambda: None
         """Called on the I/O thread when staged KV has come: the engine may have a request to start."""
         self.has_progressed = False
         """Staged KV has come since somebody last cleared this."""
-        self.promoter: Promoter | None = None
+        self.listener: RequestListener | None = None
         self.is_paused = False
         """Nothing is loaded or saved: the engine is warming up with prompts that nobody will repeat."""
         self.resumed: Counter[str] = Counter()
@@ -116,11 +123,9 @@ class KvTiers:
 
     def detach(self) -> None:
         """The engine is gone; what is stored stays."""
-        if self.promoter is not None:
-            self.promoter.close()
-        self.promoter = None
-        self.copier = None
-        self.scheduler_side = None
+        if self.listener is not None:
+            self.listener.close()
+        self.listener = self.copier = self.restores = None
         if self.store is not None:
             self.store.leave_all()
 
@@ -174,6 +179,11 @@ class KvTiers:
     def _on_progress(self) -> None:
         self.has_progressed = True
         self.on_progress()
+
+    @property
+    def usable_store(self) -> KvStore | None:
+        """None while nothing is to be loaded or saved."""
+        return None if self.is_paused else self.store
 
     # -- what was measured -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A subclass of `Node`, which goes on doing all that concerns steps, memory of running requests and who starts. Added are the blocks of ended
 requests, which anybody may overwrite, as vLLM's prefix cache has them; loads from host memory, for which a step waits as the live engine's does;
-and advisories, as engine_bridge/driver/promoter.py acts on them. How much of a prompt is loaded and how much computed is asked of a
+and advisories, as engine_bridge/core/promotions.py acts on them. How much of a prompt is loaded and how much computed is asked of a
 `RestorePolicy`, which expected session deserves device memory of `engine_bridge.policy.guesses.plan`.
 """
 

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvtiers.blocks import Stage
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, GroupFacts, Lru, Victim
-from kvtiers.store import KvStore, Stage
+from kvtiers.store import KvStore
 
 SHAPE = BlockShape(num_layers=6, layer_bytes=64)
 SETTLE_S = 10.0

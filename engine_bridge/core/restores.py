@@ -1,0 +1,363 @@
+"""What the KV tiers hold for requests: what is staged for one that waits, loaded when it starts, and saved of each step.
+
+A pure state machine: the driver tells what became of requests, and carries out what `next_step` returns. Each stage is released exactly once:
+here, or by whoever carries out the `Load` that has it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtiers.blocks import Save, Stage, StageProgress
+from kvtiers.keys import BlockKey, BlockShape
+from kvtiers.policy.restore import Action, RestoreFacts, RestorePolicy
+
+# A step with fewer tokens says little about the speed of prefill.
+MIN_PREFILL_TOKENS = 128
+# Sources of requests that were aborted are never asked for: so many, and twice as many as there are requests, are kept. Chosen.
+MAX_SPARE_SOURCES = 64
+
+
+class KvBlocks(Protocol):
+    """What restores need of `kvtiers.store.KvStore`, which says what each does."""
+
+    @property
+    def shape(self) -> BlockShape: ...
+    def enter(self, group: str, *, tenant: str = "", weight: float = 1.0) -> None: ...
+    def leave(self, group: str, *, tenant: str = "") -> None: ...
+    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Stage: ...
+    def progress(self, stage: Stage) -> StageProgress: ...
+    def release(self, stage: Stage) -> None: ...
+    def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save: ...
+
+
+class Tiers(Protocol):
+    """The tiers of a node, as far as restores ask them. resumed: counts by which way preempted requests came back."""
+
+    @property
+    def policy(self) -> RestorePolicy: ...
+    @property
+    def resumed(self) -> Counter[str]: ...
+    @property
+    def usable_store(self) -> KvBlocks | None:
+        """None while nothing is to be loaded or saved."""
+        ...
+
+    def prefill_s_per_token(self) -> float | None: ...
+    def host_bytes_per_s(self) -> float: ...
+
+
+@dataclass(slots=True)
+class Load:
+    """Blocks `first ..` of a stage go to the device's `block_ids` in the next step. Whoever copies them releases the stage.
+
+    is_whole: all layers are in host memory, so none has to be waited for.
+    """
+
+    stage: Stage
+    first: int
+    block_ids: list[int]
+    is_whole: bool
+
+
+@dataclass(slots=True)
+class SaveJob:
+    """The device's `block_ids` go to the slots of `save` in the next step. Whoever copies them commits or abandons the save."""
+
+    save: Save
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class StepMoves:
+    """What one step loads and saves."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Sources:
+    """Where the KV of a request's prompt came from, in tokens; the rest was computed."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that the engine has taken. keys: of its whole blocks; the list grows as tokens come.
+
+    session: what its KV is kept together with; None: with whatever began with the same block. is_saved: its KV goes to the tiers: not for what
+    nobody has asked yet (a draft), which is to be nowhere but on the device. may_load: not for one that wants what only computing gives, such as
+    log probabilities of its prompt.
+    """
+
+    request_id: str
+    keys: Sequence[bytes]
+    tenant: str = ""
+    session: str | None = None
+    weight: float = 1.0
+    is_saved: bool = True
+    may_load: bool = True
+
+    @property
+    def group(self) -> str:
+        if self.session is not None:
+            return self.session
+        return bytes(self.keys[0]).hex() if self.keys else self.request_id
+
+    def block_keys(self, first: int, last: int) -> list[BlockKey]:
+        return [BlockKey(bytes(key)) for key in self.keys[first:last]]
+
+
+@dataclass(slots=True)
+class _Restore:
+    """A stage from its request's block `first` on, of which the device lacks all but `num_skipped`."""
+
+    stage: Stage
+    first: int
+    num_skipped: int = 0
+
+
+@dataclass(slots=True)
+class _Known:
+    """One request. entered: the group that the store was told of; has_looked: whether `restore` is what the tiers hold now; num_offered: blocks
+    that the tiers were offered, None before it ran."""
+
+    request: NewRequest
+    entered: str | None = None
+    has_looked: bool = False
+    restore: _Restore | None = None
+    num_offered: int | None = None
+
+
+class Restores:
+    """What waits in the tiers for which request, and what the next step moves."""
+
+    def __init__(self, tiers: Tiers, block_size: int) -> None:
+        self._tiers = tiers
+        self._block_size = block_size
+        self._known: dict[str, _Known] = {}
+        self._sources: dict[str, Sources] = {}
+        self._loads: list[Load] = []
+
+    # -- a request waits -----------------------------------------------------------------------------------------------
+
+    def enter(self, request: NewRequest) -> None:
+        """It is in the engine: its session's KV is worth keeping in host memory, also where it runs, as it may be preempted."""
+        known = self._known[request.request_id] = _Known(request)
+        store = self._tiers.usable_store
+        if store is not None:
+            known.entered = request.group
+            store.enter(known.entered, tenant=request.tenant, weight=request.weight)
+
+    def match(
+        self, request_id: str, num_computed_tokens: int, num_tokens: int, *, is_resumed: bool
+    ) -> int | None:
+        """Tokens behind the device's own that the next step can load; None: they are on their way, ask again.
+
+        Asked in every step while the request waits, so all but the first call only look at how far its stage is.
+
+        Args:
+            num_computed_tokens: whole blocks of which the device holds the KV.
+            num_tokens: of the prompt, and what was generated before it was preempted.
+            is_resumed: it has run before.
+        """
+        known = self._known[request_id]
+        if not known.request.may_load:
+            return 0
+        if not is_resumed:
+            self._sources[request_id] = Sources(num_computed_tokens)
+        first = num_computed_tokens // self._block_size
+        restore = self._find_restore(known, first, num_tokens)
+        if restore is None:
+            return 0
+        restore.num_skipped = first - restore.first
+        facts = self._facts(restore, num_tokens)
+        if facts.num_blocks <= 0:
+            return 0
+        decision = self._tiers.policy.decide(facts)
+        if decision.action is Action.WAIT:
+            return None
+        return decision.num_blocks * self._block_size
+
+    def _find_restore(self, known: _Known, first: int, num_tokens: int) -> _Restore | None:
+        """What the tiers hold for a request; staged at the first call, and anew if the device has lost blocks before the stage."""
+        store = self._tiers.usable_store
+        if store is None:
+            return None
+        if known.has_looked:
+            if known.restore is None or first >= known.restore.first:
+                return known.restore
+            self._release(known)
+        # The last token is always computed: its logits are what the request is for.
+        last = (num_tokens - 1) // self._block_size
+        known.has_looked, known.restore = True, None
+        if first < last:
+            request = known.request
+            stage = store.stage(request.group, request.block_keys(first, last), tenant=request.tenant)
+            if stage.blocks:
+                known.restore = _Restore(stage, first)
+            else:
+                store.release(stage)
+        return known.restore
+
+    def _facts(self, restore: _Restore, num_tokens: int) -> RestoreFacts:
+        store, tiers = self._store, self._tiers
+        progress = store.progress(restore.stage)
+        end_tokens = (restore.first + progress.num_blocks) * self._block_size
+        return RestoreFacts(
+            num_blocks=progress.num_blocks - restore.num_skipped,
+            num_ready_blocks=max(progress.num_ready_blocks - restore.num_skipped, 0),
+            num_tail_tokens=num_tokens - end_tokens,
+            block_size_tokens=self._block_size,
+            block_bytes=store.shape.block_bytes,
+            num_layers=store.shape.num_layers,
+            num_ready_layers=progress.num_ready_layers,
+            disk_bytes_done=progress.disk_bytes_done,
+            disk_bytes_left=progress.disk_bytes_left,
+            disk_bytes_ahead=progress.disk_bytes_ahead,
+            waited_s=progress.waited_s,
+            prefill_s_per_token=tiers.prefill_s_per_token(),
+            disk_bytes_per_s=progress.disk_bytes_per_s,
+            host_bytes_per_s=tiers.host_bytes_per_s(),
+        )
+
+    def admit(
+        self,
+        request_id: str,
+        block_ids: Sequence[int],
+        num_loaded_tokens: int,
+        num_tokens: int,
+        *,
+        is_resumed: bool,
+    ) -> None:
+        """The request runs from the next step on, with `num_loaded_tokens` of its `num_tokens` loaded into its `block_ids`."""
+        known = self._known[request_id]
+        restore = known.restore
+        if is_resumed:
+            self._tiers.resumed[self._way_back(restore, num_loaded_tokens, num_tokens)] += 1
+        num_blocks = num_loaded_tokens // self._block_size
+        if restore is None or not num_blocks:
+            self._release(known)
+            return
+        known.restore, known.has_looked = None, False  # the load has the stage now
+        start, skipped = restore.first + restore.num_skipped, restore.num_skipped
+        is_whole = self._store.progress(restore.stage).num_ready_blocks >= skipped + num_blocks
+        self._loads.append(
+            Load(restore.stage, skipped, list(block_ids[start : start + num_blocks]), is_whole)
+        )
+        sources = self._sources.get(request_id)
+        if sources is not None and not is_resumed:
+            num_read = sum(restore.stage.is_from_disk[skipped : skipped + num_blocks])
+            sources.disk = num_read * self._block_size
+            sources.host = num_loaded_tokens - sources.disk
+
+    def _way_back(self, restore: _Restore | None, num_loaded_tokens: int, num_tokens: int) -> str:
+        if restore is None or not num_loaded_tokens:
+            return "recompute"
+        num_lacking = (num_tokens - 1) // self._block_size - restore.first - restore.num_skipped
+        return "swap" if num_loaded_tokens // self._block_size >= num_lacking else "split"
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, however."""
+        known = self._known.pop(request_id, None)
+        if known is None:
+            return
+        self._release(known)
+        store = self._tiers.usable_store
+        if known.entered is not None and store is not None:
+            store.leave(known.entered, tenant=known.request.tenant)
+        # An output that ends a request is built before this; one that was aborted has none to come.
+        if len(self._sources) > 2 * len(self._known) + MAX_SPARE_SOURCES:
+            self._sources = {name: kept for name, kept in self._sources.items() if name in self._known}
+
+    def _release(self, known: _Known) -> None:
+        if known.restore is not None:
+            self._store.release(known.restore.stage)
+        known.restore, known.has_looked = None, False
+
+    def take_sources(self, request_id: str) -> Sources | None:
+        """Where a request's KV came from; asked once, with its first output."""
+        return self._sources.pop(request_id, None)
+
+    # -- a step is scheduled -------------------------------------------------------------------------------------------
+
+    def next_step(
+        self, scheduled: Iterable[tuple[str, int]], block_ids_of: Callable[[str], Sequence[int]]
+    ) -> StepMoves:
+        """What the step that was just scheduled loads and saves.
+
+        Args:
+            scheduled: its requests, with the tokens of each that will have their KV after it.
+            block_ids_of: the device's blocks of one of them.
+        """
+        moves = StepMoves(self._loads)
+        self._loads = []
+        store = self._tiers.usable_store
+        if store is None:
+            return moves
+        for request_id, num_computed_tokens in scheduled:
+            known = self._known.get(request_id)
+            if known is None or not known.request.is_saved:
+                continue
+            # From 0 at its start, though the device may hold a prefix: the tiers may have lost it. A block whose last token is not known
+            # yet (asynchronous scheduling) has no key; it is offered one step later.
+            first, request = known.num_offered or 0, known.request
+            last = min(num_computed_tokens // self._block_size, len(request.keys))
+            known.num_offered = max(first, last)
+            if first < last:
+                save = store.begin_save(request.group, request.block_keys(first, last), tenant=request.tenant)
+                if save.blocks:
+                    block_ids = block_ids_of(request_id)
+                    moves.saves.append(SaveJob(save, [block_ids[first + i] for i in save.positions]))
+        return moves
+
+    def spoiled_by(self, invalid: set[int], block_ids_of: Callable[[str], Sequence[int]]) -> set[int]:
+        """Device blocks whose KV is not to be trusted when `invalid` ones did not load: those, and all behind them in any conversation.
+
+        vLLM computes them again for the requests that run, but leaves them in its prefix cache meanwhile, where another request could
+        take them for good.
+        """
+        spoiled = set(invalid)
+        for request_id, known in self._known.items():
+            if known.num_offered is None:
+                continue
+            block_ids = block_ids_of(request_id)
+            first = next((i for i, block_id in enumerate(block_ids) if block_id in invalid), None)
+            if first is not None:
+                spoiled.update(block_ids[first:])
+                self._correct_sources(request_id, first)
+        return spoiled
+
+    def _correct_sources(self, request_id: str, num_good_blocks: int) -> None:
+        sources = self._sources.get(request_id)
+        if sources is not None:
+            loaded = max(num_good_blocks * self._block_size - sources.device, 0)
+            sources.host = min(sources.host, loaded)
+            sources.disk = min(sources.disk, loaded - sources.host)
+
+    @property
+    def _store(self) -> KvBlocks:
+        store = self._tiers.usable_store
+        assert store is not None, "a stage without the store that made it"
+        return store
+
+
+class PrefillMeter:
+    """Measures prefill by the time between steps: while requests run they follow one another without a pause."""
+
+    def __init__(self) -> None:
+        self._last_s, self._num_tokens = 0.0, 0
+
+    def stepped(self, num_tokens: int, *, has_running: bool, now: float) -> tuple[int, float] | None:
+        """A step of so many tokens was scheduled. has_running: some of it had begun before. Returns what the one before has cost, as (tokens,
+        seconds), where that says something."""
+        last_s, num_last = self._last_s, self._num_tokens
+        self._last_s, self._num_tokens = now, num_tokens
+        return (num_last, now - last_s) if num_last >= MIN_PREFILL_TOKENS and has_running else None

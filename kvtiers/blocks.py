@@ -1,0 +1,139 @@
+"""What the store keeps of blocks in host memory, and what it hands out of them. Plain data: the store changes it, under its lock.
+
+It loads neither asyncio nor numpy, so that pure state machines can speak of stages and saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtiers.keys import BlockKey
+
+GroupId = tuple[str, str]
+"""A tenant, and the name of a session: tenants choose the names of their sessions themselves, so two may have the same."""
+
+
+class Block:
+    """One block in host memory: `slots` of its leading layers, of which the first `ready` hold its bytes."""
+
+    __slots__ = ("group", "is_bad", "is_unwritten", "job", "key", "pins", "ready", "slots")
+
+    def __init__(self, key: BlockKey, group: Group) -> None:
+        self.key = key
+        self.group = group
+        self.slots: list[int] = []
+        self.ready = 0
+        self.pins = 0
+        self.is_unwritten = False
+        self.is_bad = False
+        self.job: ReadJob | None = None
+
+
+class Group:
+    """The blocks of one session of a tenant, in the order of its conversation."""
+
+    __slots__ = ("blocks", "expected_s", "is_over", "last_used_s", "name", "num_slots", "num_uses", "tenant")
+
+    def __init__(self, tenant: str, name: str) -> None:
+        self.tenant = tenant
+        self.name = name
+        self.blocks: dict[BlockKey, Block] = {}
+        self.num_slots = 0
+        self.last_used_s = 0.0
+        self.num_uses = 0
+        self.is_over = False
+        self.expected_s: float | None = None
+
+    @property
+    def id(self) -> GroupId:
+        return self.tenant, self.name
+
+
+class Task(Protocol):
+    """An asyncio task, as far as it is used here."""
+
+    def cancel(self) -> object: ...
+
+
+class ReadJob:
+    """Blocks that are being read from `first_layer` on, for as many stages as want them."""
+
+    __slots__ = ("blocks", "first_layer", "num_users", "task")
+
+    def __init__(self, blocks: list[Block], first_layer: int) -> None:
+        self.blocks = blocks
+        self.first_layer = first_layer
+        self.num_users = 0
+        self.task: Task | None = None
+
+    def stop_if_unwanted(self) -> None:
+        """Runs on the I/O thread. A read that has not begun looks for itself whether it is wanted."""
+        if self.num_users == 0 and self.task is not None:
+            self.task.cancel()
+
+
+class Save:
+    """Blocks on their way from the device: fill the slots, then `KvStore.commit` or `KvStore.abandon`.
+
+    `slots[i][l]` is the slot of layer `l` of the block at `positions[i]` among the keys that were offered.
+    """
+
+    __slots__ = ("blocks", "positions")
+
+    def __init__(self, blocks: list[Block], positions: list[int]) -> None:
+        self.blocks = blocks
+        self.positions = positions
+
+    @property
+    def slots(self) -> list[list[int]]:
+        return [block.slots for block in self.blocks]
+
+
+class Stage:
+    """Consecutive blocks held in host memory, or on their way there. Lives until `KvStore.release`.
+
+    `slots[i][l]` is the slot of layer `l` of block `i`; `is_from_disk[i]` whether it had to be read.
+    """
+
+    __slots__ = ("blocks", "disk_bytes_at_start", "is_from_disk", "jobs", "started_s")
+
+    def __init__(self, started_s: float, disk_bytes_at_start: int) -> None:
+        self.blocks: list[Block] = []
+        self.is_from_disk: list[bool] = []
+        self.jobs: set[ReadJob] = set()
+        self.started_s = started_s
+        self.disk_bytes_at_start = disk_bytes_at_start
+
+    @property
+    def slots(self) -> list[list[int]]:
+        return [block.slots for block in self.blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """How much of a stage is in host memory.
+
+    `num_blocks`: leading blocks that are not known to be bad; `num_ready_blocks`: leading ones with all layers; `num_ready_layers`: layers that
+    all `num_blocks` have. `disk_bytes_ahead`: what other stages are waiting for.
+    """
+
+    num_blocks: int
+    num_ready_blocks: int
+    num_ready_layers: int
+    waited_s: float
+    disk_bytes_done: int
+    disk_bytes_left: int
+    disk_bytes_ahead: int
+    disk_bytes_per_s: float
+
+
+def count_while(flags: Iterable[bool]) -> int:
+    """How many leading flags are true."""
+    count = 0
+    for flag in flags:
+        if not flag:
+            break
+        count += 1
+    return count

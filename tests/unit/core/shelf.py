@@ -1,0 +1,134 @@
+"""A store of KV blocks that lives in a dictionary: whatever state machines hold of it is counted, and the disk reads when told to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtiers.blocks import Block, Group, Save, Stage, StageProgress
+from kvtiers.keys import BlockKey, BlockShape
+from kvtiers.policy.restore import Action, FasterWins, RestoreDecision, RestoreFacts, RestorePolicy
+
+SHAPE = BlockShape(num_layers=2, layer_bytes=1000)
+BLOCK_TOKENS = 4
+
+
+def keys_of(name: str, num: int) -> list[bytes]:
+    """Of a conversation's blocks, as an engine would make them."""
+    return [f"{name}-{index}".encode() for index in range(num)]
+
+
+class Shelf:
+    """Has the promises of `KvStore` that its callers rely on. Releasing, committing or leaving once too often is an error."""
+
+    shape = SHAPE
+    num_host_blocks = 64
+
+    def __init__(self) -> None:
+        self.on_disk: dict[BlockKey, bool] = {}  # whether a block must be read first
+        self.stages: list[Stage] = []
+        self.saves: list[Save] = []
+        self.live: Counter[tuple[str, str]] = Counter()
+        self.expected: dict[tuple[str, str], float | None] = {}
+        self.num_read = 0
+
+    def put(self, keys: Sequence[bytes], *, on_disk: bool = False) -> None:
+        self.on_disk |= {BlockKey(key): on_disk for key in keys}
+
+    def enter(self, group: str, *, tenant: str = "", weight: float = 1.0) -> None:
+        self.live[tenant, group] += 1
+
+    def leave(self, group: str, *, tenant: str = "") -> None:
+        self.live[tenant, group] -= 1
+        assert self.live[tenant, group] >= 0
+
+    def expect(self, group: str, at_s: float | None, *, tenant: str = "") -> None:
+        self.expected[tenant, group] = at_s
+
+    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Stage:
+        stage = Stage(0.0, 0)
+        owner = Group(tenant, group)
+        for key in keys:
+            if key not in self.on_disk:
+                break
+            block = Block(key, owner)
+            block.slots = [0] * SHAPE.num_layers
+            block.ready = 0 if self.on_disk[key] else SHAPE.num_layers
+            stage.blocks.append(block)
+            stage.is_from_disk.append(self.on_disk[key])
+        self.stages.append(stage)
+        return stage
+
+    def progress(self, stage: Stage) -> StageProgress:
+        assert stage in self.stages, "asked about what was released"
+        num_ready = next((i for i, block in enumerate(stage.blocks) if not block.ready), len(stage.blocks))
+        left = (len(stage.blocks) - num_ready) * SHAPE.block_bytes
+        return StageProgress(
+            num_blocks=len(stage.blocks),
+            num_ready_blocks=num_ready,
+            num_ready_layers=SHAPE.num_layers if not left else 0,
+            waited_s=0.0,
+            disk_bytes_done=0,
+            disk_bytes_left=left,
+            disk_bytes_ahead=0,
+            disk_bytes_per_s=1e6,
+        )
+
+    def read_one(self) -> None:
+        """The disk delivers the next block of every stage."""
+        for stage in self.stages:
+            unread = next((block for block in stage.blocks if not block.ready), None)
+            if unread is not None:
+                unread.ready = SHAPE.num_layers
+                self.on_disk[unread.key] = False
+
+    def release(self, stage: Stage) -> None:
+        assert stage in self.stages, "released twice"
+        self.stages.remove(stage)
+
+    def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save:
+        positions = [index for index, key in enumerate(keys) if key not in self.on_disk]
+        save = Save([Block(keys[index], Group(tenant, group)) for index in positions], positions)
+        if save.blocks:
+            self.saves.append(save)
+        return save
+
+    def commit(self, save: Save) -> None:
+        assert save in self.saves, "committed twice"
+        self.saves.remove(save)
+        self.put([block.key for block in save.blocks])
+
+    def disk_bytes_per_s(self) -> float:
+        return 1e6
+
+
+class LoadsAll:
+    """Waits for the disk, then loads whatever there is."""
+
+    def decide(self, facts: RestoreFacts) -> RestoreDecision:
+        is_there = facts.num_ready_blocks == facts.num_blocks
+        return RestoreDecision(Action.LOAD if is_there else Action.WAIT, facts.num_blocks, "", 0.0)
+
+
+class Tiers:
+    """A shelf with speeds. A prefill of so many seconds a token is what loading competes with."""
+
+    def __init__(self, shelf: Shelf, policy: RestorePolicy | None = None) -> None:
+        self.shelf = shelf
+        self.policy: RestorePolicy = policy or LoadsAll()
+        self.resumed: Counter[str] = Counter()
+        self.is_paused = False
+        self.s_per_token = 1.0
+
+    @property
+    def usable_store(self) -> Shelf | None:
+        return None if self.is_paused else self.shelf
+
+    def prefill_s_per_token(self) -> float | None:
+        return self.s_per_token
+
+    def host_bytes_per_s(self) -> float:
+        return 1e6
+
+
+BY_COST = FasterWins()

@@ -1,0 +1,370 @@
+"""What an advisory brings to the device, what it costs, and how it ends: once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from engine_bridge.core.promotions import (
+    BUSY_SLICE_S,
+    IDLE_SLICE_S,
+    LOOK_EVERY_S,
+    Beside,
+    Copy,
+    Promotions,
+    Refresh,
+    Resident,
+)
+from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport
+
+from .shelf import SHAPE, Shelf, keys_of
+
+IDLE = Beside(is_busy=False, can_copy=True, overlaps=False)
+BUSY = Beside(is_busy=True, can_copy=True, overlaps=False)
+BUSY_BESIDE = Beside(is_busy=True, can_copy=True, overlaps=True)
+BLOCK_TOKENS = 4
+# Copies in a slice of an idle engine: 5.
+BYTES_PER_S = 5 * SHAPE.block_bytes / IDLE_SLICE_S
+
+
+class Cache:
+    """A device's prefix cache: what was copied or refreshed last is evicted last."""
+
+    def __init__(self, num_blocks: int = 100) -> None:
+        self.num_blocks = num_blocks
+        self.kept: dict[bytes, None] = {}
+        self.used: set[bytes] = set()
+
+    def num_free_blocks(self) -> int:
+        return self.num_blocks - len(self.used)
+
+    def resident(self, hashes: Any) -> Resident:
+        num = next((i for i, name in enumerate(hashes) if name not in self.kept), len(hashes))
+        return Resident(num, sum(name not in self.used for name in hashes[:num]))
+
+    def put(self, hashes: Any) -> None:
+        for name in reversed(hashes):
+            self.kept.pop(name, None)
+            self.kept[name] = None
+        while len(self.kept) > self.num_blocks:
+            del self.kept[next(name for name in self.kept if name not in self.used)]
+
+    def carry_out(self, move: Copy | Refresh) -> None:
+        if isinstance(move, Copy):
+            assert self.resident(move.hashes[: move.start]).num_blocks == move.start
+            wanted = move.hashes[move.start : move.start + len(move.sources)]
+            assert [source.key for source in move.sources] == list(wanted)
+            assert all(source.ready == SHAPE.num_layers for source in move.sources)
+            self.put(move.hashes[: move.start + len(move.sources)])
+        else:
+            assert self.resident(move.hashes[: move.num_blocks]).num_blocks == move.num_blocks
+            self.put(move.hashes[: move.num_blocks])
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.shelf, self.cache = Shelf(), Cache()
+        self.promotions = Promotions(self.cache, self.shelf, BLOCK_TOKENS, lambda: BYTES_PER_S)
+        self.reports: list[AdvisoryReport] = []
+        self.now = 100.0
+
+    @property
+    def states(self) -> list[str]:
+        return [report.state for report in self.reports]
+
+    def advise(self, name: str = "a", num_blocks: int = 8, salt: str | None = None, **fields: Any) -> None:
+        advisory = Advisory(advisory_id=f"{name}!", session_id=name, **fields)
+        hashes = keys_of(name, num_blocks) if num_blocks else []
+        self.promotions.advise(advisory, hashes, salt, self.reports.append, self.now)
+
+    def advance(self, beside: Beside = IDLE) -> int:
+        num_copied = 0
+        for move in self.promotions.advance(beside, self.now):
+            self.cache.carry_out(move)
+            num_copied += len(move.sources) if isinstance(move, Copy) else 0
+        return num_copied
+
+    def arrive(self, name: str = "a", num_blocks: int = 9) -> None:
+        self.promotions.arrived(name, None, keys_of(name, num_blocks), self.now)
+
+
+def test_a_session_comes_up_slice_by_slice_and_its_request_is_a_hit() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8))
+    bench.advise()
+    assert bench.promotions.has_work(bench.now)
+    assert [bench.advance(), bench.advance(), bench.advance()] == [5, 3, 0]
+    assert bench.shelf.stages == []
+    bench.now += 2.0
+    bench.arrive()
+    assert bench.states == ["staging", "warm", "hit"]
+    assert bench.reports[-1].host_bytes == 8 * SHAPE.block_bytes
+    assert bench.reports[-1].lead_s == 2.0
+    assert not bench.promotions.has_work(bench.now)
+
+
+def test_an_advisory_waits_for_the_disk_without_asking_again_and_again() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 2), on_disk=True)
+    bench.advise(num_blocks=2)
+    assert bench.advance() == 0
+    assert not bench.promotions.has_work(bench.now)
+    bench.shelf.read_one()
+    bench.promotions.staged()
+    assert bench.advance() == 1
+    bench.shelf.read_one()
+    bench.promotions.staged()
+    assert bench.advance() == 1
+    assert bench.states == ["staging", "warm"]
+    assert bench.reports[-1].disk_bytes == 2 * SHAPE.block_bytes
+
+
+def test_a_request_that_comes_before_its_kv_is_late_and_its_reads_go_on_until_it_has_staged() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8), on_disk=True)
+    bench.advise()
+    bench.advance()
+    bench.arrive()
+    assert bench.states == ["staging", "late"]
+    assert bench.reports[-1].late_s is not None and bench.reports[-1].late_s > 0
+    assert len(bench.shelf.stages) == 1
+    bench.advance(BUSY)
+    assert bench.shelf.stages == []
+
+
+def test_a_session_that_goes_on_as_another_conversation_was_a_waste() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8))
+    bench.advise()
+    bench.advance()
+    bench.promotions.arrived("a", None, keys_of("b", 8), bench.now)
+    assert bench.states[-1] == "wasted"
+
+
+def test_another_salt_is_another_session() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 2))
+    bench.advise(num_blocks=2, salt="tenant")
+    bench.arrive()
+    assert bench.states == ["staging"]
+    bench.promotions.remember("a", "tenant", keys_of("a", 2))
+    assert bench.promotions.remembers("a", "tenant") and not bench.promotions.remembers("a", None)
+
+
+def test_what_a_session_left_is_what_it_is_expected_to_begin_with() -> None:
+    bench = Bench()
+    bench.advise(num_blocks=0)
+    assert bench.states == ["unknown"]
+    bench.shelf.put(keys_of("a", 3))
+    bench.promotions.remember("a", None, keys_of("a", 3))
+    bench.advise(num_blocks=0)
+    assert bench.advance() == 3
+
+
+def test_what_no_tier_holds_is_unknown() -> None:
+    bench = Bench()
+    bench.advise()
+    bench.advance()
+    assert bench.states == ["staging", "unknown"]
+    assert bench.shelf.stages == []
+
+
+def test_a_retracted_one_is_cancelled_and_an_expired_one_counts_what_was_moved_for_nothing() -> None:
+    bench = Bench()
+    for name in ("moved", "not yet", "taken back"):
+        bench.shelf.put(keys_of(name, 2))
+    bench.advise("moved", 2)
+    bench.advance()
+    bench.advise("not yet", 2)
+    bench.advise("taken back", 2)
+    for name in ("moved", "not yet"):
+        bench.promotions.retract(f"{name}!", is_expired=True, now=bench.now)
+    bench.promotions.retract("taken back!", is_expired=False, now=bench.now)
+    bench.promotions.retract("taken back!", is_expired=False, now=bench.now)
+    assert bench.states == ["staging", "warm", "staging", "staging", "wasted", "expired", "cancelled"]
+    assert bench.shelf.stages == []
+    assert bench.shelf.expected["", "taken back"] is None
+
+
+def test_a_newer_advisory_takes_the_place_of_the_older() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 2))
+    bench.advise(num_blocks=2)
+    bench.advise(num_blocks=2)
+    assert bench.states == ["staging", "cancelled", "staging"]
+    assert bench.advance() == 2
+
+
+def test_nothing_is_copied_while_requests_run_where_that_takes_the_engine_s_time() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8), on_disk=True)
+    bench.advise()
+    assert bench.advance(BUSY) == 0
+    assert len(bench.shelf.stages) == 1  # but the disk begins
+    for _ in range(8):
+        bench.shelf.read_one()
+    assert bench.advance(BUSY) == 0
+    assert bench.advance(IDLE) == 5
+
+
+def test_a_busy_engine_copies_a_smaller_slice_where_copies_run_beside_it() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8))
+    bench.advise()
+    assert bench.advance(BUSY_BESIDE) == int(BUSY_SLICE_S / IDLE_SLICE_S * 5)
+
+
+def test_all_sessions_together_get_one_slice() -> None:
+    bench = Bench()
+    for name in "abc":
+        bench.shelf.put(keys_of(name, 3))
+        bench.advise(name, 3)
+    assert [bench.advance(), bench.advance()] == [5, 4]
+    assert bench.states.count("warm") == 3
+
+
+def test_an_arrival_time_is_waited_for_in_host_memory() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 4))
+    bench.advise(num_blocks=4, expected_arrival_s=60.0)
+    assert bench.advance() == 0
+    assert bench.states[-1] == "host"
+    wait_s = bench.promotions.wait_s(bench.now)
+    assert wait_s is not None and 0 < wait_s < 60
+    bench.now += wait_s
+    assert bench.promotions.has_work(bench.now)
+    assert bench.advance() == 4
+    assert bench.states[-1] == "warm"
+
+
+def test_what_was_promoted_is_looked_after_once_requests_have_run() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 4))
+    bench.advise(num_blocks=4)
+    bench.advance()
+    bench.cache.kept.clear()
+    assert bench.advance(BUSY) == 0
+    bench.now += LOOK_EVERY_S
+    assert bench.advance(IDLE) == 4
+
+
+def test_blocks_that_requests_use_are_nobody_s_to_fill() -> None:
+    bench = Bench()
+    bench.cache.num_blocks, bench.cache.used = 10, {b"used%d" % n for n in range(9)}
+    bench.shelf.put(keys_of("a", 4))
+    bench.advise(num_blocks=4)
+    assert bench.advance() <= 1
+
+
+def test_a_carrier_that_fails_can_give_all_up_and_begin_again() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8))
+    bench.advise()
+    next(bench.promotions.advance(IDLE, bench.now))
+    bench.promotions.give_up()
+    assert bench.states == ["staging", "cancelled"]
+    assert bench.shelf.stages == []
+    bench.advise()
+    assert bench.advance() == 5
+
+
+NAMES = st.sampled_from("abc")
+
+
+class PromotionsMachine(RuleBasedStateMachine):
+    """Advice, requests, a disk and a device that others use, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf, self.cache = Shelf(), Cache(16)
+        for name in "abc":
+            self.shelf.put(keys_of(name, 9))
+        self.promotions = Promotions(self.cache, self.shelf, BLOCK_TOKENS, lambda: BYTES_PER_S)
+        self.now = 0.0
+        self.ids: list[str] = []
+        self.num_arrived = 0  # since the last step
+        self.ends: Counter[str] = Counter()
+
+    def report(self, report: AdvisoryReport) -> None:
+        assert self.ends[report.advisory_id] == 0, "it spoke after its end"
+        assert report.state != "warm" or report.device_tokens == report.num_tokens
+        self.ends[report.advisory_id] += report.state in ADVISORY_ENDS
+
+    @rule(
+        name=NAMES,
+        num_blocks=st.integers(0, 9),
+        wait_s=st.none() | st.floats(0, 20),
+        priority=st.sampled_from([None, -1, 1]),
+    )
+    def advise(self, name: str, num_blocks: int, wait_s: float | None, priority: int | None) -> None:
+        self.ids.append(f"{name}{len(self.ids)}")
+        advisory = Advisory(
+            advisory_id=self.ids[-1], session_id=name, expected_arrival_s=wait_s, priority=priority
+        )
+        self.promotions.advise(advisory, keys_of(name, num_blocks), None, self.report, self.now)
+
+    @rule(data=st.data(), is_expired=st.booleans())
+    def retract(self, data: st.DataObject, is_expired: bool) -> None:
+        advisory_id = data.draw(st.sampled_from([*self.ids, "nobody's"]))
+        self.promotions.retract(advisory_id, is_expired=is_expired, now=self.now)
+
+    @rule(name=NAMES, num_blocks=st.integers(0, 9), ends=st.booleans())
+    def arrive(self, name: str, num_blocks: int, ends: bool) -> None:
+        self.num_arrived += 1
+        self.promotions.arrived(name, None, keys_of(name, num_blocks), self.now)
+        if ends and num_blocks:
+            self.promotions.remember(name, None, keys_of(name, num_blocks))
+
+    @rule(name=NAMES, at=st.integers(0, 8), tier=st.sampled_from(["host", "disk", "nowhere"]))
+    def kv_lies_elsewhere(self, name: str, at: int, tier: str) -> None:
+        for key in keys_of(name, 9)[at:]:
+            if tier == "nowhere":
+                self.shelf.on_disk.pop(key, None)  # type: ignore[call-overload]
+            else:
+                self.shelf.put([key], on_disk=tier == "disk")
+
+    @rule()
+    def the_disk_delivers(self) -> None:
+        self.shelf.read_one()
+        self.promotions.staged()
+
+    @rule(num_used=st.integers(0, 12))
+    def others_use_the_device(self, num_used: int) -> None:
+        self.cache.used = {b"used%d" % number for number in range(num_used)}
+        for name in [name for name in self.cache.kept if name.startswith(b"used")]:
+            del self.cache.kept[name]
+        room = self.cache.num_blocks - num_used
+        for name in list(self.cache.kept)[: max(len(self.cache.kept) - room, 0)]:
+            del self.cache.kept[name]
+
+    @rule(beside=st.sampled_from([IDLE, BUSY, BUSY_BESIDE]), pause_s=st.floats(0, 5))
+    def advance(self, beside: Beside, pause_s: float) -> None:
+        self.now += pause_s
+        num_copied = self.num_arrived = 0
+        for move in self.promotions.advance(beside, self.now):
+            self.cache.carry_out(move)
+            num_copied += len(move.sources) if isinstance(move, Copy) else 0
+            assert len(self.cache.kept) <= self.cache.num_blocks
+        slice_s = BUSY_SLICE_S if beside.is_busy else IDLE_SLICE_S
+        assert num_copied <= (slice_s / IDLE_SLICE_S * 5 if beside is not BUSY else 0)
+
+    @invariant()
+    def no_advisory_ends_twice(self) -> None:
+        assert all(num <= 1 for num in self.ends.values())
+        open_ids = [name for name in self.ids if not self.ends[name]]
+        # Stages of those under way, and of requests that came since the last step.
+        assert len(self.shelf.stages) <= len(open_ids) + self.num_arrived
+        assert len({name[0] for name in open_ids}) == len(open_ids)
+
+    def teardown(self) -> None:
+        self.promotions.close()
+        assert all(self.ends[name] == 1 for name in self.ids)
+        assert self.shelf.stages == []
+
+
+TestPromotionsMachine = PromotionsMachine.TestCase
+TestPromotionsMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,284 @@
+"""What waits in the tiers for which request, what a step loads and saves, and that nothing of it leaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine_bridge.core.restores import (
+    MAX_SPARE_SOURCES,
+    MIN_PREFILL_TOKENS,
+    NewRequest,
+    PrefillMeter,
+    Restores,
+    Sources,
+    StepMoves,
+)
+
+from .shelf import BLOCK_TOKENS, BY_COST, LoadsAll, Shelf, Tiers, keys_of
+
+
+class Bench:
+    """Restores over a shelf, and requests whose KV is told by their name."""
+
+    def __init__(self, policy: Any = None) -> None:
+        self.shelf = Shelf()
+        self.tiers = Tiers(self.shelf, policy)
+        self.restores = Restores(self.tiers, BLOCK_TOKENS)
+
+    def enter(self, name: str, num_blocks: int = 5, **facts: Any) -> None:
+        keys = keys_of(name, num_blocks)
+        self.restores.enter(NewRequest(name, keys, tenant="t", session=name, **facts))
+
+    def match(self, name: str, *, device: int = 0, tokens: int = 22, is_resumed: bool = False) -> int | None:
+        return self.restores.match(name, device * BLOCK_TOKENS, tokens, is_resumed=is_resumed)
+
+    def admit(self, name: str, num_loaded: int, *, tokens: int = 22, is_resumed: bool = False) -> None:
+        block_ids = list(range(100, 106))
+        self.restores.admit(name, block_ids, num_loaded * BLOCK_TOKENS, tokens, is_resumed=is_resumed)
+
+    def step(self, **num_computed: int) -> StepMoves:
+        return self.restores.next_step(num_computed.items(), lambda name: list(range(100, 106)))
+
+
+def test_a_request_loads_what_the_device_lacks_and_whoever_copies_it_releases_it() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a")
+    assert bench.match("a", device=1) == 4 * BLOCK_TOKENS
+    bench.admit("a", 4)
+    (load,) = bench.step(a=22).loads
+    assert (load.first, load.block_ids, load.is_whole) == (0, [101, 102, 103, 104], True)
+    assert bench.restores.take_sources("a") == Sources(device=4, host=16)
+    assert bench.restores.take_sources("a") is None
+    assert bench.step(a=23).loads == []
+    bench.shelf.release(load.stage)
+    bench.restores.forget("a")
+    assert bench.shelf.stages == []
+
+
+def test_the_last_token_is_computed_though_the_tiers_hold_its_block() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a")
+    assert bench.match("a", tokens=20) == 4 * BLOCK_TOKENS
+
+
+def test_a_request_waits_for_its_disk_and_says_what_came_from_there() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 1))
+    bench.shelf.put(keys_of("a", 3)[1:], on_disk=True)
+    bench.enter("a")
+    assert bench.match("a") is None
+    bench.shelf.read_one()
+    assert bench.match("a") is None
+    bench.shelf.read_one()
+    assert bench.match("a") == 3 * BLOCK_TOKENS
+    bench.admit("a", 3)
+    assert bench.restores.take_sources("a") == Sources(device=0, host=4, disk=8)
+
+
+def test_what_the_device_came_to_hold_meanwhile_is_skipped_and_what_it_lost_is_staged_anew() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a")
+    assert bench.match("a", device=1) == 4 * BLOCK_TOKENS
+    assert bench.match("a", device=3) == 2 * BLOCK_TOKENS
+    assert bench.match("a", device=5) == 0
+    assert bench.match("a", device=0) == 5 * BLOCK_TOKENS
+    assert len(bench.shelf.stages) == 1
+    assert bench.match("a", device=2) == 3 * BLOCK_TOKENS
+    bench.admit("a", 3)
+    (load,) = bench.step(a=22).loads
+    assert (load.first, load.block_ids) == (2, [102, 103, 104])
+
+
+def test_computing_is_chosen_where_it_is_faster_and_the_stage_goes() -> None:
+    bench = Bench(BY_COST)
+    bench.tiers.s_per_token = 1e-9
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a")
+    assert bench.match("a") == 0
+    bench.admit("a", 0)
+    assert bench.shelf.stages == []
+    assert bench.step(a=22).loads == []
+
+
+def test_a_request_that_wants_what_only_computing_gives_loads_nothing() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a", may_load=False)
+    assert bench.match("a") == 0
+    assert bench.shelf.stages == []
+
+
+def test_each_finished_block_is_offered_once_and_a_draft_never() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 1))
+    bench.enter("a")
+    bench.enter("draft", is_saved=False)
+    (job,) = bench.step(a=11, draft=22).saves
+    assert [block.key for block in job.save.blocks] == [b"a-1"]
+    assert job.block_ids == [101]
+    (job,) = bench.step(a=16, draft=23).saves
+    assert [block.key for block in job.save.blocks] == [b"a-2", b"a-3"]
+    assert bench.step(a=16).saves == []
+    (job,) = bench.step(a=100).saves
+    assert [block.key for block in job.save.blocks] == [b"a-4"]  # the key of the next one is not known yet
+
+
+def test_how_a_preempted_request_came_back_is_counted() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a")
+    for num_loaded in (5, 5, 3, 0):
+        bench.match("a", is_resumed=True)
+        bench.admit("a", num_loaded, is_resumed=True)
+    assert bench.tiers.resumed == {"swap": 2, "split": 1, "recompute": 1}
+
+
+def test_what_stands_behind_a_block_that_did_not_load_is_spoiled_too() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 5))
+    blocks = {"a": [10, 11, 12, 13, 14], "b": [20, 21], "waits": [11]}
+    for name in blocks:
+        bench.enter(name)
+    assert bench.match("a") == 20
+    bench.admit("a", 5)
+    bench.restores.next_step([("a", 20), ("b", 8)], blocks.__getitem__)
+    assert bench.restores.spoiled_by({12}, blocks.__getitem__) == {12, 13, 14}
+    assert bench.restores.take_sources("a") == Sources(device=0, host=8)
+    assert bench.restores.spoiled_by({99}, blocks.__getitem__) == {99}
+
+
+def test_requests_without_a_session_are_kept_with_what_began_alike() -> None:
+    first, alike = NewRequest("1", keys_of("a", 2)), NewRequest("2", keys_of("a", 3))
+    assert first.group == alike.group
+    assert NewRequest("3", []).group == "3"
+    assert NewRequest("4", keys_of("a", 2), session="s").group == "s"
+
+
+def test_nothing_is_loaded_or_saved_while_the_tiers_are_paused() -> None:
+    bench = Bench()
+    bench.tiers.is_paused = True
+    bench.shelf.put(keys_of("a", 2))
+    bench.enter("a")
+    assert bench.match("a") == 0
+    bench.admit("a", 0)
+    assert bench.step(a=22) == StepMoves()
+    bench.restores.forget("a")
+    assert not bench.shelf.live
+
+
+def test_sources_of_requests_that_were_aborted_do_not_pile_up() -> None:
+    bench = Bench()
+    for number in range(3 * MAX_SPARE_SOURCES):
+        bench.enter(f"r{number}")
+        bench.match(f"r{number}")
+        bench.restores.forget(f"r{number}")
+    kept = sum(bench.restores.take_sources(f"r{n}") is not None for n in range(3 * MAX_SPARE_SOURCES))
+    assert kept <= MAX_SPARE_SOURCES
+
+
+def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
+    meter = PrefillMeter()
+    assert meter.stepped(MIN_PREFILL_TOKENS, has_running=False, now=1.0) is None
+    assert meter.stepped(3, has_running=True, now=1.5) == (MIN_PREFILL_TOKENS, 0.5)
+    assert meter.stepped(MIN_PREFILL_TOKENS, has_running=True, now=2.0) is None  # three tokens say little
+    assert meter.stepped(3, has_running=False, now=99.0) is None  # nobody ran: a pause lies between
+
+
+NAMES = st.sampled_from("abcd")
+
+
+class RestoresMachine(RuleBasedStateMachine):
+    """Requests come, match, start, are preempted, end; the disk delivers and blocks are lost. All in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf = Shelf()
+        for name in "abcd":
+            self.shelf.put(keys_of(name, 5))
+        self.restores = Restores(Tiers(self.shelf, LoadsAll()), BLOCK_TOKENS)
+        self.waiting: dict[str, int] = {}  # times that it was preempted
+        self.running: dict[str, int] = {}
+        self.num_loads = 0  # that the next step is to carry out
+        self.num_made = 0
+
+    @rule(name=NAMES, is_saved=st.booleans())
+    def comes(self, name: str, is_saved: bool) -> None:
+        self.num_made += 1
+        request_id = f"{name}{self.num_made}"
+        self.restores.enter(NewRequest(request_id, keys_of(name, 5), session=name, is_saved=is_saved))
+        self.waiting[request_id] = 0
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), num_on_device=st.integers(0, 5), starts=st.booleans())
+    def is_looked_at(self, data: st.DataObject, num_on_device: int, starts: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.waiting)))
+        times = self.waiting[request_id]
+        first = num_on_device * BLOCK_TOKENS
+        num_tokens = self.restores.match(request_id, first, 22, is_resumed=times > 0)
+        if num_tokens is None or not starts:
+            return
+        assert num_tokens % BLOCK_TOKENS == 0 and first + num_tokens < 22
+        self.restores.admit(request_id, list(range(6)), num_tokens, 22, is_resumed=times > 0)
+        self.running[request_id] = self.waiting.pop(request_id)
+        self.num_loads += num_tokens > 0
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def is_preempted(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.running)))
+        self.waiting[request_id] = self.running.pop(request_id) + 1
+
+    @precondition(lambda self: self.waiting or self.running)
+    @rule(data=st.data())
+    def ends(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.waiting | self.running)))
+        self.waiting.pop(request_id, None)
+        self.running.pop(request_id, None)
+        self.restores.forget(request_id)
+
+    @rule(num_computed=st.integers(0, 22))
+    def a_step_runs(self, num_computed: int) -> None:
+        scheduled = [(request_id, num_computed) for request_id in self.running]
+        moves = self.restores.next_step(scheduled, lambda request_id: list(range(6)))
+        assert len(moves.loads) == self.num_loads
+        self.num_loads = 0
+        for load in moves.loads:
+            assert len(load.block_ids) <= len(load.stage.blocks) - load.first
+            self.shelf.release(load.stage)
+        for job in moves.saves:
+            assert len(job.block_ids) == len(job.save.blocks)
+            self.shelf.commit(job.save)
+
+    @rule()
+    def the_disk_delivers(self) -> None:
+        self.shelf.read_one()
+
+    @rule(name=NAMES, at=st.integers(0, 4), on_disk=st.booleans())
+    def host_memory_is_short(self, name: str, at: int, on_disk: bool) -> None:
+        for key in keys_of(name, 5)[at:]:
+            if on_disk and key in self.shelf.on_disk:
+                self.shelf.put([key], on_disk=True)
+            else:
+                self.shelf.on_disk.pop(key, None)  # type: ignore[call-overload]
+
+    @invariant()
+    def only_who_waits_or_is_about_to_load_holds_a_stage(self) -> None:
+        assert len(self.shelf.stages) <= len(self.waiting) + self.num_loads
+
+    def teardown(self) -> None:
+        for request_id in self.waiting | self.running:
+            self.restores.forget(request_id)
+        self.a_step_runs(0)
+        assert self.shelf.stages == [] and self.shelf.saves == []
+        assert not +self.shelf.live
+
+
+TestRestoresMachine = RestoresMachine.TestCase
+TestRestoresMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
