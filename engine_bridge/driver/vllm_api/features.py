@@ -1,0 +1,129 @@
+"""What of ours stands on names of vLLM's, and what becomes of it where one of them has moved."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+Device = Literal["cpu", "cuda"]
+
+
+class Feature(Struct, frozen=True, kw_only=True):
+    """Something that works or does not.
+
+    Attributes:
+        name: as logs and `overture doctor` say it.
+        without: what a server without it does, as the end of a sentence.
+        settings: of `EngineConfig`, with which it is off. None: nothing can be served without it.
+        device: where it matters; None: everywhere.
+        at_start: whether a server needs it. Else a command or a bench does.
+    """
+
+    name: str
+    without: str
+    settings: tuple[tuple[str, Any], ...] | None = ()
+    device: Device | None = None
+    at_start: bool = True
+
+    @property
+    def is_vital(self) -> bool:
+        return self.at_start and self.settings is None
+
+    def matters_on(self, device: Device) -> bool:
+        return self.device is None or self.device == device
+
+
+ENGINE = Feature(name="the engine", without="nothing can be served", settings=None)
+APIS = Feature(name="the APIs", without="nothing can be served", settings=None)
+GRAMMARS = Feature(
+    name="bounded grammars",
+    without="one client's grammar could stop everybody, so nothing is served",
+    settings=None,
+)
+SCHEDULING = Feature(
+    name="scheduling",
+    without="requests start in vLLM's own order (--scheduling-policy vllm)",
+    settings=(("scheduling_policy", "vllm"),),
+)
+PACE = Feature(
+    name="short steps",
+    without="prompts are computed in vLLM's own pieces, and a long one holds everybody up (--max-step-ms 0)",
+    settings=(("max_step_ms", 0.0),),
+)
+LORA = Feature(name="adapters", without="no adapters are served", settings=(("enable_lora", False),))
+CPU_LORA = Feature(
+    name="adapters on a CPU",
+    without="no adapters are served",
+    settings=(("enable_lora", False),),
+    device="cpu",
+)
+CUDA_LORA = Feature(
+    name="adapters on a GPU",
+    without="no adapters are served",
+    settings=(("enable_lora", False),),
+    device="cuda",
+)
+ADAPTERS_IN_KV = Feature(
+    name="adapters in KV blocks",
+    without="adapters are cached in host memory only",
+    settings=(("adapters_in_kv", False),),
+)
+KV_TIERS = Feature(
+    name="KV tiers",
+    without="KV that leaves the device is lost (--kv-host-gib 0)",
+    settings=(
+        ("kv_host_gib", 0.0),
+        ("kv_disk_gib", 0.0),
+    ),
+)
+CUDA_COPIES = Feature(
+    name="KV tiers on a GPU",
+    without="KV that leaves the device is lost (--kv-host-gib 0)",
+    settings=(
+        ("kv_host_gib", 0.0),
+        ("kv_disk_gib", 0.0),
+    ),
+    device="cuda",
+)
+PROMOTION = Feature(name="promotion", without="advisories bring no KV to the device")
+TOKENIZER_TURNS = Feature(
+    name="turns at the tokenizer",
+    without="texts of all tenants are tokenised in the order in which they come",
+)
+KEPT_TOKENS = Feature(
+    name="kept token ids", without="every turn's history is tokenised anew, and its KV may not be found again"
+)
+ENVIRONMENT = Feature(name="vLLM's environment", without="a variable that we set for vLLM does nothing")
+CLIENT_FIELDS = Feature(
+    name="fields of the server", without="a field that we keep clients from setting may have another name"
+)
+REPORT = Feature(
+    name="reasons of waiting", without="metrics and the engine's page do not say why requests wait"
+)
+PROFILING = Feature(name="overture profile", without="this machine cannot be measured", at_start=False)
+BENCHES = Feature(
+    name="benches", without="vLLM's own scheduler cannot be measured beside ours", at_start=False
+)
+
+FEATURES = (
+    ENGINE,
+    APIS,
+    GRAMMARS,
+    SCHEDULING,
+    PACE,
+    LORA,
+    CPU_LORA,
+    CUDA_LORA,
+    ADAPTERS_IN_KV,
+    KV_TIERS,
+    CUDA_COPIES,
+    PROMOTION,
+    TOKENIZER_TURNS,
+    KEPT_TOKENS,
+    ENVIRONMENT,
+    CLIENT_FIELDS,
+    REPORT,
+    PROFILING,
+    BENCHES,
+)

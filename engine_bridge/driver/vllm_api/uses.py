@@ -1,0 +1,118 @@
+"""The words in which the inventory says what is used of vLLM.
+
+Signatures are written as Python has them, without `self`. A call's is how we call: what stands in front of `*` goes by position, what stands
+behind it by name. An override's or a replacement's is that of our own function, which vLLM calls.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from msgspec import Struct
+
+from engine_bridge.driver.vllm_api.features import Feature
+
+How = Literal["read", "write", "tag", "call", "override", "replace", "look up", "implement"]
+_SIGNATURE = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
+
+
+class Use(Struct, frozen=True, kw_only=True):
+    """One name of an owner.
+
+    Attributes:
+        how: `read`, `write` and `call` as we do it; `tag`: an attribute that we add to vLLM's object; `override` in a subclass; `replace`: we put our
+            own in its place; `look up`: vLLM's function `by` must still look the name up when it runs, or ours is never asked; `implement`: an
+            abstract method that our subclass has.
+        parameters: of a call, an override or a replacement; None: not looked at.
+        feature: that needs it, where it is not the owner's.
+    """
+
+    how: How
+    name: str
+    parameters: str | None = None
+    by: str = ""
+    feature: Feature | None = None
+
+
+class Owner(Struct, frozen=True):
+    """A module or class of vLLM's, and all that we use of it.
+
+    Attributes:
+        path: `package.module` or `package.module:Class`.
+        feature: what does not work without it.
+        at: where an engine's own instance is found, as attributes from the `LLMEngine` on; empty where there is none.
+    """
+
+    path: str
+    feature: Feature
+    uses: tuple[Use, ...] = ()
+    at: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.path.partition(":")[0]
+
+    @property
+    def class_name(self) -> str:
+        """Empty for a module."""
+        return self.path.partition(":")[2]
+
+    def feature_of(self, use: Use) -> Feature:
+        return use.feature or self.feature
+
+
+def owner(path: str, feature: Feature, *uses: tuple[Use, ...], at: str = "") -> Owner:
+    """With the uses of all groups."""
+    return Owner(path, feature, tuple(use for group in uses for use in group), at)
+
+
+def reads(names: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    return tuple(Use(how="read", name=name, feature=feature) for name in names.split())
+
+
+def writes(names: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    return tuple(Use(how="write", name=name, feature=feature) for name in names.split())
+
+
+def tags(names: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    return tuple(Use(how="tag", name=name, feature=feature) for name in names.split())
+
+
+def calls(*signatures: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    return tuple(_signed("call", signature, feature) for signature in signatures)
+
+
+def builds(parameters: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    """Calls of the class."""
+    return (Use(how="call", name="__init__", parameters=parameters, feature=feature),)
+
+
+def overrides(*signatures: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    return tuple(_signed("override", signature, feature) for signature in signatures)
+
+
+def overrides_values(names: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    """Class attributes and properties of a subclass of ours in place of vLLM's."""
+    return tuple(Use(how="override", name=name, feature=feature) for name in names.split())
+
+
+def replaces(*signatures: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    """Without parentheses: something that is no function, or a function whose parameters are those of the class that takes its place."""
+    return tuple(_signed("replace", signature, feature) for signature in signatures)
+
+
+def looks_up(by: str, names: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    return tuple(Use(how="look up", name=name, by=by, feature=feature) for name in names.split())
+
+
+def implements(names: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    """All abstract methods of a class that we subclass: one more, and ours cannot be built."""
+    return tuple(Use(how="implement", name=name, feature=feature) for name in names.split())
+
+
+def _signed(how: How, signature: str, feature: Feature | None) -> Use:
+    found = _SIGNATURE.fullmatch(signature)
+    if found is None:
+        return Use(how=how, name=signature, feature=feature)
+    return Use(how=how, name=found[1], parameters=found[2], feature=feature)
