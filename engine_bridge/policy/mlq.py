@@ -41,7 +41,7 @@ class Mlq:
     computes with in a step (`max_loras`), and the bound does not hold for that one.
 
     Costs: `arrived`, `admitted`, `ended` a few binary searches. `decide` looks up those it starts, a head for each lane, `num_looked_at` behind a
-    head without memory. It does not depend on how many wait, nor on how many tenants they are of (`python -m bench.sim.decisions`).
+    head without memory. It does not depend on how many wait, nor on how many tenants they are of (`python -m bench.emulated exact`).
 
     Source: Chameleon §4.2, Algorithm 1 and "Bypassing Adapter Blocking". Departs in the bound, in priorities and tenants, in aging, in that lanes
     keep what a waiting head can use, in that heads that were passed go before other lanes' heads, in that lack of blocks counts as lack of

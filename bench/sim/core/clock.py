@@ -43,10 +43,14 @@ class Clock:
     def run(self, until_s: float = math.inf) -> None:
         """Until nothing is left to happen, or until then: what is due at `until_s` itself still happens."""
         while self._heap and self._heap[0][0] <= until_s:
-            at_s, _, event = heapq.heappop(self._heap)
-            if event.action is not None:
-                self.now = at_s
-                self.num_events += 1
-                event.action(at_s)
+            self.step()
         if until_s < math.inf:
             self.now = max(self.now, until_s)
+
+    def step(self) -> None:
+        """The next thing happens. Raises IndexError if nothing is left to."""
+        at_s, _, event = heapq.heappop(self._heap)
+        if event.action is not None:
+            self.now = at_s
+            self.num_events += 1
+            event.action(at_s)

@@ -13,7 +13,10 @@ from engine_bridge.predict.length import LengthGuess
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What the traffic says of a request. adapter_id: None for the base model. max_answer_tokens: the client's bound, None without."""
+    """What the traffic says of a request. adapter_id: None for the base model. max_answer_tokens: the client's bound, None without.
+
+    tenant, priority: told to the emulated node's policy; the lean one knows one tenant.
+    """
 
     request_id: str
     at_s: float
@@ -21,6 +24,8 @@ class Arrival:
     num_answer_tokens: int
     adapter_id: int | None = None
     max_answer_tokens: int | None = None
+    tenant: str = ""
+    priority: int = 0
 
 
 class Stage(enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from engine_bridge.driver.step_work import work_of
@@ -16,10 +17,18 @@ class Pace:
     Args:
         table: what steps take; corrected by each real one.
         target_s: how long a step may take; 0: as long as it does.
+        clock: that steps are timed by.
     """
 
-    def __init__(self, scheduler: Any, table: StepTable, target_s: float) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        table: StepTable,
+        target_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.table = table
+        self._clock = clock
         self._scheduler = scheduler
         config = scheduler.scheduler_config
         # Without it vLLM takes a prompt whole or not at all.
@@ -61,10 +70,10 @@ class Pace:
     def scheduled(self, output: Any) -> None:
         """vLLM has scheduled a step."""
         self._work = work_of(output)
-        self._began_s = time.perf_counter()
+        self._began_s = self._clock()
 
     def ended(self) -> None:
         """It has run."""
         if self._work is not None:
-            self.table.observe(*self._work, time.perf_counter() - self._began_s)
+            self.table.observe(*self._work, self._clock() - self._began_s)
             self._work = None

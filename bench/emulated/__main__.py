@@ -1,0 +1,35 @@
+"""What serves, measured on a device in virtual time.
+
+python -m bench.emulated COMMAND [options]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+COMMANDS = {
+    "exact": "fcfs is vLLM's own order, policies repeat, and what our scheduling costs",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.emulated",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, about in COMMANDS.items():
+        module = importlib.import_module(f"bench.emulated.{name}")
+        command = commands.add_parser(
+            name, help=about, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What a step that vLLM has scheduled takes on a device that is not there.
+
+Costs are the simulator's: a GPU by its data sheet and one published calibration (`bench/sim/core/{hardware,calibration,steps}.py`, with their
+sources), or this machine by what `overture profile` measured (`bench/sim/core/measured.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from bench.sim.core.hardware import Gpu
+from bench.sim.core.models import Model
+from bench.sim.core.steps import Chunk, StepCost
+
+
+class FlatCost(StepCost):
+    """Steps by two numbers: so long in any case, and so long for each token. For tests, where sums are made by hand."""
+
+    def __init__(self, step_s: float = 0.018, token_s: float = 0.00011) -> None:
+        super().__init__(Gpu("flat", 1.0, 1.0, 0, 1e9), Model("flat", 1, 1, 1, 1, 1, 1, 4096))
+        self._fixed_s, self._each_s = step_s, token_s
+
+    def step_s(self, chunks: Any, num_decodes: int = 0, num_context: int = 0, sum_rank: int = 0) -> float:
+        return self._fixed_s + self._each_s * (num_decodes + sum(chunk.num_tokens for chunk in chunks))
+
+
+class StepWork(NamedTuple):
+    """seconds: that the step takes. giving: requests that get a token at its end."""
+
+    seconds: float
+    giving: list[str]
+
+
+def work_of(
+    cost: StepCost,
+    num_scheduled_tokens: Mapping[str, int],
+    requests: Mapping[str, Any],
+    ranks: Mapping[str, int],
+) -> StepWork:
+    """Of what was just scheduled. requests: vLLM's, which count a step's tokens as computed once it is scheduled.
+
+    A request gets a token if nothing that it has is left to compute; it decodes if that was its last token alone.
+    """
+    chunks: list[Chunk] = []
+    giving: list[str] = []
+    num_decodes = num_context = 0
+    by_rank: dict[int, int] = {}
+    for request_id, num_tokens in num_scheduled_tokens.items():
+        request = requests[request_id]
+        num_computed = request.num_computed_tokens
+        gives = num_computed >= request.num_tokens
+        if gives:
+            giving.append(request_id)
+        rank = ranks.get(request_id, 0)
+        if num_tokens == 1 and gives and request.num_output_tokens:
+            num_decodes += 1
+            num_context += num_computed - 1
+            if rank:
+                by_rank[rank] = by_rank.get(rank, 0) + 1
+        else:
+            chunks.append(Chunk(num_tokens, num_computed - num_tokens, rank, gives))
+    sum_rank = cost.kernel(by_rank) if by_rank else 0
+    return StepWork(cost.step_s(chunks, num_decodes, num_context, sum_rank), giving)

@@ -1,0 +1,275 @@
+"""One serving node: vLLM's scheduler and our driver classes, fed real requests, on a device in virtual time.
+
+As in the live engine, one thing happens after the other: what came during a step is taken in after it, then a step is scheduled, then the device is
+busy for as long as that takes. The clock is a simulator's, so several nodes may share one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from bench.emulated.device import work_of
+from bench.emulated.vllm_parts import block_hasher, make_scheduler, output_of
+from bench.sim.core.clock import Clock, Event
+from bench.sim.core.requests import Arrival, Guesser
+from bench.sim.core.steps import StepCost
+from engine_bridge.driver.scheduling.facts import FACTS, RequestFacts
+from engine_bridge.driver.scheduling.pace import Pace
+from engine_bridge.driver.scheduling.scheduling import Scheduling
+from engine_bridge.predict.length import LengthFeatures
+
+# While something waits that cannot start, it is asked again so often. As the engine thread does at first (engine_bridge/bridge.py, FIRST_WAIT_S).
+STUCK_WAIT_S = 0.001
+TOKEN = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Bounds that vLLM is started with. max_step_s: as `--max-step-ms`, where the device has a table; 0: steps are as long as vLLM makes them."""
+
+    num_blocks: int
+    block_tokens: int = 16
+    max_running: int = 256
+    step_tokens: int = 2048
+    max_tokens: int = 4096
+    max_step_s: float = 0.0
+    has_prefix_cache: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request and what became of it, times in virtual seconds."""
+
+    arrival: Arrival
+    rank: int = 0
+    num_done: int = 0
+    first_token_s: float = math.nan
+    ended_s: float = math.nan
+    found_adapter: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.arrival.at_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.arrival.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        """nan for an answer of one token."""
+        num_gaps = self.arrival.num_answer_tokens - 1
+        return (self.ended_s - self.first_token_s) / num_gaps if num_gaps else math.nan
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of a whole run. scheduler_s: wall time in vLLM's `schedule`, `add_request` and `update_from_output`, with all of ours that they call."""
+
+    num_steps: int = 0
+    busy_s: float = 0.0
+    scheduler_s: float = 0.0
+
+
+class EmulatedNode:
+    """Takes requests in by `submit` while `clock` runs.
+
+    Args:
+        policy: a name in the registry of policies, or "vllm" for vLLM's own queue.
+        guesser: foretells answers' lengths, in place of the node's own predictor; None: the node's own.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        cost: StepCost,
+        engine: Engine,
+        policy: str,
+        *,
+        guesser: Guesser | None = None,
+        ranks: Mapping[int, int] | None = None,
+    ) -> None:
+        self.clock, self.cost, self.engine = clock, cost, engine
+        self.tally = Tally()
+        self.ended: list[Job] = []
+        self.scheduler = make_scheduler(
+            num_blocks=engine.num_blocks,
+            block_tokens=engine.block_tokens,
+            max_running=engine.max_running,
+            step_tokens=engine.step_tokens,
+            max_tokens=engine.max_tokens,
+            has_prefix_cache=engine.has_prefix_cache,
+        )
+        self.scheduling = self._make_scheduling(policy) if policy != "vllm" else None
+        self._guesser = guesser
+        self._ranks = ranks or {}
+        self._jobs: dict[str, Job] = {}
+        self._rank_of: dict[str, int] = {}
+        self._came: list[Job] = []
+        self._next: Event | None = None
+        """Of a node that is idle or stuck: when it looks again."""
+        self._is_busy = False
+        self._num_made = 0
+        self._hasher = block_hasher(engine.block_tokens) if engine.has_prefix_cache else None
+
+    def _make_scheduling(self, policy: str) -> Scheduling:
+        engine, scheduler, table = self.engine, self.scheduler, self.cost.table
+        now: Callable[[], float] = lambda: self.clock.now  # noqa: E731
+        scheduling = Scheduling(
+            policy,
+            num_tokens=engine.num_tokens,
+            block_size=engine.block_tokens,
+            is_ready=scheduler.is_ready,
+            num_cached_tokens=self._num_cached_tokens,
+            pace=Pace(scheduler, table, engine.max_step_s, now) if table is not None else None,
+            clock=now,
+        )
+        scheduler.use(scheduling)
+        return scheduling
+
+    def _num_cached_tokens(self, request: Any) -> int:
+        """As the driver of the live engine counts them (engine_bridge/driver/engine.py), without tiers."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        num = 0
+        for block_hash in request.block_hashes:
+            if pool.get_cached_block(block_hash, [0]) is None:
+                break
+            num += 1
+        return num * self.engine.block_tokens
+
+    @property
+    def is_serving(self) -> bool:
+        """Does it have requests, waiting or running?"""
+        return bool(self._came) or self.scheduler.has_requests()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(self, arrival: Arrival) -> None:
+        """It comes now; the node takes it in when no step is under way. Raises ValueError if it would never fit."""
+        num_tokens = arrival.num_prompt_tokens + arrival.num_answer_tokens
+        if num_tokens > min(self.engine.num_tokens, self.engine.max_tokens):
+            raise ValueError(f"{num_tokens} tokens do not fit the device")
+        rank = self._ranks.get(arrival.adapter_id, 0) if arrival.adapter_id is not None else 0
+        self._came.append(Job(arrival, rank))
+        self.wake()
+
+    def submit_ahead(self, arrival: Arrival) -> None:
+        """It came at its own time, while the node did not look; steps begin with the next `wake`."""
+        self.clock.now = arrival.at_s
+        self._came.append(Job(arrival))
+        self._take_in()
+
+    def wake(self) -> None:
+        """Something came that the next step may need. Nothing happens while a step is under way: it ends first."""
+        if self._is_busy:
+            return
+        if self._next is not None:
+            self._next.cancel()
+        self._next = self.clock.at(self.clock.now, self._begin)
+
+    def _take_in(self) -> None:
+        requests = [self._request_of(job) for job in self._came]
+        self._came.clear()
+        began_s = time.perf_counter()
+        for request in requests:
+            self.scheduler.add_request(request)
+        self.tally.scheduler_s += time.perf_counter() - began_s
+
+    def _request_of(self, job: Job) -> Request:
+        arrival = job.arrival
+        self._jobs[arrival.request_id] = job
+        if job.rank:
+            self._rank_of[arrival.request_id] = job.rank
+        self._num_made += 1
+        facts = RequestFacts(
+            tenant=arrival.tenant,
+            rank=job.rank,
+            features=LengthFeatures(
+                num_prompt_tokens=arrival.num_prompt_tokens,
+                adapter="" if arrival.adapter_id is None else str(arrival.adapter_id),
+                max_tokens=arrival.max_answer_tokens,
+            ),
+            guess=self._guesser.guess(arrival) if self._guesser is not None else None,
+        )
+        return Request(
+            request_id=arrival.request_id,
+            # Each has tokens of its own: nobody finds another one's prefix.
+            prompt_token_ids=[self._num_made] * arrival.num_prompt_tokens,
+            sampling_params=SamplingParams(
+                max_tokens=arrival.num_answer_tokens, ignore_eos=True, extra_args={FACTS: facts}
+            ),
+            pooling_params=None,
+            arrival_time=arrival.at_s,
+            priority=arrival.priority,
+            block_hasher=self._hasher,
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, now: float) -> None:
+        self._next = None
+        self._take_in()
+        if not self.scheduler.has_requests():
+            return
+        began_s = time.perf_counter()
+        output = self.scheduler.schedule()
+        self.tally.scheduler_s += time.perf_counter() - began_s
+        self._await_refit()
+        if not output.total_num_scheduled_tokens:
+            self.scheduler.update_from_output(output, output_of([], []))
+            if self.scheduler.has_requests():
+                self._next = self.clock.at(now + STUCK_WAIT_S, self._begin)
+            return
+        work = work_of(self.cost, output.num_scheduled_tokens, self.scheduler.requests, self._rank_of)
+        self._is_busy = True
+        self.clock.at(now + work.seconds, lambda now: self._end(output, work.giving, work.seconds, now))
+
+    def _await_refit(self) -> None:
+        """What is fitted beside the steps is there for the next one, so that runs repeat exactly."""
+        future = self.scheduling._refits._future if self.scheduling is not None else None
+        if future is not None:
+            future.result()
+
+    def _end(self, output: Any, giving: list[str], took_s: float, now: float) -> None:
+        self._is_busy = False
+        self.tally.num_steps += 1
+        self.tally.busy_s += took_s
+        request_ids = list(output.num_scheduled_tokens)
+        gets = set(giving)
+        answer = output_of(request_ids, [[TOKEN] if request_id in gets else [] for request_id in request_ids])
+        began_s = time.perf_counter()
+        self.scheduler.update_from_output(output, answer)
+        self.tally.scheduler_s += time.perf_counter() - began_s
+        if self.scheduling is not None and self.scheduling.pace is not None:
+            self.scheduling.pace.ended()
+        self._note_tokens(giving, now)
+        self._begin(now)
+
+    def _note_tokens(self, giving: Iterable[str], now: float) -> None:
+        for request_id in giving:
+            job = self._jobs[request_id]
+            if not job.num_done:
+                job.first_token_s = now
+            job.num_done += 1
+            if job.num_done == job.arrival.num_answer_tokens:
+                job.ended_s = now
+                self.ended.append(job)
+                del self._jobs[request_id]
+                self._rank_of.pop(request_id, None)
+                if self._guesser is not None:
+                    self._guesser.ended(job.arrival)
+
+    def close(self) -> None:
+        if self.scheduling is not None:
+            self.scheduling.close()

@@ -1,0 +1,95 @@
+"""Requests to play: lengths as recorded or generated, arrivals by a seeded Poisson process, and a play of them against one node."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.emulated.node import EmulatedNode, Engine, Job
+from bench.sim.core.clock import Clock
+from bench.sim.core.requests import Arrival, Guesser
+from bench.sim.core.steps import StepCost
+from bench.sim.core.traffic import Lengths, play
+
+# Of the generated lengths. Chosen: a chat's, wide enough that prompts and answers of all sizes meet.
+PROMPT, ANSWER = (6.0, 1.1), (4.9, 0.9)
+MOST_PROMPT_TOKENS, MOST_ANSWER_TOKENS = 3000, 900
+# A play that takes longer says how far it is. Chosen.
+SAY_AFTER_S = 2.0
+
+
+def lognormal(num: int, seed: int) -> Lengths:
+    """So many prompts (median 403 tokens) and answers (median 134), each for itself."""
+    rng = random.Random(f"lengths {seed}")
+
+    def length(law: tuple[float, float], least: int, most: int) -> int:
+        return min(max(int(rng.lognormvariate(*law)), least), most)
+
+    pairs = tuple(
+        (length(PROMPT, 8, MOST_PROMPT_TOKENS), length(ANSWER, 4, MOST_ANSWER_TOKENS)) for _ in range(num)
+    )
+    return Lengths("log-normal", pairs)
+
+
+def arrivals(lengths: Lengths, per_s: float, num: int, seed: int) -> list[Arrival]:
+    """So many requests of the base model in the order of these lengths; the same ones at another rate, closer together."""
+    gaps = random.Random(f"gaps {seed}")
+    found, at_s = [], 0.0
+    for number in range(num):
+        at_s += gaps.expovariate(1.0) / per_s
+        prompt, answer = lengths.pairs[number % len(lengths.pairs)]
+        found.append(Arrival(f"{number:06d}", at_s, prompt, answer))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """jobs: in order of arrival. wall_s: of the whole play; scheduler_s: in the scheduler alone."""
+
+    jobs: list[Job]
+    num_steps: int
+    ended_s: float
+    wall_s: float
+    scheduler_s: float
+    num_preempted: int
+
+    @property
+    def us_per_step(self) -> float:
+        """Of wall time, in the scheduler."""
+        return self.scheduler_s / self.num_steps * 1e6
+
+    @property
+    def times(self) -> list[tuple[float, float]]:
+        """First token and end of each."""
+        return [(job.first_token_s, job.ended_s) for job in self.jobs]
+
+
+def play_on_node(
+    policy: str, requests: Sequence[Arrival], cost: StepCost, engine: Engine, guesser: Guesser | None = None
+) -> Played:
+    """All of them, until the last has ended. Raises RuntimeError if some never are served."""
+    clock = Clock()
+    node = EmulatedNode(clock, cost, engine, policy, guesser=guesser)
+    began_s = said_s = time.perf_counter()
+
+    def submit(arrival: Arrival) -> None:
+        nonlocal said_s
+        node.submit(arrival)
+        if time.perf_counter() - said_s > SAY_AFTER_S:
+            said_s = time.perf_counter()
+            print(f"    {policy}: {len(node.ended)} of {len(requests)} at {clock.now:.0f} s", file=sys.stderr)
+
+    try:
+        play(clock, requests, submit)
+    finally:
+        node.close()
+    if len(node.ended) != len(requests):
+        raise RuntimeError(f"{len(requests) - len(node.ended)} requests were never served")
+    jobs = sorted(node.ended, key=lambda job: job.arrival.request_id)
+    wall_s = time.perf_counter() - began_s
+    return Played(
+        jobs, node.tally.num_steps, clock.now, wall_s, node.tally.scheduler_s, node.scheduler.num_preempted
+    )

@@ -1,0 +1,86 @@
+"""vLLM's scheduler with our classes in virtual time: it is vLLM's order, it repeats, and its sums are those made by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.emulated.deciding import Row, measure
+from bench.emulated.device import FlatCost
+from bench.emulated.node import EmulatedNode, Engine
+from bench.emulated.trace import Played, arrivals, lognormal, play_on_node
+from bench.sim.core.clock import Clock
+from bench.sim.core.requests import Arrival
+from bench.sim.core.traffic import play
+from engine_bridge.policy.registry import POLICIES
+
+ROOMY = Engine(num_blocks=6000, max_running=64)
+TIGHT = Engine(num_blocks=500, max_running=64)
+COST = FlatCost()
+# Few steps make much of virtual time.
+SLOW = FlatCost(step_s=0.15, token_s=0.0002)
+
+
+def played(policy: str, engine: Engine) -> Played:
+    """Longer than the minute after which lanes are fitted."""
+    return play_on_node(policy, arrivals(lognormal(150, 3), 1.7, 150, 3), SLOW, engine)
+
+
+@pytest.mark.parametrize("engine", [ROOMY, TIGHT], ids=["roomy", "tight"])
+def test_first_come_first_served_gives_every_request_the_times_of_vllms_own_queue(engine: Engine) -> None:
+    stock, own = played("vllm", engine), played("fcfs", engine)
+    assert own.times == stock.times
+    assert (stock.num_preempted > 0) == (engine is TIGHT), "only tight memory has victims"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_that_is_played_twice_decides_the_same_twice(policy: str) -> None:
+    first, again = played(policy, TIGHT), played(policy, TIGHT)
+    assert first.times == again.times
+    assert first.ended_s > 60
+
+
+def test_lanes_are_fitted_in_virtual_time_before_the_next_step() -> None:
+    clock = Clock()
+    node = EmulatedNode(clock, SLOW, ROOMY, "mlq")
+    requests = arrivals(lognormal(70, 1), 1.0, 70, 1)
+    play(clock, requests, node.submit)
+    assert node.scheduling is not None and node.scheduling.counts["refits"] >= 1
+    node.close()
+
+
+def test_a_request_alone_takes_the_steps_that_its_tokens_make() -> None:
+    one = Arrival("one", 2.0, num_prompt_tokens=100, num_answer_tokens=3)
+    (job,) = play_on_node("fcfs", [one], COST, ROOMY).jobs
+    first_s = 2.0 + 0.018 + 100 * 0.00011
+    assert job.first_token_s == pytest.approx(first_s)
+    assert job.ended_s == pytest.approx(first_s + 2 * (0.018 + 0.00011))
+
+
+def test_a_prompt_beyond_a_steps_tokens_is_computed_in_several() -> None:
+    long = Arrival("long", 0.0, num_prompt_tokens=3000, num_answer_tokens=1)
+    result = play_on_node("fcfs", [long], COST, ROOMY)
+    assert result.num_steps == 2
+    assert result.jobs[0].first_token_s == pytest.approx(2 * 0.018 + 3000 * 0.00011)
+
+
+def test_what_comes_during_a_step_is_taken_in_after_it() -> None:
+    first = Arrival("a", 0.0, num_prompt_tokens=100, num_answer_tokens=1)
+    during = replace(first, request_id="b", at_s=0.001)
+    result = play_on_node("fcfs", [first, during], COST, ROOMY)
+    assert [job.first_token_s for job in result.jobs] == pytest.approx([0.029, 0.058])
+
+
+def test_a_request_that_would_never_fit_is_refused() -> None:
+    node = EmulatedNode(Clock(), COST, Engine(num_blocks=40), "vllm")
+    with pytest.raises(ValueError, match="do not fit"):
+        node.submit(Arrival("a", 0.0, num_prompt_tokens=640, num_answer_tokens=1))
+
+
+def test_the_cost_of_deciding_is_taken_with_as_many_queued_as_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bench.emulated.deciding.NUM_STEPS", 20)
+    monkeypatch.setattr("bench.emulated.deciding.NUM_WARM", 10)
+    found = measure(Row("mlq", num_queued=300), COST, ROOMY, seed=1)
+    assert found["num_waiting"] + found["num_running"] == 300
+    assert 0 < found["decide_share"] < found["own_share"]
