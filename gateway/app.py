@@ -38,8 +38,9 @@ from gateway.grammar_metrics import GrammarCollector
 from gateway.kv_metrics import KvCollector
 from gateway.learned import Learned
 from gateway.metrics import Metrics
+from gateway.open_calls import OpenCalls
 from gateway.policy.connections import MOST_AT_ONCE
-from gateway.revocation import OpenCalls, follow_key_file
+from gateway.revocation import follow_key_file
 from gateway.scheduling_metrics import SchedulingCollector
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore

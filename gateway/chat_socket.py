@@ -28,7 +28,7 @@ from gateway.chat_protocol import (
 )
 from gateway.errors import CloseCode, GatewayError, as_gateway_error, to_frame
 from gateway.policy.connections import RareLine
-from gateway.services import SERVICES, Services
+from gateway.services import SERVICES, OpenSocket, Services
 from gateway.standing import Standing, checked_priority
 from gateway.turns import LiveTurn, unavailable
 from gateway.websocket import MessageTooLarge, StrictWebSocket
@@ -399,7 +399,7 @@ async def sweep_slow_readers(services: Services) -> None:
                 log.info("closed %d chat sockets that read too slowly", num)
 
 
-async def _close_slow(connection: ChatConnection) -> None:
+async def _close_slow(connection: OpenSocket) -> None:
     try:
         await connection.close(CloseCode.SLOW_READER, "slow reader")
     except Exception:

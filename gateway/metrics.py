@@ -26,6 +26,12 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.registry = registry
+        self._count_turns(registry)
+        self._count_connections(registry)
+        self._count_advisories(registry)
+        self._count_the_process(registry)
+
+    def _count_turns(self, registry: CollectorRegistry) -> None:
         self._turns_running = Gauge("overture_turns_running", "Turns under way", registry=registry)
         self._turns = Counter("overture_turns", "Turns that ended, by how", ["outcome"], registry=registry)
         self._ttft = Histogram(
@@ -50,6 +56,8 @@ class Metrics:
         self._kept_tokens = Counter(
             "overture_kept_tokens", "Prompt tokens of chat turns taken over as ids", registry=registry
         )
+
+    def _count_connections(self, registry: CollectorRegistry) -> None:
         self.sockets = Gauge("overture_sockets", "Chat sockets open", registry=registry)
         self.socket_errors = Counter(
             "overture_socket_errors", "Error frames sent", ["code"], registry=registry
@@ -64,6 +72,12 @@ class Metrics:
             "overture_connections_closed", "Connections closed or refused", ["reason"], registry=registry
         )
         self.open_files = Gauge("overture_open_files", "Open files of the process", registry=registry)
+        self.refused = Counter(
+            "overture_requests_refused", "Requests refused by a budget", ["budget"], registry=registry
+        )
+        self.http = Counter("overture_http_requests", "HTTP requests", ["route", "status"], registry=registry)
+
+    def _count_advisories(self, registry: CollectorRegistry) -> None:
         self.typing = Counter("overture_typing_frames", "Typing frames received", registry=registry)
         self.advisories = Counter("overture_advisories", "Advisories acted on", ["source"], registry=registry)
         self.advisories_merged = Counter(
@@ -99,10 +113,8 @@ class Metrics:
             ["what"],
             registry=registry,
         )
-        self.refused = Counter(
-            "overture_requests_refused", "Requests refused by a budget", ["budget"], registry=registry
-        )
-        self.http = Counter("overture_http_requests", "HTTP requests", ["route", "status"], registry=registry)
+
+    def _count_the_process(self, registry: CollectorRegistry) -> None:
         self.session_wal_lost_frames = Gauge(
             "overture_session_wal_lost_frames",
             "Frames of the session database's log that were damaged and lost at the start",

@@ -19,16 +19,15 @@ from aiohttp import web
 from engine_bridge.node import SCHEMA_REFERENCE, ApiSchemas
 from gateway import __version__
 from gateway.advisories import Envelope
+from gateway.api_bodies import AnthropicError, Error
 from gateway.api_description import (
     EVENT_STREAM,
     MODEL,
     OPERATIONS,
     SESSION_ID_SCHEMA,
     TAGS,
-    AnthropicError,
     Body,
     Engine,
-    Error,
     Operation,
     Reply,
     Shape,

@@ -6,56 +6,16 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gateway.auth import withdrawn
 from gateway.errors import StartupError
-
-if TYPE_CHECKING:
-    from gateway.services import Services
+from gateway.services import Services
 
 log = logging.getLogger(__name__)
 
 # How often the file is looked at. Chosen: a stat costs microseconds, and nobody waits longer for a key that leaked.
 LOOK_EVERY_S = 1.0
 Signature = tuple[int, int, int, int] | None
-
-
-class OpenCalls:
-    """API calls under way, by owner."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, set[asyncio.Timeout]] = {}
-
-    @asynccontextmanager
-    async def of(self, owner: str) -> AsyncIterator[None]:
-        """A call's time under way. Raises GatewayError `unauthorized` when it is ended by `cut_off`."""
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self._open.setdefault(owner, set()).add(scope)
-                yield
-        except TimeoutError:
-            if not scope.expired():
-                raise
-        finally:
-            calls = self._open[owner]
-            calls.discard(scope)
-            if not calls:
-                del self._open[owner]
-        # Also where the call took its cancellation for the client's leaving, and answered.
-        if scope.expired():
-            raise withdrawn()
-
-    def cut_off(self, owner: str) -> None:
-        """End all calls of this owner."""
-        now = asyncio.get_running_loop().time()
-        for scope in self._open.get(owner, ()):
-            if not scope.expired():
-                scope.reschedule(now)
 
 
 async def follow_key_file(services: Services) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -17,16 +17,35 @@ from gateway.drafts import Drafts
 from gateway.errors import GatewayError
 from gateway.learned import Learned
 from gateway.metrics import Metrics
-from gateway.revocation import OpenCalls
+from gateway.open_calls import OpenCalls
 from gateway.sessions import SessionStore
 from gateway.turns import Turns
 
-if TYPE_CHECKING:
-    from gateway.chat_socket import ChatConnection
-
-
 # Chosen: one takes about a third of a millisecond.
 UPGRADES_AT_ONCE = 16
+
+
+class OpenSocket(Protocol):
+    """A chat socket, as those see it who close it."""
+
+    is_given_up: bool
+    """It is being closed, since it reads too slowly."""
+
+    @property
+    def owner(self) -> str | None:
+        """Whose socket this is; None before a hello with a good key."""
+
+    @property
+    def blocked_since(self) -> float | None:
+        """On the monotonic clock: since then its peer has taken nothing of what waits."""
+
+    async def revoke(self) -> None:
+        """The key was withdrawn: say so and close."""
+
+    async def close(self, code: int, reason: str) -> None: ...
+
+    def abort(self) -> None:
+        """Cut the connection without waiting for the peer."""
 
 
 @dataclass(eq=False)
@@ -45,7 +64,7 @@ class Services:
     budgets: RequestBudgets
     gatekeeper: Gatekeeper
     calls: OpenCalls
-    connections: set[ChatConnection] = field(default_factory=set)
+    connections: set[OpenSocket] = field(default_factory=set)
     upgrading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPGRADES_AT_ONCE))
     look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now
 

@@ -6,7 +6,7 @@
                 print(event.text, end="")
 
 A dropped socket is opened again and every answer goes on where it stopped: no text is lost and none comes twice. What is
-decided about one answer (`_Turn`) is kept apart from the socket (`ChatClient`), so it can be tested without one.
+decided about one answer (`chat_question`) is kept apart from the socket, so it can be tested without one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -26,22 +26,23 @@ from msgspec import UNSET, Struct, UnsetType
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 
-__all__ = [
-    "UNSET",
-    "Accepted",
-    "ChatClient",
-    "ChatError",
-    "Delta",
-    "Done",
-    "Event",
-    "Model",
-    "Ready",
-    "Restarted",
-    "Session",
-    "Status",
-    "Turn",
-    "socket_url",
-]
+from gateway.client.chat_frames import (
+    Accepted,
+    ChatError,
+    Delta,
+    Done,
+    ErrorFrame,
+    Event,
+    Hello,
+    Message,
+    Ready,
+    Session,
+    Stop,
+    Typing,
+    decoder,
+    encoder,
+)
+from gateway.client.chat_question import Question
 
 logger = logging.getLogger(__name__)
 
@@ -56,166 +57,6 @@ CLOSE_UNAUTHORIZED = 4401
 Status = Literal["connecting", "starting", "connected", "reconnecting"]
 
 
-class ChatError(Exception):
-    """A question, or the whole connection, failed. `code` is one of the protocol's, or the client's own `unreachable`.
-
-    `retryable`: the same question may succeed later. `retry_after_s`: after so many seconds, where the server knows.
-    """
-
-    def __init__(
-        self, code: str, message: str, retryable: bool = False, retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.retryable = retryable
-        self.retry_after_s = retry_after_s
-
-
-class KvSources(Struct, frozen=True):
-    """Where the KV of the prompt came from, in prompt tokens."""
-
-    device: int = 0
-    host: int = 0
-    disk: int = 0
-    recomputed: int = 0
-
-
-class Usage(Struct, frozen=True):
-    """Token counts of one answer."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
-class Timings(Struct, frozen=True):
-    """Durations of one answer as the server measured them, in ms. `tpot_ms` is None for a single token."""
-
-    queue_ms: float | None = None
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    e2e_ms: float | None = None
-    kv: KvSources = KvSources()
-
-
-class Turn(Struct, frozen=True):
-    """One user message with its answer, from a session's history."""
-
-    id: str
-    content: str = ""
-    answer: str = ""
-    status: str = "done"
-    adapter: str | None = None
-    finish_reason: str | None = None
-    usage: Usage | None = None
-    timings: Timings | None = None
-    created_at: float = 0.0
-
-
-class Session(Struct, frozen=True):
-    """A conversation. Times in seconds since the epoch."""
-
-    id: str
-    title: str | None = None
-    adapter: str | None = None
-    created_at: float = 0.0
-    updated_at: float = 0.0
-    turns: tuple[Turn, ...] = ()
-
-
-class Model(Struct, frozen=True):
-    """The base model (`adapter` false) or one of its adapters."""
-
-    id: str
-    adapter: bool = False
-    rank: int | None = None
-
-
-class Ready(Struct, frozen=True, tag_field="type", tag="ready"):
-    """The server's greeting. `session` is the one that was opened, if any."""
-
-    protocol: int = 1
-    session: Session | None = None
-    models: tuple[Model, ...] = ()
-    server: Mapping[str, Any] = {}
-
-
-class Accepted(Struct, frozen=True, tag_field="type", tag="accepted"):
-    """The question is stored. Comes at most once for an `ask`, before its first `Delta`; a dropped socket may swallow it."""
-
-    id: str
-    session_id: str
-    title: str | None = None
-
-
-class Delta(Struct, frozen=True, tag_field="type", tag="delta"):
-    """More of the answer. `seq` counts the engine's pieces up to here."""
-
-    id: str
-    seq: int
-    text: str
-
-
-class Restarted(Struct, frozen=True):
-    """The server lost the answer and began it anew: forget the text so far, the new one follows."""
-
-    id: str
-
-
-class Done(Struct, frozen=True, tag_field="type", tag="done"):
-    """The answer is complete and on the server's disk. `finish_reason`: "stop", "length" or "stopped"."""
-
-    id: str
-    session_id: str
-    seq: int = 0
-    finish_reason: str | None = None
-    usage: Usage = Usage()
-    timings: Timings = Timings()
-    title: str | None = None
-
-
-class _Error(Struct, frozen=True, tag_field="type", tag="error"):
-    code: str
-    message: str = ""
-    retryable: bool = False
-    retry_after_s: float | None = None
-    id: str | None = None
-
-    def as_exception(self) -> ChatError:
-        return ChatError(self.code, self.message or self.code, self.retryable, self.retry_after_s)
-
-
-class _Hello(Struct, frozen=True, tag_field="type", tag="hello", omit_defaults=True):
-    session_id: str | None = None
-    resume: list[dict[str, Any]] = []
-
-
-class _Message(Struct, frozen=True, tag_field="type", tag="message"):
-    id: str
-    content: str
-    session_id: str | UnsetType = UNSET
-    adapter: str | None | UnsetType = UNSET
-    sampling: Mapping[str, Any] | UnsetType = UNSET
-    after: str | None | UnsetType = UNSET
-
-
-class _Stop(Struct, frozen=True, tag_field="type", tag="stop"):
-    id: str
-
-
-class _Typing(Struct, frozen=True, tag_field="type", tag="typing"):
-    session_id: str
-    adapter: str | None | UnsetType = UNSET
-    draft: str | UnsetType = UNSET
-
-
-Event: TypeAlias = Accepted | Delta | Restarted | Done
-_Incoming: TypeAlias = Ready | Accepted | Delta | Done | _Error
-_decoder: msgspec.json.Decoder[_Incoming] = msgspec.json.Decoder(Ready | Accepted | Delta | Done | _Error)
-_encoder = msgspec.json.Encoder()
-
-
 def socket_url(url: str) -> str:
     """The chat socket's address for a server's address: `http://host:8000` gives `ws://host:8000/ws`. Raises ValueError."""
     if "//" not in url:
@@ -228,64 +69,6 @@ def socket_url(url: str) -> str:
         )
     path = parts.path.rstrip("/")
     return urlunsplit((scheme, parts.netloc, path if path.endswith("/ws") else f"{path}/ws", "", ""))
-
-
-class _Turn:
-    """One question under way: which of the frames that come for it are news.
-
-    Normally `seq` tells: a frame that is not beyond the last one is a repetition. After the server lost track of the turn the
-    question is sent again, and the answer comes from its beginning (`begin_replay`): then the text tells.
-    """
-
-    def __init__(self, message: _Message) -> None:
-        self.message = message
-        self.news: asyncio.Queue[Event | ChatError] = asyncio.Queue()
-        self.seq = 0
-        self.is_sent = False
-        self.is_accepted = False
-        self.is_resuming = False
-        self.is_stop_wanted = False
-        self._seen: list[str] = []
-        self._replay: list[str] | None = None
-
-    def begin_replay(self) -> None:
-        """Expect the answer from its first piece again."""
-        self.is_resuming = False
-        self.seq = 0
-        self._replay = []
-
-    def on_accepted(self, frame: Accepted) -> list[Event]:
-        self.is_resuming = False
-        if self.is_accepted:
-            return []
-        self.is_accepted = True
-        # A message that is sent once more belongs to the session that it was stored in.
-        self.message = msgspec.structs.replace(self.message, session_id=frame.session_id)
-        return [frame]
-
-    def on_delta(self, frame: Delta) -> list[Event]:
-        self.is_resuming = False
-        if frame.seq <= self.seq:
-            return []
-        self.seq = frame.seq
-        if self._replay is None:
-            self._seen.append(frame.text)
-            return [frame]
-        self._replay.append(frame.text)
-        return self._compare(is_over=False)
-
-    def on_done(self, frame: Done) -> list[Event]:
-        return [*(self._compare(is_over=True) if self._replay is not None else []), frame]
-
-    def _compare(self, *, is_over: bool) -> list[Event]:
-        """What of the replay is new, once that is clear."""
-        seen, replay = "".join(self._seen), "".join(self._replay or ())
-        if seen.startswith(replay) and (seen == replay or not is_over):
-            return []
-        self._seen, self._replay = [replay], None
-        if replay.startswith(seen):
-            return [Delta(self.message.id, self.seq, replay[len(seen) :])]
-        return [Restarted(self.message.id), Delta(self.message.id, self.seq, replay)]
 
 
 class ChatClient:
@@ -311,7 +94,7 @@ class ChatClient:
         self._patience_s = patience_s
         self._starting_patience_s = starting_patience_s
         self._on_status = on_status or (lambda status, detail: None)
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, Question] = {}
         self._outbox: asyncio.Queue[Struct] | None = None  # None: no socket that the server has greeted
         self._opening: asyncio.Future[Session] | None = None
         self._opening_lock = asyncio.Lock()
@@ -361,7 +144,7 @@ class ChatClient:
         async with self._opening_lock:
             self._check_alive()
             self._opening = asyncio.get_running_loop().create_future()
-            if not self._put(_Hello(session_id=session_id)):
+            if not self._put(Hello(session_id=session_id)):
                 raise ChatError("unreachable", "no connection to the server at the moment", retryable=True)
             return await self._opening
 
@@ -383,7 +166,7 @@ class ChatClient:
         at once if the generator is closed (`contextlib.aclosing`).
         """
         self._check_alive()
-        message = _Message(
+        message = Message(
             id=turn_id or str(uuid.uuid4()),
             content=content,
             session_id=session_id or UNSET,
@@ -391,11 +174,11 @@ class ChatClient:
             sampling=sampling or UNSET,
             after=after,
         )
-        if len(_encoder.encode(message)) > MAX_FRAME_BYTES:
+        if len(encoder.encode(message)) > MAX_FRAME_BYTES:
             raise ChatError("frame_too_large", f"the message is longer than {MAX_FRAME_BYTES} bytes")
         if message.id in self._turns:
             raise ChatError("conflict", f"turn {message.id} is already under way on this client")
-        turn = self._turns[message.id] = _Turn(message)
+        turn = self._turns[message.id] = Question(message)
         self._send_message(turn)
         is_over = False
         try:
@@ -408,19 +191,19 @@ class ChatClient:
         finally:
             del self._turns[message.id]
             if not is_over:
-                self._put(_Stop(message.id))
+                self._put(Stop(message.id))
 
     async def stop(self, turn_id: str) -> None:
         """End an answer now; its `ask` still yields `Done`, with `finish_reason` "stopped". Unknown ids are ignored."""
         turn = self._turns.get(turn_id)
-        if turn is not None and not self._put(_Stop(turn_id)):
+        if turn is not None and not self._put(Stop(turn_id)):
             turn.is_stop_wanted = True
 
     async def typing(
         self, session_id: str, *, adapter: str | None | UnsetType = UNSET, draft: str | UnsetType = UNSET
     ) -> None:
         """Tell the server that the user is about to ask. Advice only: dropped while there is no connection."""
-        self._put(_Typing(session_id, adapter, draft))
+        self._put(Typing(session_id, adapter, draft))
 
     # Sending. Frames go through a queue to one writer, so that nothing here waits for a slow network.
 
@@ -431,12 +214,12 @@ class ChatClient:
         self._outbox.put_nowait(frame)
         return True
 
-    def _send_message(self, turn: _Turn) -> None:
+    def _send_message(self, turn: Question) -> None:
         turn.is_sent = self._put(turn.message) or turn.is_sent
-        if turn.is_stop_wanted and self._put(_Stop(turn.message.id)):
+        if turn.is_stop_wanted and self._put(Stop(turn.message.id)):
             turn.is_stop_wanted = False
 
-    def _send_again(self, turn: _Turn) -> None:
+    def _send_again(self, turn: Question) -> None:
         """The later half of a delayed retry: only if somebody still waits for the answer."""
         if self._turns.get(turn.message.id) is turn:
             self._send_message(turn)
@@ -463,7 +246,9 @@ class ChatClient:
                 self._on_status("reconnecting", "")
                 num_failures = 0
             self._detach()
-            failure = self._failure or self._final_failure(error, loop.time() - self._reached_at_s)
+            failure = self._failure or _final_failure(
+                self._url, error, loop.time() - self._reached_at_s, self._patience_s
+            )
             if failure is not None:
                 return failure
             backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_failures)
@@ -513,28 +298,11 @@ class ChatClient:
             batch = sent[start : start + MAX_RESUMED_TURNS]
             for turn in batch:
                 turn.is_resuming = True
-            outbox.put_nowait(_Hello(resume=[{"id": turn.message.id, "seq": turn.seq} for turn in batch]))
+            outbox.put_nowait(Hello(resume=[{"id": turn.message.id, "seq": turn.seq} for turn in batch]))
 
     def _detach(self) -> None:
         self._outbox = None
         self._end_opening(ChatError("unreachable", "the connection dropped", retryable=True))
-
-    def _final_failure(self, error: Exception | None, unreached_s: float) -> ChatError | None:
-        """Whether to give up after a socket ended with `error`, `unreached_s` after the server was last heard of."""
-        if isinstance(error, InvalidStatus) and error.response.status_code in (401, 403):
-            return ChatError("unauthorized", "the server wants an API key, or does not know this one")
-        if isinstance(error, InvalidURI):
-            return ChatError("unreachable", f"{self._url} is not the address of a chat socket")
-        if isinstance(error, InvalidStatus) and error.response.status_code == 404:
-            return ChatError(
-                "unreachable", f"there is no chat socket at {self._url}: is this an Overture server?"
-            )
-        close_code = error.rcvd.code if isinstance(error, ConnectionClosed) and error.rcvd else None
-        if close_code == CLOSE_UNAUTHORIZED:
-            return ChatError("unauthorized", "the server wants an API key, or does not know this one")
-        if unreached_s > self._patience_s:
-            return ChatError("unreachable", f"no answer from {self._url}: {_reason(error)}", retryable=True)
-        return None
 
     def _check_alive(self) -> None:
         if self._runner is None:
@@ -567,14 +335,14 @@ class ChatClient:
     def _on_frame(self, data: str | bytes, outbox: asyncio.Queue[Struct]) -> None:
         self._reached_at_s = asyncio.get_running_loop().time()
         try:
-            frame = _decoder.decode(data)
+            frame = decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             # Frames of a newer protocol, and those that this client does not use (pong, advisory).
             logger.debug("frame ignored: %s", error)
             return
         if isinstance(frame, Ready):
             self._on_ready(frame, outbox)
-        elif isinstance(frame, _Error):
+        elif isinstance(frame, ErrorFrame):
             self._on_error(frame, outbox)
         else:
             self._on_event(frame)
@@ -593,7 +361,7 @@ class ChatClient:
             if not turn.is_sent:
                 self._send_message(turn)
             elif turn.is_stop_wanted:
-                turn.is_stop_wanted = not self._put(_Stop(turn.message.id))
+                turn.is_stop_wanted = not self._put(Stop(turn.message.id))
 
     def _on_event(self, frame: Accepted | Delta | Done) -> None:
         turn = self._turns.get(frame.id)
@@ -608,7 +376,7 @@ class ChatClient:
         for event in events:
             turn.news.put_nowait(event)
 
-    def _on_error(self, frame: _Error, outbox: asyncio.Queue[Struct]) -> None:
+    def _on_error(self, frame: ErrorFrame, outbox: asyncio.Queue[Struct]) -> None:
         turn = self._turns.get(frame.id) if frame.id is not None else None
         if frame.id is None:
             self._on_general_error(frame, outbox)
@@ -623,7 +391,7 @@ class ChatClient:
         else:
             turn.news.put_nowait(frame.as_exception())
 
-    def _on_general_error(self, frame: _Error, outbox: asyncio.Queue[Struct]) -> None:
+    def _on_general_error(self, frame: ErrorFrame, outbox: asyncio.Queue[Struct]) -> None:
         """An error that names no turn: about the greeting, about a session to open, or about a frame not understood."""
         if self._outbox is None and frame.retryable:
             self._on_not_ready(frame, outbox)
@@ -639,7 +407,7 @@ class ChatClient:
         else:
             logger.warning("the chat server answered %s: %s", frame.code, frame.message)
 
-    def _on_not_ready(self, frame: _Error, outbox: asyncio.Queue[Struct]) -> None:
+    def _on_not_ready(self, frame: ErrorFrame, outbox: asyncio.Queue[Struct]) -> None:
         """The engine starts, or is being rebuilt: greet again in a moment."""
         loop = asyncio.get_running_loop()
         self._starting_since_s = self._starting_since_s or loop.time()
@@ -654,8 +422,26 @@ async def _write(socket: ClientConnection, outbox: asyncio.Queue[Struct]) -> Non
     """Send what is put in the outbox until the socket ends (the reader sees that too)."""
     with contextlib.suppress(ConnectionClosed):
         while True:
-            await socket.send(_encoder.encode(await outbox.get()), text=True)
+            await socket.send(encoder.encode(await outbox.get()), text=True)
             outbox.task_done()
+
+
+def _final_failure(
+    url: str, error: Exception | None, unreached_s: float, patience_s: float
+) -> ChatError | None:
+    """Whether to give up on `url` after a socket ended with `error`, `unreached_s` after the server was last heard of."""
+    if isinstance(error, InvalidStatus) and error.response.status_code in (401, 403):
+        return ChatError("unauthorized", "the server wants an API key, or does not know this one")
+    if isinstance(error, InvalidURI):
+        return ChatError("unreachable", f"{url} is not the address of a chat socket")
+    if isinstance(error, InvalidStatus) and error.response.status_code == 404:
+        return ChatError("unreachable", f"there is no chat socket at {url}: is this an Overture server?")
+    close_code = error.rcvd.code if isinstance(error, ConnectionClosed) and error.rcvd else None
+    if close_code == CLOSE_UNAUTHORIZED:
+        return ChatError("unauthorized", "the server wants an API key, or does not know this one")
+    if unreached_s > patience_s:
+        return ChatError("unreachable", f"no answer from {url}: {_reason(error)}", retryable=True)
+    return None
 
 
 def _reason(error: Exception | None) -> str:

@@ -22,23 +22,14 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from msgspec import UNSET
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status as Spinner
 from rich.table import Table
 
-from gateway.client.chat import (
-    UNSET,
-    Accepted,
-    ChatClient,
-    ChatError,
-    Delta,
-    Done,
-    Event,
-    Restarted,
-    Session,
-    socket_url,
-)
+from gateway.client.chat import ChatClient, socket_url
+from gateway.client.chat_frames import Accepted, ChatError, Delta, Done, Event, Restarted, Session
 
 T = TypeVar("T")
 

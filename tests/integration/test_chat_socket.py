@@ -15,7 +15,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from gateway.app import Server
-from gateway.client.chat import Accepted, ChatClient, ChatError, Delta, Done
+from gateway.client.chat import ChatClient
+from gateway.client.chat_frames import Accepted, ChatError, Delta, Done
 from gateway.errors import GatewayError
 
 from .conftest import KEYS, Gateways, SharedNode, engine_is_empty

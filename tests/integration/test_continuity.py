@@ -12,7 +12,8 @@ import pytest
 from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.node import ChatMessage, GenerateRequest, Prompt, RequestId, Sampling, pack_token_ids
 from gateway.app import Server
-from gateway.client.chat import ChatClient, Delta, Done
+from gateway.client.chat import ChatClient
+from gateway.client.chat_frames import Delta, Done
 from gateway.sessions.token_ids import token_ids_before
 
 from .conftest import SharedNode

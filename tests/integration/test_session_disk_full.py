@@ -188,7 +188,7 @@ async def test_the_barest_purge_writes_little_and_leaves_the_index_to_the_next_s
         if purge is transactions.purge_some:
             assert await talk(store, "small")
         await store.delete("ann", "big", NOW)
-        await store._fold_log()
+        await store._room.fold_log()
         assert await store._writer.transact(purge, NOW + RESTORE_WINDOW_S + 1) == (1, True)
         assert most_bytes // 8 < log.stat().st_size < most_bytes
         found, _ = await store.list_sessions("ann", q="small word0")

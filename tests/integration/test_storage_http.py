@@ -72,7 +72,7 @@ async def test_a_damaged_database_is_not_ready_until_it_is_mended(
     async with http.post("/api/sessions", json={"title": "kept"}) as response:
         kept = (await response.json())["id"]
     store, path = server.services.store, server.services.config.data_dir / "sessions.sqlite3"
-    await store._fold_log()
+    await store._room.fold_log()
     good = await asyncio.to_thread(path.read_bytes)
     await asyncio.to_thread(path.write_bytes, b"\xa5" * len(good))
     for connection in (store._reader, store._writer):
@@ -99,7 +99,7 @@ async def test_a_damaged_database_is_not_ready_until_it_is_mended(
 async def test_a_log_that_lost_commits_is_a_metric(tmp_path: Path, is_damaged: bool) -> None:
     """After a log as `kill -9` leaves it, with and without a bit turned over in its middle."""
     live = await SessionStore.open(tmp_path / "live")
-    await live._fold_log()
+    await live._room.fold_log()
     for _ in range(10):
         await live.create_session("local", now=1.0)
 

@@ -22,9 +22,7 @@ TOO_LONG = {
     "class engine_bridge/driver/scheduling/scheduling.py Scheduling",
     "class engine_bridge/local_node.py LocalNode",
     "class bench/sim/core/node.py Node",
-    "class gateway/client/chat.py ChatClient",
     "class gateway/config.py Config",
-    "class gateway/sessions/store.py SessionStore",
     "class kvtiers/io/disk_log.py DiskLog",
     "class kvtiers/store.py KvStore",
     "file bench/live/adapters.py",
@@ -39,8 +37,6 @@ TOO_LONG = {
     "file engine_bridge/driver/adapters/residency.py",
     "file engine_bridge/driver/lora.py",
     "file engine_bridge/local_node.py",
-    "file gateway/api_description.py",
-    "file gateway/client/chat.py",
     "file gateway/config.py",
     "file kvtiers/io/disk_log.py",
     "file kvtiers/store.py",
@@ -49,17 +45,14 @@ TOO_LONG = {
     "function bench/live/restore.py show",
     "function bench/sim/core/node.py __init__",
     "function engine_bridge/driver/adapters/__init__.py make_residency",
-    "function gateway/metrics.py __init__",
 }
 CIRCLES = {
-    ("bench.sim.core.session_node", "bench.sim.core.tiers"),
     ("engine_bridge.driver.assist.pool", "engine_bridge.driver.assist.profile"),
     (
         "engine_bridge.driver.scheduling.queue",
         "engine_bridge.driver.scheduling.report",
         "engine_bridge.driver.scheduling.scheduling",
     ),
-    ("gateway.chat_socket", "gateway.revocation", "gateway.services"),
 }
 
 

@@ -11,20 +11,24 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from bench.sim.core.clock import Clock
 from bench.sim.core.links import SharedLink
 from kvtiers.policy.eviction import EvictionPolicy, GroupFacts
-
-if TYPE_CHECKING:
-    from bench.sim.core.session_node import SessionNode
 
 # Of host memory, as in kvtiers.store.
 EVICTION_BATCH = 1 / 64
 UNWRITTEN_SHARE = 0.5
 
 Done = Callable[[float], None]
+
+
+class Device(Protocol):
+    """Where a session's KV may be cached."""
+
+    def drop(self, kv: SessionKv) -> None:
+        """What is cached of it is of no use any more, or somebody holds it now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +45,7 @@ class SessionKv:
     host: HostTiers | None = None
     host_bytes: int = 0
     unwritten_bytes: int = 0
-    device: SessionNode | None = None
+    device: Device | None = None
     device_blocks: int = 0
     num_pins: int = 0
     num_uses: int = 0

@@ -16,7 +16,7 @@ from gateway.auth import KeyRing
 from gateway.budgets import Gatekeeper, RequestBudgets
 from gateway.config import Config
 from gateway.learned import Learned
-from gateway.revocation import OpenCalls
+from gateway.open_calls import OpenCalls
 from gateway.services import Services
 from gateway.sessions import SessionStore
 

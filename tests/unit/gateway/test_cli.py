@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from gateway import __version__, cli
 from gateway.client import terminal
-from gateway.client.chat import Done, Timings, Usage
+from gateway.client.chat_frames import Done, Timings, Usage
 from gateway.config import SETTINGS
 
 ROOT = Path(cli.__file__).parents[1]

@@ -54,9 +54,9 @@ async def test_a_purge_that_has_nothing_to_give_back_leaves_the_file_alone(
         rounds += 1
         return compact(conn)
 
-    monkeypatch.setattr("gateway.sessions.store.compact", counted)
-    store._reserve._path.unlink()
-    monkeypatch.setattr(store._reserve, "_free_bytes", lambda: 0)  # the reserve stays missing
+    monkeypatch.setattr("gateway.sessions.room.compact", counted)
+    store._room._reserve._path.unlink()
+    monkeypatch.setattr(store._room._reserve, "_free_bytes", lambda: 0)  # the reserve stays missing
     await store.purge(NOW)
     assert rounds > 0
     before = rounds

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gateway.errors import GatewayError
-from gateway.revocation import OpenCalls
+from gateway.open_calls import OpenCalls
 
 
 async def call(calls: OpenCalls, owner: str, is_under_way: asyncio.Event, end: asyncio.Event) -> str:

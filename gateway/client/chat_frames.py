@@ -1,0 +1,169 @@
+"""What goes over the chat socket (docs/protocol.md), as structs: frames that the client sends and takes, and what its user is given of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+
+class ChatError(Exception):
+    """A question, or the whole connection, failed. `code` is one of the protocol's, or the client's own `unreachable`.
+
+    `retryable`: the same question may succeed later. `retry_after_s`: after so many seconds, where the server knows.
+    """
+
+    def __init__(
+        self, code: str, message: str, retryable: bool = False, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retryable = retryable
+        self.retry_after_s = retry_after_s
+
+
+class KvSources(Struct, frozen=True):
+    """Where the KV of the prompt came from, in prompt tokens."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    recomputed: int = 0
+
+
+class Usage(Struct, frozen=True):
+    """Token counts of one answer."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Timings(Struct, frozen=True):
+    """Durations of one answer as the server measured them, in ms. `tpot_ms` is None for a single token."""
+
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    kv: KvSources = KvSources()
+
+
+class Turn(Struct, frozen=True):
+    """One user message with its answer, from a session's history."""
+
+    id: str
+    content: str = ""
+    answer: str = ""
+    status: str = "done"
+    adapter: str | None = None
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    created_at: float = 0.0
+
+
+class Session(Struct, frozen=True):
+    """A conversation. Times in seconds since the epoch."""
+
+    id: str
+    title: str | None = None
+    adapter: str | None = None
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    turns: tuple[Turn, ...] = ()
+
+
+class Model(Struct, frozen=True):
+    """The base model (`adapter` false) or one of its adapters."""
+
+    id: str
+    adapter: bool = False
+    rank: int | None = None
+
+
+class Ready(Struct, frozen=True, tag_field="type", tag="ready"):
+    """The server's greeting. `session` is the one that was opened, if any."""
+
+    protocol: int = 1
+    session: Session | None = None
+    models: tuple[Model, ...] = ()
+    server: Mapping[str, Any] = {}
+
+
+class Accepted(Struct, frozen=True, tag_field="type", tag="accepted"):
+    """The question is stored. Comes at most once for an `ask`, before its first `Delta`; a dropped socket may swallow it."""
+
+    id: str
+    session_id: str
+    title: str | None = None
+
+
+class Delta(Struct, frozen=True, tag_field="type", tag="delta"):
+    """More of the answer. `seq` counts the engine's pieces up to here."""
+
+    id: str
+    seq: int
+    text: str
+
+
+class Restarted(Struct, frozen=True):
+    """The server lost the answer and began it anew: forget the text so far, the new one follows."""
+
+    id: str
+
+
+class Done(Struct, frozen=True, tag_field="type", tag="done"):
+    """The answer is complete and on the server's disk. `finish_reason`: "stop", "length" or "stopped"."""
+
+    id: str
+    session_id: str
+    seq: int = 0
+    finish_reason: str | None = None
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    title: str | None = None
+
+
+class ErrorFrame(Struct, frozen=True, tag_field="type", tag="error"):
+    code: str
+    message: str = ""
+    retryable: bool = False
+    retry_after_s: float | None = None
+    id: str | None = None
+
+    def as_exception(self) -> ChatError:
+        return ChatError(self.code, self.message or self.code, self.retryable, self.retry_after_s)
+
+
+class Hello(Struct, frozen=True, tag_field="type", tag="hello", omit_defaults=True):
+    session_id: str | None = None
+    resume: list[dict[str, Any]] = []
+
+
+class Message(Struct, frozen=True, tag_field="type", tag="message"):
+    id: str
+    content: str
+    session_id: str | UnsetType = UNSET
+    adapter: str | None | UnsetType = UNSET
+    sampling: Mapping[str, Any] | UnsetType = UNSET
+    after: str | None | UnsetType = UNSET
+
+
+class Stop(Struct, frozen=True, tag_field="type", tag="stop"):
+    id: str
+
+
+class Typing(Struct, frozen=True, tag_field="type", tag="typing"):
+    session_id: str
+    adapter: str | None | UnsetType = UNSET
+    draft: str | UnsetType = UNSET
+
+
+Event: TypeAlias = Accepted | Delta | Restarted | Done
+Incoming: TypeAlias = Ready | Accepted | Delta | Done | ErrorFrame
+decoder: msgspec.json.Decoder[Incoming] = msgspec.json.Decoder(Ready | Accepted | Delta | Done | ErrorFrame)
+encoder = msgspec.json.Encoder()
