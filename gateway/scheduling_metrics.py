@@ -33,6 +33,7 @@ class SchedulingCollector(SnapshotCollector[SchedulingStats]):
     def metrics_of(self, stats: SchedulingStats) -> Iterator[Metric]:
         yield _waiting(stats)
         yield _preempted(stats)
+        yield _chosen_ways(stats)
         if stats.lanes is not None:
             yield from _lanes(stats.lanes)
         if stats.policy != "vllm":
@@ -66,6 +67,17 @@ def _preempted(stats: SchedulingStats) -> Metric:
     )
     for kind, value in sorted(kinds.items()):
         metric.add_metric([kind], value)
+    return metric
+
+
+def _chosen_ways(stats: SchedulingStats) -> Metric:
+    metric = CounterMetricFamily(
+        "overture_scheduling_preempted_predicted",
+        "The same requests, by the way back that was predicted to be the fastest when they were preempted",
+        labels=["kind"],
+    )
+    for kind in ("recompute", "swap"):
+        metric.add_metric([kind], stats.counts.get(f"predicted:{kind}", 0))
     return metric
 
 

@@ -174,6 +174,18 @@ class KvStore:
         with self._lock:
             return next((at for at, key in enumerate(keys) if not self._is_held(key)), len(keys))
 
+    def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
+        """Of these, which are held, what is not in host memory, or about to be: what is being saved need not be read."""
+        with self._lock:
+            return sum(self._layers_to_read(self._blocks.get(key)) for key in keys) * self.shape.layer_bytes
+
+    def _layers_to_read(self, block: Block | None) -> int:
+        num_layers = self.shape.num_layers
+        if block is None:
+            return num_layers
+        is_saved = block.job is None and len(block.slots) == num_layers
+        return 0 if is_saved else num_layers - block.ready
+
     def progress(self, stage: Stage) -> StageProgress:
         """How far a stage has come."""
         num_layers = self.shape.num_layers

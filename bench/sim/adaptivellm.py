@@ -61,17 +61,10 @@ from bench.sim.core.node import BLOCK_TOKENS, OVERTURE, VLLM, VLLM_0_2, Node, Sh
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Figure, Part, Workers, parser_for, report_parts, seeds_of
-from engine_bridge.policy.costs import (
-    FullCost,
-    KvShape,
-    Link,
-    LossFacts,
-    StepTable,
-    SwapOrRecompute,
-    TablePrefill,
-)
+from engine_bridge.policy.costs import KvShape, Link, StepTable, TablePrefill
 from engine_bridge.policy.preemption import POLICIES, Preemption, cheaper, last_in_first_out
 from engine_bridge.policy.registry import POLICIES as QUEUES
+from engine_bridge.policy.ways_back import FullCost, LossFacts, SwapOrRecompute
 from engine_bridge.predict.steps import REGRESSORS, StepFit, StepSample, fit_steps
 
 NUM_REQUESTS, QUICK_REQUESTS = 1000, 300

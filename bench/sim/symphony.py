@@ -2,7 +2,7 @@
 
     python -m bench.sim symphony [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N] [--span-s S] [--recorded PATH]
 
-What runs: `engine_bridge.policy.guesses.plan` (which announced session's KV comes to the device, and when), `engine_bridge.policy.costs.FullCost`
+What runs: `engine_bridge.policy.guesses.plan` (which announced session's KV comes to the device, and when), `engine_bridge.policy.ways_back.FullCost`
 (load, wait or compute) and `kvtiers.policy.eviction` (who leaves host memory) in simulated nodes. A session node (core/session_node.py) is a subclass
 of the core's `Node`: steps, memory of running requests and starting are inherited, and only KV that outlives its request is added; a node of its own
 would have had to repeat continuous batching. HostTiers memory, disk and network (core/tiers.py) belong to machines, whose devices share them.
@@ -63,11 +63,11 @@ from bench.sim.core.session_node import SessionNode, StepPrefill
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Figure, Part, Workers, crossing, parser_for, report_parts, seeds_of
 from bench.sim.core.tiers import HostTiers
-from engine_bridge.policy.costs import FullCost
 from engine_bridge.policy.registry import POLICIES as QUEUES
 from engine_bridge.policy.routing import POLICIES as ROUTES
 from engine_bridge.policy.routing import PerfModel, RoutingPolicy
 from engine_bridge.policy.routing import Settings as RouteSettings
+from engine_bridge.policy.ways_back import FullCost
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 SPAN_S, WARM_UP_S = 420.0, 120.0

@@ -26,8 +26,8 @@ from bench.sim.core.session_cluster import ask_of, node_facts
 from bench.sim.core.session_node import StepPrefill
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
-from engine_bridge.policy.costs import FullCost
 from engine_bridge.policy.routing import RoutingPolicy
+from engine_bridge.policy.ways_back import FullCost
 from kvtiers.policy.restore import Action, RestoreFacts
 
 NUM_NODES, NUM_SESSIONS, NUM_CELLS = 1000, 1_000_000, 2

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine_bridge.policy.preemption import is_still_right
+from engine_bridge.policy.ways_back import LossDecision, LossFacts, SwapOrRecompute, Way
 from kvtiers.blocks import Save, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
-from kvtiers.policy.restore import Action, RestoreFacts, RestorePolicy
+from kvtiers.policy.restore import Action, RestoreFacts, RestorePolicy, disk_s
 
 # A step with fewer tokens says little about the speed of prefill.
 MIN_PREFILL_TOKENS = 128
@@ -31,19 +33,31 @@ class KvBlocks(Protocol):
     def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Stage: ...
     def progress(self, stage: Stage) -> StageProgress: ...
     def release(self, stage: Stage) -> None: ...
+    def num_held(self, keys: Sequence[BlockKey]) -> int: ...
+    def bytes_to_read(self, keys: Sequence[BlockKey]) -> int: ...
+    def disk_bytes_per_s(self) -> float: ...
     def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save: ...
 
 
 class Tiers(Protocol):
-    """The tiers of a node, as far as restores ask them. resumed: counts by which way preempted requests came back."""
+    """The tiers of a node, as far as restores ask them.
+
+    chosen, resumed: count the ways that were chosen when requests were preempted, and those by which they came back.
+    """
 
     @property
     def policy(self) -> RestorePolicy: ...
+    @property
+    def chosen(self) -> Counter[str]: ...
     @property
     def resumed(self) -> Counter[str]: ...
     @property
     def usable_store(self) -> KvBlocks | None:
         """None while nothing is to be loaded or saved."""
+        ...
+
+    def swap_or_recompute(self) -> SwapOrRecompute | None:
+        """By the costs as they are now; None where `policy` alone is to decide."""
         ...
 
     def prefill_s_per_token(self) -> float | None: ...
@@ -127,13 +141,14 @@ class _Restore:
 @dataclass(slots=True)
 class _Known:
     """One request. entered: the group that the store was told of; has_looked: whether `restore` is what the tiers hold now; num_offered: blocks
-    that the tiers were offered, None before it ran."""
+    that the tiers were offered, None before it ran; way: chosen for its return when it was preempted."""
 
     request: NewRequest
     entered: str | None = None
     has_looked: bool = False
     restore: _Restore | None = None
     num_offered: int | None = None
+    way: Way | None = None
 
 
 class Restores:
@@ -181,10 +196,30 @@ class Restores:
         facts = self._facts(restore, num_tokens)
         if facts.num_blocks <= 0:
             return 0
+        num_blocks = self._num_to_load(known.way if is_resumed else None, facts, first)
+        return num_blocks * self._block_size if num_blocks is not None else None
+
+    def _num_to_load(self, way: Way | None, facts: RestoreFacts, num_on_device: int) -> int | None:
+        """Blocks to load now, None: wait. The way that was chosen at the preemption is gone, unless another is far better by now."""
         decision = self._tiers.policy.decide(facts)
-        if decision.action is Action.WAIT:
-            return None
-        return decision.num_blocks * self._block_size
+        if way is not None and is_still_right(way, self._loss(facts, num_on_device)):
+            if way is Way.RECOMPUTE:
+                return 0
+            if facts.num_ready_blocks == facts.num_blocks:
+                return facts.num_blocks
+        return None if decision.action is Action.WAIT else decision.num_blocks
+
+    def _loss(self, facts: RestoreFacts, num_on_device: int) -> LossDecision:
+        costs = self._tiers.swap_or_recompute()
+        assert costs is not None, "a way was chosen without costs"
+        num_tokens = (num_on_device + facts.num_blocks) * self._block_size
+        loss = LossFacts(
+            num_tokens=num_tokens,
+            num_kept_tokens=num_on_device * self._block_size,
+            num_saved_tokens=num_tokens,
+            read_s=disk_s(facts),
+        )
+        return costs.decide(loss)
 
     def _find_restore(self, known: _Known, first: int, num_tokens: int) -> _Restore | None:
         """What the tiers hold for a request; staged at the first call, and anew if the device has lost blocks before the stage."""
@@ -285,6 +320,29 @@ class Restores:
     def take_sources(self, request_id: str) -> Sources | None:
         """Where a request's KV came from; asked once, with its first output."""
         return self._sources.pop(request_id, None)
+
+    # -- it is preempted -----------------------------------------------------------------------------------------------
+
+    def preempted(self, request_id: str, num_computed_tokens: int) -> Way | None:
+        """It loses its blocks of the device: choose how it gets back the KV of `num_computed_tokens`, by what each way is predicted to take.
+
+        KV is written through, so a swap takes nothing now. What is not saved (the last block, mostly) is computed whatever the way. None
+        where nothing is predicted.
+
+        Source: AdaptiveLLM Algorithm 1, lines 4 to 14. Departs in taking all of the KV for lost: memory is short, so others will take it.
+        """
+        store, costs = self._tiers.usable_store, self._tiers.swap_or_recompute()
+        known = self._known.get(request_id)
+        if known is None or store is None or costs is None:
+            return None
+        keys = known.request.block_keys(0, num_computed_tokens // self._block_size)
+        keys = keys[: store.num_held(keys)]
+        num_tokens = len(keys) * self._block_size
+        read_s = store.bytes_to_read(keys) / store.disk_bytes_per_s()
+        loss = LossFacts(num_tokens=num_tokens, num_saved_tokens=num_tokens, read_s=read_s)
+        known.way = costs.decide(loss).way
+        self._tiers.chosen[known.way.value] += 1
+        return known.way
 
     # -- a step is scheduled -------------------------------------------------------------------------------------------
 

@@ -327,7 +327,7 @@ class VllmDriver:
             is_ready=self._scheduler.is_ready,
             num_cached_tokens=self._num_cached_tokens,
             adapters=self.adapters,
-            ways=self._tiers.resumed if self._tiers is not None else None,
+            ways=self._tiers.way_counts if self._tiers is not None else None,
             pace=Pace(self._scheduler, self.steps, config.max_step_ms / 1e3),
             decision_log=_open_log(config),
             predictor=self._predictor,

@@ -76,16 +76,16 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler's side ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        context = facts_of(request).context
+        facts = facts_of(request)
         has_asker = not is_background(request.request_id)
         self._requests[request.request_id] = request
         self._restores.enter(
             NewRequest(
                 request_id=request.request_id,
                 keys=request.block_hashes,
-                tenant=context.tenant,
+                tenant=facts.tenant,
                 session=str(request.session_id) if request.session_id is not None else None,
-                weight=context.weight,
+                weight=facts.weight,
                 is_saved=has_asker,
                 may_load=not request.skip_reading_prefix_cache,
             )
@@ -112,6 +112,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             request.num_tokens,
             is_resumed=request.num_preemptions > 0,
         )
+
+    def preempted(self, request: Request) -> None:
+        """By our scheduler, while its blocks and what is computed are still known."""
+        self._restores.preempted(request.request_id, request.num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         measured = self._prefills.stepped(

@@ -16,7 +16,8 @@ from msgspec import Struct
 
 from engine_bridge.core.restores import Restores
 from engine_bridge.errors import SeamMoved
-from engine_bridge.policy.costs import FullCost, PrefillCost
+from engine_bridge.policy.costs import KvBlock, Link, PrefillCost
+from engine_bridge.policy.ways_back import FullCost, SwapOrRecompute
 from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
@@ -84,6 +85,8 @@ class KvTiers:
         self.listener: RequestListener | None = None
         self.is_paused = False
         """Nothing is loaded or saved: the engine is warming up with prompts that nobody will repeat."""
+        self.chosen: Counter[str] = Counter()
+        """Ways by which requests were to get their KV back, as predicted when they were preempted."""
         self.resumed: Counter[str] = Counter()
         """How requests that had been preempted got back what the device had lost: "swap", "split" (part of it) or "recompute"."""
         self.num_failed_loads = 0
@@ -92,6 +95,7 @@ class KvTiers:
         self._files = files or Files()
         self._namespace: Namespace | None = None
         self._io: IoThread | None = None
+        self._prefill: PrefillCost | None = None
         self._prefill_rate: Rate | None = None
         self._host_rate = Rate(PRIOR_HOST_BYTES_PER_S)
         self._copied = (0, 0.0)
@@ -194,9 +198,20 @@ class KvTiers:
         self._prefill_rate.note(num_tokens, seconds, time.monotonic())
 
     def use_costs(self, prefill: PrefillCost) -> None:
-        """Have restores decided by these costs of computing, unless a policy was given."""
+        """Have restores and the ways back of preempted requests decided by these costs of computing, unless a policy was given."""
         if isinstance(self.policy, FasterWins):
-            self.policy = FullCost(prefill=prefill)
+            self.policy, self._prefill = FullCost(prefill=prefill), prefill
+
+    def swap_or_recompute(self) -> SwapOrRecompute | None:
+        """What each way back of a preempted request takes, by the costs as they are now; None where a policy was given."""
+        if self._prefill is None or self._namespace is None:
+            return None
+        rate = self.host_bytes_per_s()
+        block = KvBlock(
+            block_size_tokens=self._namespace.block_size_tokens,
+            block_bytes=self._namespace.shape.block_bytes,
+        )
+        return SwapOrRecompute(self._prefill, block, Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate))
 
     def prefill_s_per_token(self) -> float | None:
         """None before the first prefill."""
@@ -209,6 +224,12 @@ class KvTiers:
             self._host_rate.note(num_bytes - self._copied[0], seconds - self._copied[1], time.monotonic())
             self._copied = (num_bytes, seconds)
         return self._host_rate.at(time.monotonic())
+
+    def way_counts(self) -> dict[str, int]:
+        """Of requests that were preempted: `predicted:` and then `preempted:` by the way back, as it was chosen and as it came to be."""
+        return {f"predicted:{way}": num for way, num in list(self.chosen.items())} | {
+            f"preempted:{way}": num for way, num in list(self.resumed.items())
+        }
 
     def stats(self) -> TierStats | None:
         return self.store.stats() if self.store is not None else None

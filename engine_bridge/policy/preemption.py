@@ -1,6 +1,7 @@
 """Who gives up device memory when the next step's KV does not fit, and how each gets it back. Pure.
 
-`Preemption` puts together an order (who goes first) and a choice of way (swap or recompute); `POLICIES` has the paper's and the baselines.
+`Preemption` puts together an order (who goes first) and a choice of way (swap or recompute); `POLICIES` has the paper's and the baselines. The engine
+preempts one at a time, in such an order; each one's way is that of `ways_back.SwapOrRecompute`, and at its restart too if `is_still_right`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from engine_bridge.policy.costs import Way
+from engine_bridge.policy.ways_back import LossDecision, Way
+
+# A way that was chosen when a request was preempted is left once another is predicted to take so many times less. Chosen: what changes between
+# the two must be more than the noise of predicting, which is a fifth.
+MAX_REGRET = 1.5
 
 # -- who is preempted --------------------------------------------------------------------------------------------------
 
@@ -20,7 +25,7 @@ class RunningFacts(Struct, frozen=True, kw_only=True):
 
     urgency: the client's `priority` as vLLM has it: lower is more urgent. fairness: `fairness.fair_priority`. started_s: when it last began to run.
     num_blocks: that come free if it goes, without those that others share. swap_s, split_s, recompute_s: to have its KV back, None where a way
-    is not possible; `costs.SwapOrRecompute` predicts them. num_host_blocks: that swapping it takes in host memory beyond what is saved.
+    is not possible; `ways_back.SwapOrRecompute` predicts them. num_host_blocks: that swapping it takes in host memory beyond what is saved.
     """
 
     request_id: str
@@ -171,3 +176,12 @@ POLICIES: dict[str, Preemption] = {
     "vllm": Preemption(last_in_first_out, always_recompute),
     "vllm_swap": Preemption(last_in_first_out, always_swap),
 }
+
+
+# -- how one of them comes back ----------------------------------------------------------------------------------------
+
+
+def is_still_right(way: Way, now: LossDecision) -> bool:
+    """Whether a way that was chosen at the preemption is to be gone, by what is predicted at the restart."""
+    seconds = {Way.RECOMPUTE: now.recompute_s, Way.SWAP: now.swap_s, Way.SPLIT: now.split_s}[way]
+    return seconds is not None and seconds <= MAX_REGRET * now.expected_s

@@ -102,10 +102,9 @@ class FasterWins:
 
     def _cost_of(self, facts: RestoreFacts, num_blocks: int) -> float:
         """Seconds to the first token when `num_blocks` are loaded from host and the rest is prefilled."""
-        host_s = num_blocks * facts.block_bytes / (facts.host_bytes_per_s or PRIOR_HOST_BYTES_PER_S)
         num_tokens = (facts.num_blocks - num_blocks) * facts.block_size_tokens + facts.num_tail_tokens
         # Until a prefill was measured, take it for slow: loading is the safe guess on all machines known to us.
-        return host_s + num_tokens * (
+        return copy_s(facts, num_blocks) + num_tokens * (
             facts.prefill_s_per_token if facts.prefill_s_per_token is not None else 0.01
         )
 
@@ -125,3 +124,8 @@ def disk_s(facts: RestoreFacts) -> float:
     if facts.waited_s > 0:
         rate = min(rate, (facts.disk_bytes_done + READ_BYTES) / facts.waited_s)
     return (facts.disk_bytes_ahead + facts.disk_bytes_left) / rate
+
+
+def copy_s(facts: RestoreFacts, num_blocks: int) -> float:
+    """Predicted time to copy so many blocks from host memory to the device."""
+    return num_blocks * facts.block_bytes / (facts.host_bytes_per_s or PRIOR_HOST_BYTES_PER_S)

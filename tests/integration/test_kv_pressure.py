@@ -21,7 +21,6 @@ from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
 from engine_bridge.node import Delta, GenerateRequest, KvSources, RequestId, Sampling
-from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from kvtiers.io.files import Files
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
@@ -70,7 +69,8 @@ async def generate(
     request = GenerateRequest(
         request_id=RequestId(f"r{next(_ids)}"),
         prompt_token_ids=tuple(token_ids),
-        context=RequestContext(adapter=adapter or "", session_id=session or ""),
+        adapter=adapter,
+        session_id=session,
         sampling=Sampling(temperature=0, max_tokens=tokens, ignore_eos=True),
     )
     answer: list[int] = []
@@ -193,6 +193,8 @@ async def test_tokens_are_the_same_under_memory_pressure(
             pytest.fail(f"{MAX_ROUNDS} rounds never came to use the tier as this case wants it")
         assert tiers.store is not None
         tiers.store.check_invariants()
+        # Each way back was chosen at a preemption, and came to something: the default policy's alone are predicted.
+        assert sum(tiers.chosen.values()) == (sum(tiers.resumed.values()) if policy is None else 0)
         num_free = await node.run_on_engine(lambda driver: driver.counts().num_free_kv_blocks)
         assert num_free == await node.run_on_engine(lambda driver: driver.counts().num_kv_blocks) - 1
 

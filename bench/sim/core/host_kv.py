@@ -1,4 +1,4 @@
-"""Host memory for the KV of preempted requests, and the link to it. What is worth copying is decided by `engine_bridge.policy.costs`."""
+"""Host memory for the KV of preempted requests, and the link to it. What is worth copying is decided by `engine_bridge.policy.ways_back`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 
 from bench.sim.core.clock import Clock
 from bench.sim.core.links import SharedLink
-from engine_bridge.policy.costs import LossDecision, LossFacts, SwapOrRecompute
 from engine_bridge.policy.preemption import RunningFacts
+from engine_bridge.policy.ways_back import LossDecision, LossFacts, SwapOrRecompute
 from kvtiers.policy.restore import RestoreDecision, RestoreFacts, RestorePolicy
 
 

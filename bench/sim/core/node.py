@@ -32,13 +32,13 @@ from bench.sim.core.requests import Arrival, Guesser, Request, Stage
 from bench.sim.core.steps import Chunk, Decoding, StepCost
 from engine_bridge.policy.adapter_cache import EvictionPolicy
 from engine_bridge.policy.arrivals import Arrivals
-from engine_bridge.policy.costs import Way
 from engine_bridge.policy.fairness import fair_priority
 from engine_bridge.policy.pacing import StepPace, pace
 from engine_bridge.policy.preemption import POLICIES as PREEMPTIONS
 from engine_bridge.policy.preemption import Preemption, RunningFacts, last_in_first_out
 from engine_bridge.policy.queue import Decision, QueuePolicy, Room, Running, Waiting
 from engine_bridge.policy.quotas import overcharged_tokens
+from engine_bridge.policy.ways_back import Way
 
 BLOCK_TOKENS = 16
 # What a step's activations take. Chosen.

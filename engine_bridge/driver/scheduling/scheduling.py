@@ -100,7 +100,7 @@ class Scheduling:
         decision_log: where to write down what the policy is told and decides. Closed with this.
         num_cached_tokens: leading ones of a waiting request that need not be computed.
         adapters: whose memory is bounded, too; None: requests use none.
-        ways: counts by which way requests that had been preempted got their KV back. None: they compute it again.
+        ways: counts of how requests that are preempted are to get their KV back, and do. None: they compute it again.
         pace: keeps steps short; None: they are as long as vLLM makes them.
     """
 
@@ -113,7 +113,7 @@ class Scheduling:
         is_ready: Callable[[Any], bool],
         num_cached_tokens: Callable[[Any], int] = lambda request: 0,
         adapters: Residency | None = None,
-        ways: Mapping[str, int] | None = None,
+        ways: Callable[[], Mapping[str, int]] | None = None,
         pace: Pace | None = None,
         predictor: LengthPredictor | None = None,
         decision_log: LogWriter | None = None,
@@ -135,7 +135,7 @@ class Scheduling:
         self._is_ready = is_ready
         self._num_cached_tokens = num_cached_tokens
         self._adapters = adapters
-        self._ways = ways if ways is not None else {}  # an empty one fills later
+        self._ways = ways or dict
         self._are_copied_back = ways is not None
         self._victims = self.policy.victim_order
         self.pace = pace
@@ -169,8 +169,8 @@ class Scheduling:
             num_blocks=0,
             duration_s=guess.p50 * self._token_s,
             priority=request.priority,
-            tenant=facts.context.tenant,
-            weight=facts.context.weight,
+            tenant=facts.tenant,
+            weight=facts.weight,
             adapter_id=request.lora_request.lora_int_id if request.lora_request is not None else None,
         )
         self._known[request.request_id] = _Known(request, features, guess, base, tokens, sizes)
@@ -418,7 +418,7 @@ class Scheduling:
 
     def all_counts(self) -> dict[str, int]:
         """`counts`, how preempted requests came back, and how the decision log does. From any thread."""
-        counts = dict(self.counts) | {f"preempted:{way}": num for way, num in self._ways.items()}
+        counts = {**self.counts, **self._ways()}
         if self._log is not None:
             counts["log_bytes"] = self._log.num_bytes
             if self._log.cut is not None:

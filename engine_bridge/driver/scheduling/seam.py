@@ -58,9 +58,11 @@ class _Planned:
             self.scheduling.ended(request)
         return super()._free_request(request, *args, **kwargs)
 
-    def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.num_preempted += 1
-        return super()._preempt_request(*args, **kwargs)
+        if self.connector is not None:  # type: ignore[attr-defined]
+            self.connector.preempted(request)  # type: ignore[attr-defined]
+        return super()._preempt_request(request, *args, **kwargs)
 
     def is_ready(self, request: Any) -> bool:
         """As far as anything but room is concerned."""

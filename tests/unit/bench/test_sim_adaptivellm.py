@@ -32,9 +32,9 @@ from bench.sim.core.models import MISTRAL_7B, OPT_13B, OPT_30B
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Workers
 from engine_bridge.policy.baselines import Fair, Fcfs
-from engine_bridge.policy.costs import FullCost, SwapOrRecompute
 from engine_bridge.policy.mlq import Mlq
 from engine_bridge.policy.preemption import POLICIES
+from engine_bridge.policy.ways_back import FullCost, SwapOrRecompute
 
 FEW = Setting(num_requests=120)
 LONG = replace(FEW, mean_prompt_tokens=340.48)

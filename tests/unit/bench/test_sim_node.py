@@ -26,13 +26,14 @@ from bench.sim.core.steps import Chunk, Kernel, StepCost, bgmv, mbgmv
 from engine_bridge.policy import adapter_cache, arrivals, baselines, mlq, preemption, queue
 from engine_bridge.policy.adapter_cache import ChameleonScore, Lru
 from engine_bridge.policy.baselines import Fair, Fcfs, Sjf
-from engine_bridge.policy.costs import FullCost, KvShape, LinearPrefill, Link, SwapOrRecompute
+from engine_bridge.policy.costs import KvShape, LinearPrefill, Link
 from engine_bridge.policy.lanes import Lanes
 from engine_bridge.policy.mlq import Mlq
 from engine_bridge.policy.mlq_decision import MlqSettings
 from engine_bridge.policy.preemption import POLICIES as PREEMPTIONS
 from engine_bridge.policy.preemption import Preemption, cheaper, last_in_first_out
 from engine_bridge.policy.queue import Decision, QueuePolicy, Room, Running, Waiting
+from engine_bridge.policy.ways_back import FullCost, SwapOrRecompute
 from engine_bridge.predict.length import LengthGuess
 
 TINY = Model("tiny", 1, 16, 16, 1, 1, 16, 10_000)

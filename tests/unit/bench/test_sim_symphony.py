@@ -41,8 +41,8 @@ from bench.sim.symphony import (
 )
 from bench.sim.symphony_scale import Cell, measure
 from engine_bridge.policy.baselines import Fcfs
-from engine_bridge.policy.costs import FullCost
 from engine_bridge.policy.routing import LoadBalance, Relieve, Sticky
+from engine_bridge.policy.ways_back import FullCost
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 TINY = Model("tiny", 4, 16, 16, 1, 1, 16, 10_000)

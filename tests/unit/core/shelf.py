@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from engine_bridge.policy.ways_back import SwapOrRecompute
 from kvtiers.blocks import Block, Group, Save, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.restore import Action, FasterWins, RestoreDecision, RestoreFacts, RestorePolicy
@@ -30,7 +31,7 @@ class Shelf:
         self.saves: list[Save] = []
         self.live: Counter[tuple[str, str]] = Counter()
         self.expected: dict[tuple[str, str], float | None] = {}
-        self.num_read = 0
+        self.disk_rate = 1e6
 
     def put(self, keys: Sequence[bytes], *, on_disk: bool = False) -> None:
         self.on_disk |= {BlockKey(key): on_disk for key in keys}
@@ -59,6 +60,12 @@ class Shelf:
         self.stages.append(stage)
         return stage
 
+    def num_held(self, keys: Sequence[BlockKey]) -> int:
+        return next((at for at, key in enumerate(keys) if key not in self.on_disk), len(keys))
+
+    def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
+        return sum(self.on_disk[key] for key in keys) * SHAPE.block_bytes
+
     def progress(self, stage: Stage) -> StageProgress:
         assert stage in self.stages, "asked about what was released"
         num_ready = next((i for i, block in enumerate(stage.blocks) if not block.ready), len(stage.blocks))
@@ -71,7 +78,7 @@ class Shelf:
             disk_bytes_done=0,
             disk_bytes_left=left,
             disk_bytes_ahead=0,
-            disk_bytes_per_s=1e6,
+            disk_bytes_per_s=self.disk_rate,
         )
 
     def read_one(self) -> None:
@@ -99,7 +106,7 @@ class Shelf:
         self.put([block.key for block in save.blocks])
 
     def disk_bytes_per_s(self) -> float:
-        return 1e6
+        return self.disk_rate
 
 
 class LoadsAll:
@@ -116,19 +123,25 @@ class Tiers:
     def __init__(self, shelf: Shelf, policy: RestorePolicy | None = None) -> None:
         self.shelf = shelf
         self.policy: RestorePolicy = policy or LoadsAll()
+        self.chosen: Counter[str] = Counter()
         self.resumed: Counter[str] = Counter()
+        self.costs: SwapOrRecompute | None = None
         self.is_paused = False
         self.s_per_token = 1.0
+        self.bytes_per_s = 1e6
 
     @property
     def usable_store(self) -> Shelf | None:
         return None if self.is_paused else self.shelf
 
+    def swap_or_recompute(self) -> SwapOrRecompute | None:
+        return self.costs
+
     def prefill_s_per_token(self) -> float | None:
         return self.s_per_token
 
     def host_bytes_per_s(self) -> float:
-        return 1e6
+        return self.bytes_per_s
 
 
 BY_COST = FasterWins()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -17,8 +18,10 @@ from engine_bridge.core.restores import (
     Sources,
     StepMoves,
 )
+from engine_bridge.policy.costs import KvBlock, LinearPrefill, Link
+from engine_bridge.policy.ways_back import FullCost, SwapOrRecompute, Way
 
-from .shelf import BLOCK_TOKENS, BY_COST, LoadsAll, Shelf, Tiers, keys_of
+from .shelf import BLOCK_TOKENS, BY_COST, SHAPE, LoadsAll, Shelf, Tiers, keys_of
 
 
 class Bench:
@@ -189,6 +192,77 @@ def test_a_prefill_is_timed_by_the_step_after_it_while_requests_run() -> None:
     assert meter.stepped(3, has_running=True, now=1.5) == (MIN_PREFILL_TOKENS, 0.5)
     assert meter.stepped(MIN_PREFILL_TOKENS, has_running=True, now=2.0) is None  # three tokens say little
     assert meter.stepped(3, has_running=False, now=99.0) is None  # nobody ran: a pause lies between
+
+
+# -- the way back of a preempted request
+
+
+def bench_with_costs(s_per_token: float, s_per_block: float) -> Bench:
+    """Computing and copying take so long, as far as anybody knows."""
+    bench = Bench(FullCost(prefill=LinearPrefill(s_per_token)))
+    set_costs(bench, s_per_token, s_per_block)
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a")
+    return bench
+
+
+def set_costs(bench: Bench, s_per_token: float, s_per_block: float) -> None:
+    rate = SHAPE.block_bytes / s_per_block
+    prefill = LinearPrefill(s_per_token)
+    block = KvBlock(block_size_tokens=BLOCK_TOKENS, block_bytes=SHAPE.block_bytes)
+    bench.tiers.bytes_per_s, bench.tiers.policy = rate, FullCost(prefill=prefill)
+    bench.tiers.costs = SwapOrRecompute(prefill, block, Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate))
+
+
+@pytest.mark.parametrize(("s_per_token", "way"), [(1.0, Way.SWAP), (0.1, Way.RECOMPUTE)])
+def test_the_cheaper_way_back_is_chosen_when_it_is_preempted_and_gone_when_it_restarts(
+    s_per_token: float, way: Way
+) -> None:
+    bench = bench_with_costs(s_per_token, s_per_block=1.0)
+    assert bench.restores.preempted("a", 22) is way
+    num_tokens = bench.match("a", is_resumed=True)
+    assert num_tokens == (5 * BLOCK_TOKENS if way is Way.SWAP else 0)
+    bench.admit("a", 5 if num_tokens else 0, is_resumed=True)
+    assert bench.tiers.chosen == bench.tiers.resumed == {way.value: 1}
+
+
+def test_a_way_is_kept_while_the_other_is_hardly_better_and_left_when_it_is_far_better() -> None:
+    swapped = bench_with_costs(s_per_token=0.3, s_per_block=1.0)
+    assert swapped.restores.preempted("a", 22) is Way.SWAP
+    set_costs(swapped, s_per_token=0.2, s_per_block=1.0)
+    assert swapped.match("a", is_resumed=True) == 5 * BLOCK_TOKENS
+    set_costs(swapped, s_per_token=0.1, s_per_block=1.0)
+    assert swapped.match("a", is_resumed=True) == 0
+    computed = bench_with_costs(s_per_token=0.2, s_per_block=1.0)
+    assert computed.restores.preempted("a", 22) is Way.RECOMPUTE
+    set_costs(computed, s_per_token=0.3, s_per_block=1.0)
+    assert computed.match("a", is_resumed=True) == 0
+    set_costs(computed, s_per_token=1.0, s_per_block=1.0)
+    assert computed.match("a", is_resumed=True) == 5 * BLOCK_TOKENS
+
+
+def test_what_lies_on_disk_makes_a_swap_dearer() -> None:
+    bench = bench_with_costs(s_per_token=0.3, s_per_block=1e-3)
+    assert bench.restores.preempted("a", 22) is Way.SWAP
+    bench.shelf.put(keys_of("a", 5), on_disk=True)
+    bench.shelf.disk_rate = SHAPE.block_bytes / 2.0
+    assert bench.restores.preempted("a", 22) is Way.RECOMPUTE
+
+
+def test_what_was_never_saved_is_computed_again() -> None:
+    bench = bench_with_costs(s_per_token=1.0, s_per_block=1e-3)
+    bench.enter("b")
+    assert bench.restores.preempted("b", 22) is Way.RECOMPUTE
+    assert bench.restores.preempted("a", BLOCK_TOKENS - 1) is Way.RECOMPUTE  # not a block is whole
+
+
+def test_where_a_policy_of_its_own_decides_no_way_is_chosen_before() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a")
+    assert bench.restores.preempted("a", 22) is None
+    assert bench.match("a", is_resumed=True) == 5 * BLOCK_TOKENS
+    assert not bench.tiers.chosen
 
 
 NAMES = st.sampled_from("abcd")

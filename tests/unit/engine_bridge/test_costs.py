@@ -21,20 +21,21 @@ from engine_bridge.policy.costs import (
     LEARNING_RATE,
     MIN_USUAL_ERROR,
     OUTLIER_ERRORS,
-    FullCost,
     KvShape,
     LinearPrefill,
     Link,
+    StepGrid,
+    StepTable,
+    TablePrefill,
+)
+from engine_bridge.policy.ways_back import (
+    FullCost,
     LossFacts,
     SplitFacts,
     SplitRestore,
-    StepGrid,
-    StepTable,
     SwapOrRecompute,
-    TablePrefill,
     Way,
     split,
-    swap_s,
 )
 from engine_bridge.predict.steps import (
     REGRESSORS,
@@ -255,11 +256,15 @@ def test_swapping_takes_what_the_formula_says() -> None:
     # 100 tokens of a 13B model: 7 blocks. (The paper's 39.1 MB are the half of what its own formula gives, K or V alone.)
     assert shape.block_bytes == 2 * 40 * 5120 * 16 * 2
     num_bytes = 7 * shape.block_bytes
-    assert swap_s(100, shape, link) == pytest.approx(num_bytes / 20e9 + num_bytes / 25e9)
-    assert swap_s(100, shape, link, num_saved_tokens=96) == pytest.approx(
-        shape.block_bytes / 20e9 + num_bytes / 25e9
-    )
-    assert swap_s(0, shape, link) == 0.0
+    costs = SwapOrRecompute(LinearPrefill(1.0), shape, link)
+
+    def swap_s(num_tokens: int, **fields: Any) -> float | None:
+        return costs.decide(LossFacts(num_tokens=num_tokens, num_host_blocks=7, **fields)).swap_s
+
+    assert swap_s(100) == pytest.approx(num_bytes / 20e9 + num_bytes / 25e9)
+    assert swap_s(100, num_saved_tokens=96) == pytest.approx(shape.block_bytes / 20e9 + num_bytes / 25e9)
+    assert swap_s(100, num_saved_tokens=112, read_s=0.5) == pytest.approx(0.5 + num_bytes / 25e9)
+    assert swap_s(0) == 0.0
     slow_start = Link(d2h_bytes_per_s=100.0, h2d_bytes_per_s=50.0, setup_s=3.0)
     assert (slow_start.out_s(100), slow_start.in_s(100)) == (4.0, 5.0)
     assert slow_start.out_s(0) == slow_start.in_s(0) == 0.0
@@ -347,7 +352,7 @@ PREFILL = LinearPrefill(1e-4)  # 0.16 s for LOST, of which FAST copies 210 MB in
 def test_the_faster_way_is_chosen_and_both_costs_are_told() -> None:
     swap = SwapOrRecompute(PREFILL, SHAPE, FAST).decide(LOST)
     assert (swap.way, swap.num_recompute_tokens, swap.num_out_blocks) == (Way.SWAP, 0, 100)
-    assert swap.expected_s == swap.swap_s == pytest.approx(swap_s(1600, SHAPE, FAST))
+    assert swap.expected_s == swap.swap_s == pytest.approx(2 * 100 * SHAPE.block_bytes / 20e9)
     recompute = SwapOrRecompute(PREFILL, SHAPE, SLOW).decide(LOST)
     assert (recompute.way, recompute.num_recompute_tokens, recompute.num_out_blocks) == (
         Way.RECOMPUTE,

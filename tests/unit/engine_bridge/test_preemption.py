@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.costs import Way
 from engine_bridge.policy.preemption import (
     POLICIES,
     Preemption,
     RunningFacts,
 )
+from engine_bridge.policy.ways_back import Way
 
 
 def running(request_id: str, **fields: Any) -> RunningFacts:

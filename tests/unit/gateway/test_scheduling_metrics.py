@@ -88,6 +88,13 @@ def test_preemptions_are_told_by_kind() -> None:
     assert kinds(preempted=6, preempted_swap=2, preempted_recompute=4) == {"recompute": 4, "swap": 2}
 
 
+def test_ways_back_are_told_as_they_were_predicted_and_as_they_came_to_be() -> None:
+    metrics = exposed(stats_with(counts={"predicted:swap": 3, "preempted:swap": 1, "preempted:recompute": 2}))
+    assert metrics['overture_scheduling_preempted_predicted_total{kind="swap"}'] == 3
+    assert metrics['overture_scheduling_preempted_predicted_total{kind="recompute"}'] == 0
+    assert metrics['overture_scheduling_preempted_total{kind="swap"}'] == 1
+
+
 def test_errors_of_lengths_are_a_histogram() -> None:
     errors = LengthErrors(num_answers=7, sum_tokens=90, num_within_p90=6, num_within={1: 2, 10: 5})
     metrics = exposed(stats_with(length_errors=errors))

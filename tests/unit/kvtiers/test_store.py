@@ -119,9 +119,11 @@ def test_what_is_held_is_told_without_touching_it(tiers: Tiers) -> None:
     assert tiers.store.num_held(KEYS[:4]) == 2
     assert tiers.store.num_held(KEYS[3:4]) == 1
     assert tiers.store.num_held(KEYS[4:]) == tiers.store.num_held([]) == 0
+    assert tiers.store.bytes_to_read(KEYS[:2]) == 0
     assert tiers.store.flush()
     tiers.store.drop_host()
     assert tiers.store.num_held(KEYS[:4]) == 2
+    assert tiers.store.bytes_to_read(KEYS[:2]) == 2 * tiers.store.shape.block_bytes
     assert tiers.store.stats().host.num_hits == 0
 
 

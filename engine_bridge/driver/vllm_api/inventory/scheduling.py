@@ -1,6 +1,6 @@
 """Who starts next: vLLM's scheduler under our order, and what a step holds."""
 
-from engine_bridge.driver.vllm_api.features import ENGINE, LORA, PACE, PROFILING, REPORT, SCHEDULING
+from engine_bridge.driver.vllm_api.features import ENGINE, KV_TIERS, LORA, PACE, PROFILING, REPORT, SCHEDULING
 from engine_bridge.driver.vllm_api.uses import (
     calls,
     implements,
@@ -18,7 +18,9 @@ OWNERS = (
         calls("has_requests()", "get_request_counts()"),
         overrides("schedule(*args, **kwargs)"),
         overrides(
-            "_free_request(request, *args, **kwargs)", "_preempt_request(*args, **kwargs)", feature=SCHEDULING
+            "_free_request(request, *args, **kwargs)",
+            "_preempt_request(request, *args, **kwargs)",
+            feature=SCHEDULING,
         ),
         overrides("_handle_blocked_waiting_request(request)", feature=LORA),
         calls("_preempt_request(request, timestamp, *, drop_stale_output)", feature=SCHEDULING),
@@ -39,6 +41,7 @@ OWNERS = (
         ),
         reads("deferred_waiting kv_holding_waiting lora_config", REPORT),
         reads("requests", PROFILING),
+        reads("connector", KV_TIERS),
         at="engine_core.engine_core.scheduler",
     ),
     owner("vllm.v1.core.sched.async_scheduler:AsyncScheduler", ENGINE, reads("schedule")),
