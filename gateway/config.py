@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from engine_bridge.policy.adapter_cache import POLICIES as ADAPTER_POLICIES
 from engine_bridge.policy.registry import POLICIES
 from engine_bridge.policy.request_limits import RequestLimits
 from gateway.data_folder import tighten
@@ -65,8 +66,10 @@ _FALSE_WORDS = {"0", "false", "no", "off"}
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 if TYPE_CHECKING:
+    AdapterPolicy = str
     SchedulingPolicy = str
 else:  # mypy wants to read the words
+    AdapterPolicy = Literal[tuple(ADAPTER_POLICIES)]
     SchedulingPolicy = Literal[("vllm", *POLICIES)]
 LogFormat = Literal["plain", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -238,7 +241,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         bool, _in("Adapters", "Keep unused adapters in KV memory that nobody needs now, too.")
     ] = True
     adapter_policy: Annotated[
-        Literal["expected_gain", "greedy_dual", "chameleon", "equal_weights", "lru"],
+        AdapterPolicy,
         _in("Adapters", "Which adapters leave memory first."),
     ] = "expected_gain"
     adapter_prefetch: Annotated[

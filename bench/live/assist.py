@@ -26,7 +26,8 @@ import torch
 from bench.live.lora import read_bandwidth, time_in_turns
 from bench.live.report import report, spread
 from engine_bridge.driver.assist.pool import AssistPool
-from engine_bridge.driver.assist.profile import Shape, one_worker, rows_per_core
+from engine_bridge.driver.assist.profile import one_worker
+from engine_bridge.driver.assist.shares import Shape, rows_per_core
 from engine_bridge.driver.lora import SlotWeights, pack_slot
 
 SHAPE = Shape(num_in=1024, rank=64, num_out=1024)

@@ -384,6 +384,9 @@ class Clairvoyant:
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
         return sorted(cached, key=lambda adapter: (self._value(adapter, now), adapter.adapter_id))
 
+    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
+        return [self._value(adapter, now) for adapter in cached]
+
     def _value(self, adapter: CachedAdapter, now: float) -> float:
         times_s = self._times_s[adapter.adapter_id]
         at = bisect_right(times_s, now)

@@ -3,7 +3,7 @@
     python -m bench.sim caraserve [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N]
 
 What runs: `engine_bridge.policy.routing` (which node serves a request, performance models and their fits), `engine_bridge.policy.baselines` (who
-starts on a node: Fcfs, as in LightLLM) and the rule for host cores of `engine_bridge.driver.assist.profile`, on simulated nodes (bench/sim/core).
+starts on a node: Fcfs, as in LightLLM) and the rule for host cores of `engine_bridge.driver.assist.shares`, on simulated nodes (bench/sim/core).
 
 Hardware: A10 by its data sheet, calibrated with figures of CaraServe §2.3 that are not compared here (core/calibration.py); Llama2-7B, adapters on
 q, k and v. The engine is LightLLM's as S-LoRA has it (`node.SLORA`): prompts in steps of their own.
@@ -54,8 +54,8 @@ from bench.sim.core.requests import Request
 from bench.sim.core.steps import KERNELS, Chunk, StepCost
 from bench.sim.core.tables import Figure, Part, Workers, changes, parser_for, report_parts, seeds_of
 from bench.sim.core.traffic import Dealer, Fresh, Lengths, alpaca, functions, play, poisson, power_law
-from engine_bridge.driver.assist.profile import Shape as ModuleShape
-from engine_bridge.driver.assist.profile import rows_per_core
+from engine_bridge.driver.assist.shares import Shape as ModuleShape
+from engine_bridge.driver.assist.shares import rows_per_core
 from engine_bridge.policy.baselines import Fcfs
 from engine_bridge.policy.routing import POLICIES, Fit, KernelName, Measured, Ranks, Settings, fit
 

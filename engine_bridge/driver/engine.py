@@ -351,7 +351,7 @@ class VllmDriver:
         return Report(self._scheduler, self.scheduling, self.engine.output_processor, places)
 
     def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
-        from engine_bridge.driver.adapters import make_residency
+        from engine_bridge.driver.adapters.build import make_residency
 
         return make_residency(
             self.engine, config, wake=wake, fail=self._give_up, prefix_facts=self._prefix_facts

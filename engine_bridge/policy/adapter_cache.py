@@ -45,6 +45,13 @@ class EvictionPolicy(Protocol):
         """All of them, the first to go first, those that are queued after all others. Changes no state."""
         ...
 
+    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
+        """What a byte of each saves, in seconds of waiting per second, as this policy judges. Changes no state.
+
+        None is higher than that of one which `order` lets go later. window_s: the time that `uses` were counted over.
+        """
+        ...
+
     def touched(self, adapter: CachedAdapter, now: float) -> None:
         """A request used it, or the last one that did has ended; its `uses` count this one already."""
         ...
@@ -77,6 +84,15 @@ def _by_value(cached: Sequence[CachedAdapter], values: Sequence[float]) -> list[
     return [adapter for _, adapter in ranked]
 
 
+def _shares(scores: Sequence[float], cached: Sequence[CachedAdapter], window_s: float) -> list[float]:
+    """Worths of adapters by scores that have no unit: what all of them save together, divided in proportion."""
+    num_bytes, total = sum(adapter.num_bytes for adapter in cached), sum(scores)
+    if not num_bytes or not total:
+        return [0.0] * len(cached)
+    saved_per_byte = sum(adapter.uses * adapter.reload_s for adapter in cached) / num_bytes / window_s
+    return [saved_per_byte * score * len(scores) / total for score in scores]
+
+
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
@@ -87,6 +103,10 @@ class Lru(_Stateless):
 
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
         return _by_value(cached, [adapter.last_used_s for adapter in cached])
+
+    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
+        """One unused for t seconds is taken to be used every t seconds; less than a second counts as one."""
+        return _shares([1 / max(now - adapter.last_used_s, 1.0) for adapter in cached], cached, window_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +129,9 @@ class ChameleonScore(_Stateless):
 
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
         return _by_value(cached, self.scores(cached, now))
+
+    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
+        return _shares(self.scores(cached, now), cached, window_s)
 
     def scores(self, cached: Sequence[CachedAdapter], now: float) -> list[float]:
         """One in [0, 1] for each, as long as the coefficients add up to 1."""
@@ -156,6 +179,10 @@ class GreedyDual(_Stateless):
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
         return _by_value(cached, [self.value(adapter) for adapter in cached])
 
+    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
+        """What lies above the clock."""
+        return [max(self.value(adapter) - self.clock, 0.0) / window_s for adapter in cached]
+
     def value(self, adapter: CachedAdapter) -> float:
         known = self._values.get(adapter.adapter_id)
         return self.clock + gain_per_byte(adapter) if known is None else known
@@ -181,6 +208,9 @@ class ExpectedGain(_Stateless):
 
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
         return _by_value(cached, [gain_per_byte(adapter) for adapter in cached])
+
+    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
+        return [gain_per_byte(adapter) / window_s for adapter in cached]
 
 
 def gain_per_byte(adapter: CachedAdapter) -> float:
@@ -244,16 +274,15 @@ class PrefixFacts(Struct, frozen=True, kw_only=True):
     reuse_per_s: float
 
 
-def may_take_prefix(adapter: CachedAdapter, adapter_uses_per_s: float, prefix: PrefixFacts) -> bool:
+def may_take_prefix(worth: float, prefix: PrefixFacts) -> bool:
     """Whether an unused adapter may stay on the device, or come to it, in place of the oldest cached prefix blocks (E3).
 
-    Both are copies of something that can be had again for some time, so both are worth the seconds they will save: a use per second times
-    the seconds a use saves, per byte held. Only a higher value takes the place of what is there; with equal ones nothing moves.
-    It is not for an adapter that a waiting request needs: that one is not worth seconds per byte, the request cannot run without it.
+    worth: by `EvictionPolicy.worths`. Both are copies of something that can be had again for some time, so both are worth the seconds they
+    will save: a use per second times the seconds a use saves, per byte held. Only a higher value takes the place of what is there; with
+    equal ones nothing moves. It is not for an adapter that a waiting request needs: that one is not worth seconds per byte, the request
+    cannot run without it.
     """
-    adapter_value = adapter_uses_per_s * adapter.reload_s / max(adapter.num_bytes, 1)
-    prefix_value = prefix.reuse_per_s * prefix.restore_s / max(prefix.num_bytes, 1)
-    return adapter_value > prefix_value
+    return worth > prefix.reuse_per_s * prefix.restore_s / max(prefix.num_bytes, 1)
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -294,13 +323,14 @@ class UseWindow:
         uses, at_s = self._counts.get(adapter_id, (0.0, now))
         return uses * math.exp(-max(now - at_s, 0.0) / self._mean_life_s)
 
+    def length_s(self, now: float) -> float:
+        """What uses are counted over: one every second comes to so many. Over the first half-lives it is the time there was, at least a second."""
+        seen_s = max(now - self._started_s, 1.0) if self._started_s is not None else 1.0
+        return self._mean_life_s * -math.expm1(-seen_s / self._mean_life_s)
+
     def per_s(self, adapter_id: int, now: float) -> float:
-        """Uses per second, by the window so far: over the first half-lives it is divided by the time there was, at least a second."""
-        if self._started_s is None:
-            return 0.0
-        seen_s = max(now - self._started_s, 1.0)
-        weight_s = self._mean_life_s * -math.expm1(-seen_s / self._mean_life_s)
-        return self.uses(adapter_id, now) / weight_s
+        """Uses per second, by the window so far."""
+        return self.uses(adapter_id, now) / self.length_s(now)
 
     def forget(self, adapter_id: int) -> None:
         """Unloaded for good; unknown ones are ignored."""

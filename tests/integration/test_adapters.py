@@ -341,15 +341,8 @@ async def test_a_cold_adapter_stops_nobody(node: LocalNode, monkeypatch: pytest.
 
 def forget_all(driver: Any) -> None:
     """Everything back to disk, and no prefix is known."""
-    found = driver.adapters
     driver.engine.reset_prefix_cache()
-    for adapter in found._adapters.values():
-        if adapter.slot is not None:
-            found._leave_slot(adapter)
-        found._leave_host(adapter)
-    found._to_cache = []
-    for adapter_id in found.blocks.ids():
-        found.blocks.drop(adapter_id)
+    driver.adapters.put_back(driver.adapters.places(), keeps_host=False)
 
 
 @contextmanager
@@ -384,10 +377,7 @@ async def test_with_assist_a_request_starts_before_its_slot_is_ready(
 
 
 def forget_slots(driver: Any) -> None:
-    found = driver.adapters
-    for adapter in found._adapters.values():
-        if adapter.slot is not None:
-            found._leave_slot(adapter)
+    driver.adapters.put_back(driver.adapters.places(), keeps_host=True)
 
 
 # -- versions --------------------------------------------------------------------------------------------------------------------------

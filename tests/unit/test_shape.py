@@ -16,7 +16,6 @@ PACKAGES = ("gateway", "engine_bridge", "kvtiers", "bench")
 LIMITS = {"function": 60, "class": 350, "file": 600}
 
 TOO_LONG = {
-    "class engine_bridge/driver/adapters/residency.py Residency",
     "class engine_bridge/driver/engine.py VllmDriver",
     "class engine_bridge/driver/engine_client.py BridgeEngineClient",
     "class engine_bridge/driver/scheduling/scheduling.py Scheduling",
@@ -34,7 +33,6 @@ TOO_LONG = {
     "file bench/sim/chameleon.py",
     "file bench/sim/core/node.py",
     "file bench/sim/symphony.py",
-    "file engine_bridge/driver/adapters/residency.py",
     "file engine_bridge/driver/lora.py",
     "file engine_bridge/local_node.py",
     "file gateway/config.py",
@@ -44,10 +42,8 @@ TOO_LONG = {
     "function bench/fuzz/raw.py _heads",
     "function bench/live/restore.py show",
     "function bench/sim/core/node.py __init__",
-    "function engine_bridge/driver/adapters/__init__.py make_residency",
 }
 CIRCLES = {
-    ("engine_bridge.driver.assist.pool", "engine_bridge.driver.assist.profile"),
     (
         "engine_bridge.driver.scheduling.queue",
         "engine_bridge.driver.scheduling.report",

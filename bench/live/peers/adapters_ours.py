@@ -28,7 +28,6 @@ from bench.live.peers.adapters import (
 from bench.live.peers.engine import KV_SPACE_GIB, configure_environment
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
-from engine_bridge.policy.adapter_cache import POLICIES, UseWindow
 
 T = TypeVar("T")
 PLACE_TIMEOUT_S = 30.0
@@ -230,38 +229,26 @@ def places(driver: Any) -> dict[int, str]:
 
 def is_quiet(driver: Any) -> bool:
     """Does nothing move or run?"""
-    residency = driver.adapters
-    is_busy = any(a.is_loading or a.is_finishing or a.requests for a in residency._adapters.values())
+    is_busy = any(v.is_loading or v.num_layouts or v.requests for v in driver.adapters.core.table)
     return not is_busy and not driver.has_work()
 
 
 def are_in_host(driver: Any, ids: Sequence[int]) -> bool:
-    return all(driver.adapters._adapters[adapter_id].host is not None for adapter_id in ids)
+    return all(driver.adapters.core.table[adapter_id].host_bytes is not None for adapter_id in ids)
 
 
 def leave(driver: Any, ids: Sequence[int], keeps_host: bool) -> None:
     """Have adapters that nobody uses leave their slots and the KV blocks, and host memory too unless `keeps_host`."""
-    residency = driver.adapters
-    for adapter_id in ids:
-        adapter = residency._adapters[adapter_id]
-        if not keeps_host:
-            residency._leave_host(adapter)
-        if adapter.slot is not None:
-            residency._leave_slot(adapter)
-        if residency.blocks is not None:
-            residency.blocks.drop(adapter_id)
-    residency._to_cache = []
+    driver.adapters.put_back(ids, keeps_host=keeps_host)
 
 
 def configure(driver: Any, **changes: Any) -> None:
-    residency = driver.adapters
-    residency._config = msgspec.structs.replace(residency._config, **changes)
+    core = driver.adapters.core
+    core.rules = msgspec.structs.replace(core.rules, **changes)
 
 
 def use_policy(driver: Any, name: str) -> None:
     """From now on this policy decides, and knows nothing yet."""
-    configure(driver, policy=name)
-    driver.adapters._policies = {tier: POLICIES[name]() for tier in ("host", "device")}
-    driver.adapters._uses = UseWindow()
+    driver.adapters.core.worth.use_policy(name)
     if not driver.engine.reset_prefix_cache():
         raise RuntimeError("the prefix cache is still in use")

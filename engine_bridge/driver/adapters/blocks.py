@@ -88,6 +88,36 @@ class Entry:
         }
 
 
+class NoBlocks:
+    """KV keeps its memory to itself."""
+
+    block_bytes = num_bytes = num_blocks = 0
+
+    def holds(self, adapter_id: int) -> bool:
+        return False
+
+    def entry(self, adapter_id: int) -> Entry:
+        raise KeyError(adapter_id)
+
+    def ids(self) -> list[int]:
+        return []
+
+    def put(self, adapter_id: int, weights: AdapterWeights) -> bool:
+        return False
+
+    def is_writing(self) -> bool:
+        return False
+
+    def write(self, max_bytes: int) -> int:
+        return 0
+
+    def used(self, adapter_id: int) -> None: ...
+
+    def drop(self, adapter_id: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class AdapterBlocks:
     """Adapters in the free blocks of one engine.
 
@@ -165,11 +195,6 @@ class AdapterBlocks:
 
     def is_writing(self) -> bool:
         return any(entry.source is not None for entry in self._entries.values())
-
-    def is_writing_from(self, adapter_id: int) -> bool:
-        """Is this adapter's host copy being read?"""
-        entry = self._entries.get(adapter_id)
-        return entry is not None and entry.source is not None
 
     def write(self, max_bytes: int) -> int:
         """Go on with adapters that are on their way in, whole layers, until about so many bytes are written; returns how many were."""

@@ -52,6 +52,7 @@ class HostPath:
         layers: vLLM's plain LoRA layers by name.
     """
 
+    is_there = True
     current: HostPath | None = None
     """Of this process: the operator has no other way to find it."""
 
@@ -88,6 +89,9 @@ class HostPath:
             y[rows.start : rows.stop].copy_(y_host)
             self.num_deltas += 1
 
+    def counts(self) -> dict[str, int]:
+        return {"host_path_deltas": self.num_deltas}
+
     def install(self) -> None:
         """Become the path of this process, and put the operator behind each layer."""
         HostPath.current = self
@@ -101,6 +105,18 @@ class HostPath:
         HostPath.current = None
         BaseLinearLayerWithLoRA._apply_lora_to_output = _stock_apply
         CudagraphDispatcher.dispatch = _stock_dispatch
+
+
+class NoHostPath:
+    """Slots are filled by the time a step computes with them, or by it."""
+
+    is_there = False
+    cold: Mapping[int, ColdAdapter] = {}
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None: ...
 
 
 def _cold_rows(ids: Sequence[int], cold: Mapping[int, ColdAdapter]) -> tuple[ColdRows, ...]:

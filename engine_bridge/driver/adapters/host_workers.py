@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
-from engine_bridge.driver.adapters.slots import lay_out
+from engine_bridge.driver.adapters.slots import ComputeFor, lay_out
 from engine_bridge.driver.adapters.weights import AdapterWeights
 from engine_bridge.driver.assist.errors import AssistBusy, AssistLost
 from engine_bridge.driver.assist.pool import AssistPool
-from engine_bridge.driver.assist.profile import Shape, one_worker, rows_per_core
+from engine_bridge.driver.assist.profile import one_worker
+from engine_bridge.driver.assist.shares import Shape, rows_per_core
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,44 @@ MAX_ROWS = 2048
 BUDGET_S = 0.001
 # The rank that a worker's share is measured at. Chosen: most adapters have no more.
 PROFILE_RANK = 64
+
+
+class Workers(Protocol):
+    """Whoever computes with adapters that are on their way into a slot, besides the engine's own threads."""
+
+    def put(self, adapter_id: int, weights: AdapterWeights) -> None:
+        """Here is an adapter, if there is room for it. Loader's thread."""
+        ...
+
+    def drop(self, adapter_id: int) -> None:
+        """It leaves host memory. Loader's thread."""
+        ...
+
+    def computes(self, adapter_id: int) -> ComputeFor | None:
+        """By the name of a layer, what computes the adapter's delta there; None: nobody does."""
+        ...
+
+    def counts(self) -> dict[str, int]:
+        """For `AdapterStats.counts`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NoWorkers:
+    """The engine's own threads compute."""
+
+    def put(self, adapter_id: int, weights: AdapterWeights) -> None: ...
+
+    def drop(self, adapter_id: int) -> None: ...
+
+    def computes(self, adapter_id: int) -> ComputeFor | None:
+        return None
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None: ...
 
 
 class HostWorkers:
@@ -75,6 +115,12 @@ class HostWorkers:
     def drop(self, adapter_id: int) -> None:
         """Loader's thread."""
         self._pool.drop(adapter_id)
+
+    def computes(self, adapter_id: int) -> ComputeFor:
+        return partial(self.compute_for, adapter_id)
+
+    def counts(self) -> dict[str, int]:
+        return {"worker_deltas": self.num_deltas}
 
     def compute_for(self, adapter_id: int, name: str) -> Callable[[torch.Tensor, torch.Tensor, float], bool]:
         """A function that adds the adapter's delta in this layer for fp32 rows x to fp32 rows y; False: it did not, do it yourself."""

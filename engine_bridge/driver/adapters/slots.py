@@ -33,8 +33,13 @@ class Slots(Protocol):
     fills_beside_steps: bool
     """A step must not compute with a slot that is not filled: its rows are cold, or it waits."""
 
+    @property
+    def max_cost(self) -> int:
+        """Of the largest adapter that there may be."""
+        ...
+
     def cost(self, num_bytes: int) -> int:
-        """What an adapter of so many bytes takes of `ResidencyConfig.step_room`."""
+        """What an adapter of so many bytes takes of `Rules.step_room`."""
         ...
 
     def empty(self, slot: int) -> None:
@@ -65,6 +70,7 @@ class StackedSlots:
     """vLLM's own stacks, filled at once."""
 
     fills_beside_steps = False
+    max_cost = 1
 
     def __init__(self, manager: Any) -> None:
         self._layers = dict(manager.modules)

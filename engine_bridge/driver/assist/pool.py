@@ -26,7 +26,7 @@ import torch
 from engine_bridge.driver.assist.allocator import FirstFit, align
 from engine_bridge.driver.assist.errors import AssistBusy, AssistLost
 from engine_bridge.driver.assist.layout import FLOAT_BYTES, NO_JOB, Job, mailboxes_bytes, memory_file
-from engine_bridge.driver.assist.profile import num_workers_for, split_rows
+from engine_bridge.driver.assist.shares import num_workers_for, split_rows
 from engine_bridge.driver.assist.store import Adapter, LayerWeights, Module, WeightStore
 from engine_bridge.driver.assist.team import Team
 from engine_bridge.driver.gemm import MIN_ROWS
@@ -70,7 +70,7 @@ class AssistPool:
             several; all of it is touched at the start, by the workers.
         max_in, max_out: the widest module.
         weight_bytes: bound of the adapters' memory, which is taken as adapters come; what `drop` frees is used again but not given back.
-        rows_per_core: rows that one worker computes within its time; see `profile`. May be set later.
+        rows_per_core: rows that one worker computes within its time; see `shares`. May be set later.
         timeout_s: how long `finish` waits.
         cpus: worker i runs on `cpus[i % len(cpus)]` only. Without it workers may run where the calling thread may, and the kernel may put two
             of them on one core for a while (measured on two busy cores, 256 rows of rank 64: best time of two workers 600 µs pinned,

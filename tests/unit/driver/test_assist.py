@@ -25,7 +25,7 @@ from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFit  # noqa:
 from engine_bridge.driver.assist.errors import AssistBusy, AssistLost  # noqa: E402
 from engine_bridge.driver.assist.layout import RING_JOBS  # noqa: E402
 from engine_bridge.driver.assist.pool import AssistPool  # noqa: E402
-from engine_bridge.driver.assist.profile import Shape, num_workers_for, rows_per_core, split_rows  # noqa: E402
+from engine_bridge.driver.assist.shares import Shape, num_workers_for, rows_per_core, split_rows  # noqa: E402
 from engine_bridge.driver.gemm import MIN_ROWS  # noqa: E402
 from engine_bridge.driver.lora import SlotWeights, pack_slot, plan_rows  # noqa: E402
 

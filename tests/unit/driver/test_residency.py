@@ -15,8 +15,14 @@ from vllm.v1.core.block_pool import BlockPool
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.core.adapter_worth import Worth
+from engine_bridge.core.residency import AdapterPlaces, Rules
+from engine_bridge.core.staging import AHEAD_SHARE, HistoryPrefetch, ReadAhead
 from engine_bridge.driver.adapters.blocks import AdapterBlocks
-from engine_bridge.driver.adapters.residency import Residency, ResidencyConfig
+from engine_bridge.driver.adapters.host_path import NoHostPath
+from engine_bridge.driver.adapters.host_workers import NoWorkers
+from engine_bridge.driver.adapters.loading import LoaderThread
+from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import StackedSlots
 from engine_bridge.driver.adapters.weights import AdapterWeights, BufferPool, ModuleWeights
 from engine_bridge.policy.adapter_cache import POLICIES, PrefixFacts
@@ -82,18 +88,26 @@ class Traffic(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=32)
         self.taken: list[list[Any]] = []
         self.residency = Residency(
-            ResidencyConfig(
-                host_bytes=HOST_BYTES, cpu_assist=assist, policy=policy, prefetch_by_history=True
+            AdapterPlaces(
+                Rules(host_bytes=HOST_BYTES, num_slots=NUM_SLOTS, cpu_assist=assist),
+                Worth(policy),
+                HistoryPrefetch(),
             ),
             contract=CONTRACT,
             manager=self.manager,
             slots=StackedSlots(self.manager),
-            loader=self.disk,  # type: ignore[arg-type]
+            loader=LoaderThread(
+                self.disk,  # type: ignore[arg-type]
+                NoWorkers(),
+                ReadAhead(AHEAD_SHARE * HOST_BYTES),
+                wake=lambda: None,
+            ),
             running_ids=lambda: set(self.running.values()),
             is_busy=lambda: bool(self.running or self.waiting),
-            wake=lambda: None,
             on_failed=self.give_up,
             prefix_facts=lambda num_blocks: PrefixFacts(num_bytes=1, restore_s=1.0, reuse_per_s=1.0),
+            workers=NoWorkers(),
+            host_path=NoHostPath(),
             clock=lambda: self.now,
         )
         self.residency.blocks = AdapterBlocks(
@@ -198,7 +212,7 @@ class Traffic(RuleBasedStateMachine):
         raise AssertionError(f"requests starve: {self.waiting}")
 
     def loader_rests(self) -> None:
-        self.residency._executor.submit(lambda: None).result()
+        self.residency.loader.rest()
 
     @invariant()
     def host_memory_is_bounded(self) -> None:
@@ -208,7 +222,10 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def slots_and_adapters_agree(self) -> None:
         owners = self.manager.lora_index_to_id
-        for adapter in self.residency._adapters.values():
+        table = self.residency.core.table
+        table.check(HOST_BYTES)
+        assert owners == table.slots
+        for adapter in table:
             assert owners.count(adapter.id) == (adapter.slot is not None)
             assert adapter.slot is None or owners[adapter.slot] == adapter.id
 

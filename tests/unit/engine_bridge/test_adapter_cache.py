@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -254,22 +255,27 @@ def prefix(num_bytes: int = 16 * MIB, restore_s: float = 0.01, reuse_per_s: floa
     return PrefixFacts(num_bytes=num_bytes, restore_s=restore_s, reuse_per_s=reuse_per_s)
 
 
+def worth(uses_per_s: float, **fields: Any) -> float:
+    """Of one adapter, by the policy that counts seconds: a hundred seconds' uses."""
+    return ExpectedGain().worths([adapter(1, uses=100 * uses_per_s, **fields)], 100.0, NOW)[0]
+
+
 def test_what_saves_more_seconds_per_byte_and_second_may_lie_on_the_device() -> None:
     cold, hot = 0.05, 0.2
-    assert may_take_prefix(adapter(1), hot, prefix())
-    assert not may_take_prefix(adapter(1), cold, prefix())
-    assert may_take_prefix(adapter(1), cold, prefix(restore_s=0.001))
-    assert may_take_prefix(adapter(1, num_bytes=MIB), cold, prefix())
-    assert not may_take_prefix(adapter(1), hot, prefix(num_bytes=MIB))
+    assert may_take_prefix(worth(hot), prefix())
+    assert not may_take_prefix(worth(cold), prefix())
+    assert may_take_prefix(worth(cold), prefix(restore_s=0.001))
+    assert may_take_prefix(worth(cold, num_bytes=MIB), prefix())
+    assert not may_take_prefix(worth(hot), prefix(num_bytes=MIB))
 
 
 def test_between_equals_nothing_moves() -> None:
-    assert not may_take_prefix(adapter(1), 0.1, prefix())
+    assert not may_take_prefix(worth(0.1), prefix())
 
 
 def test_blocks_that_nobody_asks_for_again_give_way_to_any_use() -> None:
-    assert may_take_prefix(adapter(1), 1e-6, prefix(reuse_per_s=0.0))
-    assert not may_take_prefix(adapter(1), 0.0, prefix(reuse_per_s=0.0))
+    assert may_take_prefix(worth(1e-6), prefix(reuse_per_s=0.0))
+    assert not may_take_prefix(worth(0.0), prefix(reuse_per_s=0.0))
 
 
 @given(st.integers(1, 1 << 30), st.floats(0, 10), st.floats(0, 10), st.integers(1, 1 << 30), st.floats(0, 10))
@@ -277,12 +283,34 @@ def test_an_adapter_and_a_prefix_never_both_take_each_others_place(
     num_bytes: int, reload_s: float, per_s: float, prefix_bytes: int, restore_s: float
 ) -> None:
     there = may_take_prefix(
-        adapter(1, num_bytes=num_bytes, reload_s=reload_s), per_s, prefix(prefix_bytes, restore_s)
+        worth(per_s, num_bytes=num_bytes, reload_s=reload_s), prefix(prefix_bytes, restore_s)
     )
     back = may_take_prefix(
-        adapter(1, num_bytes=prefix_bytes, reload_s=restore_s), 0.1, prefix(num_bytes, reload_s, per_s)
+        worth(0.1, num_bytes=prefix_bytes, reload_s=restore_s), prefix(num_bytes, reload_s, per_s)
     )
     assert not (there and back)
+
+
+@given(caches, policies)
+def test_no_policy_lets_go_first_of_what_it_says_is_worth_more(
+    cached: list[CachedAdapter], make: Callable[[], EvictionPolicy]
+) -> None:
+    policy = make()
+    for each in cached:
+        policy.touched(each, NOW)
+    worths = dict(zip(ids(cached), policy.worths(cached, 100.0, NOW), strict=True))
+    order = [each for each in policy.order(cached, NOW) if not each.is_queued]
+    assert all(worths[a.adapter_id] <= worths[b.adapter_id] * (1 + 1e-9) for a, b in pairwise(order))
+
+
+@given(caches, st.sampled_from([Lru, ChameleonScore, EqualWeights]))
+def test_scores_without_a_unit_divide_what_all_adapters_save(
+    cached: list[CachedAdapter], make: Callable[[], EvictionPolicy]
+) -> None:
+    if cached and all(each.uses for each in cached):
+        saved = sum(each.uses * each.reload_s for each in cached) / sum(each.num_bytes for each in cached)
+        mean = sum(make().worths(cached, 100.0, NOW)) / len(cached)
+        assert mean == pytest.approx(saved / 100.0)
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------

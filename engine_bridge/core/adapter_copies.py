@@ -1,0 +1,105 @@
+"""Adapters kept in KV blocks that nobody needs: which, and in whose place.
+
+Source: Chameleon §4.1 (adapters in idle memory).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from engine_bridge.core.adapter_moves import DropCopy, WriteCopy
+from engine_bridge.core.adapter_table import AdapterTable, Version
+from engine_bridge.core.adapter_worth import Worth
+from engine_bridge.core.staging import Wanted
+from engine_bridge.policy.adapter_cache import PrefixFacts
+
+# Writing adapters into free blocks takes so much of the engine's thread between two steps. Chosen: a tenth of a step of 15 ms.
+BUSY_WRITE_S, IDLE_WRITE_S = 0.0015, 0.010
+
+
+class AdapterCopies:
+    """Decides for the copies of one table. Blocks are free until whoever carries this out has got some (`begun`).
+
+    Args:
+        left: ids of adapters that left their slot; those that may be kept are taken out.
+    """
+
+    def __init__(
+        self, table: AdapterTable, worth: Worth, wanted: Wanted, counts: Counter[str], left: list[int]
+    ) -> None:
+        self._table = table
+        self._worth = worth
+        self._wanted = wanted
+        self._counts = counts
+        self._left = left
+        self._versions: dict[int, Version] = {}
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def take_left(self) -> list[WriteCopy]:
+        """What left its slot is kept, if there is memory that KV does not need."""
+        left = [self._table.get(adapter_id) for adapter_id in self._left]
+        self._left.clear()
+        return [
+            WriteCopy(v.id) for v in left if v is not None and v.host_bytes is not None and v.slot is None
+        ]
+
+    def room_for(self, adapter_id: int, now: float) -> list[DropCopy]:
+        """There are no free blocks for it: who gives up theirs. Nobody if it is not worth the place of those that are there."""
+        others = self._whole()
+        if not others:
+            return []
+        version = self._table[adapter_id]
+        victims = self._worth.victims([*others, version], "cached", version.num_bytes, now)
+        if adapter_id in victims:
+            return []
+        return [self._drop(self._versions[victim], "adapter") for victim in victims]
+
+    def begun(self, adapter_id: int) -> None:
+        """It has blocks, and is being written."""
+        version = self._table[adapter_id]
+        if version.copy == "none":
+            version.copy = "writing"
+            self._versions[adapter_id] = version
+
+    def done(self, adapter_id: int) -> None:
+        """All of it is written."""
+        version = self._versions.get(adapter_id)
+        if version is not None and version.copy == "writing":
+            version.copy = "whole"
+            self._wanted.something_moved()
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def lost(self, adapter_id: int) -> None:
+        """KV took its blocks."""
+        version = self._versions.get(adapter_id)
+        if version is not None:
+            self._drop(version, "kv")
+            self._wanted.something_moved()
+
+    def give_up(self, version: Version) -> list[DropCopy]:
+        """Whatever it is worth."""
+        version.copy = "none"
+        return [DropCopy(version.id)] if self._versions.pop(version.id, None) is not None else []
+
+    def may_displace(self, adapter_id: int, prefix: PrefixFacts, now: float) -> bool:
+        """E3: may it take the place of these prefix blocks?"""
+        return self._worth.may_displace(self._table[adapter_id], self._whole(), prefix, now)
+
+    def take_worth_less(self, prefix: PrefixFacts, now: float) -> int | None:
+        """E3: one that is worth no more, by the byte, than these prefix blocks: it has gone. None: all are worth more."""
+        victim = self._worth.worth_less(self._whole(), prefix, now) if prefix.reuse_per_s > 0 else None
+        if victim is not None:
+            self._drop(self._versions[victim], "value")
+        return victim
+
+    def _whole(self) -> list[Version]:
+        return [version for version in self._versions.values() if version.copy == "whole"]
+
+    def _drop(self, version: Version, reason: str) -> DropCopy:
+        version.copy = "none"
+        del self._versions[version.id]
+        self._worth.left(version.id, "cached")
+        self._counts[f"evicted:cached:{reason}"] += 1
+        return DropCopy(version.id)

@@ -1,0 +1,317 @@
+"""Where each adapter is, and how it gets to where a request needs it without any step waiting for a disk.
+
+An adapter version is on disk (always), in host memory (bounded in bytes), copied into free KV blocks of the device, in a slot (what a step
+computes with), or in several of these. A request whose adapter cannot be computed yet is passed over by the scheduler until it can; others
+go on. Loads and layouts take their time elsewhere; what is decided here is decided between steps, and as a step begins.
+
+Source: Chameleon §4.1 (cache, eviction, prefetch), CaraServe §4 (a start that does not wait for the copy).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Literal
+
+from msgspec import Struct
+
+from engine_bridge.core.adapter_copies import AdapterCopies
+from engine_bridge.core.adapter_moves import DropHost, Forget, LeaveSlot, Load, Move, WriteCopy
+from engine_bridge.core.adapter_slots import AdapterSlots
+from engine_bridge.core.adapter_table import AdapterTable, Version
+from engine_bridge.core.adapter_worth import Worth
+from engine_bridge.core.staging import NoPrefetch, Prefetch, Wanted
+from engine_bridge.node import AdapterPlace
+
+# Loads that are under way at once: the layouts of adapters that have come wait behind no more. Chosen.
+MAX_LOADS = 2
+
+
+class Rules(Struct, frozen=True, kw_only=True):
+    """host_bytes: of adapters in host memory. num_slots: for adapters that steps compute with.
+
+    step_room: what the adapters of all requests that run may take together, in the units of `Version.room`; None: as many as there are slots.
+    cpu_assist: requests start while their adapter is still on its way into a slot. fills_from_copies: a slot is filled from KV blocks, without
+    a way through host memory.
+    """
+
+    host_bytes: int
+    num_slots: int
+    step_room: int | None = None
+    cpu_assist: bool = True
+    fills_from_copies: bool = False
+
+
+class AdapterPlaces:
+    """The adapters of one engine. Events and the time go in, moves come out, for the caller to carry out at once and in order.
+
+    `running`: adapters of the requests that run now. Methods are for one thread; others may read `table` and `is_far`.
+    """
+
+    def __init__(self, rules: Rules, worth: Worth, prefetch: Prefetch | None = None) -> None:
+        self.rules = rules
+        self.worth = worth
+        self.table = AdapterTable(rules.num_slots)
+        self.wanted = Wanted()
+        self.counts: Counter[str] = Counter()
+        """What happened since the start, see `AdapterStats`."""
+        self._prefetch = prefetch or NoPrefetch()
+        self._left: list[int] = []
+        parts = self.table, worth, self.wanted
+        self._slots = AdapterSlots(*parts, rules.step_room, self.counts, self._left)
+        self.copies = AdapterCopies(*parts, self.counts, self._left)
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    def add(self, adapter_id: int, num_bytes: int, *, room: int, is_pinned: bool, now: float) -> None:
+        """Know a version from now on; a known one may be pinned or not. A new one is loaded where memory lies idle."""
+        known = self.table.get(adapter_id)
+        is_new = known is None
+        if known is None:
+            known = Version(adapter_id, num_bytes, room, last_used_s=now)
+            self.table.add(known)
+        known.is_pinned = is_pinned
+        if is_pinned or (is_new and self._has_idle_memory(num_bytes)):
+            self.prefetch(adapter_id)
+
+    def remove(self, adapter_id: int) -> list[Move]:
+        """No new request will name this version; it goes when its last request has ended."""
+        version = self.table.get(adapter_id)
+        if version is None:
+            return []
+        version.is_removed = True
+        return self._forget_if_unused(version)
+
+    def prefetch(self, adapter_id: int) -> None:
+        """Bring it to host memory for a request that may come. It displaces none that a waiting request needs."""
+        version = self.table.get(adapter_id)
+        if version is not None and version.host_bytes is None and not version.is_loading:
+            self.wanted.guess(adapter_id)
+
+    def is_far(self, adapter_id: int) -> bool:
+        """Is it on disk alone, and not on its way from there? From any thread, as a hint."""
+        version = self.table.get(adapter_id)
+        return version is not None and version.place == "disk" and not version.is_loading
+
+    def places(self) -> dict[int, AdapterPlace]:
+        """Where each version is, the nearest place of several. From any thread."""
+        return {version.id: version.place for version in self.table}
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def requested(self, request_id: str, adapter_id: int, now: float) -> None:
+        """A request enters the engine."""
+        version = self.table[adapter_id]
+        self.counts[f"found:{version.place}"] += 1
+        self.worth.used(adapter_id, now)
+        self._prefetch.arrived(adapter_id, now)
+        version.requests[request_id] = version.last_used_s = now
+        self.worth.touched(version, now)
+        if not version.is_filled:
+            self.wanted.want(adapter_id)
+
+    def released(self, request_id: str, adapter_id: int, now: float) -> list[Move]:
+        """It has ended, or never was in the engine."""
+        version = self.table.get(adapter_id)
+        if version is None or version.requests.pop(request_id, None) is None:
+            return []
+        version.last_used_s = now
+        self.worth.touched(version, now)
+        self.wanted.something_moved()
+        return self._forget_if_unused(version)
+
+    def is_at_hand(self, adapter_id: int) -> bool:
+        """Whether a step could compute with this adapter as far as its weights are concerned."""
+        version = self.table[adapter_id]
+        if version.is_filled or self._has_device_source(version):
+            return True
+        return version.host_bytes is not None and (self.rules.cpu_assist or self.rules.fills_from_copies)
+
+    def free_room(self, running: Collection[int]) -> int | None:
+        """What adapters of further requests may take of the steps to come; None: no bound. One that is too large for all of it runs alone."""
+        if self.rules.step_room is None or not running:
+            return None
+        return self.rules.step_room - sum(self.room_of(adapter_id) for adapter_id in running)
+
+    def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
+        """For one more request of this adapter."""
+        return 0 if adapter_id in running else self.room_of(adapter_id)
+
+    def room_of(self, adapter_id: int) -> int:
+        return self.table[adapter_id].room
+
+    def enter(self, adapter_ids: Collection[int], running: Collection[int], now: float) -> list[Move]:
+        """A step begins, with rows of these adapters. Raises RuntimeError if there are too many of them."""
+        moves: list[Move] = []
+        for adapter_id in adapter_ids:
+            version = self.table[adapter_id]
+            if version.slot is None:
+                moves += self._slots.take(version, adapter_ids, running, now)
+        return moves
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def has_work(self, now: float) -> bool:
+        """Would `advance` or `copies_to_write` do something now?"""
+        may_stage = self.wanted.is_worth_a_turn and self.table.num_loads < MAX_LOADS
+        return may_stage or bool(self._left) or self.wait_s(now) == 0
+
+    def wait_s(self, now: float) -> float | None:
+        """How long until there is something to do by itself; None: until something comes."""
+        return self._prefetch.wait_s(now)
+
+    def advance(self, running: Collection[int], now: float) -> list[Move]:
+        """Bring every wanted adapter one step further, those of waiting requests first, in order of arrival."""
+        if len(self.table):
+            for adapter_id in self._prefetch.due(now):
+                self.counts["prefetched"] += 1
+                self.prefetch(adapter_id)
+        moves: list[Move] = []
+        for adapter_id, is_guess in self.wanted.begin_turn():
+            version = self.table.get(adapter_id)
+            if version is None or self._is_staged(version, is_guess):
+                self.wanted.drop(adapter_id)
+            elif version.host_bytes is None and not self._has_device_source(version):
+                moves += self._begin_load(version, is_guess, running, now)
+            elif version.slot is None and not is_guess:
+                moves += self._slots.offer(version, running, now)
+        return moves
+
+    def copies_to_write(self) -> list[WriteCopy]:
+        """What left its slot, to be kept on the device."""
+        return self.copies.take_left()
+
+    def _is_staged(self, version: Version, is_guess: bool) -> bool:
+        if is_guess:
+            return version.host_bytes is not None
+        # One whose layout failed needs its weights again.
+        has_weights = version.is_filled or version.num_layouts > 0 or version.host_bytes is not None
+        return not version.requests or (version.slot is not None and has_weights)
+
+    # -- what became of moves ----------------------------------------------------------------------------------------
+
+    def loaded(
+        self,
+        adapter_id: int,
+        host_bytes: int,
+        source: Literal["disk", "cached"],
+        elapsed_s: float,
+        now: float,
+    ) -> list[Move]:
+        """It is in host memory."""
+        version = self.table[adapter_id]
+        self.table.end_load(version, host_bytes)
+        self.wanted.something_moved()
+        self.counts[f"loads:{source}"] += 1
+        self.counts[f"load_bytes:{source}"] += host_bytes
+        rate = self.worth.disk_rate if source == "disk" else self.worth.copy_rate
+        rate.note(host_bytes, elapsed_s, now)
+        self.worth.touched(version, now)
+        return self._forget_if_unused(version)
+
+    def load_failed(self, adapter_id: int) -> list[Move]:
+        """It cannot be had. Its requests must be `released`: nothing is tried for them any more."""
+        version = self.table[adapter_id]
+        self.table.end_load(version, None)
+        self.wanted.something_moved()
+        self.wanted.drop(adapter_id)
+        self.counts["failed"] += 1
+        return self._forget_if_unused(version)
+
+    def filled(self, adapter_id: int, slot: int) -> None:
+        """Steps can compute with what lies in its slot, if it still lies there."""
+        if self.table.slots[slot] == adapter_id:
+            self.table[adapter_id].is_filled = True
+
+    def laid_out(self, adapter_id: int) -> list[Move]:
+        """Nothing is left to do for one of its fills; its host copy is not read for it any more."""
+        version = self.table[adapter_id]
+        version.num_layouts -= 1
+        self.wanted.something_moved()
+        return self._forget_if_unused(version)
+
+    def put_back(self, adapter_id: int, *, keeps_host: bool) -> list[Move]:
+        """Have it leave its slot and the KV blocks, and host memory unless `keeps_host`: so that a measurement begins with it there."""
+        version = self.table[adapter_id]
+        moves: list[Move] = [*self.copies.give_up(version)]
+        if version.slot is not None:
+            moves.append(self._slots.leave(version))
+        self._left.clear()
+        if not keeps_host:
+            moves += self._leave_host(version)
+        return moves
+
+    # -- host memory -------------------------------------------------------------------------------------------------
+
+    def _begin_load(
+        self, version: Version, is_guess: bool, running: Collection[int], now: float
+    ) -> list[Move]:
+        if version.is_loading or self.table.num_loads >= MAX_LOADS:
+            return []
+        moves = self._make_host_room(version, is_guess, running, now)
+        if moves is None:
+            if is_guess:
+                self.wanted.drop(version.id)
+            return []
+        self.table.begin_load(version)
+        return [*moves, Load(version.id, "cached" if version.copy == "whole" else "disk")]
+
+    def _make_host_room(
+        self, version: Version, is_guess: bool, running: Collection[int], now: float
+    ) -> list[Move] | None:
+        """Who leaves for it; None if there can be no room. A guess displaces nothing that a request waits for."""
+        over = self.table.host_bytes + self.table.reserved_bytes + version.num_bytes - self.rules.host_bytes
+        if over <= 0:
+            return []
+        oldest_s = None if is_guess else version.oldest_request_s
+        candidates = [other for other in self.table if _may_leave_host(other, oldest_s, running)]
+        victims = self.worth.victims(candidates, "host", over, now)
+        moves: list[Move] = []
+        for victim in victims:
+            moves += self._leave_host(self.table[victim])
+            self.worth.left(victim, "host")
+            self.counts["evicted:host"] += 1
+        return moves if victims else None
+
+    def _leave_host(self, version: Version) -> list[Move]:
+        if version.host_bytes is None:
+            return []
+        self.table.leave_host(version)
+        if version.requests:
+            self.wanted.want(version.id)
+        return [DropHost(version.id)]
+
+    def _has_idle_memory(self, num_bytes: int) -> bool:
+        """Does it fit beside what is there and what is on its way, with half of the memory left?"""
+        wanted = (self.table[adapter_id] for adapter_id in self.wanted.ids)
+        on_its_way = sum(version.num_bytes for version in wanted if version.host_bytes is None)
+        return 2 * (self.table.host_bytes + on_its_way + num_bytes) <= self.rules.host_bytes
+
+    def _has_device_source(self, version: Version) -> bool:
+        return self.rules.fills_from_copies and version.copy == "whole"
+
+    def _forget_if_unused(self, version: Version) -> list[Move]:
+        """Of a removed version nothing stays behind its last request."""
+        if not version.is_removed or version.requests or version.is_loading or version.num_layouts:
+            return []
+        self.wanted.drop(version.id)
+        moves: list[Move] = []
+        if version.slot is not None:
+            moves.append(LeaveSlot(version.id, self.table.leave_slot(version)))
+        moves += self.copies.give_up(version)
+        moves += self._leave_host(version)
+        self.table.remove(version)
+        self.worth.forgotten(version.id)
+        self._prefetch.forgotten(version.id)
+        return [*moves, Forget(version.id)]
+
+
+def _may_leave_host(version: Version, waiting_since_s: float | None, running: Collection[int]) -> bool:
+    """May it leave for one whose oldest request came then? None: for a guess."""
+    if version.host_bytes is None or version.is_pinned or version.is_host_copy_read:
+        return False
+    if not version.requests:
+        return True
+    if waiting_since_s is None or version.id in running:
+        return False
+    return version.oldest_request_s > waiting_since_s

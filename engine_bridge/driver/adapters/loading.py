@@ -1,0 +1,175 @@
+"""The loader's thread: reads adapters into host memory, on demand and ahead of their requests, and does what else takes long."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.core.staging import ReadAhead
+from engine_bridge.driver.adapters.blocks import Entry
+from engine_bridge.driver.adapters.host_workers import Workers
+from engine_bridge.driver.adapters.weights import AdapterWeights, Loader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What became of a load. `weights`: None if it failed; then `problem` says why, if anybody knows."""
+
+    weights: AdapterWeights | None
+    source: Literal["disk", "cached"] = "disk"
+    elapsed_s: float = 0.0
+    problem: Exception | None = None
+    was_ahead: bool = False
+
+
+class LoaderThread:
+    """One thread and what it has done. Methods are for the engine's thread unless they say otherwise.
+
+    Args:
+        loader: reads one adapter.
+        workers: are given what is read.
+        wake: called on the thread when something is done.
+    """
+
+    def __init__(
+        self, loader: Loader, workers: Workers, read_ahead: ReadAhead, wake: Callable[[], None]
+    ) -> None:
+        self._loader = loader
+        self._workers = workers
+        self._wake = wake
+        self._executor = ThreadPoolExecutor(1, "adapter-loader", initializer=_keep_out_of_the_way)
+        self._done: deque[Callable[[], None]] = deque()
+        self._read_ahead = read_ahead
+        self._ahead: dict[int, Future[Loaded]] = {}
+        self._ahead_lock = threading.Lock()
+
+    def load(self, record: AdapterRecord, entry: Entry | None, then: Callable[[Loaded], None]) -> None:
+        """Read an adapter, from KV blocks while they hold it, else from disk. `then` is called by `take_done`."""
+        with self._ahead_lock:
+            self._read_ahead.take(record.version_id)
+            ahead = self._ahead.pop(record.version_id, None)
+        if ahead is None:
+            self._executor.submit(self._load, record, entry, then)
+        elif ahead.done():
+            self._done.append(lambda: then(self._take_ahead(record, ahead)))
+        else:
+            ahead.add_done_callback(lambda _: self._tell(lambda: then(self._take_ahead(record, ahead))))
+
+    def lay_out(self, finish: Callable[[], None], name: str, then: Callable[[float], None]) -> None:
+        """Run a slot's rest. `then` is called by `take_done`, with the seconds that it took."""
+
+        def run() -> None:
+            started_s = time.perf_counter()
+            try:
+                finish()
+            except Exception:
+                log.exception("adapter %s could not be laid out ahead; its step will", name)
+            elapsed_s = time.perf_counter() - started_s
+            self._tell(lambda: then(elapsed_s))
+
+        self._executor.submit(run)
+
+    def give_up(self, adapter_id: int, weights: AdapterWeights) -> None:
+        """It leaves host memory."""
+        self._executor.submit(self._workers.drop, adapter_id)
+        self._give_back(weights)
+
+    def has_done(self) -> bool:
+        return bool(self._done)
+
+    def take_done(self) -> None:
+        """Tell who asked of all that is done."""
+        while self._done:
+            self._done.popleft()()
+
+    def rest(self) -> None:
+        """Wait until the thread has done all that it was asked for."""
+        self._executor.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Waits for what the thread is doing; the rest is left undone."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    # -- ahead of requests -------------------------------------------------------------------------------------------
+
+    def expect(self, record: AdapterRecord, now: float) -> None:
+        """A request for it is about to enter: read it now, unless too much is being read. From any thread."""
+        with self._ahead_lock:
+            if self._read_ahead.begin(record.version_id, record.num_bytes, now):
+                self._ahead[record.version_id] = self._executor.submit(self._read, record)
+
+    def drop_ahead(self, now: float) -> None:
+        """Give up what was read for requests that did not come."""
+        if not self._ahead:
+            return
+        with self._ahead_lock:
+            dropped = [self._ahead.pop(adapter_id) for adapter_id in self._read_ahead.expire(now)]
+        for read in dropped:
+            if not read.cancel() and read.done():
+                weights = read.result().weights
+                if weights is not None:
+                    self._give_back(weights)
+
+    def _take_ahead(self, record: AdapterRecord, read: Future[Loaded]) -> Loaded:
+        loaded = Loaded(None) if read.cancelled() else read.result()
+        if loaded.weights is None:
+            return loaded
+        self._executor.submit(self._workers.put, record.version_id, loaded.weights)
+        return Loaded(loaded.weights, elapsed_s=loaded.elapsed_s, was_ahead=True)
+
+    # -- on the thread -----------------------------------------------------------------------------------------------
+
+    def _load(self, record: AdapterRecord, entry: Entry | None, then: Callable[[Loaded], None]) -> None:
+        try:
+            loaded = self._copied(entry) or self._read(record)
+            if loaded.weights is not None:
+                self._workers.put(record.version_id, loaded.weights)
+        except Exception as error:
+            loaded = Loaded(None, problem=error)
+        self._tell(lambda: then(loaded))
+
+    def _copied(self, entry: Entry | None) -> Loaded | None:
+        """None if there are no blocks to copy from, or they were taken meanwhile."""
+        if entry is None:
+            return None
+        started_s = time.perf_counter()
+        weights = entry.read(self._loader.buffers.take(entry.size_bytes))
+        return Loaded(weights, "cached", time.perf_counter() - started_s) if weights is not None else None
+
+    def _read(self, record: AdapterRecord) -> Loaded:
+        started_s = time.perf_counter()
+        try:
+            weights = self._loader.load(record)
+        except Exception as error:
+            return Loaded(None, problem=error)
+        return Loaded(weights, elapsed_s=time.perf_counter() - started_s)
+
+    def _tell(self, news: Callable[[], None]) -> None:
+        self._done.append(news)
+        self._wake()
+
+    def _give_back(self, weights: AdapterWeights) -> None:
+        if weights.buffer is not None:
+            self._executor.submit(self._loader.buffers.give_back, weights.buffer)
+
+
+def _keep_out_of_the_way() -> None:
+    """One thread of computation, on any core. A thread inherits from the engine's its core, where it would take turns with it.
+
+    vLLM's CPU worker replaces `torch.set_num_threads` by a function that does nothing; the one beneath it is per thread.
+    """
+    torch._C.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))

@@ -1,0 +1,604 @@
+"""Where adapters go: what requests need comes, what nobody needs leaves, by the chosen policy and within the memory that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine_bridge.core.adapter_moves import (
+    DropCopy,
+    DropHost,
+    Fill,
+    Forget,
+    LeaveSlot,
+    Load,
+    Move,
+    WriteCopy,
+)
+from engine_bridge.core.adapter_worth import Worth
+from engine_bridge.core.residency import MAX_LOADS, AdapterPlaces, Rules
+from engine_bridge.core.staging import AHEAD_FOR_S, HistoryPrefetch, ReadAhead
+from engine_bridge.policy import adapter_cache
+from engine_bridge.policy.adapter_cache import POLICIES, CachedAdapter, Lru, PrefixFacts
+
+SIZE = 100
+NOBODY: frozenset[int] = frozenset()
+
+
+def make(num_adapters: int = 3, policy: str = "expected_gain", **rules: Any) -> AdapterPlaces:
+    """With adapters 1, 2, … of SIZE bytes, all on disk."""
+    places = AdapterPlaces(Rules(**({"host_bytes": 2 * SIZE, "num_slots": 2} | rules)), Worth(policy))
+    for adapter_id in range(1, num_adapters + 1):
+        places.add(adapter_id, SIZE, room=SIZE, is_pinned=False, now=0.0)
+        places.wanted.drop(adapter_id)
+    return places
+
+
+def bring(places: AdapterPlaces, adapter_id: int, now: float = 0.0) -> None:
+    """To host memory."""
+    places.prefetch(adapter_id)
+    assert Load(adapter_id, "disk") in places.advance(NOBODY, now)
+    places.loaded(adapter_id, SIZE, "disk", 1.0, now)
+
+
+def lay_out(places: AdapterPlaces, moves: Sequence[Move]) -> list[Move]:
+    """Done with the fills among them."""
+    after: list[Move] = []
+    for move in moves:
+        if isinstance(move, Fill):
+            places.filled(move.adapter_id, move.slot)
+            after += places.laid_out(move.adapter_id)
+    return after
+
+
+def serve(places: AdapterPlaces, adapter_id: int, now: float = 0.0) -> None:
+    """A request that comes, runs and ends, with the adapter in host memory already."""
+    places.requested("r", adapter_id, now)
+    lay_out(places, places.enter([adapter_id], {adapter_id}, now))
+    places.released("r", adapter_id, now)
+
+
+def keep_copy(places: AdapterPlaces, adapter_id: int) -> None:
+    """In KV blocks alone."""
+    bring(places, adapter_id)
+    places.copies.begun(adapter_id)
+    places.copies.done(adapter_id)
+    places.table.leave_host(places.table[adapter_id])
+
+
+# -- to where a request needs it -----------------------------------------------------------------------------------------
+
+
+def test_a_request_has_its_adapter_read_then_laid_out_then_it_may_start() -> None:
+    places = make(cpu_assist=False)
+    places.requested("r", 1, 0.0)
+    assert places.advance(NOBODY, 0.0) == [Load(1, "disk")]
+    assert not places.has_work(0.0), "until the load is done there is nothing to do"
+    places.loaded(1, SIZE, "disk", 1.0, 1.0)
+    assert places.advance(NOBODY, 1.0) == [Fill(1, 0, "host")]
+    assert not places.is_at_hand(1)
+    places.filled(1, 0)
+    assert places.is_at_hand(1)
+
+
+def test_with_assist_a_request_may_start_as_soon_as_its_adapter_is_in_host_memory() -> None:
+    places = make()
+    places.requested("r", 1, 0.0)
+    assert not places.is_at_hand(1)
+    bring(places, 1)
+    assert places.is_at_hand(1)
+
+
+def test_no_more_than_so_many_loads_are_under_way_and_waiting_requests_come_before_guesses() -> None:
+    places = make(num_adapters=4, host_bytes=10 * SIZE)
+    places.prefetch(1)
+    for adapter_id in (2, 3, 4):
+        places.requested(f"r{adapter_id}", adapter_id, 0.0)
+    assert places.advance(NOBODY, 0.0) == [Load(2, "disk"), Load(3, "disk")]
+    assert places.table.num_loads == MAX_LOADS
+    places.loaded(2, SIZE, "disk", 1.0, 1.0)
+    assert Load(4, "disk") in places.advance(NOBODY, 1.0)
+
+
+def test_a_request_for_an_adapter_of_an_older_request_waits_rather_than_taking_its_memory() -> None:
+    places = make(host_bytes=SIZE)
+    places.requested("old", 1, 0.0)
+    bring(places, 1)
+    places.requested("young", 2, 1.0)
+    assert not any(isinstance(move, DropHost | Load) for move in places.advance(NOBODY, 1.0))
+    places.released("old", 1, 2.0)
+    places.laid_out(1)
+    assert places.advance(NOBODY, 2.0)[:2] == [DropHost(1), Load(2, "disk")]
+
+
+def test_a_guess_displaces_nothing_that_a_request_waits_for() -> None:
+    places = make(host_bytes=SIZE)
+    places.requested("r", 1, 0.0)
+    bring(places, 1)
+    places.prefetch(2)
+    assert not any(isinstance(move, DropHost | Load) for move in places.advance(NOBODY, 0.0))
+
+
+def test_what_runs_keeps_its_host_copy_and_its_slot() -> None:
+    places = make(host_bytes=SIZE, num_slots=1)
+    places.requested("r", 1, 0.0)
+    bring(places, 1)
+    lay_out(places, places.enter([1], {1}, 0.0))
+    places.requested("s", 2, 0.0)
+    assert places.advance({1}, 0.0) == []
+
+
+def test_a_load_that_fails_is_not_tried_again_for_those_who_waited() -> None:
+    places = make()
+    places.requested("r", 1, 0.0)
+    places.advance(NOBODY, 0.0)
+    places.load_failed(1)
+    places.released("r", 1, 0.0)
+    assert places.advance(NOBODY, 0.0) == []
+    assert places.table.reserved_bytes == 0
+
+
+def test_one_whose_layout_failed_is_laid_out_by_its_step_or_read_again() -> None:
+    places = make(host_bytes=SIZE)
+    places.requested("r", 1, 0.0)
+    bring(places, 1)
+    places.advance(NOBODY, 0.0)
+    places.laid_out(1)
+    assert places.is_at_hand(1), "from its host copy"
+    places.table.leave_host(places.table[1])
+    places.requested("s", 1, 0.0)
+    assert places.advance(NOBODY, 0.0) == [Load(1, "disk")]
+
+
+def test_a_step_takes_the_slot_of_the_adapter_that_is_worth_least() -> None:
+    places = make(host_bytes=10 * SIZE)
+    for adapter_id, num_uses in ((1, 5), (2, 1), (3, 1)):
+        bring(places, adapter_id)
+        for _ in range(num_uses if adapter_id < 3 else 0):
+            serve(places, adapter_id)
+    places.requested("r", 3, 1.0)
+    assert places.enter([3], {3}, 1.0) == [LeaveSlot(2, 1), Fill(3, 1, "host")]
+
+
+def test_a_step_with_more_adapters_than_slots_is_refused() -> None:
+    places = make(host_bytes=10 * SIZE, num_slots=1)
+    for adapter_id in (1, 2):
+        places.requested(f"r{adapter_id}", adapter_id, 0.0)
+        bring(places, adapter_id)
+    with pytest.raises(RuntimeError, match="more adapters than there are slots"):
+        places.enter([1, 2], {1, 2}, 0.0)
+
+
+def test_unused_adapters_leave_their_slots_where_they_take_more_than_a_step_may() -> None:
+    places = make(host_bytes=10 * SIZE, num_slots=3, step_room=2 * SIZE)
+    for adapter_id in (1, 2, 3):
+        bring(places, adapter_id)
+        places.requested("r", adapter_id, float(adapter_id))
+        moves = places.enter([adapter_id], {adapter_id}, float(adapter_id))
+        lay_out(places, moves)
+        places.released("r", adapter_id, float(adapter_id))
+    assert moves == [LeaveSlot(1, 0, is_emptied=True), Fill(3, 2, "host")]
+
+
+def test_room_is_what_the_adapters_of_running_requests_leave() -> None:
+    places = make(step_room=250)
+    assert places.free_room(set()) is None, "one that is too large for all of it runs alone"
+    assert places.free_room({1, 2}) == 50
+    assert (places.needed_room(1, {1}), places.needed_room(3, {1})) == (0, SIZE)
+
+
+# -- memory that KV does not need ----------------------------------------------------------------------------------------
+
+
+def test_what_leaves_its_slot_is_kept_in_kv_blocks_and_read_from_there() -> None:
+    places = make(num_slots=1)
+    for adapter_id in (1, 2):
+        bring(places, adapter_id)
+        serve(places, adapter_id)
+    assert places.copies_to_write() == [WriteCopy(1)]
+    places.copies.begun(1)
+    assert places.places()[1] == "host"
+    places.copies.done(1)
+    places.table.leave_host(places.table[1])
+    assert places.places()[1] == "cached"
+    places.requested("r", 1, 0.0)
+    assert places.advance(NOBODY, 0.0)[0] == Load(1, "cached")
+
+
+def test_a_host_copy_stays_while_it_is_written_into_blocks() -> None:
+    places = make(host_bytes=SIZE)
+    bring(places, 1)
+    places.copies.begun(1)
+    places.requested("r", 2, 0.0)
+    assert places.advance(NOBODY, 0.0) == []
+    places.copies.done(1)
+    assert places.advance(NOBODY, 0.0) == [DropHost(1), Load(2, "disk")]
+
+
+def test_where_slots_fill_from_blocks_there_is_no_way_through_host_memory() -> None:
+    places = make(fills_from_copies=True, cpu_assist=False)
+    keep_copy(places, 1)
+    places.requested("r", 1, 0.0)
+    assert places.is_at_hand(1)
+    assert places.advance(NOBODY, 0.0) == [Fill(1, 0, "cached")]
+
+
+def test_a_copy_makes_way_only_for_one_that_is_worth_more() -> None:
+    places = make()
+    keep_copy(places, 1)
+    bring(places, 2)
+    serve(places, 2)
+    assert places.copies.room_for(2, 0.0) == [DropCopy(1)]
+    places = make()
+    keep_copy(places, 1)
+    places.worth.used(1, 0.0)
+    bring(places, 2)
+    assert places.copies.room_for(2, 0.0) == []
+
+
+# -- adapters against KV, by whatever policy was chosen ------------------------------------------------------------------
+
+
+class LargestId(Lru):
+    """Says that the adapter with the largest number is worth the least, and that a byte of adapter n saves 1/n seconds a second."""
+
+    name = "largest_id"
+
+    def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
+        return sorted(cached, key=lambda adapter: -adapter.adapter_id)
+
+    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
+        return [1 / adapter.adapter_id for adapter in cached]
+
+
+def prefix(worth: float) -> PrefixFacts:
+    return PrefixFacts(num_bytes=1, restore_s=worth, reuse_per_s=1.0)
+
+
+def test_a_policy_is_one_class_and_one_line_and_its_own_score_ranks_adapters_against_kv(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(adapter_cache.POLICIES, LargestId.name, LargestId)
+    places = make(num_adapters=4, policy=LargestId.name)
+    for adapter_id in (2, 4):
+        keep_copy(places, adapter_id)
+    for _ in range(9):
+        places.worth.used(4, 0.0)  # which would save 4 by seconds saved
+    assert places.copies.may_displace(3, prefix(0.3), 0.0) and not places.copies.may_displace(
+        3, prefix(0.4), 0.0
+    )
+    assert places.copies.take_worth_less(prefix(0.2), 0.0) is None
+    assert places.copies.take_worth_less(prefix(0.3), 0.0) == 4
+    assert places.places()[4] == "disk"
+    assert places.copies.take_worth_less(prefix(0.6), 0.0) == 2
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_by_any_policy_kv_takes_first_what_an_adapter_in_need_would_take(policy: str) -> None:
+    places = make(num_adapters=3, policy=policy, host_bytes=10 * SIZE)
+    for at, adapter_id in enumerate((1, 2, 3)):
+        keep_copy(places, adapter_id)
+        places.requested("r", adapter_id, 10.0 + at)
+        places.released("r", adapter_id, 10.0 + at)
+        places.wanted.drop(adapter_id)
+    order = places.worth.order(list(places.table)[:3], "cached", 20.0)
+    assert places.copies.take_worth_less(prefix(1e9), 20.0) == order[0]
+
+
+def test_an_adapter_that_a_request_waits_for_does_not_give_way_to_kv() -> None:
+    places = make()
+    keep_copy(places, 1)
+    places.requested("r", 1, 0.0)
+    assert places.copies.take_worth_less(prefix(1e9), 0.0) is None
+
+
+def test_what_kv_took_is_read_from_disk_again() -> None:
+    places = make()
+    keep_copy(places, 1)
+    places.copies.lost(1)
+    places.copies.lost(1)
+    assert places.counts["evicted:cached:kv"] == 1
+    places.requested("r", 1, 0.0)
+    assert places.advance(NOBODY, 0.0) == [Load(1, "disk")]
+
+
+# -- versions come and go ------------------------------------------------------------------------------------------------
+
+
+def test_a_removed_version_goes_with_its_last_request_and_leaves_nothing() -> None:
+    places = make()
+    places.requested("r", 1, 0.0)
+    bring(places, 1)
+    lay_out(places, places.enter([1], {1}, 0.0))
+    places.copies.begun(1)
+    assert places.remove(1) == []
+    assert places.released("r", 1, 0.0) == [LeaveSlot(1, 0), DropCopy(1), DropHost(1), Forget(1)]
+    assert 1 not in places.places() and places.table.host_bytes == 0
+
+
+def test_a_version_removed_while_it_loads_goes_when_the_load_ends() -> None:
+    places = make()
+    places.prefetch(1)
+    places.advance(NOBODY, 0.0)
+    assert places.remove(1) == []
+    assert places.loaded(1, SIZE, "disk", 1.0, 0.0) == [DropHost(1), Forget(1)]
+
+
+def test_new_adapters_are_loaded_while_half_of_the_memory_lies_idle_and_pinned_ones_always() -> None:
+    places = AdapterPlaces(Rules(host_bytes=4 * SIZE, num_slots=1), Worth("lru"))
+    for adapter_id in (1, 2, 3):
+        places.add(adapter_id, SIZE, room=1, is_pinned=False, now=0.0)
+    assert places.wanted.ids == [1, 2]
+    places.add(3, SIZE, room=1, is_pinned=True, now=0.0)
+    assert places.wanted.ids == [1, 2, 3]
+
+
+# -- ahead of requests ---------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_that_comes_like_clockwork_is_loaded_before_its_next_request() -> None:
+    places = AdapterPlaces(Rules(host_bytes=SIZE, num_slots=1), Worth("lru"), HistoryPrefetch())
+    places.add(1, SIZE, room=1, is_pinned=False, now=0.0)
+    for number in range(12):
+        places.requested(f"r{number}", 1, 60.0 * number)
+        places.released(f"r{number}", 1, 60.0 * number)
+        places.advance(NOBODY, 60.0 * number)
+    assert places.wait_s(661.0) == 0.0
+    assert places.advance(NOBODY, 690.0) == []
+    assert Load(1, "disk") in [move for now in range(691, 735) for move in places.advance(NOBODY, float(now))]
+
+
+def test_without_a_forecast_nothing_is_to_be_done_by_itself() -> None:
+    assert make().wait_s(0.0) is None
+
+
+def test_reading_ahead_is_bounded_but_for_the_first_and_ends_with_the_request_or_by_itself() -> None:
+    ahead = ReadAhead(max_bytes=250)
+    assert ahead.begin(1, 1000, 0.0) and not ahead.begin(1, 1, 0.0) and not ahead.begin(2, 1, 0.0)
+    assert ahead.take(1) and not ahead.take(1)
+    assert ahead.begin(2, 100, 1.0) and ahead.begin(3, 100, 2.0) and not ahead.begin(4, 100, 2.0)
+    assert ahead.expire(1.5 + AHEAD_FOR_S) == [2]
+    assert ahead.begin(4, 100, 3.0)
+
+
+# -- arbitrary traffic ---------------------------------------------------------------------------------------------------
+
+HOST_BYTES, NUM_SLOTS, MAX_RUNNING = 400, 3, 2
+
+
+class Traffic(RuleBasedStateMachine):
+    """A scheduler, a loader and lent blocks in small, none of which is in a hurry."""
+
+    @initialize(
+        assist=st.booleans(),
+        is_device=st.booleans(),
+        policy=st.sampled_from(sorted(POLICIES)),
+        step_room=st.sampled_from([None, 300]),
+    )
+    def begin(self, assist: bool, is_device: bool, policy: str, step_room: int | None) -> None:
+        rules = Rules(
+            host_bytes=HOST_BYTES,
+            num_slots=NUM_SLOTS,
+            step_room=step_room,
+            cpu_assist=assist,
+            fills_from_copies=is_device,
+        )
+        self.places = AdapterPlaces(rules, Worth(policy), HistoryPrefetch())
+        self.now = 0.0
+        self.next_number = 1
+        self.waiting: dict[str, int] = {}
+        self.running: dict[str, int] = {}
+        self.served: set[int] = set()
+        self.loading: list[Load] = []
+        self.laying_out: list[Fill] = []
+        self.host: set[int] = set()
+        self.slots: dict[int, int] = {}
+        self.copies: dict[int, bool] = {}  # whether it is whole
+        self.add(80)
+
+    # what is decided is carried out; anything doubled or lost shows here
+
+    def do(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            match move:
+                case Load(adapter_id, source):
+                    assert adapter_id not in self.host and adapter_id not in [
+                        m.adapter_id for m in self.loading
+                    ]
+                    assert source == "disk" or self.copies[adapter_id]
+                    self.loading.append(move)
+                case Fill(adapter_id, slot, source):
+                    assert slot not in self.slots and adapter_id not in self.slots.values()
+                    assert adapter_id in self.host if source == "host" else self.copies[adapter_id]
+                    self.slots[slot] = adapter_id
+                    self.laying_out.append(move)
+                case LeaveSlot(adapter_id, slot):
+                    assert self.slots.pop(slot) == adapter_id
+                case DropHost(adapter_id):
+                    assert adapter_id not in self.busy_host_copies(), "its host copy is being read"
+                    assert not self.needs_host(adapter_id), "evicted while its requests run"
+                    self.host.remove(adapter_id)
+                case WriteCopy(adapter_id):
+                    assert adapter_id in self.host
+                    self.write_copy(adapter_id)
+                case DropCopy(adapter_id):
+                    del self.copies[adapter_id]
+                case Forget(adapter_id):
+                    assert adapter_id not in {*self.host, *self.slots.values(), *self.copies}
+
+    def needs_host(self, adapter_id: int) -> bool:
+        return adapter_id in self.running.values()
+
+    def busy_host_copies(self) -> set[int]:
+        writing = {adapter_id for adapter_id, is_whole in self.copies.items() if not is_whole}
+        gone = self.places.table
+        removed = {i for i in writing if gone.get(i) is None or gone[i].is_removed}
+        return {move.adapter_id for move in self.laying_out} | (writing - removed)
+
+    def write_copy(self, adapter_id: int) -> None:
+        """There is room for two."""
+        if adapter_id in self.copies:
+            return
+        if len(self.copies) >= 2:
+            drops = self.places.copies.room_for(adapter_id, self.now)
+            self.do(drops)
+            if not drops:
+                return
+        self.copies[adapter_id] = False
+        self.places.copies.begun(adapter_id)
+
+    # -- events
+
+    @rule(num_bytes=st.integers(20, 150))
+    def add(self, num_bytes: int) -> None:
+        self.places.add(self.next_number, num_bytes, room=num_bytes, is_pinned=False, now=self.now)
+        self.served.add(self.next_number)
+        self.next_number += 1
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.served) > 1)
+    def remove(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.served)))
+        self.served.discard(number)
+        self.do(self.places.remove(number))
+
+    @rule(data=st.data(), wait_s=st.floats(0, 5))
+    def request(self, data: st.DataObject, wait_s: float) -> None:
+        self.now += wait_s
+        number = data.draw(st.sampled_from(sorted(self.served)))
+        self.waiting[f"r{self.next_number}"] = number
+        self.places.requested(f"r{self.next_number}", number, self.now)
+        self.next_number += 1
+
+    @rule(data=st.data())
+    def prefetch(self, data: st.DataObject) -> None:
+        self.places.prefetch(data.draw(st.sampled_from(sorted(self.served))))
+
+    @rule(data=st.data(), is_broken=st.booleans())
+    @precondition(lambda self: self.loading)
+    def load_ends(self, data: st.DataObject, is_broken: bool) -> None:
+        self.end_load(data.draw(st.sampled_from(self.loading)), is_broken)
+
+    def end_load(self, move: Load, is_broken: bool = False) -> None:
+        self.loading.remove(move)
+        adapter_id = move.adapter_id
+        if not is_broken:
+            self.host.add(adapter_id)
+            num_bytes = self.places.table[adapter_id].num_bytes
+            self.do(self.places.loaded(adapter_id, num_bytes, move.source, 0.1, self.now))
+            return
+        victims = list(self.places.table[adapter_id].requests)
+        self.do(self.places.load_failed(adapter_id))
+        for request_id in victims:
+            if request_id in self.waiting:
+                self.release(self.waiting, request_id)
+            else:
+                self.release(self.running, request_id)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.laying_out)
+    def layout_ends(self, data: st.DataObject) -> None:
+        self.end_layout(data.draw(st.sampled_from(self.laying_out)))
+
+    def end_layout(self, move: Fill) -> None:
+        self.laying_out.remove(move)
+        self.places.filled(move.adapter_id, move.slot)
+        self.do(self.places.laid_out(move.adapter_id))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.copies)
+    def kv_takes_blocks(self, data: st.DataObject) -> None:
+        adapter_id = data.draw(st.sampled_from(sorted(self.copies)))
+        del self.copies[adapter_id]
+        self.places.copies.lost(adapter_id)
+
+    @rule(worth=st.floats(0, 1))
+    def kv_is_worth_more(self, worth: float) -> None:
+        victim = self.places.copies.take_worth_less(prefix(worth), self.now)
+        if victim is not None:
+            assert self.copies.pop(victim), "only whole copies"
+
+    @rule()
+    def copies_are_written(self) -> None:
+        for adapter_id in [i for i, is_whole in self.copies.items() if not is_whole]:
+            self.copies[adapter_id] = True
+            self.places.copies.done(adapter_id)
+
+    @rule()
+    def step(self) -> None:
+        self.now += 0.01
+        self.do(self.places.advance(set(self.running.values()), self.now))
+        self.do(self.places.copies_to_write())
+        for request_id, number in list(self.waiting.items()):
+            running = set(self.running.values())
+            has_slot = number in running or len(running) < MAX_RUNNING
+            room = self.places.free_room(running)
+            has_room = room is None or self.places.needed_room(number, running) <= room
+            if has_slot and has_room and self.places.is_at_hand(number):
+                self.running[request_id] = self.waiting.pop(request_id)
+        in_step = set(self.running.values())
+        self.do(self.places.enter(in_step, in_step, self.now))
+        assert in_step <= set(self.slots.values()), "a step computes with adapters that are in slots"
+
+    def release(self, where: dict[str, int], request_id: str) -> None:
+        self.do(self.places.released(request_id, where.pop(request_id), self.now))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.running)
+    def finish(self, data: st.DataObject) -> None:
+        self.release(self.running, data.draw(st.sampled_from(sorted(self.running))))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.waiting)
+    def abort(self, data: st.DataObject) -> None:
+        self.release(self.waiting, data.draw(st.sampled_from(sorted(self.waiting))))
+
+    @rule()
+    def everybody_gets_there(self) -> None:
+        """Whatever went before: requests end one after the other, without a round in which nothing can move."""
+        for _ in range(20 * (1 + len(self.waiting) + len(self.running))):
+            for load in list(self.loading):
+                self.end_load(load)
+            for fill in list(self.laying_out):
+                self.end_layout(fill)
+            self.copies_are_written()
+            self.step()
+            if self.running:
+                self.release(self.running, next(iter(self.running)))
+            if not self.waiting and not self.running:
+                return
+        raise AssertionError(f"requests starve: {self.waiting}")
+
+    # -- what always holds
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.places.table.check(HOST_BYTES)
+
+    @invariant()
+    def the_core_knows_what_was_carried_out(self) -> None:
+        table = self.places.table
+        assert {v.id for v in table if v.host_bytes is not None} == self.host
+        assert {v.slot: v.id for v in table if v.slot is not None} == self.slots
+        assert {v.id: v.copy == "whole" for v in table if v.copy != "none"} == self.copies
+
+    @invariant()
+    def only_what_is_served_or_used_is_known(self) -> None:
+        in_use = {*self.running.values(), *self.waiting.values()}
+        moving = {move.adapter_id for move in (*self.loading, *self.laying_out)}
+        known = set(self.places.places())
+        assert self.served | in_use <= known <= self.served | in_use | moving
+
+    @invariant()
+    def who_waits_is_wanted_or_at_hand(self) -> None:
+        for number in self.waiting.values():
+            assert number in self.places.wanted.ids or self.places.table[number].slot is not None
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=40, stateful_step_count=40)
