@@ -53,10 +53,10 @@ format: $(TESTING) ## let ruff mend what it can
 bench: $(RUNTIME) ## measure the gateway (ARGS=--quick)
 	$(PY) -m bench.live.gateway $(ARGS)
 
-bench-sim: $(RUNTIME) ## run the papers' tables in virtual time, keep their figures, write the results
+bench-sim: $(RUNTIME) $(TESTING) ## run the papers' tables in virtual time, keep their figures, write the results
 	$(PY) -m bench.results sim
 
-results: $(RUNTIME) ## make bench/RESULTS.md and docs/plots from the kept runs
+results: $(RUNTIME) $(TESTING) ## make bench/RESULTS.md and docs/plots from the kept runs
 	$(PY) -m bench.results write
 
 pins: ## resolve requirements/*.in into pinned lists with hashes

@@ -41,20 +41,20 @@ from engine_bridge.node import (
     Progress,
     RequestId,
     SchedulingStats,
-    SessionId,
     SseReply,
     TokenizerStats,
     unpack_token_ids,
 )
 from engine_bridge.policy.request_limits import RequestLimits
 from engine_bridge.predict.node_lengths import NodeLengths
+from engine_bridge.request_context import NOBODY, RequestContext
 from engine_bridge.token_stream import TokenStream
 from kvtiers.stats import TierStats
 
 if TYPE_CHECKING:
     from engine_bridge.core.promotions import Hashes
     from engine_bridge.driver.adapters.residency import Residency
-    from engine_bridge.driver.engine_client import BridgeEngineClient, Caller
+    from engine_bridge.driver.engine_client import BridgeEngineClient
     from engine_bridge.driver.serving import Prepared, Serving
     from engine_bridge.driver.tokenizer_queue import TokenizerQueue
 
@@ -330,7 +330,6 @@ class LocalNode:
 
     @property
     def max_model_len(self) -> int:
-        """In tokens; 0 until the engine is up."""
         return self._client.model_config.max_model_len if self._client is not None else 0
 
     @property
@@ -370,7 +369,7 @@ class LocalNode:
                     prepared.params,
                     request.request_id,
                     stream,
-                    caller=_caller_of(request, prepared),
+                    context=request.context,
                     lora_request=prepared.lora_request,
                 )
                 await client.foretell(core_request)
@@ -394,10 +393,10 @@ class LocalNode:
     @contextmanager
     def _reading(self, request: GenerateRequest) -> Iterator[None]:
         """The request's rendering and tokenising is its tenant's. Raises TooBusy."""
-        from engine_bridge.driver.engine_client import Caller, called_by
+        from engine_bridge.driver.call import called_by
 
-        self._check_room(request.tenant)
-        with called_by(Caller(request.tenant, weight=request.weight)):
+        self._check_room(request.context.tenant)
+        with called_by(request.context):
             yield
 
     def _check_room(self, tenant: str) -> None:
@@ -419,16 +418,11 @@ class LocalNode:
         api: Api,
         body: Any,
         headers: Mapping[str, str],
-        tenant: str = "",
-        session_id: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
+        context: RequestContext = NOBODY,
     ) -> JsonReply | SseReply:
-        from engine_bridge.driver.engine_client import Caller
-
         serving, _ = self._ready()
-        self._check_room(tenant)
-        return await serving.serve(api, body, headers, Caller(tenant, session_id, weight, priority))
+        self._check_room(context.tenant)
+        return await serving.serve(api, body, headers, context)
 
     async def models(self) -> JsonReply:
         """The body of `/v1/models`."""
@@ -482,7 +476,7 @@ class LocalNode:
         if self._tiers is None:
             raise NotSupported("this server has no KV tiers to warm a session from (--kv-host-gib 0)")
         serving, client = self._ready()
-        adapter = serving.lora_request(advisory.adapter)
+        adapter = serving.lora_request(advisory.adapter or "")
         salt = client.salt_of(advisory.tenant, adapter)
         if adapter is not None:
             self._thread.submit(lambda driver: driver.prefetch_adapter(adapter.lora_int_id))
@@ -525,7 +519,7 @@ class LocalNode:
             prepared.params.clone(),
             f"{BACKGROUND_PREFIX}{request.request_id}",
             stream,
-            caller=_caller_of(request, prepared),
+            context=request.context,
             lora_request=prepared.lora_request,
         )
         client.launch_in_background(unique_id, core_request)
@@ -540,12 +534,6 @@ class LocalNode:
         seconds = self._tiers.prefill_s_per_token() if self._tiers is not None else None
         num_tokens = int(BACKGROUND_S / seconds) if seconds else BACKGROUND_TOKENS
         return max(num_tokens // block_size, 1) * block_size
-
-    async def export_kv(self, session_id: SessionId) -> bytes:
-        raise NotSupported("this node exports no KV")
-
-    async def import_kv(self, session_id: SessionId, blocks: bytes) -> None:
-        raise NotSupported("this node imports no KV")
 
     async def run_on_engine(self, run: Callable[[VllmDriver], T]) -> T:
         """The result of `run(driver)`, called on the engine thread between two steps. For benches and tests."""
@@ -572,12 +560,6 @@ def _grammar_checker(engine: Any, limits: RequestLimits) -> GrammarChecker:
     checker = GrammarChecker(tokenizer, timeout_s=limits.grammar_check_s, memory_mib=limits.grammar_check_mib)
     checker.warm_up()
     return checker
-
-
-def _caller_of(request: GenerateRequest, prepared: Prepared) -> Caller:
-    from engine_bridge.driver.engine_client import Caller
-
-    return Caller(request.tenant, request.session_id or "", request.weight, request.priority, prepared.asked)
 
 
 def _info(record: AdapterRecord, place: AdapterPlace) -> AdapterInfo:

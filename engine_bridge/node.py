@@ -12,11 +12,10 @@ from typing import Annotated, Literal, NewType, Protocol
 
 from msgspec import Meta, Struct
 
+from engine_bridge.request_context import NOBODY, RequestContext
 from kvtiers.stats import TierStats
 
 RequestId = NewType("RequestId", str)
-SessionId = NewType("SessionId", str)
-AdapterId = NewType("AdapterId", str)
 
 FinishReason = Literal["stop", "length", "stopped"]
 # How a prompt was made: `first` question of a conversation, ids of the history `kept` whole or `cut` where the chat template went another
@@ -72,20 +71,14 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
     Either `messages` (the node renders its model's chat template) or `prompt_token_ids` is given. `history_token_ids`: the ids of the
     conversation before the last message, packed (`pack_token_ids`): advice, which never changes the text that the model reads.
-    `tenant`: whose KV the request may reuse and leave behind; "" where everybody shares. `weight`: its share against other tenants'.
-    `priority`: lower first.
     """
 
     request_id: RequestId
+    context: RequestContext = NOBODY
     messages: tuple[ChatMessage, ...] = ()
     prompt_token_ids: tuple[int, ...] | None = None
-    adapter: str | None = None
     sampling: Sampling = Sampling()
-    session_id: str | None = None
-    priority: int = 0
     history_token_ids: bytes = b""
-    tenant: str = ""
-    weight: float = 1.0
 
 
 class Usage(Struct, frozen=True):
@@ -179,15 +172,14 @@ class AdapterStats(Struct, frozen=True, kw_only=True):
 class Advisory(Struct, frozen=True, kw_only=True):
     """Word that a request of this session will come. Source: SYMPHONY §3.1, plus the adapter.
 
-    `expected_arrival_s` is a lower bound from now, or None when nobody can tell (a person typing). `ordered`: the sender's advisories come
-    in the order of their requests. `probability`: that the request comes, as far as the gateway has learned. `token_ids`: what its prompt
-    will begin with, packed; without them a node goes by what the session's last request left. `tenant`: as in `GenerateRequest`.
+    `expected_arrival_s` is a lower bound from now, or None when nobody can tell (a person typing). `probability`: that the request comes,
+    as far as the gateway has learned. `token_ids`: what its prompt will begin with, packed; without them a node goes by what the session's
+    last request left. `tenant`: as in `RequestContext`.
     """
 
     advisory_id: str
     session_id: str
     expected_arrival_s: float | None = None
-    ordered: bool = False
     priority: int | None = None
     adapter: str | None = None
     probability: float = 1.0
@@ -400,6 +392,19 @@ class Node(Protocol):
         """The name of the base model."""
         ...
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt and answer together; 0 until the engine is up."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Of the engine, since the start of the process."""
+        ...
+
+    @property
+    def num_rebuilds(self) -> int: ...
+
     async def start(self) -> None:
         """Begin to bring the engine up; returns when it is ready or raises what stopped it."""
         ...
@@ -413,15 +418,11 @@ class Node(Protocol):
         api: Api,
         body: object,
         headers: Mapping[str, str],
-        tenant: str = "",
-        session_id: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
+        context: RequestContext = NOBODY,
     ) -> JsonReply | SseReply:
         """Answer one OpenAI- or Anthropic-shaped call from its JSON value. Errors come as a `JsonReply` in that API's shape.
 
-        tenant, session_id ("" for a call that belongs to no session), weight, priority: as in `GenerateRequest`. A priority in the body
-        counts for nothing.
+        context: what the body says of priority and session counts for nothing beside it; the adapter is the one that the body names.
         """
         ...
 
@@ -453,7 +454,7 @@ class Node(Protocol):
         ...
 
     def end_session(self, tenant: str, session_id: str) -> None:
-        """No request of this tenant's session will come any more: its KV may go first. tenant: as in `GenerateRequest`."""
+        """No request of this tenant's session will come any more: its KV may go first. tenant: as in `RequestContext`."""
         ...
 
     def adapters(self) -> list[AdapterInfo]: ...
@@ -480,11 +481,9 @@ class Node(Protocol):
         """Figures of the adapters; None where there are none (yet). From any thread."""
         ...
 
-    async def export_kv(self, session_id: SessionId) -> bytes: ...
-
-    async def import_kv(self, session_id: SessionId, blocks: bytes) -> None: ...
-
-    async def stats(self) -> NodeStats: ...
+    def tokenizer_stats(self) -> TokenizerStats | None:
+        """What rendering and tokenising came to; None until the engine is up. From any thread."""
+        ...
 
     def grammar_stats(self) -> GrammarStats | None:
         """Figures of the check of grammars; None until the engine is up. From any thread."""
@@ -495,7 +494,7 @@ class Node(Protocol):
         ...
 
     async def engine_state(self, tenant: str, limit: int) -> EngineState:
-        """The engine as it is, with at most so many waiting and so many running requests of a tenant ("" as in `GenerateRequest`)."""
+        """The engine as it is, with at most so many waiting and so many running requests of a tenant ("" as in `RequestContext`)."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:

@@ -51,7 +51,9 @@ OnChange = Callable[["Record"], None]
 
 
 class Wanted(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /v1/advisories`, and the payload of a hint."""
+    """The body of `POST /v1/advisories`, and the payload of a hint. ordered: SYMPHONY's word that advisories come in the order of their requests;
+    taken, and not acted on: arrival, priority and probability order the copies.
+    """
 
     session_id: SessionName
     model: str | None = None
@@ -270,7 +272,6 @@ class Advisories:
             advisory_id=record.id,
             session_id=wanted.session_id,
             expected_arrival_s=wanted.expected_arrival_s,
-            ordered=wanted.ordered,
             priority=wanted.priority,
             adapter=record.adapter,
             probability=self._precision.probability(record.owner, self._clock()),

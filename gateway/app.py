@@ -16,6 +16,7 @@ from aiohttp import web
 from engine_bridge.driver.building import configure_environment
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.node import Node
 from gateway import (
     adapter_routes,
     advisory_routes,
@@ -122,7 +123,7 @@ def node_config(config: Config) -> LocalNodeConfig:
 
 
 async def build_services(
-    config: Config, *, node: LocalNode | None = None, metrics: Metrics | None = None
+    config: Config, *, node: Node | None = None, metrics: Metrics | None = None
 ) -> Services:
     """All parts, with the engine not started. Raises ConfigError or StartupError with a text for the operator."""
     weights = parse_weights(config.tenant_weights)
@@ -161,6 +162,7 @@ async def build_services(
         advisories,
         budgets=budgets,
         prompt_chars=lambda: config.request_limits.prompt_chars(node.max_model_len),
+        keeps_questions=config.length_predictor is not None,
     )
     learned = Learned(node, advisories, is_on=config.learned_advisories)
     gatekeeper = Gatekeeper(keys, metrics)

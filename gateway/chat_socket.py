@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import ClientConnectionError, WSCloseCode, WSMsgType, web
 from msgspec import to_builtins
 
+from engine_bridge.request_context import RequestContext
 from gateway import __version__
 from gateway import connections as gate
 from gateway.advisories import Record, Wanted, outcome_of
@@ -29,7 +30,7 @@ from gateway.chat_protocol import (
 from gateway.errors import CloseCode, GatewayError, as_gateway_error, to_frame
 from gateway.policy.connections import RareLine
 from gateway.services import SERVICES, OpenSocket, Services
-from gateway.standing import Standing, checked_priority
+from gateway.standing import checked_priority
 from gateway.turns import LiveTurn, unavailable
 from gateway.websocket import MessageTooLarge, StrictWebSocket
 
@@ -210,8 +211,8 @@ class ChatConnection:
         self._services.budgets.count(self._owner)
         priority = checked_priority(frame.priority, may_hurry=self._services.config.client_priority)
         self._services.drafts.stop(self._owner, self._new_chat)
-        standing = Standing(self._principal.weight, priority)
-        live = await self._services.turns.ask(self._owner, frame, standing)
+        context = RequestContext(weight=self._principal.weight, priority=priority)
+        live = await self._services.turns.ask(self._owner, frame, context)
         self._send_accepted(live)
         self._follow(live, 0)
 

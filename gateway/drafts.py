@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from engine_bridge.errors import BridgeError
 from engine_bridge.node import ChatMessage, GenerateRequest, Node, RequestId
+from engine_bridge.request_context import RequestContext
 from gateway.auth import tenant_of
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
@@ -154,10 +155,10 @@ class Drafts:
         request = GenerateRequest(
             request_id=RequestId(f"draft-{uuid.uuid4().hex}"),
             messages=(*history, ChatMessage("user", work.text or "")),
-            adapter=work.adapter,
-            session_id=session_id,
+            context=RequestContext(
+                tenant=tenant_of(owner), session_id=session_id or "", adapter=work.adapter or ""
+            ),
             history_token_ids=outlook.token_ids if outlook is not None else b"",
-            tenant=tenant_of(owner),
         )
         num_tokens = await self._node.prefill(request)
         self._metrics.computed_ahead.labels("draft" if work.text is not None else "history").inc(num_tokens)

@@ -14,6 +14,8 @@ import orjson
 from aiohttp import web
 
 from engine_bridge.node import Api, JsonReply, SseReply
+from engine_bridge.predict.hints import read_body
+from engine_bridge.request_context import RequestContext
 from gateway.api_turns import AnswerReader, history_as_input, question_of, session_named
 from gateway.auth import Principal, tenant_of
 from gateway.errors import GatewayError
@@ -23,7 +25,7 @@ from gateway.policy.followers import Arrival
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
 from gateway.sessions import checked_id
-from gateway.standing import Standing, checked_priority
+from gateway.standing import checked_priority
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +80,24 @@ async def _handle(
 ) -> web.StreamResponse:
     owner = principal.owner
     body = await json_body(request)
-    standing = Standing(principal.weight, _take_priority(services, body))
+    priority = _take_priority(services, body)
     _take_hints(services, owner, body)
     recording = await _recording(services, owner, api, body, request.headers.get(SESSION_HEADER))
     _check_size(services, api, body)
+    asked = read_body(body)
+    context = RequestContext(
+        tenant=tenant_of(owner),
+        session_id=recording.session_id if recording else "",
+        adapter=_adapter_named(services, body) or "",
+        weight=principal.weight,
+        priority=priority,
+        # Text is held only where somebody reads it.
+        asked=asked if services.config.length_predictor is not None else asked.numbers(),
+    )
     arrival = _arrival(request, owner, recording)
     services.learned.arrived(arrival)
     try:
-        return await _answer(request, services, api, body, recording, principal, standing)
+        return await _answer(request, services, api, body, recording, context)
     finally:
         services.learned.ended(arrival)
 
@@ -103,14 +115,9 @@ async def _answer(
     api: Api,
     body: Any,
     recording: _Recording | None,
-    principal: Principal,
-    standing: Standing,
+    context: RequestContext,
 ) -> web.StreamResponse:
-    session_id = recording.session_id if recording else ""
-    tenant = tenant_of(principal.owner)
-    reply = await services.node.serve(
-        api, body, request.headers, tenant, session_id, standing.weight, standing.priority
-    )
+    reply = await services.node.serve(api, body, request.headers, context)
     headers = {SESSION_HEADER: recording.session_id} if recording else {}
     reader = AnswerReader(api) if recording else None
     if isinstance(reply, JsonReply):
@@ -162,11 +169,13 @@ async def _recording(
     if session_id is None and not keeps_response:
         return None
     session_id = checked_id(session_id, "session_id") if session_id else uuid.uuid4().hex
-    model = body.get("model")
-    adapter = (
-        model if isinstance(model, str) and model not in ("", services.config.served_model_name) else None
-    )
-    return _Recording(owner, session_id, question_of(api, body), adapter)
+    return _Recording(owner, session_id, question_of(api, body), _adapter_named(services, body))
+
+
+def _adapter_named(services: Services, body: Any) -> str | None:
+    """What a body calls its model, unless that is the base model; whether there is such an adapter, the node finds out."""
+    model = body.get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) and model not in ("", services.config.served_model_name) else None
 
 
 def as_items(body: dict[str, Any]) -> list[Any]:

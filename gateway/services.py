@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from engine_bridge.local_node import LocalNode
+from engine_bridge.node import Node
 from gateway.advisories import Advisories
 from gateway.auth import KeyRing, Principal, extract_key
 from gateway.budgets import Gatekeeper, RequestBudgets
@@ -53,7 +53,7 @@ class Services:
     """The parts of a running gateway."""
 
     config: Config
-    node: LocalNode
+    node: Node
     store: SessionStore
     turns: Turns
     keys: KeyRing

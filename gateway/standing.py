@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from gateway.errors import GatewayError
 
@@ -13,16 +13,6 @@ from gateway.errors import GatewayError
 MAX_PRIORITY = 1000
 # The name of a key: gateway/auth.py.
 _WEIGHT = re.compile(r"(?P<name>[^:\s=]{1,64})=(?P<weight>[0-9.eE+-]+)")
-
-
-class Standing(NamedTuple):
-    """A request's. weight: its tenant's share. priority: lower first."""
-
-    weight: float = 1.0
-    priority: int = 0
-
-
-DEFAULT_STANDING = Standing()
 
 
 def parse_weights(entries: Iterable[str]) -> dict[str, float]:

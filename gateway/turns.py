@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from msgspec import UnsetType, to_builtins
+from msgspec import UnsetType, structs, to_builtins
 
 from engine_bridge.adapters.errors import RegistryFailed
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, TooBusy
@@ -29,6 +29,8 @@ from engine_bridge.node import (
     Sampling,
     pack_token_ids,
 )
+from engine_bridge.predict.hints import read_conversation
+from engine_bridge.request_context import NOBODY, RequestContext
 from gateway.adapters import known_adapter
 from gateway.advisories import Advisories
 from gateway.auth import tenant_of
@@ -38,7 +40,6 @@ from gateway.drafts import Drafts
 from gateway.errors import KINDS, GatewayError
 from gateway.metrics import Metrics
 from gateway.sessions import BeginResult, SessionStore, Turn, TurnStatus, clean_text, messages_of
-from gateway.standing import DEFAULT_STANDING, Standing
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class Turns:
         now: Callable[[], float] = time.time,
         prompt_chars: Callable[[], int] = lambda: sys.maxsize,
         budgets: RequestBudgets | None = None,
+        keeps_questions: bool = False,
     ) -> None:
         self._node = node
         self._store = store
@@ -147,6 +149,7 @@ class Turns:
         self._now = now
         self._prompt_chars = prompt_chars
         self._budgets = budgets
+        self._keeps_questions = keeps_questions
         self._live: dict[tuple[str, str], LiveTurn] = {}
         self._asking: dict[tuple[str, str], asyncio.Task[LiveTurn]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -154,16 +157,17 @@ class Turns:
 
     # -- for sockets -------------------------------------------------------------------------------------------------
 
-    async def ask(self, owner: str, message: Message, standing: Standing = DEFAULT_STANDING) -> LiveTurn:
+    async def ask(self, owner: str, message: Message, context: RequestContext = NOBODY) -> LiveTurn:
         """Store a message and start its turn, or find the one that it repeats. Raises GatewayError; then nothing was stored.
 
+        context: its weight and priority; whose request it is and what it asks are added here.
         Goes on to its end when the caller is cancelled: a stored turn that nobody runs would keep its session busy.
         """
         key = (owner, message.id)
         # One after the other: a socket that comes back repeats its message while the first is still being stored.
         while (earlier := self._asking.get(key)) is not None:
             await asyncio.wait({earlier})
-        asking = self._asking[key] = asyncio.create_task(self._ask(owner, message, standing))
+        asking = self._asking[key] = asyncio.create_task(self._ask(owner, message, context))
         asking.add_done_callback(lambda _: self._asking.pop(key, None))
         return await asyncio.shield(asking)
 
@@ -221,7 +225,7 @@ class Turns:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, owner: str, message: Message, standing: Standing) -> LiveTurn:
+    async def _ask(self, owner: str, message: Message, context: RequestContext) -> LiveTurn:
         earlier = self._live.get((owner, message.id))
         if (
             earlier is not None
@@ -248,7 +252,7 @@ class Turns:
         with contextlib.ExitStack() as place:
             if self._budgets is not None:
                 place.enter_context(self._budgets.enter(owner))
-            return await self._start(owner, message, adapter, earlier, standing, place)
+            return await self._start(owner, message, adapter, earlier, context, place)
 
     async def _start(
         self,
@@ -256,7 +260,7 @@ class Turns:
         message: Message,
         adapter: str | None | UnsetType,
         earlier: LiveTurn | None,
-        standing: Standing,
+        context: RequestContext,
         place: contextlib.ExitStack,
     ) -> LiveTurn:
         """Store a message and run its turn, which takes the `place` along; or find that it was answered before."""
@@ -274,7 +278,7 @@ class Turns:
             live.base_seq = earlier.seq if earlier is not None else self._unseen_seq()
         if begun.is_new:
             running = place.pop_all()
-            self._spawn(self._run(live, begun, message.sampling, standing)).add_done_callback(
+            self._spawn(self._run(live, begun, message.sampling, context)).add_done_callback(
                 lambda _: running.close()
             )
             self._watch_unfollowed(live)
@@ -330,19 +334,25 @@ class Turns:
         if progress.state != "ready":
             raise unavailable(progress.state, progress.stage)
 
-    async def _run(self, live: LiveTurn, begun: BeginResult, sampling: Sampling, standing: Standing) -> None:
+    async def _run(
+        self, live: LiveTurn, begun: BeginResult, sampling: Sampling, context: RequestContext
+    ) -> None:
         final: Delta | None = None
         error: GatewayError | None = None
+        messages = (*messages_of(begun.history), ChatMessage("user", begun.turn.content))
+        asked = read_conversation([(message.role, message.content) for message in messages])
         request = GenerateRequest(
             request_id=live.request_id,
-            messages=(*messages_of(begun.history), ChatMessage("user", begun.turn.content)),
-            adapter=begun.turn.adapter,
+            context=structs.replace(
+                context,
+                tenant=tenant_of(live.owner),
+                session_id=live.session_id,
+                adapter=begun.turn.adapter or "",
+                asked=asked if self._keeps_questions else asked.numbers(),
+            ),
+            messages=messages,
             sampling=sampling,
-            session_id=live.session_id,
             history_token_ids=begun.history_token_ids,
-            tenant=tenant_of(live.owner),
-            weight=standing.weight,
-            priority=standing.priority,
         )
         with self._metrics.turn_running():
             try:

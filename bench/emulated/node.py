@@ -20,10 +20,11 @@ from bench.emulated.vllm_parts import block_hasher, make_scheduler, output_of
 from bench.sim.core.clock import Clock, Event
 from bench.sim.core.requests import Arrival, Guesser
 from bench.sim.core.steps import StepCost
-from engine_bridge.driver.scheduling.facts import FACTS, RequestFacts
+from engine_bridge.driver.scheduling.facts import FACTS, Carried
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.predict.length import LengthFeatures
+from engine_bridge.request_context import RequestContext
 
 # While something waits that cannot start, it is asked again so often. As the engine thread does at first (engine_bridge/bridge.py, FIRST_WAIT_S).
 STUCK_WAIT_S = 0.001
@@ -192,12 +193,14 @@ class EmulatedNode:
         if job.rank:
             self._rank_of[arrival.request_id] = job.rank
         self._num_made += 1
-        facts = RequestFacts(
-            tenant=arrival.tenant,
+        adapter = "" if arrival.adapter_id is None else str(arrival.adapter_id)
+        context = RequestContext(tenant=arrival.tenant, adapter=adapter, priority=arrival.priority)
+        facts = Carried(
+            context=context,
             rank=job.rank,
             features=LengthFeatures(
                 num_prompt_tokens=arrival.num_prompt_tokens,
-                adapter="" if arrival.adapter_id is None else str(arrival.adapter_id),
+                context=context,
                 max_tokens=arrival.max_answer_tokens,
             ),
             guess=self._guesser.guess(arrival) if self._guesser is not None else None,

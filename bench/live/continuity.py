@@ -36,6 +36,7 @@ from engine_bridge.node import (
     pack_token_ids,
     unpack_token_ids,
 )
+from engine_bridge.request_context import RequestContext
 from gateway.app import engine_config, node_config
 from gateway.config import DEMO_MODEL_DIR, Config
 
@@ -250,7 +251,8 @@ async def ask(node: Any, name: str, talk: Conversation, question: str, left: lis
         messages=messages_of(talk, question),
         sampling=Sampling(temperature=1.0, max_tokens=100, seed=1),
         history_token_ids=pack_token_ids(left),
-        tenant=name.partition("-")[0],  # what conversations have in common is not the question here
+        # What conversations have in common is not the question here.
+        context=RequestContext(tenant=name.partition("-")[0]),
     )
     deltas = [delta async for delta in node.generate(request)]
     prompt = deltas[-1].prompt

@@ -1,12 +1,22 @@
-"""The plots in docs/plots: the papers' figures beside ours, and Chameleon's TTFT over the load."""
+"""The plots in docs/plots: the papers' figures beside ours, and Chameleon's TTFT over the load.
+
+Readable where the reader's page is light or dark. Colours are Okabe and Ito's, which colour-blind readers can tell apart; marks differ in shape too.
+"""
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawing
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import blended_transform_factory
 
 from bench.results.claims import (
     ADAPTIVELLM,
@@ -23,7 +33,6 @@ from bench.results.claims import (
 from bench.results.lookup import Found, Row, rows_of, shown
 from bench.results.page import NOT_MEASURED
 from bench.results.runs import Run
-from bench.results.svg import Scale, Svg, width_of
 
 AXES = {
     CHANGE: "change against the baseline, %",
@@ -31,42 +40,104 @@ AXES = {
     SHARE: "share, %",
 }
 
+INK, MUTED, AXIS, GRID, GROUND = "#1f2328", "#59636e", "#818b98", "#d1d9e0", "#ffffff"
+BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#a04a7d"
+DARK = {
+    INK: "#f0f6fc",
+    MUTED: "#9198a1",
+    AXIS: "#656c76",
+    GRID: "#2f353d",
+    GROUND: "#0d1117",
+    BLUE: "#56b4e9",
+    ORANGE: "#e69f00",
+    GREEN: "#3fc79a",
+    PURPLE: "#e39ac4",
+}
+"""What takes each colour's place on a dark page."""
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "overture",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": AXIS,
+    "axes.facecolor": "none",
+    "axes.labelcolor": MUTED,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.facecolor": GROUND,
+    "grid.color": GRID,
+    "xtick.color": AXIS,
+    "ytick.color": AXIS,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "ytick.major.size": 0,
+}
+WIDTH_IN = 9.6
+
 
 def plots(runs: Mapping[str, Run], claims: Sequence[Claim] = CLAIMS) -> dict[str, str]:
     """Each file's name and text."""
     rows = [row for row in rows_of(claims, runs) if row.claim.paper is not None]
-    found = {
-        f"{group.lower()}.svg": compared(group, [row for row in rows if row.claim.group == group])
-        for group in (SYMPHONY, CARASERVE, CHAMELEON, ADAPTIVELLM)
-    }
-    return found | {"chameleon-ttft.svg": ttft_over_load(runs.get("sim-chameleon"))}
+    with matplotlib.rc_context(STYLE):
+        found = {
+            f"{group.lower()}.svg": compared(group, [row for row in rows if row.claim.group == group])
+            for group in (SYMPHONY, CARASERVE, CHAMELEON, ADAPTIVELLM)
+        }
+        return found | {"chameleon-ttft.svg": ttft_over_load(runs.get("sim-chameleon"))}
+
+
+def _drawing(height_in: float, title: str) -> Drawing:
+    drawing = Drawing(figsize=(WIDTH_IN, height_in))
+    drawing.text(0.012, 1 - 0.26 / height_in, title, fontsize=10.5, fontweight="bold")
+    return drawing
+
+
+def _written(drawing: Drawing, title: str, description: str) -> str:
+    """The file's text, the same each time; a dark page gets the dark colours."""
+    text = io.StringIO()
+    about = {"Title": title, "Description": description, "Date": None, "Creator": None}
+    drawing.savefig(text, format="svg", metadata=about)
+    rules = "".join(
+        f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}\n'
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme: dark) {{\n{rules}}}</style>\n"
+    return text.getvalue().replace("<defs>", f"{style} <defs>", 1)
 
 
 # -- the papers' figures beside ours -----------------------------------------------------------------------------------
 
-WIDTH, MARGIN = 940, 12
-CHART = (330, 650)
-COLUMNS = {"paper": 735, "simulated": 830, "live": 925}
-"""Right edges of the columns of numbers."""
+CHART = (0.35, 0.66)
+"""Where charts begin and end, as shares of the width."""
+COLUMNS = {"paper": (0.77, "▏", INK), "simulated": (0.88, "●", BLUE), "live": (0.985, "◆", ORANGE)}
+"""Right edges of the columns of numbers, and the marks of the charts."""
 OTHERWISE = "* measured otherwise than in the paper: bench/RESULTS.md says how"
-ROW_PX, LINE_PX, LABEL_CHARACTERS = 42, 15, 44
+HEAD_IN, ROW_IN, FOOT_IN, LABEL_CHARACTERS = 0.42, 0.42, 0.62, 48
 LOG_FROM = 6.0
 """Ratios that differ by more than this are drawn by logarithm. Chosen."""
 
 
 def compared(group: str, rows: Sequence[Row]) -> str:
     """Claims in rows, a panel for each unit: the paper's figure as an upright bar, ours simulated as a dot, ours live as a diamond, and numbers."""
-    svg = Svg(WIDTH, f"{group}: the paper's figures and ours", _in_words(rows))
-    svg.text(MARGIN, 26, svg.title, "title")
-    _heads(svg, 26)
-    y = 42.0
-    for unit in AXES:
-        own = [row for row in rows if row.claim.unit == unit]
-        if own:
-            y = _panel(svg, unit, own, y)
+    panels = {unit: [row for row in rows if row.claim.unit == unit] for unit in AXES}
+    panels = {unit: own for unit, own in panels.items() if own}
+    height_in = HEAD_IN + sum(ROW_IN * len(own) + FOOT_IN for own in panels.values()) + 0.2
+    title = f"{group}: the paper's figures and ours"
+    drawing = _drawing(height_in, title)
+    for name, (right, mark, color) in COLUMNS.items():
+        drawing.text(right, 1 - 0.26 / height_in, f"{mark} {name}", color=color, ha="right")
+    top_in = height_in - HEAD_IN
+    for unit, own in panels.items():
+        rows_in = ROW_IN * len(own)
+        place = (CHART[0], (top_in - rows_in) / height_in, CHART[1] - CHART[0], rows_in / height_in)
+        _panel(drawing.add_axes(place), unit, own)
+        top_in -= rows_in + FOOT_IN
     if any(_is_other(row) for row in rows):
-        svg.text(COLUMNS["live"], y + 8, OTHERWISE, "muted", "end")
-    return svg.written(y + 24)
+        drawing.text(COLUMNS["live"][0], 0.1 / height_in, OTHERWISE, color=MUTED, ha="right")
+    return _written(drawing, title, _in_words(rows))
 
 
 def _in_words(rows: Sequence[Row]) -> str:
@@ -77,63 +148,58 @@ def _in_words(rows: Sequence[Row]) -> str:
     )
 
 
-def _heads(svg: Svg, y: float) -> None:
-    marks: dict[str, tuple[Callable[[float, float, str], None], str]] = {
-        "paper": (svg.bar, "ink"),
-        "simulated": (svg.dot, "blue"),
-        "live": (svg.diamond, "orange"),
-    }
-    for name, right in COLUMNS.items():
-        svg.text(right, y, name, anchor="end")
-        mark, classes = marks[name]
-        mark(right - width_of(name) - 8, y - 4, classes)
-
-
-def _panel(svg: Svg, unit: str, rows: Sequence[Row], y: float) -> float:
-    """Draws the panel from `y` on and returns where it ends."""
-    scale = _scale(unit, rows)
-    top, bottom = y + 24, y + 24 + ROW_PX * len(rows)
-    svg.text(CHART[0], y + 14, AXES[unit] + (", by logarithm" if scale.is_log else ""), "muted")
-    for tick in scale.ticks:
-        is_zero = tick == (1 if unit == RATIO else 0)
-        svg.line([(scale(tick), top), (scale(tick), bottom)], "axis" if is_zero else "grid")
-        svg.text(scale(tick), bottom + 15, _tick(tick, unit), "muted", "middle")
-    for number, row in enumerate(rows):
-        _row(svg, scale, row, top + ROW_PX * (number + 0.5))
-    return bottom + 34
-
-
-def _scale(unit: str, rows: Sequence[Row]) -> Scale:
-    values = [end for row in rows for end in row.claim.paper_ends]
-    values += [found.value for row in rows for found in (row.sim, row.live) if found]
-    values += [end for row in rows if row.sim and row.sim.spread for end in row.sim.spread]
+def _panel(axes: Axes, unit: str, rows: Sequence[Row]) -> None:
+    values = _values(rows)
     is_log = unit == RATIO and min(values) > 0 and max(values) > LOG_FROM * min(values)
-    share = [0.8, 1.0] if max(values) > 0.5 else [0.0]
-    always = {CHANGE: [0.0], RATIO: [1.0], SHARE: share}[unit]
-    return Scale([*values, *always], *CHART, is_log=is_log)
+    if is_log:
+        axes.set_xscale("log")
+    same = {CHANGE: 0.0, RATIO: 1.0, SHARE: 1.0 if max(values) > 0.5 else 0.0}[unit]
+    axes.axvline(same, color=AXIS, linewidth=1)
+    for number, row in enumerate(rows):
+        _row(axes, row, number)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(
+        range(len(rows)),
+        [textwrap.fill(row.claim.what, LABEL_CHARACTERS) for row in rows],
+        x=(0.012 - CHART[0]) / (CHART[1] - CHART[0]),
+        ha="left",
+        color=INK,
+    )
+    axes.set_xlabel(AXES[unit] + (", by logarithm" if is_log else ""))
+    _ticks(axes.xaxis, is_log, lambda value, _: _tick(value, unit))
+    axes.grid(axis="x")
+    axes.set_axisbelow(True)
 
 
-def _row(svg: Svg, scale: Scale, row: Row, y: float) -> None:
-    lines = textwrap.wrap(row.claim.what, LABEL_CHARACTERS)
-    for number, line in enumerate(lines):
-        svg.text(MARGIN, y + 4 + LINE_PX * (number - (len(lines) - 1) / 2), line)
-    ends = [scale(end) for end in row.claim.paper_ends]
-    svg.line([(ends[0], y), (ends[-1], y)], "ink line thin")
-    for end in ends:
-        svg.bar(end, y, "ink")
+def _values(rows: Sequence[Row]) -> list[float]:
+    """All that is drawn of them."""
+    found = [found for row in rows for found in (row.sim, row.live) if found]
+    spreads = [end for row in rows if row.sim and row.sim.spread for end in row.sim.spread]
+    return [end for row in rows for end in row.claim.paper_ends] + [one.value for one in found] + spreads
+
+
+def _row(axes: Axes, row: Row, y: float) -> None:
+    ends = row.claim.paper_ends
+    axes.plot(ends, [y] * len(ends), "|-", color=INK, markersize=13, markeredgewidth=2.2, linewidth=1)
     if row.sim:
         if row.sim.spread:
-            svg.line([(scale(end), y - 4) for end in row.sim.spread], "blue line")
-        svg.dot(scale(row.sim.value), y - 4, "blue")
+            axes.plot(row.sim.spread, [y - 0.1] * 2, color=BLUE, linewidth=1.6)
+        axes.plot(row.sim.value, y - 0.1, "o", color=BLUE, markersize=6)
     if row.live:
-        svg.diamond(scale(row.live.value), y + 4, "orange")
-    svg.text(COLUMNS["paper"], y + 4, _paper(row.claim), anchor="end")
-    _number(svg, COLUMNS["simulated"], y + 4, _ours(row, row.claim.sim, row.sim))
-    _number(svg, COLUMNS["live"], y + 4, _ours(row, row.claim.live, row.live) + "*" * _is_other(row))
+        axes.plot(row.live.value, y + 0.1, "D", color=ORANGE, markersize=5.5)
+    simulated, live = _ours(row, row.claim.sim, row.sim), _ours(row, row.claim.live, row.live)
+    texts = {"paper": _paper(row.claim), "simulated": simulated, "live": live + "*" * _is_other(row)}
+    beside = blended_transform_factory(axes.get_figure().transFigure, axes.transData)
+    for name, text in texts.items():
+        color = MUTED if text in (NOT_MEASURED, "–") else INK
+        axes.text(COLUMNS[name][0], y, text, color=color, ha="right", va="center", transform=beside)
 
 
-def _number(svg: Svg, x: float, y: float, text: str) -> None:
-    svg.text(x, y, text, "muted" if text in (NOT_MEASURED, "–") else "", "end")
+def _ticks(axis: Any, is_log: bool, form: Callable[[float, Any], str]) -> None:
+    """Few and round."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if is_log else MaxNLocator(6, steps=(1, 2, 5, 10)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(form))
 
 
 def _paper(claim: Claim) -> str:
@@ -161,87 +227,63 @@ def _tick(value: float, unit: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How an arm is drawn. shift_px: sideways, so that arms of the same figures stay apart."""
+    """How an arm is drawn. shift: sideways, in shares of the load's range, so that arms of the same figures stay apart."""
 
     name: str
-    classes: str
-    shift_px: float
+    color: str
+    dashes: str
+    shift: float
 
 
 ARMS = {
-    "base": Arm("first come, first served, no cache (S-LoRA)", "ink line", -4.5),
-    "sched": Arm("scheduler alone", "green line dashed", -1.5),
-    "cache": Arm("cache alone", "orange line", 1.5),
-    "full": Arm("both", "blue line dashed", 4.5),
+    "base": Arm("first come, first served, no cache (S-LoRA)", INK, "-", -0.012),
+    "sched": Arm("scheduler alone", GREEN, "--", -0.004),
+    "cache": Arm("cache alone", ORANGE, "-", 0.004),
+    "full": Arm("both", BLUE, "--", 0.012),
 }
-PANELS = (("ttft_p99_s", "P99 TTFT, s", 70), ("ttft_p50_s", "P50 TTFT, s", 540))
-PANEL_WIDTH, PANEL_TOP, PANEL_BOTTOM = 330, 96, 336
+PANELS = (("ttft_p99_s", "P99 TTFT, s", 0.07), ("ttft_p50_s", "P50 TTFT, s", 0.57))
 
 
 def ttft_over_load(run: Run | None) -> str:
     """Two panels, P99 and P50 TTFT over requests a second: medians over seeds as lines, least to most as upright strokes."""
     part = run.result.get("parts", {}).get("main", {}) if run else {}
-    svg = Svg(WIDTH, "Chameleon in virtual time: time to first token over the load", _what(run))
-    svg.text(MARGIN, 26, svg.title, "title")
-    if "curve" not in part:
-        svg.text(MARGIN, 56, NOT_MEASURED, "muted")
-        return svg.written(76)
-    _legend(svg, 56)
+    title = "Chameleon in virtual time: time to first token over the load"
+    if run is None or "curve" not in part:
+        drawing = _drawing(0.8, title)
+        drawing.text(0.012, 0.2, NOT_MEASURED, color=MUTED)
+        return _written(drawing, title, NOT_MEASURED)
+    drawing = _drawing(3.9, title)
     for key, label, left in PANELS:
+        axes = drawing.add_axes((left, 0.13, 0.36, 0.62))
+        axes.set_title(label, loc="left", fontsize=9)
         limit_s = part.get("slo_s") if key == "ttft_p99_s" else None
-        _curves(svg, part["curve"], key, label, left, limit_s)
-    return svg.written(PANEL_BOTTOM + 48)
+        _curves(axes, part["curve"], key, limit_s)
+    drawing.legend(
+        *axes.get_legend_handles_labels(), loc="upper left", ncols=4, frameon=False, bbox_to_anchor=(0, 0.93)
+    )
+    about = f"Median over seeds, with the least and the most; {run.command}, commit {run.commit}."
+    return _written(drawing, title, about)
 
 
-def _what(run: Run | None) -> str:
-    if run is None:
-        return NOT_MEASURED
-    return f"Median over seeds, with the least and the most; {run.command}, commit {run.commit}."
-
-
-def _legend(svg: Svg, y: float) -> None:
-    x = 70.0
-    for arm in ARMS.values():
-        svg.line([(x, y - 4), (x + 28, y - 4)], arm.classes)
-        svg.text(x + 34, y, arm.name)
-        x += 34 + width_of(arm.name) + 22
-
-
-def _curves(
-    svg: Svg, curve: Mapping[str, Any], key: str, label: str, left: float, limit_s: float | None
-) -> None:
-    points = {
-        name: [(float(load), found[key]) for load, found in curve[name].items()]
-        for name in ARMS
-        if name in curve
-    }
-    seconds = [value for arm in points.values() for _, values in arm for value in values]
-    across = Scale([load for arm in points.values() for load, _ in arm], left, left + PANEL_WIDTH)
-    up = Scale([*seconds, *([limit_s] if limit_s else [])], PANEL_BOTTOM, PANEL_TOP, is_log=True)
-    _grid(svg, across, up, left)
-    svg.text(left, PANEL_TOP - 12, label)
+def _curves(axes: Axes, curve: Mapping[str, Any], key: str, limit_s: float | None) -> None:
+    axes.set_yscale("log")
+    loads = [float(load) for load in next(iter(curve.values()))]
+    for name, arm in ARMS.items():
+        if name not in curve:
+            continue
+        across = [float(load) + arm.shift * (max(loads) - min(loads)) for load in curve[name]]
+        seconds = [found[key] for found in curve[name].values()]
+        axes.plot(across, [median(values) for values in seconds], arm.dashes, color=arm.color, label=arm.name)
+        axes.vlines(
+            across, [min(v) for v in seconds], [max(v) for v in seconds], color=arm.color, linewidth=1
+        )
     if limit_s:
-        svg.line([(left, up(limit_s)), (left + PANEL_WIDTH, up(limit_s))], "purple line thin")
-        svg.text(left + PANEL_WIDTH + 6, up(limit_s) + 4, f"SLO {limit_s:.2g} s")
-    for name, arm_points in points.items():
-        _arm(svg, ARMS[name], [(across(load), list(map(up, values))) for load, values in arm_points])
-
-
-def _grid(svg: Svg, across: Scale, up: Scale, left: float) -> None:
-    for tick in up.ticks:
-        svg.line([(left, up(tick)), (left + PANEL_WIDTH, up(tick))], "grid")
-        svg.text(left - 8, up(tick) + 4, f"{tick:g}", "muted", "end")
-    for tick in across.ticks:
-        svg.line([(across(tick), PANEL_BOTTOM), (across(tick), PANEL_BOTTOM + 4)], "axis")
-        svg.text(across(tick), PANEL_BOTTOM + 18, f"{tick:g}", "muted", "middle")
-    svg.line([(left, PANEL_BOTTOM), (left + PANEL_WIDTH, PANEL_BOTTOM)], "axis")
-    svg.text(left + PANEL_WIDTH / 2, PANEL_BOTTOM + 36, "load, requests/s", "muted", "middle")
-
-
-def _arm(svg: Svg, arm: Arm, points: Sequence[tuple[float, Sequence[float]]]) -> None:
-    """points: where each load and its seeds' values lie, in pixels."""
-    color = arm.classes.split()[0]
-    placed = [(x + arm.shift_px, median(ys)) for x, ys in points]
-    svg.line(placed, arm.classes)
-    for (x, _), (_, ys) in zip(placed, points, strict=True):
-        svg.line([(x, min(ys)), (x, max(ys))], f"{color} line thin")
+        axes.axhline(limit_s, color=PURPLE, linewidth=1)
+        beside = blended_transform_factory(axes.transAxes, axes.transData)
+        axes.text(1.02, limit_s, f"SLO {limit_s:.2g} s", va="center", transform=beside)
+    axes.margins(y=0.15)
+    axes.set_xlabel("load, requests/s")
+    _ticks(axes.xaxis, False, lambda value, _: f"{value:g}")
+    _ticks(axes.yaxis, True, lambda value, _: f"{value:g}")
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)

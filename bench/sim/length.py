@@ -55,6 +55,7 @@ from engine_bridge.predict.length import (
     OnlineLengths,
     Recent,
 )
+from engine_bridge.request_context import RequestContext
 
 # Beside the project, where somebody has put it: data are not copied into the repository.
 FOLDER = Path(__file__).parents[3] / "shared/data"
@@ -176,8 +177,7 @@ def asked(messages: Sequence[tuple[str, str]], answer: str, session: str, adapte
     hints_us = (time.perf_counter() - start) * 1e6
     features = LengthFeatures(
         num_prompt_tokens=sum(words(text) for _, text in messages),
-        adapter=adapter,
-        session=session,
+        context=RequestContext(session_id=session, adapter=adapter),
         hints=hints,
     )
     return Answered(features, words(answer), hints_us=hints_us)
@@ -272,8 +272,7 @@ def hinted(answered: Answered, hints: str) -> LengthFeatures:
     given = {"all": features.hints, "bert": (float(answered.bert or 0),), "none": ()}[hints]
     return LengthFeatures(
         num_prompt_tokens=features.num_prompt_tokens,
-        adapter=features.adapter,
-        session=features.session,
+        context=features.context,
         hints=given,
     )
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMClientError, VLLMValidationError
@@ -28,18 +27,20 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.bridge import EngineThread
 from engine_bridge.core.promotions import Hashes
+from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.grammars import grammar_of
 from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
-from engine_bridge.driver.scheduling.facts import RequestFacts, facts_of, tell, tell_guess
+from engine_bridge.driver.scheduling.facts import Carried, facts_of, tell, tell_guess
 from engine_bridge.errors import EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.policy.request_limits import RequestLimits, check_sampling
-from engine_bridge.predict.hints import NOTHING_ASKED, Asked, setting_hints
+from engine_bridge.predict.hints import setting_hints
 from engine_bridge.predict.length import LengthFeatures
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.predict.own import PATIENCE_S
+from engine_bridge.request_context import RequestContext
 
 DEFAULT_LIMITS = RequestLimits()
 ENGINE_FAILED_MESSAGE = (
@@ -47,35 +48,8 @@ ENGINE_FAILED_MESSAGE = (
 )
 
 
-class Caller(NamedTuple):
-    """Who makes an API call, of which session it is ("": of none), what the call asks, and how its requests stand to others.
-
-    weight: the tenant's share. priority: lower first; checked by the gateway. start: who waits to know whether it has been queued.
-    """
-
-    tenant: str = ""
-    session_id: str = ""
-    weight: float = 1.0
-    priority: int = 0
-    asked: Asked = NOTHING_ASKED
-    start: CallStart | None = None
-
-
-# vLLM's serving classes call `generate` without a word about who asks.
-NOBODY = Caller()
-CALLER: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
-# They also turn whatever `add_lora` raises into a text; here it is whole.
+# vLLM's serving classes turn whatever `add_lora` raises into a text; here it is whole.
 ADAPTER_FAILURES: ContextVar[list[Exception] | None] = ContextVar("adapter_failures", default=None)
-
-
-@contextmanager
-def called_by(caller: Caller) -> Iterator[None]:
-    """Inside, CALLER is `caller`. Not for the whole body of a generator, whose reader it would leak to."""
-    token = CALLER.set(caller)
-    try:
-        yield
-    finally:
-        CALLER.reset(token)
 
 
 class UnfitAdapter(InvalidRequest, VLLMClientError):
@@ -159,7 +133,7 @@ class BridgeEngineClient(EngineClient):
         request_id: str,
         stream: Any,
         *,
-        caller: Caller,
+        context: RequestContext,
         lora_request: LoRARequest | None,
         **options: Any,
     ) -> tuple[str, EngineCoreRequest]:
@@ -180,35 +154,29 @@ class BridgeEngineClient(EngineClient):
             params,
             self._tasks,
             lora_request=adapter,
-            session_id=caller.session_id or None,
-            priority=caller.priority,
+            session_id=context.session_id or None,
+            priority=context.priority,
             **options,
         )
         content_hash = adapter.content_hash if adapter else ""
-        request.cache_salt = cache_salt(caller.tenant, content_hash, request.cache_salt)
-        self._tell_facts(request, caller, adapter)
+        request.cache_salt = cache_salt(context.tenant, content_hash, request.cache_salt)
+        self._tell_facts(request, context, adapter)
         self._register(unique_id, stream)
         return unique_id, request
 
-    def _tell_facts(self, request: EngineCoreRequest, caller: Caller, adapter: AdapterVersion | None) -> None:
+    def _tell_facts(
+        self, request: EngineCoreRequest, context: RequestContext, adapter: AdapterVersion | None
+    ) -> None:
         """Give the scheduler what vLLM has no field for."""
         record = (
             self._catalog.current(adapter.lora_name)
             if adapter is not None and self._catalog is not None
             else None
         )
-        name = adapter.lora_name if adapter is not None else ""
-        facts = RequestFacts(
-            tenant=caller.tenant,
-            session=caller.session_id,
-            adapter=name,
-            rank=record.rank if record is not None else 0,
-            weight=caller.weight,
-            features=self._features(request, caller, name),
-        )
-        tell(request, facts)
+        rank = record.rank if record is not None else 0
+        tell(request, Carried(context=context, rank=rank, features=self._features(request, context)))
 
-    def _features(self, request: EngineCoreRequest, caller: Caller, adapter: str) -> LengthFeatures | None:
+    def _features(self, request: EngineCoreRequest, context: RequestContext) -> LengthFeatures | None:
         """What is known of how long the answer will be; None where nobody asks."""
         params, token_ids = request.sampling_params, request.prompt_token_ids
         if self._lengths is None or params is None or token_ids is None:
@@ -221,20 +189,14 @@ class BridgeEngineClient(EngineClient):
             has_stop=bool(params.stop or params.stop_token_ids),
             ignores_eos=params.ignore_eos,
         )
-        # Only somebody else's predictor reads these; without one nothing but numbers is held.
+        # Only somebody else's predictor reads the prompt; without one nothing but numbers is held.
         is_read = self._lengths.own is not None
         return LengthFeatures(
             num_prompt_tokens=len(token_ids),
-            adapter=adapter,
-            # Tenants name their sessions themselves: one may not learn of another's lengths by taking its name.
-            session=f"{caller.tenant}/{caller.session_id}"
-            if caller.tenant and caller.session_id
-            else caller.session_id,
-            tenant=caller.tenant,
+            context=context,
             max_tokens=params.max_tokens,
-            hints=caller.asked.hints + settings,
+            hints=context.asked.hints + settings,
             prompt_token_ids=token_ids if is_read else None,
-            question=caller.asked.question if is_read else "",
         )
 
     async def foretell(self, request: EngineCoreRequest) -> None:
@@ -337,9 +299,9 @@ class BridgeEngineClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """A plain function that validates at once: bad parameters become a 400 before any header of a stream is sent.
 
-        `priority`, `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: CALLER has what the gateway has set.
+        `priority`, `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: CALL has what the gateway has set.
         """
-        caller = CALLER.get()
+        call = CALL.get()
         collector = RequestOutputCollector(sampling_params.output_kind, request_id)
         try:
             self.check_ready()
@@ -348,13 +310,13 @@ class BridgeEngineClient(EngineClient):
                 sampling_params,
                 request_id,
                 collector,
-                caller=caller,
+                context=call.context,
                 lora_request=lora_request,
                 tokenization_kwargs=tokenization_kwargs,
             )
         except Exception as error:
-            if caller.start is not None:
-                caller.start.failed(error)
+            if call.start is not None:
+                call.start.failed(error)
             raise
         # Registered only once the stream is read: a generator that is dropped before that must leave nothing behind.
         self.forget(unique_id, abort=False)
@@ -363,7 +325,7 @@ class BridgeEngineClient(EngineClient):
         if reasoning_parser_kwargs is not None:
             request.reasoning_parser_kwargs = reasoning_parser_kwargs
         text = extract_prompt_components(self.model_config, prompt).text
-        return self._stream(unique_id, request, collector, text, caller)
+        return self._stream(unique_id, request, collector, text, call)
 
     async def _stream(
         self,
@@ -371,26 +333,26 @@ class BridgeEngineClient(EngineClient):
         request: EngineCoreRequest,
         collector: RequestOutputCollector,
         text: str | None,
-        caller: Caller,
+        call: Call,
     ) -> AsyncGenerator[RequestOutput, None]:
         finished, sampling = False, request.sampling_params
         try:
-            await self._begin(unique_id, request, collector, text, caller)
+            await self._begin(unique_id, request, collector, text, call)
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
                 if sampling is not None and sampling.output_kind is RequestOutputKind.FINAL_ONLY:
-                    self._check_logprobs(output, sampling, caller)
+                    self._check_logprobs(output, sampling, call)
                 yield output
         finally:  # no await here: this also runs on cancellation and on garbage collection
             self.forget(unique_id, abort=not finished)
 
-    def _check_logprobs(self, output: RequestOutput, sampling: SamplingParams, caller: Caller) -> None:
+    def _check_logprobs(self, output: RequestOutput, sampling: SamplingParams, call: Call) -> None:
         """Raises VLLMValidationError for more of them than a whole answer may have: vLLM formats them all at once, and everybody waits."""
         positions = len(output.prompt_logprobs or ()) * ((sampling.prompt_logprobs or 0) + 1)
         for completion in output.outputs:
             positions += len(completion.logprobs or ()) * ((sampling.logprobs or 0) + 1)
-        start = caller.start or CallStart()
+        start = call.start or CallStart()
         start.num_logprobs += positions
         if start.num_logprobs > self._limits.max_logprobs:
             raise VLLMValidationError(
@@ -404,23 +366,23 @@ class BridgeEngineClient(EngineClient):
         request: EngineCoreRequest,
         collector: RequestOutputCollector,
         text: str | None,
-        caller: Caller,
+        call: Call,
     ) -> None:
         """Queue a request, once its grammar is known to be harmless."""
         try:
             self.check_ready()
             self._register(unique_id, collector)
-            await self._check_grammar(request.sampling_params, caller.tenant)
+            await self._check_grammar(request.sampling_params, call.context.tenant)
             await self.foretell(request)
             self.launch(unique_id, request, text)
         except Exception as error:
-            if caller.start is None or caller.start.is_known.is_set():
+            if call.start is None or call.start.is_known.is_set():
                 raise
-            caller.start.failed(error)
-            await caller.start.wait_for_the_end()
+            call.start.failed(error)
+            await call.start.wait_for_the_end()
             raise
-        if caller.start is not None:
-            caller.start.queued()
+        if call.start is not None:
+            call.start.queued()
 
     async def _check_grammar(self, params: SamplingParams | None, tenant: str) -> None:
         """Raises VLLMValidationError for a grammar that the engine must not see."""

@@ -76,16 +76,16 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler's side ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        facts = facts_of(request)
+        context = facts_of(request).context
         has_asker = not is_background(request.request_id)
         self._requests[request.request_id] = request
         self._restores.enter(
             NewRequest(
                 request_id=request.request_id,
                 keys=request.block_hashes,
-                tenant=facts.tenant,
+                tenant=context.tenant,
                 session=str(request.session_id) if request.session_id is not None else None,
-                weight=facts.weight,
+                weight=context.weight,
                 is_saved=has_asker,
                 may_load=not request.skip_reading_prefix_cache,
             )

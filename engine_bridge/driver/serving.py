@@ -44,13 +44,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.continuity import Continued, continue_prompt
+from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
-from engine_bridge.driver.engine_client import (
-    ADAPTER_FAILURES,
-    CALLER,
-    BridgeEngineClient,
-    Caller,
-)
+from engine_bridge.driver.engine_client import ADAPTER_FAILURES, BridgeEngineClient
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.node import (
     ANTHROPIC_ERROR_TYPES,
@@ -64,7 +60,7 @@ from engine_bridge.node import (
     unpack_token_ids,
 )
 from engine_bridge.policy.request_limits import check_prompt_chars
-from engine_bridge.predict.hints import NOTHING_ASKED, Asked, read_body, read_conversation
+from engine_bridge.request_context import RequestContext
 
 log = logging.getLogger(__name__)
 
@@ -101,13 +97,12 @@ class ServingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A turn that is ready to be submitted. `prompt`: for whoever keeps the conversation. `asked`: for the predictor of answer lengths."""
+    """A turn that is ready to be submitted. `prompt`: for whoever keeps the conversation."""
 
     engine_input: Any
     params: SamplingParams
     lora_request: LoRARequest | None
     prompt: Prompt
-    asked: Asked = NOTHING_ASKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,26 +180,29 @@ class Serving:
     # -- API-shaped calls --------------------------------------------------------------------------------------------
 
     async def serve(
-        self, api: Api, body: Any, headers: Mapping[str, str], caller: Caller
+        self, api: Api, body: Any, headers: Mapping[str, str], context: RequestContext
     ) -> JsonReply | SseReply:
         """Answer one call; every failure becomes a reply in that API's own shape."""
         endpoint = self._endpoints[api]
-        leave = await self._entrance.enter(caller.tenant)
+        leave = await self._entrance.enter(context.tenant)
         start = CallStart(when_known=leave)
-        caller = caller._replace(asked=read_body(body), start=start)
-        token = CALLER.set(caller)
+        token = CALL.set(Call(context, start))
         try:
-            return await self._serve(endpoint, body, headers, caller)
+            return await self._serve(endpoint, body, headers, context, start)
         finally:
-            CALLER.reset(token)
+            CALL.reset(token)
             start.is_over.set()
             leave()
 
     async def _serve(
-        self, endpoint: _Endpoint, body: Any, headers: Mapping[str, str], caller: Caller
+        self,
+        endpoint: _Endpoint,
+        body: Any,
+        headers: Mapping[str, str],
+        context: RequestContext,
+        start: CallStart,
     ) -> JsonReply | SseReply:
         raw_request = SimpleNamespace(headers=_passed_on(headers), state=SimpleNamespace())
-        start = caller.start or CallStart()
         try:
             request = await _parse(endpoint.request_class, body)
             if getattr(request, "background", False):
@@ -212,7 +210,7 @@ class Serving:
             result = await start.result_of(endpoint.call(request, raw_request))
             if isinstance(result, AsyncIterator):
                 events = _convert_stream_to_sse_events(result) if endpoint.yields_objects else result
-                stream = StartedStream(_called_by(caller, events))
+                stream = StartedStream(_in_call(Call(context, start), events))
                 await stream.begin(start)
                 encoded = _encoded(with_sse_keep_alive(stream.events(), KEEP_ALIVE_S), endpoint)
                 return SseReply(ClosingEvents(encoded, stream))
@@ -279,7 +277,7 @@ class Serving:
 
         Raises InvalidRequest.
         """
-        lora_request = self._lora_request(request.adapter)
+        lora_request = self.lora_request(request.context.adapter)
         sampling = {name: value for name, value in _fields(request.sampling) if value is not None}
         max_tokens = sampling.pop("max_tokens", None)
         messages: Any = [{"role": m.role, "content": m.content} for m in request.messages]
@@ -299,8 +297,7 @@ class Serving:
             raise _too_long_or_invalid(str(error)) from error
         params.output_kind = RequestOutputKind.DELTA
         params.stream_interval = stream_interval
-        asked = read_conversation([(message.role, message.content) for message in request.messages])
-        return Prepared(engine_input, params, lora_request, prompt, asked)
+        return Prepared(engine_input, params, lora_request, prompt)
 
     async def prepare_draft(self, request: GenerateRequest) -> Prepared:
         """The tokens with which the prompt will begin however the last message goes on, for a request that only computes their KV.
@@ -314,7 +311,9 @@ class Serving:
             token_ids = await self._stable_ids(request)
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         prompt = Prompt(pack_token_ids(token_ids), "given")
-        return Prepared({"prompt_token_ids": token_ids}, params, self._lora_request(request.adapter), prompt)
+        return Prepared(
+            {"prompt_token_ids": token_ids}, params, self.lora_request(request.context.adapter), prompt
+        )
 
     async def _stable_ids(self, request: GenerateRequest) -> list[int]:
         *earlier, draft = request.messages
@@ -333,10 +332,6 @@ class Serving:
         except (VLLMError, ValueError) as error:
             raise _too_long_or_invalid(str(error)) from error
         return list(engine_input["prompt_token_ids"])
-
-    def lora_request(self, adapter: str | None) -> LoRARequest | None:
-        """The adapter of this name, None for the base model. Raises InvalidRequest."""
-        return self._lora_request(adapter)
 
     async def _continue(self, request: GenerateRequest, engine_input: Any) -> Prompt:
         """Put the ids of the history, as far as they fit, in front of `engine_input`, which is changed."""
@@ -381,8 +376,9 @@ class Serving:
             raise _too_long(prompt_len, limit)
         return get_max_tokens(limit, wanted, prompt_len, self._chat.default_sampling_params)
 
-    def _lora_request(self, adapter: str | None) -> LoRARequest | None:
-        if adapter is None or self.models.is_base_model(adapter):
+    def lora_request(self, adapter: str) -> LoRARequest | None:
+        """The adapter of this name, None for the base model ("" or its own name). Raises InvalidRequest."""
+        if not adapter or self.models.is_base_model(adapter):
             return None
         lora_request = self.models.lora_requests.get(adapter)
         if lora_request is None:
@@ -466,18 +462,18 @@ def _error_reply(response: ErrorResponse, endpoint: _Endpoint) -> JsonReply:
     return JsonReply(response.error.code, response.model_dump_json().encode())
 
 
-async def _called_by(caller: Caller, events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """`events`, each made while `caller` is the one that calls: some of vLLM's generators first ask the engine when they are read,
+async def _in_call(call: Call, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """`events`, each made while `call` is under way: some of vLLM's generators first ask the engine when they are read,
     which may be in another task than the call's."""
     try:
         while True:
-            token = CALLER.set(caller)
+            token = CALL.set(call)
             try:
                 event = await anext(events)
             except StopAsyncIteration:
                 return
             finally:
-                CALLER.reset(token)
+                CALL.reset(token)
             yield event
     finally:
         await events.aclose()  # type: ignore[attr-defined]

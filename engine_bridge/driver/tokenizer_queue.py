@@ -2,7 +2,7 @@
 
 vLLM sends all of that work, its serving classes' and ours, through one executor with one thread, first come first served: one tenant's heavy
 prompts would delay everybody's small ones. Here each of these jobs waits in its tenant's own queue instead, and `policy/fair_queue.py` says whose is
-next. A job belongs to whom CALLER names when it is handed in, so nothing is held between jobs, and nothing can be left behind by a call that
+next. A job belongs to whom CALL names when it is handed in, so nothing is held between jobs, and nothing can be left behind by a call that
 fails or is cancelled.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from engine_bridge.driver.engine_client import CALLER
+from engine_bridge.driver.call import CALL
 from engine_bridge.errors import SeamMoved, TooBusy
 from engine_bridge.node import TokenizerStats
 from engine_bridge.policy.fair_queue import FairQueue
@@ -44,11 +44,11 @@ class TokenizerQueue(Executor):
         self._began_s: float | None = None  # the job that runs
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queue a job of the tenant that CALLER names."""
-        caller = CALLER.get()
+        """Queue a job of the tenant that CALL names."""
+        context = CALL.get().context
         job = _Job(Future(), lambda: fn(*args, **kwargs))
         with self._lock:
-            self._queue.add(caller.tenant, caller.weight, job)
+            self._queue.add(context.tenant, context.weight, job)
             # One errand for each job; which job an errand does is decided when its time has come.
             self._pool.submit(self._run_next)
         return job.future

@@ -115,13 +115,11 @@ class Route(Struct, frozen=True, kw_only=True):
     """Where a request goes.
 
     node_id: None if nobody can serve it. reason: by the `policy`; by it, though no node has memory for it now; `nobody` is open and has its adapter.
-    kv_from: the node that its KV is to be fetched from, "" for none. pauses_others: the node may pause requests that are not urgent for it.
-    cost: where the policy reckons with one.
+    pauses_others: the node may pause requests that are not urgent for it. cost: where the policy reckons with one.
     """
 
     node_id: str | None
     reason: RouteReason = "policy"
-    kv_from: str = ""
     pauses_others: bool = False
     cost: Cost | None = None
 
@@ -204,8 +202,8 @@ class Settings:
 
     decode, prefill: seconds of a step that decodes, and of one that computes prompts of the usual length. prompt_token_s: of a token of a prompt.
     prefill_step_s: of a step with prompts, whatever they are; 0 for an engine that computes them beside those that decode. slo_s: per token of an
-    answer. answer_tokens: the usual answer. kv_move_token_s: of a token's KV from one node to another, None if that cannot be done. loads_block:
-    a node that loads an adapter does nothing else. penalty_s: Algorithm 1's. max_batch: Punica's.
+    answer. answer_tokens: the usual answer. loads_block: a node that loads an adapter does nothing else. penalty_s: Algorithm 1's.
+    max_batch: Punica's.
     """
 
     decode: PerfModel
@@ -214,7 +212,6 @@ class Settings:
     answer_tokens: float
     prompt_token_s: float
     prefill_step_s: float = 0.0
-    kv_move_token_s: float | None = None
     loads_block: bool = False
     penalty_s: float = PENALTY_S
     max_batch: int = MAX_BATCH
@@ -414,39 +411,29 @@ class Overture:
         found, reason = candidates(ask, nodes)
         if not found:
             return Route(node_id=None, reason=reason)
-        fullest = max(ask.kv, key=lambda node_id: ask.kv[node_id].num_tokens, default="")
-        usual = self._prefill(ask, "", fullest)
+        usual = self._prefill(ask, "")
         best, best_s, best_at = None, 0.0, found[0]
         for node in found:
-            special = node.node_id in ask.kv
-            prefill = self._prefill(ask, node.node_id, fullest) if special else usual
+            prefill = self._prefill(ask, node.node_id) if node.node_id in ask.kv else usual
             cost = self.cost(ask, node, prefill)
             total_s = cost.total_s
             if best is None or total_s < best_s:
                 best, best_s, best_at = cost, total_s, node
-        _, _, kv_from = self._prefill(ask, best_at.node_id, fullest)
-        return Route(node_id=best_at.node_id, reason=reason, kv_from=kv_from, cost=best)
+        return Route(node_id=best_at.node_id, reason=reason, cost=best)
 
-    def _prefill(self, ask: Ask, node_id: str, fullest: str) -> tuple[float, float, str]:
-        """Seconds of computing what is not cached, and of bringing what is, on a node; and the other node it comes from, if that is faster."""
-        settings = self.settings
+    def _prefill(self, ask: Ask, node_id: str) -> tuple[float, float]:
+        """Seconds of computing what is not cached on a node, and of bringing what is to its device."""
+        token_s = self.settings.prompt_token_s
         here = ask.kv.get(node_id, CachedKv(0))
-        compute_s = (ask.num_prompt_tokens - here.num_tokens) * settings.prompt_token_s
-        best = (compute_s, here.load_s, "")
-        if here.load_s + compute_s > ask.num_prompt_tokens * settings.prompt_token_s:
-            best = (ask.num_prompt_tokens * settings.prompt_token_s, 0.0, "")
-        if settings.kv_move_token_s is not None and fullest not in ("", node_id):
-            there = ask.kv[fullest]
-            compute_s = (ask.num_prompt_tokens - there.num_tokens) * settings.prompt_token_s
-            move_s = there.load_s + there.num_tokens * settings.kv_move_token_s
-            if compute_s + move_s < best[0] + best[1]:
-                best = (compute_s, move_s, fullest)
-        return best
+        compute_s = (ask.num_prompt_tokens - here.num_tokens) * token_s
+        if here.load_s + compute_s > ask.num_prompt_tokens * token_s:
+            return ask.num_prompt_tokens * token_s, 0.0
+        return compute_s, here.load_s
 
-    def cost(self, ask: Ask, node: NodeFacts, prefill: tuple[float, float, str]) -> Cost:
+    def cost(self, ask: Ask, node: NodeFacts, prefill: tuple[float, float]) -> Cost:
         """prefill: as `_prefill` gives it."""
         settings = self.settings
-        compute_s, bring_s, _ = prefill
+        compute_s, bring_s = prefill
         load_s = ask.adapter_load_s.get(node.node_id, ask.usual_load_s or 0.0)
         running, queued = node.running, node.queued
         num = running.num + queued.num

@@ -83,6 +83,10 @@ class Asked(Struct, frozen=True):
     question: str = ""
     hints: tuple[float, ...] = NO_TEXT + NO_CONTEXT
 
+    def numbers(self) -> Asked:
+        """Without the text."""
+        return Asked(hints=self.hints)
+
 
 NOTHING_ASKED = Asked()
 

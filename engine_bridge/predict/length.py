@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from msgspec import Struct
 
+from engine_bridge.request_context import NOBODY, RequestContext
 from kvtiers.io.files import read_regular
 
 if TYPE_CHECKING:
@@ -64,19 +65,35 @@ FORMAT = 1
 class LengthFeatures(Struct, frozen=True, kw_only=True):
     """What is known of a request before it runs.
 
-    num_prompt_tokens: all of it, cached or not. adapter, session, tenant: "" for none; sessions of different tenants have different names.
-    max_tokens: the client's bound. hints: numbers from the caller, always as many and in one order: those of `hints.py`, or a proxy model's guess.
-    prompt_token_ids, question (the last message's text, 2,048 characters of it): for users' own predictors; ours neither reads nor keeps them.
+    num_prompt_tokens: all of it, cached or not. context: who asks. max_tokens: the client's bound. hints: numbers, always as many and in one order:
+    those of `hints.py`, or a proxy model's guess. prompt_token_ids, question: for users' own predictors; ours neither reads nor keeps them.
     """
 
     num_prompt_tokens: int
-    adapter: str = ""
-    session: str = ""
-    tenant: str = ""
+    context: RequestContext = NOBODY
     max_tokens: int | None = None
     hints: tuple[float, ...] = ()
     prompt_token_ids: Sequence[int] | None = None
-    question: str = ""
+
+    @property
+    def adapter(self) -> str:
+        """ "" for the base model."""
+        return self.context.adapter
+
+    @property
+    def tenant(self) -> str:
+        return self.context.tenant
+
+    @property
+    def session(self) -> str:
+        """ "" for none. Tenants name their sessions themselves: one may not learn of another's lengths by taking its name."""
+        tenant, session_id = self.context.tenant, self.context.session_id
+        return f"{tenant}/{session_id}" if tenant and session_id else session_id
+
+    @property
+    def question(self) -> str:
+        """The last message's text, 2,048 characters of it."""
+        return self.context.asked.question
 
 
 class LengthGuess(Struct, frozen=True):

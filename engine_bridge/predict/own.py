@@ -22,7 +22,9 @@ from typing import Any
 from msgspec import Struct
 
 from engine_bridge.errors import BridgeError
+from engine_bridge.predict.hints import Asked
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, LengthPredictor
+from engine_bridge.request_context import RequestContext
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ NAME = re.compile(r"[\w.]+:[\w.]+")
 PATIENCE_S = 0.05
 # Guesses and endings that may wait for the thread; more are not asked for. Chosen.
 MAX_PENDING = 256
+# What a predictor is tried with.
+FIRST_QUESTION = LengthFeatures(num_prompt_tokens=16, context=RequestContext(asked=Asked("How are you?")))
 METHODS = ("predict", "observe", "refit")
 
 
@@ -66,7 +70,7 @@ def load_predictor(name: str, context: PredictorContext) -> LengthPredictor:
     if missing:
         raise PredictorRefused(f"length_predictor: {name} has no method {' and no '.join(missing)}")
     try:
-        checked(made.predict(LengthFeatures(num_prompt_tokens=16, question="How are you?")), None)
+        checked(made.predict(FIRST_QUESTION), None)
     except Exception as error:
         raise PredictorRefused(
             f"length_predictor: {name} could not answer a first question: {type(error).__name__}: {error}"

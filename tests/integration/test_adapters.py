@@ -28,6 +28,7 @@ from engine_bridge.engine_config import EngineConfig
 from engine_bridge.errors import BridgeError, InvalidRequest
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import AdapterStats, GenerateRequest, JsonReply, RequestId, Sampling
+from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_MODEL_DIR
 from tests.adapter_corpus import BAD, make_adapter
 
@@ -64,7 +65,7 @@ async def ask(
     request = GenerateRequest(
         request_id=RequestId(f"r{next(_ids)}"),
         prompt_token_ids=tuple(token_ids),
-        adapter=adapter,
+        context=RequestContext(adapter=adapter or ""),
         sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
     )
     return [token async for delta in node.generate(request) for token in delta.token_ids]

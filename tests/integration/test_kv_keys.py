@@ -19,6 +19,7 @@ from engine_bridge.adapters import catalog
 from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.driver.kv_keys import cache_salt, version_of
 from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
+from engine_bridge.request_context import RequestContext
 from gateway.app import Server
 from gateway.auth import owner_of, tenant_of
 from gateway.client.chat import ChatClient
@@ -217,7 +218,7 @@ async def answer(node: SharedNode, text: str, adapter: str | None) -> tuple[str,
     request = GenerateRequest(
         request_id=RequestId(uuid.uuid4().hex),
         messages=(ChatMessage("user", text),),
-        adapter=adapter,
+        context=RequestContext(adapter=adapter or ""),
         sampling=Sampling(temperature=0, max_tokens=24),
     )
     deltas = [delta async for delta in node.generate(request)]
@@ -281,7 +282,7 @@ async def test_two_versions_in_one_batch(node: SharedNode, tmp_path: Path) -> No
         request = GenerateRequest(
             request_id=RequestId(uuid.uuid4().hex),
             messages=(ChatMessage("user", text),),
-            adapter="versioned",
+            context=RequestContext(adapter="versioned"),
             sampling=Sampling(temperature=0, max_tokens=600, ignore_eos=True),
         )
         parts = []

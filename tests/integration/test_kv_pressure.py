@@ -21,6 +21,7 @@ from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
 from engine_bridge.node import Delta, GenerateRequest, KvSources, RequestId, Sampling
+from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from kvtiers.io.files import Files
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
@@ -69,8 +70,7 @@ async def generate(
     request = GenerateRequest(
         request_id=RequestId(f"r{next(_ids)}"),
         prompt_token_ids=tuple(token_ids),
-        adapter=adapter,
-        session_id=session,
+        context=RequestContext(adapter=adapter or "", session_id=session or ""),
         sampling=Sampling(temperature=0, max_tokens=tokens, ignore_eos=True),
     )
     answer: list[int] = []

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from engine_bridge.driver.scheduling.facts import RequestFacts, facts_of
+from engine_bridge.driver.scheduling.facts import Carried, facts_of
 from engine_bridge.local_node import LocalNode
 from engine_bridge.predict.hints import HINTS, TEXT_HINTS
 from engine_bridge.predict.own import PredictorRefused
@@ -71,10 +71,10 @@ class Place:
             yield
         # The client has left: the slot is free.
 
-    async def waiting(self, tasks: list[asyncio.Task[Any]]) -> list[RequestFacts]:
+    async def waiting(self, tasks: list[asyncio.Task[Any]]) -> list[Carried]:
         """What the scheduler was told of all who wait, once these requests do."""
 
-        def look(driver: Any) -> list[RequestFacts]:
+        def look(driver: Any) -> list[Carried]:
             return [facts_of(request) for request in driver.scheduling.queue]
 
         async with asyncio.timeout(60):
@@ -227,8 +227,8 @@ async def test_a_key_s_weight_comes_to_the_scheduler(place: Place, tmp_path: Pat
         ]
         socket = asyncio.create_task(turn(url, priority=3))
         facts = await place.waiting(tasks)
-    assert sorted(fact.weight for fact in facts) == [1.0, 2.5]
-    assert len({fact.tenant for fact in facts}) == 2
+    assert sorted(fact.context.weight for fact in facts) == [1.0, 2.5]
+    assert len({fact.context.tenant for fact in facts}) == 2
     assert (await socket)["code"] == "unauthorized"
     assert [status for status, _ in await asyncio.gather(*tasks)] == [200, 200]
 

@@ -26,6 +26,7 @@ from engine_bridge.node import (
     Sampling,
     pack_token_ids,
 )
+from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
 from .conftest import WaitsForTheDisk
@@ -96,9 +97,7 @@ async def generate(
     request = GenerateRequest(
         request_id=RequestId(f"r{next(_ids)}"),
         prompt_token_ids=tuple(token_ids),
-        adapter=adapter,
-        session_id=session,
-        tenant=tenant,
+        context=RequestContext(tenant=tenant, session_id=session or "", adapter=adapter or ""),
         sampling=Sampling(temperature=0, max_tokens=4, ignore_eos=True),
     )
     answer: list[int] = []
@@ -295,7 +294,7 @@ async def drafts_are_computed_ahead_and_kept_nowhere(node: LocalNode, tiers: KvT
         return GenerateRequest(
             request_id=RequestId(f"{name}-{next(_ids)}"),
             messages=(ChatMessage("user", content),),
-            session_id="drafted",
+            context=RequestContext(session_id="drafted"),
             sampling=Sampling(temperature=0, max_tokens=4, ignore_eos=True),
         )
 

@@ -21,6 +21,7 @@ from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
 from engine_bridge.policy.mlq import Mlq
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
+from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
 from .conftest import WaitsForTheDisk, starts
@@ -60,8 +61,7 @@ async def ask(
     request = GenerateRequest(
         request_id=RequestId(f"r{next(_ids)}"),
         prompt_token_ids=tuple(token_ids),
-        adapter=adapter,
-        priority=priority,
+        context=RequestContext(adapter=adapter or "", priority=priority),
         sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
     )
     return [token async for delta in node.generate(request) for token in delta.token_ids]

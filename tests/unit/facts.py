@@ -1,10 +1,13 @@
-"""Requests as policies are told of them, for tests that care about some of their fields."""
+"""Requests as policies and predictors are told of them, for tests that care about some of their fields."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from engine_bridge.policy.queue import Running, Waiting
+from engine_bridge.predict.hints import Asked
+from engine_bridge.predict.length import LengthFeatures
+from engine_bridge.request_context import RequestContext
 
 
 def waiting_facts(request_id: str, **fields: Any) -> Waiting:
@@ -27,3 +30,16 @@ def running_facts(request_id: str, **fields: Any) -> Running:
         "predicted_end_s": 10.0,
     }
     return Running(request_id=request_id, **(defaults | fields))
+
+
+def features(
+    num_prompt_tokens: int = 100,
+    *,
+    adapter: str = "",
+    session: str = "",
+    tenant: str = "",
+    question: str = "",
+    **fields: Any,
+) -> LengthFeatures:
+    context = RequestContext(tenant=tenant, session_id=session, adapter=adapter, asked=Asked(question))
+    return LengthFeatures(num_prompt_tokens=num_prompt_tokens, context=context, **fields)

@@ -158,7 +158,8 @@ class NodeAdapters:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from engine_bridge.driver.engine_client import CALLER, Caller
+        from engine_bridge.driver.call import CALL, Call
+        from engine_bridge.request_context import RequestContext
 
         params = SamplingParams(
             temperature=0,
@@ -169,8 +170,9 @@ class NodeAdapters:
         )
         self._num_asked += 1
         request_id = f"a{self._num_asked}"
-        CALLER.set(Caller(tenant=f"play {self._num_plays}"))  # nobody finds the prefixes of another play
-        adapter = self._node._serving.lora_request(ask.adapter) if ask.adapter is not None else None
+        # Nobody finds the prefixes of another play.
+        CALL.set(Call(RequestContext(tenant=f"play {self._num_plays}")))
+        adapter = self._node._serving.lora_request(ask.adapter or "")
         prompt = {"prompt_token_ids": ask.prompt}
         return request_id, self._node._client.generate(
             prompt, params, request_id, lora_request=adapter, priority=ask.priority

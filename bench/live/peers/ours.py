@@ -29,6 +29,7 @@ from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
+from engine_bridge.request_context import RequestContext
 from gateway.advisories import Advisories, Record, Wanted, outcome_of
 from gateway.auth import tenant_of
 from gateway.drafts import Drafts
@@ -138,8 +139,7 @@ class TieredNode(Engine):
         request = GenerateRequest(
             request_id=RequestId(f"b{next(_numbers)}"),
             prompt_token_ids=tuple(prompt),
-            session_id=session,
-            tenant=tenant_of(owner_of(session)),
+            context=RequestContext(tenant=tenant_of(owner_of(session)), session_id=session),
             sampling=Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True),
         )
         started_s = time.perf_counter()
@@ -218,7 +218,9 @@ class TieredNode(Engine):
         if is_typed:
             await self._node.prefill(
                 GenerateRequest(
-                    request_id=RequestId(session), prompt_token_ids=tuple(tokens), session_id=session
+                    request_id=RequestId(session),
+                    prompt_token_ids=tuple(tokens),
+                    context=RequestContext(session_id=session),
                 )
             )
         return (await self._ask(session, self.talk.ask(session, tokens + tail), 2)).as_dict()

@@ -16,6 +16,7 @@ from bench.live.peers.play import text
 from engine_bridge.local_node import LocalNode
 from engine_bridge.policy.quotas import SeenRequest
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
+from engine_bridge.request_context import RequestContext
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
 DEFAULT_ADAPTER_POLICY = "expected_gain"
@@ -200,7 +201,7 @@ def learn(scheduling: Any, history: list[list[Any]], ranks: dict[str, int], rate
     """Tell predictor and lanes of requests as if they had run until now."""
     now = scheduling._clock()
     for number, (num_prompt, num_answer, adapter) in enumerate(history):
-        features = LengthFeatures(num_prompt_tokens=num_prompt, adapter=adapter or "", max_tokens=None)
+        features = LengthFeatures(num_prompt_tokens=num_prompt, context=RequestContext(adapter=adapter or ""))
         guess = scheduling.predictor.predict(features)
         scheduling.predictor.observe(features, num_answer)
         sizes = (float(num_prompt), float(guess.p50), float(ranks.get(adapter, 0)))

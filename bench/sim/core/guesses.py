@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from bench.sim.core.requests import Arrival
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
+from engine_bridge.request_context import RequestContext
 
 # Where classes end, as shares of all lengths. Source: SSJF (Qiu et al., 2024), whose BERT names one of five; it is Chameleon's predictor.
 CLASS_ENDS = (0.25, 0.5, 0.75, 0.99)
@@ -85,5 +86,7 @@ class Online:
 def _features(arrival: Arrival) -> LengthFeatures:
     adapter = "" if arrival.adapter_id is None else str(arrival.adapter_id)
     return LengthFeatures(
-        num_prompt_tokens=arrival.num_prompt_tokens, adapter=adapter, max_tokens=arrival.max_answer_tokens
+        num_prompt_tokens=arrival.num_prompt_tokens,
+        context=RequestContext(adapter=adapter),
+        max_tokens=arrival.max_answer_tokens,
     )

@@ -1,4 +1,4 @@
-"""What the gateway tells the scheduler of a request, beside what vLLM knows."""
+"""What a request carries through vLLM to the scheduler and the connector, beside what vLLM has fields for."""
 
 from __future__ import annotations
 
@@ -8,37 +8,35 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
+from engine_bridge.request_context import NOBODY, RequestContext
 
 # Under this name of `SamplingParams.extra_args` a request carries what vLLM does not know of it.
 FACTS = "overture"
 
 
-class RequestFacts(Struct, frozen=True, kw_only=True):
-    """What the gateway knows of a request.
+class Carried(Struct, frozen=True, kw_only=True):
+    """The gateway's context as it came, and what the engine's side adds.
 
-    weight: its tenant's share against others'. features: what its answer's length is predicted from. guess: what a user's own predictor said of it;
-    None: the scheduler asks the node's.
+    rank: of its adapter, 0 without one. features: what its answer's length is predicted from. guess: what a user's own predictor said of it; None:
+    the scheduler asks the node's.
     """
 
-    tenant: str = ""
-    session: str = ""
-    adapter: str = ""
+    context: RequestContext = NOBODY
     rank: int = 0
-    weight: float = 1.0
     features: LengthFeatures | None = None
     guess: LengthGuess | None = None
 
 
-NOTHING_KNOWN = RequestFacts()
+NOTHING_CARRIED = Carried()
 
 
-def facts_of(request: Any) -> RequestFacts:
+def facts_of(request: Any) -> Carried:
     params = request.sampling_params
     facts = (params.extra_args or {}).get(FACTS) if params is not None else None
-    return facts if isinstance(facts, RequestFacts) else NOTHING_KNOWN
+    return facts if isinstance(facts, Carried) else NOTHING_CARRIED
 
 
-def tell(request: Any, facts: RequestFacts) -> None:
+def tell(request: Any, facts: Carried) -> None:
     """Have a request carry these facts, in place of those that it carries."""
     params = request.sampling_params
     if params is not None:

@@ -85,8 +85,8 @@ class Report:
     def requests(self, tenant: str, limit: int) -> tuple[list[RequestState], list[RequestState], int, int]:
         """(waiting, running, how many wait, how many run) of a tenant; the first `limit` of each. On the engine thread."""
         own = self._scheduling
-        waiting = [each for each in self._waiting() if facts_of(each).tenant == tenant]
-        running = [each for each in self._scheduler.running if facts_of(each).tenant == tenant]
+        waiting = [each for each in self._waiting() if facts_of(each).context.tenant == tenant]
+        running = [each for each in self._scheduler.running if facts_of(each).context.tenant == tenant]
         reasons = _Reasons(self._scheduler, own, self._places)
         now = own.now() if own is not None else time.time()
         return (

@@ -169,8 +169,8 @@ class Scheduling:
             num_blocks=0,
             duration_s=guess.p50 * self._token_s,
             priority=request.priority,
-            tenant=facts.tenant,
-            weight=facts.weight,
+            tenant=facts.context.tenant,
+            weight=facts.context.weight,
             adapter_id=request.lora_request.lora_int_id if request.lora_request is not None else None,
         )
         self._known[request.request_id] = _Known(request, features, guess, base, tokens, sizes)

@@ -11,9 +11,10 @@ from vllm.renderers.base import _SwappableExecutor
 from vllm.utils.async_utils import make_async
 
 from engine_bridge.driver import tokenizer_queue
-from engine_bridge.driver.engine_client import Caller, called_by
+from engine_bridge.driver.call import called_by
 from engine_bridge.driver.tokenizer_queue import TokenizerQueue, be_fair
 from engine_bridge.errors import SeamMoved, TooBusy
+from engine_bridge.request_context import RequestContext
 
 PATIENCE_S = 30
 
@@ -38,7 +39,7 @@ class Busy:
 
     def __init__(self, queue: TokenizerQueue, tenant: str = "heavy") -> None:
         self.go, self.is_there = threading.Event(), threading.Event()
-        with called_by(Caller(tenant)):
+        with called_by(RequestContext(tenant=tenant)):
             self.future = queue.submit(self._run)
         assert self.is_there.wait(PATIENCE_S)
 
@@ -50,9 +51,9 @@ class Busy:
 def test_a_small_job_waits_for_one_job_of_another_tenant_alone(queue: TokenizerQueue) -> None:
     order: list[str] = []
     busy = Busy(queue)
-    with called_by(Caller("heavy")):
+    with called_by(RequestContext(tenant="heavy")):
         others = [queue.submit(order.append, f"heavy{n}") for n in range(50)]
-    with called_by(Caller("light")):
+    with called_by(RequestContext(tenant="light")):
         mine = queue.submit(order.append, "light")
     busy.go.set()
     mine.result(PATIENCE_S)
@@ -86,7 +87,7 @@ def test_a_tenant_with_too_much_waiting_is_refused_and_others_are_not(
 ) -> None:
     monkeypatch.setattr(tokenizer_queue, "MAX_WAITING", 3)
     busy = Busy(queue)
-    with called_by(Caller("heavy")):
+    with called_by(RequestContext(tenant="heavy")):
         waiting = [queue.submit(len, "x") for _ in range(3)]
     with pytest.raises(TooBusy) as caught:
         queue.check_room("heavy")
@@ -102,7 +103,7 @@ def test_a_tenant_whose_jobs_take_long_is_refused_sooner(
 ) -> None:
     monkeypatch.setattr(tokenizer_queue, "MAX_WAIT_S", 0.001)
     busy = Busy(queue)
-    with called_by(Caller("heavy")):
+    with called_by(RequestContext(tenant="heavy")):
         queue.submit(len, "x")
     with pytest.raises(TooBusy):
         queue.check_room("heavy")
@@ -126,12 +127,12 @@ async def test_vllms_own_wrappers_go_through_it() -> None:
     renderer = Renderer()
     queue = be_fair(renderer)
     busy = Busy(queue)
-    with called_by(Caller("heavy")):
+    with called_by(RequestContext(tenant="heavy")):
         heavy = [asyncio.ensure_future(renderer.tokenize("a")) for _ in range(20)]
     done: list[str] = []
     for future in heavy:
         future.add_done_callback(lambda _: done.append("heavy"))
-    with called_by(Caller("light")):
+    with called_by(RequestContext(tenant="light")):
         light = asyncio.ensure_future(renderer.tokenize("b"))
     light.add_done_callback(lambda _: done.append("light"))
     busy.go.set()

@@ -31,9 +31,7 @@ from engine_bridge.predict.length import (
     Recent,
 )
 
-
-def features(num_prompt_tokens: int = 100, **fields: Any) -> LengthFeatures:
-    return LengthFeatures(num_prompt_tokens=num_prompt_tokens, **fields)
+from ..facts import features
 
 
 def lengths(rng: random.Random, median: float, sigma: float = 0.5) -> int:
@@ -77,7 +75,7 @@ def test_the_narrowest_history_that_is_long_enough_answers() -> None:
     asked = features(session="s", adapter="a", tenant="t")
     sources = []
     for _ in range(MIN_SESSION):
-        predictor.observe(features(session="s", adapter="other"), 10)
+        predictor.observe(features(session="s", adapter="other", tenant="t"), 10)
         sources.append(predictor.predict(asked).source)
     assert sources == ["prior"] * (MIN_SESSION - 1) + ["session"]
     for _ in range(MIN_KEY):
@@ -240,7 +238,7 @@ def test_memory_is_bounded_whatever_comes() -> None:
         predictor.observe(features(session=f"s{at}", adapter=f"a{at}", tenant=f"t{at}"), at)
     assert len(predictor) == 100
     assert len(predictor._sessions) == len(predictor._adapters) == len(predictor._tenants) == 10
-    assert predictor._sessions.get("s999") is not None and predictor._sessions.get("s0") is None
+    assert predictor._sessions.get("t999/s999") is not None and predictor._sessions.get("t0/s0") is None
     assert len(predictor._all) <= 512
     for _ in range(200):
         predictor.observe(features(session="one"), 7)

@@ -28,11 +28,9 @@ from engine_bridge.predict.own import (
     load_predictor,
 )
 
+from ..facts import features
+
 CONTEXT = PredictorContext(model="m", folder=Path("there"))
-
-
-def features(num_prompt_tokens: int = 100, **fields: Any) -> LengthFeatures:
-    return LengthFeatures(num_prompt_tokens=num_prompt_tokens, **fields)
 
 
 def fed(lengths: NodeLengths, num: int, seed: int = 1) -> NodeLengths:

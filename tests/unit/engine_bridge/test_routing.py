@@ -252,7 +252,7 @@ def test_others_are_paused_only_where_an_urgent_request_would_be_slow() -> None:
 
 # -- ours --------------------------------------------------------------------------------------------------------------
 
-OURS = Overture(replace(SETTINGS, decode=MBGMV, prefill_step_s=0.02, kv_move_token_s=0.0001))
+OURS = Overture(replace(SETTINGS, decode=MBGMV, prefill_step_s=0.02))
 
 
 def test_costs_by_hand() -> None:
@@ -274,18 +274,8 @@ def test_costs_by_hand() -> None:
 
 def test_it_goes_where_its_kv_is_unless_that_costs_others_more() -> None:
     kv = {"b": CachedKv(90)}
-    stays = Overture(replace(OURS.settings, kv_move_token_s=None))
-    assert stays.route(ask(kv=kv), [busy("a", 1), busy("b", 1)]).node_id == "b"
-    assert stays.route(ask(kv=kv), [busy("a", 1), busy("b", 9)]).node_id == "a"
-
-
-def test_kv_is_moved_where_that_is_quicker_than_computing_it() -> None:
-    nodes = [busy("a", 0), busy("b", 9)]
-    route = OURS.route(ask(kv={"b": CachedKv(90)}), nodes)
-    assert (route.node_id, route.kv_from) == ("a", "b")
-    slow = Overture(replace(OURS.settings, kv_move_token_s=0.1))
-    assert slow.route(ask(kv={"b": CachedKv(90)}), nodes).kv_from == ""
-    assert OURS.route(ask(kv={"a": CachedKv(90)}), nodes).kv_from == "", "it is there already"
+    assert OURS.route(ask(kv=kv), [busy("a", 1), busy("b", 1)]).node_id == "b"
+    assert OURS.route(ask(kv=kv), [busy("a", 1), busy("b", 9)]).node_id == "a"
 
 
 def test_kv_that_takes_longer_to_the_device_than_computing_it_counts_for_nothing() -> None:

@@ -23,18 +23,17 @@ from engine_bridge.node import (
     JsonReply,
     KvSources,
     NodeState,
-    NodeStats,
     Progress,
     Prompt,
     RequestId,
     SchedulingStats,
-    SessionId,
     SseReply,
     Timings,
     TokenizerStats,
     Usage,
     pack_token_ids,
 )
+from engine_bridge.request_context import NOBODY, RequestContext
 from kvtiers.stats import TierStats
 
 PATIENCE_S = 10.0
@@ -262,10 +261,7 @@ class FakeNode:
         api: Api,
         body: object,
         headers: Mapping[str, str],
-        tenant: str = "",
-        session_id: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
+        context: RequestContext = NOBODY,
     ) -> JsonReply | SseReply:
         raise NOT_SERVED
 
@@ -280,15 +276,6 @@ class FakeNode:
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
         return None
-
-    async def export_kv(self, session_id: SessionId) -> bytes:
-        raise NotSupported("this node exports no KV")
-
-    async def import_kv(self, session_id: SessionId, blocks: bytes) -> None:
-        raise NotSupported("this node imports no KV")
-
-    async def stats(self) -> NodeStats:
-        raise EngineUnavailable("this node has no engine")
 
     async def engine_state(self, tenant: str, limit: int) -> EngineState:
         raise EngineUnavailable("this node has no engine")

@@ -51,7 +51,7 @@ async def test_an_advisory_reaches_the_node_with_what_the_session_ends_in(parts:
     advisory = (await parts.node.told()).advisory
     assert (advisory.advisory_id, advisory.session_id) == (record.id, turn.session_id)
     assert (advisory.adapter, advisory.tenant) == ("shout", "ann")
-    assert (advisory.expected_arrival_s, advisory.ordered, advisory.priority) == (5.0, True, 3)
+    assert (advisory.expected_arrival_s, advisory.priority) == (5.0, 3)
     assert advisory.token_ids == pack_token_ids([7, 8, 9, 1, 2])
     assert 0 < advisory.probability < 1
 
@@ -349,7 +349,10 @@ async def test_a_history_that_no_tier_holds_is_computed_and_then_advised_about(p
     submit(parts, turn.session_id, model="pirate", follower=lambda record: seen.append(record.report.state))
     (await parts.node.told()).report("unknown")
     request = await parts.node.prefilled()
-    assert request.adapter == "pirate" and [m.content for m in request.messages][:2] == ["Hello!", "Yes."]
+    assert request.context.adapter == "pirate" and [m.content for m in request.messages][:2] == [
+        "Hello!",
+        "Yes.",
+    ]
     again = await parts.node.told(1)
     again.report("warm", num_tokens=32, device_tokens=32)
     assert seen == ["unknown", "warm"], "who followed the first hears of the second"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.request_context import RequestContext
 from gateway.drafts import MAX_ACTIVE, MAX_ACTIVE_OF_ONE, PAUSE_S, whole_words
 from gateway.sessions import SessionStore
 
@@ -44,7 +45,7 @@ async def test_a_draft_is_computed_after_a_pause_and_not_before(parts: Parts) ->
     await paused(parts)
     (request,) = parts.node.prefills
     assert texts(parts.node) == ["What is the capital of"]
-    assert (request.adapter, request.session_id, request.tenant) == ("shout", "s", "ann")
+    assert request.context == RequestContext(tenant="ann", session_id="s", adapter="shout")
 
 
 async def test_only_the_newest_words_are_computed(parts: Parts) -> None:
@@ -89,7 +90,7 @@ async def test_another_adapter_begins_anew(parts: Parts) -> None:
     await paused(parts)
     parts.drafts.update("ann", "s", "shout", "What ")
     await paused(parts)
-    assert [request.adapter for request in parts.node.prefills] == [None, "shout"]
+    assert [request.context.adapter for request in parts.node.prefills] == ["", "shout"]
     assert parts.node.cancelled_prefills == 1
 
 
@@ -128,7 +129,7 @@ async def test_all_keys_together_have_a_bound_as_well(parts: Parts) -> None:
         parts.drafts.update(f"owner-{number}", "s", None, "draft of mine ")
     await paused(parts)
     assert len(parts.node.prefills) == MAX_ACTIVE
-    assert {request.tenant for request in parts.node.prefills} == {
+    assert {request.context.tenant for request in parts.node.prefills} == {
         f"owner-{number}" for number in range(1, MAX_ACTIVE + 1)
     }
 

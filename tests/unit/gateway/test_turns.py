@@ -70,10 +70,12 @@ async def test_the_node_is_asked_with_the_history_its_ids_and_the_owners_share(p
         ("assistant", "Hi Ann."),
         ("user", "Who am I?"),
     ]
-    assert one.adapter == two.adapter == "shout", "a session keeps its adapter until another is chosen"
+    assert one.context.adapter == two.context.adapter == "shout", (
+        "a session keeps its adapter until another is chosen"
+    )
     assert len(two.history_token_ids) == 4 * (3 + 2), "the prompt's three ids and the answer's two"
-    assert one.session_id == two.session_id == first.session_id
-    assert one.tenant == "ann" and one.request_id != two.request_id
+    assert one.context.session_id == two.context.session_id == first.session_id
+    assert one.context.tenant == "ann" and one.request_id != two.request_id
 
 
 async def test_a_repeated_message_is_answered_once(parts: Parts) -> None:

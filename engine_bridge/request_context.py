@@ -1,0 +1,26 @@
+"""Who asks, and what: the one description of a request that the gateway makes and everybody behind it hands on as it is."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from engine_bridge.predict.hints import NOTHING_ASKED, Asked
+
+
+class RequestContext(Struct, frozen=True, kw_only=True):
+    """What the gateway knows of a request beside its text. What the engine's side finds out stands beside it, never in it.
+
+    tenant: whose KV the request may reuse and leave behind; "" where everybody shares. session_id: "" for a request that belongs to no session.
+    adapter: its name; "" for the base model. weight: the tenant's share against other tenants'. priority: lower first; a client's, checked.
+    asked: what its text says of the answer's length; the question itself only where a user's own predictor reads it.
+    """
+
+    tenant: str = ""
+    session_id: str = ""
+    adapter: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    asked: Asked = NOTHING_ASKED
+
+
+NOBODY = RequestContext()
