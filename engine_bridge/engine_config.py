@@ -1,57 +1,159 @@
-"""What an engine is built from: plain data that the gateway fills in and the driver reads."""
+"""What an engine is built from: plain data that the gateway fills in and the driver reads.
+
+Each setting that a user may make is declared here once: its name, type, bounds, default and what it says in the help. The gateway's `Config`
+adds its own to them; flags, environment and file follow from the declaration.
+"""
 
 from __future__ import annotations
 
-from msgspec import Struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from engine_bridge.policy import adapter_cache, registry
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Positive = Annotated[int, Meta(ge=1)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+KIB = 1024
+if TYPE_CHECKING:
+    SchedulingPolicy = str
+    AdapterPolicy = str
+else:  # mypy wants to read the words
+    # "vllm": its own queue, first come first served.
+    SchedulingPolicy = Literal[("vllm", *registry.POLICIES)]
+    AdapterPolicy = Literal[tuple(reversed(adapter_cache.POLICIES))]
 
 
-class EngineConfig(Struct, frozen=True, kw_only=True):
-    """What an engine is built from. Memory in GiB; lengths in tokens."""
+def setting(group: str, description: str, **constraints: Any) -> Meta:
+    """What the help and the error texts say about a setting."""
+    return Meta(description=description, extra={"group": group}, **constraints)
 
-    model: str
+
+ModelName = Annotated[str, setting("Model", "Model folder, or its name on a model hub.", min_length=1)]
+
+
+class EngineSettings(Struct, frozen=True, kw_only=True):
+    """What a user may set of an engine. Memory in GiB; lengths in tokens."""
+
+    model: ModelName
+    served_model_name: Annotated[
+        str,
+        setting(
+            "Model", "Name that clients use for the base model; empty: the last part of the model's path."
+        ),
+    ] = ""
+    device: Annotated[
+        Device, setting("Model", "Where the engine runs; auto: what the installed vLLM was built for.")
+    ] = "auto"
+    dtype: Annotated[Dtype, setting("Model", "Type of the weights and activations.")] = "auto"
+    max_model_len: Annotated[
+        Positive | None,
+        setting("Model", "Longest prompt and answer together, in tokens; unset: what the model allows."),
+    ] = None
+    seed: Annotated[int, setting("Model", "Seed of sampling.", ge=0)] = 0
+
+    max_num_seqs: Annotated[int, setting("Engine", "Most requests in one batch.", ge=1)] = 64
+    block_size: Annotated[
+        Positive | None, setting("Engine", "Tokens of a KV block; unset: vLLM's choice.")
+    ] = None
+    kv_cache_gib: Annotated[float, setting("Engine", "KV cache on CPU, in GiB.", gt=0)] = 1.0
+    cpu_threads: Annotated[
+        Positive | None,
+        setting("Engine", "Processor cores that a CPU engine computes on; unset: all (the demo model: 1)."),
+    ] = None
+    """The last ones that this process may use."""
+    gpu_memory_utilization: Annotated[
+        float, setting("Engine", "Share of the GPU's memory to use.", gt=0, le=1)
+    ] = 0.9
+
+    kv_host_gib: Annotated[
+        float,
+        setting(
+            "KV tiers",
+            "Host memory for KV that leaves the engine's cache, in GiB; 0: none, and none on disk.",
+            ge=0,
+        ),
+    ] = 2.0
+    kv_disk_gib: Annotated[
+        float,
+        setting("KV tiers", "Disk space for KV, in GiB: conversations outlive a restart; 0: none.", ge=0),
+    ] = 8.0
+    kv_dir: Annotated[
+        Path | None, setting("KV tiers", "Folder of the KV on disk; unset: kv in the data folder.")
+    ] = None
+
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        setting("Scheduling", "Who starts next: mlq has lanes by size; vllm is its own queue."),
+    ] = "mlq"
+    max_step_ms: Annotated[
+        float,
+        setting(
+            "Scheduling",
+            "How long a step of the engine may take: longer prompts are computed in parts; 0: as long as it takes.",
+            ge=0,
+        ),
+    ] = 500.0
+    """Not for vLLM's own queue."""
+    decision_log: Annotated[
+        Path | None,
+        setting(
+            "Scheduling",
+            "Record who starts and why, for `overture replay`; the last such file becomes FILE.1.",
+        ),
+    ] = None
+    decision_log_mib: Annotated[
+        int, setting("Scheduling", "Where that recording ends, in MiB.", ge=1, le=KIB * KIB)
+    ] = 64
+
+    max_loras: Annotated[
+        int,
+        setting(
+            "Adapters",
+            "Adapters of the largest rank that may be in use at once; on a CPU more of smaller ones, in the same memory.",
+            ge=1,
+        ),
+    ] = 8
+    max_lora_rank: Annotated[int, setting("Adapters", "Largest adapter rank.", ge=1)] = 128
+    adapter_host_gib: Annotated[
+        float, setting("Adapters", "Host memory for adapters that are in use or may be soon, in GiB.", gt=0)
+    ] = 1.0
+    adapters_in_kv: Annotated[
+        bool, setting("Adapters", "Keep unused adapters in KV memory that nobody needs now, too.")
+    ] = True
+    adapter_policy: Annotated[
+        AdapterPolicy,
+        setting("Adapters", "Which adapters leave memory first."),
+    ] = "expected_gain"
+    adapter_prefetch: Annotated[
+        bool, setting("Adapters", "Load adapters ahead, by the times between their last requests.")
+    ] = False
+    cpu_assist: Annotated[
+        bool,
+        setting("Adapters", "Start requests while their adapter is still on its way to the device."),
+    ] = True
+    cpu_assist_workers: Annotated[
+        int,
+        setting("Adapters", "Processes that compute with such adapters meanwhile; 0: the engine does.", ge=0),
+    ] = 0
+
+
+class EngineConfig(EngineSettings, frozen=True, kw_only=True):
+    """A user's settings, and what only the server, benches and tests set. By itself an engine has a CPU and no tiers."""
+
     served_model_name: str
-    device: str = "cpu"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    block_size: int | None = None
-    kv_cache_gib: float = 1.0
+    device: Device = "cpu"
+    kv_host_gib: float = 0.0
+    kv_disk_gib: float = 0.0
     num_kv_blocks: int | None = None
     """Blocks of KV on the device, whatever memory there is; None: as many as fit."""
-    cpu_threads: int | None = None
-    """Cores that a CPU engine computes on, the last ones that this process may use; None: all."""
-    gpu_memory_utilization: float = 0.9
     enable_lora: bool = True
-    max_loras: int = 8
-    """Adapters of the largest rank that requests may use at once; on a CPU more of smaller ones, in the same memory."""
-    max_lora_rank: int = 128
-    adapter_host_gib: float = 1.0
-    """Host memory for adapters that may be needed soon."""
-    cpu_assist: bool = True
-    """Requests start while their adapter is still on its way to where it is computed with."""
-    cpu_assist_workers: int = 0
-    """Processes that compute with adapters on their way; 0: the engine's own threads do."""
-    adapter_policy: str = "expected_gain"
-    """Which adapters leave memory first: a name in engine_bridge.policy.adapter_cache.POLICIES."""
-    adapters_in_kv: bool = True
-    """Unused adapters lie in KV blocks that nobody needs."""
-    adapter_prefetch: bool = False
-    """Adapters are loaded ahead by the times between their last requests."""
-    scheduling_policy: str = "mlq"
-    """Who starts next: a name in engine_bridge.policy.registry.POLICIES, or "vllm" for its own queue (first come, first served)."""
-    decision_log: str | None = None
-    """A file for what the policy is told and decides (`overture replay`); None: none."""
-    decision_log_mib: int = 64
-    max_step_ms: float = 500.0
-    """How long a step may take: prompts are computed in parts that keep to it. 0: as long as it takes. Not for the policy "vllm"."""
-    seed: int = 0
     enforce_eager: bool | None = None
     """None: on a CPU yes (vLLM compiles nothing there once LoRA is on), on CUDA no."""
-    kv_host_gib: float = 0.0
-    """Host memory for KV that leaves the device; 0: none, and no disk tier either."""
-    kv_disk_gib: float = 0.0
-    kv_dir: str | None = None
-    profile_dir: str | None = None
+    profile_dir: Path | None = None
     """Folder of profiles (engine_bridge/profile.py); None: costs are learned from real steps alone."""
     log_stats: bool = True
 

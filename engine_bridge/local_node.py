@@ -585,7 +585,7 @@ def make_tiers(config: EngineConfig) -> KvTiers | None:
         TiersConfig(
             host_bytes=int(config.kv_host_gib * GIB),
             disk_bytes=int(config.kv_disk_gib * GIB),
-            folder=Path(config.kv_dir) if config.kv_dir else None,
+            folder=config.kv_dir,
         )
     )
 

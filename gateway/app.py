@@ -14,7 +14,7 @@ import uvloop
 from aiohttp import web
 
 from engine_bridge.driver.building import configure_environment
-from engine_bridge.engine_config import EngineConfig
+from engine_bridge.engine_config import Device, EngineConfig, EngineSettings
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import Node
 from gateway import (
@@ -62,38 +62,11 @@ def engine_config(config: Config) -> EngineConfig:
     dtype = config.dtype
     if dtype == "auto" and device == "cpu" and config.is_demo_model:
         dtype = "float32"  # docs/decisions/0005
-    return EngineConfig(
-        model=config.model,
-        served_model_name=config.served_model_name,
-        device=device,
-        dtype=dtype,
-        cpu_threads=config.cpu_threads,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        block_size=config.block_size,
-        kv_cache_gib=config.kv_cache_gib,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        max_loras=config.max_loras,
-        max_lora_rank=config.max_lora_rank,
-        adapter_host_gib=config.adapter_host_gib,
-        cpu_assist=config.cpu_assist,
-        cpu_assist_workers=config.cpu_assist_workers,
-        adapter_policy=config.adapter_policy,
-        adapters_in_kv=config.adapters_in_kv,
-        adapter_prefetch=config.adapter_prefetch,
-        kv_host_gib=config.kv_host_gib,
-        kv_disk_gib=config.kv_disk_gib,
-        kv_dir=str(config.kv_dir),
-        profile_dir=str(config.profile_dir),
-        scheduling_policy=config.scheduling_policy,
-        max_step_ms=config.max_step_ms,
-        decision_log=str(config.decision_log) if config.decision_log is not None else None,
-        decision_log_mib=config.decision_log_mib,
-        seed=config.seed,
-    )
+    values = {name: getattr(config, name) for name in EngineSettings.__struct_fields__}
+    return EngineConfig(**values | {"device": device, "dtype": dtype, "profile_dir": config.profile_dir})
 
 
-def detect_device() -> str:
+def detect_device() -> Device:
     """`cpu` where vLLM's CPU build is installed, else `cuda`."""
     from importlib.metadata import PackageNotFoundError, version
 

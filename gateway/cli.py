@@ -10,10 +10,12 @@ from typing import Any
 import click
 
 from gateway import __version__
-from gateway.config import SETTINGS, Config, Setting, load_config
+from gateway.config import SETTINGS, Config
+from gateway.config_sources import load_config
 from gateway.errors import StartupError
 from gateway.kv_command import kv
 from gateway.replay_command import replay
+from gateway.settings import Setting
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 EXIT_USAGE = 2  # as click has it

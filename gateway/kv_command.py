@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from gateway.config import load_config
+from gateway.config_sources import load_config
 from gateway.errors import StartupError
 from kvtiers.errors import StoreBusy
 from kvtiers.io.inspect import StoreInfo, inspect, prune

@@ -311,7 +311,7 @@ class VllmDriver:
 
         if config.profile_dir is None:
             return None
-        profile = MachineProfile.load(Path(config.profile_dir), subject_of(self.engine).fingerprint)
+        profile = MachineProfile.load(config.profile_dir, subject_of(self.engine).fingerprint)
         if profile is not None:
             log.info("step times come from %s", profile.summary)
         return profile
@@ -434,7 +434,7 @@ def _open_log(config: EngineConfig) -> LogWriter | None:
     if config.decision_log is None:
         return None
     try:
-        return LogWriter(Path(config.decision_log), config.decision_log_mib << 20)
+        return LogWriter(config.decision_log, config.decision_log_mib << 20)
     except OSError as error:
         log.warning("no decisions are recorded: %s cannot be made (%s)", config.decision_log, error)
         return None

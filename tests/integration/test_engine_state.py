@@ -44,7 +44,7 @@ async def gateway(folder: Path, policy: str, **changes: Any) -> AsyncIterator[Se
         max_num_seqs=6,
         num_kv_blocks=60,
         scheduling_policy=policy,
-        decision_log=str(folder / "decisions.jsonl"),
+        decision_log=folder / "decisions.jsonl",
     )
     node = LocalNode(LocalNodeConfig(engine=config, adapters=find_adapters(DEMO_ADAPTERS_DIR)))
     services = await build_services(

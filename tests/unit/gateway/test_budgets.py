@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from gateway.auth import KeyRing
 from gateway.budgets import WRONG_KEYS, Gatekeeper, RequestBudgets, network_of, retry_after
-from gateway.config import Config, load_config
+from gateway.config import Config
+from gateway.config_sources import load_config
 from gateway.errors import GatewayError, to_frame
 from gateway.metrics import Metrics
 from gateway.policy.budgets import MAX_WAIT_S, MIN_WAIT_S, Concurrency, Rates

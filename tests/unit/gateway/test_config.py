@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, SETTINGS, Config, ConfigError, load_config
+from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, SETTINGS, Config, ConfigError
+from gateway.config_sources import load_config
 
 
 def load(
@@ -221,3 +222,23 @@ def test_a_proxy_that_is_no_address_is_named() -> None:
     assert load({"trusted_proxies": ("10.0.0.0/8", "::1")}).trusted_proxies == ("10.0.0.0/8", "::1")
     with pytest.raises(ConfigError, match=r"trusted_proxies: .*nginx.*flag --trusted-proxy"):
         load({"trusted_proxies": ("nginx",)})
+
+
+def test_every_setting_of_the_engine_reaches_it_as_it_was_set(tmp_path: Path) -> None:
+    from engine_bridge.engine_config import EngineSettings
+    from gateway.app import engine_config
+
+    changed = {
+        "device": "cpu",
+        "dtype": "float16",
+        "max_num_seqs": 7,
+        "kv_dir": tmp_path,
+        "scheduling_policy": "fair",
+        "decision_log": tmp_path / "log",
+        "adapter_policy": "lru",
+        "kv_host_gib": 0.5,
+    }
+    config = Config(**changed)  # type: ignore[arg-type]
+    made = engine_config(config)
+    assert {name: getattr(made, name) for name in changed} == changed
+    assert all(getattr(made, name) == getattr(config, name) for name in EngineSettings.__struct_fields__)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.auth import KeyRing, key_file_line
-from gateway.config import ConfigError, load_config
+from gateway.config import ConfigError
+from gateway.config_sources import load_config
 from gateway.errors import GatewayError
 from gateway.standing import MAX_PRIORITY, checked_priority, parse_weights
 

@@ -1,0 +1,123 @@
+"""Settings as the help, the environment and the command line know them: all of it follows from a struct's fields."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+ENV_PREFIX = "OVERTURE_"
+SECRET_SETTINGS = frozenset({"api_keys", "operator_keys"})
+# In the order of the help.
+GROUPS = ("Server", "Model", "Engine", "KV tiers", "Scheduling", "Adapters", "Access", "Limits")
+# A repeatable flag reads better in the singular: `--api-key A --api-key B`.
+_SINGULAR_FLAGS = {
+    "api_keys": "--api-key",
+    "cors_origins": "--cors-origin",
+    "trusted_proxies": "--trusted-proxy",
+    "operator_keys": "--operator-key",
+    "tenant_weights": "--tenant-weight",
+}
+# Defaults that depend on the machine, in words.
+_DEFAULT_TEXTS = {"data_dir": "~/.local/share/overture", "model": "the demo model"}
+
+
+class Setting(NamedTuple):
+    """One field of a struct of settings as the help, the environment and the command line know it."""
+
+    name: str
+    group: str
+    description: str
+    default: str
+    type: msgspec.inspect.Type
+
+    @property
+    def flag(self) -> str:
+        """`--max-num-seqs`; in the singular for settings that take several values."""
+        return _SINGULAR_FLAGS.get(self.name, "--" + self.name.replace("_", "-"))
+
+    @property
+    def env(self) -> str:
+        """`OVERTURE_MAX_NUM_SEQS`."""
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def is_bool(self) -> bool:
+        return isinstance(self.type, msgspec.inspect.BoolType)
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.type, msgspec.inspect.VarTupleType)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed words, or () if the setting takes other values."""
+        return (
+            tuple(str(value) for value in self.type.values)
+            if isinstance(self.type, msgspec.inspect.LiteralType)
+            else ()
+        )
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, for error texts: "an integer from 0 to 65535"."""
+        return expected(self.type)
+
+
+def settings_of(struct: type[msgspec.Struct]) -> tuple[Setting, ...]:
+    """Of its fields those that say so (`engine_bridge.engine_config.setting`), in the order of the help."""
+    info = msgspec.inspect.type_info(struct)
+    assert isinstance(info, msgspec.inspect.StructType)
+    found = [_setting(field) for field in info.fields if isinstance(field.type, msgspec.inspect.Metadata)]
+    return tuple(sorted(found, key=lambda setting: GROUPS.index(setting.group)))
+
+
+def _setting(field: msgspec.inspect.Field) -> Setting:
+    meta = field.type
+    assert isinstance(meta, msgspec.inspect.Metadata)
+    schema, extra = meta.extra_json_schema or {}, meta.extra or {}
+    default = _DEFAULT_TEXTS.get(field.name) or shown(field.name, field.default)
+    return Setting(field.name, extra["group"], schema["description"], default, meta.type)
+
+
+def shown(name: str, value: Any) -> str:
+    if name in SECRET_SETTINGS:
+        return f"{len(value)} set, hidden" if value else "none"
+    if value is None:
+        return "unset"
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def expected(kind: msgspec.inspect.Type) -> str:
+    match kind:
+        case msgspec.inspect.LiteralType(values=values):
+            return "one of " + ", ".join(str(value) for value in values)
+        case msgspec.inspect.UnionType(types=types):
+            return expected(next(part for part in types if not isinstance(part, msgspec.inspect.NoneType)))
+        case msgspec.inspect.VarTupleType():
+            return "a list of non-empty strings"
+        case msgspec.inspect.IntType():
+            return "an integer" + _range(kind)
+        case msgspec.inspect.FloatType():
+            return "a number" + _range(kind)
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case msgspec.inspect.StrType(min_length=1):
+            return "a non-empty string"
+        case msgspec.inspect.CustomType():
+            return "a path"
+    return "a string"
+
+
+def _range(kind: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
+    low = kind.ge if kind.ge is not None else kind.gt
+    above = "more than" if kind.gt is not None else "at least"
+    if low is None:
+        return ""
+    if kind.le is None:
+        return f", {above} {low}"
+    return f" from {low} to {kind.le}" if kind.gt is None else f", more than {low} and at most {kind.le}"
