@@ -153,6 +153,16 @@ class MachineProfile(Struct, frozen=True, kw_only=True):
     def link(self) -> Link | None:
         return self.copies.link if self.copies is not None else None
 
+    @property
+    def adapter_speeds(self) -> dict[str, float]:
+        """What was measured of the ways of an adapter, by the names that `core.adapter_worth.Worth` has for it."""
+        speeds = {}
+        if self.adapters is not None:
+            speeds["load_bytes_per_s"] = self.adapters.load_bytes_per_s
+        if self.copies is not None:
+            speeds["copy_bytes_per_s"] = self.copies.link.h2d_bytes_per_s
+        return speeds
+
     def save(self, folder: Path) -> Path:
         """Write the profile in place of an older one of its subject: a reader sees the old one or this one. Returns its path. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -231,6 +231,11 @@ class KvStore:
                 self._io.loop.call_soon_threadsafe(job.stop_if_unwanted)
         stage.blocks, stage.jobs = [], set()
 
+    def assume_disk_rate(self, bytes_per_s: float) -> None:
+        """Until it is seen at work, and again long after a time when it was slower."""
+        with self._lock:
+            self._disk_rate.prior = bytes_per_s
+
     def disk_bytes_per_s(self) -> float:
         """What the disk has delivered lately while it was read."""
         with self._lock:

@@ -28,11 +28,18 @@ class Worth:
 
     Args:
         policy: a name in `engine_bridge.policy.adapter_cache.POLICIES`.
+        load_bytes_per_s, copy_bytes_per_s: from disk to host memory and from there to the device, as a profile has them, until they are seen.
     """
 
-    def __init__(self, policy: str) -> None:
-        self.disk_rate = Rate(PRIOR_DISK_BYTES_PER_S)
-        self.copy_rate = Rate(PRIOR_COPY_BYTES_PER_S)
+    def __init__(
+        self,
+        policy: str,
+        *,
+        load_bytes_per_s: float = PRIOR_DISK_BYTES_PER_S,
+        copy_bytes_per_s: float = PRIOR_COPY_BYTES_PER_S,
+    ) -> None:
+        self.disk_rate = Rate(load_bytes_per_s)
+        self.copy_rate = Rate(copy_bytes_per_s)
         self.use_policy(policy)
 
     def use_policy(self, policy: str) -> None:

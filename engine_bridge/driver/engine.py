@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from engine_bridge.core.promotions import Hashes, OnChange
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.kv_tiers import KvTiers
+    from engine_bridge.driver.link_measuring import LinkMeasuring
     from engine_bridge.driver.promoter import Promoter
     from engine_bridge.driver.scheduling.record import LogWriter
     from engine_bridge.driver.scheduling.report import Report
@@ -128,8 +129,7 @@ class VllmDriver:
         if self.adapters is not None:
             for record in adapters:
                 self.adapters.add(record)
-        if tiers is not None:
-            tiers.use_costs(TablePrefill(self.steps, self._scheduler.max_num_scheduled_tokens))
+        self._link_measuring = self._use_tiers(tiers) if tiers is not None else None
         self.scheduling = self._make_scheduling(config) if config.scheduling_policy != "vllm" else None
         self.report = self._make_report()
 
@@ -143,12 +143,16 @@ class VllmDriver:
         return self._scheduler.get_request_counts()[0] == 0 and not self._has_work_beside()
 
     def wait_s(self) -> float | None:
-        waits = [part.wait_s() for part in (self.promoter, self.adapters) if part is not None]
+        waits = [part.wait_s() for part in self._beside() if part is not None]
         return min((wait for wait in waits if wait is not None), default=None)
+
+    def _beside(self) -> tuple[Promoter | None, Residency | None, LinkMeasuring | None]:
+        """What moves something between steps."""
+        return self.promoter, self.adapters, self._link_measuring
 
     def _has_work_beside(self) -> bool:
         """Is there anything to move between steps?"""
-        return any(part is not None and part.has_work() for part in (self.promoter, self.adapters))
+        return any(part is not None and part.has_work() for part in self._beside())
 
     def step(self) -> list[RequestOutput]:
         if self._background and not sum(self._scheduler.get_request_counts()):
@@ -158,6 +162,8 @@ class VllmDriver:
         outputs = self._step_engine() if self._scheduler.has_requests() else []
         if self.promoter is not None:
             self.promoter.advance()
+        if self._link_measuring is not None:
+            self._link_measuring.advance()
         return outputs
 
     def _step_engine(self) -> list[RequestOutput]:
@@ -305,6 +311,17 @@ class VllmDriver:
         self._tiers.listener = promoter
         return promoter
 
+    def _use_tiers(self, tiers: KvTiers) -> LinkMeasuring | None:
+        """Tell them what things cost here. Returns what measures the link while nobody wants it, where no profile knows its speed."""
+        from engine_bridge.driver.link_measuring import LinkMeasuring
+
+        tiers.use_costs(TablePrefill(self.steps, self._scheduler.max_num_scheduled_tokens))
+        if self.profile is not None:
+            tiers.use_profile(self.profile)
+        if tiers.store is None or (self.profile is not None and self.profile.copies is not None):
+            return None
+        return LinkMeasuring(tiers, self._block_pool.num_gpu_blocks, self._scheduler.get_request_counts)
+
     def _find_profile(self, config: EngineConfig) -> MachineProfile | None:
         from engine_bridge.driver.profiling.subject import subject_of
         from engine_bridge.profile import MachineProfile
@@ -354,7 +371,12 @@ class VllmDriver:
         from engine_bridge.driver.adapters.build import make_residency
 
         return make_residency(
-            self.engine, config, wake=wake, fail=self._give_up, prefix_facts=self._prefix_facts
+            self.engine,
+            config,
+            wake=wake,
+            fail=self._give_up,
+            prefix_facts=self._prefix_facts,
+            profile=self.profile,
         )
 
     def _prefix_facts(self, num_blocks: int) -> PrefixFacts:

@@ -31,6 +31,7 @@ from kvtiers.store import KvStore
 
 if TYPE_CHECKING:
     from engine_bridge.driver.block_copy import BlockCopier
+    from engine_bridge.profile import MachineProfile
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class KvTiers:
         self._prefill: PrefillCost | None = None
         self._prefill_rate: Rate | None = None
         self._host_rate = Rate(PRIOR_HOST_BYTES_PER_S)
+        self.link: Link | None = None
+        """What copies between host tier and device were measured to take while nobody wanted them; None where nobody has measured."""
         self._copied = (0, 0.0)
         self.name = f"tiers-{next(_names)}"
         _known[self.name] = self
@@ -202,6 +205,17 @@ class KvTiers:
         if isinstance(self.policy, FasterWins):
             self.policy, self._prefill = FullCost(prefill=prefill), prefill
 
+    def use_profile(self, profile: MachineProfile) -> None:
+        """Believe what was measured of this machine until its copies and its disk are seen at work."""
+        if profile.copies is not None:
+            self.use_link(profile.copies.link)
+        if profile.disk is not None and self.store is not None:
+            self.store.assume_disk_rate(profile.disk.read_bytes_per_s)
+
+    def use_link(self, link: Link) -> None:
+        self.link = link
+        self._host_rate.prior = link.h2d_bytes_per_s
+
     def swap_or_recompute(self) -> SwapOrRecompute | None:
         """What each way back of a preempted request takes, by the costs as they are now; None where a policy was given."""
         if self._prefill is None or self._namespace is None:
@@ -211,7 +225,9 @@ class KvTiers:
             block_size_tokens=self._namespace.block_size_tokens,
             block_bytes=self._namespace.shape.block_bytes,
         )
-        return SwapOrRecompute(self._prefill, block, Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate))
+        setup_s = self.link.setup_s if self.link is not None else 0.0
+        link = Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, setup_s=setup_s)
+        return SwapOrRecompute(self._prefill, block, link)
 
     def prefill_s_per_token(self) -> float | None:
         """None before the first prefill."""

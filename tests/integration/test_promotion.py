@@ -156,6 +156,8 @@ async def test_promotion(tmp_path: Path) -> None:
         await a_failing_copy_costs_the_advice_and_no_memory(node, tiers)
         assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
         await settle(lambda: num_pins(tiers) == 0)
+        await settle(lambda: tiers.link is not None)  # measured by itself, as nobody wants anything
+        assert tiers.link is not None and 1e8 < tiers.link.h2d_bytes_per_s < 1e12
     await a_restart_knows_a_session_by_its_ids(tmp_path)
 
 

@@ -20,6 +20,7 @@ from engine_bridge.driver.adapters.weights import Loader, contract_of
 from engine_bridge.driver.in_process import kv_caches_of
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.policy.adapter_cache import PrefixFacts
+from engine_bridge.profile import MachineProfile
 
 GIB = 1 << 30
 
@@ -31,8 +32,9 @@ def make_residency(
     wake: Callable[[], None],
     fail: Callable[[list[str], Exception], None],
     prefix_facts: Callable[[int], PrefixFacts],
+    profile: MachineProfile | None = None,
 ) -> Residency:
-    """For a newly built in-process engine; from here on its steps load nothing. Raises SeamMoved."""
+    """For a newly built in-process engine; from here on its steps load nothing. profile: whose speeds to believe at first. Raises SeamMoved."""
     worker_manager = worker_manager_of(engine)
     manager = worker_manager._adapter_manager
     scheduler = engine.engine_core.engine_core.scheduler
@@ -43,7 +45,7 @@ def make_residency(
     slots = slot_kinds.make_slots(manager)
     read_ahead = ReadAhead(AHEAD_SHARE * host_bytes)
     residency = Residency(
-        _make_core(config, manager, slots, host_bytes),
+        _make_core(config, manager, slots, host_bytes, profile),
         contract=contract,
         manager=manager,
         slots=slots,
@@ -70,7 +72,9 @@ def make_residency(
     return residency
 
 
-def _make_core(config: EngineConfig, manager: Any, slots: Slots, host_bytes: int) -> AdapterPlaces:
+def _make_core(
+    config: EngineConfig, manager: Any, slots: Slots, host_bytes: int, profile: MachineProfile | None
+) -> AdapterPlaces:
     rules = Rules(
         host_bytes=host_bytes,
         num_slots=len(manager.lora_index_to_id),
@@ -79,7 +83,8 @@ def _make_core(config: EngineConfig, manager: Any, slots: Slots, host_bytes: int
         fills_from_copies=manager.device.type != "cpu",
     )
     prefetch = HistoryPrefetch() if config.adapter_prefetch else NoPrefetch()
-    return AdapterPlaces(rules, Worth(config.adapter_policy), prefetch)
+    speeds = profile.adapter_speeds if profile is not None else {}
+    return AdapterPlaces(rules, Worth(config.adapter_policy, **speeds), prefetch)
 
 
 def _make_workers(config: EngineConfig, manager: Any, host_bytes: int) -> Workers:

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from engine_bridge.core.adapter_worth import Worth
+from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.policy.costs import Link, StepGrid
 from engine_bridge.predict.steps import Candidate
 from engine_bridge.profile import (
@@ -25,6 +27,10 @@ from engine_bridge.profile import (
     StepProfile,
     path_of,
 )
+from kvtiers.io.io_thread import IoThread
+from kvtiers.keys import BlockShape
+from kvtiers.policy.eviction import ByValue
+from kvtiers.store import KvStore
 
 SUBJECT = ProfileSubject(
     model="some model/7B",
@@ -168,3 +174,22 @@ def test_the_table_foretells_and_knows_its_error() -> None:
     assert table.usual_error == PROFILE.steps.error == 0.04
     assert PROFILE.link is not None and PROFILE.link.out_s(8_000_000) == pytest.approx(1.1e-3)
     assert "2023" in PROFILE.summary and "4.0%" in PROFILE.summary
+
+
+def test_its_speeds_are_what_costs_are_predicted_by_until_copies_and_disks_are_seen_at_work() -> None:
+    tiers = KvTiers(TiersConfig(host_bytes=1 << 20))
+    io = IoThread()
+    tiers.store = KvStore(BlockShape(2, 4096), 1 << 20, io, None, ByValue())
+    try:
+        tiers.use_profile(PROFILE)
+        assert tiers.host_bytes_per_s() == 7e9
+        assert tiers.store.disk_bytes_per_s() == 2e9
+        worth = Worth("lru", **PROFILE.adapter_speeds)
+        assert (worth.disk_rate.at(0.0), worth.copy_rate.at(0.0)) == (5e8, 7e9)
+        assert (
+            Worth("lru", **replace(PROFILE, adapters=None, copies=None).adapter_speeds).copy_rate.value
+            is None
+        )
+    finally:
+        tiers.close()
+        io.close()
