@@ -22,6 +22,51 @@ MODEL_CALLS = (
     "/v1/messages/count_tokens",
 )
 BODY_ROUTES = (*MODEL_CALLS, "/api/sessions", "/v1/advisories", "/v1/load_lora_adapter")
+# JSON, or almost.
+VALUES = (
+    b"\xff",
+    b'"\\ud800"',
+    b'"\\ud83d\\ude00\\udfff"',
+    b'"\xed\xa0\x80"',
+    b'"\\u0000"',
+    b"1e999",
+    b"-1e999",
+    b"NaN",
+    b"Infinity",
+    b"9" * 5000,
+    b"-" + b"9" * 25,
+    b"18446744073709551616",
+    b"1e-400",
+    b"-0",
+    b"null",
+    b"true",
+    b"[]",
+    b"{}",
+    b"[[[]]]",
+    b'{"":""}',
+    b'{"a":1,"a":2}',
+    b"[" * 5000 + b"]" * 5000,
+    b'{"a":' * 3000 + b"1" + b"}" * 3000,
+)
+FIELDS = {
+    "/api/sessions": ("title", "adapter"),
+    "/v1/advisories": (
+        "session_id",
+        "model",
+        "expected_arrival_s",
+        "ttl_s",
+        "priority",
+        "draft",
+        "actions",
+    ),
+    "/v1/load_lora_adapter": ("lora_name", "lora_path", "load_inplace"),
+    "/v1/unload_lora_adapter": ("lora_name", "lora_int_id"),
+}
+CALL_FIELDS = (
+    "model messages prompt input max_tokens max_output_tokens temperature seed stop stream stream_options session_id priority "
+    "kv_hints tools tool_choice response_format structured_outputs logit_bias previous_response_id system thinking metadata n "
+    "chat_template_kwargs truncate_prompt_tokens text"
+).split()
 
 
 class Case(NamedTuple):
@@ -49,7 +94,15 @@ class Outcome(NamedTuple):
 def cases(key: str) -> Iterator[Case]:
     """All of them. key: an API key that the server takes."""
     authorization = f"Authorization: Bearer {key}\r\n".encode()
-    for case in (*_framing(), *_paths(), *_queries(), *_heads(), *_bodies()):
+    for case in (
+        *_framing(),
+        *_paths(),
+        *_queries(),
+        *_values_of_heads(),
+        *_heads(),
+        *_upgrades(),
+        *_bodies(),
+    ):
         # The key goes in behind the request line, so that what follows is reached.
         line, end, rest = case.data.partition(b"\r\n")
         yield case._replace(data=line + end + authorization + rest)
@@ -239,7 +292,7 @@ def _queries() -> Iterator[Case]:
     yield Case("limit twice", _request("GET", "/api/sessions?limit=1&limit=x&&=&%"))
 
 
-def _heads() -> Iterator[Case]:
+def _values_of_heads() -> Iterator[Case]:
     body = json.dumps(
         {"model": "", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     ).encode()
@@ -272,6 +325,10 @@ def _heads() -> Iterator[Case]:
             for path in ("/v1/chat/completions", "/v1/messages"):
                 head = name.encode() + b": " + value + b"\r\n"
                 yield _post(f"{name}={value[:8]!r}", path, body, head, may_close=True)
+
+
+def _heads() -> Iterator[Case]:
+    """Request lines and heads that are none."""
     for host in (
         b"",
         b"[",
@@ -311,6 +368,9 @@ def _heads() -> Iterator[Case]:
             b"GET /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n" + head + b"\r\n\r\n",
             may_close=True,
         )
+
+
+def _upgrades() -> Iterator[Case]:
     for head in (
         b"",
         b"Upgrade: websocket\r\n",
@@ -324,54 +384,24 @@ def _heads() -> Iterator[Case]:
 
 def _bodies() -> Iterator[Case]:
     """JSON, or almost, in every place that takes a body."""
-    deep = b"[" * 5000 + b"]" * 5000
-    values = [
-        b"\xff",
-        b'"\\ud800"',
-        b'"\\ud83d\\ude00\\udfff"',
-        b'"\xed\xa0\x80"',
-        b'"\\u0000"',
-        b"1e999",
-        b"-1e999",
-        b"NaN",
-        b"Infinity",
-        b"9" * 5000,
-        b"-" + b"9" * 25,
-        b"18446744073709551616",
-        b"1e-400",
-        b"-0",
-        b"null",
-        b"true",
-        b"[]",
-        b"{}",
-        b"[[[]]]",
-        b'{"":""}',
-        b'{"a":1,"a":2}',
-        deep,
-        b'{"a":' * 3000 + b"1" + b"}" * 3000,
-    ]
-    fields = {
-        "/api/sessions": ("title", "adapter"),
-        "/v1/advisories": (
-            "session_id",
-            "model",
-            "expected_arrival_s",
-            "ttl_s",
-            "priority",
-            "draft",
-            "actions",
-        ),
-        "/v1/load_lora_adapter": ("lora_name", "lora_path", "load_inplace"),
-        "/v1/unload_lora_adapter": ("lora_name", "lora_int_id"),
-    }
-    calls = (
-        "model messages prompt input max_tokens max_output_tokens temperature seed stop stream stream_options session_id priority "
-        "kv_hints tools tool_choice response_format structured_outputs logit_bias previous_response_id system thinking metadata n "
-        "chat_template_kwargs truncate_prompt_tokens text"
-    ).split()
     for path in BODY_ROUTES:
-        for value in values:
+        for value in VALUES:
             yield _post(f"body {value[:16]!r}", path, value)
+    yield from _fields_of_calls()
+    for path, names in FIELDS.items():
+        base = (
+            {"session_id": "s"}
+            if path == "/v1/advisories"
+            else {"lora_name": "x", "lora_path": "/nowhere"}
+            if "lora" in path
+            else {}
+        )
+        for field in names:
+            for value in VALUES:
+                yield _field(path, base, field, value)
+
+
+def _fields_of_calls() -> Iterator[Case]:
     for path in MODEL_CALLS:
         start = {
             "model": "",
@@ -386,19 +416,8 @@ def _bodies() -> Iterator[Case]:
             "/v1/responses": ("model", "input", "max_output_tokens"),
         }.get(path, ("model", "messages", "max_tokens"))
         base = {name: start[name] for name in wanted}
-        for field in calls:
-            for value in values:
-                yield _field(path, base, field, value)
-    for path, names in fields.items():
-        base = (
-            {"session_id": "s"}
-            if path == "/v1/advisories"
-            else {"lora_name": "x", "lora_path": "/nowhere"}
-            if "lora" in path
-            else {}
-        )
-        for field in names:
-            for value in values:
+        for field in CALL_FIELDS:
+            for value in VALUES:
                 yield _field(path, base, field, value)
 
 

@@ -40,27 +40,22 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.live.models import ModelShape, adapter_folders, model_folder
+from bench.live.adapter_law import ANSWER_PERCENTILES, PROMPT_PERCENTILES, RANKS, Adapters, drawn
+from bench.live.adapter_streams import COLD_ARRIVALS, decode_rate, gaps_of, streams_and_arrivals
+from bench.live.models import ModelShape, model_folder
 from bench.live.peers.adapters import AdapterSettings, Ask, forget_files
 from bench.live.peers.client import Worker
-from bench.live.peers.engine import drop_page_cache
 from bench.live.peers.play import text
 from bench.live.report import report, spread
-from bench.live.restore import quantile
+from bench.measures import quantile
 
-RANKS = (8, 16, 32, 64, 128)
-ADAPTERS_PER_RANK = 20
-HOST_SHARE = 0.2
 STEP_ADAPTERS, SPARE_SLOTS = 8, 2
 NUM_KV_BLOCKS, MAX_MODEL_LEN = 256, 2048
 COLD_RANK = 64
 
-STREAMS, STREAM_PROMPT_TOKENS, STREAM_TOKENS = 4, 32, 1000
-COLD_ARRIVALS, FIRST_ARRIVAL_S, ARRIVAL_GAP_S, ARRIVAL_PROMPT_TOKENS, ARRIVAL_TOKENS = 4, 0.6, 0.25, 16, 4
 
 COLD_PROMPT_TOKENS, COLD_ANSWER_TOKENS = 256, 3
 
@@ -70,20 +65,6 @@ OVERHEAD_PROMPT_TOKENS = 16
 POLICIES = ("lru", "equal_weights", "chameleon", "expected_gain", "peer")
 DEFAULT_POLICY = "expected_gain"
 LENGTH_SCALE = 16
-# Percentiles of Azure's conversation trace of 2023 (19,366 requests; Patel et al., ISCA 2024; CC-BY-4.0), in tokens; between them straight lines.
-PROMPT_PERCENTILES = {0: 2, 5: 181, 10: 207, 20: 387, 30: 403, 40: 703, 50: 1020, 60: 1071, 70: 1130} | {
-    80: 1315,
-    90: 2735,
-    95: 4083,
-    99: 4142,
-    100: 14050,
-}
-ANSWER_PERCENTILES = {0: 7, 5: 41, 10: 54, 20: 77, 30: 91, 40: 103, 50: 129, 60: 177, 70: 384, 80: 400} | {
-    90: 424,
-    95: 451,
-    99: 601,
-    100: 1000,
-}
 FORGET_EVERY_S = 0.25
 AIMS = {
     "stall_ms": "aim ≤ step_ms",
@@ -176,42 +157,14 @@ STALLS = (
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 
-class Adapters:
-    """The adapters' names, folders and sizes."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        ranks = [rank for rank in RANKS for _ in range(ADAPTERS_PER_RANK)]
-        folders = adapter_folders(shape, ranks)
-        drop_page_cache([path for folder in folders for path in folder.iterdir()])  # also writes them out
-        self.folders = {folder.name: str(folder) for folder in folders}
-        self.num_bytes = {
-            folder.name: shape.adapter_bytes(rank) for folder, rank in zip(folders, ranks, strict=True)
-        }
-        self.of_rank: dict[int, list[str]] = defaultdict(list)
-        for folder, rank in zip(folders, ranks, strict=True):
-            self.of_rank[rank].append(folder.name)
-
-    @property
-    def host_bytes(self) -> int:
-        return int(sum(self.num_bytes.values()) * HOST_SHARE)
-
-    def drawn(self, chance: random.Random) -> str:
-        """By Chameleon's law: a power law over ranks, small ones asked for most, uniform within a rank."""
-        rank = chance.choices(RANKS, [1 / (1 + place) for place in range(len(RANKS))])[0]
-        return chance.choice(self.of_rank[rank])
-
-    def mixed(self) -> list[str]:
-        """One adapter for each of OVERHEAD_RANKS."""
-        return [self.of_rank[rank][number] for number, rank in enumerate(OVERHEAD_RANKS)]
-
-
 def drawn_length(percentiles: dict[int, int], chance: random.Random) -> int:
     """A number of tokens with this distribution, scaled down."""
-    share = chance.random() * 100
-    points = sorted(percentiles.items())
-    (low, at_low), (high, at_high) = next(pair for pair in pairwise(points) if share <= pair[1][0])
-    length = at_low + (at_high - at_low) * (share - low) / (high - low)
-    return max(round(length / LENGTH_SCALE), 2)
+    return max(round(drawn(percentiles, chance) / LENGTH_SCALE), 2)
+
+
+def one_of_each(adapters: Adapters) -> list[str]:
+    """One adapter for each of OVERHEAD_RANKS."""
+    return [adapters.of_rank[rank][number] for number, rank in enumerate(OVERHEAD_RANKS)]
 
 
 def traffic(plan: Plan, adapters: Adapters, repeat: int) -> tuple[list[Ask], list[Ask]]:
@@ -271,52 +224,7 @@ def mean_lru_bytes(plan: Plan, adapters: Adapters, count: int) -> float:
     return statistics.mean(held_bytes)
 
 
-def streams_and_arrivals(names: Sequence[str], repeat: int) -> list[Ask]:
-    """Base streams from the start until all is over, and one request for each adapter."""
-    streams = [
-        Ask(
-            at_s=0.0,
-            prompt=text(STREAM_PROMPT_TOKENS, "stream", repeat, number),
-            max_tokens=STREAM_TOKENS,
-            is_background=True,
-        )
-        for number in range(STREAMS)
-    ]
-    arrivals = [
-        Ask(
-            at_s=FIRST_ARRIVAL_S + number * ARRIVAL_GAP_S,
-            prompt=text(ARRIVAL_PROMPT_TOKENS, "arrival", repeat, number),
-            max_tokens=ARRIVAL_TOKENS,
-            adapter=name,
-        )
-        for number, name in enumerate(names)
-    ]
-    return streams + arrivals
-
-
 # -- what comes of it --------------------------------------------------------------------------------------------------
-
-
-def gaps_of(answers: Sequence[dict[str, Any]]) -> list[float]:
-    """The base streams' inter-token gaps, in seconds, from the first arrival to the last arrival's end."""
-    end_s = max(answer["token_s"][-1] for answer in answers[STREAMS:])
-    gaps = []
-    for answer in answers[:STREAMS]:
-        times = answer["token_s"]
-        gaps += [
-            after - before
-            for before, after in pairwise(times)
-            if after >= FIRST_ARRIVAL_S and before <= end_s
-        ]
-    return gaps
-
-
-def decode_rate(answers: Sequence[dict[str, Any]]) -> float:
-    """Tokens per second while all of them decode."""
-    start_s = max(answer["token_s"][0] for answer in answers)
-    end_s = min(answer["token_s"][-1] for answer in answers)
-    num_tokens = sum(start_s < at_s <= end_s for answer in answers for at_s in answer["token_s"])
-    return num_tokens / (end_s - start_s)
 
 
 def change(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -475,7 +383,7 @@ class Bench:
     # -- throughput --------------------------------------------------------------------------------------------------
 
     def measure_overhead(self, kinds: Sequence[str], repeats: int, num_tokens: int) -> None:
-        names = self.adapters.mixed()
+        names = one_of_each(self.adapters)
         for repeat in range(-1, repeats):  # the first one warms up, and brings the adapters into slots
             turns = [(kind, has_adapters) for kind in kinds for has_adapters in (True, False)]
             for kind, has_adapters in random.Random(f"overhead {repeat}").sample(turns, len(turns)):

@@ -41,7 +41,7 @@ from bench.live.peers.client import Worker
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import text
 from bench.live.report import report, spread
-from bench.live.restore import quantile
+from bench.measures import quantile
 
 READ_WORDS_PER_MIN, TYPE_WORDS_PER_MIN = 238, 52
 ANSWER_WORDS, QUESTION_WORDS = (

@@ -17,7 +17,6 @@ import asyncio
 import json
 import logging
 import random
-import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.data import MT_BENCH, OASST, lines_of
 from bench.live.report import report
 from engine_bridge.continuity import continue_prompt
 from engine_bridge.driver.building import CPU_BLOCK_SIZE_TOKENS, configure_environment
@@ -56,15 +56,10 @@ def conversations(folder: Path | None) -> list[Conversation]:
         return made_up()
     bench = [
         [(turn["user"], turn["bot"]) for turn in talk["history"]]
-        for talk in lines_of(folder / "mtbench101.jsonl.zst")
+        for talk in map(json.loads, lines_of(folder / MT_BENCH.name))
     ]
-    trees = [best_path(tree["prompt"]) for tree in lines_of(folder / "oasst_en_100_tree.jsonl.zst")]
+    trees = [best_path(tree["prompt"]) for tree in map(json.loads, lines_of(folder / OASST.name))]
     return [talk for talk in bench + trees if len(talk) > 1]
-
-
-def lines_of(path: Path) -> list[Any]:
-    text = subprocess.run(["zstd", "-dc", str(path)], capture_output=True, check=True).stdout
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def best_path(message: dict[str, Any]) -> Conversation:

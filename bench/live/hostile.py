@@ -21,7 +21,8 @@ from typing import Any
 
 import aiohttp
 
-from bench.live.hostile_cases import CASES, Attacker, Case, Outcome
+from bench.live.attacks.attacker import Attacker, Outcome
+from bench.live.attacks.cases import CASES, Case
 from bench.live.report import report
 
 ANSWER_WITHIN_S = 10.0

@@ -21,9 +21,7 @@ out of the comparison, and `num_ambiguous_turns` counts these turns.
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import random
 import shutil
 import signal
 import statistics
@@ -32,19 +30,30 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.live.models import ModelShape, model_folder
 from bench.live.peers.client import Worker, WorkerFailed
 from bench.live.peers.engine import Settings
+from bench.live.peers.play import text
 from bench.live.report import report, spread
+from bench.live.restore_turns import (
+    HISTORY_TOKENS,
+    Turns,
+    by_source,
+    compare_answers,
+    first_turn,
+    follow_up,
+    history_of,
+    restore_ratios,
+    turn_rows,
+)
+from bench.measures import quantile
 
 KINDS = ("stock", "example", "lmcache", "ours", "ours_off")
 TURN_KINDS = KINDS[:-1]  # without tiers we are stock vLLM: only the throughput of decoding is compared
-HISTORY_TOKENS = (512, 1024, 2048, 4096)
-NEW_TURN_TOKENS = 32
 ANSWER_TOKENS = 4  # TTFT is the first one's; the others only show that the KV is right
 SESSION_TOKENS = 2048
 # Two sessions of 2,048 tokens, 64 blocks each, or one of 4,096; no third one fits.
@@ -55,8 +64,17 @@ HELD_QUANTILE = 0.9
 DECODE_STREAMS, DECODE_PROMPT_TOKENS = 16, 64
 OVERLAP_HISTORY_TOKENS, OVERLAP_NEW_TOKENS = 1024, 512
 PLAIN_READ_BYTES = 4 << 20
-FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN = 3, 258
 LMCACHE_PORT = 57655
+RESULTS = (
+    "ttft_s",
+    "restore_vs_recompute",
+    "host_copy_efficiency",
+    "disk_read_efficiency",
+    "overlap_gain",
+    "write_behind_overhead",
+    "sessions_held_ratio",
+)
+"""Keys of the result; those that were not measured are null."""
 AIMS = {
     "host_copy_efficiency": "aim ≥ 0.8",
     "disk_read_efficiency": "aim ≥ 0.8",
@@ -101,42 +119,6 @@ FULL = Plan(
     held_peers=(8, 16),
     held_ours=(16, 32, 48),
 )
-
-
-@dataclass
-class Turns:
-    """What the turns of all engines gave. TTFTs in seconds."""
-
-    ttft_s: dict[tuple[str, str, int], list[float]] = field(default_factory=dict)
-    """By engine, source and history length."""
-    answers: dict[tuple[int, int], dict[tuple[str, str], list[int]]] = field(default_factory=dict)
-    """Token ids by history length and repeat, then by engine and source."""
-    num_cached: dict[tuple[str, str, int], list[int]] = field(default_factory=dict)
-
-    def median_s(self, kind: str, source: str, num_tokens: int) -> float | None:
-        times = self.ttft_s.get((kind, source, num_tokens))
-        return statistics.median(times) if times else None
-
-
-def text(num_tokens: int, *seed: object) -> list[int]:
-    """Random token ids, the same for the same seed."""
-    generator = random.Random(repr(seed))
-    return generator.choices(range(FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN + 1), k=num_tokens)
-
-
-def history_of(num_tokens: int) -> list[int]:
-    """The history of this length; no two share a prefix."""
-    return text(num_tokens, "history", num_tokens)
-
-
-def first_turn(history: list[int]) -> list[int]:
-    """A prompt that leaves exactly `history` in whole blocks: a turn's last token has no KV yet."""
-    return [*history, FIRST_TEXT_TOKEN]
-
-
-def follow_up(history: list[int], *seed: object, num_tokens: int = NEW_TURN_TOKENS) -> list[int]:
-    """The history, its last token and a new turn: `num_tokens` to compute."""
-    return first_turn(history) + text(num_tokens - 1, "turn", *seed)
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
@@ -334,12 +316,6 @@ class Bench:
         return {"held": held, "p90_s": {str(count): round(value, 4) for count, value in tried.items()}}
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[math.ceil(share * len(ordered)) - 1]
-
-
 def plain_read_rate(files: Sequence[str], num_bytes: int) -> float:
     """Bytes per second of reading `num_bytes` of the files, one after another from their beginning, into memory that is there."""
     memory = memoryview(bytearray(num_bytes))
@@ -408,60 +384,6 @@ def idle_cpu_shares(workers: dict[str, Worker], seconds: float = 1.0) -> dict[st
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-def compare_answers(turns: Turns) -> dict[str, Any]:
-    """Are all answers to the same prompt the same? Recomputed ones are left out where stock vLLM disagrees with itself."""
-    wrong: list[str] = []
-    num_ambiguous = 0
-    for (num_tokens, repeat), answers in turns.answers.items():
-        reference = answers.get(("stock", "device")) or next(reversed(answers.values()))
-        is_ambiguous = answers.get(("stock", "recompute"), reference) != reference
-        num_ambiguous += is_ambiguous
-        for (kind, source), answer in answers.items():
-            if answer != reference and not (source == "recompute" and is_ambiguous):
-                wrong.append(f"{kind} {source} {num_tokens} #{repeat}")
-    return {"tokens_identical": not wrong, "different": wrong, "num_ambiguous_turns": num_ambiguous}
-
-
-def by_source(turns: Turns, kind: str) -> dict[str, dict[str, float]]:
-    """Median TTFT in seconds by history length and source."""
-    out: dict[str, dict[str, float]] = {}
-    for (who, source, num_tokens), times in turns.ttft_s.items():
-        if who == kind:
-            out.setdefault(str(num_tokens), {})[source] = round(statistics.median(times), 4)
-    return out
-
-
-def restore_ratios(turns: Turns, kind: str) -> dict[str, dict[str, float]]:
-    """How many times sooner a follow-up answers than on stock vLLM that has to compute the history."""
-    return {
-        num_tokens: {
-            source: round(recompute / ttft_s, 2)
-            for source, ttft_s in sources.items()
-            if source != "recompute"
-        }
-        for num_tokens, sources in by_source(turns, kind).items()
-        if (recompute := turns.median_s("stock", "recompute", int(num_tokens)))
-    }
-
-
-def turn_rows(turns: Turns, floors: dict[int, float]) -> list[tuple[str, str, str]]:
-    """Table rows by history length: every engine and source, in ms, with the memcpy time of the KV as the floor."""
-    rows = []
-    for (kind, source, num_tokens), times in sorted(turns.ttft_s.items(), key=lambda item: item[0][2]):
-        note = ""
-        recompute = turns.median_s("stock", "recompute", num_tokens)
-        if source != "recompute" and recompute:
-            note = f"recompute ÷ this {recompute / statistics.median(times):.1f}"
-        if source == "host":
-            note += f"; memcpy of the KV alone {floors[num_tokens] * 1e3:.1f} ms"
-        cached = statistics.median(turns.num_cached[kind, source, num_tokens])
-        what = f"TTFT after {num_tokens} tokens, {kind}, {source}, ms"
-        rows.append(
-            (what, spread([value * 1e3 for value in times]), f"{note}  [{cached:.0f} cached]".strip())
-        )
-    return rows
-
-
 def bench(plan: Plan, kinds: Sequence[str], lmcache_python: str | None) -> None:
     shape = ModelShape()
     with ExitStack() as stack:
@@ -520,56 +442,14 @@ def show(
     memcpy: float,
 ) -> None:
     floors = {tokens: tokens * shape.kv_token_bytes / memcpy for tokens in HISTORY_TOKENS}
-    rows = turn_rows(turns, floors)
-    result: dict[str, Any] = dict.fromkeys(
-        ("ttft_s", "restore_vs_recompute", "host_copy_efficiency", "disk_read_efficiency", "overlap_gain")
-    )
-    result |= dict.fromkeys(("write_behind_overhead", "sessions_held_ratio"))
+    result: dict[str, Any] = dict.fromkeys(RESULTS)
     result["ttft_s"] = by_source(turns, "ours") or None
     result["restore_vs_recompute"] = restore_ratios(turns, "ours") or None
-    if "host_copy" in parts:
-        result["host_copy_efficiency"] = round(statistics.median(parts["host_copy"]), 3)
-        rows.append(
-            (
-                "host copy ÷ memcpy",
-                spread(parts["host_copy"]),
-                f"{AIMS['host_copy_efficiency']}; memcpy {memcpy / 1e9:.1f} GB/s",
-            )
-        )
-    reads = {name: parts[f"disk_read_{name}"] for name in ("warm", "cold") if f"disk_read_{name}" in parts}
-    for name, ratios in reads.items():
-        rows.append(
-            (
-                f"disk read ÷ plain read, {name} page cache",
-                spread(ratios),
-                AIMS["disk_read_efficiency"] if name == "cold" else "",
-            )
-        )
-    if reads:
-        result["disk_read_efficiency"] = (
-            round(statistics.median(reads["cold"]), 3) if "cold" in reads else None
-        )
-        result["disk_read_efficiency_warm"] = (
-            round(statistics.median(reads["warm"]), 3) if "warm" in reads else None
-        )
-    if "overlap" in parts:
-        overlap = parts["overlap"]
-        gains = [b / a for a, b in zip(overlap["layerwise_s"], overlap["blocking_s"], strict=True)]
-        result["overlap_gain"] = round(statistics.median(gains), 3)
-        rows.append(("TTFT blocking ÷ layer-wise load, slow disk", spread(gains), "2 would be perfect"))
+    rows = turn_rows(turns, floors)
+    rows += copy_rows(parts, memcpy, result)
     rows += decode_rows(parts.get("decode", {}), result)
     rows += held_rows(parts, result)
-    result |= compare_answers(turns)
-    if not parts.get("overlap", {}).get("is_same_answer", True):
-        result["tokens_identical"] = False
-        result["different"].append("ours, layer-wise against blocking load")
-    rows.append(
-        (
-            "tokens identical from all sources",
-            f"{result['tokens_identical']}",
-            f"{AIMS['tokens_identical']}; {result['num_ambiguous_turns']} turns where stock vLLM differs from itself",
-        )
-    )
+    rows.append(answer_row(turns, parts, result))
     result["peers"] = {
         kind: {
             "ttft_s": by_source(turns, kind),
@@ -591,6 +471,39 @@ def show(
         "is_quick": measured.plan is QUICK,
     }
     report("restore", rows, result)
+
+
+def copy_rows(parts: dict[str, Any], memcpy: float, result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Table rows of copies, reads and loads; sets `host_copy_efficiency`, `disk_read_efficiency` and `overlap_gain`."""
+    rows = []
+    if "host_copy" in parts:
+        result["host_copy_efficiency"] = round(statistics.median(parts["host_copy"]), 3)
+        aim = f"{AIMS['host_copy_efficiency']}; memcpy {memcpy / 1e9:.1f} GB/s"
+        rows.append(("host copy ÷ memcpy", spread(parts["host_copy"]), aim))
+    reads = {name: parts[f"disk_read_{name}"] for name in ("warm", "cold") if f"disk_read_{name}" in parts}
+    for name, ratios in reads.items():
+        aim = AIMS["disk_read_efficiency"] if name == "cold" else ""
+        rows.append((f"disk read ÷ plain read, {name} page cache", spread(ratios), aim))
+    if reads:
+        medians = {name: round(statistics.median(ratios), 3) for name, ratios in reads.items()}
+        result["disk_read_efficiency"] = medians.get("cold")
+        result["disk_read_efficiency_warm"] = medians.get("warm")
+    if "overlap" in parts:
+        overlap = parts["overlap"]
+        gains = [b / a for a, b in zip(overlap["layerwise_s"], overlap["blocking_s"], strict=True)]
+        result["overlap_gain"] = round(statistics.median(gains), 3)
+        rows.append(("TTFT blocking ÷ layer-wise load, slow disk", spread(gains), "2 would be perfect"))
+    return rows
+
+
+def answer_row(turns: Turns, parts: dict[str, Any], result: dict[str, Any]) -> tuple[str, str, str]:
+    """Whether all answers are the same; sets `tokens_identical` and what goes with it."""
+    result |= compare_answers(turns)
+    if not parts.get("overlap", {}).get("is_same_answer", True):
+        result["tokens_identical"] = False
+        result["different"].append("ours, layer-wise against blocking load")
+    aim = f"{AIMS['tokens_identical']}; {result['num_ambiguous_turns']} turns where stock vLLM differs from itself"
+    return "tokens identical from all sources", f"{result['tokens_identical']}", aim
 
 
 def decode_rows(rates: dict[str, list[float]], result: dict[str, Any]) -> list[tuple[str, str, str]]:

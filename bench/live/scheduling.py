@@ -33,7 +33,6 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import random
 import statistics
@@ -45,25 +44,28 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.live.adapters import ANSWER_PERCENTILES, HOST_SHARE, PROMPT_PERCENTILES, RANKS, Adapters
+from bench.live.adapter_law import HOST_SHARE, RANKS, Adapters
 from bench.live.models import ModelShape, model_folder
 from bench.live.peers.adapters import AdapterSettings, Ask
 from bench.live.peers.client import Worker
-from bench.live.peers.play import text
 from bench.live.report import report
-from bench.live.restore import quantile
-from bench.sim.adapter_cache import TRACE
+from bench.live.scheduling_traffic import (
+    HISTORY,
+    LENGTH_SCALE,
+    TIGHT_RATE_PER_S,
+    Traffic,
+    lengths_of_trace,
+    tight_asks,
+)
+from bench.measures import quantile
 
-LENGTH_SCALE = 8
 MAX_MODEL_LEN, NUM_KV_BLOCKS, MAX_NUM_SEQS = 2048, 256, 32
 NUM_SLOTS = 10
 # Adapters that the peer may hold in host memory, by count: as many as have our bytes on average under this law (bench.live.adapters works it out).
 PEER_HOST_ADAPTERS = 27
-HISTORY, WARM_UP_REQUESTS = 2000, 60
 # Shares of the peer's load within SLO. Source: Chameleon §5.2, which calls 6, 8 and 9 requests/s low, medium and high; S-LoRA's is 8.7.
 LOADS = {"low": 6 / 8.7, "medium": 8 / 8.7, "high": 9 / 8.7}
 IDLE = 0.3
@@ -89,7 +91,6 @@ MANY_SLOTS = "many fcfs"
 
 # Tight memory: answers that grow far beyond what the prompts let expect.
 TIGHT_BLOCKS, TIGHT_KV_HOST_BYTES = 128, 1 << 30
-TIGHT_PROMPT_TOKENS, TIGHT_ANSWER_TOKENS, TIGHT_RATE_PER_S = (32, 128), (256, 512), 4.0
 TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP, TIGHT_FAIR = "mlq cheaper", "stock", "fcfs swap", "fair cheaper"
 TIGHT_ARMS = (TIGHT_OURS, "mlq recompute", TIGHT_FAIR, TIGHT_SWAP, TIGHT_PEER)
 
@@ -136,86 +137,6 @@ FULL = Plan(
     tight_repeats=1,
     profile_seconds=120,
 )
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Of one request of the trace, scaled, in tokens."""
-
-    prompt: int
-    answer: int
-
-
-def lengths_of_trace(path: Path = TRACE) -> list[Lengths]:
-    """All requests of the trace, scaled; where it is missing, from its percentiles, prompt and answer on their own."""
-    if path.is_file():
-        packed = subprocess.run(["zstd", "-dcq", path], check=True, capture_output=True).stdout
-        rows = csv.DictReader(packed.decode().splitlines())
-        pairs = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows]
-    else:
-        print("  the trace is not here: lengths are drawn from its percentiles", flush=True)
-        chance = random.Random("lengths")
-        pairs = [
-            (drawn(PROMPT_PERCENTILES, chance), drawn(ANSWER_PERCENTILES, chance)) for _ in range(20_000)
-        ]
-    return [Lengths(max(p // LENGTH_SCALE, 2), max(a // LENGTH_SCALE, 1)) for p, a in pairs]
-
-
-def drawn(percentiles: dict[int, int], chance: random.Random) -> int:
-    """A number of tokens with this distribution, in straight lines between its points."""
-    share = chance.random() * 100
-    points = sorted(percentiles.items())
-    (low, at_low), (high, at_high) = next(pair for pair in pairwise(points) if share <= pair[1][0])
-    return round(at_low + (at_high - at_low) * (share - low) / (high - low))
-
-
-@dataclass
-class Traffic:
-    """Requests by the trace's lengths and Chameleon's law of adapters."""
-
-    lengths: list[Lengths]
-    adapters: Adapters
-    history: list[list[Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        chance = random.Random("history")
-        chance.shuffle(self.lengths)
-        seen, self.lengths = self.lengths[:HISTORY], self.lengths[HISTORY:]
-        self.history = [[each.prompt, each.answer, self.adapters.drawn(chance)] for each in seen]
-        prompts = sorted(each.prompt for each in seen)
-        self._quartiles = [prompts[len(prompts) * place // 4] for place in (1, 2, 3)]
-
-    def asks(self, rate_per_s: float, seconds: float, *seed: object) -> list[Ask]:
-        """Poisson arrivals."""
-        chance = random.Random(f"arrivals {seed}")
-        asks: list[Ask] = []
-        at_s = chance.expovariate(rate_per_s)
-        while at_s < seconds:
-            asks.append(self._ask(at_s, chance, len(asks), *seed))
-            at_s += chance.expovariate(rate_per_s)
-        return asks
-
-    def warm_up(self, *seed: object) -> list[Ask]:
-        """Short requests for adapters by the same law."""
-        chance = random.Random(f"warm-up {seed}")
-        return [
-            Ask(at_s=0.0, prompt=text(4, "warm", number), max_tokens=1, adapter=self.adapters.drawn(chance))
-            for number in range(WARM_UP_REQUESTS)
-        ]
-
-    def burst(self, num_requests: int, *seed: object) -> list[Ask]:
-        chance = random.Random(f"burst {seed}")
-        return [self._ask(0.0, chance, number, "burst", *seed) for number in range(num_requests)]
-
-    def _ask(self, at_s: float, chance: random.Random, number: int, *seed: object) -> Ask:
-        lengths = chance.choice(self.lengths)
-        return Ask(
-            at_s=at_s,
-            prompt=text(lengths.prompt, "scheduling", *seed, number),
-            max_tokens=lengths.answer,
-            adapter=self.adapters.drawn(chance),
-            priority=sum(lengths.prompt >= limit for limit in self._quartiles),
-        )
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------
@@ -492,17 +413,6 @@ class Tight:
             "turnaround_mean_s": round(self.turnaround_mean_s, 2),
             "preemptions": dict(self.preemptions),
         }
-
-
-def tight_asks(num_requests: int, *seed: object) -> list[Ask]:
-    """Short prompts, long answers, faster than they can be answered."""
-    chance = random.Random(f"tight {seed}")
-    asks, at_s = [], 0.0
-    for number in range(num_requests):
-        prompt = text(chance.randint(*TIGHT_PROMPT_TOKENS), "tight", *seed, number)
-        asks.append(Ask(at_s=at_s, prompt=prompt, max_tokens=chance.randint(*TIGHT_ANSWER_TOKENS)))
-        at_s += chance.expovariate(TIGHT_RATE_PER_S)
-    return asks
 
 
 # -- commands that measure by themselves -------------------------------------------------------------------------------

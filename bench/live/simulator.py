@@ -43,7 +43,7 @@ from bench.live.models import ModelShape, model_folder
 from bench.live.peers.adapters import AdapterSettings, Ask
 from bench.live.peers.client import QUIET_OPENMP, Worker
 from bench.live.report import report, spread
-from bench.live.scheduling import Traffic, lengths_of_trace
+from bench.live.scheduling_traffic import Traffic, lengths_of_trace
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Online
 from bench.sim.core.lane_fits import LaneFits

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.results.claims import BYTES, CHANGE, LOWER, MS, RATIO, SHARE, YES, Claim, Figure, S
+from bench.results.claim import BYTES, CHANGE, LOWER, MS, RATIO, SHARE, YES, Claim, Figure, S
 from bench.results.runs import Run
 
 FORMS = {

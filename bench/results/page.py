@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from bench.results import limits
-from bench.results.claims import CLAIMS, GROUPS, LOWER, MECHANISMS, PAPERS, YES, Claim, Figure
+from bench.results.claim import LOWER, YES, Claim, Figure
+from bench.results.claims import CLAIMS, GROUPS, MECHANISMS, PAPERS
 from bench.results.lookup import Found, Row, rows_of, shown
 from bench.results.runs import Run, RunError
 

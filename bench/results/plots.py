@@ -18,18 +18,8 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import blended_transform_factory
 
-from bench.results.claims import (
-    ADAPTIVELLM,
-    CARASERVE,
-    CHAMELEON,
-    CHANGE,
-    CLAIMS,
-    RATIO,
-    SHARE,
-    SYMPHONY,
-    Claim,
-    Figure,
-)
+from bench.results.claim import CHANGE, RATIO, SHARE, Claim, Figure
+from bench.results.claims import ADAPTIVELLM, CARASERVE, CHAMELEON, CLAIMS, SYMPHONY
 from bench.results.lookup import Found, Row, rows_of, shown
 from bench.results.page import NOT_MEASURED
 from bench.results.runs import Run

@@ -31,7 +31,6 @@ import itertools
 import math
 import random
 import statistics
-import subprocess
 import sys
 from bisect import bisect_right
 from collections import defaultdict
@@ -41,6 +40,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.data import AZURE, lines_of
 from bench.live.report import report
 from engine_bridge.policy.adapter_cache import (
     POLICIES,
@@ -52,8 +52,6 @@ from engine_bridge.policy.adapter_cache import (
 )
 from engine_bridge.policy.arrivals import Arrivals
 
-# Beside the project, where somebody has put it: a trace is not copied into the repository.
-TRACE = Path(__file__).parents[3] / "shared/data/azure_llm_2023/AzureLLMInferenceTrace_conv.csv.zst"
 RANKS = (8, 16, 32, 64, 128)
 ADAPTERS_PER_RANK = 20
 NUM_ADAPTERS = len(RANKS) * ADAPTERS_PER_RANK
@@ -102,11 +100,8 @@ def busy_s(num_prompt_tokens: float, num_answer_tokens: float) -> float:
 
 def read_trace(path: Path) -> list[Request]:
     """The trace's requests from its first one on, packed or not."""
-    packed = path.suffix == ".zst"
-    text = subprocess.run(["zstd", "-dcq", path], check=True, capture_output=True).stdout if packed else None
-    lines = (path.read_bytes() if text is None else text).decode().splitlines()
     rows = [
-        (datetime.fromisoformat(row["TIMESTAMP"][:26]), row) for row in csv.DictReader(lines)
+        (datetime.fromisoformat(row["TIMESTAMP"][:26]), row) for row in csv.DictReader(lines_of(path))
     ]  # 100 ns are cut off
     start = rows[0][0]
     return [
@@ -481,7 +476,7 @@ def row_of(run: dict[str, Any]) -> tuple[str, str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--trace", type=Path, default=AZURE)
     parser.add_argument("--part", choices=PARTS, action="append", help="main and prefetch by default")
     parser.add_argument("--span-s", type=float, default=600.0, help="of the trace, for each seed")
     parser.add_argument(

@@ -43,12 +43,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from bench.measures import quantile
 from bench.sim.core.calibration import A10_ON_DEMAND, LLAMA2_7B_QKV
 from bench.sim.core.clock import Clock
 from bench.sim.core.cluster import Cluster
 from bench.sim.core.guesses import Usual
 from bench.sim.core.hardware import EPYC_7R32, GB, AssistingHost, Gpu
-from bench.sim.core.metrics import counted, quantile
+from bench.sim.core.metrics import counted
 from bench.sim.core.node import SLORA, Node
 from bench.sim.core.requests import Request
 from bench.sim.core.steps import KERNELS, Chunk, StepCost

@@ -43,12 +43,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bench.data import AZURE
+from bench.measures import quantile
 from bench.sim.core.calibration import A40, A100
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Classes, Online
 from bench.sim.core.hardware import GB, Gpu
 from bench.sim.core.lane_fits import LaneFits
-from bench.sim.core.metrics import counted, quantile
+from bench.sim.core.metrics import counted
 from bench.sim.core.models import LLAMA_7B, LLAMA_13B, LLAMA_30B, Model
 from bench.sim.core.node import BLOCK_TOKENS, SLORA, VLLM, Node, Shape, pool_blocks
 from bench.sim.core.requests import Guesser, Request
@@ -63,7 +65,7 @@ from bench.sim.core.tables import (
     report_parts,
     seeds_of,
 )
-from bench.sim.core.traffic import TRACE, Lengths, Pool, azure, play, poisson
+from bench.sim.core.traffic import Lengths, Pool, azure, play, poisson
 from engine_bridge.policy.adapter_cache import POLICIES as EVICTIONS
 from engine_bridge.policy.arrivals import Arrivals
 from engine_bridge.policy.lanes import RULES
@@ -129,7 +131,7 @@ class Setting:
     shape: Shape = SLORA
     num_adapters: int = 100
     length_share: float = 1.0
-    trace: Path = TRACE
+    trace: Path = AZURE
     span_s: float = SPAN_S
     warm_up_s: float = WARM_UP_S
 
@@ -582,7 +584,7 @@ def _described(setting: Setting, unit: float, part: Part) -> Part:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_for("chameleon", __doc__, PARTS, "the part main, at 6, 8 and 9, 10 simulated minutes")
-    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--trace", type=Path, default=AZURE)
     parser.add_argument("--span-s", type=float, default=SPAN_S, help="simulated, each run")
     args = parser.parse_args(arguments)
     bench = Bench(Workers(args.jobs), seeds_of(args), {})

@@ -34,7 +34,6 @@ import json
 import math
 import random
 import statistics
-import subprocess
 import sys
 import zlib
 from bisect import bisect_right
@@ -44,6 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.data import MOONCAKE, lines_of
 from bench.live.report import report
 from kvtiers.io.io_thread import IoThread
 from kvtiers.io.records import Record
@@ -51,8 +51,6 @@ from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import NUM_BANDS, ByValue, EvictionPolicy, GroupFacts, Lru, Victim, first_layer
 from kvtiers.store import KvStore
 
-# Beside the project, where somebody has put it: a trace is not copied into the repository.
-TRACE = Path(__file__).parents[3] / "shared/data/mooncake/conversation_trace.jsonl.zst"
 TICK_S = 3.0
 BLOCK_TOKENS = 512
 NUM_COMMON_BLOCKS = 1
@@ -95,10 +93,7 @@ class Request:
 
 def read_trace(path: Path) -> list[Prompt]:
     """The trace's prompts, packed or not."""
-    packed = path.suffix == ".zst"
-    text = subprocess.run(["zstd", "-dcq", path], check=True, capture_output=True).stdout if packed else None
-    lines = (path.read_bytes() if text is None else text).splitlines()
-    rows = map(json.loads, lines)
+    rows = map(json.loads, lines_of(path))
     return [Prompt(row["timestamp"] / 1000, row["input_length"], row["hash_ids"]) for row in rows]
 
 
@@ -419,7 +414,7 @@ def row_of(name: str, run: dict[str, Any]) -> tuple[str, str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--trace", type=Path, default=MOONCAKE)
     parser.add_argument("--nodes", default="0,1,2,3", help="which of the four are replayed")
     parser.add_argument("--shares", default="", help="host sizes, as shares of the distinct KV")
     parser.add_argument("--part", choices=PARTS, action="append", help="which policies; all by default")

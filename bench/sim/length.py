@@ -32,7 +32,6 @@ import json
 import math
 import random
 import statistics
-import subprocess
 import sys
 import time
 from bisect import bisect_right
@@ -44,6 +43,7 @@ from typing import Any
 
 import msgspec
 
+from bench.data import FOLDER, lines_of
 from bench.live.report import report
 from engine_bridge.predict.hints import read_conversation, setting_hints
 from engine_bridge.predict.length import (
@@ -57,8 +57,6 @@ from engine_bridge.predict.length import (
 )
 from engine_bridge.request_context import RequestContext
 
-# Beside the project, where somebody has put it: data are not copied into the repository.
-FOLDER = Path(__file__).parents[3] / "shared/data"
 AZURE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.zst"
 SSJF = "length_prediction/ssjf_predictions_warmup_multi_cls_1000K.csv.zst"
 TURNS = "sharegpt_multiturn/mtbench101.jsonl.zst"
@@ -85,15 +83,10 @@ class Answered:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def lines(path: Path) -> list[str]:
-    done = subprocess.run(["zstd", "-dcq", path], check=True, capture_output=True)
-    return done.stdout.decode().splitlines()
-
-
 def azure(folder: Path, rng: random.Random) -> list[Answered]:
     path = folder / AZURE
     if path.exists():
-        rows = [(int(r["ContextTokens"]), int(r["GeneratedTokens"])) for r in csv.DictReader(lines(path))]
+        rows = [(int(r["ContextTokens"]), int(r["GeneratedTokens"])) for r in csv.DictReader(lines_of(path))]
     else:
         rows = [
             (int(rng.lognormvariate(math.log(1020), 0.6)), int(rng.lognormvariate(math.log(129), 0.85)))
@@ -106,7 +99,7 @@ def ssjf(folder: Path, rng: random.Random) -> list[Answered]:
     """In the file's order, which is random already."""
     if not (folder / SSJF).exists():
         return []
-    rows = list(csv.DictReader(lines(folder / SSJF)))[:SSJF_COUNT]
+    rows = list(csv.DictReader(lines_of(folder / SSJF)))[:SSJF_COUNT]
     return [
         Answered(
             LengthFeatures(num_prompt_tokens=0), int(r["output_token_length"]), int(r["predicted_length"])
@@ -119,7 +112,7 @@ def turns(folder: Path, rng: random.Random) -> list[Answered]:
     path = folder / TURNS
     if not path.exists():
         return mixed([made_up(number, rng) for number in range(1400)], rng)
-    return mixed([list(conversation(json.loads(line))) for line in lines(path)], rng)
+    return mixed([list(conversation(json.loads(line))) for line in lines_of(path)], rng)
 
 
 def plain(folder: Path, rng: random.Random) -> list[Answered]:
@@ -133,7 +126,7 @@ def oasst(folder: Path, rng: random.Random) -> list[Answered]:
     path = folder / OASST
     if not path.exists():
         return []
-    return mixed([list(tree(json.loads(line))) for line in lines(path)], rng)
+    return mixed([list(tree(json.loads(line))) for line in lines_of(path)], rng)
 
 
 def mixed(waiting: list[list[Answered]], rng: random.Random) -> list[Answered]:

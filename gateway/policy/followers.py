@@ -26,7 +26,7 @@ from typing import Literal
 MAX_GAP_S = 1800.0
 """A request more than this after another does not follow it. Chosen: 99% of the next turns in Mooncake's trace come within 1,470 s."""
 HALF_LIFE_VISITS = 20.0
-"""After this many requests of an agent, what an earlier one taught counts half. Measured (bench.sim.followers, 400 runs of agents whose graph changes
+"""After this many requests of an agent, what an earlier one taught counts half. Measured (400 runs of agents whose graph changes
 half-way): recall is 0.959, 0.966, 0.963, 0.954 for 10, 20, 40, 80; what is promised of chats is 0.059, 0.059, 0.066, 0.070 off on average."""
 PRIOR = 0.2
 PRIOR_WEIGHT = 2.0

@@ -15,19 +15,17 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 
+from bench.data import MT_BENCH, lines_of
+
 WORDS_PER_TOKEN, CHARACTERS_PER_TOKEN = 0.75, 4
 READ_WORDS_PER_S, TYPE_WORDS_PER_S = 228 / 60, 48 / 60
 MEAN_LEAD_S = 11.3
-
-# Beside the project, where somebody has put it: a trace is not copied into the repository.
-RECORDED = Path(__file__).parents[4] / "shared/data/sharegpt_multiturn/mtbench101.jsonl.zst"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +145,11 @@ def lead_limit_s(prompts: LogNormal) -> float:
     return low
 
 
-def recorded(path: Path = RECORDED) -> Recorded:
+def recorded(path: Path = MT_BENCH) -> Recorded:
     """MT-Bench-101. Raises FileNotFoundError without it."""
     if not path.exists():
         raise FileNotFoundError(path)
-    text = subprocess.run(["zstd", "-dcq", path], check=True, capture_output=True, text=True).stdout
-    sessions = [tuple(_turns(json.loads(line)["history"])) for line in text.splitlines()]
+    sessions = [tuple(_turns(json.loads(line)["history"])) for line in lines_of(path)]
     return Recorded(name=path.name.removesuffix(".jsonl.zst"), sessions=tuple(filter(None, sessions)))
 
 

@@ -12,18 +12,16 @@ from __future__ import annotations
 import csv
 import math
 import random
-import subprocess
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bench.data import AZURE, lines_of
 from bench.sim.core.clock import Clock
 from bench.sim.core.requests import Arrival
 
-# Beside the project, where somebody has put it: a trace is not copied into the repository.
-TRACE = Path(__file__).parents[4] / "shared/data/azure_llm_2023/AzureLLMInferenceTrace_conv.csv.zst"
 RANKS = (8, 16, 32, 64, 128)
 
 # Of the 19,366 requests of that trace: share of requests, tokens.
@@ -90,14 +88,12 @@ class Lengths:
         return Lengths(f"{self.name}, times {share:.3g}", pairs)
 
 
-def azure(path: Path = TRACE, seed: int = 0) -> Lengths:
+def azure(path: Path = AZURE, seed: int = 0) -> Lengths:
     """The trace's lengths if it is there, else generated ones."""
     if not path.exists():
         return generated(random.Random(seed))
-    packed = path.suffix == ".zst"
-    text = subprocess.run(["zstd", "-dcq", path], check=True, capture_output=True).stdout if packed else None
-    lines = (path.read_bytes() if text is None else text).decode().splitlines()
-    pairs = tuple((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(lines))
+    rows = csv.DictReader(lines_of(path))
+    pairs = tuple((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows)
     return Lengths(path.name.removesuffix(".zst"), pairs)
 
 

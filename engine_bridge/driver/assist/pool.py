@@ -35,7 +35,7 @@ from engine_bridge.driver.gemm import MIN_ROWS
 TIMEOUT_S = 1.0
 # Loading torch takes 4 s of a core where Python may not keep its compiled files (measured); several workers and an engine may load at once (chosen).
 START_TIMEOUT_S = 60.0
-# Until a profile says better: about a millisecond of a rank-64 adapter in a 1024 x 1024 module (bench/live/assist.py).
+# Until a profile says better: about a millisecond of a rank-64 adapter in a 1024 x 1024 module (measured, two-core AMD EPYC).
 ROWS_PER_CORE = 256
 
 

@@ -17,19 +17,8 @@ from matplotlib.figure import Figure as Drawing
 
 from bench.results import limits
 from bench.results.__main__ import SIMULATED, check, made, main, simulate, stale, write
-from bench.results.claims import (
-    CHAMELEON,
-    CHANGE,
-    CLAIMS,
-    GROUPS,
-    HIGHER,
-    LOWER,
-    MECHANISMS,
-    RATIO,
-    YES,
-    Claim,
-    Figure,
-)
+from bench.results.claim import CHANGE, HIGHER, LOWER, RATIO, YES, Claim, Figure
+from bench.results.claims import CHAMELEON, CLAIMS, GROUPS, MECHANISMS
 from bench.results.lookup import find, rows_of, shown
 from bench.results.page import MARKER, page, top
 from bench.results.plots import ARMS, DARK, OTHERWISE, plots
@@ -41,7 +30,8 @@ from bench.sim.adaptivellm import Bench as AdaptiveBench
 from bench.sim.adaptivellm import _sweeps
 from bench.sim.core.tables import Workers
 from bench.sim.symphony import Bench as SymphonyBench
-from bench.sim.symphony import Setting, limit_settings
+from bench.sim.symphony import limit_settings
+from bench.sim.symphony_runs import Setting
 
 SVG = "{http://www.w3.org/2000/svg}"
 BY_HAND = "\n\n# Notes\n\nby hand: 17 ± 3\n"

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.measures import quantile
 from bench.sim.core.calibration import (
     A10,
     A10_CONTEXT_TOKENS,
@@ -26,7 +27,6 @@ from bench.sim.core.calibration import (
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import CLASS_ENDS, Classes
 from bench.sim.core.links import SharedLink
-from bench.sim.core.metrics import quantile
 from bench.sim.core.models import LLAMA2_70B, LLAMA_7B, MODELS
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import KERNELS, Chunk, StepCost

@@ -15,7 +15,7 @@ from bench.sim import symphony
 from bench.sim.core.clock import Clock
 from bench.sim.core.conversations import Chats, LogNormal, recorded
 from bench.sim.core.hardware import Gpu
-from bench.sim.core.models import Model
+from bench.sim.core.models import LLAMA2_13B, Model
 from bench.sim.core.node import ACTIVATION_BYTES, BLOCK_TOKENS
 from bench.sim.core.requests import Request
 from bench.sim.core.session_cluster import Company, Habits, SessionCluster, Users
@@ -23,16 +23,19 @@ from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Workers
 from bench.sim.core.tiers import HostTiers, SessionKv
-from bench.sim.symphony import (
+from bench.sim.symphony import Bench
+from bench.sim.symphony_runs import (
     BY_LOAD,
     CHAT,
     DEMAND,
+    DEMAND_BALANCED,
+    GPU,
+    LLAMA31_8B,
     OURS,
     RECOMPUTE,
     REROUTED,
     STICKY,
     Arm,
-    Bench,
     Point,
     Setting,
     cluster_of,
@@ -46,6 +49,8 @@ from engine_bridge.policy.ways_back import FullCost
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 TINY = Model("tiny", 4, 16, 16, 1, 1, 16, 10_000)
+LONG = replace(LLAMA2_13B, name="llama2-13b-32k", max_tokens=32_768)
+"""With the paper's 32K of context; Meta's has 4K."""
 BLOCK_BYTES = BLOCK_TOKENS * TINY.kv_bytes_per_token
 FAST = 1e12
 
@@ -246,10 +251,10 @@ def test_a_read_that_nobody_wants_any_more_is_not_begun() -> None:
 
 def test_nothing_is_lost_or_doubled_under_pressure() -> None:
     """Small memories everywhere, so that sessions move, are trimmed, overwritten, preempted and read again."""
-    model = replace(symphony.LLAMA31_8B, max_tokens=8192)
+    model = replace(LLAMA31_8B, max_tokens=8192)
     setting = Setting(
         model=model,
-        gpu=symphony.GPU.with_memory(24 * 10**9),
+        gpu=GPU.with_memory(24 * 10**9),
         host_bytes=6 * 10**9,
         disk_bytes_per_s=0.5e9,
         habits=Habits(Chats(max_tokens=8192), missing=0.3),
@@ -332,7 +337,7 @@ def test_agents_are_announced_and_all_workflows_end() -> None:
 
 def test_urgent_people_are_served_first() -> None:
     arm = replace(RECOMPUTE, queue="priority")
-    setting = replace(BRIEF, habits=Habits(urgent=0.3), model=symphony.LLAMA2_13B_32K)
+    setting = replace(BRIEF, habits=Habits(urgent=0.3), model=LONG)
     outcome = run(Point(arm, setting, 384, 1))
     assert outcome.urgent_latency_s < outcome.other_latency_s
 
@@ -360,7 +365,7 @@ def test_limits_vary_one_thing_at_a_time() -> None:
     assert set(settings) >= {"lead_share", "link_share", "disk_bytes_per_s", "mean_turns", "host_bytes"}
     assert settings["lead_share"]["0"].habits.lead_share == 0
     setting = replace(settings["lead_share"]["1"], span_s=80.0, warm_up_s=20.0)
-    bench.run([OURS, BY_LOAD, DEMAND, symphony.DEMAND_BALANCED], [setting], [symphony.LIMIT_USERS])
+    bench.run([OURS, BY_LOAD, DEMAND, DEMAND_BALANCED], [setting], [symphony.LIMIT_USERS])
     found = symphony._limit(bench, setting)
     assert found["pays"] == (found["saved_ttft"] >= 0.05 and found["saved_latency"] >= -0.001)
     assert found["saved_ttft"] == pytest.approx(

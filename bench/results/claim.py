@@ -1,0 +1,55 @@
+"""What a claim is: the paper's figure, and where ours stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOWER, HIGHER = "lower", "higher"
+CHANGE, RATIO, SHARE, MS, S, BYTES, YES = "change", "ratio", "share", "ms", "s", "bytes", "yes"
+"""Units: a signed fraction of the baseline, shown in %; times the baseline; a part of 1, shown in %; milliseconds; seconds; bytes; true or false."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Where a number stands. less: taken from it, 1 where a bench reports a ratio and the claim is a change."""
+
+    run: str
+    path: str
+    less: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One number to be reached.
+
+    paper: its figure, None if no paper has one; a range as (from, to). source: where the paper shows it. better: which way. aim: what ours is held
+    to: the paper's figure if not given (of a range, the end that is easier to reach), or a figure of ours. live_what: what the live figure is, where
+    it is not quite the same thing.
+    """
+
+    id: str
+    group: str
+    what: str
+    unit: str
+    better: str
+    paper: float | tuple[float, float] | None = None
+    source: str = ""
+    sim: Figure | None = None
+    live: Figure | None = None
+    aim: float | Figure | None = None
+    live_what: str = ""
+    note: str = ""
+
+    @property
+    def paper_ends(self) -> tuple[float, ...]:
+        if self.paper is None:
+            return ()
+        return self.paper if isinstance(self.paper, tuple) else (self.paper,)
+
+    @property
+    def goal(self) -> float | Figure | None:
+        if self.aim is not None:
+            return self.aim
+        if isinstance(self.paper, tuple):
+            return max(self.paper) if self.better == LOWER else min(self.paper)
+        return self.paper

@@ -1,0 +1,290 @@
+"""One run of SYMPHONY's tables (`bench.sim.symphony`): which system, on what, for whom, and what came of it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from bench.measures import quantile
+from bench.sim.core.calibration import A100
+from bench.sim.core.clock import Clock
+from bench.sim.core.hardware import GB, Gpu
+from bench.sim.core.models import LLAMA3_8B, Model
+from bench.sim.core.node import BLOCK_TOKENS, VLLM
+from bench.sim.core.requests import Request
+from bench.sim.core.session_cluster import (
+    Company,
+    Habits,
+    Loads,
+    SessionCluster,
+    Users,
+    Workflows,
+)
+from bench.sim.core.session_node import SessionNode, StepPrefill
+from bench.sim.core.steps import StepCost
+from bench.sim.core.tiers import HostTiers
+from engine_bridge.policy.registry import POLICIES as QUEUES
+from engine_bridge.policy.routing import POLICIES as ROUTES
+from engine_bridge.policy.routing import PerfModel, RoutingPolicy
+from engine_bridge.policy.routing import Settings as RouteSettings
+from engine_bridge.policy.ways_back import FullCost
+from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
+
+SPAN_S, WARM_UP_S = 420.0, 120.0
+KV_LINK_SHARE = 0.8
+LLAMA31_8B = replace(LLAMA3_8B, name="llama3.1-8b", max_tokens=131_072)
+GPU = replace(A100, link_share=KV_LINK_SHARE)
+PAPER_USERS, PAPER_LIMIT = 64, 20.5 / 18
+
+
+def route_of(name: str, setting: Setting) -> RoutingPolicy:
+    """By its name in `routing.POLICIES`. Nodes of these tables never pause anybody, so that `Priority` is only asked where."""
+    cost = StepCost(setting.gpu, setting.model)
+    decode = PerfModel("mbgmv", 0.0, cost.step_s((), 1))
+    return ROUTES[name](
+        RouteSettings(decode=decode, prefill=decode, slo_s=PAPER_LIMIT, answer_tokens=1, prompt_token_s=0.0)
+    )
+
+
+EVICTIONS: dict[str, EvictionPolicy] = {"by_value": ByValue(), "lru": Lru()}
+
+
+# -- arms --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One system. route, unannounced, second: names in `routing.POLICIES`, of what is announced, of what is not, and when what was announced comes.
+
+    eviction: of host memory, "" for none; has_cache: KV stays on the device. queue: a name in `registry.POLICIES`.
+    """
+
+    route: str
+    unannounced: str = ""
+    second: str = ""
+    eviction: str = ""
+    has_disk: bool = False
+    has_cache: bool = False
+    has_advisories: bool = False
+    queue: str = "fcfs"
+
+    @property
+    def made_by(self) -> str:
+        """The policy objects, by class."""
+        names = [name for name in (self.route, self.unannounced, self.second) if name]
+        routes = "/".join(dict.fromkeys(type(route_of(name, Setting())).__name__ for name in names))
+        parts = [routes, type(QUEUES[self.queue](1)).__name__]
+        if self.eviction:
+            parts += [
+                type(EVICTIONS[self.eviction]).__name__,
+                "FullCost",
+                "disk" if self.has_disk else "no disk",
+            ]
+        parts += ["device cache"] * self.has_cache + ["advisories by guesses.plan"] * self.has_advisories
+        return " + ".join(parts)
+
+
+RECOMPUTE = Arm("load_balance")
+PREFIX = Arm("sticky", has_cache=True)
+STICKY = Arm("sticky", eviction="lru")
+DEMAND = Arm("sticky", eviction="by_value", has_disk=True, has_cache=True)
+DEMAND_BALANCED = replace(DEMAND, route="load_balance")
+# An unannounced request goes to its KV.
+BY_LOAD = replace(DEMAND, route="load_balance", unannounced="sticky", has_advisories=True)
+REROUTED = replace(BY_LOAD, second="relieve")
+OURS = replace(BY_LOAD, route="relieve")
+CHAT = {"recompute": RECOMPUTE, "prefix": PREFIX, "sticky": STICKY, "ours": OURS}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all arms share. host_bytes, disk_bytes_per_s, network_bytes_per_s: of a machine."""
+
+    gpu: Gpu = GPU
+    model: Model = LLAMA31_8B
+    num_hosts: int = 2
+    num_devices: int = 4
+    host_bytes: int = 256 * GB
+    disk_bytes_per_s: float = 3e9
+    network_bytes_per_s: float = 12.5e9
+    habits: Habits = field(default_factory=Habits)
+    span_s: float = SPAN_S
+    warm_up_s: float = WARM_UP_S
+
+    @property
+    def engine(self) -> str:
+        """Cost model and step shape."""
+        count = self.num_hosts * self.num_devices
+        return f"StepCost({self.gpu.name}, {self.model.name}) on {count} devices, engine {VLLM.name}"
+
+    @property
+    def made_by(self) -> str:
+        return f"{self.engine}, {self.habits.chats.name}"
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run: an arm in a setting, for so many users (or workflows of agents), with a seed."""
+
+    arm: Arm
+    setting: Setting
+    num_users: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Means in seconds; imbalance as in the module's docstring; shares of the sessions' known blocks that came from where."""
+
+    latency_s: float
+    urgent_latency_s: float
+    other_latency_s: float
+    tpot_s: float
+    ttft_s: float
+    ttft_p99_s: float
+    num_requests: int
+    imbalance: float
+    most: float
+    median: float
+    least: float
+    device_share: float
+    loaded_share: float
+    stalled_share: float
+    counts: dict[str, int]
+    num_events: int
+    took_s: float
+
+
+def cluster_of(
+    arm: Arm, setting: Setting, clock: Clock, on_end: Callable[[Request, float], None]
+) -> SessionCluster:
+    cost = StepCost(setting.gpu, setting.model)
+    restore = FullCost(prefill=StepPrefill(cost, VLLM.step_tokens or 1))
+    nodes = []
+    for _ in range(setting.num_hosts):
+        host = _host(arm, setting, clock) if arm.eviction else None
+        nodes += [
+            SessionNode(
+                clock,
+                cost,
+                QUEUES[arm.queue](1),
+                host=host,
+                restore=restore,
+                has_cache=arm.has_cache,
+                on_end=on_end,
+            )
+            for _ in range(setting.num_devices)
+        ]
+    second = route_of(arm.second, setting) if arm.second else None
+    announced, unannounced = (route_of(name, setting) for name in (arm.route, arm.unannounced or arm.route))
+    return SessionCluster(nodes, announced, unannounced, second)
+
+
+def _host(arm: Arm, setting: Setting, clock: Clock) -> HostTiers:
+    return HostTiers(
+        clock,
+        EVICTIONS[arm.eviction],
+        memory_bytes=setting.host_bytes,
+        block_bytes=BLOCK_TOKENS * setting.model.kv_bytes_per_token,
+        num_layers=setting.model.num_layers,
+        disk_bytes_per_s=setting.disk_bytes_per_s if arm.has_disk else 0.0,
+        network_bytes_per_s=setting.network_bytes_per_s,
+    )
+
+
+def run(point: Point) -> Outcome:
+    arm, setting, clock = point.arm, point.setting, Clock()
+    ended: list[Request] = []
+
+    def on_end(request: Request, now: float) -> None:
+        ended.append(request)
+        users.ended(request, now)
+
+    cluster = cluster_of(arm, setting, clock, on_end)
+    habits = replace(setting.habits, has_advisories=arm.has_advisories)
+    users = Users(clock, cluster, habits, point.num_users, point.seed)
+    loads, began = Loads(), time.perf_counter()
+    loads.watch(clock, cluster.nodes, setting.warm_up_s, setting.span_s)
+    users.start()
+    clock.run(setting.span_s)
+    for node in cluster.nodes:
+        node.check_invariants()
+    requests = [request for request in ended if request.ended_s >= setting.warm_up_s]
+    return _outcome(cluster, requests, loads, setting, clock.num_events, time.perf_counter() - began)
+
+
+def _outcome(
+    cluster: SessionCluster,
+    requests: Sequence[Request],
+    loads: Loads,
+    setting: Setting,
+    num_events: int,
+    took_s: float,
+) -> Outcome:
+    counts: Counter[str] = Counter()
+    for node in cluster.nodes:
+        counts.update(node.tally.counts)
+    for host in {id(node.host): node.host for node in cluster.nodes if node.host is not None}.values():
+        counts.update(host.counts)
+    known = max(counts["known_blocks"], 1)
+    most, median = statistics.fmean(loads.most), statistics.fmean(loads.median)
+    return Outcome(
+        latency_s=_mean(map(normalised_s, requests)),
+        urgent_latency_s=_mean(normalised_s(request) for request in requests if request.base.priority < 0),
+        other_latency_s=_mean(normalised_s(request) for request in requests if request.base.priority >= 0),
+        tpot_s=_mean(request.tpot_s for request in requests if request.arrival.num_answer_tokens > 1),
+        ttft_s=_mean(request.ttft_s for request in requests),
+        ttft_p99_s=quantile([request.ttft_s for request in requests], 0.99),
+        num_requests=len(requests),
+        imbalance=most / max(median, 0.5),
+        most=most,
+        median=median,
+        least=statistics.fmean(loads.least),
+        device_share=counts["device_blocks"] / known,
+        loaded_share=counts["loaded_blocks"] / known,
+        stalled_share=_mean(node.tally.stalled_s for node in cluster.nodes) / setting.span_s,
+        counts=dict(counts),
+        num_events=num_events,
+        took_s=took_s,
+    )
+
+
+def normalised_s(request: Request) -> float:
+    return request.e2e_s / request.arrival.num_answer_tokens
+
+
+def _mean(values: Iterable[float]) -> float:
+    """nan of none."""
+    found = list(values)
+    return statistics.fmean(found) if found else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentsOutcome:
+    """Seconds: of a workflow on average, until the last one's end, and by which advisories came before their requests."""
+
+    workflow_s: float
+    all_s: float
+    lead_s: float
+
+
+def run_agents(point: Point) -> AgentsOutcome:
+    """`num_users` workflows, begun within ten seconds."""
+    clock = Clock()
+    cluster = cluster_of(point.arm, point.setting, clock, lambda request, now: workflows.ended(request, now))
+    workflows = Workflows(
+        clock, cluster, Company(), point.num_users, point.seed, has_advisories=point.arm.has_advisories
+    )
+    workflows.start()
+    clock.run()
+    for node in cluster.nodes:
+        node.check_invariants()
+    if len(workflows.took_s) != point.num_users:
+        raise RuntimeError("workflows were never served")
+    return AgentsOutcome(statistics.fmean(workflows.took_s), clock.now, _mean(workflows.leads_s))
