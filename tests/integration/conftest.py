@@ -134,17 +134,17 @@ async def starts(node: LocalNode) -> AsyncIterator[list[int]]:
     found: list[int] = []
 
     def note(driver: Any) -> None:
-        scheduling = driver.scheduling
-        admitted = scheduling.policy.admitted
+        own = driver.scheduling.dispatcher
+        admitted = own.policy.admitted
 
         def noted(request_id: str, now: float) -> None:
-            found.append(scheduling.known(request_id).base.priority)
+            found.append(own.known(request_id).base.priority)
             admitted(request_id, now)
 
-        scheduling.policy.admitted = noted
+        own.policy.admitted = noted
 
     def forget(driver: Any) -> None:
-        del driver.scheduling.policy.admitted
+        del driver.scheduling.dispatcher.policy.admitted
 
     await node.run_on_engine(note)
     yield found

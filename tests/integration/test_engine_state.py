@@ -126,7 +126,7 @@ def names(requests: Sequence[dict[str, Any]]) -> set[str]:
 async def test_lanes_reasons_and_only_ones_own_requests_and_a_log_that_replays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_bridge.driver.scheduling.refits.REFIT_EVERY_S", 0.5)
+    monkeypatch.setattr("engine_bridge.core.refits.REFIT_EVERY_S", 0.5)
     async with (
         gateway(tmp_path, "mlq", operator_keys=KEYS) as server,
         client(server, KEYS[0]) as first,

@@ -134,9 +134,9 @@ async def test_no_order_changes_an_answer(policy: str, undisturbed: list[list[in
                 break
         else:
             pytest.fail("the device was too large, and this test could not fail")
-        if isinstance(own.policy, Mlq):
-            own.policy.check_invariants()
-            assert own.policy.ledger.num_used == 0, "every quota has come back"
+        if isinstance(own.dispatcher.policy, Mlq):
+            own.dispatcher.policy.check_invariants()
+            assert own.dispatcher.policy.ledger.num_used == 0, "every quota has come back"
         counts = await node.run_on_engine(lambda driver: driver.counts())
         assert counts.num_free_kv_blocks == counts.num_kv_blocks - 1
 
@@ -149,7 +149,7 @@ async def test_preempted_ones_come_back_from_host_memory_and_go_on_as_they_began
     def squash_last(driver: Any) -> None:
         running = driver._scheduler.running
         if len(running) > 1:
-            driver.scheduling._squash(driver._scheduler, running[-1].request_id)
+            driver.scheduling.squash(driver._scheduler, running[-1].request_id)
 
     async with engine("fcfs", num_kv_blocks=40, kv_host_gib=0.25) as node:
         assert node._tiers is not None
@@ -158,7 +158,7 @@ async def test_preempted_ones_come_back_from_host_memory_and_go_on_as_they_began
         asked = [asyncio.create_task(ask(node, *item)) for item in traffic()]
         while not all(task.done() for task in asked):
             await asyncio.sleep(0.1)
-            if own.counts["squashed"] < 20:
+            if own.dispatcher.counts["squashed"] < 20:
                 await node.run_on_engine(squash_last)
         assert await asyncio.gather(*asked) == undisturbed
         ways = own.all_counts()
@@ -173,15 +173,15 @@ async def until_idle(node: LocalNode) -> None:
 
 async def test_short_questions_pass_long_ones_and_lanes_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With lanes fitted to what came, short questions behind a row of long jobs are answered before those have run; all are answered."""
-    monkeypatch.setattr("engine_bridge.driver.scheduling.refits.REFIT_EVERY_S", 0.2)
+    monkeypatch.setattr("engine_bridge.core.refits.REFIT_EVERY_S", 0.2)
     async with engine("mlq", num_kv_blocks=100, max_num_seqs=2) as node:
         own = await scheduling(node)
         for seed in range(24):
             await ask(node, text(seed, 20 if seed % 2 else 400), 2 if seed % 2 else 30)
-        while own.counts["refits"] < 2:
+        while own.dispatcher.counts["refits"] < 2:
             await ask(node, text(7, 20), 2)
             await asyncio.sleep(0.05)
-        assert isinstance(own.policy, Mlq) and own.policy.lanes.num_lanes > 1
+        assert isinstance(own.dispatcher.policy, Mlq) and own.dispatcher.policy.lanes.num_lanes > 1
         ended: list[str] = []
 
         async def one(name: str, *args: Any, **options: Any) -> None:

@@ -199,21 +199,22 @@ def change_policy(driver: Any, node: LocalNode, policy: str, predictor: Any) -> 
 
 def learn(scheduling: Any, history: list[list[Any]], ranks: dict[str, int], rate_per_s: float) -> None:
     """Tell predictor and lanes of requests as if they had run until now."""
-    now = scheduling._clock()
+    own, now = scheduling.dispatcher, scheduling.now()
     for number, (num_prompt, num_answer, adapter) in enumerate(history):
         features = LengthFeatures(num_prompt_tokens=num_prompt, context=RequestContext(adapter=adapter or ""))
         guess = scheduling.predictor.predict(features)
         scheduling.predictor.observe(features, num_answer)
         sizes = (float(num_prompt), float(guess.p50), float(ranks.get(adapter, 0)))
-        scheduling._sizes.seen(*sizes)
-        seen = SeenRequest(0.0, num_prompt + num_answer, num_answer * scheduling._token_s)
-        scheduling._refits.saw(seen, sizes, now - (len(history) - number) / rate_per_s)
-    scheduling._refits._due_s = 0.0
+        own.sizes.seen(*sizes)
+        seen = SeenRequest(0.0, num_prompt + num_answer, num_answer * own.token_s)
+        own.refits.saw(seen, sizes, now - (len(history) - number) / rate_per_s)
+    own.refits.due_s = 0.0
 
 
 def apply_refit(scheduling: Any) -> bool:
-    scheduling._apply_refit(scheduling._clock())
-    return scheduling.counts["refits"] > 0 or not hasattr(scheduling.policy, "refit")
+    own = scheduling.dispatcher
+    own.advance_refits(scheduling.now())
+    return own.counts["refits"] > 0 or own.laned is None
 
 
 def time_steps(driver: Any, times: list[float]) -> None:
@@ -243,8 +244,8 @@ def note_work(pace: Any, steps: list[tuple[float, ...]]) -> None:
 def is_queued(driver: Any, num: int) -> bool:
     """Have nearly all come, and does the policy know of all that have?"""
     scheduling = driver.scheduling
-    return len(scheduling.queue) > 0.9 * num and not len(scheduling._unready)
+    return len(scheduling.queue) > 0.9 * num and not len(scheduling.dispatcher.unready)
 
 
 def look_at_decisions(driver: Any) -> dict[str, float]:
-    return dict(driver.scheduling.seconds)
+    return dict(driver.scheduling.seconds())

@@ -10,7 +10,7 @@ from engine_bridge.policy.lanes import Lanes, Rule, knee
 from engine_bridge.policy.quotas import SeenRequest, fitted
 from engine_bridge.policy.sizes import Scale, WeightedSize
 
-# As the live engine has it (engine_bridge/driver/scheduling/refits.py).
+# As the live engine has it (engine_bridge/core/refits.py).
 REFIT_EVERY_S, WINDOW = 60.0, 2048
 
 

@@ -811,7 +811,7 @@ class Node:
                 self._preempt(self.running[victim.request_id], now, victim.way)
 
     def _preemptible(self) -> list[Request]:
-        """All that run; but the live engine spares who came first, unless the order is vLLM's (engine_bridge/driver/scheduling/victims.py)."""
+        """All that run; but the live engine spares who came first, unless the order is vLLM's (engine_bridge/core/victims.py)."""
         requests = list(self.running.values())
         if self._preemption.order is not last_in_first_out:
             requests.remove(min(requests, key=lambda request: request.arrival.at_s))

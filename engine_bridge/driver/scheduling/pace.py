@@ -1,4 +1,4 @@
-"""Keeps steps short: sets vLLM's own bounds of a step before it schedules, by what the step is predicted to take."""
+"""Keeps steps short: sets vLLM's own bounds of a step before it schedules, and measures what steps take."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from engine_bridge.core.pacer import Pacer, StepBounds
 from engine_bridge.driver.step_work import work_of
 from engine_bridge.policy.costs import StepTable
-from engine_bridge.policy.pacing import StepPace, pace
 
 
 class Pace:
@@ -31,38 +31,21 @@ class Pace:
         self._clock = clock
         self._scheduler = scheduler
         config = scheduler.scheduler_config
-        # Without it vLLM takes a prompt whole or not at all.
-        self._target_s = target_s if config.enable_chunked_prefill else 0.0
-        self._most_tokens = scheduler.max_num_scheduled_tokens
+        self.pacer: Pacer | None = None
+        """None: vLLM's own bounds."""
+        # Without chunks vLLM takes a prompt whole or not at all.
+        if target_s and config.enable_chunked_prefill:
+            self.pacer = Pacer(table, target_s, scheduler.max_num_scheduled_tokens)
         self._threshold = config.long_prefill_token_threshold
         self._work: tuple[int, int, int] | None = None
         self._began_s = 0.0
 
-    def look(self) -> StepPace | None:
-        """What the next step takes; None: vLLM's own bounds."""
-        if not self._target_s:
-            return None
-        num_decodes = num_context = 0
-        under_way = []
-        for request in self._scheduler.running:
-            num_context += request.num_computed_tokens
-            num_left = request.num_tokens - request.num_computed_tokens
-            if num_left > 1:
-                under_way.append(num_left)
-            else:
-                num_decodes += 1
-        return pace(self.table, self._target_s, num_decodes, num_context, under_way, self._most_tokens)
-
-    def set_bounds(self, step: StepPace | None, num_starting_tokens: int) -> None:
-        """Have vLLM's next step keep to it, given the prompt tokens of those that begin."""
+    def set_bounds(self, bounds: StepBounds) -> None:
+        """Have vLLM's next step keep to them."""
         scheduler = self._scheduler
-        if step is None:
-            return
-        num_decodes = len(scheduler.running) - step.num_prefilling
-        scheduler.max_num_scheduled_tokens = min(step.prefill_tokens + num_decodes, self._most_tokens)
+        scheduler.max_num_scheduled_tokens = bounds.num_tokens
         scheduler.adaptive_long_prefill_threshold = False  # it would raise the bound
-        is_capped = step.num_prefilling > 0 and num_starting_tokens > 0
-        chunk_tokens = step.chunk_tokens(num_starting_tokens) if is_capped else self._threshold
+        chunk_tokens = self._threshold if bounds.chunk_tokens is None else bounds.chunk_tokens
         scheduler.scheduler_config.long_prefill_token_threshold = chunk_tokens
 
     # -- what steps take ---------------------------------------------------------------------------------------------

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 
-if TYPE_CHECKING:
-    from engine_bridge.driver.scheduling.scheduling import Scheduling
+
+class Listener(Protocol):
+    """Who wants to know what vLLM does with the queue; told vLLM's requests."""
+
+    def came(self, request: Any) -> None: ...
+
+    def preempted(self, request: Any) -> None: ...
+
+    def ended(self, request: Any) -> None: ...
 
 
 class PolicyQueue(RequestQueue):
@@ -19,8 +26,8 @@ class PolicyQueue(RequestQueue):
     Source: vllm-project/vllm, `Scheduler.schedule`, for what is asked of a queue when.
     """
 
-    def __init__(self, scheduling: Scheduling) -> None:
-        self._scheduling = scheduling
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
         self._requests: dict[str, Any] = {}
         self._plan: deque[str] = deque()
         self._popped: dict[str, Any] = {}
@@ -40,7 +47,7 @@ class PolicyQueue(RequestQueue):
 
     def add_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
-        self._scheduling.came(request)
+        self._listener.came(request)
 
     def peek_request(self) -> Any:
         return self._requests[self._plan[0]]
@@ -53,7 +60,7 @@ class PolicyQueue(RequestQueue):
     def prepend_request(self, request: Any) -> None:
         """A running request was preempted."""
         self._requests[request.request_id] = request
-        self._scheduling.preempted(request)
+        self._listener.preempted(request)
 
     def prepend_requests(self, requests: Iterable[Any]) -> None:
         """Requests that could not start in this step after all."""
@@ -67,7 +74,7 @@ class PolicyQueue(RequestQueue):
     def remove_requests(self, requests: Iterable[Any]) -> None:
         for request in requests:
             if self._requests.pop(request.request_id, None) is not None:
-                self._scheduling.ended(request)
+                self._listener.ended(request)
 
     def __bool__(self) -> bool:
         return bool(self._plan)

@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from engine_bridge.core.dispatcher import Dispatcher
+from engine_bridge.core.guess_errors import GuessErrors
 from engine_bridge.driver.scheduling.facts import facts_of
+from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.node import LaneStats, LengthErrors, RequestState, SchedulingStats, WaitReason
 
-if TYPE_CHECKING:
-    from engine_bridge.driver.scheduling.scheduling import Scheduling
-    from engine_bridge.predict.length import LengthGuess
-
 Places = Mapping[int, str]
-# Tokens. Chosen: what a short answer, a long one and the longest are wrong by.
-ERROR_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-
-
-class GuessErrors:
-    """How far answers' lengths were from what was predicted when they were asked for."""
-
-    def __init__(self) -> None:
-        self._num_by_bound = [0] * (len(ERROR_BOUNDS) + 1)
-        self._sum_tokens = 0
-        self._num_within_p90 = 0
-
-    def saw(self, guess: LengthGuess, num_tokens: int) -> None:
-        error = abs(guess.p50 - num_tokens)
-        self._num_by_bound[bisect_left(ERROR_BOUNDS, error)] += 1
-        self._sum_tokens += error
-        self._num_within_p90 += num_tokens <= guess.p90
-
-    def stats(self) -> LengthErrors:
-        *within, num_answers = accumulate(self._num_by_bound)
-        return LengthErrors(
-            num_answers=num_answers,
-            sum_tokens=self._sum_tokens,
-            num_within_p90=self._num_within_p90,
-            num_within=dict(zip(ERROR_BOUNDS, within, strict=True)),
-        )
 
 
 class Report:
@@ -72,14 +43,14 @@ class Report:
         waiting = self._waiting()
         reasons = _Reasons(self._scheduler, own, self._places)
         return SchedulingStats(
-            policy=own.policy.name if own is not None else "vllm",
+            policy=own.dispatcher.policy.name if own is not None else "vllm",
             num_running=len(self._scheduler.running),
             num_waiting=len(waiting),
             num_by_reason=dict(Counter(map(reasons.of, waiting))),
-            lanes=_lanes(own) if own is not None else None,
+            lanes=_lanes(own.dispatcher) if own is not None else None,
             counts=own.all_counts() if own is not None else {"preempted": self._scheduler.num_preempted},
-            seconds=dict(own.seconds) if own is not None else {},
-            length_errors=own.guess_errors.stats() if own is not None else None,
+            seconds=own.seconds() if own is not None else {},
+            length_errors=_length_errors(own.dispatcher.guess_errors) if own is not None else None,
         )
 
     def requests(self, tenant: str, limit: int) -> tuple[list[RequestState], list[RequestState], int, int]:
@@ -100,7 +71,9 @@ class Report:
         return _copy(self._scheduler.waiting) + _copy(self._scheduler.kv_holding_waiting)
 
     def _describe(self, request: Any, now: float, reason: WaitReason | None) -> RequestState:
-        known = self._scheduling.known(request.request_id) if self._scheduling is not None else None
+        known = (
+            self._scheduling.dispatcher.known(request.request_id) if self._scheduling is not None else None
+        )
         named = {
             "request_id": self._client_id(request.request_id),
             "priority": request.priority,
@@ -112,7 +85,7 @@ class Report:
             waited_s = max(now - request.arrival_time, 0.0) if reason is not None else None
             return RequestState(**named, waited_s=waited_s, size_tokens=request.num_tokens)
         until_s = known.started_s if known.started_s is not None else now
-        laned = self._scheduling.laned
+        laned = self._scheduling.dispatcher.laned
         return RequestState(
             **named,
             lane=laned.lane_of(request.request_id) if laned is not None else None,
@@ -138,7 +111,9 @@ class _Reasons:
 
     def __init__(self, scheduler: Any, scheduling: Scheduling | None, places: Callable[[], Places]) -> None:
         self._scheduler, self._scheduling = scheduler, scheduling
-        self._decided = frozenset(scheduling.last.request_ids) if scheduling is not None else frozenset()
+        self._decided = (
+            frozenset(scheduling.dispatcher.last.request_ids) if scheduling is not None else frozenset()
+        )
         self._places = places()
 
     def of(self, request: Any) -> WaitReason:
@@ -146,7 +121,7 @@ class _Reasons:
             return self._why_queued(request)
         if request.request_id in self._decided:
             return self._why_passed_over(request) or "step_full"
-        reason = self._scheduling.reason(request.request_id)
+        reason = self._scheduling.dispatcher.reason(request.request_id)
         if reason != "not_ready":
             return reason
         if _is_compiling(request):
@@ -201,8 +176,8 @@ def _is_compiling(request: Any) -> bool:
     return grammar is None or (isinstance(grammar, Future) and not grammar.done())
 
 
-def _lanes(scheduling: Scheduling) -> LaneStats | None:
-    policy = scheduling.laned
+def _lanes(dispatcher: Dispatcher) -> LaneStats | None:
+    policy = dispatcher.laned
     if policy is None:
         return None
     return LaneStats(
@@ -210,4 +185,13 @@ def _lanes(scheduling: Scheduling) -> LaneStats | None:
         num_waiting=policy.num_waiting(),
         quota_tokens=policy.ledger.quotas,
         used_tokens=policy.ledger.used,
+    )
+
+
+def _length_errors(errors: GuessErrors) -> LengthErrors:
+    return LengthErrors(
+        num_answers=errors.num_answers,
+        sum_tokens=errors.sum_tokens,
+        num_within_p90=errors.num_within_p90,
+        num_within=errors.num_within,
     )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from engine_bridge.driver.scheduling.report import ERROR_BOUNDS, GuessErrors, Report
+from engine_bridge.core.guess_errors import ERROR_BOUNDS, GuessErrors
+from engine_bridge.driver.scheduling.report import Report
 from engine_bridge.policy.queue import Decision
 from engine_bridge.predict.length import LengthGuess
 
@@ -48,19 +49,22 @@ def scheduler(*waiting: Waits, deferred: tuple[Waits, ...] = (), running: tuple[
 
 
 class Ours:
-    """What the report asks of `Scheduling`."""
+    """What the report asks of `Scheduling` and its dispatcher."""
 
     def __init__(self, last: Decision, unready: tuple[str, ...] = ()) -> None:
+        self.dispatcher = self
         self.last, self._unready = last, unready
         self.policy = SimpleNamespace(name="fcfs")
         self.laned = None
-        self.seconds: dict[str, float] = {}
         self.guess_errors = GuessErrors()
 
     def reason(self, request_id: str) -> str:
         return "not_ready" if request_id in self._unready else self.last.reason(request_id)
 
     def all_counts(self) -> dict[str, int]:
+        return {}
+
+    def seconds(self) -> dict[str, float]:
         return {}
 
 
@@ -116,7 +120,6 @@ def test_errors_of_guesses_are_counted_up_to_each_bound() -> None:
     errors = GuessErrors()
     for num_tokens in (100, 101, 98, 90, 300, 100_000):
         errors.saw(LengthGuess(100, 200, "test"), num_tokens)
-    stats = errors.stats()
-    assert stats.num_answers == 6 and stats.num_within_p90 == 4
-    assert stats.sum_tokens == 0 + 1 + 2 + 10 + 200 + 99_900
-    assert stats.num_within == {bound: sum(e <= bound for e in (0, 1, 2, 10, 200)) for bound in ERROR_BOUNDS}
+    assert errors.num_answers == 6 and errors.num_within_p90 == 4
+    assert errors.sum_tokens == 0 + 1 + 2 + 10 + 200 + 99_900
+    assert errors.num_within == {bound: sum(e <= bound for e in (0, 1, 2, 10, 200)) for bound in ERROR_BOUNDS}

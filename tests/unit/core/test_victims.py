@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.driver.scheduling.victims import by_worth
+from engine_bridge.core.victims import by_worth
 from engine_bridge.policy.preemption import RunningFacts, least_fair_first
 
 NOW = 100.0
@@ -32,8 +32,7 @@ def facts_of(each: Any) -> RunningFacts:
 
 
 def order(*requests: Any) -> list[str]:
-    ranked = by_worth(requests, facts_of, lambda each: each.arrived_s, least_fair_first)
-    return [each.request_id for each in ranked]
+    return by_worth([(each.arrived_s, facts_of(each)) for each in requests], least_fair_first)
 
 
 def test_the_long_and_the_young_go_before_the_short_and_the_old() -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 
 class Unready:
     """Told apart by what they wait for, so that asking costs as many calls as there are adapters, and not requests.
 
-    Requests of one adapter become ready together, and do so in their order; one with a grammar is asked for itself.
+    Requests that wait for the same become ready together, and do so in their order.
     """
 
     def __init__(self) -> None:
-        self._groups: dict[Hashable, dict[str, Any]] = {}
+        self._groups: dict[Hashable, dict[str, None]] = {}
         self._group_of: dict[str, Hashable] = {}
 
-    def add(self, request: Any) -> None:
-        group = self._group_of[request.request_id] = _waits_for(request)
-        self._groups.setdefault(group, {})[request.request_id] = request
+    def add(self, request_id: str, waits_for: Hashable) -> None:
+        self._group_of[request_id] = waits_for
+        self._groups.setdefault(waits_for, {})[request_id] = None
 
     def remove(self, request_id: str) -> None:
         """Unknown ones are ignored."""
@@ -29,12 +28,12 @@ class Unready:
         if not self._groups[group]:
             del self._groups[group]
 
-    def take_ready(self, is_ready: Callable[[Any], bool], max_requests: int) -> list[str]:
+    def take_ready(self, is_ready: Callable[[str], bool], max_requests: int) -> list[str]:
         """Those that are ready now, at most so many; they are forgotten here."""
         found: list[str] = []
         for group in self._groups.values():
-            for request_id, request in group.items():
-                if len(found) >= max_requests or not is_ready(request):
+            for request_id in group:
+                if len(found) >= max_requests or not is_ready(request_id):
                     break
                 found.append(request_id)
         for request_id in found:
@@ -46,9 +45,3 @@ class Unready:
 
     def __len__(self) -> int:
         return len(self._group_of)
-
-
-def _waits_for(request: Any) -> Hashable:
-    if request.structured_output_request is not None:
-        return request.request_id
-    return request.lora_request.lora_int_id if request.lora_request is not None else None

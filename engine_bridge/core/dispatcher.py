@@ -1,0 +1,462 @@
+"""A request's life in the queue: asks a policy once per step who starts, and tells it what became of that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from engine_bridge.core.guess_errors import Guess, GuessErrors
+from engine_bridge.core.pacer import Pacer, Progress, StepBounds
+from engine_bridge.core.refits import Refits, Sizes
+from engine_bridge.core.unready import Unready
+from engine_bridge.core.victims import by_worth
+from engine_bridge.policy.fairness import fair_priority
+from engine_bridge.policy.pacing import StepPace
+from engine_bridge.policy.preemption import RunningFacts
+from engine_bridge.policy.queue import (
+    Decision,
+    DeferReason,
+    LanedPolicy,
+    QueuePolicy,
+    Room,
+    Running,
+    Waiting,
+    with_lanes,
+)
+from engine_bridge.policy.quotas import SeenRequest, overcharged_tokens
+from engine_bridge.policy.sizes import Scale, WeightedSize
+
+# Seconds of a token before any was measured. Chosen.
+PRIOR_TOKEN_S, SMOOTHING = 0.02, 0.1
+# How long what is known of a waiting prompt's cached part is believed. Chosen: looking takes 0.1 ms for 256 blocks.
+CACHED_FOR_S = 1.0
+# In one step. Chosen: so many requests that became ready together (an adapter has come) take the policy 1 ms, so many of a refit 0.2 ms (measured).
+MAX_READY, MAX_PLACED = 128, 32
+
+Facts = TypeVar("Facts")
+replace = msgspec.structs.replace
+
+
+class Arrival(Struct, frozen=True, kw_only=True, gc=False):
+    """A request that came.
+
+    weight: its tenant's share against others'. adapter_id: None for the base model. rank: its adapter's. waits_for: requests that wait for the same
+    become ready together and in their order. is_background: computes KV ahead and makes a token that nobody reads: its length says nothing.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    guess: Guess
+    priority: int = 0
+    tenant: str = ""
+    weight: float = 1.0
+    adapter_id: int | None = None
+    rank: int = 0
+    waits_for: Hashable = None
+    is_background: bool = False
+
+
+class StepView(Struct, frozen=True, kw_only=True):
+    """The engine before a step. running: all that hold device memory, in the engine's order. num_slots: how many more may run. adapter_bytes: free
+    for the adapters of further requests; None: they have no bound."""
+
+    running: Sequence[Progress]
+    free_blocks: int
+    num_slots: int
+    adapter_bytes: int | None = None
+
+
+class StepPlan(Struct, frozen=True, kw_only=True):
+    """What to do in a step. request_ids: to start, in this order. squash: to preempt first: tell `squashed` and then `preempted` of each.
+
+    bounds: of the step; None: the engine's own.
+    """
+
+    request_ids: tuple[str, ...] = ()
+    squash: tuple[str, ...] = ()
+    bounds: StepBounds | None = None
+
+
+class Engine(Protocol):
+    """What only the engine knows of a request, asked of the few that a decision considers. Changes nothing."""
+
+    def is_ready(self, request_id: str) -> bool:
+        """May it start, as far as its adapter and its grammar are concerned?"""
+        ...
+
+    def num_tokens(self, request_id: str) -> int:
+        """Prompt and answer so far."""
+        ...
+
+    def start_blocks(self, request_id: str) -> int:
+        """That starting takes of the free ones, also those that are cached and in nobody's use."""
+        ...
+
+    def held_blocks(self, request_id: str) -> int:
+        """That its end would give back."""
+        ...
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """Leading ones of a waiting request that need not be computed. May take long: asked once a second at most."""
+        ...
+
+    def missing_adapter_bytes(self, adapter_id: int) -> int:
+        """Of adapter memory that it still needs to be computed with; 0 where that has no bound."""
+        ...
+
+    def adapter_bytes(self, adapter_id: int) -> int:
+        """Of adapter memory that it has; 0 where that has no bound."""
+        ...
+
+
+@dataclass(slots=True)
+class Known:
+    """One request from its arrival to its end. To look at only.
+
+    base: as the policy has it. charged_tokens: prompt and answer, as predicted by now. next_look_tokens: it has outgrown that once it has so many.
+    """
+
+    arrival: Arrival
+    base: Waiting
+    sizes: Sizes
+    charged_tokens: int
+    num_tokens: int
+    next_look_tokens: int
+    started_s: float | None = None
+    is_bypasser: bool = False
+    looked_up_s: float = -CACHED_FOR_S
+
+
+class _OnDemand(Mapping[str, Facts]):
+    """Facts of known requests, worked out for those that are looked up."""
+
+    def __init__(self, known: Mapping[str, Known], work_out: Callable[[Known], Facts]) -> None:
+        self._known, self._work_out = known, work_out
+
+    def __getitem__(self, request_id: str) -> Facts:
+        return self._work_out(self._known[request_id])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+class Dispatcher:
+    """Knows each request from `arrived` to `ended`. One caller, in order of time: in each step `begin_step`, `squashed` and `preempted`, `end_step`.
+
+    Args:
+        policy: told nothing yet; told everything through this.
+        num_tokens: that requests may hold together.
+        are_copied_back: preempted requests find their KV in host memory.
+        pacer: keeps steps short; None: they are as long as the engine makes them.
+        stopwatch: for `decide_s` alone, in seconds.
+    """
+
+    def __init__(
+        self,
+        policy: QueuePolicy,
+        engine: Engine,
+        refits: Refits,
+        *,
+        num_tokens: int,
+        are_copied_back: bool = False,
+        pacer: Pacer | None = None,
+        stopwatch: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.policy = policy
+        self.laned: LanedPolicy | None = with_lanes(policy) if policy.has_lanes else None
+        """The same, where it has lanes."""
+        self.refits = refits
+        self.last = Decision()
+        self.counts: Counter[str] = Counter()
+        self.decide_s = 0.0
+        self.guess_errors = GuessErrors()
+        self.token_s = PRIOR_TOKEN_S
+        self.unready = Unready()
+        self.sizes = WeightedSize()
+        self._engine, self._pacer, self._stopwatch = engine, pacer, stopwatch
+        self._num_tokens, self._are_copied_back = num_tokens, are_copied_back
+        self._known: dict[str, Known] = {}
+        self._running: dict[str, Known] = {}
+        self._squashing: set[str] = set()
+        self._scale = Scale()
+        self._fitted_scale: Scale | None = None  # while the policy takes over the lanes that go with it
+        self._now = 0.0
+        self._waiting_facts = _OnDemand(self._known, self._facts_of_waiting)
+        self._running_facts = _OnDemand(self._running, self._facts_of_running)
+
+    # -- life of a request -------------------------------------------------------------------------------------------
+
+    def arrived(self, arrival: Arrival, now: float) -> None:
+        """It waits. Raises ValueError if it is known already."""
+        if arrival.request_id in self._known:
+            raise ValueError("the request is known already")
+        guess = arrival.guess
+        sizes = (float(arrival.num_prompt_tokens), float(guess.p50), float(arrival.rank))
+        self.sizes.seen(*sizes)
+        tokens = arrival.num_prompt_tokens + guess.p50
+        base = Waiting(
+            request_id=arrival.request_id,
+            arrived_s=now,
+            wrs=self._scale.wrs(*sizes),
+            size_tokens=tokens,
+            num_blocks=0,
+            duration_s=guess.p50 * self.token_s,
+            priority=arrival.priority,
+            tenant=arrival.tenant,
+            weight=arrival.weight,
+            adapter_id=arrival.adapter_id,
+        )
+        num_prompt = arrival.num_prompt_tokens
+        self._known[arrival.request_id] = Known(arrival, base, sizes, tokens, num_prompt, tokens)
+        self.unready.add(arrival.request_id, arrival.waits_for)
+
+    def squashed(self, request_id: str) -> None:
+        """It is about to be preempted so that a head can start. Unknown ones, and those that do not run, are ignored."""
+        known = self._running.get(request_id)
+        if known is None:
+            return
+        self.counts["squashed"] += 1
+        self.policy.squashed(request_id)
+        known.base = replace(known.base, times_squashed=known.base.times_squashed + 1)
+        self._squashing.add(request_id)
+
+    def preempted(self, request_id: str) -> None:
+        """It waits again, ahead of those of its kind that have not begun. One that does not run is ignored."""
+        known = self._running.pop(request_id, None)
+        if known is None:
+            return
+        self.policy.ended(request_id)
+        # One that was squashed made room for a head: it must not go before that one now.
+        is_swapped = request_id not in self._squashing
+        self._squashing.discard(request_id)
+        known.base = replace(known.base, is_swapped=is_swapped, size_tokens=known.charged_tokens)
+        known.started_s, known.is_bypasser = None, False
+        self.unready.add(request_id, known.arrival.waits_for)
+        self.counts["preempted"] += 1
+
+    def ended(self, request_id: str, num_output_tokens: int, is_finished: bool, now: float) -> None:
+        """It left, from the queue or from running. is_finished: by itself or by its bound. Unknown ones are ignored."""
+        known = self._known.pop(request_id, None)
+        if known is None:
+            return
+        self.unready.remove(request_id)
+        self._running.pop(request_id, None)
+        self._squashing.discard(request_id)
+        self.policy.ended(request_id)
+        if not is_finished:
+            return
+        if not known.arrival.is_background:
+            self.guess_errors.saw(known.arrival.guess, num_output_tokens)
+        took_s = now - known.started_s if known.started_s is not None else 0.0
+        if num_output_tokens and took_s > 0:
+            self.token_s += SMOOTHING * (took_s / num_output_tokens - self.token_s)
+        num_tokens = known.arrival.num_prompt_tokens + num_output_tokens
+        self.refits.saw(SeenRequest(known.base.wrs, num_tokens, took_s), known.sizes, now)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, view: StepView, now: float) -> StepPlan:
+        """Decide who starts, and how long the step may be."""
+        self._now = now
+        self.advance_refits(now)
+        self._welcome(now)
+        self._note_growth(view.running)
+        pacer = self._pacer
+        step = pacer.look(view.running) if pacer is not None else None
+        decision = Decision()
+        if self.num_waiting > len(self.unready):
+            decision = self._decide(view, step, now)
+        # Who makes room for a head in this step makes it for the next one: its blocks are free only then.
+        self.last = Decision(deferred=decision.deferred) if decision.squash else decision
+        bounds = None
+        if pacer is not None and step is not None:
+            known = self._known
+            starting = sum(known[each].base.num_prefill_tokens for each in self.last.request_ids)
+            bounds = pacer.bounds(step, len(view.running) - len(decision.squash), starting)
+        return StepPlan(request_ids=self.last.request_ids, squash=decision.squash, bounds=bounds)
+
+    def end_step(self, started: Iterable[str], now: float) -> None:
+        """started: who really did, in order. Unknown ones are ignored."""
+        for request_id in started:
+            known = self._known.get(request_id)
+            if known is None:
+                continue
+            self.policy.admitted(request_id, now)
+            known.started_s = now
+            known.num_tokens = self._engine.num_tokens(request_id)
+            known.is_bypasser = request_id in self.last.bypassed
+            self._running[request_id] = known
+            self.counts["admitted"] += 1
+            if known.is_bypasser:
+                self._note_bypass(self.last.bypassed[request_id])
+
+    def victims(self, running: Iterable[Progress], now: float) -> list[str] | None:
+        """Those of the running that are known here, the first victim last; None: the engine's own order, or a single one."""
+        order = self.policy.victim_order
+        if order is None:
+            return None
+        found = []
+        for request_id, num_tokens, _ in running:
+            known = self._known.get(request_id)
+            if known is not None:
+                found.append((known.base.arrived_s, self._facts_for_preemption(known, num_tokens, now)))
+        return by_worth(found, order) if len(found) > 1 else None
+
+    def _welcome(self, now: float) -> None:
+        """Tell the policy of those that may start from now on."""
+        for request_id in self.unready.take_ready(self._engine.is_ready, MAX_READY):
+            known = self._known[request_id]
+            # Lanes may have been fitted since it came.
+            known.base = replace(known.base, wrs=self._scale.wrs(*known.sizes))
+            self.policy.arrived(self._facts_of_waiting(known), now)
+
+    def _decide(self, view: StepView, step: StepPace | None, now: float) -> Decision:
+        room = Room(
+            free_blocks=view.free_blocks,
+            num_slots=view.num_slots,
+            num_tokens=self._num_tokens,
+            prefill_tokens=step.starting_tokens if step is not None else None,
+            is_prefilling=step is not None and step.num_prefilling > 0,
+            adapter_bytes=view.adapter_bytes,
+            overcharged_tokens=self._overcharged_tokens() if self.policy.charges_tokens else 0,
+        )
+        started_s = self._stopwatch()
+        decision = self.policy.decide(self._waiting_facts, self._running_facts, room, now)
+        self.decide_s += self._stopwatch() - started_s
+        self.counts["decisions"] += 1
+        for request_id, reason in decision.deferred.items():
+            if reason == "step_full":
+                known = self._known[request_id]
+                known.base = replace(known.base, times_deferred=known.base.times_deferred + 1)
+        return decision
+
+    def _overcharged_tokens(self) -> int:
+        held = (
+            (known.charged_tokens, max(known.charged_tokens - known.num_tokens, 0))
+            for known in self._running.values()
+        )
+        return overcharged_tokens(held, self._are_copied_back)
+
+    def _note_growth(self, running: Sequence[Progress]) -> None:
+        """Correct the charge of requests that have outgrown their guess."""
+        own = self._running
+        for request_id, num_tokens, _ in running:
+            known = own.get(request_id)
+            if known is None:
+                continue
+            known.num_tokens = num_tokens
+            if num_tokens >= known.next_look_tokens:
+                num_prompt = known.arrival.num_prompt_tokens
+                size = num_prompt + known.arrival.guess.bound(num_tokens - num_prompt)
+                known.next_look_tokens = max(size, num_tokens + 1)
+                if size > known.charged_tokens:
+                    known.charged_tokens = size
+                    self.policy.outgrew(request_id, size)
+
+    def _note_bypass(self, head_id: str) -> None:
+        self.counts["bypassed"] += 1
+        head = self._known.get(head_id)
+        if head is not None:
+            head.base = replace(head.base, times_bypassed=head.base.times_bypassed + 1)
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+
+    def _facts_of_waiting(self, known: Known) -> Waiting:
+        engine, request_id = self._engine, known.arrival.request_id
+        # Blocks change only for what was preempted with tokens under way.
+        num_blocks = engine.start_blocks(request_id)
+        if num_blocks != known.base.num_blocks or self._now - known.looked_up_s >= CACHED_FOR_S:
+            known.looked_up_s = self._now
+            num_tokens, num_cached = engine.num_tokens(request_id), engine.num_cached_tokens(request_id)
+            known.base = replace(
+                known.base,
+                num_blocks=num_blocks,
+                num_prefill_tokens=max(num_tokens - num_cached, 1),
+                is_warm=2 * num_cached >= num_tokens,
+            )
+        adapter_id = known.arrival.adapter_id
+        if adapter_id is not None:
+            missing = engine.missing_adapter_bytes(adapter_id)
+            if missing != known.base.adapter_bytes:
+                known.base = replace(known.base, adapter_bytes=missing)
+        return known.base
+
+    def _facts_of_running(self, known: Known) -> Running:
+        started_s = known.started_s or 0.0
+        request_id, adapter_id = known.arrival.request_id, known.arrival.adapter_id
+        return Running(
+            request_id=request_id,
+            lane=0,
+            charged_tokens=known.charged_tokens,
+            num_blocks=self._engine.held_blocks(request_id),
+            started_s=started_s,
+            predicted_end_s=started_s + known.base.duration_s,
+            is_bypasser=known.is_bypasser,
+            adapter_bytes=self._engine.adapter_bytes(adapter_id) if adapter_id is not None else 0,
+        )
+
+    def _facts_for_preemption(self, known: Known, num_tokens: int, now: float) -> RunningFacts:
+        arrival = known.arrival
+        return RunningFacts(
+            request_id=arrival.request_id,
+            fairness=fair_priority(now - known.base.arrived_s, num_tokens, arrival.weight),
+            started_s=known.started_s or now,
+            num_blocks=self._engine.held_blocks(arrival.request_id),
+            recompute_s=self._prefill_s(num_tokens),
+            urgency=arrival.priority,
+        )
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        if self._pacer is None:
+            return num_tokens * self.token_s
+        return self._pacer.table.step_s(num_tokens, 0, 0)
+
+    # -- lanes -------------------------------------------------------------------------------------------------------
+
+    def advance_refits(self, now: float) -> None:
+        """Take over what was fitted, some of it in each step, and have the next fit begin when its time has come."""
+        if self.laned is not None:
+            if self._fitted_scale is None and (fitted := self.refits.take()) is not None:
+                self._fitted_scale = scale = fitted.scale
+                sizes = _OnDemand(self._known, lambda known: scale.wrs(*known.sizes))
+                self.laned.begin_refit(fitted.lanes, fitted.quotas, sizes)
+            if self._fitted_scale is not None and self.laned.advance_refit(MAX_PLACED):
+                self._scale, self._fitted_scale = self._fitted_scale, None
+                self.counts["refits"] += 1
+        self.refits.start_if_due(now, self.sizes.scale, self._num_tokens, self.laned is not None)
+
+    # -- to look at ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._known) - len(self._running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def waiting_ids(self) -> list[str]:
+        return [request_id for request_id in self._known if request_id not in self._running]
+
+    def known(self, request_id: str) -> Known | None:
+        """What is kept of a request that waits or runs."""
+        return self._known.get(request_id)
+
+    def reason(self, request_id: str) -> DeferReason | Literal["not_ready"]:
+        """Why a waiting request waits, after the last step."""
+        return "not_ready" if request_id in self.unready else self.last.reason(request_id)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if a request is lost, or waits and runs."""
+        assert self._running.keys() <= self._known.keys(), "runs and is not known"
+        assert not any(request_id in self.unready for request_id in self._running), "not ready, and runs"
+        assert all(self._known[each] is known for each, known in self._running.items()), "doubled"
+        assert self._squashing <= self._running.keys(), "squashed and does not run"

@@ -1,0 +1,48 @@
+"""How far answers' lengths were from what was predicted when they were asked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+from typing import Protocol
+
+# Tokens. Chosen: what a short answer, a long one and the longest are wrong by.
+ERROR_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+
+
+class Guess(Protocol):
+    """Tokens of an answer, as predicted (`predict.length.LengthGuess`)."""
+
+    @property
+    def p50(self) -> int: ...
+
+    @property
+    def p90(self) -> int: ...
+
+    def bound(self, num_done: int) -> int:
+        """Tokens to reckon with once `num_done` are there."""
+        ...
+
+
+class GuessErrors:
+    """Counts them. Figures may be read from any thread."""
+
+    def __init__(self) -> None:
+        self._num_by_bound = [0] * (len(ERROR_BOUNDS) + 1)
+        self.sum_tokens = 0
+        self.num_within_p90 = 0
+
+    def saw(self, guess: Guess, num_tokens: int) -> None:
+        error = abs(guess.p50 - num_tokens)
+        self._num_by_bound[bisect_left(ERROR_BOUNDS, error)] += 1
+        self.sum_tokens += error
+        self.num_within_p90 += num_tokens <= guess.p90
+
+    @property
+    def num_answers(self) -> int:
+        return sum(self._num_by_bound)
+
+    @property
+    def num_within(self) -> dict[int, int]:
+        """Answers whose error is no larger, by `ERROR_BOUNDS`."""
+        return dict(zip(ERROR_BOUNDS, accumulate(self._num_by_bound), strict=False))

@@ -1,0 +1,29 @@
+"""A thread on which lanes and the predictor are fitted, one after the other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+log = logging.getLogger(__name__)
+
+
+class FitThread:
+    """Runs what it is called with (`core.refits.Run`); what fails is logged."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "refit")
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        self._executor.submit(_safely, work)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _safely(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:
+        log.exception("lanes or the predictor could not be fitted; they stay as they are")

@@ -1,0 +1,290 @@
+"""A request's life in the queue, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine_bridge.core.dispatcher import CACHED_FOR_S, MAX_READY
+from engine_bridge.core.pacer import Pacer
+from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.mlq import Mlq
+from engine_bridge.predict.length import LengthGuess
+
+from .fake_engine import NUM_TOKENS, FakeEngine, arrival
+
+
+def test_who_came_starts_when_there_is_room_and_says_why_it_waits_until_then() -> None:
+    engine = FakeEngine(num_slots=1)
+    engine.ask(arrival("a"))
+    engine.ask(arrival("b"))
+    assert engine.step().request_ids == ("a",)
+    assert (engine.own.num_waiting, engine.own.num_running) == (1, 1)
+    assert engine.step().request_ids == ()
+    assert engine.own.reason("b") == "no_slot"
+    engine.end("a")
+    assert engine.step().request_ids == ("b",)
+    assert engine.own.counts == {"admitted": 2, "decisions": 3}
+
+
+def test_a_request_that_waits_for_its_adapter_or_grammar_is_no_candidate() -> None:
+    engine = FakeEngine()
+    engine.unready = {"a"}
+    engine.ask(arrival("a", waits_for=1))
+    engine.ask(arrival("b"))
+    assert engine.step().request_ids == ("b",)
+    assert engine.own.reason("a") == "not_ready"
+    engine.unready = set()
+    assert engine.step().request_ids == ("a",)
+
+
+def test_requests_that_wait_for_the_same_cost_one_question_and_come_in_bounded_numbers() -> None:
+    engine = FakeEngine(num_slots=1000)
+    engine.unready = {"0"}
+    for number in range(3 * MAX_READY):
+        engine.ask(arrival(str(number), 1, waits_for="adapter"))
+    asked: list[str] = []
+    is_ready = engine.is_ready
+    engine.is_ready = lambda request_id: asked.append(request_id) or is_ready(request_id)  # type: ignore[method-assign,func-returns-value]
+    engine.begin()
+    assert asked == ["0"]
+    engine.unready = set()
+    engine.begin()
+    assert len(engine.own.unready) == 2 * MAX_READY
+
+
+def test_who_was_to_start_and_did_not_waits_on() -> None:
+    engine = FakeEngine()
+    engine.ask(arrival("a"))
+    engine.ask(arrival("b"))
+    assert engine.step(num_refused=1).request_ids == ("a", "b")
+    assert engine.running == ["a"]
+    assert engine.step().request_ids == ("b",)
+
+
+def test_who_was_preempted_comes_again_as_swapped_with_what_it_was_charged() -> None:
+    engine = FakeEngine("fair")
+    engine.ask(arrival("a", p50=4))
+    for _ in range(6):
+        engine.step()
+    engine.preempt("a")
+    known = engine.own.known("a")
+    assert known is not None and known.base.is_swapped and known.started_s is None
+    assert known.base.size_tokens == 16 + 16, "its guess of 4 was outgrown, so its p90 counts"
+    assert engine.own.counts["preempted"] == 1
+    assert engine.step().request_ids == ("a",)
+
+
+def test_who_was_squashed_does_not_go_before_the_head_that_it_made_room_for() -> None:
+    engine = FakeEngine()
+    engine.ask(arrival("a"))
+    engine.step()
+    engine.own.squashed("a")
+    engine.preempt("a")
+    known = engine.own.known("a")
+    assert known is not None and not known.base.is_swapped and known.base.times_squashed == 1
+    assert engine.own.counts["squashed"] == engine.own.counts["preempted"] == 1
+    engine.own.squashed("a")
+    assert engine.own.counts["squashed"] == 1, "it does not run"
+
+
+def test_a_charge_grows_to_the_ninetieth_percentile_and_then_doubles() -> None:
+    engine = FakeEngine("mlq")
+    engine.ask(arrival("a", 10, guess=LengthGuess(2, 5, "test")))
+    charges = []
+    for _ in range(22):
+        engine.step()
+        known = engine.own.known("a")
+        assert known is not None
+        charges.append(known.charged_tokens - 10)
+    assert charges == [2] * 2 + [5] * 3 + [10] * 5 + [20] * 10 + [40] * 2
+    assert isinstance(engine.own.policy, Mlq) and engine.own.policy.ledger.num_used == 50
+
+
+def test_a_head_that_was_passed_knows_how_often() -> None:
+    engine = FakeEngine("mlq")
+    for number in range(40):  # so that there may be squashes
+        engine.ask(arrival(f"past{number}", 1, 1))
+        engine.step()
+        engine.end(f"past{number}")
+    engine.ask(arrival("runs", 300, 200))
+    engine.step()
+    engine.ask(arrival("head", 340, 5, priority=-1))
+    engine.ask(arrival("small", 1, 1))
+    assert engine.step().request_ids == ("small",)
+    head, small = engine.own.known("head"), engine.own.known("small")
+    assert head is not None and head.base.times_bypassed == engine.own.counts["bypassed"] == 1
+    assert small is not None and small.is_bypasser and engine.own.reason("head") == "no_blocks"
+
+
+def test_facts_that_cost_much_are_asked_for_once_a_second() -> None:
+    engine = FakeEngine(num_slots=1)
+    engine.ask(arrival("a"))
+    engine.step()
+    engine.ask(arrival("b"))
+    before = engine.num_looks
+    for _ in range(10):
+        engine.step(step_s=CACHED_FOR_S / 20, num_tokens=0)
+    assert engine.num_looks == before + 1
+    engine.cached["b"] = 12
+    engine.now += CACHED_FOR_S
+    engine.step()
+    known = engine.own.known("b")
+    assert known is not None
+    assert known.base.is_warm and known.base.num_prefill_tokens == 4 and engine.num_looks == before + 2
+
+
+def test_an_adapter_without_memory_keeps_its_request_waiting() -> None:
+    engine = FakeEngine()
+    engine.free_adapter_bytes, engine.missing_bytes = 10, {7: 11}
+    engine.ask(arrival("a", adapter_id=7))
+    assert engine.step().request_ids == () and engine.own.reason("a") == "adapter_memory"
+    engine.missing_bytes = {7: 10}
+    assert engine.step().request_ids == ("a",)
+
+
+def test_vllms_victims_stay_and_ours_spare_who_came_first() -> None:
+    for policy, expected in (("fcfs", None), ("fair", ["a", "c", "b"])):
+        engine = FakeEngine(policy)
+        for name, num_tokens in (("a", 100), ("b", 90), ("c", 10)):
+            engine.ask(arrival(name, num_tokens))
+            engine.now += 0.5
+            engine.step()
+        progress = [(each, engine.tokens.get(each, 1), 0) for each in ("c", "b", "a", "unknown")]
+        assert engine.own.victims(progress, engine.now) == expected
+        assert engine.own.victims(progress[:1], engine.now) is None
+
+
+def test_only_answers_that_ended_by_themselves_tell_of_lengths() -> None:
+    engine = FakeEngine()
+    for name, is_finished, is_background in (("a", True, False), ("b", False, False), ("c", True, True)):
+        engine.ask(arrival(name, is_background=is_background))
+        engine.step()
+        engine.end(name, is_finished)
+    assert engine.own.guess_errors.num_answers == 1
+
+
+def test_a_request_comes_once() -> None:
+    engine = FakeEngine()
+    engine.ask(arrival("a"))
+    with pytest.raises(ValueError, match="known already"):
+        engine.ask(arrival("a"))
+    engine.own.ended("b", 0, True, 0.0)
+    engine.own.preempted("b")
+    assert engine.own.num_waiting == 1
+
+
+def test_a_step_is_as_long_as_its_target_allows_and_long_prompts_wait_for_a_free_one() -> None:
+    table = StepTable.of(
+        lambda points: [p * 0.001 + d * 0.001 for p, d, _ in points], (0, 4096), (0, 64), (0, 4096)
+    )
+    engine = FakeEngine(num_slots=8, pacer=Pacer(table, 0.2, 1000))
+    engine.ask(arrival("long", 300))
+    engine.ask(arrival("short", 20))
+    plan = engine.step()
+    assert plan.request_ids == ("long",), "too long for any step, so it begins alone"
+    assert plan.bounds is not None and plan.bounds.num_tokens == 200
+    assert engine.own.reason("short") == "step_full"
+    known = engine.own.known("short")
+    assert known is not None and known.base.times_deferred == 1
+
+
+# -- any calls ---------------------------------------------------------------------------------------------------------
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    """Nothing is lost or doubled, whatever happens in whatever order; everybody who starts had waited."""
+
+    @initialize(policy=st.sampled_from(["fcfs", "sjf", "priority", "fair", "mlq"]))
+    def begin(self, policy: str) -> None:
+        self.engine = FakeEngine(policy)
+        self.alive: set[str] = set()
+        self.num = 0
+
+    @rule(
+        num_prompt=st.integers(1, 500),
+        p50=st.integers(1, 200),
+        fields=st.fixed_dictionaries(
+            {
+                "priority": st.integers(-1, 1),
+                "tenant": st.sampled_from("ab"),
+                "adapter_id": st.none() | st.integers(0, 2),
+            }
+        ),
+        is_ready=st.booleans(),
+    )
+    def ask(self, num_prompt: int, p50: int, fields: dict[str, Any], is_ready: bool) -> None:
+        name = str(self.num)
+        self.num += 1
+        if not is_ready:
+            self.engine.unready.add(name)
+        self.engine.ask(arrival(name, num_prompt, p50, waits_for=fields["adapter_id"], rank=8, **fields))
+        self.alive.add(name)
+
+    @rule()
+    def make_ready(self) -> None:
+        self.engine.unready = set()
+
+    @rule(num_refused=st.integers(0, 2), num_tokens=st.integers(0, 60), step_s=st.floats(0, 30))
+    def step(self, num_refused: int, num_tokens: int, step_s: float) -> None:
+        waited = self.alive - set(self.engine.running)
+        plan = self.engine.step(min(num_refused, 1), num_tokens, step_s)
+        assert waited >= set(plan.request_ids), "started without having waited"
+        assert len(set(plan.request_ids)) == len(plan.request_ids), "started twice"
+        assert not self.engine.unready & set(plan.request_ids), "started before it could"
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), is_finished=st.booleans())
+    def end(self, data: st.DataObject, is_finished: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        self.engine.end(name, is_finished and name in self.engine.running)
+        self.alive.remove(name)
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data(), is_squash=st.booleans())
+    def preempt(self, data: st.DataObject, is_squash: bool) -> None:
+        name = data.draw(st.sampled_from(self.engine.running))
+        if is_squash:
+            self.engine.own.squashed(name)
+        self.engine.preempt(name)
+
+    @rule(seconds=st.floats(0, 100))
+    def wait(self, seconds: float) -> None:
+        self.engine.now += seconds
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        own, engine = self.engine.own, self.engine
+        own.check_invariants()
+        assert own.num_running == len(engine.running)
+        assert set(own.waiting_ids()) == self.alive - set(engine.running)
+        if isinstance(own.policy, Mlq):
+            own.policy.check_invariants()
+            assert len(own.policy.ledger) == len(engine.running)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.unready = set()
+        for _ in range(10 * self.num + 10):
+            for name in list(self.engine.running):
+                self.engine.end(name)
+            self.engine.step(num_tokens=0)
+        assert self.engine.own.num_waiting == 0, "somebody waits for ever"
+
+
+TestDispatcher = DispatcherMachine.TestCase
+TestDispatcher.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_nobody_holds_more_tokens_than_there_are() -> None:
+    engine = FakeEngine("mlq", num_slots=40)
+    for number in range(40):
+        engine.ask(arrival(str(number), 60, 10))
+    engine.step()
+    assert isinstance(engine.own.policy, Mlq)
+    assert engine.own.policy.ledger.num_used <= NUM_TOKENS
