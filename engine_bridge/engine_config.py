@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from engine_bridge.policy import adapter_cache, registry
+from engine_bridge.policy import adapter_cache, lanes, registry
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -21,10 +21,12 @@ KIB = 1024
 if TYPE_CHECKING:
     SchedulingPolicy = str
     AdapterPolicy = str
+    LaneRule = str
 else:  # mypy wants to read the words
     # "vllm": its own queue, first come first served.
     SchedulingPolicy = Literal[("vllm", *registry.POLICIES)]
     AdapterPolicy = Literal[tuple(reversed(adapter_cache.POLICIES))]
+    LaneRule = Literal[tuple(lanes.RULES)]
 
 
 def setting(group: str, description: str, **constraints: Any) -> Meta:
@@ -89,6 +91,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         SchedulingPolicy,
         setting("Scheduling", "Who starts next: mlq has lanes by size; vllm is its own queue."),
     ] = "mlq"
+    lane_rule: Annotated[
+        LaneRule,
+        setting("Scheduling", "How many lanes mlq has: by a knee, or by the paper's least_squares."),
+    ] = "knee"
+    lane_refit_s: Annotated[
+        float,
+        setting("Scheduling", "Seconds after which lanes and the length predictor are fitted anew.", gt=0),
+    ] = 60.0
     max_step_ms: Annotated[
         float,
         setting(

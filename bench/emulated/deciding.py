@@ -50,14 +50,14 @@ class _Watched(EmulatedNode):
         self.own_s: list[float] = []
         self.decide_s: list[float] = []
         self.step_s: list[float] = []
-        self._seen = dict(self.scheduling.seconds)
+        self._seen = self.scheduling.seconds()
 
     def _end(self, output: Any, giving: list[str], took_s: float, now: float) -> None:
-        seconds = self.scheduling.seconds
+        seconds = self.scheduling.seconds()
         self.own_s.append(seconds["step"] - self._seen["step"])
         self.decide_s.append(seconds["decide"] - self._seen["decide"])
         self.step_s.append(took_s)
-        self._seen = dict(seconds)
+        self._seen = seconds
         super()._end(output, giving, took_s, now)
 
 

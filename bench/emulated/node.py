@@ -20,6 +20,7 @@ from bench.emulated.vllm_parts import block_hasher, make_scheduler, output_of
 from bench.sim.core.clock import Clock, Event
 from bench.sim.core.requests import Arrival, Guesser
 from bench.sim.core.steps import StepCost
+from engine_bridge.core.refits import at_once
 from engine_bridge.driver.scheduling.facts import FACTS, Carried
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.scheduling import Scheduling
@@ -135,6 +136,7 @@ class EmulatedNode:
             num_cached_tokens=self._num_cached_tokens,
             pace=Pace(scheduler, table, engine.max_step_s, now) if table is not None else None,
             clock=now,
+            run_fit=at_once,
         )
         scheduler.use(scheduling)
         return scheduling
@@ -228,7 +230,6 @@ class EmulatedNode:
         began_s = time.perf_counter()
         output = self.scheduler.schedule()
         self.tally.scheduler_s += time.perf_counter() - began_s
-        self._await_refit()
         if not output.total_num_scheduled_tokens:
             self.scheduler.update_from_output(output, output_of([], []))
             if self.scheduler.has_requests():
@@ -237,12 +238,6 @@ class EmulatedNode:
         work = work_of(self.cost, output.num_scheduled_tokens, self.scheduler.requests, self._rank_of)
         self._is_busy = True
         self.clock.at(now + work.seconds, lambda now: self._end(output, work.giving, work.seconds, now))
-
-    def _await_refit(self) -> None:
-        """What is fitted beside the steps is there for the next one, so that runs repeat exactly."""
-        future = self.scheduling._refits._future if self.scheduling is not None else None
-        if future is not None:
-            future.result()
 
     def _end(self, output: Any, giving: list[str], took_s: float, now: float) -> None:
         self._is_busy = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from engine_bridge.policy.queue import (
     Waiting,
     with_lanes,
 )
-from engine_bridge.policy.quotas import SeenRequest, overcharged_tokens
+from engine_bridge.policy.quotas import overcharged_tokens
 from engine_bridge.policy.sizes import Scale, WeightedSize
 
 # Seconds of a token before any was measured. Chosen.
@@ -45,8 +46,9 @@ replace = msgspec.structs.replace
 class Arrival(Struct, frozen=True, kw_only=True, gc=False):
     """A request that came.
 
-    weight: its tenant's share against others'. adapter_id: None for the base model. rank: its adapter's. waits_for: requests that wait for the same
-    become ready together and in their order. is_background: computes KV ahead and makes a token that nobody reads: its length says nothing.
+    weight: its tenant's share against others'. adapter_id: None for the base model. rank: its adapter's. adapter_tokens: of the memory that requests'
+    tokens lie in, what its adapter takes; 0 where adapters have memory of their own. waits_for: requests that wait for the same become ready together
+    and in their order. is_background: computes KV ahead and makes a token that nobody reads: it says nothing of lengths, lanes or speed.
     """
 
     request_id: str
@@ -57,6 +59,7 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False):
     weight: float = 1.0
     adapter_id: int | None = None
     rank: int = 0
+    adapter_tokens: int = 0
     waits_for: Hashable = None
     is_background: bool = False
 
@@ -118,7 +121,9 @@ class Engine(Protocol):
 class Known:
     """One request from its arrival to its end. To look at only.
 
-    base: as the policy has it. charged_tokens: prompt and answer, as predicted by now. next_look_tokens: it has outgrown that once it has so many.
+    base: as the policy has it. charged_tokens: prompt, answer as predicted by now, and adapter. next_look_tokens: with so many something has changed:
+    it has begun to answer, or has outgrown its guess. first_s, first_tokens: when it had tokens of its answer for the first time since it
+    started, and how many tokens it had then.
     """
 
     arrival: Arrival
@@ -128,8 +133,12 @@ class Known:
     num_tokens: int
     next_look_tokens: int
     started_s: float | None = None
+    first_s: float | None = None
+    first_tokens: int = 0
+    promised_end_s: float = 0.0
+    predicted_end_s: float = 0.0
     is_bypasser: bool = False
-    looked_up_s: float = -CACHED_FOR_S
+    looked_up_s: float = -math.inf
 
 
 class _OnDemand(Mapping[str, Facts]):
@@ -156,6 +165,7 @@ class Dispatcher:
         num_tokens: that requests may hold together.
         are_copied_back: preempted requests find their KV in host memory.
         pacer: keeps steps short; None: they are as long as the engine makes them.
+        prefill_s: what computing so many tokens of a prompt is predicted to take.
         stopwatch: for `decide_s` alone, in seconds.
     """
 
@@ -168,6 +178,7 @@ class Dispatcher:
         num_tokens: int,
         are_copied_back: bool = False,
         pacer: Pacer | None = None,
+        prefill_s: Callable[[int], float] = lambda num_tokens: 0.0,
         stopwatch: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.policy = policy
@@ -181,16 +192,16 @@ class Dispatcher:
         self.token_s = PRIOR_TOKEN_S
         self.unready = Unready()
         self.sizes = WeightedSize()
-        self._engine, self._pacer, self._stopwatch = engine, pacer, stopwatch
+        self._engine, self._pacer, self._prefill_s, self._stopwatch = engine, pacer, prefill_s, stopwatch
         self._num_tokens, self._are_copied_back = num_tokens, are_copied_back
         self._known: dict[str, Known] = {}
         self._running: dict[str, Known] = {}
         self._squashing: set[str] = set()
-        self._scale = Scale()
+        self._scale: Scale | None = None  # that of the lanes; until they are fitted, the largest sizes so far
         self._fitted_scale: Scale | None = None  # while the policy takes over the lanes that go with it
         self._now = 0.0
         self._waiting_facts = _OnDemand(self._known, self._facts_of_waiting)
-        self._running_facts = _OnDemand(self._running, self._facts_of_running)
+        self.running_facts = _OnDemand(self._running, self._facts_of_running)
 
     # -- life of a request -------------------------------------------------------------------------------------------
 
@@ -200,22 +211,25 @@ class Dispatcher:
             raise ValueError("the request is known already")
         guess = arrival.guess
         sizes = (float(arrival.num_prompt_tokens), float(guess.p50), float(arrival.rank))
-        self.sizes.seen(*sizes)
-        tokens = arrival.num_prompt_tokens + guess.p50
+        num_prompt = arrival.num_prompt_tokens
+        tokens = num_prompt + guess.p50 + arrival.adapter_tokens
+        duration_s = guess.p50 * self.token_s + self._prefill_s(num_prompt)
+        if not arrival.is_background:
+            self.sizes.seen(*sizes)
+            self.refits.arrived(arrival.request_id, sizes, tokens, duration_s, now)
         base = Waiting(
             request_id=arrival.request_id,
             arrived_s=now,
-            wrs=self._scale.wrs(*sizes),
+            wrs=self._wrs(sizes),
             size_tokens=tokens,
             num_blocks=0,
-            duration_s=guess.p50 * self.token_s,
+            duration_s=duration_s,
             priority=arrival.priority,
             tenant=arrival.tenant,
             weight=arrival.weight,
             adapter_id=arrival.adapter_id,
         )
-        num_prompt = arrival.num_prompt_tokens
-        self._known[arrival.request_id] = Known(arrival, base, sizes, tokens, num_prompt, tokens)
+        self._known[arrival.request_id] = Known(arrival, base, sizes, tokens, num_prompt, num_prompt + 1)
         self.unready.add(arrival.request_id, arrival.waits_for)
 
     def squashed(self, request_id: str) -> None:
@@ -239,6 +253,7 @@ class Dispatcher:
         self._squashing.discard(request_id)
         known.base = replace(known.base, is_swapped=is_swapped, size_tokens=known.charged_tokens)
         known.started_s, known.is_bypasser = None, False
+        known.looked_up_s = -math.inf  # its answer so far has to be computed, too
         self.unready.add(request_id, known.arrival.waits_for)
         self.counts["preempted"] += 1
 
@@ -251,15 +266,10 @@ class Dispatcher:
         self._running.pop(request_id, None)
         self._squashing.discard(request_id)
         self.policy.ended(request_id)
-        if not is_finished:
-            return
-        if not known.arrival.is_background:
-            self.guess_errors.saw(known.arrival.guess, num_output_tokens)
-        took_s = now - known.started_s if known.started_s is not None else 0.0
-        if num_output_tokens and took_s > 0:
-            self.token_s += SMOOTHING * (took_s / num_output_tokens - self.token_s)
-        num_tokens = known.arrival.num_prompt_tokens + num_output_tokens
-        self.refits.saw(SeenRequest(known.base.wrs, num_tokens, took_s), known.sizes, now)
+        if is_finished and not known.arrival.is_background:
+            self._learn(known, num_output_tokens, now)
+        else:
+            self.refits.left(request_id)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -268,7 +278,7 @@ class Dispatcher:
         self._now = now
         self.advance_refits(now)
         self._welcome(now)
-        self._note_growth(view.running)
+        self._note_growth(view.running, now)
         pacer = self._pacer
         step = pacer.look(view.running) if pacer is not None else None
         decision = Decision()
@@ -290,8 +300,10 @@ class Dispatcher:
             if known is None:
                 continue
             self.policy.admitted(request_id, now)
-            known.started_s = now
+            known.started_s, known.first_s = now, None
+            known.promised_end_s = known.predicted_end_s = now + known.base.duration_s
             known.num_tokens = self._engine.num_tokens(request_id)
+            known.next_look_tokens = known.num_tokens + 1
             known.is_bypasser = request_id in self.last.bypassed
             self._running[request_id] = known
             self.counts["admitted"] += 1
@@ -315,7 +327,7 @@ class Dispatcher:
         for request_id in self.unready.take_ready(self._engine.is_ready, MAX_READY):
             known = self._known[request_id]
             # Lanes may have been fitted since it came.
-            known.base = replace(known.base, wrs=self._scale.wrs(*known.sizes))
+            known.base = replace(known.base, wrs=self._wrs(known.sizes))
             self.policy.arrived(self._facts_of_waiting(known), now)
 
     def _decide(self, view: StepView, step: StepPace | None, now: float) -> Decision:
@@ -329,7 +341,7 @@ class Dispatcher:
             overcharged_tokens=self._overcharged_tokens() if self.policy.charges_tokens else 0,
         )
         started_s = self._stopwatch()
-        decision = self.policy.decide(self._waiting_facts, self._running_facts, room, now)
+        decision = self.policy.decide(self._waiting_facts, self.running_facts, room, now)
         self.decide_s += self._stopwatch() - started_s
         self.counts["decisions"] += 1
         for request_id, reason in decision.deferred.items():
@@ -340,13 +352,15 @@ class Dispatcher:
 
     def _overcharged_tokens(self) -> int:
         held = (
-            (known.charged_tokens, max(known.charged_tokens - known.num_tokens, 0))
+            (
+                known.charged_tokens,
+                max(known.charged_tokens - known.num_tokens - known.arrival.adapter_tokens, 0),
+            )
             for known in self._running.values()
         )
         return overcharged_tokens(held, self._are_copied_back)
 
-    def _note_growth(self, running: Sequence[Progress]) -> None:
-        """Correct the charge of requests that have outgrown their guess."""
+    def _note_growth(self, running: Sequence[Progress], now: float) -> None:
         own = self._running
         for request_id, num_tokens, _ in running:
             known = own.get(request_id)
@@ -354,12 +368,22 @@ class Dispatcher:
                 continue
             known.num_tokens = num_tokens
             if num_tokens >= known.next_look_tokens:
-                num_prompt = known.arrival.num_prompt_tokens
-                size = num_prompt + known.arrival.guess.bound(num_tokens - num_prompt)
-                known.next_look_tokens = max(size, num_tokens + 1)
-                if size > known.charged_tokens:
-                    known.charged_tokens = size
-                    self.policy.outgrew(request_id, size)
+                self._look_at(known, now)
+
+    def _look_at(self, known: Known, now: float) -> None:
+        """It begins to answer, or has outgrown its guess: then its charge and its end are corrected."""
+        num_tokens, num_prompt = known.num_tokens, known.arrival.num_prompt_tokens
+        if known.first_s is None:
+            known.first_s, known.first_tokens = now, num_tokens
+        num_done = num_tokens - num_prompt
+        bound = known.arrival.guess.bound(num_done)
+        known.next_look_tokens = max(num_prompt + bound, num_tokens + 1)
+        if num_done >= known.arrival.guess.p50:
+            known.predicted_end_s = now + (bound - num_done) * self.token_s
+        size = num_prompt + bound + known.arrival.adapter_tokens
+        if size > known.charged_tokens:
+            known.charged_tokens = size
+            self.policy.outgrew(known.arrival.request_id, size)
 
     def _note_bypass(self, head_id: str) -> None:
         self.counts["bypassed"] += 1
@@ -376,10 +400,12 @@ class Dispatcher:
         if num_blocks != known.base.num_blocks or self._now - known.looked_up_s >= CACHED_FOR_S:
             known.looked_up_s = self._now
             num_tokens, num_cached = engine.num_tokens(request_id), engine.num_cached_tokens(request_id)
+            num_prefill = max(num_tokens - num_cached, 1)
             known.base = replace(
                 known.base,
                 num_blocks=num_blocks,
-                num_prefill_tokens=max(num_tokens - num_cached, 1),
+                duration_s=self._duration_s(known, num_tokens, num_prefill),
+                num_prefill_tokens=num_prefill,
                 is_warm=2 * num_cached >= num_tokens,
             )
         adapter_id = known.arrival.adapter_id
@@ -390,15 +416,15 @@ class Dispatcher:
         return known.base
 
     def _facts_of_running(self, known: Known) -> Running:
-        started_s = known.started_s or 0.0
         request_id, adapter_id = known.arrival.request_id, known.arrival.adapter_id
         return Running(
             request_id=request_id,
             lane=0,
             charged_tokens=known.charged_tokens,
             num_blocks=self._engine.held_blocks(request_id),
-            started_s=started_s,
-            predicted_end_s=started_s + known.base.duration_s,
+            started_s=known.started_s or 0.0,
+            predicted_end_s=known.predicted_end_s,
+            promised_end_s=known.promised_end_s,
             is_bypasser=known.is_bypasser,
             adapter_bytes=self._engine.adapter_bytes(adapter_id) if adapter_id is not None else 0,
         )
@@ -414,10 +440,24 @@ class Dispatcher:
             urgency=arrival.priority,
         )
 
-    def _prefill_s(self, num_tokens: int) -> float:
-        if self._pacer is None:
-            return num_tokens * self.token_s
-        return self._pacer.table.step_s(num_tokens, 0, 0)
+    def _duration_s(self, known: Known, num_tokens: int, num_prefill_tokens: int) -> float:
+        """From start to end: what is left of its prompt and of its answer. Its adapter is at hand before it may start."""
+        num_done = num_tokens - known.arrival.num_prompt_tokens
+        num_left = known.arrival.guess.bound(num_done) - num_done
+        return self._prefill_s(num_prefill_tokens) + num_left * self.token_s
+
+    def _learn(self, known: Known, num_output_tokens: int, now: float) -> None:
+        """From one that has ended."""
+        self.guess_errors.saw(known.arrival.guess, num_output_tokens)
+        num_tokens = known.arrival.num_prompt_tokens + num_output_tokens
+        if known.first_s is not None and num_tokens > known.first_tokens:
+            token_s = (now - known.first_s) / (num_tokens - known.first_tokens)
+            self.token_s += SMOOTHING * (token_s - self.token_s)
+        took_s = now - known.started_s if known.started_s is not None else 0.0
+        self.refits.ended(known.arrival.request_id, num_tokens + known.arrival.adapter_tokens, took_s)
+
+    def _wrs(self, sizes: Sizes) -> float:
+        return (self._scale or self.sizes.scale).wrs(*sizes)
 
     # -- lanes -------------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_bridge.policy.lanes import Lanes, Rule, knee
+from engine_bridge.policy.lanes import MIN_SIZES, Lanes, Rule, knee
 from engine_bridge.policy.quotas import SeenRequest, fitted
 from engine_bridge.policy.sizes import Scale
 
@@ -34,8 +35,21 @@ class Fitted:
     scale: Scale
 
 
+@dataclass(slots=True)
+class _Seen:
+    """One that came. tokens, duration_s: as predicted until it has ended, then as they were."""
+
+    arrived_s: float
+    sizes: Sizes
+    tokens: int
+    duration_s: float
+
+
 class Refits:
     """Fits lanes to what came lately, and the predictor to what it became. Neither waits for the other, and one that fails stops nothing else.
+
+    Lanes are fitted for the first time as soon as so many have come that they say something of clusters, and again whenever twice as many have, up to
+    a whole window.
 
     Args:
         run: what runs the work.
@@ -49,28 +63,48 @@ class Refits:
         refit_predictor: Work,
         *,
         now: float,
-        every_s: float | None = None,
+        every_s: float = REFIT_EVERY_S,
         rule: Rule = knee,
     ) -> None:
         self._run, self._refit_predictor, self._rule = run, refit_predictor, rule
-        self._every_s = REFIT_EVERY_S if every_s is None else every_s
+        self._every_s = every_s
         self.due_s = now + self._every_s
-        """When both begin next."""
-        self._seen: deque[tuple[float, SeenRequest, Sizes]] = deque(maxlen=WINDOW)
+        """When both begin next, at the latest."""
+        self._seen: deque[_Seen] = deque(maxlen=WINDOW)
+        self._open: dict[str, _Seen] = {}
+        self._num_seen = 0
+        self._next_num: float = MIN_SIZES
         self._fitted: Fitted | None = None
         self._is_fitting = self._is_learning = False
 
-    def saw(self, request: SeenRequest, sizes: Sizes, now: float) -> None:
-        self._seen.append((now, request, sizes))
+    def arrived(self, request_id: str, sizes: Sizes, tokens: int, duration_s: float, now: float) -> None:
+        """tokens, duration_s: that it will hold and run for, as predicted."""
+        seen = self._open[request_id] = _Seen(now, sizes, tokens, duration_s)
+        self._seen.append(seen)
+        self._num_seen += 1
+
+    def ended(self, request_id: str, tokens: int, duration_s: float) -> None:
+        """As they really were. Unknown ones are ignored."""
+        seen = self._open.pop(request_id, None)
+        if seen is not None:
+            seen.tokens, seen.duration_s = tokens, duration_s
+
+    def left(self, request_id: str) -> None:
+        """It was given up: how it would have gone on nobody knows. Unknown ones are ignored."""
+        self._open.pop(request_id, None)
 
     def start_if_due(self, now: float, scale: Scale, num_tokens: int, has_lanes: bool) -> None:
-        if now < self.due_s or not self._seen:
+        is_due = now >= self.due_s
+        if not self._seen or not (is_due or (has_lanes and self._num_seen >= self._next_num)):
             return
-        self.due_s = now + self._every_s
         if has_lanes and not self._is_fitting:
+            self._next_num = 2 * self._num_seen if self._num_seen < WINDOW else math.inf
             self._is_fitting = True
             seen = list(self._seen)
-            self._run(lambda: self._fit(seen, scale, num_tokens))
+            self._run(lambda: self._fit(seen, now, scale, num_tokens))
+        if not is_due:
+            return
+        self.due_s = now + self._every_s
         if not self._is_learning:
             self._is_learning = True
             self._run(self._learn)
@@ -84,13 +118,10 @@ class Refits:
 
     # -- the work, on a thread perhaps -------------------------------------------------------------------------------
 
-    def _fit(self, seen: list[tuple[float, SeenRequest, Sizes]], scale: Scale, num_tokens: int) -> None:
+    def _fit(self, seen: list[_Seen], now: float, scale: Scale, num_tokens: int) -> None:
         try:
-            requests = [
-                SeenRequest(scale.wrs(*sizes), request.tokens, request.duration_s)
-                for _, request, sizes in seen
-            ]
-            lanes, quotas = fitted(requests, seen[-1][0] - seen[0][0], num_tokens, self._rule)
+            requests = [SeenRequest(scale.wrs(*each.sizes), each.tokens, each.duration_s) for each in seen]
+            lanes, quotas = fitted(requests, now - seen[0].arrived_s, num_tokens, self._rule)
             self._fitted = Fitted(lanes, quotas, scale)
         finally:
             self._is_fitting = False

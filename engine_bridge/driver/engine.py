@@ -348,6 +348,8 @@ class VllmDriver:
             pace=Pace(self._scheduler, self.steps, config.max_step_ms / 1e3),
             decision_log=_open_log(config),
             predictor=self._predictor,
+            refit_every_s=config.lane_refit_s,
+            lane_rule=config.lane_rule,
         )
         self._scheduler.use(scheduling)
         return scheduling

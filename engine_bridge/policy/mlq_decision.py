@@ -178,9 +178,7 @@ class Deciding:
         """The fewest that let a blocked head start, of those that should be gone; the largest first. Nothing if they do not suffice."""
         if not self._plan.blocked or self._num_squashes < 1:
             return ()
-        late = [
-            each for each in self._plan.ends() if each.is_bypasser and each.predicted_end_s < self._plan.now
-        ]
+        late = [each for each in self._plan.ends() if each.is_bypasser and each.due_s < self._plan.now]
         late.sort(key=lambda each: (-each.num_blocks, each.predicted_end_s, each.request_id))
         late = late[: self._num_squashes]
         missing = min(self._plan.left.needed(head) for head in self._plan.blocked) - self._plan.left.blocks

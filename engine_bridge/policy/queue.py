@@ -55,9 +55,9 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Running(Struct, frozen=True, kw_only=True, gc=False):
-    """A request that holds device memory. num_blocks: what its end would give back. predicted_end_s: as predicted when it started.
+    """A request that holds device memory. num_blocks: what its end would give back. predicted_end_s: as predicted by now.
 
-    adapter_bytes: of its adapter, where adapters have memory of their own.
+    promised_end_s: as predicted when it started; None: the same. adapter_bytes: of its adapter, where adapters have memory of their own.
     """
 
     request_id: str
@@ -68,6 +68,12 @@ class Running(Struct, frozen=True, kw_only=True, gc=False):
     predicted_end_s: float
     is_bypasser: bool = False
     adapter_bytes: int = 0
+    promised_end_s: float | None = None
+
+    @property
+    def due_s(self) -> float:
+        """When it was to have ended, by what was predicted when it started."""
+        return self.predicted_end_s if self.promised_end_s is None else self.promised_end_s
 
 
 class Room(Struct, frozen=True, kw_only=True, gc=False):

@@ -12,8 +12,10 @@ from msgspec import Struct
 
 from .lanes import Lanes, Rule, fit, knee
 
-# What a lane's requests may take, as a multiple of how long one runs. Source: Chameleon §5.1 (five times the low-load latency).
+# What a lane's requests may take, as a multiple of how long one of them runs on average. Source: Chameleon §5.1 (five times the average at low load).
 SLO_TIMES = 5.0
+# Shorter runs than this are not told apart, so that an SLO is positive. Chosen.
+MIN_RUN_S = 0.001
 
 
 class LaneLoad(Struct, frozen=True, kw_only=True):
@@ -56,28 +58,32 @@ def share(loads: Sequence[LaneLoad], num_tokens: int) -> tuple[int, ...]:
 
 
 class SeenRequest(Struct, frozen=True):
-    """One of the recent window. wrs: on the lanes' scale. tokens, duration_s: as they really were, or as predicted while it runs."""
+    """One that came in the recent window. wrs: on the lanes' scale. tokens, duration_s: as they really were, or as predicted until it has ended."""
 
     wrs: float
     tokens: int
     duration_s: float
 
 
-def lane_loads(
-    lanes: Lanes, seen: Sequence[SeenRequest], window_s: float, slo_s: float
-) -> tuple[LaneLoad, ...]:
-    """What each lane had to do in a window of that length. A lane without requests gets a load of nothing, hence the least quota."""
+def lane_loads(lanes: Lanes, seen: Sequence[SeenRequest], window_s: float) -> tuple[LaneLoad, ...]:
+    """What each lane had to do with requests that came in a window of that length. A lane without any has a load of nothing, hence the least quota.
+
+    Each lane has an SLO of its own, by how long its requests run. Departs from Chameleon, which has one for all: a lane whose requests run
+    for longer than that could never meet it, and the formula would give it nearly everything.
+    """
     own: list[list[SeenRequest]] = [[] for _ in range(lanes.num_lanes)]
     for request in seen:
         own[lanes.lane_of(request.wrs)].append(request)
-    return tuple(
-        LaneLoad(
-            largest_tokens=max((request.tokens for request in requests), default=0),
-            duration_s=sum(request.duration_s for request in requests) / max(len(requests), 1),
-            arrivals_per_s=len(requests) / max(window_s, 1e-9),
-            slo_s=slo_s,
-        )
-        for requests in own
+    return tuple(_load(requests, window_s) for requests in own)
+
+
+def _load(requests: Sequence[SeenRequest], window_s: float) -> LaneLoad:
+    duration_s = sum(request.duration_s for request in requests) / max(len(requests), 1)
+    return LaneLoad(
+        largest_tokens=max((request.tokens for request in requests), default=0),
+        duration_s=duration_s,
+        arrivals_per_s=len(requests) / max(window_s, 1e-9),
+        slo_s=SLO_TIMES * max(duration_s, MIN_RUN_S),
     )
 
 
@@ -88,9 +94,7 @@ def fitted(
     if not seen:
         raise ValueError("lanes are fitted to requests")
     lanes = fit([request.wrs for request in seen], rule)
-    longest_s = max(request.duration_s for request in seen)
-    loads = lane_loads(lanes, seen, max(window_s, 1.0), SLO_TIMES * max(longest_s, 1.0))
-    return lanes, share(loads, num_tokens)
+    return lanes, share(lane_loads(lanes, seen, max(window_s, 1.0)), num_tokens)
 
 
 def overcharged_tokens(held: Iterable[tuple[int, int]], are_copied_back: bool) -> int:

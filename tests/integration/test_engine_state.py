@@ -15,7 +15,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import pytest
 from prometheus_client import CollectorRegistry
 
 from engine_bridge.driver.engine import VllmDriver
@@ -45,6 +44,7 @@ async def gateway(folder: Path, policy: str, **changes: Any) -> AsyncIterator[Se
         num_kv_blocks=60,
         scheduling_policy=policy,
         decision_log=folder / "decisions.jsonl",
+        lane_refit_s=0.5,
     )
     node = LocalNode(LocalNodeConfig(engine=config, adapters=find_adapters(DEMO_ADAPTERS_DIR)))
     services = await build_services(
@@ -124,9 +124,8 @@ def names(requests: Sequence[dict[str, Any]]) -> set[str]:
 
 
 async def test_lanes_reasons_and_only_ones_own_requests_and_a_log_that_replays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("engine_bridge.core.refits.REFIT_EVERY_S", 0.5)
     async with (
         gateway(tmp_path, "mlq", operator_keys=KEYS) as server,
         client(server, KEYS[0]) as first,

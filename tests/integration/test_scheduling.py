@@ -34,7 +34,11 @@ _ids = itertools.count()
 
 @asynccontextmanager
 async def engine(
-    policy: str, num_kv_blocks: int = 60, max_num_seqs: int = 6, kv_host_gib: float = 0
+    policy: str,
+    num_kv_blocks: int = 60,
+    max_num_seqs: int = 6,
+    kv_host_gib: float = 0,
+    lane_refit_s: float = 60.0,
 ) -> AsyncIterator[LocalNode]:
     config = EngineConfig(
         model=str(DEMO_MODEL_DIR),
@@ -46,6 +50,7 @@ async def engine(
         num_kv_blocks=num_kv_blocks,
         scheduling_policy=policy,
         kv_host_gib=kv_host_gib,
+        lane_refit_s=lane_refit_s,
     )
     node = LocalNode(LocalNodeConfig(engine=config, adapters=find_adapters(DEMO_ADAPTERS_DIR)))
     await node.start()
@@ -171,10 +176,9 @@ async def until_idle(node: LocalNode) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_short_questions_pass_long_ones_and_lanes_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_short_questions_pass_long_ones_and_lanes_are_fitted() -> None:
     """With lanes fitted to what came, short questions behind a row of long jobs are answered before those have run; all are answered."""
-    monkeypatch.setattr("engine_bridge.core.refits.REFIT_EVERY_S", 0.2)
-    async with engine("mlq", num_kv_blocks=100, max_num_seqs=2) as node:
+    async with engine("mlq", num_kv_blocks=100, max_num_seqs=2, lane_refit_s=0.2) as node:
         own = await scheduling(node)
         for seed in range(24):
             await ask(node, text(seed, 20 if seed % 2 else 400), 2 if seed % 2 else 30)

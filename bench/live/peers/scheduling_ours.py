@@ -14,7 +14,6 @@ from bench.live.peers.adapters import AdapterSettings, Ask
 from bench.live.peers.adapters_ours import NodeAdapters, make_node
 from bench.live.peers.play import text
 from engine_bridge.local_node import LocalNode
-from engine_bridge.policy.quotas import SeenRequest
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
 from engine_bridge.request_context import RequestContext
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
@@ -206,8 +205,11 @@ def learn(scheduling: Any, history: list[list[Any]], ranks: dict[str, int], rate
         scheduling.predictor.observe(features, num_answer)
         sizes = (float(num_prompt), float(guess.p50), float(ranks.get(adapter, 0)))
         own.sizes.seen(*sizes)
-        seen = SeenRequest(0.0, num_prompt + num_answer, num_answer * own.token_s)
-        own.refits.saw(seen, sizes, now - (len(history) - number) / rate_per_s)
+        tokens, took_s = num_prompt + num_answer, num_answer * own.token_s
+        own.refits.arrived(
+            f"past {number}", sizes, tokens, took_s, now - (len(history) - number) / rate_per_s
+        )
+        own.refits.ended(f"past {number}", tokens, took_s)
     own.refits.due_s = 0.0
 
 

@@ -6,12 +6,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from engine_bridge.core.refits import REFIT_EVERY_S, WINDOW
 from engine_bridge.policy.lanes import Lanes, Rule, knee
 from engine_bridge.policy.quotas import SeenRequest, fitted
 from engine_bridge.policy.sizes import Scale, WeightedSize
-
-# As the live engine has it (engine_bridge/core/refits.py).
-REFIT_EVERY_S, WINDOW = 60.0, 2048
 
 
 class LaneFits:

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from engine_bridge.core.dispatcher import Arrival, Dispatcher, StepView
 from engine_bridge.core.pacer import Progress
-from engine_bridge.core.refits import Refits, Run
+from engine_bridge.core.refits import REFIT_EVERY_S, Refits, Run
 from engine_bridge.driver.background import is_background
 from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.driver.scheduling.fit_thread import FitThread
@@ -23,6 +23,7 @@ from engine_bridge.driver.scheduling.queue import PolicyQueue
 from engine_bridge.driver.scheduling.record import LogWriter
 from engine_bridge.driver.scheduling.requests import Requests, waits_for
 from engine_bridge.policy.decision_log import Recorded
+from engine_bridge.policy.lanes import RULES
 from engine_bridge.policy.queue import QueuePolicy
 from engine_bridge.policy.registry import POLICIES
 from engine_bridge.predict.length import LengthFeatures, LengthPredictor, OnlineLengths
@@ -45,6 +46,7 @@ class Scheduling:
         decision_log: where to write down what the policy is told and decides. Closed with this.
         clock: requests' times are told by it, in seconds.
         run_fit: what fits lanes and the predictor; None: a thread of its own, closed with this.
+        refit_every_s, lane_rule: how often, at the least, and a name in `engine_bridge.policy.lanes.RULES`.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Scheduling:
         decision_log: LogWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
         run_fit: Run | None = None,
+        refit_every_s: float = REFIT_EVERY_S,
+        lane_rule: str = "knee",
     ) -> None:
         self.predictor = predictor or OnlineLengths()
         self.pace = pace
@@ -82,10 +86,17 @@ class Scheduling:
         self.dispatcher = Dispatcher(
             made if decision_log is None else Recorded(made, num_tokens, decision_log.write),
             self._requests,
-            Refits(run_fit, lambda: self.predictor.refit(), now=clock()),
+            Refits(
+                run_fit,
+                lambda: self.predictor.refit(),
+                now=clock(),
+                every_s=refit_every_s,
+                rule=RULES[lane_rule],
+            ),
             num_tokens=num_tokens,
             are_copied_back=ways is not None,
             pacer=pace.pacer if pace is not None else None,
+            prefill_s=(lambda num: pace.table.step_s(num, 0, 0)) if pace is not None else (lambda num: 0.0),
             stopwatch=time.perf_counter,
         )
 
@@ -107,6 +118,7 @@ class Scheduling:
             rank=facts.rank,
             waits_for=waits_for(request),
             is_background=is_background(request.request_id),
+            # No adapter_tokens: adapters in use lie in slots of their own, beside KV. Charged as tokens, they would keep KV memory empty.
         )
         self._requests.add(request)
         self._features[request.request_id] = features

@@ -44,7 +44,7 @@ def test_lanes_are_fitted_in_virtual_time_before_the_next_step() -> None:
     node = EmulatedNode(clock, SLOW, ROOMY, "mlq")
     requests = arrivals(lognormal(70, 1), 1.0, 70, 1)
     play(clock, requests, node.submit)
-    assert node.scheduling is not None and node.scheduling.counts["refits"] >= 1
+    assert node.scheduling is not None and node.scheduling.dispatcher.counts["refits"] >= 1
     node.close()
 
 

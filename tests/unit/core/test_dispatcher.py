@@ -9,10 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_bridge.core.dispatcher import CACHED_FOR_S, MAX_READY
+from engine_bridge.core.dispatcher import CACHED_FOR_S, MAX_READY, PRIOR_TOKEN_S
 from engine_bridge.core.pacer import Pacer
 from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.lanes import MIN_SIZES
 from engine_bridge.policy.mlq import Mlq
+from engine_bridge.policy.queue import Waiting
 from engine_bridge.predict.length import LengthGuess
 
 from .fake_engine import NUM_TOKENS, FakeEngine, arrival
@@ -191,6 +193,88 @@ def test_a_step_is_as_long_as_its_target_allows_and_long_prompts_wait_for_a_free
     assert engine.own.reason("short") == "step_full"
     known = engine.own.known("short")
     assert known is not None and known.base.times_deferred == 1
+
+
+# -- what the policy is fed ----------------------------------------------------------------------------------------------
+
+
+def facts(engine: FakeEngine, name: str) -> Waiting:
+    known = engine.own.known(name)
+    assert known is not None
+    return known.base
+
+
+def test_sizes_differ_from_the_first_request_on() -> None:
+    engine = FakeEngine("mlq", num_slots=0)
+    engine.ask(arrival("large", 400, 300, rank=64))
+    engine.ask(arrival("small", 4, 30))
+    engine.ask(arrival("adapter", 4, 30, rank=8))
+    sizes = [facts(engine, name).wrs for name in ("small", "adapter", "large")]
+    assert sizes == sorted(sizes) and len({round(size, 3) for size in sizes}) == 3
+    assert sizes[-1] == pytest.approx(1.0) and sizes[0] < 0.1
+
+
+def test_lanes_are_fitted_within_the_first_requests_and_not_after_a_minute() -> None:
+    engine = FakeEngine("mlq")
+    for number in range(MIN_SIZES):
+        engine.ask(arrival(str(number), 4 if number % 2 else 400))
+    for _ in range(3):
+        engine.step()
+    assert engine.own.laned is not None and engine.own.laned.lanes.num_lanes == 2
+
+
+def test_what_computes_ahead_says_nothing_of_lanes_lengths_or_speed() -> None:
+    engine = FakeEngine("mlq")
+    for number in range(2 * MIN_SIZES):
+        engine.ask(arrival(str(number), 1 + 20 * number % 300, 1, is_background=True))
+        engine.step()
+        engine.end(str(number))
+    engine.step()
+    assert engine.own.counts["refits"] == 0 and engine.own.token_s == PRIOR_TOKEN_S
+    assert engine.own.sizes.scale.max_input_tokens == 1
+
+
+def test_an_adapter_among_the_tokens_is_charged_and_grows_no_more() -> None:
+    engine = FakeEngine("mlq")
+    engine.ask(arrival("a", 10, guess=LengthGuess(2, 5, "test"), adapter_tokens=100))
+    assert facts(engine, "a").size_tokens == 112
+    for _ in range(4):
+        engine.step()
+    assert isinstance(engine.own.policy, Mlq) and engine.own.policy.ledger.num_used == 115
+
+
+def test_a_run_is_predicted_with_its_own_prefill_and_without_what_is_cached() -> None:
+    engine = FakeEngine(num_slots=1, prefill_s=lambda num_tokens: num_tokens * 0.01)
+    engine.ask(arrival("first", p50=10))
+    engine.ask(arrival("a", 400, 10))
+    engine.cached["a"] = 300
+    assert facts(engine, "a").duration_s == pytest.approx(4.0 + 10 * PRIOR_TOKEN_S)
+    engine.step()
+    assert facts(engine, "a").duration_s == pytest.approx(1.0 + 10 * PRIOR_TOKEN_S)
+
+
+def test_an_end_moves_on_when_the_answer_outgrows_its_guess_and_what_was_promised_stays() -> None:
+    engine = FakeEngine("mlq")
+    engine.ask(arrival("a", 10, guess=LengthGuess(2, 50, "test")))
+    engine.step()
+    running = engine.own.running_facts["a"]
+    assert running.predicted_end_s == running.due_s == pytest.approx(2 * PRIOR_TOKEN_S)
+    for _ in range(3):
+        engine.step()
+    running = engine.own.running_facts["a"]
+    assert running.due_s == pytest.approx(2 * PRIOR_TOKEN_S)
+    assert running.predicted_end_s == pytest.approx(0.2 + 48 * PRIOR_TOKEN_S), "two were there at 0.2 s"
+
+
+def test_the_speed_of_answers_is_told_without_their_prefill() -> None:
+    engine = FakeEngine()
+    engine.ask(arrival("a"))
+    engine.step(num_tokens=0, step_s=5.0)  # its prompt
+    for _ in range(11):
+        engine.step(step_s=0.1)
+    engine.step(num_tokens=0, step_s=0.0)
+    engine.end("a")
+    assert engine.own.token_s == pytest.approx(PRIOR_TOKEN_S + 0.1 * (0.1 - PRIOR_TOKEN_S), rel=1e-3)
 
 
 # -- any calls ---------------------------------------------------------------------------------------------------------

@@ -661,6 +661,12 @@ def test_a_bypasser_that_is_late_is_squashed_where_that_lets_the_head_start() ->
     assert squashes(mlq(), msgspec.structs.replace(LATE, predicted_end_s=NOW)) == ()
 
 
+def test_a_bypasser_whose_end_was_put_off_is_late_all_the_same() -> None:
+    put_off = msgspec.structs.replace(LATE, predicted_end_s=NOW + 5, promised_end_s=NOW - 1)
+    assert squashes(mlq(), put_off) == ("late",)
+    assert squashes(mlq(), msgspec.structs.replace(put_off, promised_end_s=NOW)) == ()
+
+
 def test_no_more_are_squashed_than_needed() -> None:
     more = [msgspec.structs.replace(LATE, request_id=f"late{at}", num_blocks=5) for at in range(3)]
     assert squashes(mlq(), *more, LATE) == ("late",)

@@ -88,12 +88,22 @@ def test_a_window_counts_as_a_second_at_least() -> None:
 
 def test_what_lanes_have_to_do_is_read_from_a_window() -> None:
     seen = [SeenRequest(0.1, 50, 1.0), SeenRequest(0.2, 70, 3.0), SeenRequest(0.9, 900, 20.0)]
-    small, large = lane_loads(Lanes.around([0.1, 0.9]), seen, window_s=10.0, slo_s=5.0)
-    assert small == LaneLoad(largest_tokens=70, duration_s=2.0, arrivals_per_s=0.2, slo_s=5.0)
-    assert large == LaneLoad(largest_tokens=900, duration_s=20.0, arrivals_per_s=0.1, slo_s=5.0)
-    (nothing,) = lane_loads(Lanes.around([0.1]), [], window_s=10.0, slo_s=5.0)
-    assert nothing == LaneLoad(largest_tokens=0, duration_s=0.0, arrivals_per_s=0.0, slo_s=5.0)
+    small, large = lane_loads(Lanes.around([0.1, 0.9]), seen, window_s=10.0)
+    assert small == LaneLoad(largest_tokens=70, duration_s=2.0, arrivals_per_s=0.2, slo_s=10.0)
+    assert large == LaneLoad(largest_tokens=900, duration_s=20.0, arrivals_per_s=0.1, slo_s=100.0)
+    (nothing,) = lane_loads(Lanes.around([0.1]), [], window_s=10.0)
+    assert (nothing.largest_tokens, nothing.duration_s, nothing.arrivals_per_s) == (0, 0.0, 0.0)
     assert minimum_tokens(nothing) == 1
+
+
+def test_one_long_run_takes_nothing_from_lanes_that_it_is_not_in() -> None:
+    """Its lane's SLO is by its own runs."""
+    seen = [SeenRequest(0.1, 50, 2.0)] * 20 + [SeenRequest(0.9, 900, 20.0)] * 10
+    before, after = (
+        lane_loads(Lanes.around([0.1, 0.9]), each, 10.0)
+        for each in (seen, [*seen, SeenRequest(0.9, 900, 5000.0)])
+    )
+    assert before[0] == after[0] and before[1].slo_s < after[1].slo_s
 
 
 # -- what is free ------------------------------------------------------------------------------------------------------
