@@ -192,7 +192,7 @@ async def test_deleting_a_session_leaves_anothers_of_the_same_name_its_kv(
         assert reply.status == 204, await reply.text()
     assert node._tiers is not None and node._tiers.store is not None
     is_over = {
-        tenant: group.is_over for (tenant, of), group in node._tiers.store._groups.items() if of == name
+        tenant: group.is_over for (tenant, of), group in node._tiers.store._host.groups.items() if of == name
     }
     assert is_over == {tenant_of(owner_of(KEYS[0])): True, tenant_of(owner_of(KEYS[1])): False}
 

@@ -134,7 +134,7 @@ async def free_blocks(node: LocalNode) -> int:
 def num_pins(tiers: KvTiers) -> int:
     assert tiers.store is not None
     tiers.store.check_invariants()
-    return sum(block.pins for block in tiers.store._blocks.values())
+    return sum(block.pins for block in tiers.store._host.blocks.values())
 
 
 async def settle(is_true: Callable[[], bool]) -> None:

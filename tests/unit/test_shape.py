@@ -21,14 +21,12 @@ TOO_LONG = {
     "class engine_bridge/local_node.py LocalNode",
     "class bench/sim/core/node.py Node",
     "class kvtiers/io/disk_log.py DiskLog",
-    "class kvtiers/store.py KvStore",
     "file bench/sim/adaptivellm.py",
     "file bench/sim/chameleon.py",
     "file bench/sim/core/node.py",
     "file engine_bridge/driver/lora.py",
     "file engine_bridge/local_node.py",
     "file kvtiers/io/disk_log.py",
-    "file kvtiers/store.py",
     "function bench/sim/core/node.py __init__",
 }
 CIRCLES: set[tuple[str, ...]] = set()

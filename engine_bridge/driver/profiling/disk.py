@@ -16,7 +16,7 @@ from engine_bridge.profile import DiskProfile
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import AppendFile, Files
 from kvtiers.keys import KEY_BYTES, BlockKey, BlockShape
-from kvtiers.store import RECORD_BYTES
+from kvtiers.write_behind import RECORD_BYTES
 
 MAX_BYTES = 512 << 20  # chosen: beyond what a disk's own cache hides for long
 MIN_BYTES = 32 << 20

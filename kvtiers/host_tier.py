@@ -1,0 +1,223 @@
+"""Host memory as blocks of sessions: who holds how much of it, and who gives way. Every method runs under the store's lock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvtiers.blocks import Block, Group, GroupId, Stage
+from kvtiers.io.host_pool import HostPool
+from kvtiers.keys import BlockKey, BlockShape
+from kvtiers.policy.eviction import EvictionPolicy, GroupFacts
+from kvtiers.policy.fairness import floors, is_abandoned
+from kvtiers.stats import HostStats
+
+# Of the slots so many leave at a time, so that ranking all sessions is paid for once per batch. Chosen.
+EVICTION_BATCH = 1 / 64
+
+
+class HostTier:
+    """The blocks in host memory, by key and by session.
+
+    Args:
+        host_bytes: of memory.
+        eviction: who leaves.
+        is_on_disk: whether the disk has a block; None where there is no disk.
+    """
+
+    def __init__(
+        self,
+        shape: BlockShape,
+        host_bytes: int,
+        eviction: EvictionPolicy,
+        is_on_disk: Callable[[BlockKey], bool] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.shape = shape
+        self.pool = HostPool(shape.layer_bytes, host_bytes)
+        self.blocks: dict[BlockKey, Block] = {}
+        self.groups: dict[GroupId, Group] = {}
+        self.weights: dict[str, float] = {}
+        """Of tenants, where it is not 1."""
+        self.live: Counter[GroupId] = Counter()
+        """Requests in the engine, by group; it may hold nothing yet."""
+        self.stats = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
+        self._held: Counter[str] = Counter()  # slots by tenant, those of spoiled blocks left out
+        self._eviction = eviction
+        self._is_on_disk = is_on_disk
+        self._clock = clock
+
+    def is_held(self, key: BlockKey) -> bool:
+        """Whether a stage could bring all layers of this block: complete or on its way in memory, or on disk."""
+        block = self.blocks.get(key)
+        if block is not None and len(block.slots) == self.shape.num_layers:
+            return True
+        return self._is_on_disk(key) if self._is_on_disk is not None else False
+
+    def touch(self, tenant: str, name: str) -> Group:
+        """The session's group; a new one is known from its first block on."""
+        group = self.groups.get((tenant, name)) or Group(tenant, name)
+        group.last_used_s = self._clock()
+        group.is_over = False
+        group.expected_s = None
+        return group
+
+    def new_block(self, key: BlockKey, group: Group, pins: int = 1) -> Block:
+        leftover = self.blocks.get(key)
+        if leftover is not None:  # some of its layers, the others of which no disk has any more
+            self.spoil(leftover)
+        self.groups[group.id] = group  # also where the leftover was its last
+        block = self.blocks[key] = group.blocks[key] = Block(key, group)
+        block.pins = pins
+        return block
+
+    def move(self, block: Block, group: Group) -> None:
+        """Make a block the latest of a group: it belongs to whoever used it last."""
+        del block.group.blocks[block.key]
+        self._count(block.group, -len(block.slots))
+        if not block.group.blocks:
+            self.groups.pop(block.group.id, None)
+        self.groups[group.id] = group
+        block.group = group
+        group.blocks[block.key] = block
+        self._count(group, len(block.slots))
+
+    def deal(self, blocks: list[Block], first_layer: int) -> None:
+        """Give blocks slots for their layers from `first_layer` on, layer-major. The room must be there."""
+        num_layers = self.shape.num_layers - first_layer
+        slots = self.pool.allocate(len(blocks) * num_layers) if blocks else []
+        if slots is None:
+            raise RuntimeError("slots were dealt that are not free")
+        for position, block in enumerate(blocks):
+            block.slots = block.slots + slots[position :: len(blocks)]
+            self._count(block.group, num_layers)
+
+    def trim(self, block: Block, keep_layers: int) -> int:
+        """Free a block's slots from `keep_layers` on; without any it is gone. Returns how many were freed."""
+        freed = block.slots[keep_layers:]
+        self.pool.free(freed)
+        block.slots = block.slots[:keep_layers]
+        block.ready = min(block.ready, keep_layers)
+        self._count(block.group, -len(freed))
+        if not block.slots:
+            self._forget(block)
+        return len(freed)
+
+    def _forget(self, block: Block) -> None:
+        if self.blocks.get(block.key) is block:
+            del self.blocks[block.key]
+            del block.group.blocks[block.key]
+            if not block.group.blocks:
+                self.groups.pop(block.group.id, None)
+
+    def spoil(self, block: Block) -> None:
+        """A block's bytes are not to be used: it is out of the index at once; its slots are free when nobody holds it."""
+        block.is_bad = True
+        self._count(block.group, -len(block.slots))
+        self._forget(block)
+        if block.pins == 0:
+            self.pool.free(block.slots)
+            block.slots = []
+
+    def unpin(self, block: Block) -> None:
+        block.pins -= 1
+        if block.pins == 0 and block.is_bad:
+            self.pool.free(block.slots)
+            block.slots = []
+
+    def _count(self, group: Group, num_slots: int) -> None:
+        """A group, and with it its tenant, holds so many slots more."""
+        group.num_slots += num_slots
+        self._held[group.tenant] += num_slots
+        if not self._held[group.tenant]:
+            del self._held[group.tenant]
+
+    def make_room(self, num_slots: int, tenant: str) -> None:
+        """Have `num_slots` free for a tenant, if what may leave suffices: first what nobody will ask for, then from those above their share."""
+        if self.pool.num_free >= num_slots:
+            return
+        goal = min(max(num_slots, int(self.pool.num_slots * EVICTION_BATCH)), self.pool.num_slots)
+        now = self._clock()
+        groups: dict[str, list[GroupFacts]] = {}
+        for group in self.groups.values():
+            groups.setdefault(group.tenant, []).append(self._facts(group))
+        if len(groups) > 1 or tenant not in groups:
+            for name, facts in groups.items():
+                self._take(name, [each for each in facts if is_abandoned(each, now)], goal, 0)
+        # What is asked for counts as held, so that who is above its share with it makes room for itself.
+        need = {name: num_slots if name == tenant else 0 for name in (*groups, tenant)}
+        asked = {name: self._held[name] + need[name] for name in need}
+        for name, kept in floors(asked, self.weights, goal - self.pool.num_free).items():
+            self._take(name, groups.get(name, ()), goal, max(kept - need[name], 0))
+        # What others cannot give (it is in use) nobody below its share gives for them; the tenant itself may.
+        self._take(tenant, groups.get(tenant, ()), goal, 0)
+
+    def _facts(self, group: Group) -> GroupFacts:
+        return GroupFacts(
+            group=group.name,
+            num_bytes=group.num_slots * self.shape.layer_bytes,
+            last_used_s=group.last_used_s,
+            num_uses=group.num_uses,
+            is_over=group.is_over,
+            is_live=group.id in self.live,
+            expected_s=group.expected_s,
+        )
+
+    def _take(self, tenant: str, facts: Sequence[GroupFacts], goal: int, floor: int) -> None:
+        """Evict of these groups of a tenant until `goal` slots are free, or it holds no more than `floor`."""
+        for victim in self._eviction.order(facts, self.shape.num_layers, self._clock()):
+            group = self.groups.get((tenant, victim.group))
+            # Without a disk the other layers would never come back.
+            keep_layers = victim.keep_layers if self._is_on_disk is not None else 0
+            # Most sessions are trimmed to this band already, and there are more blocks than time to look at each.
+            if group is None or group.num_slots <= keep_layers * len(group.blocks):
+                continue
+            for block in reversed(list(group.blocks.values())):
+                if self.pool.num_free >= goal or self._held[tenant] <= floor:
+                    return
+                if block.pins == 0 and not block.is_unwritten and len(block.slots) > keep_layers:
+                    self.trim(block, keep_layers)
+                    self.stats.num_evicted += not block.slots
+                    self.stats.num_trimmed += bool(block.slots)
+
+    def cut_to_room(self, stage: Stage) -> None:
+        """Shorten a stage to what the free memory can take."""
+        num_layers, num_free = self.shape.num_layers, self.pool.num_free
+        num_kept = 0
+        for block in stage.blocks:
+            num_free -= num_layers - len(block.slots)
+            if num_free < 0:
+                break
+            num_kept += 1
+        for block in stage.blocks[num_kept:]:
+            self.unpin(block)
+            if not block.slots:
+                self._forget(block)
+        del stage.blocks[num_kept:]
+
+    def snapshot(self) -> HostStats:
+        host = HostStats(**{name: getattr(self.stats, name) for name in HostStats.__struct_fields__})
+        host.bytes = (self.pool.num_slots - self.pool.num_free) * self.shape.layer_bytes
+        host.num_blocks = len(self.blocks)
+        host.num_sessions = len(self.groups)
+        return host
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if memory does not add up or something is held twice."""
+        self.pool.check_invariants()
+        slots = [slot for block in self.blocks.values() for slot in block.slots]
+        assert len(slots) == len(set(slots))
+        assert len(slots) <= self.pool.num_slots - self.pool.num_free
+        for group in self.groups.values():
+            assert group.num_slots == sum(len(block.slots) for block in group.blocks.values())
+            assert self.groups[group.id] is group
+            assert all(
+                block.group is group and self.blocks[key] is block for key, block in group.blocks.items()
+            )
+        assert sum(len(group.blocks) for group in self.groups.values()) == len(self.blocks)
+        held = Counter[str]()
+        for group in self.groups.values():
+            held[group.tenant] += group.num_slots
+        assert +held == +self._held
+        assert all(0 <= block.ready <= len(block.slots) for block in self.blocks.values())
+        assert all(block.pins >= 0 for block in self.blocks.values())

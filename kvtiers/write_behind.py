@@ -1,0 +1,117 @@
+"""Writes finished blocks to disk behind the engine's back, those of a session together."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+
+from kvtiers.blocks import Block, Group
+from kvtiers.host_tier import HostTier
+from kvtiers.io.disk_log import DiskLog
+from kvtiers.io.io_thread import IoThread
+from kvtiers.io.records import Record, owner_tag
+
+log = logging.getLogger(__name__)
+
+# Finished blocks wait this long for their neighbours, so that decoding writes records of several blocks. A killed server loses at most
+# this much KV per session, and no text. Chosen.
+WRITE_DELAY_S = 0.25
+RECORD_BYTES = 16 << 20  # chosen: sequential enough for any disk, soon enough on it
+UNWRITTEN_SHARE = 0.5  # of host memory: what waits for a slow disk may not crowd out what is read from it
+
+
+class WriteBehind:
+    """What waits to be written. `lock` is the store's."""
+
+    def __init__(self, host: HostTier, disk: DiskLog, io: IoThread, lock: threading.Lock) -> None:
+        self.num_unwritten = 0
+        self.num_skipped = 0
+        """Blocks that were not to wait: too many did already."""
+        self._host, self._disk, self._io, self._lock = host, disk, io, lock
+        self._unwritten: dict[Group, list[tuple[float, Block]]] = {}
+        self._limit = int(host.pool.num_slots * UNWRITTEN_SHARE) // host.shape.num_layers
+        self._wakes = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._task = io.start(self._write_on())
+
+    def close(self) -> None:
+        """What waits still is not written."""
+        self._task.cancel()
+
+    def wake(self) -> None:
+        """Blocks were added. From any thread."""
+        self._io.loop.call_soon_threadsafe(self._wakes.set)
+
+    # -- under the lock ----------------------------------------------------------------------------------------------
+
+    def add(self, block: Block, now: float) -> None:
+        if self.num_unwritten >= self._limit:
+            self.num_skipped += 1
+            return
+        block.is_unwritten = True
+        self.num_unwritten += 1
+        self._unwritten.setdefault(block.group, []).append((now, block))
+
+    def lag_s(self, now: float) -> float:
+        """How long the block that has waited longest has."""
+        return now - min((queue[0][0] for queue in self._unwritten.values() if queue), default=now)
+
+    # -- on the I/O thread -------------------------------------------------------------------------------------------
+
+    async def _write_on(self) -> None:
+        while True:
+            await self._wakes.wait()
+            await asyncio.sleep(WRITE_DELAY_S)
+            self._wakes.clear()
+            await self.write_all()
+
+    async def write_all(self) -> None:
+        async with self._writing:
+            while records := self._next_unwritten():
+                await self._write(records)
+
+    def _next_unwritten(self) -> list[list[Block]]:
+        """Blocks that wait, a list for each record: of one session, so that reading it is sequential. The longest-waiting sessions first,
+        RECORD_BYTES in all; the blocks stay pinned until written.
+        """
+        num_left = max(RECORD_BYTES // self._host.shape.block_bytes, 1)
+        records = []
+        with self._lock:
+            while self._unwritten and num_left:
+                group = next(iter(self._unwritten))
+                queue = self._unwritten.pop(group)
+                if len(queue) > num_left:
+                    self._unwritten[group] = queue[num_left:]
+                blocks = [block for _, block in queue[:num_left]]
+                num_left -= len(blocks)
+                for block in blocks:
+                    block.pins += 1
+                records.append(blocks)
+        return records
+
+    async def _write(self, records: list[list[Block]]) -> None:
+        try:
+            await self._disk.append_all(
+                [
+                    Record(
+                        [block.key for block in blocks],
+                        self._parts_of(blocks),
+                        owner_tag(blocks[0].group.tenant),
+                    )
+                    for blocks in records
+                ]
+            )
+        except Exception:
+            log.exception("writing %d KV blocks failed", sum(map(len, records)))
+        finally:
+            with self._lock:
+                for block in itertools.chain.from_iterable(records):
+                    block.is_unwritten = False
+                    self.num_unwritten -= 1
+                    self._host.unpin(block)
+
+    def _parts_of(self, blocks: list[Block]) -> Callable[[int, int], memoryview]:
+        return lambda index, layer: self._host.pool.slot(blocks[index].slots[layer])
