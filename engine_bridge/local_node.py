@@ -139,8 +139,11 @@ class LocalNode:
         from engine_bridge.driver.engine_client import BridgeEngineClient
         from engine_bridge.driver.serving import Serving, ServingOptions
         from engine_bridge.driver.tokenizer_queue import be_fair
+        from engine_bridge.driver.vllm_api.features import KEPT_TOKENS, TOKENIZER_TURNS
+        from engine_bridge.driver.vllm_api.start import serving_off
 
         config = self._config
+        off = await asyncio.to_thread(serving_off, config.engine.device)
         engine, contract = await self._thread.call(_engine_and_contract)
         if contract is not None:
             registry = await asyncio.to_thread(open_registry, config.state_dir)
@@ -150,7 +153,8 @@ class LocalNode:
         self._client = BridgeEngineClient(
             self._thread, engine, self._grammars, self._catalog, self._lengths, config.limits
         )
-        self._tokenizer = be_fair(self._client.renderer)
+        if TOKENIZER_TURNS not in off:
+            self._tokenizer = be_fair(self._client.renderer)
         serving = Serving(
             self._client,
             ServingOptions(
@@ -159,6 +163,7 @@ class LocalNode:
                 tool_parser=config.tool_parser,
                 reasoning_parser=config.reasoning_parser,
                 chat_template=config.chat_template,
+                keeps_token_ids=KEPT_TOKENS not in off,
                 max_prompt_chars=config.limits.prompt_chars(engine.model_config.max_model_len),
             ),
         )

@@ -43,14 +43,38 @@ def configure_environment(config: EngineConfig) -> None:
         os.environ.setdefault(name, value)
 
 
-def compute_on(num_threads: int) -> None:
+def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
+    """An in-process `LLMEngine` with parts of ours in the places of vLLM's. Raises SeamMoved and whatever vLLM raises."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from engine_bridge.driver import grammars
+
+    mends_lora = config.device == "cpu" and config.enable_lora
+    if mends_lora:
+        from engine_bridge.driver import lora
+
+        lora.install()
+    if config.enable_lora:
+        from engine_bridge.driver.adapters import seam
+
+        seam.install()
+    grammars.install()
+    engine = LLMEngine.from_engine_args(_engine_args(config, tiers), enable_multiprocessing=False)
+    if mends_lora:
+        lora.check_engine(engine)
+    if config.device == "cpu" and config.cpu_threads is not None:
+        _compute_on(config.cpu_threads)
+    return engine
+
+
+def _compute_on(num_threads: int) -> None:
     """From this thread. vLLM reads VLLM_CPU_OMP_THREADS_BIND in other processes only, and has replaced torch.set_num_threads by nothing."""
     import torch
 
     torch._C.set_num_threads(num_threads)
 
 
-def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
+def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
     from vllm.config import KVTransferConfig, StructuredOutputsConfig
     from vllm.engine.arg_utils import EngineArgs
 

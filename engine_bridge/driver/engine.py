@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.driver.building import compute_on, configure_environment, engine_args
+from engine_bridge.driver.building import build_engine, configure_environment
 from engine_bridge.driver.in_process import scheduler_of
+from engine_bridge.driver.vllm_api import start
+from engine_bridge.driver.vllm_api.features import CUDA_COPIES, KV_TIERS, PROMOTION, REPORT
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import TablePrefill
@@ -88,26 +90,14 @@ class VllmDriver:
         self._fail = fail
         self._predictor = predictor
         report("importing vLLM")
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        mends_lora = config.device == "cpu" and config.enable_lora
-        if mends_lora:
-            from engine_bridge.driver import lora
-
-            lora.install()
-        if config.enable_lora:
-            from engine_bridge.driver.adapters import seam
-
-            seam.install()
-        from engine_bridge.driver import grammars
-
-        grammars.install()
+        self._off = start.engine_off(config.device)
+        config = start.without(config, self._off)
+        if self._off & {KV_TIERS, CUDA_COPIES}:
+            self._tiers = tiers = None
         report(f"loading {Path(config.model).name}")
-        self.engine = LLMEngine.from_engine_args(engine_args(config, tiers), enable_multiprocessing=False)
-        if mends_lora:
-            lora.check_engine(self.engine)
-        if config.device == "cpu" and config.cpu_threads is not None:
-            compute_on(config.cpu_threads)
+        self.engine = build_engine(config, tiers)
+        self._off = start.built_off(self.engine, config.device, self._off)
+        config = start.without(config, self._off)
         # Not kept in variables of this frame: see `close`.
         self._scheduler = scheduler_of(self.engine)
         self._block_pool = self._scheduler.kv_cache_manager.block_pool
@@ -117,7 +107,6 @@ class VllmDriver:
         self._background: deque[tuple[str, EngineCoreRequest]] = deque()
         self._adapter_ids: dict[str, int] = {}  # of requests that use one
         self._prefix_hits = FadingRate(PREFIX_HALF_LIFE_S)  # blocks of prompts that were found on the device
-        self._take_failure = grammars.take_failure
         self.promoter = self._make_promoter(self._scheduler)
         report("warming up")
         self._warm_up()
@@ -174,7 +163,9 @@ class VllmDriver:
             self._note_sources(outputs)
         for output in outputs:
             if any(completion.finish_reason == "error" for completion in output.outputs):
-                output.failure = self._take_failure(self._internal_ids.get(output.request_id, ""))
+                from engine_bridge.driver.grammars import take_failure
+
+                output.failure = take_failure(self._internal_ids.get(output.request_id, ""))
             if output.finished:
                 self._internal_ids.pop(output.request_id, None)
                 self._release(output.request_id)
@@ -305,7 +296,7 @@ class VllmDriver:
         """None where there are no tiers to bring KV from."""
         from engine_bridge.driver.promoter import Promoter
 
-        if self._tiers is None or self._tiers.store is None:
+        if self._tiers is None or self._tiers.store is None or PROMOTION in self._off:
             return None
         promoter = Promoter(self._block_pool, self._tiers, self._block_size, scheduler.get_request_counts)
         self._tiers.listener = promoter
@@ -367,7 +358,9 @@ class VllmDriver:
         from engine_bridge.driver.scheduling.report import Report
 
         places = self.adapters.places if self.adapters is not None else dict
-        return Report(self._scheduler, self.scheduling, self.engine.output_processor, places)
+        knows_why = REPORT not in self._off
+        outputs = self.engine.output_processor if knows_why else None
+        return Report(self._scheduler, self.scheduling, outputs, places, knows_why=knows_why)
 
     def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
         from engine_bridge.driver.adapters.build import make_residency

@@ -6,7 +6,6 @@ does nothing, and `BridgeEngineClient` asks `engine_bridge.grammars` before a re
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import time
@@ -26,7 +25,6 @@ from vllm.v1.structured_output.backend_guidance import (
 )
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from engine_bridge.errors import SeamMoved
 from engine_bridge.grammars.checker import Tokenizer
 from engine_bridge.policy.matcher_budget import MatcherBudget
 
@@ -154,35 +152,6 @@ def _checked_elsewhere(sampling_params: SamplingParams, tokenizer: Any = None) -
 
 
 def install() -> None:
-    """Make engines of this process use the bounded backend. Raises SeamMoved."""
-    check_seam()
+    """Make engines of this process use the bounded backend."""
     manager_module.GuidanceBackend = BoundedBackend
     backend_guidance.validate_guidance_grammar = _checked_elsewhere
-
-
-_SIGNATURES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (GuidanceBackend, "compile_grammar", ("self", "request_type", "grammar_spec", "stop_token_ids")),
-    (GuidanceGrammar, "fill_bitmask", ("self", "bitmask", "idx")),
-    (GuidanceGrammar, "accept_tokens", ("self", "request_id", "tokens")),
-    (backend_guidance, "validate_guidance_grammar", ("sampling_params", "tokenizer")),
-)
-
-
-def check_seam() -> None:
-    """Raise SeamMoved, naming each difference, unless vLLM still has what this module replaces."""
-    moved = []
-    for owner, name, expected in _SIGNATURES:
-        function = getattr(owner, name, None)
-        if function is _checked_elsewhere:
-            continue
-        found = tuple(inspect.signature(function).parameters) if callable(function) else None
-        if found != expected:
-            moved.append(f"{getattr(owner, '__name__', owner)}.{name} takes {found}, expected {expected}")
-    code = getattr(manager_module.StructuredOutputManager.grammar_init, "__code__", None)
-    if code is None or "GuidanceBackend" not in code.co_names:
-        moved.append("StructuredOutputManager.grammar_init no longer looks up GuidanceBackend")
-    validates = getattr(SamplingParams._validate_structured_outputs, "__code__", None)
-    if validates is None or "validate_guidance_grammar" not in (*validates.co_names, *validates.co_varnames):
-        moved.append("SamplingParams no longer looks up validate_guidance_grammar")
-    if moved:
-        raise SeamMoved("vLLM's structured output has moved; grammars cannot be bounded: " + "; ".join(moved))

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_bridge.errors import SeamMoved
-
 
 def scheduler_of(engine: Any) -> Any:
-    """Raises SeamMoved."""
-    core = getattr(engine.engine_core, "engine_core", None)
-    if core is None or not hasattr(core, "scheduler"):
-        raise SeamMoved(
-            "LLMEngine no longer runs its core in this process (engine_core.engine_core.scheduler is gone)"
-        )
-    return core.scheduler
+    return engine.engine_core.engine_core.scheduler
 
 
 def kv_caches_of(engine: Any) -> list[Any]:

@@ -40,7 +40,6 @@ vLLM's own bf16 GEMMs for the base weights do change with the row count (0.04 to
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,10 +49,6 @@ from typing import Any
 import torch
 import vllm.lora.model_manager as model_manager
 from vllm.lora.layers.base import BaseLayerWithLoRA
-from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
-from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
-from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 
@@ -537,8 +532,8 @@ def _ranks(lora_a: Any, b_views: list[torch.Tensor]) -> list[int]:
 
 # --- the seam ------------------------------------------------------------------------------------------------------------------
 
-_stock_get_punica_wrapper: Any = getattr(model_manager, "get_punica_wrapper", None)
-_stock_set_mapping: Any = getattr(BaseLayerWithLoRA, "set_mapping", None)
+_stock_get_punica_wrapper: Any = model_manager.get_punica_wrapper
+_stock_set_mapping: Any = BaseLayerWithLoRA.set_mapping
 
 
 def _set_mapping_and_watch(self: Any, punica_wrapper: Any) -> None:
@@ -550,11 +545,10 @@ def _set_mapping_and_watch(self: Any, punica_wrapper: Any) -> None:
 def install() -> bool:
     """Make the next engine of this process use our wrapper. Call before the engine is built; calling again does no harm.
 
-    Returns False where there is nothing to do (not a CPU platform). Raises SeamMoved if vLLM has moved.
+    Returns False where there is nothing to do (not a CPU platform).
     """
     if not current_platform.is_cpu():
         return False
-    check_seam()
     model_manager.get_punica_wrapper = SegmentPunicaWrapper
     BaseLayerWithLoRA.set_mapping = _set_mapping_and_watch
     return True
@@ -578,74 +572,3 @@ def check_engine(engine: Any) -> SegmentPunicaWrapper:
         if not wrapper._packs:
             raise SeamMoved("no LoRA layer has announced itself: vLLM's handshake set_mapping() has moved")
     return wrapper
-
-
-# What this module calls, overrides or relies on being called, with the parameters that it counts on.
-_SIGNATURES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (PunicaWrapperCPU, "__init__", ("max_num_batched_tokens", "max_batches", "device", "kwargs")),
-    (
-        PunicaWrapperCPU,
-        "update_metadata",
-        ("mapping", "lora_index_to_id", "max_loras", "vocab_size", "kwargs"),
-    ),
-    (
-        PunicaWrapperCPU,
-        "add_lora_linear",
-        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs"),
-    ),
-    (
-        PunicaWrapperCPU,
-        "add_lora_logits",
-        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "buffer", "kwargs"),
-    ),
-    (PunicaWrapperCPU, "add_lora_embedding", ("y", "x", "lora_b_stacked", "add_inputs", "kwargs")),
-    (PunicaWrapperCPU, "add_shrink", ("y", "x", "lora_a_stacked", "scale", "kwargs")),
-    (
-        PunicaWrapperCPU,
-        "add_expand",
-        ("y", "x", "lora_b_stacked", "output_slices", "offset_start", "add_inputs", "kwargs"),
-    ),
-    (BaseLayerWithLoRA, "set_mapping", ("punica_wrapper",)),
-    *(
-        (layer, name, parameters)
-        for layer in (
-            BaseLinearLayerWithLoRA,
-            MergedColumnParallelLinearWithLoRA,
-            LogitsProcessorWithLoRA,
-            VocabParallelEmbeddingWithLoRA,
-        )
-        for name, parameters in (("set_lora", ("index", "lora_a", "lora_b")), ("reset_lora", ("index",)))
-    ),
-)
-
-# Who must still look up which name when it runs, or our replacement is never called.
-_CALLS: tuple[tuple[Any, str, str], ...] = (
-    (model_manager.LoRAModelManager, "_init_punica_wrapper", "get_punica_wrapper"),
-    (model_manager.LoRAModelManager, "_create_lora_modules", "set_mapping"),
-    (model_manager.LoRAModelManager, "activate_adapter", "set_lora"),
-    (model_manager.LoRAModelManager, "activate_adapter", "reset_lora"),
-    (model_manager.LoRAModelManager, "_set_adapter_mapping", "update_metadata"),
-    (BaseLinearLayerWithLoRA, "_apply_lora_to_output", "add_lora_linear"),
-    (LogitsProcessorWithLoRA, "_get_logits", "add_lora_logits"),
-    (VocabParallelEmbeddingWithLoRA, "forward", "add_lora_embedding"),
-)
-
-
-def check_seam() -> None:
-    """Raise SeamMoved, naming each difference, unless vLLM still has every name and signature that this module uses."""
-    moved = []
-    for owner, name, expected in _SIGNATURES:
-        function = _stock_set_mapping if name == "set_mapping" else getattr(owner, name, None)
-        found = tuple(inspect.signature(function).parameters)[1:] if callable(function) else None
-        if found != expected:
-            moved.append(f"{owner.__name__}.{name} takes {found}, expected {expected}")
-    for owner, name, callee in _CALLS:
-        code = getattr(getattr(owner, name, None), "__code__", None)
-        if code is None or callee not in code.co_names:
-            moved.append(f"{owner.__name__}.{name} no longer calls {callee}")
-    if _stock_get_punica_wrapper is None:
-        moved.append("vllm.lora.model_manager.get_punica_wrapper is gone")
-    if moved:
-        raise SeamMoved(
-            "vLLM's CPU LoRA seam has moved; adapters cannot be served rightly: " + "; ".join(moved)
-        )

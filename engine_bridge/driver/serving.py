@@ -85,7 +85,8 @@ MALFORMED_MESSAGE = "The request cannot be read: one of its fields has a form th
 
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
-    """What the serving classes are built with. `chat_template` is the template's text; None takes the tokenizer's."""
+    """What the serving classes are built with. `chat_template` is the template's text; None takes the tokenizer's. keeps_token_ids: a session's
+    prompts begin with the ids that it has, as far as they fit."""
 
     served_model_name: str
     model_path: str
@@ -93,6 +94,7 @@ class ServingOptions:
     reasoning_parser: str = ""
     chat_template: str | None = None
     max_prompt_chars: int = 1 << 20
+    keeps_token_ids: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +341,8 @@ class Serving:
         # Only one message from the user: there is nothing to go on from.
         is_first = not any(message.role == "assistant" for message in request.messages)
         made = Continued(rendered, "first" if is_first else "rendered", 0)
-        if request.history_token_ids and engine_input["type"] == "token" and "prompt" in engine_input:
+        keeps = self._options.keeps_token_ids and bool(request.history_token_ids)
+        if keeps and engine_input["type"] == "token" and "prompt" in engine_input:
             made = await self._in_tokenizer_thread(
                 self._continued, request.history_token_ids, engine_input["prompt"], rendered
             )

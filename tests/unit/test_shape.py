@@ -24,7 +24,6 @@ TOO_LONG = {
     "file bench/sim/adaptivellm.py",
     "file bench/sim/chameleon.py",
     "file bench/sim/core/node.py",
-    "file engine_bridge/driver/lora.py",
     "file engine_bridge/local_node.py",
     "file kvtiers/io/disk_log.py",
     "function bench/sim/core/node.py __init__",

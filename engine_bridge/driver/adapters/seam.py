@@ -6,15 +6,12 @@ Source: vLLM 0.32, `v1/worker/lora_model_runner_mixin.py` (the manager), `v1/cor
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
 import vllm.v1.worker.lora_model_runner_mixin as mixin
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.platforms import current_platform
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from engine_bridge.driver.adapters.host_path import HostPath
 from engine_bridge.driver.adapters.residency import Residency
@@ -62,12 +59,11 @@ class GatedWorkerManager(LRUCacheWorkerLoRAManager):
             self.residency.enter({request.lora_int_id for request in lora_requests if request})
 
 
-_stock_worker_manager: Any = getattr(mixin, "LRUCacheWorkerLoRAManager", None)
+_stock_worker_manager: Any = mixin.LRUCacheWorkerLoRAManager
 
 
 def install() -> None:
-    """Make the next engine of this process use our manager. Raises SeamMoved."""
-    check_seam()
+    """Make the next engine of this process use our manager."""
     mixin.LRUCacheWorkerLoRAManager = GatedWorkerManager
 
 
@@ -83,34 +79,3 @@ def worker_manager_of(engine: Any) -> GatedWorkerManager:
     if not isinstance(manager, GatedWorkerManager):
         raise SeamMoved(f"the engine loads adapters with {type(manager).__name__}: install() came too late")
     return manager
-
-
-# Who must still take which parameters, and look up which name when it runs, or our part is never called.
-_SIGNATURES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (LRUCacheWorkerLoRAManager, "_apply_adapters", ("lora_requests",)),
-    (Scheduler, "_handle_blocked_waiting_request", ("request",)),
-    (BlockPool, "get_new_blocks", ("num_blocks",)),
-    (BlockPool, "unpin_blocks", ("blocks", "on_reuse")),
-)
-_CALLS: tuple[tuple[Any, str, str], ...] = (
-    (mixin.LoRAModelRunnerMixin, "load_lora_model", "LRUCacheWorkerLoRAManager"),
-    (LRUCacheWorkerLoRAManager, "set_active_adapters", "_apply_adapters"),
-    (LRUCacheWorkerLoRAManager, "create_lora_manager", "_manager_cls"),
-    (Scheduler, "schedule", "_handle_blocked_waiting_request"),
-)
-
-
-def check_seam() -> None:
-    """Raise SeamMoved, naming each difference, unless vLLM still has every name and signature that this module uses."""
-    moved = []
-    for owner, name, expected in _SIGNATURES:
-        function = getattr(owner, name, None)
-        found = tuple(inspect.signature(function).parameters)[1:] if callable(function) else None
-        if found != expected:
-            moved.append(f"{owner.__name__}.{name} takes {found}, expected {expected}")
-    for owner, name, callee in _CALLS:
-        code = getattr(getattr(owner, name, None), "__code__", None)
-        if code is None or callee not in code.co_names:
-            moved.append(f"{owner.__name__}.{name} no longer looks up {callee}")
-    if moved:
-        raise SeamMoved("vLLM's LoRA seam has moved; adapters cannot be served: " + "; ".join(moved))

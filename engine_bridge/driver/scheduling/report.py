@@ -29,19 +29,27 @@ class Report:
         scheduling: None where vLLM's own queue decides.
         places: where adapters are, by id.
         outputs: vLLM's output processor, which knows requests by the ids that they came with.
+        knows_why: False where vLLM has moved so that we cannot tell why requests wait: then all of them are just queued.
     """
 
     def __init__(
-        self, scheduler: Any, scheduling: Scheduling | None, outputs: Any, places: Callable[[], Places]
+        self,
+        scheduler: Any,
+        scheduling: Scheduling | None,
+        outputs: Any,
+        places: Callable[[], Places],
+        *,
+        knows_why: bool = True,
     ) -> None:
         self._scheduler, self._scheduling = scheduler, scheduling
         self._outputs, self._places = outputs, places
+        self._knows_why = knows_why
 
     def stats(self) -> SchedulingStats:
         """From any thread."""
         own = self._scheduling
         waiting = self._waiting()
-        reasons = _Reasons(self._scheduler, own, self._places)
+        reasons = self._reasons()
         return SchedulingStats(
             policy=own.dispatcher.policy.name if own is not None else "vllm",
             num_running=len(self._scheduler.running),
@@ -58,7 +66,7 @@ class Report:
         own = self._scheduling
         waiting = [each for each in self._waiting() if facts_of(each).context.tenant == tenant]
         running = [each for each in self._scheduler.running if facts_of(each).context.tenant == tenant]
-        reasons = _Reasons(self._scheduler, own, self._places)
+        reasons = self._reasons()
         now = own.now() if own is not None else time.time()
         return (
             [self._describe(each, now, reasons.of(each)) for each in waiting[:limit]],
@@ -68,7 +76,13 @@ class Report:
         )
 
     def _waiting(self) -> list[Any]:
-        return _copy(self._scheduler.waiting) + _copy(self._scheduler.kv_holding_waiting)
+        beside = _copy(self._scheduler.kv_holding_waiting) if self._knows_why else []
+        return _copy(self._scheduler.waiting) + beside
+
+    def _reasons(self) -> _Reasons | _NoReasons:
+        if not self._knows_why:
+            return _NoReasons()
+        return _Reasons(self._scheduler, self._scheduling, self._places)
 
     def _describe(self, request: Any, now: float, reason: WaitReason | None) -> RequestState:
         known = (
@@ -99,11 +113,18 @@ class Report:
 
     def _client_id(self, request_id: str) -> str:
         """What the request was called when it came: without our sequence number and vLLM's random part."""
-        state = self._outputs.request_states.get(request_id)
+        state = self._outputs.request_states.get(request_id) if self._knows_why else None
         if state is None:
             return request_id
         unique_id: str = (state.parent_req or state).external_req_id
         return unique_id.rpartition("-")[0]
+
+
+class _NoReasons:
+    """Nobody can tell."""
+
+    def of(self, request: Any) -> WaitReason:
+        return "queued"
 
 
 class _Reasons:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
-
-Device = Literal["cpu", "cuda"]
 
 
 class Feature(Struct, frozen=True, kw_only=True):
@@ -16,21 +14,23 @@ class Feature(Struct, frozen=True, kw_only=True):
         name: as logs and `overture doctor` say it.
         without: what a server without it does, as the end of a sentence.
         settings: of `EngineConfig`, with which it is off. None: nothing can be served without it.
-        device: where it matters; None: everywhere.
+        is_built_in: an engine that was built with it cannot do without it any more.
+        device: where it matters, "cpu" or "cuda"; None: everywhere.
         at_start: whether a server needs it. Else a command or a bench does.
     """
 
     name: str
     without: str
     settings: tuple[tuple[str, Any], ...] | None = ()
-    device: Device | None = None
+    is_built_in: bool = False
+    device: str | None = None
     at_start: bool = True
 
     @property
     def is_vital(self) -> bool:
         return self.at_start and self.settings is None
 
-    def matters_on(self, device: Device) -> bool:
+    def matters_on(self, device: str) -> bool:
         return self.device is None or self.device == device
 
 
@@ -51,17 +51,21 @@ PACE = Feature(
     without="prompts are computed in vLLM's own pieces, and a long one holds everybody up (--max-step-ms 0)",
     settings=(("max_step_ms", 0.0),),
 )
-LORA = Feature(name="adapters", without="no adapters are served", settings=(("enable_lora", False),))
+LORA = Feature(
+    name="adapters", without="no adapters are served", settings=(("enable_lora", False),), is_built_in=True
+)
 CPU_LORA = Feature(
     name="adapters on a CPU",
     without="no adapters are served",
     settings=(("enable_lora", False),),
+    is_built_in=True,
     device="cpu",
 )
 CUDA_LORA = Feature(
     name="adapters on a GPU",
     without="no adapters are served",
     settings=(("enable_lora", False),),
+    is_built_in=True,
     device="cuda",
 )
 ADAPTERS_IN_KV = Feature(
@@ -76,6 +80,7 @@ KV_TIERS = Feature(
         ("kv_host_gib", 0.0),
         ("kv_disk_gib", 0.0),
     ),
+    is_built_in=True,
 )
 CUDA_COPIES = Feature(
     name="KV tiers on a GPU",
@@ -84,6 +89,7 @@ CUDA_COPIES = Feature(
         ("kv_host_gib", 0.0),
         ("kv_disk_gib", 0.0),
     ),
+    is_built_in=True,
     device="cuda",
 )
 PROMOTION = Feature(name="promotion", without="advisories bring no KV to the device")

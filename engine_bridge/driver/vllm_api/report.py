@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from engine_bridge.driver.vllm_api.check import Finding
-from engine_bridge.driver.vllm_api.features import FEATURES, Device, Feature
+from engine_bridge.driver.vllm_api.features import FEATURES, Feature
 from engine_bridge.driver.vllm_api.uses import Owner
 
 
@@ -55,7 +55,7 @@ def lines(reports: Iterable[FeatureReport]) -> Iterator[str]:
             yield f"    so {report.feature.without}"
 
 
-def can_serve(reports: Iterable[FeatureReport], device: Device) -> bool:
+def can_serve(reports: Iterable[FeatureReport], device: str) -> bool:
     return not any(
         each.findings and each.feature.is_vital and each.feature.matters_on(device) for each in reports
     )

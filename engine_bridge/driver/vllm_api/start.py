@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from functools import cache
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from engine_bridge.driver.vllm_api.check import Finding, check
-from engine_bridge.driver.vllm_api.features import Device, Feature
+from engine_bridge.driver.vllm_api.check import Finding, check, check_engine
+from engine_bridge.driver.vllm_api.features import Feature
 from engine_bridge.driver.vllm_api.inventory import ENGINE_SIDE, SERVING_SIDE
 from engine_bridge.driver.vllm_api.live import Live
 from engine_bridge.errors import SeamMoved
@@ -18,23 +18,42 @@ from engine_bridge.errors import SeamMoved
 log = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=msgspec.Struct)
-Side = Literal["engine", "serving"]
+Off = frozenset[Feature]
+
+
+def engine_off(device: str) -> Off:
+    """What an engine has to do without. Imports all of vLLM that it uses. Raises SeamMoved."""
+    return features_off(_moved("engine"), device)
+
+
+def serving_off(device: str) -> Off:
+    """What the APIs before it have to do without. Imports all of vLLM that they use. Raises SeamMoved."""
+    return features_off(_moved("serving"), device)
+
+
+def built_off(engine: Any, device: str, off: Off) -> Off:
+    """What a built `LLMEngine` has to do without: `off`, and what only the engine itself can tell. Raises SeamMoved."""
+    findings = [each for each in check_engine(ENGINE_SIDE, engine) if each.feature not in off]
+    return off | features_off(findings, device, is_built=True)
 
 
 @cache
-def moved(side: Side) -> tuple[Finding, ...]:
-    """In the installed vLLM, which is imported. Takes about 10 ms once it is; a process asks only once."""
+def _moved(side: Literal["engine", "serving"]) -> tuple[Finding, ...]:
+    """In the installed vLLM, which stays the same: asked for once."""
     return tuple(check(ENGINE_SIDE if side == "engine" else SERVING_SIDE, Live()))
 
 
-def features_off(findings: Iterable[Finding], device: Device) -> frozenset[Feature]:
-    """What a server on this device has to do without; each finding goes to the log. Raises SeamMoved for what it cannot do without."""
+def features_off(findings: Iterable[Finding], device: str, *, is_built: bool = False) -> Off:
+    """What a server on this device has to do without; each finding goes to the log. Raises SeamMoved for what it cannot do without.
+
+    is_built: the engine runs already, with all that is built into it.
+    """
     findings = [each for each in findings if each.feature.at_start and each.feature.matters_on(device)]
     for each in findings:
         log.error("vLLM has moved: %s. Without %s: %s.", each, each.feature.name, each.feature.without)
-    vital = [str(each) for each in findings if each.feature.is_vital]
+    vital = [each for each in findings if each.feature.is_vital or (is_built and each.feature.is_built_in)]
     if vital:
-        raise SeamMoved("vLLM has moved, and nothing can be served: " + "; ".join(vital))
+        raise SeamMoved("vLLM has moved, and nothing can be served: " + "; ".join(map(str, vital)))
     return frozenset(each.feature for each in findings)
 
 

@@ -225,27 +225,3 @@ def test_a_layer_that_never_announced_itself_is_refused():
     stranger = fake_layer(OUTS)
     with pytest.raises(SeamMoved):
         add(wrapper, stranger, torch.zeros(6, sum(OUTS)).bfloat16(), torch.zeros(6, 24).bfloat16())
-
-
-# --- the seam -----------------------------------------------------------------------------------------------------------------
-
-
-def test_the_installed_vllm_has_the_seam():
-    try:
-        lora.check_seam()
-        moved = ""
-    except SeamMoved as error:
-        moved = str(error)
-    assert moved == ""
-
-
-def test_a_moved_signature_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(lora.PunicaWrapperCPU, "add_lora_linear", lambda self, y, x, adapters: None)
-    with pytest.raises(SeamMoved, match=r"PunicaWrapperCPU\.add_lora_linear"):
-        lora.check_seam()
-
-
-def test_a_call_that_no_longer_happens_is_refused(monkeypatch):
-    monkeypatch.setattr(lora.model_manager.LoRAModelManager, "_init_punica_wrapper", lambda self: None)
-    with pytest.raises(SeamMoved, match="get_punica_wrapper"):
-        lora.install()
