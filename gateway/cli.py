@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import click
@@ -106,6 +107,7 @@ def cli() -> None:
     Ask one thing           overture chat "What is a sonnet?"
     Let only some in        overture keys new --name alice
     Measure this machine    overture profile
+    Ask what is wrong       overture doctor
     """
 
 
@@ -234,6 +236,42 @@ def profile(config_file: str | None, seconds: float, as_json: bool, **flags: Any
     from gateway import profile_command
 
     sys.exit(profile_command.profile(config, seconds, as_json))
+
+
+@cli.command(
+    cls=SettingsCommand,
+    epilog="""\b
+Give it the settings that the server gets. It starts no engine and keeps
+nothing. Exit status: 0 if the server can serve, 1 if not.
+
+\b
+Examples:
+  overture doctor
+  overture doctor --model ./my-model --json
+  overture doctor --vllm-source vllm-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl
+""",
+)
+@click.option(
+    "--vllm-source",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="PLACE",
+    help="Check this vLLM by its source, a folder or a wheel, in place of the installed one: before an upgrade.",
+)
+@click.option(
+    "--names", is_flag=True, help="A line for each part of the server that stands on vLLM, moved or not."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on one line, for scripts.")
+@config_file_option
+def doctor(
+    config_file: str | None, vllm_source: Path | None, names: bool, as_json: bool, **flags: Any
+) -> None:
+    """Say whether this machine can serve, and what the server would do without.
+
+    Looks at the machine, the versions, every name of vLLM's that the server uses, the model's profile and the data folder.
+    """
+    from gateway import doctor_command
+
+    sys.exit(doctor_command.doctor(_load(config_file, flags), vllm_source, as_json, names))
 
 
 cli.add_command(kv)

@@ -13,7 +13,7 @@ from engine_bridge.driver.vllm_api.live import Live
 from engine_bridge.driver.vllm_api.report import by_feature, lines
 from engine_bridge.driver.vllm_api.source import NoSource, Source
 
-EXIT_MOVED, EXIT_USAGE = 1, 2
+EXIT_MOVED = 1
 
 
 def main(arguments: list[str]) -> int:

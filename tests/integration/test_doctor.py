@@ -1,0 +1,34 @@
+"""`overture doctor` as a user runs it: by import of the vLLM that is installed, or by the source of another."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+
+def doctor(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gateway.cli", "doctor", *flags]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
+
+
+def test_this_machine_can_serve_and_one_with_another_vllm_cannot(tmp_path: Path) -> None:
+    done = doctor("--json", "--data-dir", str(tmp_path / "data"), "--max-step-ms", "0")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["can_serve"], found["problems"]) == (0, True, []), done.stderr
+    assert found["versions"]["vllm"] == f"{found['vllm']}" and found["machine"]["num_cores"] > 0
+    assert sum(feature["num_names"] for feature in found["features"]) > 300
+    assert not any(feature["moved"] for feature in found["features"])
+    assert {"what": "short steps", "why": "--max-step-ms 0"} in found["off"]
+    assert not (tmp_path / "data").exists()
+
+    other = tmp_path / "vllm"
+    other.mkdir()
+    (other / "__init__.py").write_text("")
+    done = doctor("--data-dir", str(tmp_path / "data"), "--vllm-source", str(other))
+    assert done.returncode == 1
+    assert "vllm.v1.engine.llm_engine.LLMEngine: there is no such module" in done.stdout
+    assert "This machine cannot serve:" in done.stdout
