@@ -20,12 +20,10 @@ TOO_LONG = {
     "class engine_bridge/driver/engine_client.py BridgeEngineClient",
     "class engine_bridge/local_node.py LocalNode",
     "class bench/sim/core/node.py Node",
-    "class kvtiers/io/disk_log.py DiskLog",
     "file bench/sim/adaptivellm.py",
     "file bench/sim/chameleon.py",
     "file bench/sim/core/node.py",
     "file engine_bridge/local_node.py",
-    "file kvtiers/io/disk_log.py",
     "function bench/sim/core/node.py __init__",
 }
 CIRCLES: set[tuple[str, ...]] = set()

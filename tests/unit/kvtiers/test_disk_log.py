@@ -20,9 +20,12 @@ import pytest
 import pytest_asyncio
 
 from kvtiers.errors import StoreBusy, StoreUnusable
-from kvtiers.io.disk_log import CLAIM_S, GROW_AFTER_S, RETRY_AFTER_S, DiskLog, ReadResult
+from kvtiers.io.disk_log import RETRY_AFTER_S, DiskLog
+from kvtiers.io.disk_room import GROW_AFTER_S
 from kvtiers.io.files import AppendFile, Files, Room
 from kvtiers.io.inspect import inspect, prune
+from kvtiers.io.log_evictor import CLAIM_S
+from kvtiers.io.log_reader import ReadResult
 from kvtiers.io.records import SEGMENT_HEADER_BYTES, Record, RecordHead, owner_tag
 from kvtiers.keys import BlockKey, BlockShape
 

@@ -152,9 +152,9 @@ class DiskLogMachine(RuleBasedStateMachine):
     @invariant()
     def what_each_owner_holds_is_known(self) -> None:
         log = self.log
-        held = Counter(entry.record.owner for entry in log._index.values())
-        assert held == log._held
-        assert sum((segment.live for segment in log._segments.values()), Counter()) == held
+        held = Counter(entry.record.owner for entry in log._contents.index.values())
+        assert held == log._contents.held
+        assert sum((segment.live for segment in log._contents.segments.values()), Counter()) == held
 
     @invariant()
     def nothing_is_there_that_was_never_written(self) -> None:

@@ -1,0 +1,67 @@
+"""How much of its disk a log takes: what it may, as far as the disk has room for that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvtiers.io.files import Room
+
+logger = logging.getLogger(__name__)
+
+MAX_SEGMENT_BYTES: Final = 64 << 20  # Chosen: small against the capacity, so that little goes at once.
+SEGMENTS_PER_CAPACITY: Final = 16  # Chosen: the same for small capacities.
+GIB: Final = 1 << 30
+# Left free on the disk for others: conversations are often stored there, and are worth more than KV. Chosen; less on small disks.
+SPARE_BYTES: Final = 256 << 20
+SPARE_SHARE: Final = 1 / 16
+# After a disk was full that had told of room (a quota, say), so long until a segment more is tried. Chosen.
+GROW_AFTER_S: Final = 60.0
+
+
+class DiskRoom:
+    """The bound of all segments together, and of one of them."""
+
+    def __init__(
+        self, directory: Path, wanted_bytes: int, segment_bytes: int | None, now: Callable[[], float]
+    ) -> None:
+        if segment_bytes is None:
+            segment_bytes = min(MAX_SEGMENT_BYTES, wanted_bytes // SEGMENTS_PER_CAPACITY)
+        self._directory, self._now = directory, now
+        self.wanted_bytes = self.capacity_bytes = wanted_bytes
+        self._largest_segment_bytes = self.segment_bytes = segment_bytes
+        self._full_at: tuple[int, float] | None = None
+
+    def met_full_disk(self, held_bytes: int) -> None:
+        """A write did, with so much of the disk taken: be content with that for a while."""
+        self._full_at = held_bytes, self._now()
+
+    def fit(self, room: Room | None, num_bytes: int) -> None:
+        """Take no more of the disk than it has room for beside what others need of it. num_bytes: that are taken now."""
+        capacity = self.wanted_bytes
+        if room is not None:
+            spare = min(SPARE_BYTES, int(room.total_bytes * SPARE_SHARE))
+            capacity = min(capacity, num_bytes + room.free_bytes - spare)
+        if self._full_at is not None:
+            had_bytes, since_s = self._full_at
+            grown = int((self._now() - since_s) / GROW_AFTER_S) * self._largest_segment_bytes
+            capacity = min(capacity, had_bytes + grown)
+            if had_bytes + grown >= self.wanted_bytes:
+                self._full_at = None
+        capacity = max(capacity, 0)
+        was_short, is_short = self.capacity_bytes < self.wanted_bytes, capacity < self.wanted_bytes
+        self.capacity_bytes = capacity
+        self.segment_bytes = self._largest_segment_bytes
+        if is_short:
+            self.segment_bytes = min(self.segment_bytes, max(capacity // SEGMENTS_PER_CAPACITY, 1))
+        if is_short and not was_short:
+            logger.warning(
+                "the disk of %s has room for %.2f GiB of KV, not for the %.2f GiB that it may take (--kv-disk-gib); it takes what there is",
+                self._directory,
+                capacity / GIB,
+                self.wanted_bytes / GIB,
+            )
+        elif was_short and not is_short:
+            logger.info("the disk of %s has room for all the KV again that it may take", self._directory)

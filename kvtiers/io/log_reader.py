@@ -1,0 +1,176 @@
+"""Reads blocks of a disk log, several batches at a time, and verifies all that it reads."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from msgspec import Struct
+
+from kvtiers.io.block_reader import BatchResult, BlockReader, Fault
+from kvtiers.io.files import Files
+from kvtiers.io.log_contents import Contents, Entry
+from kvtiers.io.read_plan import BlockPlace, ReadOp, plan_reads
+from kvtiers.io.records import Part
+from kvtiers.io.segment import Segment
+from kvtiers.io.workers import Workers
+from kvtiers.keys import BlockKey, BlockShape
+
+READS_IN_FLIGHT: Final = 4  # Chosen: enough to keep an NVMe disk busy with reads of this size.
+MAX_READ_BYTES: Final = 4 << 20
+# Measured: reads of 2 MiB are as fast as any on a warm file and on a cold one.
+MAX_BYTES_IN_FLIGHT: Final = 8 << 20
+
+
+class ReadResult(Struct, frozen=True):
+    """bad: which of the keys were not there, damaged or unreadable; what lies in their places is not KV."""
+
+    bad: tuple[int, ...]
+    bytes_read: int
+    elapsed_s: float
+
+
+class _Reading:
+    """One read under way: which layers are complete, which blocks are bad."""
+
+    def __init__(
+        self,
+        reader: BlockReader,
+        batches: list[list[ReadOp]],
+        num_layers: int,
+        first_layer: int,
+        on_layer: Callable[[int], None],
+        on_bad: Callable[[int], None],
+    ) -> None:
+        self.reader = reader
+        self.batches = iter(batches)
+        self.num_batches = len(batches)
+        self.bytes_read = 0
+        self._ops_left = [0] * num_layers
+        for op in itertools.chain.from_iterable(batches):
+            for layer in op.layers:
+                self._ops_left[layer] += 1
+        self._next_layer = first_layer
+        self._on_layer = on_layer
+        self._on_bad = on_bad
+
+    def mark_bad(self, block: int) -> bool:
+        """Whether that is news."""
+        if block in self.reader.bad:
+            return False
+        self.reader.bad.add(block)
+        self._on_bad(block)
+        return True
+
+    def settle(self, ops: Iterable[ReadOp] = ()) -> None:
+        """These are done; report the layers that are now complete."""
+        for op in ops:
+            for layer in op.layers:
+                self._ops_left[layer] -= 1
+        while self._next_layer < len(self._ops_left) and self._ops_left[self._next_layer] == 0:
+            self._on_layer(self._next_layer)
+            self._next_layer += 1
+
+
+def ignore(_: Any) -> None:
+    pass
+
+
+class LogReader:
+    """Its reads pin segments; `close` waits for them."""
+
+    def __init__(self, contents: Contents, workers: Workers, files: Files, now: Callable[[], float]) -> None:
+        self._contents, self._workers, self._files, self._now = contents, workers, files, now
+        self._shape: BlockShape = contents.shape
+        self._read_slots = asyncio.Semaphore(READS_IN_FLIGHT)
+        self._num_reads = 0
+        self._no_reads = asyncio.Event()
+        self._no_reads.set()
+
+    async def close(self) -> None:
+        await self._no_reads.wait()
+
+    async def read(
+        self,
+        keys: Sequence[BlockKey],
+        entries: Sequence[Entry | None],
+        part: Part,
+        first_layer: int = 0,
+        on_layer: Callable[[int], None] = ignore,
+        on_bad: Callable[[int], None] = ignore,
+        max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
+    ) -> ReadResult:
+        started_s = self._now()
+        places = [None if entry is None else BlockPlace(entry.record, entry.position) for entry in entries]
+        records = {place.record for place in places if place is not None}
+        max_read_bytes = max(1, min(max_bytes_in_flight // READS_IN_FLIGHT, MAX_READ_BYTES))
+        batches = plan_reads(places, self._shape, max_read_bytes, first_layer)
+        with self.pinned({record.segment for record in records}) as segments:
+            reader = BlockReader(self._files, self._shape, segments, records, keys, part, self._now)
+            reading = _Reading(reader, batches, self._shape.num_layers, first_layer, on_layer, on_bad)
+            for block, place in enumerate(places):
+                if place is None:
+                    reading.mark_bad(block)
+            reading.settle()
+            await self._run(reading, keys, entries)
+        return ReadResult(tuple(sorted(reader.bad)), reading.bytes_read, self._now() - started_s)
+
+    async def _run(
+        self, reading: _Reading, keys: Sequence[BlockKey], entries: Sequence[Entry | None]
+    ) -> None:
+        async def lane() -> None:
+            for ops in reading.batches:
+                async with self._read_slots:
+                    result = await self._workers.run(reading.reader.read_batch, ops)
+                self._take(reading, result, keys, entries)
+                reading.settle(ops)
+
+        if reading.num_batches < 2:
+            await lane()
+            return
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(min(reading.num_batches, READS_IN_FLIGHT)):
+                lanes.create_task(lane())
+
+    def _take(
+        self,
+        reading: _Reading,
+        result: BatchResult,
+        keys: Sequence[BlockKey],
+        entries: Sequence[Entry | None],
+    ) -> None:
+        """Count what a batch brought, and forget the blocks that it found bad."""
+        reading.bytes_read += result.num_bytes
+        self._contents.counts.bytes_read += result.num_bytes
+        self._contents.counts.read_s += result.busy_s
+        for block, fault in result.faults.items():
+            if not reading.mark_bad(block):
+                continue
+            if fault is Fault.CORRUPT:
+                self._contents.counts.num_corrupt += 1
+            else:
+                self._contents.counts.num_read_errors += 1
+            entry = entries[block]
+            if entry is not None and self._contents.index.get(keys[block]) is entry:
+                self._contents.take_out(keys[block])
+            if fault is Fault.LOST and entry is not None:
+                self._contents.lose(entry.record.segment)
+
+    @contextmanager
+    def pinned(self, numbers: Iterable[int]) -> Iterator[dict[int, Segment]]:
+        segments = {number: self._contents.segments[number] for number in numbers}
+        self._num_reads += 1
+        self._no_reads.clear()
+        for segment in segments.values():
+            segment.pin()
+        try:
+            yield segments
+        finally:
+            for segment in segments.values():
+                segment.unpin(self._files)
+            self._num_reads -= 1
+            if self._num_reads == 0:
+                self._no_reads.set()
