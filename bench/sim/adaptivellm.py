@@ -12,9 +12,7 @@ paper (§4.2); at most 128 requests run (one of its two batches with numbers). A
   cost       Fcfs, vLLM's victims, the cheaper way: the cost alone
   adaptive   Fair, least fair first, the cheaper way: what stands for AdaptiveLLM
   ours       Mlq, least fair first, the cheaper way: our default
-  live ...   on the live engine's shape (part `live`): KV is written through, so that swapping out takes no time; prompts in chunks beside decodes;
-             when a preempted request starts again, FullCost says what is loaded, computed, or (E2) both at once. The live driver does not split yet
-All others are on vLLM 0.2's shape (node.VLLM_0_2): prompts in steps of their own; KV is copied out when somebody is preempted, and copies take turns
+All are on vLLM 0.2's shape (node.VLLM_0_2): prompts in steps of their own; KV is copied out when somebody is preempted, and copies take turns
 with steps, as the paper has it (§6).
 
 Costs: SwapOrRecompute over a StepTable that `fit_steps` makes of sampled steps, and a Link. Hardware: an A800 by its data sheet, with one calibration
@@ -29,8 +27,8 @@ Two readings, as the paper says neither when requests come nor how long answers 
              often as it recomputes, looks more like this one: where all came at once, Fair starts the short, so who was swapped stays in host
              memory and fills it
 
-Parts: `main` tables 3 and 4, both readings. `turnaround` Fig. 8, batches of at most 64 and 128, and over time. `predictors` tables 5 and 6, and
-Fig. 9. `live` the live engine's shape. `limits` where swapping stops paying: link speed, host memory, prompt length (OPT-13B; Fcfs; three seeds).
+Parts: `main` tables 3 and 4, both readings. `turnaround` Fig. 8, batches of at most 64 and 128, and over time.
+`limits` where swapping stops paying: link speed, host memory, prompt length (OPT-13B; Fcfs; three seeds).
 
 Throughput: requests over the time until the last is answered. Weighted turnaround: mean of (end - arrival) / (end - first start); it falls also when
 requests start early and are then kept waiting, so the mean turnaround stands beside it. The last line is JSON: ratios and changes are against the
@@ -57,15 +55,15 @@ from bench.sim.core.hardware import Gpu
 from bench.sim.core.host_kv import HostMemory
 from bench.sim.core.lane_fits import LaneFits
 from bench.sim.core.models import LLAMA_13B, LLAMA_30B, OPT_13B, OPT_30B, Model
-from bench.sim.core.node import BLOCK_TOKENS, OVERTURE, VLLM, VLLM_0_2, Node, Shape
+from bench.sim.core.node import BLOCK_TOKENS, VLLM_0_2, Node
 from bench.sim.core.requests import Arrival
-from bench.sim.core.steps import Chunk, StepCost
+from bench.sim.core.step_fits import fit
+from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Figure, Part, Workers, parser_for, report_parts, seeds_of
 from engine_bridge.policy.costs import KvShape, Link, StepTable, TablePrefill
 from engine_bridge.policy.preemption import POLICIES, Preemption, cheaper, last_in_first_out
 from engine_bridge.policy.registry import POLICIES as QUEUES
 from engine_bridge.policy.ways_back import FullCost, LossFacts, SwapOrRecompute
-from engine_bridge.predict.steps import REGRESSORS, StepFit, StepSample, fit_steps
 
 NUM_REQUESTS, QUICK_REQUESTS = 1000, 300
 DEVICE_BLOCKS, HOST_BLOCKS = 128, 64
@@ -74,9 +72,6 @@ OVER_TIME = 1.3
 MEAN_ANSWER_TOKENS = 58.0
 # Standard deviation of the logarithm of lengths: of the first messages of oasst's 100 English trees.
 SPREAD = 0.95
-# Of sampled steps: relative, log-normal. Chosen: a measured step repeats within a per cent or two.
-NOISE = 0.01
-NUM_SAMPLES = 2000
 PREEMPTIONS = POLICIES | {"cost": Preemption(last_in_first_out, cheaper)}
 
 MODELS = {"OPT-13B": OPT_13B, "OPT-30B": OPT_30B, "Llama-13B": LLAMA_13B, "Llama-32.5B": LLAMA_30B}
@@ -89,7 +84,7 @@ GROUPS = tuple(itertools.product(MODELS, DATASETS))
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One system. queue, preemption: names in the policies' tables. has_host: memory for KV. is_live: on the live engine's shape.
+    """One system. queue, preemption: names in the policies' tables. has_host: memory for KV.
 
     is_host_bound: has on the device no more blocks than host memory.
     """
@@ -97,7 +92,6 @@ class Arm:
     queue: str
     preemption: str
     has_host: bool = True
-    is_live: bool = False
     is_host_bound: bool = False
 
     @property
@@ -107,18 +101,8 @@ class Arm:
         found = PREEMPTIONS[self.preemption]
         order = found.order.__name__
         choice = found.choose.__name__
-        way = choice
-        if self.is_live and self.has_host:
-            way = "FullCost, with splits"
-        elif choice == "cheaper":
-            way = "cheaper by SwapOrRecompute(StepTable, Link)"
+        way = "cheaper by SwapOrRecompute(StepTable, Link)" if choice == "cheaper" else choice
         return f"{queue} + Preemption({order}, {way})" + ", device as host" * self.is_host_bound
-
-    @property
-    def shape(self) -> Shape:
-        if not self.is_live:
-            return VLLM_0_2
-        return OVERTURE if self.has_host else VLLM
 
 
 ARMS = {
@@ -128,13 +112,6 @@ ARMS = {
     "cost": Arm("fcfs", "cost"),
     "adaptive": Arm("fair", "cost_aware"),
     "ours": Arm("mlq", "cost_aware"),
-}
-LIVE_ARMS = {
-    "live vllm": Arm("fcfs", "vllm", has_host=False, is_live=True),
-    "live vllm, host": Arm("fcfs", "vllm", is_live=True),
-    "live fair": Arm("fair", "fair_recompute", is_live=True),
-    "live ours, no host": Arm("mlq", "fair_recompute", has_host=False, is_live=True),
-    "live ours": Arm("mlq", "fair_recompute", is_live=True),
 }
 
 
@@ -181,31 +158,6 @@ def drawn(mean: float, rng: random.Random) -> int:
 # -- costs -------------------------------------------------------------------------------------------------------------
 
 
-def samples(cost: StepCost, num: int, seed: int) -> list[StepSample]:
-    """Steps as a profile would measure them: prompts alone, decodes alone, and both; sizes drawn evenly on a logarithmic scale."""
-    rng = random.Random(f"samples {seed}")
-
-    def size(least: int, most: int) -> int:
-        return round(math.exp(rng.uniform(math.log(least), math.log(most))))
-
-    found = []
-    for at in range(num):
-        prefill = size(1, 2048) if at % 3 != 1 else 0
-        decodes = size(1, 256) if at % 3 else 0
-        context = decodes * size(16, 1024)
-        chunks = (Chunk(prefill, 0, 0, True),) if prefill else ()
-        seconds = cost.step_s(chunks, decodes, context) * rng.lognormvariate(0.0, NOISE)
-        found.append(StepSample(prefill, decodes, context, seconds))
-    return found
-
-
-@cache
-def fit(gpu: Gpu, model: Model, regressors: tuple[str, ...] = ("gradient_boosting",)) -> StepFit:
-    """D1. For the runs, one that comes out well in all comparisons (part `predictors` has all)."""
-    degrees = (1, 2, 3, 4, 5) if len(regressors) > 1 else (2,)
-    return fit_steps(samples(StepCost(gpu, model), NUM_SAMPLES, 0), regressors=regressors, degrees=degrees)
-
-
 @cache
 def table_of(gpu: Gpu, model: Model) -> StepTable:
     """Of steps; a link's speed has no part in them."""
@@ -232,7 +184,7 @@ def host_memory(gpu: Gpu, model: Model, num_blocks: int, chunk_tokens: int) -> H
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run. weighted: mean weighted turnaround. copy_error: mean relative error of what was predicted for a copy, None without copies."""
+    """Of one run. weighted: mean weighted turnaround."""
 
     per_s: float
     weighted: float
@@ -240,12 +192,11 @@ class Outcome:
     num_recomputed: int
     num_swapped: int
     stalled_share: float
-    copy_error: float | None
     counts: Mapping[str, int]
 
 
 def node_of(arm: Arm, setting: Setting, clock: Clock, seed: int) -> Node:
-    shape = replace(arm.shape, max_running=setting.max_running)
+    shape = replace(VLLM_0_2, max_running=setting.max_running)
     num_blocks = setting.host_blocks if arm.is_host_bound else DEVICE_BLOCKS
     num_tokens = num_blocks * BLOCK_TOKENS
     host = None
@@ -275,7 +226,7 @@ def run(arm: Arm, setting: Setting, seed: int) -> Outcome:
     node.check_invariants()
     if len(node.ended) != len(arrivals):
         raise RuntimeError(f"{len(arrivals) - len(node.ended)} requests were never served")
-    counts, errors = node.tally.counts, node.host_kv.errors if node.host_kv is not None else ()
+    counts = node.tally.counts
     num_swapped = counts["preempted_to_host"] + counts["restored by swap"] + counts["restored by split"]
     return Outcome(
         per_s=len(arrivals) / clock.now,
@@ -284,7 +235,6 @@ def run(arm: Arm, setting: Setting, seed: int) -> Outcome:
         num_recomputed=counts["preempted"] - num_swapped,
         num_swapped=num_swapped,
         stalled_share=node.tally.stalled_s / clock.now,
-        copy_error=statistics.fmean(map(abs, errors)) if errors else None,
         counts=dict(counts),
     )
 
@@ -539,80 +489,6 @@ def _turnarounds(
     }
 
 
-# The winner's error, random forest on degree 2 (tables 5 and 6); of copies, out and in together "below 4%" (§4.5).
-PAPER_STEP_ERROR = {"OPT-13B": 0.0176, "Llama-13B": 0.0130}
-PAPER_COPY_ERROR = {"Llama-13B": 0.04, "Llama-32.5B": 0.04}
-
-
-def predictors_part(bench: Bench, regressors: tuple[str, ...] = REGRESSORS) -> Part:
-    """Tables 5 and 6: eight regressors on degrees 1 to 5. Fig. 9: copies, in runs where several may share the link.
-
-    A step's formula with NOISE on it is what is fitted: so this says which regressors can follow such a formula, not how regular a machine is.
-    A copy alone takes what the link's speed says, by construction: the error is what sharing adds.
-    """
-    figures: list[Figure] = []
-    result: dict[str, Any] = {"steps": {}, "copies": {}}
-    names = list(PAPER_STEP_ERROR)
-    fits = bench.workers.map(
-        fit, [A800] * len(names), [MODELS[name] for name in names], [regressors] * len(names)
-    )
-    for name, found in zip(names, fits, strict=True):
-        best = min(found.candidates, key=lambda c: c.error)
-        made_by = f"fit_steps, {best.regressor} on degree {best.degree}; {NUM_SAMPLES} steps of the formula, {NOISE:.0%} noise"
-        error = Figure(f"step time's error, {name}", (best.error,), PAPER_STEP_ERROR[name], True, made_by)
-        made_by = (
-            f"StepTable of {found.winner.regressor} on degree {found.winner.degree}, as the runs would use"
-        )
-        table = Figure(f"step table's error, {name}", (found.winner.table_error,), None, True, made_by)
-        figures += [error, table]
-        result["steps"][name] = {
-            f"{c.regressor} {c.degree}": [round(c.error, 4), round(c.table_error, 4)]
-            for c in found.candidates
-        }
-    for name, paper in PAPER_COPY_ERROR.items():
-        setting = bench.setting((name, "alpaca"))
-        bench.run([ARMS["adaptive"]], [setting])
-        values = tuple(outcome.copy_error or 0.0 for outcome in bench.of(ARMS["adaptive"], setting))
-        what = f"copy time's error in runs, {name}"
-        figures.append(Figure(what, values, paper, True, f"costs.Link; {setting.trace}"))
-        result["copies"][name] = round(figures[-1].median, 4)
-    return figures, result
-
-
-def live_part(bench: Bench) -> Part:
-    """The live engine's shape: the same requests, with KV written through and prompts beside decodes."""
-    groups = [group for group in bench.groups if group[0] == bench.groups[0][0]]
-    settings = {group: bench.setting(group) for group in groups}
-    bench.run([ARMS["vllm"], *LIVE_ARMS.values()], settings.values())
-    base = LIVE_ARMS["live vllm"]
-    figures = [
-        throughput_figure(
-            bench, f"throughput, live vllm against vllm, {'-'.join(g)}", base, ARMS["vllm"], s, None
-        )
-        for g, s in settings.items()
-    ]
-    result: dict[str, Any] = {"live vllm against vllm": middle(figures)}
-    for name, arm in list(LIVE_ARMS.items())[1:]:
-        for group, setting in settings.items():
-            where = f"{name} against live vllm, {'-'.join(group)}"
-            speed = throughput_figure(bench, f"throughput, {where}", arm, base, setting, None)
-            weighted = change_figure(
-                bench, f"weighted turnaround, {where}", arm, base, setting, lambda o: o.weighted, None
-            )
-            mean = change_figure(
-                bench, f"mean turnaround, {where}", arm, base, setting, lambda o: o.turnaround_s, None
-            )
-            figures += [speed, weighted, mean]
-            counts = bench.of(arm, setting)[0].counts
-            result.setdefault(name, {})["-".join(group)] = {
-                "throughput": round(speed.median, 4),
-                "weighted_turnaround_change": round(weighted.median, 4),
-                "mean_turnaround_change": round(mean.median, 4),
-                "first_seed_restored": {k: n for k, n in counts.items() if k.startswith("restored")},
-            }
-    return figures, result
-
-
 LINKS_GB_PER_S = (0.8, 1.6, 3.1, 6.3, 12.5, 25.13, 50.0)
 HOST_SIZES = (0, 8, 16, 32, 64, 128, 256)
 PROMPTS = (17.02, 68.0, 136.0, 340.48, 500.0)
@@ -683,8 +559,6 @@ def _predicted(setting: Setting) -> dict[str, float]:
 PARTS: dict[str, Callable[[Bench], Part]] = {
     "main": main_part,
     "turnaround": turnaround_part,
-    "predictors": predictors_part,
-    "live": live_part,
     "limits": limits_part,
 }
 

@@ -23,8 +23,6 @@ Parts
   router      Fig. 19. 60 nodes as `cached`, 40,000 adapters as Azure's functions are asked for, 340 requests/s. Ranks 8, 16, 32 and 64, as many of
               each: S-LoRA's, the paper does not give its own. SLO: 1.5 times the time per token of one request alone without an adapter, which is
               what a merged model (HF-PEFT) takes. Performance models are fitted to 400 random batches of up to 32.
-  testbed     Fig. 20. 8 nodes, 60 requests/s, BGMV.
-  residency   Ours: the 60 nodes load adapters on demand, or with the host's help, and `overture` knows where they are. Against RankAware.
 
 Lengths: Alpaca's, drawn about its published means (core/traffic.py): the data is not beside the project. Answers are not foretold: routers reckon
 with the mean. Time per token is (end - first token) / (tokens - 1); of answers of one token there is none. The last line is JSON: changes are
@@ -495,44 +493,10 @@ def _summary(means: Sequence[ClusterMeans]) -> dict[str, list[float]]:
     return {name: [round(getattr(mean, name), 4) for mean in means] for name in names}
 
 
-def testbed_part(bench: Bench) -> Part:
-    """Fig. 20: 1,200 requests."""
-    site = Site(num_nodes=8, per_s=60.0, span_s=20.0, warm_up_s=0.0)
-    means = bench.cluster_means([site], ROUTED)
-    own = {policy: means[site, policy] for policy in ROUTED}
-    figures = _attainments(own, site, "bgmv", 0.80)
-    result = {policy: _summary(found) for policy, found in own.items()}
-    return figures, result
-
-
-def residency_part(bench: Bench) -> Part:
-    """Overture against Algorithm 1 where adapters are not everywhere."""
-    policies = ("rank_aware", "overture", "load_balance")
-    base = Site(span_s=bench.cluster_span_s)
-    sites = {
-        "on_demand": replace(base, server=Server(gpu=A10_ON_DEMAND)),
-        "cpu_assist": replace(base, server=Server(gpu=A10_ON_DEMAND, assistant=assistant_for(64))),
-    }
-    means = bench.cluster_means(list(sites.values()), policies)
-    figures: list[Figure] = []
-    result: dict[str, Any] = {}
-    for name, site in sites.items():
-        for metric, what in METRICS.items():
-            values = changes(means[site, "overture"], means[site, "rank_aware"], f"{metric}_s")
-            made_by = ClusterPoint("overture", site, 0).made_by
-            figures.append(
-                Figure(f"{what}, {name}, overture against rank_aware", values, None, True, made_by)
-            )
-        result[name] = {policy: _summary(means[site, policy]) for policy in policies}
-    return figures, result
-
-
 PARTS: dict[str, Callable[[Bench], Part]] = {
     "cold": cold_part,
     "production": production_part,
     "router": router_part,
-    "testbed": testbed_part,
-    "residency": residency_part,
 }
 QUICK = ("cold", "router")
 

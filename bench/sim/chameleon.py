@@ -451,6 +451,9 @@ def _by_rank(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> dict[str, fl
     return {str(rank): round(statistics.median(values), 4) for rank, values in found.items()}
 
 
+QUANTILES = (("ttft_p50_s", "P50"), ("ttft_p99_s", "P99"), ("ttft_p99_long_s", "P99 of long"))
+
+
 def sched_part(
     bench: Bench, setting: Setting, unit_per_s: float, loads: Sequence[int]
 ) -> tuple[list[Figure], dict[str, Any]]:
@@ -473,11 +476,7 @@ def sched_part(
         bench.run([BASE, *arms.values()], setting, [load], unit_per_s)
         base = bench.of(BASE, setting, load)
         for name, arm in arms.items():
-            for key, what in (
-                ("ttft_p50_s", "P50"),
-                ("ttft_p99_s", "P99"),
-                ("ttft_p99_long_s", "P99 of long"),
-            ):
+            for key, what in QUANTILES:
                 values = changes(bench.of(arm, setting, load), base, key)
                 figures.append(Figure(f"{what} TTFT at {load}, {name}", values, None, True, arm.made_by))
                 result.setdefault(f"at_{load}", {}).setdefault(name, {})[f"{key[:-2]}_change"] = round(
@@ -512,16 +511,8 @@ def scale_part(bench: Bench, setting: Setting) -> tuple[list[Figure], dict[str, 
         base = bench.knees(BASE, own, about)
         full = bench.knees(FULL, own, statistics.median(base))
         ratios = tuple(a / b for a, b in zip(full, base, strict=True))
-        figures.append(
-            Figure(
-                f"load within SLO, A100, {name}, {num_adapters} adapters",
-                ratios,
-                paper,
-                False,
-                FULL.made_by,
-                "ratio",
-            )
-        )
+        what = f"load within SLO, A100, {name}, {num_adapters} adapters"
+        figures.append(Figure(what, ratios, paper, False, FULL.made_by, "ratio"))
         result[name] = {"ratio": round(figures[-1].median, 4), "base_per_s": [round(b, 3) for b in base]}
     return figures, result
 

@@ -20,8 +20,6 @@ TOO_LONG = {
     "class engine_bridge/driver/engine_client.py BridgeEngineClient",
     "class engine_bridge/local_node.py LocalNode",
     "class bench/sim/core/node.py Node",
-    "file bench/sim/adaptivellm.py",
-    "file bench/sim/chameleon.py",
     "file bench/sim/core/node.py",
     "file engine_bridge/local_node.py",
     "function bench/sim/core/node.py __init__",

@@ -298,7 +298,7 @@ class TieredNode(Engine):
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        from engine_bridge.driver.engine_client import NOBODY
+        from engine_bridge.request_context import NOBODY
 
         client = self._node._client
         unique_id, core_request = client.submit(
@@ -306,7 +306,7 @@ class TieredNode(Engine):
             SamplingParams(max_tokens=1),
             "keys",
             None,
-            caller=NOBODY,
+            context=NOBODY,
             lora_request=None,
         )
         client.forget(unique_id, abort=False)

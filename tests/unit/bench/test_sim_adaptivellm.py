@@ -11,24 +11,22 @@ import pytest
 from bench.sim import adaptivellm
 from bench.sim.adaptivellm import (
     ARMS,
-    LIVE_ARMS,
     MAX_ANSWER_TOKENS,
     Bench,
     Setting,
     Thousands,
-    fit,
     node_of,
     over_time_settings,
     pays_from,
     ratios,
     run,
-    samples,
     throughput_figure,
 )
 from bench.sim.core.calibration import A800, A800_CONTEXT_TOKENS, A800_TOKENS_PER_S
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.models import MISTRAL_7B, OPT_13B, OPT_30B
+from bench.sim.core.step_fits import fit, samples
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Workers
 from engine_bridge.policy.baselines import Fair, Fcfs
@@ -48,7 +46,7 @@ def linked(gb_per_s: float) -> Gpu:
 
 
 def test_arms_are_the_live_engines_policies() -> None:
-    nodes = {name: node_of(arm, FEW, Clock(), 1) for name, arm in (ARMS | LIVE_ARMS).items()}
+    nodes = {name: node_of(arm, FEW, Clock(), 1) for name, arm in ARMS.items()}
     assert {name: type(nodes[name].policy) for name in ARMS} == {
         "vllm": Fcfs,
         "swap": Fcfs,
@@ -57,18 +55,14 @@ def test_arms_are_the_live_engines_policies() -> None:
         "adaptive": Fair,
         "ours": Mlq,
     }
-    assert nodes["vllm"].host_kv is None and nodes["live vllm"].host_kv is None
+    assert nodes["vllm"].host_kv is None
     assert nodes["adaptive"]._preemption is POLICIES["cost_aware"]
     assert nodes["swap"]._preemption is POLICIES["vllm_swap"]
     memory = nodes["adaptive"].host_kv._memory  # type: ignore[union-attr]
     assert type(memory.costs) is SwapOrRecompute and type(memory.restore) is FullCost
-    # The paper's arms copy out; ours on the live engine's shape writes through.
-    assert [nodes[name].shape.writes_through for name in ("adaptive", "ours", "live ours")] == [
-        False,
-        False,
-        True,
-    ]
-    assert nodes["adaptive"].shape.swaps_block and not nodes["live ours"].shape.swaps_block
+    # They copy out, block by block.
+    assert not any(node.shape.writes_through for node in nodes.values())
+    assert nodes["adaptive"].shape.swaps_block
 
 
 def test_memory_is_the_papers() -> None:
@@ -120,7 +114,7 @@ def test_lengths_have_the_published_mean_and_answers_keep_to_the_bound() -> None
 
 def test_all_arms_serve_all_requests_in_all_readings() -> None:
     settings = (FEW, LONG, replace(FEW, per_s=15.0, is_answer_drawn=True), replace(FEW, max_running=8))
-    for name, arm in (ARMS | LIVE_ARMS).items():
+    for name, arm in ARMS.items():
         for setting in settings:
             outcome = run(arm, setting, 1)
             assert outcome.per_s > 0 and outcome.weighted >= 1, name
