@@ -64,7 +64,7 @@ class AdapterSlots:
         slot = self._table.leave_slot(version)
         self._counts["evicted:slot"] += 1
         if version.requests:
-            self._wanted.want(version.id)
+            self._wanted.want(version)
         if version.host_bytes is not None and not version.is_removed:
             self._left.append(version.id)
         return LeaveSlot(version.id, slot, is_emptied)

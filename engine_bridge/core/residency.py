@@ -86,7 +86,7 @@ class AdapterPlaces:
         """Bring it to host memory for a request that may come. It displaces none that a waiting request needs."""
         version = self.table.get(adapter_id)
         if version is not None and version.host_bytes is None and not version.is_loading:
-            self.wanted.guess(adapter_id)
+            self.wanted.guess(version)
 
     def is_far(self, adapter_id: int) -> bool:
         """Is it on disk alone, and not on its way from there? From any thread, as a hint."""
@@ -108,7 +108,7 @@ class AdapterPlaces:
         version.requests[request_id] = version.last_used_s = now
         self.worth.touched(version, now)
         if not version.is_filled:
-            self.wanted.want(adapter_id)
+            self.wanted.want(version)
 
     def released(self, request_id: str, adapter_id: int, now: float) -> list[Move]:
         """It has ended, or never was in the engine."""
@@ -131,7 +131,7 @@ class AdapterPlaces:
         """What adapters of further requests may take of the steps to come; None: no bound. One that is too large for all of it runs alone."""
         if self.rules.step_room is None or not running:
             return None
-        return self.rules.step_room - sum(self.room_of(adapter_id) for adapter_id in running)
+        return self.rules.step_room - sum([self.table[adapter_id].room for adapter_id in running])
 
     def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
         """For one more request of this adapter."""
@@ -201,7 +201,7 @@ class AdapterPlaces:
         """It is in host memory."""
         version = self.table[adapter_id]
         self.table.end_load(version, host_bytes)
-        self.wanted.something_moved()
+        self.wanted.arrived(adapter_id)
         self.counts[f"loads:{source}"] += 1
         self.counts[f"load_bytes:{source}"] += host_bytes
         rate = self.worth.disk_rate if source == "disk" else self.worth.copy_rate
@@ -278,14 +278,14 @@ class AdapterPlaces:
             return []
         self.table.leave_host(version)
         if version.requests:
-            self.wanted.want(version.id)
+            self.wanted.want(version)
+        else:
+            self.wanted.left_host(version)
         return [DropHost(version.id)]
 
     def _has_idle_memory(self, num_bytes: int) -> bool:
         """Does it fit beside what is there and what is on its way, with half of the memory left?"""
-        wanted = (self.table[adapter_id] for adapter_id in self.wanted.ids)
-        on_its_way = sum(version.num_bytes for version in wanted if version.host_bytes is None)
-        return 2 * (self.table.host_bytes + on_its_way + num_bytes) <= self.rules.host_bytes
+        return 2 * (self.table.host_bytes + self.wanted.num_bytes + num_bytes) <= self.rules.host_bytes
 
     def _has_device_source(self, version: Version) -> bool:
         return self.rules.fills_from_copies and version.copy == "whole"

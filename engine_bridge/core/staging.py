@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from engine_bridge.core.adapter_table import Version
 from engine_bridge.policy.arrivals import Arrivals
 
 # What may be read ahead of its request, as a share of host memory and beside it, and how long it is kept for one that does not come. Chosen.
@@ -18,21 +19,41 @@ class Wanted:
     """Adapters that are to be staged: those of requests before guesses, both in the order in which they were first wanted."""
 
     def __init__(self) -> None:
+        self.num_bytes = 0
+        """Of those that are not in host memory."""
         self._is_guess: dict[int, bool] = {}
+        self._bytes: dict[int, int] = {}
         self._is_stuck = False
 
-    def want(self, adapter_id: int) -> None:
+    def want(self, version: Version) -> None:
         """A request waits for it."""
-        self._is_guess[adapter_id] = False
+        self._is_guess[version.id] = False
+        self._note(version)
+
+    def guess(self, version: Version) -> None:
+        """A request for it may come."""
+        self._is_guess.setdefault(version.id, True)
+        self._note(version)
+
+    def arrived(self, adapter_id: int) -> None:
+        """In host memory."""
+        self.num_bytes -= self._bytes.pop(adapter_id, 0)
         self._is_stuck = False
 
-    def guess(self, adapter_id: int) -> None:
-        """A request for it may come."""
-        self._is_guess.setdefault(adapter_id, True)
-        self._is_stuck = False
+    def left_host(self, version: Version) -> None:
+        """It made room, perhaps before anybody saw that it had arrived."""
+        if version.id in self._is_guess:
+            self._note(version)
 
     def drop(self, adapter_id: int) -> None:
         self._is_guess.pop(adapter_id, None)
+        self.num_bytes -= self._bytes.pop(adapter_id, 0)
+
+    def _note(self, version: Version) -> None:
+        self._is_stuck = False
+        if version.host_bytes is None and version.id not in self._bytes:
+            self._bytes[version.id] = version.num_bytes
+            self.num_bytes += version.num_bytes
 
     def something_moved(self) -> None:
         """Those that could not be staged perhaps can be now."""

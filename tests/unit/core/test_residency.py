@@ -333,7 +333,7 @@ def test_new_adapters_are_loaded_while_half_of_the_memory_lies_idle_and_pinned_o
     places = AdapterPlaces(Rules(host_bytes=4 * SIZE, num_slots=1), Worth("lru"))
     for adapter_id in (1, 2, 3):
         places.add(adapter_id, SIZE, room=1, is_pinned=False, now=0.0)
-    assert places.wanted.ids == [1, 2]
+    assert (places.wanted.ids, places.wanted.num_bytes) == ([1, 2], 2 * SIZE)
     places.add(3, SIZE, room=1, is_pinned=True, now=0.0)
     assert places.wanted.ids == [1, 2, 3]
 
@@ -579,6 +579,8 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.places.table.check(HOST_BYTES)
+        wanted = (self.places.table[adapter_id] for adapter_id in self.places.wanted.ids)
+        assert self.places.wanted.num_bytes == sum(v.num_bytes for v in wanted if v.host_bytes is None)
 
     @invariant()
     def the_core_knows_what_was_carried_out(self) -> None:
