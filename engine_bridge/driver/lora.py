@@ -25,7 +25,7 @@ those of the same request alone. Measured with torch 2.13 on an AVX-512 Xeon wit
   dimension of 768 (1 and 2 threads). One row alone goes to a GEMV with another order of summation; on an AMD EPYC with AVX-512
   MKL takes another kernel below four rows; with two threads it also deals rows out in fours, so that of 5 to 7 and of 9 to 11 rows the
   last one to three come out of that other kernel (4 to 48 rows tried). So those counts are filled up with repetitions
-  (`filled`, `plan_rows`). From inner dimensions of 896 on, MKL on an Intel Xeon cuts the sums of many rows in two; `shrink` keeps it from
+  (`filled`, `lora_rows.plan_rows`). From inner dimensions of 896 on, MKL on an Intel Xeon cuts the sums of many rows in two; `shrink` keeps it from
   that where one thread computes. On several, MKL splits them over the threads, depending on the row count; then the last
   fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
   threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces takes 27 and is not exact;
@@ -40,10 +40,7 @@ vLLM's own bf16 GEMMs for the base weights do change with the row count (0.04 to
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,109 +49,13 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 
-from engine_bridge.driver.gemm import filled, shrink
+from engine_bridge.driver.lora_rows import NO_ADAPTER, RowBlock, plan_rows
+from engine_bridge.driver.lora_weights import Pending, SlotWeights, pack_slot
 from engine_bridge.errors import SeamMoved
 
-NO_ADAPTER = -1
-
-# Runs of one adapter shorter than this are sorted together with their neighbours; longer ones are computed where they lie.
-# Measured at hidden 1024: sorting costs about 1.3 µs a row and layer, one group more about 40 µs.
-LONG_RUN_ROWS = 32
-
-# Up to this size the B matrices of a fused layer (q, k, v) become one block-diagonal matrix and one GEMM: the zeros cost less
-# than two launches. Measured, 2048 columns: rank 16 (384 KiB) 15 µs against 44, rank 32 (768 KiB) 67 against 54.
-BLOCK_DIAGONAL_BYTES = 512 * 1024
 # Up to so many rows one core computes an adapter's GEMMs: waking the others takes longer than they save. Measured on two cores, 768 columns,
 # ranks 16, 64 and 128: 4 rows 14, 52 and 144 µs against 46, 84 and 217; 16 rows 26, 96 and 304 against 57, 151 and 393. The bits are the same.
 ONE_THREAD_ROWS = 16
-
-
-# --- rows: which adapter computes which rows of the step (pure) ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RowBlock:
-    """Neighbouring rows `start:stop` of a step and how to cut them into groups of one adapter each.
-
-    `slots[i]` owns the next `sizes[i]` rows; NO_ADAPTER rows are left as they are. With `order` the rows are first sorted:
-    row `j` of the sorted block is row `order[j]` of the block, and `inverse` leads back.
-    """
-
-    start: int
-    stop: int
-    slots: tuple[int, ...]
-    sizes: tuple[int, ...]
-    order: torch.Tensor | None = None
-    inverse: torch.Tensor | None = None
-
-    def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the block's rows in group order, in fp32. Unsorted fp32 input comes back as a view, not a copy."""
-        part = rows[self.start : self.stop]
-        return (part if self.order is None else part.index_select(0, self.order)).float()
-
-    def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the rows that `read` returned back to where they came from, rounded to the type of `rows`."""
-        part = rows[self.start : self.stop]
-        if self.inverse is None:
-            part.copy_(values)
-        else:
-            torch.index_select(values.to(rows.dtype), 0, self.inverse, out=part)
-
-
-def plan_rows(slots: Sequence[int]) -> tuple[RowBlock, ...]:
-    """Decide how the rows of a step are grouped.
-
-    `slots[i]` is the adapter slot of row `i`, or NO_ADAPTER. Long runs (prefills) stay in place; the short ones between them
-    (decodes) are sorted by adapter so that each adapter needs one GEMM. Rows outside every block need no work.
-    """
-    blocks: list[RowBlock] = []
-    stretch: list[tuple[int, int, int]] = []
-    start = 0
-    for slot, run in groupby(slots):
-        stop = start + sum(1 for _ in run)
-        if stop - start < LONG_RUN_ROWS:
-            stretch.append((slot, start, stop))
-        else:
-            blocks += _plan_stretch(stretch)
-            stretch = []
-            if slot != NO_ADAPTER:
-                blocks.append(RowBlock(start, stop, (slot,), (stop - start,)))
-        start = stop
-    return tuple(blocks + _plan_stretch(stretch))
-
-
-def _plan_stretch(runs: list[tuple[int, int, int]]) -> list[RowBlock]:
-    """Turn neighbouring short runs `(slot, start, stop)` into at most one block."""
-    with_adapter = [i for i, run in enumerate(runs) if run[0] != NO_ADAPTER]
-    if not with_adapter:
-        return []
-    runs = runs[with_adapter[0] : with_adapter[-1] + 1]
-    used = [slot for slot, _, _ in runs if slot != NO_ADAPTER]
-    sizes = [stop - start for slot, start, stop in runs if slot != NO_ADAPTER]
-    if len(set(used)) == len(used) and all(filled(size) == size for size in sizes):
-        return [
-            RowBlock(
-                runs[0][1],
-                runs[-1][2],
-                *zip(*((slot, stop - start) for slot, start, stop in runs), strict=True),
-            )
-        ]
-    return [_sorted_block(runs)]
-
-
-def _sorted_block(runs: list[tuple[int, int, int]]) -> RowBlock:
-    """Gather the rows of each adapter; where they are few the last one is listed again (`filled`)."""
-    first = runs[0][1]
-    rows_of: dict[int, list[int]] = {}
-    for slot, start, stop in runs:
-        rows_of.setdefault(slot, []).extend(range(start - first, stop - first))
-    for slot, rows in rows_of.items():
-        if slot != NO_ADAPTER:
-            rows_of[slot] = rows + rows[-1:] * (filled(len(rows)) - len(rows))
-    order = [row for rows in rows_of.values() for row in rows]
-    inverse = [order.index(row) for row in range(runs[-1][2] - first)]
-    sizes = tuple(len(rows) for rows in rows_of.values())
-    return RowBlock(first, runs[-1][2], tuple(rows_of), sizes, torch.tensor(order), torch.tensor(inverse))
 
 
 class _OneThread:
@@ -173,164 +74,6 @@ _ONE_THREAD, _ALL_THREADS = _OneThread(), contextlib.nullcontext()
 
 def _threads_for(num_rows: int) -> contextlib.AbstractContextManager[None]:
     return _ONE_THREAD if num_rows <= ONE_THREAD_ROWS else _ALL_THREADS
-
-
-# --- weights: one adapter in one layer, laid out for the GEMMs ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Expand:
-    """`y[:, left:right] += h[:, low:high] @ b`, with `b` fp32 `[high - low, right - left]`."""
-
-    low: int
-    high: int
-    left: int
-    right: int
-    b: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class SlotWeights:
-    """One adapter's weights in one layer at their true rank: fp32, row-major, so that no GEMM copies or transposes.
-
-    `a` is `[in, sum of the slices' ranks]`: one GEMM shrinks for q, k and v together. None for embeddings, where vLLM looks A
-    up itself. `storage` holds all of it and is used again by the slot's next adapter if that is not much smaller, because fresh pages cost more than
-    the copy.
-    """
-
-    a: torch.Tensor | None
-    expands: tuple[Expand, ...]
-    storage: torch.Tensor
-
-    def add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
-        """Add the adapter's delta for fp32 rows `x` to fp32 rows `y`. Embeddings pass A's rows, padded to the maximum rank."""
-        h = x if self.a is None else shrink(x, self.a, torch.get_num_threads())
-        if scale != 1.0:
-            h = h * scale
-        for part in self.expands:
-            y_part = y if part.left == 0 and part.right == y.size(1) else y[:, part.left : part.right]
-            h_part = h if part.low == 0 and part.high == h.size(1) else h[:, part.low : part.high]
-            y_part.addmm_(h_part, part.b)
-
-
-# Adds a layer's delta for fp32 rows x, scaled, to fp32 rows y: (y, x, scale). False: it did not.
-Compute = Callable[[torch.Tensor, torch.Tensor, float], bool]
-
-
-class Pending:
-    """Weights of one layer that are not laid out yet: whoever needs them first does it.
-
-    Args:
-        packs: of the layer, by slot; `pack`'s result takes this object's place there.
-        lock: of the slot, so that two threads never work in its memory.
-        compute: what adds the delta until then, in place of laying it out now.
-    """
-
-    __slots__ = ("_compute", "_lock", "_pack", "_packs", "_slot")
-
-    def __init__(
-        self,
-        packs: list[Any],
-        slot: int,
-        pack: Callable[[], SlotWeights | None],
-        lock: threading.Lock,
-        compute: Compute | None = None,
-    ) -> None:
-        self._compute = compute
-        self._packs = packs
-        self._slot = slot
-        self._pack = pack
-        self._lock = lock
-
-    @property
-    def is_waiting(self) -> bool:
-        return self._packs[self._slot] is self
-
-    def add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
-        """As `SlotWeights.add_to`."""
-        if self._compute is not None and self.is_waiting and self._compute(y, x, scale):
-            return
-        weights = self.take()
-        if weights is not None:
-            weights.add_to(y, x, scale)
-
-    def take(self) -> SlotWeights | None:
-        """The weights, laid out now if nobody has. What lies in the slot by then, if it has another adapter."""
-        with self._lock:
-            if self.is_waiting:
-                self._packs[self._slot] = self._pack()
-            weights = self._packs[self._slot]
-        return weights.take() if isinstance(weights, Pending) else weights
-
-
-# Slots are filled inside steps (inference mode) and by add_lora (outside it): a tensor made inside may be rewritten only inside.
-@torch.inference_mode()
-def pack_slot(
-    a_slices: Sequence[torch.Tensor] | None,
-    b_slices: Sequence[torch.Tensor],
-    ranks: Sequence[int],
-    storage: torch.Tensor | None = None,
-) -> SlotWeights | None:
-    """Lay out one adapter's weights in one layer.
-
-    Args:
-        a_slices: per slice `[max rank, in]`; None for an embedding, which needs only B.
-        b_slices: per slice `[out, max rank]`, in the order of the layer's output columns.
-        ranks: true rank per slice; 0 where the adapter does not touch the slice.
-        storage: fp32 memory to use if its size suits; whatever lay there is overwritten.
-
-    Returns None if the adapter does not touch the layer.
-    """
-    total = sum(ranks)
-    if total == 0:
-        return None
-    width = sum(b.size(0) for b in b_slices)
-    is_one_matrix = len(ranks) == 1 or 4 * total * width <= BLOCK_DIAGONAL_BYTES
-    num_in = a_slices[0].size(1) if a_slices is not None else 0
-    num_b = (
-        total * width if is_one_matrix else sum(r * b.size(0) for r, b in zip(ranks, b_slices, strict=True))
-    )
-    num_all = total * num_in + num_b
-    # Twice as much as is needed would be kept for nothing.
-    if storage is None or not num_all <= storage.numel() <= 2 * num_all:
-        storage = torch.empty(num_all, dtype=torch.float32)
-    a = None
-    if a_slices is not None:
-        a = storage[: total * num_in].view(num_in, total)
-        _fill_a(a, a_slices, ranks)
-    expands = _fill_b(storage[total * num_in : total * num_in + num_b], b_slices, ranks, is_one_matrix)
-    return SlotWeights(a, expands, storage)
-
-
-def _fill_a(a: torch.Tensor, a_slices: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
-    low = 0
-    for part, rank in zip(a_slices, ranks, strict=True):
-        a[:, low : low + rank].copy_(part[:rank].t())
-        low += rank
-
-
-def _fill_b(
-    memory: torch.Tensor, b_slices: Sequence[torch.Tensor], ranks: Sequence[int], is_one_matrix: bool
-) -> tuple[Expand, ...]:
-    """Write the B matrices: one block-diagonal matrix, or one after the other."""
-    total, width = sum(ranks), sum(b.size(0) for b in b_slices)
-    whole = memory.view(total, width).zero_() if is_one_matrix else None
-    expands: list[Expand] = []
-    low = left = used = 0
-    for part, rank in zip(b_slices, ranks, strict=True):
-        high, right = low + rank, left + part.size(0)
-        if rank:
-            size = rank * part.size(0)
-            b = (
-                whole[low:high, left:right]
-                if whole is not None
-                else memory[used : used + size].view(rank, -1)
-            )
-            b.copy_(part[:, :rank].t())
-            expands.append(Expand(low, high, left, right, b))
-            used += size
-        low, left = high, right
-    return (Expand(0, total, 0, width, whole),) if whole is not None else tuple(expands)
 
 
 # --- the wrapper and its handshake with the layers ---------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from engine_bridge.driver.adapters.slots import lay_out
 from engine_bridge.driver.adapters.weights import AdapterWeights
-from engine_bridge.driver.lora import Compute
+from engine_bridge.driver.lora_weights import Compute
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
-from engine_bridge.driver.lora import Compute, Pending, SegmentPunicaWrapper, SlotWeights, pack_slot
+from engine_bridge.driver.lora import SegmentPunicaWrapper
+from engine_bridge.driver.lora_weights import Compute, Pending, SlotWeights, pack_slot
 from engine_bridge.errors import SeamMoved
 
 # On a CPU, slots beyond the adapters that one step may use: where the next ones are laid out while all others run. Chosen.

@@ -27,7 +27,8 @@ from engine_bridge.driver.assist.layout import RING_JOBS  # noqa: E402
 from engine_bridge.driver.assist.pool import AssistPool  # noqa: E402
 from engine_bridge.driver.assist.shares import Shape, num_workers_for, rows_per_core, split_rows  # noqa: E402
 from engine_bridge.driver.gemm import MIN_ROWS  # noqa: E402
-from engine_bridge.driver.lora import SlotWeights, pack_slot, plan_rows  # noqa: E402
+from engine_bridge.driver.lora_rows import plan_rows  # noqa: E402
+from engine_bridge.driver.lora_weights import SlotWeights, pack_slot  # noqa: E402
 
 from .equal_bits import assert_same  # noqa: E402
 

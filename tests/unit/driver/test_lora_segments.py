@@ -11,16 +11,11 @@ pytest.importorskip("vllm")
 from hypothesis import given  # noqa: E402  (after the skips)
 from hypothesis import strategies as st  # noqa: E402
 
-from engine_bridge.driver import lora  # noqa: E402
+from engine_bridge.driver import lora_weights  # noqa: E402
 from engine_bridge.driver.gemm import MIN_ROWS, filled  # noqa: E402
-from engine_bridge.driver.lora import (  # noqa: E402
-    LONG_RUN_ROWS,
-    NO_ADAPTER,
-    RowBlock,
-    SegmentPunicaWrapper,
-    pack_slot,
-    plan_rows,
-)
+from engine_bridge.driver.lora import SegmentPunicaWrapper  # noqa: E402
+from engine_bridge.driver.lora_rows import LONG_RUN_ROWS, NO_ADAPTER, RowBlock, plan_rows  # noqa: E402
+from engine_bridge.driver.lora_weights import pack_slot  # noqa: E402
 from engine_bridge.errors import SeamMoved  # noqa: E402
 
 from .equal_bits import needs_equal_bits  # noqa: E402
@@ -160,7 +155,7 @@ def add(wrapper, layer, y, x):
 
 @pytest.mark.parametrize("block_diagonal_bytes", [0, 1 << 20])
 def test_every_row_gets_its_own_adapter_at_its_true_rank(monkeypatch, block_diagonal_bytes):
-    monkeypatch.setattr(lora, "BLOCK_DIAGONAL_BYTES", block_diagonal_bytes)
+    monkeypatch.setattr(lora_weights, "BLOCK_DIAGONAL_BYTES", block_diagonal_bytes)
     torch.manual_seed(0)
     layer = fake_layer(OUTS)
     wrapper = wrapper_for(layer)
