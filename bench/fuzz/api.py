@@ -46,7 +46,6 @@ ROOT = Path(__file__).resolve().parents[2]
 KEY = "ov-key-of-the-fuzzed-server-only"
 # Small, so that an answer without max_tokens ends soon; the longest body is what the raw cases need.
 LIMITS = "--max-model-len 96 --kv-cache-gib 0.25 --kv-host-gib 0.25 --kv-disk-gib 0 --max-num-seqs 16 --allow-adapter-loading".split()
-READY_WITHIN_S = 240.0
 # A round that takes longer has gone wrong. Measured: 125 s for the first on two busy cores.
 ROUND_WITHIN_S = 420.0
 FIRST_EXAMPLES, RESPONSES_EXAMPLES, MORE_EXAMPLES = 30, 300, 150

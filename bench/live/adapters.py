@@ -49,7 +49,7 @@ from bench.live.models import ModelShape, model_folder
 from bench.live.peers.adapters import AdapterSettings, Ask, forget_files
 from bench.live.peers.client import Worker
 from bench.live.peers.play import text
-from bench.live.report import report, spread
+from bench.live.report import Progress, report, spread
 from bench.measures import quantile
 
 STEP_ADAPTERS, SPARE_SLOTS = 8, 2
@@ -63,7 +63,6 @@ OVERHEAD_RANKS = (8, 8, 16, 16, 32, 32, 64, 128)
 OVERHEAD_PROMPT_TOKENS = 16
 
 POLICIES = ("lru", "equal_weights", "chameleon", "expected_gain", "peer")
-DEFAULT_POLICY = "expected_gain"
 LENGTH_SCALE = 16
 FORGET_EVERY_S = 0.25
 AIMS = {
@@ -273,10 +272,11 @@ class PolicyResult:
 # -- the bench ---------------------------------------------------------------------------------------------------------
 
 
-class Bench:
+class Bench(Progress):
     """One run over live workers."""
 
     def __init__(self, plan: Plan, adapters: Adapters, workers: dict[str, Worker]) -> None:
+        super().__init__()
         self.plan = plan
         self.adapters = adapters
         self.workers = workers
@@ -285,14 +285,6 @@ class Bench:
         self.cold_answers: dict[int, set[tuple[int, ...]]] = defaultdict(set)
         self.policies = {name: PolicyResult() for name in POLICIES}
         self.rates: dict[tuple[str, bool], list[float]] = defaultdict(list)
-        self._started_s = time.perf_counter()
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self._started_s
-
-    def say(self, phase: str) -> None:
-        print(f"[{self.elapsed_s:.0f} s] {phase} …", flush=True)
 
     def play(self, kind: str, asks: Sequence[Ask], **options: Any) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = self.workers[kind].call(
@@ -472,7 +464,7 @@ def run(plan: Plan, is_quick: bool) -> None:
         described = {kind: worker.wait_ready() for kind, worker in workers.items()}
         print(f"  {described}; max_cpu_loras of the peer {count}", flush=True)
         bench = Bench(plan, adapters, workers)
-        bench._started_s = started_s
+        bench.started_s = started_s
         measure(bench, lambda: start_worker("stock", settings, folder, stack, max_num_batched_tokens=128))
     show(bench, count, is_quick)
 

@@ -28,7 +28,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -40,7 +39,7 @@ from bench.live.models import ModelShape, model_folder
 from bench.live.peers.client import Worker
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import text
-from bench.live.report import report, spread
+from bench.live.report import Progress, report, spread
 from bench.measures import quantile
 
 READ_WORDS_PER_MIN, TYPE_WORDS_PER_MIN = 238, 52
@@ -102,19 +101,16 @@ FULL = Plan(
 )
 
 
-class Bench:
+class Bench(Progress):
     """One run over live workers."""
 
     def __init__(self, plan: Plan, workers: dict[str, Worker]) -> None:
+        super().__init__()
         self.plan = plan
         self.workers = workers
-        self.started_s = time.perf_counter()
         self.people = [f"person{n}" for n in range(plan.num_people)]
         self.idle = [f"idle{n}" for n in range(plan.num_idle)]
         self.agents = ["architect", *(f"engineer{n}" for n in range(ENGINEERS)), "qa"]
-
-    def say(self, phase: str) -> None:
-        print(f"[{time.perf_counter() - self.started_s:.0f} s] {phase} …", flush=True)
 
     def begin(self) -> None:
         for kind, worker in self.workers.items():

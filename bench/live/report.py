@@ -7,8 +7,23 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Sequence
 from typing import Any
+
+
+class Progress:
+    """Says what is under way, with the seconds since it began."""
+
+    def __init__(self) -> None:
+        self.started_s = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+    def say(self, what: str) -> None:
+        print(f"[{self.elapsed_s:.0f} s] {what}", flush=True)
 
 
 def spread(values: Sequence[float]) -> str:

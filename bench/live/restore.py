@@ -38,7 +38,7 @@ from bench.live.models import ModelShape, model_folder
 from bench.live.peers.client import Worker, WorkerFailed
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import text
-from bench.live.report import report, spread
+from bench.live.report import Progress, report, spread
 from bench.live.restore_turns import (
     HISTORY_TOKENS,
     Turns,
@@ -124,21 +124,18 @@ FULL = Plan(
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
-class Bench:
+class Bench(Progress):
     """The running workers, and what is measured on them."""
 
     def __init__(
         self, plan: Plan, workers: dict[str, Worker], described: dict[str, Any], kv_token_bytes: int
     ) -> None:
+        super().__init__()
         self.plan = plan
         self.kv_token_bytes = kv_token_bytes
         self.workers = workers
         self.described = described
         self.skipped: dict[str, str] = {}
-        self._started_s = time.perf_counter()
-
-    def say(self, phase: str) -> None:
-        print(f"[{time.perf_counter() - self._started_s:.0f} s] {phase} …", flush=True)
 
     def having(self, *kinds: str) -> list[tuple[str, Worker]]:
         return [(kind, self.workers[kind]) for kind in kinds if kind in self.workers]

@@ -39,7 +39,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -51,7 +50,7 @@ from bench.live.adapter_law import HOST_SHARE, RANKS, Adapters
 from bench.live.models import ModelShape, model_folder
 from bench.live.peers.adapters import AdapterSettings, Ask
 from bench.live.peers.client import Worker
-from bench.live.report import report
+from bench.live.report import Progress, report
 from bench.live.scheduling_traffic import (
     HISTORY,
     LENGTH_SCALE,
@@ -197,10 +196,11 @@ def change(ours: float, other: float) -> float:
 # -- the bench ---------------------------------------------------------------------------------------------------------
 
 
-class Bench:
+class Bench(Progress):
     """One run over live workers."""
 
     def __init__(self, plan: Plan, traffic: Traffic) -> None:
+        super().__init__()
         self.plan, self.traffic = plan, traffic
         self.workers: dict[str, Worker] = {}
         self.capacity_per_s = self.slo_s = 0.0
@@ -209,14 +209,6 @@ class Bench:
         self.accuracy: dict[float, Seen] = defaultdict(Seen)
         self.tight: dict[str, Tight] = defaultdict(Tight)
         self.counts: dict[str, Any] = {}
-        self._started_s = time.perf_counter()
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self._started_s
-
-    def say(self, what: str) -> None:
-        print(f"[{self.elapsed_s:.0f} s] {what}", flush=True)
 
     def play(
         self, arm: str, asks: Sequence[Ask], rate_per_s: float, accuracy: float | None = None
