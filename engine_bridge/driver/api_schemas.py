@@ -6,19 +6,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
-from vllm.entrypoints.anthropic.protocol import (
+
+from engine_bridge.driver.serving import SERVER_FIELDS
+from engine_bridge.driver.vllm_api import (
     AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
     AnthropicMessagesRequest,
     AnthropicMessagesResponse,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    LoadLoRAAdapterRequest,
+    ModelCard,
+    ModelList,
+    ResponsesRequest,
+    ResponsesResponse,
+    UnloadLoRAAdapterRequest,
 )
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
-from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList
-from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
-
-from engine_bridge.driver.serving import SERVER_FIELDS
 from engine_bridge.node import SCHEMA_REFERENCE, ApiSchemas
 
 REQUESTS: Mapping[str, Any] = {

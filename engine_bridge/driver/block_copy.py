@@ -128,11 +128,11 @@ class CudaCopier:
     def _swap(
         self, source: torch.Tensor, into: torch.Tensor, rows: Sequence[int], to_rows: Sequence[int]
     ) -> None:
-        from vllm import _custom_ops
+        from engine_bridge.driver.vllm_api import swap_blocks
 
         mapping = torch.tensor(list(zip(rows, to_rows, strict=True)), dtype=torch.int64)
         with torch.cuda.stream(self._stream):
-            _custom_ops.swap_blocks(source, into, into.shape[1], mapping)
+            swap_blocks(source, into, into.shape[1], mapping)
         self.num_bytes += len(rows) * into.shape[1]
 
 

@@ -45,9 +45,8 @@ def configure_environment(config: EngineConfig) -> None:
 
 def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
     """An in-process `LLMEngine` with parts of ours in the places of vLLM's. Raises SeamMoved and whatever vLLM raises."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
     from engine_bridge.driver import grammars
+    from engine_bridge.driver.vllm_api import LLMEngine
 
     mends_lora = config.device == "cpu" and config.enable_lora
     if mends_lora:
@@ -75,10 +74,8 @@ def _compute_on(num_threads: int) -> None:
 
 
 def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
-    from vllm.config import KVTransferConfig, StructuredOutputsConfig
-    from vllm.engine.arg_utils import EngineArgs
-
     from engine_bridge.driver.scheduling.seam import scheduler_name
+    from engine_bridge.driver.vllm_api import EngineArgs, KVTransferConfig, StructuredOutputsConfig
 
     on_cpu = config.device == "cpu"
     options: dict[str, Any] = {

@@ -25,9 +25,6 @@ from engine_bridge.policy.pacing import table_from
 from kvtiers.keys import BlockKey
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-    from vllm.v1.engine import EngineCoreRequest
-
     from engine_bridge.core.promotions import Hashes, OnChange
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.kv_tiers import KvTiers
@@ -36,6 +33,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.scheduling.record import LogWriter
     from engine_bridge.driver.scheduling.report import Report
     from engine_bridge.driver.scheduling.scheduling import Scheduling
+    from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
     from engine_bridge.node import Advisory
     from engine_bridge.predict.length import LengthPredictor
     from engine_bridge.profile import MachineProfile
@@ -398,7 +396,7 @@ class VllmDriver:
 
     def _warm_up(self) -> None:
         """Run two requests and forget their KV: the first user pays for no lazy set-up, and the speed of prefill is known."""
-        from vllm import SamplingParams
+        from engine_bridge.driver.vllm_api import SamplingParams
 
         limit = self.engine.vllm_config.model_config.max_model_len
         if self._tiers is not None:
@@ -424,8 +422,7 @@ class VllmDriver:
 
     def _warm_up_grammars(self) -> None:
         """The backend is built at the first grammar, which takes a second with a large vocabulary, in a step."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
+        from engine_bridge.driver.vllm_api import SamplingParams, StructuredOutputsParams
 
         grammar = StructuredOutputsParams(regex="[a-z]{1,2}")
         params = SamplingParams(max_tokens=2, structured_outputs=grammar)

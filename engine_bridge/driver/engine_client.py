@@ -12,16 +12,6 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from vllm.engine.protocol import EngineClient
-from vllm.exceptions import GenerationError, RetryableRequestError, VLLMClientError, VLLMValidationError
-from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
-from vllm.renderers.inputs.preprocess import extract_prompt_components
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.output_processor import RequestOutputCollector
-from vllm.v1.request import Request
-
 from engine_bridge.adapters.catalog import Catalog
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.registry import AdapterRecord
@@ -33,6 +23,21 @@ from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.grammars import grammar_of
 from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
 from engine_bridge.driver.scheduling.facts import Carried, facts_of, tell, tell_guess
+from engine_bridge.driver.vllm_api import (
+    EngineClient,
+    EngineCoreRequest,
+    GenerationError,
+    LoRARequest,
+    Request,
+    RequestOutput,
+    RequestOutputCollector,
+    RequestOutputKind,
+    RetryableRequestError,
+    SamplingParams,
+    VLLMClientError,
+    VLLMValidationError,
+    extract_prompt_components,
+)
 from engine_bridge.errors import EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.policy.request_limits import RequestLimits, check_sampling

@@ -14,17 +14,16 @@ from collections import OrderedDict
 from threading import Lock
 from typing import Any
 
-import vllm.v1.structured_output as manager_module
-from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
-from vllm.v1.structured_output import backend_guidance
-from vllm.v1.structured_output.backend_guidance import (
+from engine_bridge.driver.vllm_api import (
     GuidanceBackend,
     GuidanceGrammar,
+    SamplingParams,
+    VLLMValidationError,
+    backend_guidance,
+    get_structured_output_key,
     serialize_guidance_grammar,
 )
-from vllm.v1.structured_output.request import get_structured_output_key
-
+from engine_bridge.driver.vllm_api import structured_output as manager_module
 from engine_bridge.grammars.checker import Tokenizer
 from engine_bridge.policy.matcher_budget import MatcherBudget
 

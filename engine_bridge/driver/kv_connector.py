@@ -15,23 +15,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+from engine_bridge.core.restores import Load, NewRequest, PrefillMeter, Restores, StepMoves
+from engine_bridge.driver.background import is_background
+from engine_bridge.driver.kv_tiers import KvTiers, find_tiers
+from engine_bridge.driver.scheduling.facts import facts_of
+from engine_bridge.driver.vllm_api import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
-
-from engine_bridge.core.restores import Load, NewRequest, PrefillMeter, Restores, StepMoves
-from engine_bridge.driver.background import is_background
-from engine_bridge.driver.kv_tiers import KvTiers, find_tiers
-from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.errors import SeamMoved
 from kvtiers.blocks import Save
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.request import Request
+
+    from engine_bridge.driver.vllm_api import Request
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from vllm.lora.request import LoRARequest
+from engine_bridge.driver.vllm_api import LoRARequest
 
 
 class AdapterVersion(LoRARequest):

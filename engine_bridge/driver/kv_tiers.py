@@ -269,11 +269,12 @@ def find_tiers(name: str) -> KvTiers:
 def _namespace(tensors: list[Any], layer_bytes: int, vllm_config: Any) -> Namespace:
     """What must be equal for stored KV to be this engine's. The layout names the CPU's instruction set where attention packs keys for it."""
     import torch
-    import vllm
+
+    from engine_bridge.driver.vllm_api import vllm_version
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     tensor = tensors[0]
-    layout = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm.__version__}"
+    layout = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm_version()}"
     if tensor.device.type == "cpu":
         layout += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
     folder = Path(model.model)

@@ -44,13 +44,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import vllm.lora.model_manager as model_manager
-from vllm.lora.layers.base import BaseLayerWithLoRA
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-from vllm.platforms import current_platform
 
 from engine_bridge.driver.lora_rows import NO_ADAPTER, RowBlock, plan_rows
 from engine_bridge.driver.lora_weights import Pending, SlotWeights, pack_slot
+from engine_bridge.driver.vllm_api import BaseLayerWithLoRA, PunicaWrapperCPU, current_platform, model_manager
 from engine_bridge.errors import SeamMoved
 
 # Up to so many rows one core computes an adapter's GEMMs: waking the others takes longer than they save. Measured on two cores, 768 columns,

@@ -18,7 +18,7 @@ from engine_bridge.driver.kv_tiers import KvTiers
 from engine_bridge.node import Advisory
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
+    from engine_bridge.driver.vllm_api import Request
 
 log = logging.getLogger(__name__)
 

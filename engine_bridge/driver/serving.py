@@ -19,34 +19,42 @@ from typing import Any
 import msgspec
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
-from vllm.entrypoints.anthropic.api_router import translate_error_response
-from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.openai.models.protocol import BaseModelPath
-from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-from vllm.entrypoints.serve import create_error_response
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
-from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
-from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
-from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
-from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMError, VLLMServerError
-from vllm.lora.request import LoRARequest
-from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.continuity import Continued, continue_prompt
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 from engine_bridge.driver.engine_client import ADAPTER_FAILURES, BridgeEngineClient
+from engine_bridge.driver.vllm_api import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+    AnthropicServingMessages,
+    BaseModelPath,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ErrorResponse,
+    GracefulHTTPError,
+    LoadLoRAAdapterRequest,
+    LoRARequest,
+    OnlineRenderer,
+    OpenAIServingChat,
+    OpenAIServingCompletion,
+    OpenAIServingModels,
+    OpenAIServingResponses,
+    RequestOutputKind,
+    ResponsesRequest,
+    RetryableRequestError,
+    SamplingParams,
+    UnloadLoRAAdapterRequest,
+    VLLMError,
+    VLLMServerError,
+    _convert_stream_to_sse_events,
+    create_error_response,
+    get_max_tokens,
+    translate_error_response,
+    validation_exception_handler,
+    with_sse_keep_alive,
+)
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.node import (
     ANTHROPIC_ERROR_TYPES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from engine_bridge.driver.vllm_api import SchedulerOutput
 
 
 def work_of(scheduler_output: SchedulerOutput) -> tuple[int, int, int]:

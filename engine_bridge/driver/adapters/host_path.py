@@ -18,14 +18,16 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
-from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-from vllm.utils.torch_utils import direct_register_custom_op
-from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from engine_bridge.driver.adapters.slots import lay_out
 from engine_bridge.driver.adapters.weights import AdapterWeights
 from engine_bridge.driver.lora_weights import Compute
+from engine_bridge.driver.vllm_api import (
+    BaseLinearLayerWithLoRA,
+    CudagraphDispatcher,
+    CUDAGraphMode,
+    direct_register_custom_op,
+)
 
 
 @dataclass(frozen=True, slots=True)

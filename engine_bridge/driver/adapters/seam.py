@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import vllm.v1.worker.lora_model_runner_mixin as mixin
-from vllm.lora.model_manager import LRUCacheLoRAModelManager
-from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-from vllm.platforms import current_platform
-
 from engine_bridge.driver.adapters.host_path import HostPath
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import SPARE_SLOTS
+from engine_bridge.driver.vllm_api import (
+    LRUCacheLoRAModelManager,
+    LRUCacheWorkerLoRAManager,
+    current_platform,
+)
+from engine_bridge.driver.vllm_api import lora_model_runner_mixin as mixin
 from engine_bridge.errors import SeamMoved
 
 

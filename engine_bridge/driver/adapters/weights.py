@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from engine_bridge.adapters.errors import AdapterRejected, quoted
 from engine_bridge.adapters.files import AdapterFiles, ModelContract, TensorInfo, inspect, read
 from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.driver.vllm_api import LoRAModel, PEFTHelper, parse_fine_tuned_lora_name
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -127,7 +127,7 @@ def _write_adapter(
 
 
 def _adapter(record: AdapterRecord, path: Path) -> _Adapter:
-    from vllm.lora.request import LoRARequest
+    from engine_bridge.driver.vllm_api import LoRARequest
 
     request = LoRARequest(lora_name=record.name, lora_int_id=record.version_id, lora_path=str(path))
     return _Adapter(record, version_of(request, record.content_hash))

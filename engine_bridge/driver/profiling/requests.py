@@ -65,7 +65,7 @@ class CraftedRequests:
         self, num_context_tokens: int, num_new_tokens: int, max_tokens: int, adapter: Any | None = None
     ) -> None:
         """A request with so much context, rounded down to whole blocks, and so many prompt tokens to compute; `adapter`: a LoRARequest."""
-        from vllm import SamplingParams
+        from engine_bridge.driver.vllm_api import SamplingParams
 
         num_blocks = num_context_tokens // self.block_size
         token_ids = self._token_ids(num_blocks * self.block_size, num_new_tokens)

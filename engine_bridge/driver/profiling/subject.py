@@ -13,7 +13,8 @@ from kvtiers.keys import folder_revision
 def subject_of(engine: Any) -> ProfileSubject:
     """Of a built engine, with what its settings came to: the type behind `auto`, the block size that vLLM chose. On the engine's thread."""
     import torch
-    import vllm
+
+    from engine_bridge.driver.vllm_api import vllm_version
 
     config = engine.vllm_config
     model = config.model_config
@@ -25,7 +26,7 @@ def subject_of(engine: Any) -> ProfileSubject:
         dtype=str(model.dtype).removeprefix("torch."),
         device=torch.cuda.get_device_name() if is_cuda else _processor(),
         num_threads=0 if is_cuda else torch.get_num_threads(),
-        vllm_version=vllm.__version__,
+        vllm_version=vllm_version(),
         block_size_tokens=config.cache_config.block_size,
     )
 

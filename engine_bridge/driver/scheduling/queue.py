@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from vllm.v1.core.sched.request_queue import RequestQueue
+from engine_bridge.driver.vllm_api import RequestQueue
 
 
 class Listener(Protocol):

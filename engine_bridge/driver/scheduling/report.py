@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from engine_bridge.core.dispatcher import Dispatcher
 from engine_bridge.core.guess_errors import GuessErrors
 from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.driver.scheduling.scheduling import Scheduling
+from engine_bridge.driver.vllm_api import RequestStatus
 from engine_bridge.node import LaneStats, LengthErrors, RequestState, SchedulingStats, WaitReason
 
 Places = Mapping[int, str]

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
 from engine_bridge.core.dispatcher import Arrival, Dispatcher, StepView
 from engine_bridge.core.pacer import Progress
 from engine_bridge.core.refits import REFIT_EVERY_S, Refits, Run
@@ -22,6 +20,7 @@ from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.queue import PolicyQueue
 from engine_bridge.driver.scheduling.record import LogWriter
 from engine_bridge.driver.scheduling.requests import Requests, waits_for
+from engine_bridge.driver.vllm_api import RequestStatus
 from engine_bridge.policy.decision_log import Recorded
 from engine_bridge.policy.lanes import RULES
 from engine_bridge.policy.queue import QueuePolicy

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
-
 from engine_bridge.driver.scheduling.scheduling import Scheduling
+from engine_bridge.driver.vllm_api import AsyncScheduler, RequestStatus, Scheduler
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
