@@ -368,7 +368,7 @@ def test_reading_ahead_is_bounded_but_for_the_first_and_ends_with_the_request_or
 
 # -- arbitrary traffic ---------------------------------------------------------------------------------------------------
 
-HOST_BYTES, NUM_SLOTS, MAX_RUNNING = 400, 3, 2
+HOST_BYTES, NUM_SLOTS, MAX_RUNNING = 250, 3, 2
 
 
 class Traffic(RuleBasedStateMachine):
@@ -399,7 +399,8 @@ class Traffic(RuleBasedStateMachine):
         self.host: set[int] = set()
         self.slots: dict[int, int] = {}
         self.copies: dict[int, bool] = {}  # whether it is whole
-        self.add(80)
+        for num_bytes in (80, 120, 150):
+            self.add(num_bytes)
 
     # what is decided is carried out; anything doubled or lost shows here
 
@@ -454,7 +455,7 @@ class Traffic(RuleBasedStateMachine):
 
     # -- events
 
-    @rule(num_bytes=st.integers(20, 150))
+    @rule(num_bytes=st.integers(50, 150))
     def add(self, num_bytes: int) -> None:
         self.places.add(self.next_number, num_bytes, room=num_bytes, is_pinned=False, now=self.now)
         self.served.add(self.next_number)
@@ -532,8 +533,9 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         self.now += 0.01
-        self.do(self.places.advance(set(self.running.values()), self.now))
-        self.do(self.places.copies_to_write())
+        if self.places.has_work(self.now):
+            self.do(self.places.advance(set(self.running.values()), self.now))
+            self.do(self.places.copies_to_write())
         for request_id, number in list(self.waiting.items()):
             running = set(self.running.values())
             has_slot = number in running or len(running) < MAX_RUNNING
