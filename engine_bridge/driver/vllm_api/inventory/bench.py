@@ -22,4 +22,10 @@ OWNERS = (
     ),
     owner("vllm.renderers.hf", BENCHES, reads("_detect_content_format")),
     owner("vllm.v1.executor.uniproc_executor:UniProcExecutor", BENCHES, replaces("execute_model")),
+    # The emulated node: what vLLM's scheduler is built from, without an engine.
+    owner("vllm.utils.hashing", BENCHES, reads("sha256_cbor")),
+    owner("vllm.v1.core.kv_cache_utils", BENCHES, reads("init_none_hash BlockHash")),
+    owner("vllm.v1.kv_cache_interface:FullAttentionSpec", BENCHES),
+    owner("vllm.v1.kv_cache_interface:KVCacheGroupSpec", BENCHES),
+    owner("vllm.v1.outputs:ModelRunnerOutput", BENCHES),
 )
