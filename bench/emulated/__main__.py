@@ -9,6 +9,8 @@ import argparse
 import importlib
 
 COMMANDS = {
+    "agree": "the lean model, the emulated node and the live engine on the same requests",
+    "aging": "the order in a lane: aging, smallest first, the paper's rule",
     "exact": "fcfs is vLLM's own order, policies repeat, and what our scheduling costs",
 }
 

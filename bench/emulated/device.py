@@ -55,7 +55,7 @@ def work_of(
         rank = ranks.get(request_id, 0)
         if num_tokens == 1 and gives and request.num_output_tokens:
             num_decodes += 1
-            num_context += num_computed - 1
+            num_context += num_computed
             if rank:
                 by_rank[rank] = by_rank.get(rank, 0) + 1
         else:

@@ -24,6 +24,7 @@ from engine_bridge.core.refits import Work
 from engine_bridge.driver.scheduling.facts import FACTS, Carried
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.scheduling import Scheduling
+from engine_bridge.policy.costs import StepTable
 from engine_bridge.predict.length import LengthFeatures
 from engine_bridge.request_context import RequestContext
 
@@ -135,7 +136,10 @@ class EmulatedNode:
             block_size=engine.block_tokens,
             is_ready=scheduler.is_ready,
             num_cached_tokens=self._num_cached_tokens,
-            pace=Pace(scheduler, table, engine.max_step_s, now) if table is not None else None,
+            # Its table learns; the device's stays as it is.
+            pace=Pace(scheduler, StepTable(table.grid()), engine.max_step_s, now)
+            if table is not None
+            else None,
             clock=now,
             run_fit=self._fits.append,
         )

@@ -34,6 +34,7 @@ class LaneFits:
         self._seen: deque[tuple[float, int, float, tuple[float, float, float]]] = deque(maxlen=WINDOW)
         self._every_s = every_s
         self._due_s = every_s
+        self._fitted: tuple[Lanes, tuple[int, ...], Scale] | None = None
 
     def wrs(self, sizes: tuple[float, float, float]) -> float:
         """A request that came; counts it among the maxima."""
@@ -44,16 +45,25 @@ class LaneFits:
         """It ended."""
         self._seen.append((now, num_tokens, duration_s, sizes))
 
-    def is_due(self, now: float) -> bool:
-        return now >= self._due_s and len(self._seen) > 0
+    def fit_if_due(self, now: float) -> None:
+        if now >= self._due_s and self._seen:
+            self._due_s = now + self._every_s
+            self.fit()
 
-    def refit(self, policy: Any, known: Mapping[str, tuple[float, float, float]], now: float) -> None:
-        """Fit lanes and quotas, and have them used by `policy.refit`, an `Mlq`'s. known: sizes of all that waits or runs."""
-        self._due_s = now + self._every_s
-        self._scale = scale = self._sizes.scale
-        lanes, quotas = self._fit(scale)
+    def fit(self) -> None:
+        """Fit lanes and quotas to what came lately, for `apply`."""
+        self._fitted = (*self._fit(self._sizes.scale), self._sizes.scale)
+
+    def apply(self, policy: Any, known: Mapping[str, tuple[float, float, float]]) -> bool:
+        """Have what was fitted used by `policy.refit`, an `Mlq`'s. known: sizes of all that waits or runs. Whether there was anything."""
+        if self._fitted is None:
+            return False
+        lanes, quotas, self._scale = self._fitted
+        self._fitted = None
+        scale = self._scale
         policy.refit(lanes, quotas, {request_id: scale.wrs(*sizes) for request_id, sizes in known.items()})
         self.num_refits += 1
+        return True
 
     def _fit(self, scale: Scale) -> tuple[Lanes, tuple[int, ...]]:
         requests = [SeenRequest(scale.wrs(*sizes), tokens, took_s) for _, tokens, took_s, sizes in self._seen]

@@ -70,6 +70,7 @@ class Shape:
     assists: bool = False
     swaps_block: bool = False
     writes_through: bool = False
+    finds_cached: bool = False
     max_step_s: float = 0.0
 
 
@@ -77,7 +78,7 @@ SLORA = Shape("s-lora", None, False, True, True, 1000)
 """Source: S-LoRA/S-LoRA at 18895fa, slora/server/router: new requests' adapters are awaited before their prefill, which is a step of its own;
 a request joins if it fits with its whole answer; a batch of prompts has a sixth of all tokens. Departs in joining before every step (Chameleon §4),
 not every tenth, and in that answers are reserved as predicted, as nobody knows them."""
-VLLM = Shape("vllm", 2048, True, False, False, 256)
+VLLM = Shape("vllm", 2048, True, False, False, 256, finds_cached=True)
 """vLLM's default step and number of requests; a request whose adapter is on its way waits for it alone, as the live engine has it."""
 VLLM_0_2 = Shape("vllm 0.2", 2048, False, False, True, 256, swaps_block=True)
 """vLLM 0.2.5, which AdaptiveLLM is built on: prompts in steps of their own, and copies between device and host take turns with steps (AdaptiveLLM §6,
@@ -101,11 +102,13 @@ class _Facts(Mapping[str, Waiting]):
         num_blocks = min(node.start_blocks(request), node.num_blocks - adapter_blocks)
         base = request.base
         if base.num_blocks != num_blocks or base.adapter_blocks != adapter_blocks:
+            num_prefill = max(node.start_tokens(request), 1)
             base = request.base = msgspec.structs.replace(
                 base,
                 num_blocks=num_blocks,
                 adapter_blocks=adapter_blocks,
-                num_prefill_tokens=max(node.start_tokens(request), 1),
+                num_prefill_tokens=num_prefill,
+                is_warm=2 * num_prefill <= request.num_tokens,
             )
         return base
 
@@ -230,10 +233,12 @@ class Node:
         self.adapters = Adapters(sizes, block_bytes, eviction, self.link, has_all=has_all_adapters)
         self.host_kv = HostKv(clock, host_memory, block_bytes, self.link) if host_memory is not None else None
         self.waiting: dict[str, Request] = {}
+        self._came: list[Request] = []  # of these, those that the policy does not know yet
         self.running: dict[str, Request] = {}
         self.ended: list[Request] = []
         self.tally = Tally()
         self.kv_blocks = 0
+        self._num_taken = 0  # blocks, ever
         self.num_changes = 0
         """Counts requests that came, started, began to answer and left: while it stays, so do the facts about them."""
         self._most_step_tokens = shape.step_tokens or max(self.num_tokens // 6, model.max_tokens)
@@ -270,14 +275,13 @@ class Node:
         """It comes now. Raises ValueError if it would not fit an empty device."""
         now = self.clock.now
         self.num_changes += 1
-        self._refit(now)
         request = self._accepted(arrival, now)
         self.waiting[arrival.request_id] = request
         if arrival.adapter_id is not None:
             self.adapters.asked_for(arrival.adapter_id, now)
             if self._forecast is not None:
                 self._forecast.arrived(arrival.adapter_id, now)
-        self.policy.arrived(request.base, now)
+        self._came.append(request)
         self._wake(now)
 
     def _accepted(self, arrival: Arrival, now: float) -> Request:
@@ -301,25 +305,33 @@ class Node:
         )
         return Request(arrival, rank, guess, sizes, base, size_tokens)
 
+    def _take_in(self, now: float) -> None:
+        """As live: the policy is told between two steps of those that came, and counts their waiting from there."""
+        for request in self._came:
+            request.base = msgspec.structs.replace(request.base, arrived_s=now)
+            self.policy.arrived(request.base, now)
+        self._came.clear()
+
     def start_blocks(self, request: Request) -> int:
-        """Of KV, that its start takes: the prompt's and what was answered before, the next token's, and the answer's if that is reserved."""
-        num_answer = request.num_done + 1
+        """Of KV, that its start takes: the prompt's and what was answered before, and the answer's if that is reserved."""
+        num_answer = request.num_done
         if self.shape.reserves_answer:
             num_answer = max(num_answer, request.guess.p50)
-        return (request.arrival.num_prompt_tokens + num_answer) // BLOCK_TOKENS + 1
+        return -(-(request.arrival.num_prompt_tokens + num_answer) // BLOCK_TOKENS)
 
     def start_tokens(self, request: Request) -> int:
         """That its start has to compute, if all that is in host memory is loaded."""
         num_held = self.host_kv.held(request.arrival.request_id) if self.host_kv is not None else 0
         if num_held and not self.shape.writes_through:
             return 0
-        return request.num_tokens - num_held * BLOCK_TOKENS
+        return request.num_tokens - max(num_held * BLOCK_TOKENS, self._cached_tokens(request))
 
     def held_blocks(self, request: Request) -> int:
         """Of KV, now."""
         if request.grow_slot < 0:
             return request.num_blocks
-        return (request.arrival.num_prompt_tokens + self._done(request)) // BLOCK_TOKENS + 1
+        # Its last token has none yet: the step that computes with it takes a block where it needs one.
+        return -(-(request.arrival.num_prompt_tokens + self._done(request) - 1) // BLOCK_TOKENS)
 
     def _done(self, request: Request) -> int:
         if request.stage is not Stage.DECODING:
@@ -346,6 +358,7 @@ class Node:
     def _take(self, num_blocks: int, now: float) -> None:
         self._claim(num_blocks, now)
         self.kv_blocks += num_blocks
+        self._num_taken += num_blocks
         used = self.kv_blocks + self.adapters.used_blocks
         self.tally.most_blocks = max(self.tally.most_blocks, used)
 
@@ -353,6 +366,7 @@ class Node:
 
     def _begin(self, now: float) -> None:
         """The engine is free: decide who starts, and run the next step if there is something to do."""
+        self._take_in(now)
         self._refit(now)
         self._set_pace()
         self._decide(now)
@@ -390,10 +404,12 @@ class Node:
         self._chunk_tokens = self._step_tokens
 
     def _refit(self, now: float) -> None:
-        if self._lanes is not None and self._lanes.is_due(now):
-            known = {i: r.sizes for group in (self.waiting, self.running) for i, r in group.items()}
-            self._lanes.refit(self.policy, known, now)
-            self._has_changed = True
+        """As live: what is fitted beside one step is there for the next."""
+        if self._lanes is None:
+            return
+        known = {i: r.sizes for group in (self.waiting, self.running) for i, r in group.items()}
+        self._has_changed |= self._lanes.apply(self.policy, known)
+        self._lanes.fit_if_due(now)
 
     def _decide(self, now: float) -> None:
         if not self.waiting or (self._is_timeless and not self._has_changed and not self._was_cut):
@@ -414,6 +430,10 @@ class Node:
             if not self.running:
                 # Then no step will end that could ask again.
                 self._decide(now)
+            return
+        if self.shape.is_mixed and self._make_room(now):
+            # As in vLLM, those who run take their blocks first, and nobody starts in a step that has victims.
+            self._was_cut = True
             return
         self._start_all(decision, now)
         self._note_full(decision)
@@ -438,11 +458,15 @@ class Node:
             self._chunk_tokens = self._pace.chunk_tokens(sum(started))
         left -= sum(min(request.num_unfilled, self._chunk_tokens) for request in self._prefilling)
         self._was_cut = False
+        num_growing = self._grown(1) if self.shape.is_mixed else 0
         for place, request_id in enumerate(decision.request_ids):
             request = self.waiting[request_id]
             num_tokens = self.start_tokens(request)
             needed = 1 if self.shape.is_mixed or place == 0 else num_tokens
-            if left < needed:
+            lacks_blocks = (
+                num_growing > 0 and self._facts[request_id].num_blocks > self.free_blocks - num_growing
+            )
+            if left < needed or lacks_blocks:
                 self._was_cut = True
                 return
             left -= num_tokens
@@ -474,6 +498,7 @@ class Node:
             self._note_bypass(passed_id)
         found = self._pin(request, now)
         request.found_adapter = request.found_adapter or found
+        request.num_found = self._cached_tokens(request)
         request.num_blocks = min(self.start_blocks(request), self.free_blocks)
         self._take(request.num_blocks, now)
         if found == "here" or self.shape.assists:
@@ -498,11 +523,18 @@ class Node:
     def _enter(self, request: Request) -> None:
         """It has its blocks and its adapter: its KV comes back, or is computed."""
         if self.host_kv is None or not self.host_kv.held(request.arrival.request_id):
-            self._enter_prefill(request)
+            self._enter_prefill(request, request.num_found)
         elif self.shape.writes_through:
             self._restore(request, self.host_kv)
         else:
             self._copy_in(request, self.host_kv, self.host_kv.held(request.arrival.request_id))
+
+    def _cached_tokens(self, request: Request) -> int:
+        """That are still on the device of one that was preempted. vLLM takes free blocks in the order in which they came free."""
+        if not request.num_cached:
+            return 0
+        num_left = max(request.cached_until - self._num_taken - self._grown(1), 0)
+        return min(min(request.num_cached, num_left) * BLOCK_TOKENS, request.num_tokens - 1)
 
     def _enter_prefill(self, request: Request, num_ready: int = 0) -> None:
         """Compute what follows the first `num_ready` tokens."""
@@ -558,7 +590,9 @@ class Node:
     def _preempt(self, request: Request, now: float, way: Way = Way.RECOMPUTE) -> None:
         """Out of memory, and back into the queue; what it has answered stays, its KV goes to host memory or is computed anew."""
         is_swapped = self._put_away(request, way)
+        num_cached = self._num_kv_tokens(request) // BLOCK_TOKENS if self.shape.finds_cached else 0
         self._leave(request, now)
+        request.num_cached, request.cached_until = num_cached, self._num_taken + self._empty_blocks
         request.num_preempted += 1
         self.tally.counts["preempted"] += 1
         request.stage = Stage.WAITING
@@ -619,8 +653,7 @@ class Node:
             return False
         if not self.host_kv.held(request_id):  # else it was still on its way back
             self._num_copies_out += 1
-            num_tokens = request.arrival.num_prompt_tokens + self._done(request)
-            self.host_kv.copy_out(request_id, -(-num_tokens // BLOCK_TOKENS), self._copied_out)
+            self.host_kv.copy_out(request_id, self.held_blocks(request), self._copied_out)
         return True
 
     def _copied_out(self, now: float) -> None:
@@ -799,22 +832,27 @@ class Node:
             blocks += self._growth[(self._counter + step) % BLOCK_TOKENS]
         return blocks
 
-    def _make_room(self, now: float) -> None:
-        """Preempt until the next decode step's KV fits."""
+    def _make_room(self, now: float) -> bool:
+        """Preempt until the next decode step's KV fits. Whether anybody was."""
+        num_preempted = self.tally.counts["preempted"]
         while (missing := self._grown(1) - self.free_blocks) > 0:
             facts = [self._facts_for_preemption(request, now) for request in self._preemptible()]
             plan = self._preemption.plan(
-                facts, missing, self.host_kv.free_blocks if self.host_kv is not None else 0
+                facts,
+                min(missing, sum(each.num_blocks for each in facts)),
+                self.host_kv.free_blocks if self.host_kv is not None else 0,
             )
             assert plan.is_enough, "requests that do not fit together were started"
             for victim in plan.victims:
                 self._preempt(self.running[victim.request_id], now, victim.way)
+        return self.tally.counts["preempted"] > num_preempted
 
     def _preemptible(self) -> list[Request]:
-        """All that run; but the live engine spares who came first, unless the order is vLLM's (engine_bridge/core/victims.py)."""
+        """Who started last, where the order is vLLM's, one at a time; else all but who came first (engine_bridge/core/victims.py)."""
         requests = list(self.running.values())
-        if self._preemption.order is not last_in_first_out:
-            requests.remove(min(requests, key=lambda request: request.arrival.at_s))
+        if self._preemption.order is last_in_first_out:
+            return requests[-1:]
+        requests.remove(min(requests, key=lambda request: request.arrival.at_s))
         return requests
 
     def _facts_for_preemption(self, request: Request, now: float) -> RunningFacts:
@@ -830,7 +868,8 @@ class Node:
             request.stage is Stage.DECODING or self.host_kv.held(facts.request_id)
         ):
             return facts
-        return self.host_kv.with_ways(facts, num_tokens)
+        num_held = num_tokens - 1 if request.stage is Stage.DECODING else num_tokens
+        return self.host_kv.with_ways(facts, num_held)
 
     def _end_step(self, now: float) -> None:
         step = self._step
@@ -892,7 +931,7 @@ class Node:
         self._plan(request, "end", request.arrival.num_answer_tokens - request.num_done)
         self._plan(request, "outgrown", max(request.guess.p50 - request.num_done, 0))
         room = request.num_blocks * BLOCK_TOKENS - request.num_tokens
-        self._plan(request, "grow", max(room - 1, 0))
+        self._plan(request, "grow", max(room + 1, 0))
 
     def _count_rank(self, rank: int, change: int) -> None:
         if rank:

@@ -45,7 +45,8 @@ class Request:
     (`Node` counts steps then, from `decodes_from` on); they stay through a preemption. num_blocks: of KV, before it grows beyond them.
     grow_slot: the place in a block at which its growth falls, -1 while it has room. generation: counts its starts, so that what was
     planned for an earlier one can be told apart. num_front: tokens that are computed while those behind them are loaded, 0 where nothing is split;
-    num_loaded: where what has come from host memory ends, 0 before.
+    num_loaded: where what has come from host memory ends, 0 before. num_cached: blocks that a preemption left on the device; the node had taken
+    cached_until blocks in all when the last of them is gone. num_found: tokens of them that its last start found.
     """
 
     arrival: Arrival
@@ -60,6 +61,9 @@ class Request:
     num_front: int = 0
     num_loaded: int = 0
     num_blocks: int = 0
+    num_cached: int = 0
+    cached_until: int = 0
+    num_found: int = 0
     grow_slot: int = -1
     decodes_from: int = 0
     generation: int = 0

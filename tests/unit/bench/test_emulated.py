@@ -4,18 +4,25 @@ from dataclasses import replace
 
 import pytest
 
+from bench.emulated import live
+from bench.emulated.agree import figures_of, lean_play
 from bench.emulated.deciding import Row, measure
 from bench.emulated.device import FlatCost
 from bench.emulated.node import EmulatedNode, Engine
 from bench.emulated.trace import Played, arrivals, lognormal, play_on_node
+from bench.sim.core.calibration import A40
 from bench.sim.core.clock import Clock
+from bench.sim.core.guesses import Classes
+from bench.sim.core.models import LLAMA2_7B
 from bench.sim.core.requests import Arrival
+from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import play
 from engine_bridge.policy.registry import POLICIES
 
 ROOMY = Engine(num_blocks=6000, max_running=64)
 TIGHT = Engine(num_blocks=500, max_running=64)
 COST = FlatCost()
+RIGHT = Classes([answer for _, answer in lognormal(80, 5).pairs], accuracy=1.0, seed=0)
 # Few steps make much of virtual time.
 SLOW = FlatCost(step_s=0.15, token_s=0.0002)
 
@@ -84,3 +91,32 @@ def test_the_cost_of_deciding_is_taken_with_as_many_queued_as_are_asked_for(
     found = measure(Row("mlq", num_queued=300), COST, ROOMY, seed=1)
     assert found["num_waiting"] + found["num_running"] == 300
     assert 0 < found["decide_share"] < found["own_share"]
+
+
+def test_the_lean_model_gives_every_request_the_times_of_the_emulated_node_while_memory_suffices() -> None:
+    cost, engine = StepCost(A40, LLAMA2_7B), Engine(num_blocks=3000)
+    requests = arrivals(lognormal(80, 5), 2.0, 80, 5)
+    lean = lean_play("fcfs", requests, cost, engine.num_blocks, RIGHT)
+    own = play_on_node("fcfs", requests, cost, engine, RIGHT)
+    ended = sorted(lean.ended, key=lambda request: request.arrival.request_id)
+    assert [job.first_token_s for job in own.jobs] == pytest.approx([each.first_token_s for each in ended])
+    assert [job.ended_s for job in own.jobs] == pytest.approx([each.ended_s for each in ended])
+
+
+def test_the_lean_model_preempts_nearly_as_the_emulated_node_does() -> None:
+    cost, engine = StepCost(A40, LLAMA2_7B), Engine(num_blocks=900)
+    requests = arrivals(lognormal(80, 5), 2.0, 80, 5)
+    lean = figures_of(lean_play("fcfs", requests, cost, engine.num_blocks, RIGHT).ended)
+    own = play_on_node("fcfs", requests, cost, engine, RIGHT)
+    assert own.num_preempted > 3
+    for name, value in figures_of(own.jobs).items():
+        assert lean[name] == pytest.approx(value, rel=0.03), name
+
+
+def test_errors_over_all_plays_are_the_larger_of_the_policies() -> None:
+    def play(policy: str, first_s: float) -> live.Play:
+        measured = (live.Times(0.0, 1.0, 3.0, 3),)
+        return live.Play(policy, 0.5, {}, {}, 1.0, measured, (live.Times(0.0, first_s, 3.0, 3),))
+
+    found = live.pooled_errors([play("mlq", 1.1), play("fcfs", 0.8)])
+    assert found["ttft_p50"] == pytest.approx(0.2) and found["tokens_per_s"] == 0

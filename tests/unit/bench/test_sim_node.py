@@ -507,24 +507,24 @@ def swapping(
 
 
 COST = Preemption(last_in_first_out, cheaper)
-# Each takes 2 of 4 blocks. The second starts at 1 s; at 12 s both have 31 tokens, and the next one would take a block more each.
+# Each takes 2 of 4 blocks. The second starts at 1 s; at 14 s both have 33 tokens, and the next step would take a block more each.
 TIGHT = ((0.0, 20, 15), (0.5, 20, 15))
 
 
 def test_a_swapped_request_resumes_without_computing_anything_again() -> None:
-    # Out from 12 to 14 s while no step runs; the first ends at 18 s, then the second comes back until 20 s and has 4 tokens left.
+    # Out from 14 to 16 s while no step runs; the first ends at 18 s, then the second comes back until 20 s and has 2 tokens left.
     node, requests = swapping(TIGHT, 4)
-    assert times(requests) == [(1.0, 18.0), (2.0, 24.0)]
+    assert times(requests) == [(1.0, 18.0), (2.0, 22.0)]
     assert node.tally.counts["prefill_tokens"] == 40
     assert (requests[1].num_preempted, node.tally.counts["preempted_to_host"]) == (1, 1)
     assert node.tally.stalled_s == 4.0
 
 
 def test_kv_that_is_computed_faster_than_copied_is_computed() -> None:
-    # 31 tokens and the next one anew, from 16 to 17 s.
+    # 33 tokens anew, from 16 to 17 s, and one more.
     node, requests = swapping(TIGHT, 4, host_memory=memory(100, token_s=0.01))
-    assert times(requests) == [(1.0, 16.0), (2.0, 20.0)]
-    assert node.tally.counts["prefill_tokens"] == 40 + 31
+    assert times(requests) == [(1.0, 16.0), (2.0, 18.0)]
+    assert node.tally.counts["prefill_tokens"] == 40 + 33
     assert node.host_kv is not None and node.host_kv.most_blocks == 0
 
 
@@ -543,10 +543,10 @@ def test_copies_in_hold_up_steps_only_where_the_shape_says_so() -> None:
 
 
 def test_what_was_written_through_leaves_at_once_and_comes_back_but_for_its_last_tokens() -> None:
-    # Nobody waits for a copy out. One whole block of 29 tokens is in host memory, and takes 2 s back; 14 tokens are computed, and give the 11th.
+    # Nobody waits for a copy out. One whole block of 31 tokens is in host memory, and takes 2 s back; 16 tokens are computed, and give the 13th.
     node, requests = swapping(TIGHT, 4, shape=OVERTURE, host_memory=memory(100, block_s=2.0))
-    assert times(requests) == [(1.0, 15.0), (2.0, 22.0)]
-    assert node.tally.counts["prefill_tokens"] == 40 + 14
+    assert times(requests) == [(1.0, 15.0), (2.0, 20.0)]
+    assert node.tally.counts["prefill_tokens"] == 40 + 16
     assert node.tally.counts["restored by swap"] == 1 and node.tally.stalled_s == 0.0
 
 
@@ -554,9 +554,9 @@ def test_a_front_is_computed_while_the_back_is_loaded() -> None:
     # Five whole blocks, each 2 s to load or by prediction to compute: two are computed (a step of 1 s), three loaded from 15 to 21 s.
     host = memory(100, block_s=2.0, token_s=2.0 / 16, can_split=True)
     node, requests = swapping([(0.0, 20, 15), (0.5, 80, 15)], 8, shape=OVERTURE, host_memory=host)
-    assert times(requests) == [(1.0, 15.0), (2.0, 26.0)]
+    assert times(requests) == [(1.0, 15.0), (2.0, 24.0)]
     assert node.tally.counts["restored by split"] == 1
-    assert node.tally.counts["prefill_tokens"] == 100 + 32 + 10
+    assert node.tally.counts["prefill_tokens"] == 100 + 32 + 12
 
 
 def test_kv_that_was_written_through_needs_somebody_to_restore_it() -> None:
