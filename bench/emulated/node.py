@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from bench.emulated.adapters import EmulatedAdapters
 from bench.emulated.device import work_of
 from bench.emulated.vllm_parts import block_hasher, make_scheduler, output_of
 from bench.sim.core.clock import Clock, Event
+from bench.sim.core.links import SharedLink
 from bench.sim.core.requests import Arrival, Guesser
 from bench.sim.core.steps import StepCost
 from engine_bridge.core.refits import Work
+from engine_bridge.driver.adapters.residency import lora_ids
 from engine_bridge.driver.scheduling.facts import FACTS, Carried
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.scheduling import Scheduling
@@ -91,6 +95,8 @@ class EmulatedNode:
     Args:
         policy: a name in the registry of policies, or "vllm" for vLLM's own queue.
         guesser: foretells answers' lengths, in place of the node's own predictor; None: the node's own.
+        ranks: of the adapters that requests may name, by id; they are copied over the device's link into so many slots.
+        adapter_policy: which unused one leaves its slot first; None: it goes with its last request.
     """
 
     def __init__(
@@ -101,7 +107,9 @@ class EmulatedNode:
         policy: str,
         *,
         guesser: Guesser | None = None,
-        ranks: Mapping[int, int] | None = None,
+        ranks: Sequence[int] = (),
+        num_slots: int = 8,
+        adapter_policy: str | None = "expected_gain",
     ) -> None:
         self.clock, self.cost, self.engine = clock, cost, engine
         self.tally = Tally()
@@ -115,15 +123,18 @@ class EmulatedNode:
             has_prefix_cache=engine.has_prefix_cache,
         )
         self._fits: list[Work] = []
+        self.adapters = self._make_adapters(ranks, num_slots, adapter_policy) if ranks else None
         self.scheduling = self._make_scheduling(policy) if policy != "vllm" else None
         self._guesser = guesser
-        self._ranks = ranks or {}
+        self._ranks = ranks
         self._jobs: dict[str, Job] = {}
         self._rank_of: dict[str, int] = {}
         self._came: list[Job] = []
         self._next: Event | None = None
         """Of a node that is idle or stuck: when it looks again."""
         self._is_busy = False
+        self._held: tuple[set[int], Callable[[], None]] | None = None
+        """A step that waits for copies of these adapters, and what begins it."""
         self._num_made = 0
         self._hasher = block_hasher(engine.block_tokens) if engine.has_prefix_cache else None
 
@@ -136,6 +147,7 @@ class EmulatedNode:
             block_size=engine.block_tokens,
             is_ready=scheduler.is_ready,
             num_cached_tokens=self._num_cached_tokens,
+            adapters=self.adapters,  # type: ignore[arg-type]  # asks the same of it as of the driver's own
             # Its table learns; the device's stays as it is.
             pace=Pace(scheduler, StepTable(table.grid()), engine.max_step_s, now)
             if table is not None
@@ -145,6 +157,24 @@ class EmulatedNode:
         )
         scheduler.use(scheduling)
         return scheduling
+
+    def _make_adapters(self, ranks: Sequence[int], num_slots: int, policy: str | None) -> EmulatedAdapters:
+        gpu, model = self.cost.gpu, self.cost.model
+        link = SharedLink(self.clock, gpu.achieved_link_bytes_per_s, gpu.load_setup_s)
+        sizes = [model.lora_bytes(rank) for rank in ranks]
+        running = lambda: lora_ids(self.scheduler.running)  # noqa: E731
+        adapters = EmulatedAdapters(
+            link, sizes, num_slots, policy, running, self._copied, lambda: self.clock.now
+        )
+        self.scheduler.residency = adapters  # type: ignore[assignment]
+        return adapters
+
+    def _copied(self) -> None:
+        """An adapter is whole: a step may have waited for it, or a request."""
+        if self._held is not None and self.adapters is not None and self.adapters.are_filled(self._held[0]):
+            begin, self._held = self._held[1], None
+            begin()
+        self.wake()
 
     def _num_cached_tokens(self, request: Any) -> int:
         """As the driver of the live engine counts them (engine_bridge/driver/engine.py), without tiers."""
@@ -168,7 +198,7 @@ class EmulatedNode:
         num_tokens = arrival.num_prompt_tokens + arrival.num_answer_tokens
         if num_tokens > min(self.engine.num_tokens, self.engine.max_tokens):
             raise ValueError(f"{num_tokens} tokens do not fit the device")
-        rank = self._ranks.get(arrival.adapter_id, 0) if arrival.adapter_id is not None else 0
+        rank = self._ranks[arrival.adapter_id] if arrival.adapter_id is not None else 0
         self._came.append(Job(arrival, rank))
         self.wake()
 
@@ -197,8 +227,11 @@ class EmulatedNode:
     def _request_of(self, job: Job) -> Request:
         arrival = job.arrival
         self._jobs[arrival.request_id] = job
-        if job.rank:
+        lora = None
+        if self.adapters is not None and arrival.adapter_id is not None:
             self._rank_of[arrival.request_id] = job.rank
+            lora = LoRARequest(str(arrival.adapter_id), arrival.adapter_id + 1, "none")
+            job.found_adapter = self.adapters.requested(arrival.request_id, lora.lora_int_id)
         self._num_made += 1
         adapter = "" if arrival.adapter_id is None else str(arrival.adapter_id)
         context = RequestContext(tenant=arrival.tenant, adapter=adapter, priority=arrival.priority)
@@ -222,6 +255,7 @@ class EmulatedNode:
             pooling_params=None,
             arrival_time=arrival.at_s,
             priority=arrival.priority,
+            lora_request=lora,
             block_hasher=self._hasher,
         )
 
@@ -232,6 +266,8 @@ class EmulatedNode:
         self._take_in()
         if not self.scheduler.has_requests():
             return
+        if self.adapters is not None:
+            self.adapters.advance()
         began_s = time.perf_counter()
         output = self.scheduler.schedule()
         self.tally.scheduler_s += time.perf_counter() - began_s
@@ -243,7 +279,24 @@ class EmulatedNode:
             return
         work = work_of(self.cost, output.num_scheduled_tokens, self.scheduler.requests, self._rank_of)
         self._is_busy = True
-        self.clock.at(now + work.seconds, lambda now: self._end(output, work.giving, work.seconds, now))
+
+        def begin() -> None:
+            end_s = self.clock.now + work.seconds
+            self.clock.at(end_s, lambda now: self._end(output, work.giving, work.seconds, now))
+
+        needed = self._enter(output.num_scheduled_tokens)
+        if self.adapters is None or self.adapters.are_filled(needed):
+            begin()
+        else:
+            self._held = needed, begin
+
+    def _enter(self, request_ids: Iterable[str]) -> set[int]:
+        """The adapters that a step computes with have their slots."""
+        if self.adapters is None:
+            return set()
+        needed = lora_ids(self.scheduler.requests[request_id] for request_id in request_ids)
+        self.adapters.enter(needed)
+        return needed
 
     def _run_fits(self) -> None:
         """What is fitted beside the steps is there for the next one, so that runs repeat exactly; its time is not the scheduler's."""
@@ -276,6 +329,8 @@ class EmulatedNode:
                 job.ended_s = now
                 self.ended.append(job)
                 del self._jobs[request_id]
+                if self.adapters is not None and job.arrival.adapter_id is not None:
+                    self.adapters.released(request_id, job.arrival.adapter_id + 1)
                 self._rank_of.pop(request_id, None)
                 if self._guesser is not None:
                     self._guesser.ended(job.arrival)

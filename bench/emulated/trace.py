@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bench.emulated.node import EmulatedNode, Engine, Job
 from bench.sim.core.clock import Clock
@@ -68,11 +69,16 @@ class Played:
 
 
 def play_on_node(
-    policy: str, requests: Sequence[Arrival], cost: StepCost, engine: Engine, guesser: Guesser | None = None
+    policy: str,
+    requests: Sequence[Arrival],
+    cost: StepCost,
+    engine: Engine,
+    guesser: Guesser | None = None,
+    **adapters: Any,
 ) -> Played:
-    """All of them, until the last has ended. Raises RuntimeError if some never are served."""
+    """All of them, until the last has ended. adapters: as `EmulatedNode` takes them. Raises RuntimeError if some never are served."""
     clock = Clock()
-    node = EmulatedNode(clock, cost, engine, policy, guesser=guesser)
+    node = EmulatedNode(clock, cost, engine, policy, guesser=guesser, **adapters)
     began_s = said_s = time.perf_counter()
 
     def submit(arrival: Arrival) -> None:

@@ -1,15 +1,18 @@
 """vLLM's scheduler with our classes in virtual time: it is vLLM's order, it repeats, and its sums are those made by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from bench.emulated import live
 from bench.emulated.agree import figures_of, lean_play
+from bench.emulated.chameleon import play_arm
 from bench.emulated.deciding import Row, measure
 from bench.emulated.device import FlatCost
 from bench.emulated.node import EmulatedNode, Engine
 from bench.emulated.trace import Played, arrivals, lognormal, play_on_node
+from bench.sim.chameleon import MAIN, Setting
 from bench.sim.core.calibration import A40
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Classes
@@ -22,6 +25,7 @@ from engine_bridge.policy.registry import POLICIES
 ROOMY = Engine(num_blocks=6000, max_running=64)
 TIGHT = Engine(num_blocks=500, max_running=64)
 COST = FlatCost()
+A40_COST = StepCost(A40, LLAMA2_7B)
 RIGHT = Classes([answer for _, answer in lognormal(80, 5).pairs], accuracy=1.0, seed=0)
 # Few steps make much of virtual time.
 SLOW = FlatCost(step_s=0.15, token_s=0.0002)
@@ -120,3 +124,42 @@ def test_errors_over_all_plays_are_the_larger_of_the_policies() -> None:
 
     found = live.pooled_errors([play("mlq", 1.1), play("fcfs", 0.8)])
     assert found["ttft_p50"] == pytest.approx(0.2) and found["tokens_per_s"] == 0
+
+
+def with_adapters(
+    num_slots: int, policy: str | None, asked: list[tuple[float, int]]
+) -> list[tuple[float, str]]:
+    """TTFT and where the adapter was, of prompts that come so late each, by the adapter that they ask for."""
+    requests = [Arrival(f"{number}", at_s, 100, 5, adapter) for number, (at_s, adapter) in enumerate(asked)]
+    played = play_on_node(
+        "fcfs", requests, A40_COST, ROOMY, ranks=(128, 64, 8), num_slots=num_slots, adapter_policy=policy
+    )
+    return [(job.ttft_s, job.found_adapter) for job in played.jobs]
+
+
+def copy_s(rank: int) -> float:
+    return LLAMA2_7B.lora_bytes(rank) / A40.achieved_link_bytes_per_s
+
+
+def test_an_adapter_takes_its_bytes_over_the_link_before_its_first_step() -> None:
+    found = with_adapters(8, "lru", [(0.0, 0), (5.0, 0), (9.0, 1)])
+    assert [place for _, place in found] == ["host", "slot", "host"]
+    assert found[0][0] == pytest.approx(copy_s(128) + A40_COST.prefill_s(100, 128))
+    assert found[1][0] == pytest.approx(A40_COST.prefill_s(100, 128))
+    assert found[2][0] == pytest.approx(copy_s(64) + A40_COST.prefill_s(100, 64))
+
+
+def test_without_a_cache_an_adapter_leaves_with_its_last_request() -> None:
+    asked = [(0.0, 0), (0.01, 0), (5.0, 0)]
+    assert [place for _, place in with_adapters(8, None, asked)] == ["host", "slot", "host"]
+
+
+def test_requests_beyond_the_slots_wait_until_one_is_free() -> None:
+    first, second = with_adapters(1, "lru", [(0.0, 0), (0.001, 1)])
+    assert second[0] > first[0] + copy_s(64) + 4 * 0.03, "the first one's whole answer, and the copy"
+
+
+def test_adapters_that_are_played_twice_give_the_same_times() -> None:
+    setting = replace(Setting(), length_share=0.2, span_s=20.0, trace=Path("there is none"))
+    first, again = (play_arm(MAIN["full"], setting, 6.0, 8, seed=1) for _ in range(2))
+    assert first.times == again.times and len(first.jobs) == 120
