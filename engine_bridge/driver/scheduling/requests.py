@@ -51,8 +51,8 @@ class Requests:
         return num_tokens
 
     def start_blocks(self, request_id: str) -> int:
-        # All of the prompt: what of it is cached and in nobody's use is among the free blocks, too.
-        return min(self.held_blocks(request_id), self._num_blocks)
+        # All of the prompt, as vLLM asks for it: what of it is cached and in nobody's use is among the free blocks, too.
+        return min(-(-self.num_tokens(request_id) // self._block_size), self._num_blocks)
 
     def held_blocks(self, request_id: str) -> int:
         return self.num_tokens(request_id) // self._block_size + 1

@@ -163,3 +163,11 @@ def test_adapters_that_are_played_twice_give_the_same_times() -> None:
     setting = replace(Setting(), length_share=0.2, span_s=20.0, trace=Path("there is none"))
     first, again = (play_arm(MAIN["full"], setting, 6.0, 8, seed=1) for _ in range(2))
     assert first.times == again.times and len(first.jobs) == 120
+
+
+def test_a_prompt_that_fills_the_last_free_block_starts_as_in_vllms_own_queue() -> None:
+    full = Engine(num_blocks=10)
+    requests = [Arrival("a", 0.0, 70, 3), Arrival("b", 0.01, 80, 1)]
+    stock = play_on_node("vllm", requests, COST, full)
+    assert play_on_node("fcfs", requests, COST, full).times == stock.times
+    assert stock.jobs[1].first_token_s < stock.jobs[0].ended_s
