@@ -154,7 +154,7 @@ def emulate(
     assert node.scheduling is not None
     learn(node.scheduling, [list(each) for each in history], {}, rate_per_s)
     while not apply_refit(node.scheduling):
-        pass  # fitted at the first look, in use from the second
+        node.run_fits()
     requests = [
         Arrival(f"{number:04d}", ask.at_s, len(ask.prompt), ask.max_tokens) for number, ask in enumerate(asks)
     ]

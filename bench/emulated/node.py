@@ -271,7 +271,7 @@ class EmulatedNode:
         began_s = time.perf_counter()
         output = self.scheduler.schedule()
         self.tally.scheduler_s += time.perf_counter() - began_s
-        self._run_fits()
+        self.run_fits()
         if not output.total_num_scheduled_tokens:
             self.scheduler.update_from_output(output, output_of([], []))
             if self.scheduler.has_requests():
@@ -298,7 +298,7 @@ class EmulatedNode:
         self.adapters.enter(needed)
         return needed
 
-    def _run_fits(self) -> None:
+    def run_fits(self) -> None:
         """What is fitted beside the steps is there for the next one, so that runs repeat exactly; its time is not the scheduler's."""
         fits, self._fits[:] = list(self._fits), []
         for fit in fits:
