@@ -291,7 +291,10 @@ class Promotions:
 
     def wait_s(self, now: float) -> float | None:
         """How long until there is something to do by itself; None: until something comes."""
-        return None if self._look_at_s is None else max(self._look_at_s - now, 0.0)
+        # When the last guess has ended, nothing is left to look at: whoever sleeps by this would wake again and again.
+        if self._look_at_s is None or not self._guesses:
+            return None
+        return max(self._look_at_s - now, 0.0)
 
     def advance(self, beside: Beside, now: float) -> Iterator[Copy | Refresh]:
         """Do a bounded piece of what there is to do. Each item is to be carried out before the next one is taken."""

@@ -107,6 +107,18 @@ def test_a_session_comes_up_slice_by_slice_and_its_request_is_a_hit() -> None:
     assert not bench.promotions.has_work(bench.now)
 
 
+def test_nothing_wakes_the_engine_for_an_advisory_that_is_over() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8))
+    bench.advise(expected_arrival_s=50.0)
+    bench.advance()
+    assert bench.promotions.wait_s(bench.now) is not None
+    bench.promotions.retract("a!", is_expired=False, now=bench.now)
+    bench.now += 100.0
+    assert not bench.promotions.has_work(bench.now)
+    assert bench.promotions.wait_s(bench.now) is None
+
+
 def test_an_advisory_waits_for_the_disk_without_asking_again_and_again() -> None:
     bench = Bench()
     bench.shelf.put(keys_of("a", 2), on_disk=True)
