@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 PREFIX_HALF_LIFE_S = 300.0
 PRIOR_PREFILL_S_PER_TOKEN = 1e-3
 
-# Of the warm-up's requests: one to load what is lazy, one long enough to measure prefill by.
-WARM_UP_TOKENS = (32, 512)
+# Of the warm-up's requests: one to load what is lazy, whose time says nothing; a short one and a long one to measure prefill by.
+WARM_UP_TOKENS = (32, 32, 512)
 
 
 @dataclass(slots=True)
@@ -395,30 +395,37 @@ class VllmDriver:
         return num_bytes, min(compute_s, num_bytes / self._tiers.host_bytes_per_s())
 
     def _warm_up(self) -> None:
-        """Run two requests and forget their KV: the first user pays for no lazy set-up, and the speed of prefill is known."""
+        """Run some requests and forget their KV: the first user pays for no lazy set-up, and the speed of prefill is known."""
         from engine_bridge.driver.vllm_api import SamplingParams
 
         limit = self.engine.vllm_config.model_config.max_model_len
         if self._tiers is not None:
             self._tiers.is_paused = True
         prefills, decode_s = [], 0.0
-        for num_tokens in WARM_UP_TOKENS:
-            prompt: Any = {"prompt_token_ids": [1] * min(num_tokens, limit - 2)}
+        for number, num_tokens in enumerate(min(wanted, limit - 2) for wanted in WARM_UP_TOKENS):
+            # Each of a token of its own: what one begins with like another is cached, and takes no time.
+            prompt: Any = {"prompt_token_ids": [1 + number] * num_tokens}
             self.engine.add_request(
-                f"warm-up-{num_tokens}", prompt, SamplingParams(max_tokens=2, ignore_eos=True)
+                f"warm-up-{number}", prompt, SamplingParams(max_tokens=2, ignore_eos=True)
             )
-            times = []
-            while self._scheduler.has_requests():
-                started_s = time.perf_counter()
-                self.engine.step()
-                times.append(time.perf_counter() - started_s)
-            prefills.append((min(num_tokens, limit - 2), times[0]))
-            decode_s = times[1]
-        self.steps = table_from(prefills, decode_s)
+            prefill_s, decode_s = self._time_request()
+            prefills.append((num_tokens, prefill_s))
+        self.steps = table_from(prefills[1:], decode_s)
         self._warm_up_grammars()
         self.engine.reset_prefix_cache()
         if self._tiers is not None:
             self._tiers.is_paused = False
+
+    def _time_request(self) -> tuple[float, float]:
+        """Run the only request to its end: seconds to its first token, and from there to its last.
+
+        Not by counting steps: an engine that schedules ahead returns from the first one before anything is computed.
+        """
+        times = [time.perf_counter()]
+        while self._scheduler.has_requests():
+            if self.engine.step():
+                times.append(time.perf_counter())
+        return times[1] - times[0], times[-1] - times[1]
 
     def _warm_up_grammars(self) -> None:
         """The backend is built at the first grammar, which takes a second with a large vocabulary, in a step."""
