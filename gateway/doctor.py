@@ -188,7 +188,7 @@ def profiles_of(config: Config, vllm: str) -> Iterator[FoundProfile]:
     name, revision = config.model, None
     if folder.is_dir():
         name, revision = folder.resolve().name, folder_revision(folder)
-    for path in sorted(config.profile_dir.glob("*.json")) if config.profile_dir.is_dir() else ():
+    for path in sorted(config.profile_dir.glob("*.json")) if os.path.isdir(config.profile_dir) else ():
         profile = MachineProfile.load(config.profile_dir, path.stem)
         if profile is None or profile.subject.model != name:
             continue
@@ -217,10 +217,11 @@ def _folders(config: Config) -> Iterator[FolderHealth]:
 
 def folder_health(what: str, folder: Path) -> FolderHealth:
     """Of one that is there, or of the one in which it will be made. Leaves nothing behind."""
-    is_there = folder.is_dir()
-    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    is_there = os.path.isdir(folder)
+    nearest = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     problem = ""
     try:
+        folder.exists()  # raises where there can be no such folder, or one above it may not be searched
         with tempfile.NamedTemporaryFile(dir=nearest, prefix=".doctor-"):
             pass
     except OSError as error:

@@ -158,7 +158,7 @@ class AdapterPlaces:
 
     def wait_s(self, now: float) -> float | None:
         """How long until there is something to do by itself; None: until something comes."""
-        return self._prefetch.wait_s(now)
+        return self._prefetch.wait_s(now) if len(self.table) else None
 
     def advance(self, running: Collection[int], now: float) -> list[Move]:
         """Bring every wanted adapter one step further, those of waiting requests first, in order of arrival."""

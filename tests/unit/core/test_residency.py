@@ -353,6 +353,15 @@ def test_an_adapter_that_comes_like_clockwork_is_loaded_before_its_next_request(
     assert Load(1, "disk") in [move for now in range(691, 735) for move in places.advance(NOBODY, float(now))]
 
 
+def test_when_the_last_adapter_has_gone_nothing_is_left_to_be_done_by_itself() -> None:
+    places = AdapterPlaces(Rules(host_bytes=SIZE, num_slots=1), Worth("lru"), HistoryPrefetch())
+    places.add(1, SIZE, room=1, is_pinned=False, now=0.0)
+    places.advance(NOBODY, 0.0)
+    assert places.wait_s(0.5) == 0.5
+    places.remove(1)
+    assert places.wait_s(5.0) is None and not places.has_work(5.0)
+
+
 def test_without_a_forecast_nothing_is_to_be_done_by_itself() -> None:
     assert make().wait_s(0.0) is None
 

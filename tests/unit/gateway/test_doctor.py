@@ -96,6 +96,13 @@ def test_a_folder_that_is_a_file_cannot_be_written_to(tmp_path: Path) -> None:
     assert folder_health("data folder", tmp_path / "file" / "folder").problem
 
 
+def test_a_folder_that_cannot_even_be_looked_for_is_a_problem_and_no_crash(tmp_path: Path) -> None:
+    config = Config(data_dir=tmp_path / ("long" * 100))
+    found = folder_health("data folder", config.data_dir)
+    assert not found.is_there and "File name too long" in found.problem
+    assert list(profiles_of(config, "0.32.0")) == []
+
+
 def test_what_settings_turn_off_is_told_with_the_setting() -> None:
     off = {each.what: each.why for each in switched_off(Config(scheduling_policy="vllm", kv_host_gib=0))}
     assert off["scheduling"] == "--scheduling-policy vllm" and off["KV tiers"] == "--kv-host-gib 0"
