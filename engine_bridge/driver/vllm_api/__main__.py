@@ -28,9 +28,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         facts: Facts = Source(options.source) if options.source is not None else Live()
+        reports = by_feature(ALL, check(ALL, facts))
     except NoSource as error:
         parser.error(str(error))
-    reports = by_feature(ALL, check(ALL, facts))
     if options.json:
         print(json.dumps([report.as_json() for report in reports]))
     else:

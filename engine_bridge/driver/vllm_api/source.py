@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import platform
 import zipfile
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
@@ -18,7 +19,7 @@ MAX_IMPORTS = 20  # that lead from one module to the next before a name is given
 
 
 class NoSource(ValueError):
-    """There is no package of this name. The message says where it was looked for."""
+    """There is no package of this name, or it cannot be read. The message says where, or why."""
 
 
 class Source:
@@ -120,8 +121,15 @@ class Source:
         path = self._root.joinpath(*name.split("."))
         for file, is_package in ((path / "__init__.py", True), (path.parent / f"{path.name}.py", False)):
             if file.is_file():
-                return _Module(name, is_package, ast.parse(file.read_text(encoding="utf-8")))
+                return _Module(name, is_package, _parsed(file.read_text(encoding="utf-8"), name))
         return None
+
+
+def _parsed(text: str, module: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:  # a later vLLM may be written for a later Python
+        raise NoSource(f"{module}, line {error.lineno}, is no Python {platform.python_version()}") from error
 
 
 class _Import(NamedTuple):

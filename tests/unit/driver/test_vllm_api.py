@@ -402,3 +402,14 @@ def test_the_command_says_what_a_source_lacks(tmp_path: Path, capsys: pytest.Cap
     ]
     with pytest.raises(SystemExit, match="2"):
         main(["--source", str(tmp_path / "nowhere")])
+
+
+def test_a_source_for_a_later_python_is_said_to_be_one_and_not_taken_for_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vllm" / "v1" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    (tmp_path / "vllm" / "v1" / "engine" / "llm_engine.py").write_text("a = 1\nin future\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--source", str(tmp_path), "--json"])
+    assert "vllm.v1.engine.llm_engine, line 2, is no Python 3." in capsys.readouterr().err
