@@ -26,7 +26,7 @@ from bench.measures import quantile
 from bench.sim.core.calibration import A40
 from bench.sim.core.guesses import Classes
 from bench.sim.core.models import LLAMA2_7B
-from bench.sim.core.node import pool_blocks
+from bench.sim.core.shapes import pool_blocks
 from bench.sim.core.steps import StepCost
 from engine_bridge.policy.mlq import Mlq, MlqSettings
 from engine_bridge.policy.registry import POLICIES

@@ -28,8 +28,9 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Classes
 from bench.sim.core.lane_fits import LaneFits
 from bench.sim.core.models import LLAMA2_7B
-from bench.sim.core.node import VLLM, Node, pool_blocks
+from bench.sim.core.node import Node
 from bench.sim.core.requests import Arrival, Request
+from bench.sim.core.shapes import VLLM, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import Lengths, play
 from engine_bridge.policy.preemption import POLICIES as PREEMPTIONS

@@ -24,7 +24,7 @@ from bench.live.report import report
 from bench.measures import quantile
 from bench.sim.chameleon import MAIN, PAPER_P50, PAPER_P99, Arm, Setting
 from bench.sim.core.guesses import Classes
-from bench.sim.core.node import BLOCK_TOKENS, pool_blocks
+from bench.sim.core.shapes import BLOCK_TOKENS, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import poisson
 

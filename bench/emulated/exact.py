@@ -29,8 +29,8 @@ from bench.emulated.trace import Played, arrivals, lognormal, play_on_node
 from bench.live.report import report, spread
 from bench.sim.core.calibration import A40
 from bench.sim.core.models import LLAMA2_7B
-from bench.sim.core.node import pool_blocks
 from bench.sim.core.requests import Arrival
+from bench.sim.core.shapes import pool_blocks
 from bench.sim.core.steps import StepCost
 from engine_bridge.policy.registry import POLICIES
 

@@ -55,8 +55,9 @@ from bench.sim.core.hardware import Gpu
 from bench.sim.core.host_kv import HostMemory
 from bench.sim.core.lane_fits import LaneFits
 from bench.sim.core.models import LLAMA_13B, LLAMA_30B, OPT_13B, OPT_30B, Model
-from bench.sim.core.node import BLOCK_TOKENS, VLLM_0_2, Node
+from bench.sim.core.node import Node
 from bench.sim.core.requests import Arrival
+from bench.sim.core.shapes import BLOCK_TOKENS, VLLM_0_2
 from bench.sim.core.step_fits import fit
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Figure, Part, Workers, parser_for, report_parts, seeds_of

@@ -48,8 +48,9 @@ from bench.sim.core.cluster import Cluster
 from bench.sim.core.guesses import Usual
 from bench.sim.core.hardware import EPYC_7R32, GB, AssistingHost, Gpu
 from bench.sim.core.metrics import counted
-from bench.sim.core.node import SLORA, Node
+from bench.sim.core.node import Node
 from bench.sim.core.requests import Request
+from bench.sim.core.shapes import SLORA
 from bench.sim.core.steps import KERNELS, Chunk, StepCost
 from bench.sim.core.tables import Figure, Part, Workers, changes, parser_for, report_parts, seeds_of
 from bench.sim.core.traffic import Dealer, Fresh, Lengths, alpaca, functions, play, poisson, power_law

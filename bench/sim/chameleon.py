@@ -52,8 +52,9 @@ from bench.sim.core.hardware import GB, Gpu
 from bench.sim.core.lane_fits import LaneFits
 from bench.sim.core.metrics import counted
 from bench.sim.core.models import LLAMA_7B, LLAMA_13B, LLAMA_30B, Model
-from bench.sim.core.node import BLOCK_TOKENS, SLORA, VLLM, Node, Shape, pool_blocks
+from bench.sim.core.node import Node
 from bench.sim.core.requests import Guesser, Request
+from bench.sim.core.shapes import BLOCK_TOKENS, SLORA, VLLM, Shape, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import (
     Figure,

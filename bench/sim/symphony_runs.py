@@ -13,7 +13,6 @@ from bench.sim.core.calibration import A100
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import GB, Gpu
 from bench.sim.core.models import LLAMA3_8B, Model
-from bench.sim.core.node import BLOCK_TOKENS, VLLM
 from bench.sim.core.requests import Request
 from bench.sim.core.session_cluster import (
     Company,
@@ -24,6 +23,7 @@ from bench.sim.core.session_cluster import (
     Workflows,
 )
 from bench.sim.core.session_node import SessionNode, StepPrefill
+from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tiers import HostTiers
 from engine_bridge.policy.registry import POLICIES as QUEUES

@@ -21,9 +21,9 @@ from typing import Any
 from bench.sim.core.calibration import A100
 from bench.sim.core.conversations import Chats, Exchange
 from bench.sim.core.models import LLAMA3_8B
-from bench.sim.core.node import BLOCK_TOKENS, VLLM
 from bench.sim.core.session_cluster import ask_of, node_facts
 from bench.sim.core.session_node import StepPrefill
+from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
 from engine_bridge.policy.routing import RoutingPolicy

@@ -19,10 +19,7 @@ TOO_LONG = {
     "class engine_bridge/driver/engine.py VllmDriver",
     "class engine_bridge/driver/engine_client.py BridgeEngineClient",
     "class engine_bridge/local_node.py LocalNode",
-    "class bench/sim/core/node.py Node",
-    "file bench/sim/core/node.py",
     "file engine_bridge/local_node.py",
-    "function bench/sim/core/node.py __init__",
 }
 CIRCLES: set[tuple[str, ...]] = set()
 

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from bench.sim.core.clock import Clock
-from bench.sim.core.node import BLOCK_TOKENS, Node
+from bench.sim.core.node import Node
 from bench.sim.core.requests import Arrival, Request
+from bench.sim.core.shapes import BLOCK_TOKENS
 from engine_bridge.policy.routing import Ask, NodeFacts, Ranks, RoutingPolicy
 
 

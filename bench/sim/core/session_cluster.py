@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from bench.sim.core.clock import Clock
 from bench.sim.core.conversations import Chats, Session
-from bench.sim.core.node import BLOCK_TOKENS
 from bench.sim.core.requests import Request
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
+from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.tiers import SessionKv
 from engine_bridge.policy.routing import Ask, NodeFacts, Ranks, RoutingPolicy
 

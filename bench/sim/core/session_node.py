@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from bench.sim.core.clock import Clock
-from bench.sim.core.node import BLOCK_TOKENS, VLLM, Node, Shape
+from bench.sim.core.node import Node
 from bench.sim.core.requests import Arrival, Request
+from bench.sim.core.shapes import BLOCK_TOKENS, VLLM, Shape
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tiers import HostTiers, SessionKv
 from engine_bridge.policy.guesses import GuessFacts, due_s, plan

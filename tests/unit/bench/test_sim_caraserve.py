@@ -31,8 +31,9 @@ from bench.sim.core.calibration import A10_ON_DEMAND
 from bench.sim.core.clock import Clock
 from bench.sim.core.cluster import Cluster, facts_of
 from bench.sim.core.hardware import EPYC_7R32
-from bench.sim.core.node import BLOCK_TOKENS, Node
+from bench.sim.core.node import Node
 from bench.sim.core.requests import Arrival
+from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.tables import Workers
 from engine_bridge.driver.gemm import MIN_ROWS
 from engine_bridge.policy.routing import (

@@ -28,7 +28,7 @@ from bench.sim.chameleon import (
     slo_s,
 )
 from bench.sim.core.clock import Clock
-from bench.sim.core.node import VLLM
+from bench.sim.core.shapes import VLLM
 from bench.sim.core.tables import Figure, Workers, crossing
 from engine_bridge.policy.adapter_cache import ChameleonScore
 from engine_bridge.policy.baselines import Fcfs

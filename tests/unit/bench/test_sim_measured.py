@@ -14,8 +14,9 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.lane_fits import LaneFits
 from bench.sim.core.measured import MeasuredCost
 from bench.sim.core.models import Model
-from bench.sim.core.node import OVERTURE, VLLM, Node, Shape
+from bench.sim.core.node import Node
 from bench.sim.core.requests import Arrival, Request
+from bench.sim.core.shapes import OVERTURE, VLLM, Shape
 from bench.sim.core.steps import Chunk, StepCost
 from engine_bridge.policy.costs import StepTable
 from engine_bridge.policy.mlq import Mlq

@@ -14,14 +14,18 @@ import pytest
 import bench.sim.core.adapters
 import bench.sim.core.lane_fits
 import bench.sim.core.node
+import bench.sim.core.node_moves
+import bench.sim.core.node_state
+import bench.sim.core.node_steps
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import AssistingHost, Gpu
 from bench.sim.core.host_kv import HostKv, HostMemory
 from bench.sim.core.lane_fits import LaneFits
 from bench.sim.core.links import SharedLink
 from bench.sim.core.models import Model
-from bench.sim.core.node import ACTIVATION_BYTES, BLOCK_TOKENS, OVERTURE, SLORA, VLLM, VLLM_0_2, Node, Shape
+from bench.sim.core.node import Node
 from bench.sim.core.requests import Arrival, Request
+from bench.sim.core.shapes import ACTIVATION_BYTES, BLOCK_TOKENS, OVERTURE, SLORA, VLLM, VLLM_0_2, Shape
 from bench.sim.core.steps import Chunk, Kernel, StepCost, bgmv, mbgmv
 from engine_bridge.policy import adapter_cache, arrivals, baselines, mlq, preemption, queue
 from engine_bridge.policy.adapter_cache import ChameleonScore, Lru
@@ -356,7 +360,15 @@ def test_what_decides_are_the_live_engines_classes() -> None:
         for name, found in vars(module).items()
         if inspect.isclass(found) and found.__module__ == module.__name__
     }
-    for module in (bench.sim.core.node, bench.sim.core.adapters, bench.sim.core.lane_fits):
+    ours = bench.sim.core
+    for module in (
+        ours.node,
+        ours.node_state,
+        ours.node_steps,
+        ours.node_moves,
+        ours.adapters,
+        ours.lane_fits,
+    ):
         for name in names & vars(module).keys():
             assert vars(module)[name].__module__.startswith("engine_bridge.policy"), name
     node, _ = serve([(0.0, 1, 1)], **mlq_parts(100))

@@ -16,10 +16,10 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.conversations import Chats, LogNormal, recorded
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.models import LLAMA2_13B, Model
-from bench.sim.core.node import ACTIVATION_BYTES, BLOCK_TOKENS
 from bench.sim.core.requests import Request
 from bench.sim.core.session_cluster import Company, Habits, SessionCluster, Users
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
+from bench.sim.core.shapes import ACTIVATION_BYTES, BLOCK_TOKENS
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Workers
 from bench.sim.core.tiers import HostTiers, SessionKv
