@@ -120,7 +120,8 @@ class NodeMoves(NodeSteps):
             return False
         if not self.host_kv.held(request_id):  # else it was still on its way back
             self._num_copies_out += 1
-            self.host_kv.copy_out(request_id, self.held_blocks(request), self._copied_out)
+            num_filled = -(-self._num_kv_tokens(request) // BLOCK_TOKENS)
+            self.host_kv.copy_out(request_id, num_filled, self._copied_out)
         return True
 
     def _copied_out(self, now: float) -> None:
