@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed, quoted
 from engine_bridge.adapters.files import ModelContract, check_finite, content_hash, inspect, read
 from engine_bridge.adapters.registry import AdapterRecord, Registry
+from engine_bridge.errors import NotSupported
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,31 @@ class Catalog:
         """Waits for the disk."""
         self.flush()
         self._registry.close()
+
+
+class NoCatalog:
+    """Of a node without adapters, or before its engine is up. See `Catalog` for what each method promises."""
+
+    def add(self, name: str, path: str) -> AdapterRecord:
+        raise NotSupported("this server runs without adapters")
+
+    def remove(self, name: str, *, is_missing: bool = False) -> AdapterRecord | None:
+        return None
+
+    def set_pinned(self, name: str, is_pinned: bool) -> AdapterRecord | None:
+        raise NotSupported("this server runs without adapters")
+
+    def note_use(self, version_id: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def served(self) -> list[AdapterRecord]:
+        return []
+
+    def current(self, name: str) -> AdapterRecord | None:
+        return None
+
+    def close(self) -> None: ...
 
 
 def _used(record: AdapterRecord, uses: Mapping[int, tuple[int, float]]) -> AdapterRecord:

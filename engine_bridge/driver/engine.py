@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.driver.absent import Idle, NoAdapters, NoPromoter
 from engine_bridge.driver.building import build_engine, configure_environment
 from engine_bridge.driver.in_process import scheduler_of
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import CUDA_COPIES, KV_TIERS, PROMOTION, REPORT
+from engine_bridge.driver.warm_up import warm_up
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import TablePrefill
 from engine_bridge.policy.fading import FadingRate
-from engine_bridge.policy.pacing import table_from
 from kvtiers.keys import BlockKey
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ log = logging.getLogger(__name__)
 # How fast what was found on the device is forgotten in judging what prefixes there are worth, and a token's prefill before it was measured. Chosen.
 PREFIX_HALF_LIFE_S = 300.0
 PRIOR_PREFILL_S_PER_TOKEN = 1e-3
-
-# Of the warm-up's requests: one to load what is lazy, whose time says nothing; a short one and a long one to measure prefill by.
-WARM_UP_TOKENS = (32, 32, 512)
 
 
 @dataclass(slots=True)
@@ -105,18 +103,17 @@ class VllmDriver:
         self._background: deque[tuple[str, EngineCoreRequest]] = deque()
         self._adapter_ids: dict[str, int] = {}  # of requests that use one
         self._prefix_hits = FadingRate(PREFIX_HALF_LIFE_S)  # blocks of prompts that were found on the device
-        self.promoter = self._make_promoter(self._scheduler)
+        self.promoter = self._make_promoter(self._scheduler) or NoPromoter()
         report("warming up")
-        self._warm_up()
+        self.steps = warm_up(self.engine, self._scheduler, tiers)
         self.profile = self._find_profile(config)
         """What was measured of this model on this machine; None where nobody has."""
         if self.profile is not None:
             self.steps = self.profile.steps.table()
-        self.adapters = self._make_residency(config, wake) if config.enable_lora else None
-        if self.adapters is not None:
-            for record in adapters:
-                self.adapters.add(record)
-        self._link_measuring = self._use_tiers(tiers) if tiers is not None else None
+        self.adapters = self._make_residency(config, wake) if config.enable_lora else NoAdapters()
+        for record in adapters:
+            self.adapters.add(record)
+        self._link_measuring = (self._use_tiers(tiers) if tiers is not None else None) or Idle()
         self.scheduling = self._make_scheduling(config) if config.scheduling_policy != "vllm" else None
         self.report = self._make_report()
 
@@ -130,27 +127,25 @@ class VllmDriver:
         return self._scheduler.get_request_counts()[0] == 0 and not self._has_work_beside()
 
     def wait_s(self) -> float | None:
-        waits = [part.wait_s() for part in self._beside() if part is not None]
+        waits = [part.wait_s() for part in self._beside()]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def _beside(self) -> tuple[Promoter | None, Residency | None, LinkMeasuring | None]:
+    def _beside(self) -> tuple[Promoter | NoPromoter, Residency | NoAdapters, LinkMeasuring | Idle]:
         """What moves something between steps."""
         return self.promoter, self.adapters, self._link_measuring
 
     def _has_work_beside(self) -> bool:
         """Is there anything to move between steps?"""
-        return any(part is not None and part.has_work() for part in self._beside())
+        return any(part.has_work() for part in self._beside())
 
     def step(self) -> list[RequestOutput]:
         if self._background and not sum(self._scheduler.get_request_counts()):
             self.add(*self._background.popleft(), None)
-        if self.adapters is not None and self.adapters.has_work():
+        if self.adapters.has_work():
             self.adapters.advance()
         outputs = self._step_engine() if self._scheduler.has_requests() else []
-        if self.promoter is not None:
-            self.promoter.advance()
-        if self._link_measuring is not None:
-            self._link_measuring.advance()
+        self.promoter.advance()
+        self._link_measuring.advance()
         return outputs
 
     def _step_engine(self) -> list[RequestOutput]:
@@ -196,8 +191,7 @@ class VllmDriver:
         try:
             if self.scheduling is not None:
                 self.scheduling.close()
-            if self.adapters is not None:
-                self.adapters.close()
+            self.adapters.close()
             self.engine.engine_core.shutdown()
             if self._tiers is not None:
                 self._tiers.detach()
@@ -210,7 +204,7 @@ class VllmDriver:
 
     def add(self, request_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
         """Queue a validated request under our own id, which must be unique."""
-        if self.adapters is not None and request.lora_request is not None:
+        if request.lora_request is not None:
             adapter_id = request.lora_request.lora_int_id
             self.adapters.requested(request_id, adapter_id)
             self._adapter_ids[request_id] = adapter_id
@@ -235,7 +229,7 @@ class VllmDriver:
 
     def _release(self, request_id: str) -> None:
         adapter_id = self._adapter_ids.pop(request_id, None)
-        if adapter_id is not None and self.adapters is not None:
+        if adapter_id is not None:
             self.adapters.released(request_id, adapter_id)
 
     def _give_up(self, request_ids: list[str], error: Exception) -> None:
@@ -246,35 +240,29 @@ class VllmDriver:
 
     def remembers(self, session_id: str, salt: str | None) -> bool:
         """Whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
-        return self.promoter is not None and self.promoter.remembers(session_id, salt)
+        return self.promoter.remembers(session_id, salt)
 
     def advise(self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange) -> None:
-        if self.promoter is not None:
-            self.promoter.advise(advisory, hashes, salt, on_change)
+        self.promoter.advise(advisory, hashes, salt, on_change)
 
     def retract(self, advisory_id: str, is_expired: bool) -> None:
-        if self.promoter is not None:
-            self.promoter.retract(advisory_id, is_expired=is_expired)
+        self.promoter.retract(advisory_id, is_expired=is_expired)
 
     def know_adapter(self, record: AdapterRecord) -> None:
         """Requests may name this version from now on."""
-        if self.adapters is not None:
-            self.adapters.add(record)
+        self.adapters.add(record)
 
     def forget_adapter(self, version_id: int) -> None:
         """No new request will name it."""
-        if self.adapters is not None:
-            self.adapters.remove(version_id)
+        self.adapters.remove(version_id)
 
     def expect_adapter(self, version_id: int) -> None:
         """A request for it is about to be added. From any thread."""
-        if self.adapters is not None:
-            self.adapters.expect(version_id)
+        self.adapters.expect(version_id)
 
     def prefetch_adapter(self, version_id: int) -> None:
         """A request for it may come."""
-        if self.adapters is not None:
-            self.adapters.prefetch(version_id)
+        self.adapters.prefetch(version_id)
 
     def add_background(self, request_id: str, request: EngineCoreRequest) -> None:
         """Queue a request that runs when no other one runs or waits."""
@@ -332,7 +320,7 @@ class VllmDriver:
             block_size=self._block_size,
             is_ready=self._scheduler.is_ready,
             num_cached_tokens=self._num_cached_tokens,
-            adapters=self.adapters,
+            adapters=None if isinstance(self.adapters, NoAdapters) else self.adapters,
             **self._ways_back(),
             pace=Pace(self._scheduler, self.steps, config.max_step_ms / 1e3),
             decision_log=_open_log(config),
@@ -361,9 +349,9 @@ class VllmDriver:
     def _make_report(self) -> Report:
         from engine_bridge.driver.scheduling.report import Report
 
-        places = self.adapters.places if self.adapters is not None else dict
         knows_why = REPORT not in self._off
         outputs = self.engine.output_processor if knows_why else None
+        places = self.adapters.places
         return Report(self._scheduler, self.scheduling, outputs, places, knows_why=knows_why)
 
     def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
@@ -386,60 +374,13 @@ class VllmDriver:
 
     def _restore_cost(self, num_blocks: int) -> tuple[int, float]:
         """(bytes, seconds) of blocks that must be had again, from host memory or by computing them, whichever is faster."""
-        assert self.adapters is not None and self.adapters.blocks is not None
+        assert self.adapters.blocks is not None
         num_bytes = num_blocks * self.adapters.blocks.block_bytes
         prefill_s = self._tiers.prefill_s_per_token() if self._tiers is not None else None
         compute_s = (prefill_s or PRIOR_PREFILL_S_PER_TOKEN) * num_blocks * self._block_size
         if self._tiers is None:
             return num_bytes, compute_s
         return num_bytes, min(compute_s, num_bytes / self._tiers.host_bytes_per_s())
-
-    def _warm_up(self) -> None:
-        """Run some requests and forget their KV: the first user pays for no lazy set-up, and the speed of prefill is known."""
-        from engine_bridge.driver.vllm_api import SamplingParams
-
-        limit = self.engine.vllm_config.model_config.max_model_len
-        if self._tiers is not None:
-            self._tiers.is_paused = True
-        prefills, decode_s = [], 0.0
-        for number, num_tokens in enumerate(min(wanted, limit - 2) for wanted in WARM_UP_TOKENS):
-            # Each of a token of its own: what one begins with like another is cached, and takes no time.
-            prompt: Any = {"prompt_token_ids": [1 + number] * num_tokens}
-            self.engine.add_request(
-                f"warm-up-{number}", prompt, SamplingParams(max_tokens=2, ignore_eos=True)
-            )
-            prefill_s, decode_s = self._time_request()
-            prefills.append((num_tokens, prefill_s))
-        self.steps = table_from(prefills[1:], decode_s)
-        self._warm_up_grammars()
-        self.engine.reset_prefix_cache()
-        if self._tiers is not None:
-            self._tiers.is_paused = False
-
-    def _time_request(self) -> tuple[float, float]:
-        """Run the only request to its end: seconds to its first token, and from there to its last.
-
-        Not by counting steps: an engine that schedules ahead returns from the first one before anything is computed.
-        """
-        times = [time.perf_counter()]
-        while self._scheduler.has_requests():
-            if self.engine.step():
-                times.append(time.perf_counter())
-        return times[1] - times[0], times[-1] - times[1]
-
-    def _warm_up_grammars(self) -> None:
-        """The backend is built at the first grammar, which takes a second with a large vocabulary, in a step."""
-        from engine_bridge.driver.vllm_api import SamplingParams, StructuredOutputsParams
-
-        grammar = StructuredOutputsParams(regex="[a-z]{1,2}")
-        params = SamplingParams(max_tokens=2, structured_outputs=grammar)
-        try:
-            self.engine.add_request("warm-up-grammar", {"prompt_token_ids": [1] * 4}, params)
-        except ValueError as error:
-            log.warning("structured output is not offered with this model: %s", error)
-            return
-        while self._scheduler.has_requests():
-            self.engine.step()
 
 
 def give_back_free_memory() -> None:

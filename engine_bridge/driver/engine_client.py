@@ -7,38 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from engine_bridge.adapters.catalog import Catalog
-from engine_bridge.adapters.errors import AdapterRejected
-from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.adapters.catalog import Catalog, NoCatalog
 from engine_bridge.bridge import EngineThread
-from engine_bridge.core.promotions import Hashes
+from engine_bridge.driver.adapter_versions import AdapterVersions
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.grammars import grammar_of
-from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
+from engine_bridge.driver.kv_keys import cache_salt
 from engine_bridge.driver.scheduling.facts import Carried, facts_of, tell, tell_guess
+from engine_bridge.driver.stream_failures import engine_failed
+from engine_bridge.driver.streams import Streams
 from engine_bridge.driver.vllm_api import (
     EngineClient,
     EngineCoreRequest,
     GenerationError,
     LoRARequest,
-    Request,
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
-    RetryableRequestError,
     SamplingParams,
-    VLLMClientError,
     VLLMValidationError,
     extract_prompt_components,
 )
-from engine_bridge.errors import EngineUnavailable, InvalidRequest, NotSupported
+from engine_bridge.errors import EngineUnavailable
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.policy.request_limits import RequestLimits, check_sampling
 from engine_bridge.predict.hints import setting_hints
@@ -48,17 +44,8 @@ from engine_bridge.predict.own import PATIENCE_S
 from engine_bridge.request_context import RequestContext
 
 DEFAULT_LIMITS = RequestLimits()
-ENGINE_FAILED_MESSAGE = (
-    "The engine failed while it worked on this request and is being rebuilt. Send the request again."
-)
-
-
 # vLLM's serving classes turn whatever `add_lora` raises into a text; here it is whole.
 ADAPTER_FAILURES: ContextVar[list[Exception] | None] = ContextVar("adapter_failures", default=None)
-
-
-class UnfitAdapter(InvalidRequest, VLLMClientError):
-    """The adapter that a request names cannot be computed with: a bad request for us as for vLLM's serving classes, never worth a retry."""
 
 
 class BridgeEngineClient(EngineClient):
@@ -68,7 +55,8 @@ class BridgeEngineClient(EngineClient):
         thread: a started engine thread.
         grammars: who says whether a grammar may be compiled.
         limits: of what one request may ask.
-        catalog: of the adapters that may be named; None without LoRA.
+        streams: the answers under way, where outputs are delivered.
+        catalog: of the adapters that may be named.
         lengths: what the node knows of answer lengths; None where nobody asks for it.
         engine: the `LLMEngine` of the first build. Its renderer and input processor are kept over rebuilds: they hold
             the tokenizer and the configuration, no engine state.
@@ -79,57 +67,25 @@ class BridgeEngineClient(EngineClient):
         thread: EngineThread[VllmDriver],
         engine: Any,
         grammars: GrammarChecker,
-        catalog: Catalog | None = None,
+        streams: Streams,
+        catalog: Catalog | NoCatalog,
         lengths: NodeLengths | None = None,
         limits: RequestLimits = DEFAULT_LIMITS,
     ) -> None:
         self._thread = thread
-        self._catalog = catalog
+        self._streams = streams
         self._lengths = lengths
         self._grammars = grammars
         self._limits = limits
         self._sequence = itertools.count()
-        self._streams: dict[str, RequestOutputCollector] = {}
-        self._adapters: dict[int, AdapterVersion] = {}  # every one ever served, by its id
-        self.idle = asyncio.Event()
-        self.idle.set()
         self.vllm_config = engine.vllm_config
         self.model_config = engine.model_config
         self.renderer = engine.renderer
         self.input_processor = engine.input_processor
         self._tasks = engine.get_supported_tasks()
-        self._block_hasher = engine.engine_core.engine_core.request_block_hasher
+        self.versions = AdapterVersions(thread, catalog, engine.engine_core.engine_core.request_block_hasher)
 
     # -- called by the node ------------------------------------------------------------------------------------------
-
-    def deliver(self, outputs: list[RequestOutput]) -> None:
-        """Hand one or more steps' outputs to their streams."""
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                failure = getattr(output, "failure", None)
-                # An exception takes the place of outputs that wait; a note on one of them would be lost when they are merged.
-                stream.put(output if failure is None else VLLMValidationError(failure))
-
-    def fail_all(self) -> None:
-        """End every stream with a clear error: the engine under them is gone."""
-        for stream in list(self._streams.values()):
-            stream.put(RetryableRequestError(ENGINE_FAILED_MESSAGE))
-
-    def fail_some(self, unique_ids: Iterable[str], error: Exception) -> None:
-        """End the streams of requests that the engine gave up: their callers may try again, unless their adapter's own numbers are at fault."""
-        is_adapters_fault = isinstance(error, AdapterRejected) and error.code == "not_finite"
-        for unique_id in unique_ids:
-            if is_adapters_fault:
-                self._fail(
-                    unique_id, UnfitAdapter(f"{error} Mend the adapter or ask for another.", param="model")
-                )
-            else:
-                self._fail(unique_id, RetryableRequestError(f"{error} Send the request again."))
-
-    @property
-    def num_streams(self) -> int:
-        return len(self._streams)
 
     def submit(
         self,
@@ -150,9 +106,7 @@ class BridgeEngineClient(EngineClient):
         check_sampling(params, self._limits)
         # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
         unique_id = f"{request_id}-{next(self._sequence)}"
-        adapter = self._adapters[lora_request.lora_int_id] if lora_request is not None else None
-        if adapter is not None and self._catalog is not None:
-            self._catalog.note_use(adapter.lora_int_id)
+        adapter = self.versions.used_by(lora_request)
         request = self.input_processor.process_inputs(
             unique_id,
             prompt,
@@ -165,21 +119,10 @@ class BridgeEngineClient(EngineClient):
         )
         content_hash = adapter.content_hash if adapter else ""
         request.cache_salt = cache_salt(context.tenant, content_hash, request.cache_salt)
-        self._tell_facts(request, context, adapter)
-        self._register(unique_id, stream)
-        return unique_id, request
-
-    def _tell_facts(
-        self, request: EngineCoreRequest, context: RequestContext, adapter: AdapterVersion | None
-    ) -> None:
-        """Give the scheduler what vLLM has no field for."""
-        record = (
-            self._catalog.current(adapter.lora_name)
-            if adapter is not None and self._catalog is not None
-            else None
-        )
-        rank = record.rank if record is not None else 0
+        rank = self.versions.rank_of(adapter)
         tell(request, Carried(context=context, rank=rank, features=self._features(request, context)))
+        self._streams.register(unique_id, stream)
+        return unique_id, request
 
     def _features(self, request: EngineCoreRequest, context: RequestContext) -> LengthFeatures | None:
         """What is known of how long the answer will be; None where nobody asks."""
@@ -228,7 +171,7 @@ class BridgeEngineClient(EngineClient):
             try:
                 driver.add(unique_id, request, prompt_text)
             except Exception as error:
-                self._loop.call_soon_threadsafe(self._fail, unique_id, error)
+                self._loop.call_soon_threadsafe(self._streams.fail, unique_id, error)
 
         self._loop = asyncio.get_running_loop()
         driver = self._thread.driver
@@ -240,48 +183,16 @@ class BridgeEngineClient(EngineClient):
         """Queue a submitted request behind everything else, also behind what comes later."""
         self._thread.submit(lambda driver: driver.add_background(unique_id, request))
 
-    def salt_of(self, tenant: str, lora_request: LoRARequest | None) -> str | None:
-        """What keeps the KV of this tenant and adapter apart."""
-        adapter = self._adapters[lora_request.lora_int_id] if lora_request is not None else None
-        return cache_salt(tenant, adapter.content_hash if adapter else "", None)
-
-    def hashes_of(
-        self, token_ids: Sequence[int], salt: str | None, lora_request: LoRARequest | None
-    ) -> Hashes:
-        """The hashes of a prompt's whole blocks. Takes microseconds per block: not for the event loop."""
-        adapter = self._adapters[lora_request.lora_int_id] if lora_request is not None else None
-        request = Request(
-            "prefix",
-            list(token_ids),
-            SamplingParams(max_tokens=1),
-            None,
-            lora_request=adapter,
-            cache_salt=salt,
-            block_hasher=self._block_hasher,
-        )
-        return list(request.block_hashes)
-
     def forget(self, unique_id: str, *, abort: bool) -> None:
         """Drop a stream; with `abort`, its request leaves the engine before the next step."""
-        self._streams.pop(unique_id, None)
-        if not self._streams:
-            self.idle.set()
+        self._streams.forget(unique_id)
         if abort:
             self._thread.submit(lambda driver: driver.abort(unique_id))
-
-    def _register(self, unique_id: str, stream: Any) -> None:
-        self._streams[unique_id] = stream
-        self.idle.clear()
 
     def check_ready(self) -> None:
         """Raise EngineUnavailable unless requests can be queued now."""
         if self._thread.state not in ("ready", "draining"):
             raise EngineUnavailable(f"the engine is {self._thread.state}; try again in a few seconds")
-
-    def _fail(self, unique_id: str, error: Exception) -> None:
-        stream = self._streams.get(unique_id)
-        if stream is not None:
-            stream.put(error)
 
     # -- EngineClient ------------------------------------------------------------------------------------------------
 
@@ -376,7 +287,7 @@ class BridgeEngineClient(EngineClient):
         """Queue a request, once its grammar is known to be harmless."""
         try:
             self.check_ready()
-            self._register(unique_id, collector)
+            self._streams.register(unique_id, collector)
             await self._check_grammar(request.sampling_params, call.context.tenant)
             await self.foretell(request)
             self.launch(unique_id, request, text)
@@ -411,48 +322,23 @@ class BridgeEngineClient(EngineClient):
 
     @property
     def dead_error(self) -> BaseException:
-        return RetryableRequestError(ENGINE_FAILED_MESSAGE)
+        return engine_failed()
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Check an adapter and serve it under the id of its version, which is written into `lora_request`. Nothing is loaded yet.
-
-        So requests under way keep the weights that they began with, also where an adapter is loaded "in place" of another. Raises
-        AdapterRejected, RegistryFailed.
-        """
-        if self._catalog is None:
-            raise NotSupported("this server runs without adapters")
-        name = lora_request.lora_name
-        old = self._catalog.current(name)
+        """Check an adapter and serve it under the id of its version, which is written into `lora_request`. Nothing is loaded yet."""
         try:
-            record = await asyncio.to_thread(_enter, self._catalog, lora_request)
+            await self.versions.add(lora_request)
         except Exception as error:
             failures = ADAPTER_FAILURES.get()
             if failures is not None:
                 failures.append(error)
             raise
-        # vLLM would read an adapter marked as in place from disk again in every step that uses it.
-        lora_request.lora_int_id, lora_request.load_inplace = record.version_id, False
-        self._adapters[record.version_id] = version_of(lora_request, record.content_hash)
-        self.know(record)
-        if old is not None and old.version_id != record.version_id:
-            self._thread.submit(lambda driver: driver.forget_adapter(old.version_id))
         return True
-
-    async def remove_lora(self, name: str, *, is_missing: bool = False) -> None:
-        """No new request will name this adapter. is_missing: its files went by themselves."""
-        assert self._catalog is not None
-        record = await asyncio.to_thread(self._catalog.remove, name, is_missing=is_missing)
-        if record is not None:
-            self._thread.submit(lambda driver: driver.forget_adapter(record.version_id))
-
-    def know(self, record: AdapterRecord) -> None:
-        """Tell the engine of a version, or that it was pinned or unpinned."""
-        self._thread.submit(lambda driver: driver.know_adapter(record))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         wanted = {request_id} if isinstance(request_id, str) else set(request_id)
-        for unique_id in [name for name in self._streams if name.rpartition("-")[0] in wanted]:
-            self._streams[unique_id].put(GenerationError("the request was aborted"))
+        for unique_id in self._streams.asked_as(wanted):
+            self._streams.fail(unique_id, GenerationError("the request was aborted"))
             self.forget(unique_id, abort=True)
 
     async def reset_prefix_cache(
@@ -490,13 +376,3 @@ class BridgeEngineClient(EngineClient):
     start_profile = stop_profile = reset_mm_cache = reset_encoder_cache = _not_offered
     sleep = wake_up = is_sleeping = release_kv_cache_memory = _not_offered
     pause_generation = resume_generation = is_paused = _not_offered
-
-
-def _enter(catalog: Catalog, lora_request: LoRARequest) -> AdapterRecord:
-    """A folder of this machine; "~" is the home of the server's user, and relative paths count from where it was started.
-
-    Departs from vLLM, which takes what is no such folder for the name of a model on a hub and fetches it: a client's word must not make this
-    server download anything. Raises AdapterRejected, RegistryFailed.
-    """
-    path = os.path.abspath(os.path.expanduser(lora_request.lora_path))
-    return catalog.add(lora_request.lora_name, path)

@@ -242,7 +242,7 @@ class Serving:
     async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:
         result = await self.models.unload_lora_adapter(request)
         if not isinstance(result, ErrorResponse):
-            await self._client.remove_lora(request.lora_name)
+            await self._client.versions.remove(request.lora_name)
         return result
 
     async def add_adapter(self, name: str, path: str) -> str | None:
@@ -256,7 +256,7 @@ class Serving:
     async def drop_adapter(self, name: str) -> None:
         """Its files have gone. Nothing happens if it is not served."""
         if self.models.lora_requests.pop(name, None) is not None:
-            await self._client.remove_lora(name, is_missing=True)
+            await self._client.versions.remove(name, is_missing=True)
 
     async def models_reply(self) -> JsonReply:
         return JsonReply(200, (await self.models.show_available_models()).model_dump_json().encode())

@@ -113,6 +113,15 @@ class TokenizerQueue(Executor):
             self._seconds += took_s or 0.0
 
 
+class NoTokenizerQueue:
+    """Before there is a tokenizer, and where its thread is vLLM's own."""
+
+    def check_room(self, tenant: str) -> None: ...
+
+    def stats(self) -> TokenizerStats | None:
+        return None
+
+
 def be_fair(renderer: Any) -> TokenizerQueue:
     """Put a TokenizerQueue under a vLLM renderer, whose own wrappers stay. Raises SeamMoved."""
     executor: Any = getattr(renderer, "_executor", None)

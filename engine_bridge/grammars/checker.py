@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from engine_bridge.errors import EngineUnavailable
 from engine_bridge.grammars.worker import Setup, Verdict, read_frame, write_frame
+from engine_bridge.node import GrammarStats
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,15 @@ class _Turn:
         self.num_users = 0
 
 
+class NoChecker:
+    """Before there is a tokenizer to check grammars by."""
+
+    def stats(self) -> GrammarStats | None:
+        return None
+
+    def close(self) -> None: ...
+
+
 class GrammarChecker:
     """Verdicts on grammars, each reached once and remembered by content.
 
@@ -182,6 +192,9 @@ class GrammarChecker:
         self.num_refused = 0
         self.num_deaths = 0
         self.seconds = 0.0
+
+    def stats(self) -> GrammarStats | None:
+        return GrammarStats(self.num_checked, self.num_refused, self.num_deaths, self.seconds)
 
     def warm_up(self) -> None:
         """Start the processes now, so that the first grammar need not wait for them. Returns at once."""

@@ -147,7 +147,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, tuple[int
 async def node(folder: Path) -> AsyncIterator[LocalNode]:
     """Host memory for a tenth of the adapters."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("engine_bridge.local_node.WATCH_EVERY_S", 0.2)
+        patched.setattr("engine_bridge.node_adapters.WATCH_EVERY_S", 0.2)
         async with engine(folder, adapter_host_gib=num_bytes(folder) / 10 / 1024**3) as node:
             yield node
 

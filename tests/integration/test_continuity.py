@@ -43,7 +43,7 @@ class Seen:
 @pytest.fixture
 def seen(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Reads along between the node and its engine."""
-    seen, submit, deliver = Seen(), BridgeEngineClient.submit, BridgeEngineClient.deliver
+    seen, submit, deliver = Seen(), BridgeEngineClient.submit, node._thread._on_outputs
 
     def note_prompt(self: BridgeEngineClient, *args: Any, **kwargs: Any) -> Any:
         unique_id, request = submit(self, *args, **kwargs)
@@ -52,13 +52,13 @@ def seen(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         seen.generated[unique_id] = []
         return unique_id, request
 
-    def note_outputs(self: BridgeEngineClient, outputs: list[Any]) -> None:
+    def note_outputs(outputs: list[Any]) -> None:
         for output in outputs:
             seen.generated[output.request_id] += output.outputs[0].token_ids
-        deliver(self, outputs)
+        deliver(outputs)
 
     monkeypatch.setattr(BridgeEngineClient, "submit", note_prompt)
-    monkeypatch.setattr(BridgeEngineClient, "deliver", note_outputs)
+    monkeypatch.setattr(node._thread, "_on_outputs", note_outputs)
     yield seen
 
 

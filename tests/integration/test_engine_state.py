@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry
 
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.engine_config import EngineConfig
-from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.node_adapters import find_adapters
 from engine_bridge.policy.decision_log import replay
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
 from gateway.app import Server, build_services

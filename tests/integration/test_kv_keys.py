@@ -81,7 +81,7 @@ class Engine:
 @pytest.fixture
 def engine(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Reads along between the node and its engine. Replies do not say it all: one of the Messages API has no cached tokens."""
-    engine, submit, deliver = Engine(), BridgeEngineClient.submit, BridgeEngineClient.deliver
+    engine, submit, deliver = Engine(), BridgeEngineClient.submit, node._thread._on_outputs
 
     def note_salt(self: BridgeEngineClient, *args: Any, **kwargs: Any) -> Any:
         unique_id, request = submit(self, *args, **kwargs)
@@ -89,14 +89,14 @@ def engine(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> Engine:
         engine.ids.append(unique_id)
         return unique_id, request
 
-    def note_cached(self: BridgeEngineClient, outputs: list[Any]) -> None:
+    def note_cached(outputs: list[Any]) -> None:
         for output in outputs:
             least = engine.cached.get(output.request_id, output.num_cached_tokens)
             engine.cached[output.request_id] = min(least, output.num_cached_tokens)
-        deliver(self, outputs)
+        deliver(outputs)
 
     monkeypatch.setattr(BridgeEngineClient, "submit", note_salt)
-    monkeypatch.setattr(BridgeEngineClient, "deliver", note_cached)
+    monkeypatch.setattr(node._thread, "_on_outputs", note_cached)
     return engine
 
 

@@ -19,8 +19,9 @@ import pytest
 
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.engine_config import EngineConfig
-from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import Delta, GenerateRequest, KvSources, RequestId, Sampling
+from engine_bridge.node_adapters import find_adapters
 from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from kvtiers.io.files import Files

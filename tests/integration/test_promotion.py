@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.engine_config import EngineConfig
-from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import (
     Advisory,
     AdvisoryReport,
@@ -26,6 +26,7 @@ from engine_bridge.node import (
     Sampling,
     pack_token_ids,
 )
+from engine_bridge.node_adapters import find_adapters
 from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 

@@ -17,8 +17,9 @@ import pytest_asyncio
 
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.engine_config import EngineConfig
-from engine_bridge.local_node import LocalNode, LocalNodeConfig, find_adapters
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
+from engine_bridge.node_adapters import find_adapters
 from engine_bridge.policy.mlq import Mlq
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
 from engine_bridge.request_context import RequestContext

@@ -113,8 +113,7 @@ class ScheduledNode(NodeAdapters):
         tiers.policy = self._default_way if way == "cheaper" else Always(way == "swap")
 
     def _records(self) -> dict[str, Any]:
-        catalog = self._node._catalog
-        return {record.name: record for record in catalog.served()} if catalog is not None else {}
+        return {record.name: record for record in self._node._catalog.served()}
 
     async def _fitted(self) -> None:
         """Until lanes and predictor are fitted to the history."""

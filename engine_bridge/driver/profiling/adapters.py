@@ -62,8 +62,8 @@ def measure_adapters(
 
     Raises AdaptersUnmeasured, AdapterRejected, OSError.
     """
-    assert driver.adapters is not None
     contract = driver.adapters.contract
+    assert contract is not None
     budget.say("adapters: making some")
     ranks = [rank for rank in RANKS if rank <= contract.max_rank] or [contract.max_rank]
     modules = _modules(contract)
@@ -164,7 +164,6 @@ def _with_steps(
     budget: Budget,
 ) -> AdapterProfile:
     """Decode steps with sets of adapters, each beside the same step without: the machine may have changed its speed between two sets."""
-    assert driver.adapters is not None
     for adapter in adapters:
         driver.know_adapter(adapter.record)
     chance = random.Random(0)

@@ -103,7 +103,7 @@ def _adapters(
 ) -> AdapterProfile | None:
     from engine_bridge.driver.profiling.adapters import AdaptersUnmeasured, measure_adapters
 
-    if driver.adapters is None:
+    if driver.adapters.contract is None:
         notes.append("adapters were not measured: LoRA is off")
         return None
     folder = scratch / "adapters"

@@ -71,7 +71,6 @@ class CraftedRequests:
         token_ids = self._token_ids(num_blocks * self.block_size, num_new_tokens)
         name = f"profile-{next(self._ids)}"
         if adapter is not None:
-            assert self.driver.adapters is not None
             self.driver.adapters.requested(name, adapter.lora_int_id)
         internal_id = self.engine.add_request(
             name,
@@ -96,7 +95,7 @@ class CraftedRequests:
         """Let all requests go."""
         self.engine.abort_request(list(self._live), internal=True)
         for name, adapter_id in self._live.values():
-            if adapter_id is not None and self.driver.adapters is not None:
+            if adapter_id is not None:
                 self.driver.adapters.released(name, adapter_id)
         self._live.clear()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.driver import engine as module
-from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver import warm_up as module
+from engine_bridge.driver.warm_up import warm_up
 
 LAZY_S, STEP_S, TOKEN_S = 5.0, 0.01, 0.001
 BLOCK_TOKENS = 16
@@ -66,9 +66,6 @@ def test_a_first_table_knows_what_prefill_takes_beside_what_is_loaded_only_once(
 ) -> None:
     engine = Engine(schedules_ahead=schedules_ahead)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: engine.now))
-    driver: Any = VllmDriver.__new__(VllmDriver)
-    driver.engine = driver._scheduler = engine
-    driver._tiers = None
-    driver._warm_up()
-    assert driver.steps.step_s(0, 1, 0) == pytest.approx(STEP_S)
-    assert driver.steps.step_s(1024, 0, 0) == pytest.approx(STEP_S + 1024 * TOKEN_S)
+    steps = warm_up(engine, engine, None)
+    assert steps.step_s(0, 1, 0) == pytest.approx(STEP_S)
+    assert steps.step_s(1024, 0, 0) == pytest.approx(STEP_S + 1024 * TOKEN_S)

@@ -12,7 +12,7 @@ import pytest
 from engine_bridge.adapters import watch
 from engine_bridge.adapters.files import signature_of
 from engine_bridge.adapters.watch import Changes, Folder
-from engine_bridge.local_node import find_adapters
+from engine_bridge.node_adapters import find_adapters
 from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter, write_config
 
 MODULES = {"model.layers.0.self_attn.q_proj": (16, 16)}

@@ -1,0 +1,72 @@
+"""What stands in for parts that an engine is built without: it has nothing to do, holds nothing and knows nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine_bridge.adapters.files import ModelContract
+    from engine_bridge.adapters.registry import AdapterRecord
+    from engine_bridge.core.promotions import Hashes, OnChange
+    from engine_bridge.node import AdapterPlace, AdapterStats, Advisory
+
+
+class Idle:
+    """Moves nothing between steps."""
+
+    def has_work(self) -> bool:
+        return False
+
+    def wait_s(self) -> float | None:
+        return None
+
+    def advance(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoAdapters(Idle):
+    """In place of `Residency`, without LoRA."""
+
+    contract: ModelContract | None = None
+    blocks: None = None
+
+    def add(self, record: AdapterRecord) -> None: ...
+
+    def remove(self, version_id: int) -> None: ...
+
+    def expect(self, version_id: int) -> None: ...
+
+    def prefetch(self, version_id: int) -> None: ...
+
+    def requested(self, request_id: str, adapter_id: int) -> None: ...
+
+    def released(self, request_id: str, adapter_id: int) -> None: ...
+
+    def free_room(self) -> int | None:
+        """None: adapters bound nobody's start."""
+        return None
+
+    def needed_room(self, adapter_id: int) -> int:
+        return 0
+
+    def room_of(self, adapter_id: int) -> int:
+        return 0
+
+    def places(self) -> Mapping[int, AdapterPlace]:
+        return {}
+
+    def stats(self) -> AdapterStats | None:
+        return None
+
+
+class NoPromoter(Idle):
+    """In place of `Promoter`, where there are no tiers to bring KV from."""
+
+    def remembers(self, session_id: str, salt: str | None) -> bool:
+        return False
+
+    def advise(self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange) -> None: ...
+
+    def retract(self, advisory_id: str, *, is_expired: bool) -> None: ...

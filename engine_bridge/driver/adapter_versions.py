@@ -1,0 +1,99 @@
+"""Which versions of adapters requests are computed with: their ids, and what keeps their KV apart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from engine_bridge.adapters.catalog import Catalog, NoCatalog
+from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.bridge import EngineThread
+from engine_bridge.core.promotions import Hashes
+from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
+from engine_bridge.driver.vllm_api import LoRARequest, Request, SamplingParams
+
+
+class AdapterVersions:
+    """Every version that was ever served, by its id: requests under way keep the weights that they began with."""
+
+    def __init__(
+        self, thread: EngineThread[VllmDriver], catalog: Catalog | NoCatalog, block_hasher: Any
+    ) -> None:
+        self._thread = thread
+        self._catalog = catalog
+        self._block_hasher = block_hasher
+        self._versions: dict[int, AdapterVersion] = {}
+
+    def of(self, lora_request: LoRARequest | None) -> AdapterVersion | None:
+        return self._versions[lora_request.lora_int_id] if lora_request is not None else None
+
+    def used_by(self, lora_request: LoRARequest | None) -> AdapterVersion | None:
+        """As `of`, and the use is noted."""
+        version = self.of(lora_request)
+        if version is not None:
+            self._catalog.note_use(version.lora_int_id)
+        return version
+
+    def rank_of(self, version: AdapterVersion | None) -> int:
+        """0 for the base model."""
+        record = self._catalog.current(version.lora_name) if version is not None else None
+        return record.rank if record is not None else 0
+
+    def salt_of(self, tenant: str, lora_request: LoRARequest | None) -> str | None:
+        """What keeps the KV of this tenant and adapter apart."""
+        version = self.of(lora_request)
+        return cache_salt(tenant, version.content_hash if version else "", None)
+
+    def hashes_of(
+        self, token_ids: Sequence[int], salt: str | None, lora_request: LoRARequest | None
+    ) -> Hashes:
+        """The hashes of a prompt's whole blocks. Takes microseconds per block: not for the event loop."""
+        request = Request(
+            "prefix",
+            list(token_ids),
+            SamplingParams(max_tokens=1),
+            None,
+            lora_request=self.of(lora_request),
+            cache_salt=salt,
+            block_hasher=self._block_hasher,
+        )
+        return list(request.block_hashes)
+
+    async def add(self, lora_request: LoRARequest) -> None:
+        """Check an adapter and serve it under the id of its version, which is written into `lora_request`. Nothing is loaded yet.
+
+        So requests under way keep the weights that they began with, also where an adapter is loaded "in place" of another. Raises
+        AdapterRejected, RegistryFailed, NotSupported.
+        """
+        name = lora_request.lora_name
+        old = self._catalog.current(name)
+        record = await asyncio.to_thread(_enter, self._catalog, lora_request)
+        # vLLM would read an adapter marked as in place from disk again in every step that uses it.
+        lora_request.lora_int_id, lora_request.load_inplace = record.version_id, False
+        self._versions[record.version_id] = version_of(lora_request, record.content_hash)
+        self.know(record)
+        if old is not None and old.version_id != record.version_id:
+            self._thread.submit(lambda driver: driver.forget_adapter(old.version_id))
+
+    async def remove(self, name: str, *, is_missing: bool = False) -> None:
+        """No new request will name this adapter. is_missing: its files went by themselves."""
+        record = await asyncio.to_thread(self._catalog.remove, name, is_missing=is_missing)
+        if record is not None:
+            self._thread.submit(lambda driver: driver.forget_adapter(record.version_id))
+
+    def know(self, record: AdapterRecord) -> None:
+        """Tell the engine of a version, or that it was pinned or unpinned."""
+        self._thread.submit(lambda driver: driver.know_adapter(record))
+
+
+def _enter(catalog: Catalog | NoCatalog, lora_request: LoRARequest) -> AdapterRecord:
+    """A folder of this machine; "~" is the home of the server's user, and relative paths count from where it was started.
+
+    Departs from vLLM, which takes what is no such folder for the name of a model on a hub and fetches it: a client's word must not make this
+    server download anything. Raises AdapterRejected, RegistryFailed, NotSupported.
+    """
+    path = os.path.abspath(os.path.expanduser(lora_request.lora_path))
+    return catalog.add(lora_request.lora_name, path)

@@ -1,0 +1,38 @@
+"""How an advisory comes to the engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engine_bridge.bridge import EngineThread
+from engine_bridge.core.promotions import Hashes
+from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver.engine_client import BridgeEngineClient
+from engine_bridge.driver.vllm_api import LoRARequest
+from engine_bridge.node import Advisory, AdvisoryReport, unpack_token_ids
+
+
+async def advise(
+    thread: EngineThread[VllmDriver],
+    client: BridgeEngineClient,
+    adapter: LoRARequest | None,
+    advisory: Advisory,
+    on_change: Callable[[AdvisoryReport], None],
+) -> None:
+    """Have the engine prepare for a request, and `on_change` called on the event loop with what comes of it. adapter: that it will name."""
+    salt = client.versions.salt_of(advisory.tenant, adapter)
+    if adapter is not None:
+        thread.submit(lambda driver: driver.prefetch_adapter(adapter.lora_int_id))
+    loop = asyncio.get_running_loop()
+
+    def report(state: AdvisoryReport) -> None:
+        loop.call_soon_threadsafe(on_change, state)
+
+    hashes: Hashes = ()
+    if advisory.token_ids and not await thread.call(
+        lambda driver: driver.remembers(advisory.session_id, salt)
+    ):
+        token_ids = unpack_token_ids(advisory.token_ids)
+        hashes = await asyncio.to_thread(client.versions.hashes_of, token_ids, salt, adapter)
+    thread.submit(lambda driver: driver.advise(advisory, hashes, salt, report))

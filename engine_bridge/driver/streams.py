@@ -1,0 +1,70 @@
+"""The answers under way, each by the id that the engine knows it by: there from the start, whether or not there is an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class Stream(Protocol):
+    """Takes an answer's outputs, or what ends it."""
+
+    def put(self, output: Any, /) -> None: ...
+
+
+class Streams:
+    """All of one node. On the event loop only.
+
+    Attributes:
+        idle: set while there are none.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Any] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def register(self, unique_id: str, stream: Stream) -> None:
+        self._streams[unique_id] = stream
+        self.idle.clear()
+
+    def forget(self, unique_id: str) -> None:
+        self._streams.pop(unique_id, None)
+        if not self._streams:
+            self.idle.set()
+
+    def deliver(self, outputs: Iterable[Any]) -> None:
+        """Hand one or more steps' outputs to their streams."""
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                failure = getattr(output, "failure", None)
+                # An exception takes the place of outputs that wait; a note on one of them would be lost when they are merged.
+                stream.put(output if failure is None else _failures().refused(failure))
+
+    def fail(self, unique_id: str, error: Exception) -> None:
+        stream = self._streams.get(unique_id)
+        if stream is not None:
+            stream.put(error)
+
+    def fail_all(self) -> None:
+        """End every stream with a clear error: the engine under them is gone."""
+        for stream in list(self._streams.values()):
+            stream.put(_failures().engine_failed())
+
+    def give_up(self, unique_ids: Iterable[str], error: Exception) -> None:
+        """End the streams of requests that the engine gave up."""
+        for unique_id in unique_ids:
+            self.fail(unique_id, _failures().given_up(error))
+
+    def asked_as(self, request_ids: set[str]) -> list[str]:
+        """Our ids of the requests that clients gave these ids."""
+        return [unique_id for unique_id in self._streams if unique_id.rpartition("-")[0] in request_ids]
+
+
+def _failures() -> Any:
+    """Made of vLLM's exceptions, and vLLM is slow to import: by the time that a stream fails it is there."""
+    from engine_bridge.driver import stream_failures
+
+    return stream_failures
