@@ -112,22 +112,14 @@ class LocalNode:
         self._since = time.monotonic()
         self._loop = asyncio.get_running_loop()
         try:
-            await self._open_lengths()
+            # Before the engine, so that a predictor that cannot be had is told at once.
+            self._lengths = await _open_lengths(self._config, self._report)
             await self._thread.start()
             await self._build_serving()
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
             raise
         self._stage = "ready"
-
-    async def _open_lengths(self) -> None:
-        """Before the engine, so that a predictor that cannot be had is told at once. vLLM's own queue asks for no lengths."""
-        config = self._config
-        if config.engine.scheduling_policy != "vllm":
-            self._stage = "reading what is known of answer lengths"
-            self._lengths = await asyncio.to_thread(
-                NodeLengths.open, config.state_dir, config.engine.model, config.length_predictor
-            )
 
     async def _build_serving(self) -> None:
         from engine_bridge.driver.engine_client import BridgeEngineClient
@@ -288,13 +280,7 @@ class LocalNode:
 
     @property
     def stream_interval(self) -> int:
-        """How many tokens of one answer vLLM may hold back before it makes an output of them.
-
-        As many as the engine computes between two deliveries anyway: an output per token would only be merged again. The first and
-        the last token are never held back. Source: vLLM's SamplingParams.stream_interval.
-        """
-        per_delivery = DELIVERY_INTERVAL_S / self._thread.step_s if self._thread.step_s else 1
-        return min(max(int(per_delivery), 1), MAX_STREAM_INTERVAL)
+        return _stream_interval(self._thread.step_s)
 
     # -- work --------------------------------------------------------------------------------------------------------
 
@@ -440,6 +426,26 @@ class LocalNode:
 
     def _starting(self) -> EngineUnavailable:
         return EngineUnavailable(f"the engine is starting ({self._stage})", code="starting")
+
+
+async def _open_lengths(config: LocalNodeConfig, report: Callable[[str], None]) -> NodeLengths | None:
+    """None: vLLM's own queue asks for no lengths. Raises what a user's own predictor does when it is loaded."""
+    if config.engine.scheduling_policy == "vllm":
+        return None
+    report("reading what is known of answer lengths")
+    return await asyncio.to_thread(
+        NodeLengths.open, config.state_dir, config.engine.model, config.length_predictor
+    )
+
+
+def _stream_interval(step_s: float) -> int:
+    """How many tokens of one answer vLLM may hold back before it makes an output of them. step_s: what a step takes; 0 before the first.
+
+    As many as the engine computes between two deliveries anyway: an output per token would only be merged again. The first and
+    the last token are never held back. Source: vLLM's SamplingParams.stream_interval.
+    """
+    per_delivery = DELIVERY_INTERVAL_S / step_s if step_s else 1
+    return min(max(int(per_delivery), 1), MAX_STREAM_INTERVAL)
 
 
 def _serving_options(config: LocalNodeConfig, max_model_len: int, *, keeps_token_ids: bool) -> ServingOptions:
