@@ -122,6 +122,8 @@ class Slowness:
         table = StepTable(grid)
         sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for *work, began_s, ended_s in steps:
+            if not any(work[:2]):  # nothing was computed: a table says nothing of it
+                continue
             window = sums[int((began_s - zero_s) / WINDOW_S)]
             window[0] += table.step_s(*work)  # type: ignore[arg-type]
             window[1] += ended_s - began_s
