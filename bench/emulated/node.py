@@ -21,7 +21,7 @@ from bench.emulated.device import work_of
 from bench.emulated.vllm_parts import block_hasher, make_scheduler, output_of
 from bench.sim.core.clock import Clock, Event
 from bench.sim.core.links import SharedLink
-from bench.sim.core.requests import Arrival, Guesser
+from bench.sim.core.requests import Arrival, Guesser, Timed
 from bench.sim.core.steps import StepCost
 from engine_bridge.core.refits import Work
 from engine_bridge.driver.adapters.residency import lora_ids
@@ -55,7 +55,7 @@ class Engine:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class Job(Timed):
     """A request and what became of it, times in virtual seconds."""
 
     arrival: Arrival
@@ -64,20 +64,6 @@ class Job:
     first_token_s: float = math.nan
     ended_s: float = math.nan
     found_adapter: str = ""
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_token_s - self.arrival.at_s
-
-    @property
-    def e2e_s(self) -> float:
-        return self.ended_s - self.arrival.at_s
-
-    @property
-    def tpot_s(self) -> float:
-        """nan for an answer of one token."""
-        num_gaps = self.arrival.num_answer_tokens - 1
-        return (self.ended_s - self.first_token_s) / num_gaps if num_gaps else math.nan
 
 
 @dataclass(slots=True)

@@ -27,7 +27,8 @@ class _OneOrder:
         self._keys: dict[str, tuple[Any, ...]] = {}
 
     def _key(self, facts: Waiting) -> tuple[float, ...]:
-        raise NotImplementedError
+        """The least starts first; of equal ones who came first."""
+        return ()
 
     def arrived(self, facts: Waiting, now: float) -> None:
         refuse_twice(facts, self._keys)
@@ -56,9 +57,6 @@ class Fcfs(_OneOrder):
     """Who came first. vLLM's default, and S-LoRA's."""
 
     name = "fcfs"
-
-    def _key(self, facts: Waiting) -> tuple[float, ...]:
-        return ()
 
 
 class Sjf(_OneOrder):

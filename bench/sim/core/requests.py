@@ -37,8 +37,31 @@ class Stage(enum.Enum):
     ENDED = "ended"
 
 
+class Timed:
+    """What a request's times come to, in seconds."""
+
+    __slots__ = ()
+    arrival: Arrival
+    first_token_s: float
+    ended_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.arrival.at_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.arrival.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        """nan for an answer of one token."""
+        num_gaps = self.arrival.num_answer_tokens - 1
+        return (self.ended_s - self.first_token_s) / num_gaps if num_gaps else math.nan
+
+
 @dataclass(slots=True, eq=False)
-class Request:
+class Request(Timed):
     """One request in a node.
 
     base: what is fixed at arrival. sizes: input, predicted output, rank. num_done: tokens of the answer, up to date except while it decodes
@@ -87,22 +110,8 @@ class Request:
         return (self.num_front or self.num_tokens) - self.num_prefilled
 
     @property
-    def ttft_s(self) -> float:
-        return self.first_token_s - self.arrival.at_s
-
-    @property
     def queued_s(self) -> float:
         return self.first_started_s - self.arrival.at_s
-
-    @property
-    def e2e_s(self) -> float:
-        return self.ended_s - self.arrival.at_s
-
-    @property
-    def tpot_s(self) -> float:
-        """nan for an answer of one token."""
-        num_gaps = self.arrival.num_answer_tokens - 1
-        return (self.ended_s - self.first_token_s) / num_gaps if num_gaps else math.nan
 
 
 class Guesser(Protocol):
