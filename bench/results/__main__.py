@@ -1,7 +1,7 @@
 """Evidence: keep runs, and make bench/RESULTS.md and docs/plots of them.
 
 python -m bench.results keep NAME -- COMMAND...   run a bench and keep its last line as bench/results/NAME.json
-python -m bench.results sim                       keep every table of `python -m bench.sim`, then write
+python -m bench.results sim                       keep every table of `python -m bench.sim` and `bench.emulated`, then write
 python -m bench.results write                     make the top of bench/RESULTS.md, and docs/plots
 python -m bench.results check                     exit status 1 if they are not what `write` would make
 """
@@ -17,7 +17,8 @@ from bench.results.page import page
 from bench.results.plots import plots
 from bench.results.runs import FOLDER, ROOT, RunError, keep, load
 
-# What `sim` runs, on two cores in less than 25 minutes together: by the name that a run is kept under, the table and its arguments.
+# What `sim` runs, on two cores in less than 25 minutes together: by the name that a run is kept under, which
+# begins with the package's, the table and its arguments.
 SIMULATED: dict[str, tuple[str, ...]] = {
     "sim-chameleon": ("chameleon", "--part", "main", "--part", "eviction"),
     "sim-chameleon-sched": ("chameleon", "--part", "sched", "--seeds", "3"),
@@ -58,14 +59,19 @@ def check(root: Path = ROOT, folder: Path = FOLDER) -> None:
         raise RunError(f"stale: {', '.join(files)}; run `python -m bench.results write`")
 
 
+def command_of(name: str) -> list[str]:
+    """What a run of `SIMULATED` is made by."""
+    return ["python", "-m", f"bench.{name.split('-')[0]}", *SIMULATED[name]]
+
+
 def simulate() -> None:
     """Keep each run of `SIMULATED`, go on when one fails, and write what there is. Raises RunError in the end if one failed."""
     failed = []
-    for number, (name, arguments) in enumerate(SIMULATED.items(), 1):
+    for number, name in enumerate(SIMULATED, 1):
         began = time.perf_counter()
         print(f"{number} of {len(SIMULATED)}: {name}", file=sys.stderr, flush=True)
         try:
-            keep(name, ["python", "-m", "bench.sim", *arguments])
+            keep(name, command_of(name))
         except RunError as error:
             failed.append(name)
             print(error, file=sys.stderr)

@@ -18,7 +18,7 @@ from bench.live.report import machine
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
-NAME = re.compile(r"(sim|live)-[a-z0-9]+(-[a-z0-9]+)*")
+NAME = re.compile(r"(sim|emulated|live)-[a-z0-9]+(-[a-z0-9]+)*")
 # The folders of an absolute path, alone or behind an option's "=".
 ABSOLUTE = re.compile(r"(?<![^=])/(?:[^/]+/)*(?=[^/])")
 # What runs write themselves: a second run in a row is not one on changed code.
@@ -71,7 +71,9 @@ def keep(name: str, command: Sequence[str], folder: Path = FOLDER) -> Run:
     `python` is the interpreter that runs this. Raises RunError, and writes nothing, if the command fails or its last line is no JSON object.
     """
     if not NAME.fullmatch(name):
-        raise RunError(f"{name!r}: a name is sim-TABLE or live-BENCH, for some of its parts with -PART")
+        raise RunError(
+            f"{name!r}: a name is sim-TABLE, emulated-TABLE or live-BENCH, for some of its parts with -PART"
+        )
     commit, where = commit_of(ROOT), machine()
     del where["commit"]
     date, began = f"{datetime.now(UTC):%Y-%m-%d %H:%M}", time.perf_counter()

@@ -111,18 +111,25 @@ Part = tuple[list[Figure], dict[str, Any]]
 def parser_for(
     table: str, about: str | None, parts: Iterable[str], quick: str, default: str = "all"
 ) -> argparse.ArgumentParser:
-    """The arguments that all tables have. quick: what `--quick` leaves of it; two seeds in any case. default: the parts without `--part`."""
+    """Of a table that is called by itself, with the arguments that all have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.sim {table}",
         description=about,
         formatter_class=argparse.RawTextHelpFormatter,
     )
+    add_table_arguments(parser, parts, quick, default)
+    return parser
+
+
+def add_table_arguments(
+    parser: argparse.ArgumentParser, parts: Iterable[str], quick: str, default: str = "all"
+) -> None:
+    """The arguments that all tables have. quick: what `--quick` leaves of it; two seeds in any case. default: the parts without `--part`."""
     parser.add_argument("--part", choices=tuple(parts), action="append", help=f"{default} by default")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--quick", action="store_true", help=f"{quick}, {QUICK_SEEDS} seeds")
-    return parser
 
 
 def seeds_of(args: argparse.Namespace) -> tuple[int, ...]:

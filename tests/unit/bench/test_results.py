@@ -16,7 +16,7 @@ import pytest
 from matplotlib.figure import Figure as Drawing
 
 from bench.results import limits
-from bench.results.__main__ import SIMULATED, check, made, main, simulate, stale, write
+from bench.results.__main__ import SIMULATED, check, command_of, made, main, simulate, stale, write
 from bench.results.claim import CHANGE, HIGHER, LOWER, RATIO, YES, Claim, Figure
 from bench.results.claims import CHAMELEON, CLAIMS, GROUPS, MECHANISMS
 from bench.results.lookup import find, rows_of, shown
@@ -338,9 +338,13 @@ def test_a_command_that_fails_or_ends_in_no_json_object_is_not_kept(
 
 
 @pytest.mark.parametrize("name", ["x", "sim-", "sim-X", "../sim-x", "live-x.json", "sim-x-"])
-def test_names_say_whether_a_run_is_simulated_or_live(tmp_path: Path, name: str) -> None:
+def test_names_say_whether_a_run_is_simulated_emulated_or_live(tmp_path: Path, name: str) -> None:
     with pytest.raises(RunError, match="a name is"):
         keep(name, python("print('{}')"), tmp_path)
+
+
+def test_runs_of_the_emulated_node_have_a_name_of_their_own(tmp_path: Path) -> None:
+    assert keep("emulated-x-part", python("print('{}')"), tmp_path).name == "emulated-x-part"
 
 
 def test_of_absolute_paths_the_command_keeps_the_last_part() -> None:
@@ -391,8 +395,8 @@ def test_one_table_that_fails_does_not_stop_the_others(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", SIMULATED)
 def test_the_parts_that_are_kept_of_a_table_are_parts_of_it(name: str) -> None:
-    table, *words = SIMULATED[name]
-    parts = importlib.import_module(f"bench.sim.{table}").PARTS
+    _, _, package, table, *words = command_of(name)
+    parts = importlib.import_module(f"{package}.{table}").PARTS
     asked = {words[at + 1] for at, word in enumerate(words) if word == "--part"}
     assert asked and asked <= set(parts)
 
