@@ -6,7 +6,7 @@ What runs: `engine_bridge.policy.routing` (which node serves a request, performa
 starts on a node: Fcfs, as in LightLLM) and the rule for host cores of `engine_bridge.driver.assist.shares`, on simulated nodes (bench/sim/core).
 
 Hardware: A10 by its data sheet, calibrated with figures of CaraServe §2.3 that are not compared here (core/calibration.py); Llama2-7B, adapters on
-q, k and v. The engine is LightLLM's as S-LoRA has it (`node.SLORA`): prompts in steps of their own.
+q, k and v. The engine is LightLLM's as S-LoRA has it (`shapes.SLORA`): prompts in steps of their own; the router's nodes are vLLM's but for these.
 
 Parts
   cold        Fig. 10 and 13. One node, Poisson arrivals, each request with an adapter of its own. What each server adds to the means of `cached`:
@@ -50,7 +50,7 @@ from bench.sim.core.hardware import EPYC_7R32, GB, AssistingHost, Gpu
 from bench.sim.core.metrics import counted
 from bench.sim.core.node import Node
 from bench.sim.core.requests import Request
-from bench.sim.core.shapes import SLORA
+from bench.sim.core.shapes import SLORA, VLLM, Shape
 from bench.sim.core.steps import KERNELS, Chunk, StepCost
 from bench.sim.core.tables import Figure, Part, Workers, changes, parser_for, report_parts, seeds_of
 from bench.sim.core.traffic import Dealer, Fresh, Lengths, alpaca, functions, play, poisson, power_law
@@ -66,6 +66,9 @@ RANKS = (8, 16, 32, 64)
 KERNEL_NAMES: tuple[KernelName, ...] = ("bgmv", "mbgmv")
 MODEL = LLAMA2_7B_QKV
 UNBOUNDED = A10_ON_DEMAND.with_memory(1000 * GB)
+WHOLE_PROMPTS = replace(VLLM, name="whole prompts", is_mixed=False)
+"""The router's nodes: prompts hold up those that decode, as in the engines of the paper's time. With vLLM's mixed steps there is hardly anything left
+to win by routing at these loads."""
 
 
 @cache
@@ -94,6 +97,7 @@ class Server:
     assistant: AssistingHost | None = None
     kernel: KernelName = "bgmv"
     gpu: Gpu = UNBOUNDED
+    shape: Shape = SLORA
 
     @property
     def cost(self) -> StepCost:
@@ -107,9 +111,9 @@ class Server:
         return f"Fcfs, {adapters}, StepCost({self.gpu.name}, {MODEL.name}, {self.kernel})"
 
     def node(self, clock: Clock, ranks: Sequence[int]) -> Node:
-        shape = SLORA
+        shape = self.shape
         if self.assistant is not None:
-            shape = replace(SLORA, name="caraserve", loads_block=False, assists=True)
+            shape = replace(shape, name="caraserve", loads_block=False, assists=True)
         guesser = Usual([answer for _, answer in lengths().pairs])
         return Node(
             clock, self.cost, shape, Fcfs(), guesser, adapter_ranks=ranks, has_all_adapters=self.has_all
@@ -220,7 +224,7 @@ class Site:
     per_s: float = 340.0
     span_s: float = CLUSTER_SPAN_S
     warm_up_s: float = CLUSTER_WARM_UP_S
-    server: Server = Server(has_all=True, gpu=A10_ON_DEMAND)
+    server: Server = Server(has_all=True, gpu=A10_ON_DEMAND, shape=WHOLE_PROMPTS)
 
     @property
     def made_by(self) -> str:
