@@ -59,6 +59,10 @@ def _read(path: str) -> str:
         return ""
 
 
+def processor_name() -> str:
+    return processor_of(_read("/proc/cpuinfo"))[0]
+
+
 def processor_of(cpuinfo: str) -> tuple[str, frozenset[str]]:
     """Its name, and what it says it can do."""
     fields: dict[str, str] = {}

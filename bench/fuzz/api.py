@@ -21,7 +21,6 @@ kinds of failures, those included, and raw cases that were answered wrongly.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -41,8 +40,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from bench.fuzz.raw import cases, play
+from bench.live.report import ROOT, options
 
-ROOT = Path(__file__).resolve().parents[2]
 KEY = "ov-key-of-the-fuzzed-server-only"
 # Small, so that an answer without max_tokens ends soon; the longest body is what the raw cases need.
 LIMITS = "--max-model-len 96 --kv-cache-gib 0.25 --kv-host-gib 0.25 --kv-disk-gib 0 --max-num-seqs 16 --allow-adapter-loading".split()
@@ -274,9 +273,7 @@ def say(line: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--requests", type=int, default=10_000, help="how many at least (10,000)")
     parser.add_argument("--seed", type=int, default=1, help="of the random bodies (1)")
     parser.add_argument("--url", help="a server that runs already, on 127.0.0.1, with --key")

@@ -29,7 +29,6 @@ request was due. `requests_per_s`: over the time from the first arrival to the l
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -49,7 +48,7 @@ from bench.live.models import ModelShape, model_folder
 from bench.live.peers.adapters import AdapterSettings, Ask, forget_files
 from bench.live.peers.client import Worker
 from bench.live.peers.play import text
-from bench.live.report import Progress, report, spread
+from bench.live.report import Progress, figures, options, report, spread
 from bench.measures import quantile
 
 STEP_ADAPTERS, SPARE_SLOTS = 8, 2
@@ -75,18 +74,18 @@ AIMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is measured. rate_per_s, traffic_s: of the arrivals for each policy, in each repeat."""
+    """How much is measured; as it is, by the whole bench. rate_per_s, traffic_s: of the arrivals for each policy, in each repeat."""
 
-    stall_repeats: int
-    cold_repeats: int
-    traffic_repeats: int
-    traffic_s: float
-    rate_per_s: float
-    warm_up_requests: int
-    overhead_repeats: int
-    overhead_tokens: int
-    stock_overhead_repeats: int
-    stock_overhead_tokens: int
+    stall_repeats: int = 15
+    cold_repeats: int = 60
+    traffic_repeats: int = 3
+    traffic_s: float = 40
+    rate_per_s: float = 3
+    warm_up_requests: int = 100
+    overhead_repeats: int = 8
+    overhead_tokens: int = 128
+    stock_overhead_repeats: int = 2
+    stock_overhead_tokens: int = 6
 
 
 QUICK = Plan(
@@ -100,18 +99,6 @@ QUICK = Plan(
     overhead_tokens=24,
     stock_overhead_repeats=1,
     stock_overhead_tokens=4,
-)
-FULL = Plan(
-    stall_repeats=15,
-    cold_repeats=60,
-    traffic_repeats=3,
-    traffic_s=40,
-    rate_per_s=3,
-    warm_up_requests=100,
-    overhead_repeats=8,
-    overhead_tokens=128,
-    stock_overhead_repeats=2,
-    stock_overhead_tokens=6,
 )
 
 
@@ -519,11 +506,7 @@ def show(bench: Bench, count: int, is_quick: bool) -> None:
         "quick": is_quick,
         "elapsed_s": round(bench.elapsed_s),
     }
-    report("Adapters", [*rows_of(bench), *result_rows(result)], result | extra)
-
-
-def result_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [(name, str(value), AIMS.get(name, "")) for name, value in result.items()]
+    report("Adapters", [*rows_of(bench), *figures(result, AIMS)], result | extra)
 
 
 def rows_of(bench: Bench) -> list[tuple[str, str, str]]:
@@ -567,12 +550,8 @@ def policy_row(name: str, found: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="within five minutes")
-    is_quick = parser.parse_args().quick
-    run(QUICK if is_quick else FULL, is_quick)
+    is_quick = options(__doc__, quick="within five minutes").parse_args().quick
+    run(QUICK if is_quick else Plan(), is_quick)
 
 
 if __name__ == "__main__":

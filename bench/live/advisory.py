@@ -22,7 +22,6 @@ moved for nothing. `tokens_identical`: the same turns of the same conversations 
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
@@ -39,7 +38,7 @@ from bench.live.models import ModelShape, model_folder
 from bench.live.peers.client import Worker
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import text
-from bench.live.report import Progress, report, spread
+from bench.live.report import Progress, figures, options, report, spread
 from bench.measures import quantile
 
 READ_WORDS_PER_MIN, TYPE_WORDS_PER_MIN = 238, 52
@@ -67,16 +66,16 @@ AIMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is measured. Tokens of a history before its follow-ups; seconds of a round."""
+    """How much is measured; as it is, by the whole bench. Tokens of a history before its follow-ups; seconds of a round."""
 
-    num_people: int
-    num_idle: int
-    history_tokens: int
-    rounds: int
-    round_s: float
-    draft_repeats: int
-    workflow_repeats: int
-    document_tokens: int
+    num_people: int = 40
+    num_idle: int = 20
+    history_tokens: int = 1024
+    rounds: int = 6
+    round_s: float = 30
+    draft_repeats: int = 5
+    workflow_repeats: int = 4
+    document_tokens: int = 1024
 
 
 QUICK = Plan(
@@ -88,16 +87,6 @@ QUICK = Plan(
     draft_repeats=2,
     workflow_repeats=1,
     document_tokens=768,
-)
-FULL = Plan(
-    num_people=40,
-    num_idle=20,
-    history_tokens=1024,
-    rounds=6,
-    round_s=30,
-    draft_repeats=5,
-    workflow_repeats=4,
-    document_tokens=1024,
 )
 
 
@@ -328,7 +317,7 @@ def show(
     rows += [(f"workflow, {kind}, s", spread(workflows[kind]), "") for kind in ("stock", "ours")]
     outcomes = {arm: count_states(accounts[arm]) for arm in ("ours", "missing", "wrong")}
     rows += [(f"advisories, {arm}", str(counts), "") for arm, counts in outcomes.items()]
-    rows += [(name, str(value), AIMS.get(name, "")) for name, value in result.items()]
+    rows += figures(result, AIMS)
     extra = {
         "standard_error": {arm: round(relative_error(ttft_s[arm]), 4) for arm in ARMS},
         "ttft_p50_ms": {arm: round(quantile(ttft_s[arm], 0.5) * 1e3, 1) for arm in ARMS},
@@ -362,11 +351,7 @@ def wasted_share(accounts: Sequence[dict[str, Any]]) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="within five minutes")
-    run(QUICK if parser.parse_args().quick else FULL)
+    run(QUICK if options(__doc__, quick="within five minutes").parse_args().quick else Plan())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ the ids are real, and the hits are the engine's own count. The last line of the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.data import MT_BENCH, OASST, lines_of
-from bench.live.report import report
+from bench.live.report import options, report
 from engine_bridge.continuity import continue_prompt
 from engine_bridge.driver.building import CPU_BLOCK_SIZE_TOKENS, configure_environment
 from engine_bridge.node import (
@@ -286,9 +285,7 @@ def show(cases: dict[str, dict[str, Hits]], real: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--data", type=Path, help="folder of recorded conversations")
     parser.add_argument("--tokenizer", type=Path, default=DEMO_MODEL_DIR, help="for the recorded ones")
     parser.add_argument("--turns", type=int, default=96, help="turns that the demo model answers")

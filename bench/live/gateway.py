@@ -9,7 +9,6 @@ The last line of the output is JSON.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -26,7 +25,7 @@ import psutil
 import uvloop
 
 from bench.live.load import prompt_of
-from bench.live.report import report, spread
+from bench.live.report import last_line, options, report, spread
 from engine_bridge.driver.building import configure_environment
 from engine_bridge.driver.engine import VllmDriver
 from gateway.app import Server, build_services, engine_config
@@ -70,15 +69,9 @@ def bare_loop(driver: VllmDriver, prompts: list[list[int]], num_tokens: int, str
     return count / elapsed_s
 
 
-async def load(*arguments: object) -> dict[str, Any]:
-    """Run the load process to its end and return its last JSON line."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.live.load", *map(str, arguments), stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"the load process failed with {process.returncode}")
-    return json.loads(out.splitlines()[-1])
+async def run(module: str, *arguments: object) -> dict[str, Any]:
+    """The last line of another bench, which runs in a process of its own."""
+    return await asyncio.to_thread(last_line, sys.executable, "-m", module, *map(str, arguments))
 
 
 async def probe_stalls(samples_ms: list[float]) -> None:
@@ -96,7 +89,7 @@ async def measure_streams(server: Server, repeats: int, num_tokens: int) -> dict
 
     async def gateway_rate() -> float:
         arguments = ("--streams", NUM_STREAMS, "--tokens", num_tokens, "--round", next(rounds))
-        result = await load("stream", server.port, *arguments)
+        result = await run("bench.live.load", "stream", server.port, *arguments)
         return result["num_tokens"] / result["elapsed_s"]
 
     async def bare_rate() -> float:
@@ -142,7 +135,9 @@ def render(driver: VllmDriver, round_number: int) -> list[list[int]]:
 async def measure_idle_sockets(server: Server, num_sockets: int) -> dict[str, Any]:
     """Resident memory that `num_sockets` silent chat sockets add to this process, per socket."""
     process = psutil.Process()
-    await load("idle", server.port, "--sockets", 50)  # stdin is closed: opens, closes, and warms the path up
+    await run(
+        "bench.live.load", "idle", server.port, "--sockets", 50
+    )  # stdin is closed: opens, closes, and warms the path up
     gc.collect()
     before = process.memory_info().rss
     holder = await asyncio.create_subprocess_exec(
@@ -157,16 +152,6 @@ async def measure_idle_sockets(server: Server, num_sockets: int) -> dict[str, An
     holder.stdin.close()
     await holder.wait()
     return {"idle_socket_bytes": (after - before) / opened, "num_sockets": opened}
-
-
-async def measure_lora(quick: bool) -> dict[str, Any]:
-    """`bench.live.lora` in a fresh process: two engines would disturb each other here."""
-    arguments = ["--quick"] if quick else []
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.live.lora", *arguments, stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    return json.loads(out.splitlines()[-1])
 
 
 async def bench(quick: bool) -> None:
@@ -189,7 +174,7 @@ async def bench(quick: bool) -> None:
             print("opening idle sockets …", flush=True)
             sockets = await measure_idle_sockets(server, 5000)
     print("measuring the LoRA wrappers …", flush=True)
-    lora = await measure_lora(quick)
+    lora = await run("bench.live.lora", *(["--quick"] if quick else []))
     show(streams, sockets, lora)
 
 
@@ -235,11 +220,7 @@ def show(streams: dict[str, Any], sockets: dict[str, Any], lora: dict[str, Any])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer repeats, within 3 minutes")
-    args = parser.parse_args()
+    args = options(__doc__, quick="fewer repeats, within 3 minutes").parse_args()
     logging.basicConfig(level=logging.WARNING)
     config = Config(model=str(DEMO_MODEL_DIR))
     configure_environment(engine_config(config))

@@ -7,7 +7,6 @@ The server is a process of its own with the demo model and two keys; the attacke
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -23,7 +22,7 @@ import aiohttp
 
 from bench.live.attacks.attacker import Attacker, Outcome
 from bench.live.attacks.cases import CASES, Case
-from bench.live.report import report
+from bench.live.report import figures, options, report
 
 ANSWER_WITHIN_S = 10.0
 CASE_LIMIT_S = 90.0
@@ -247,9 +246,7 @@ def summary(results: list[Result]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds these words")
     parser.add_argument("--verbose", action="store_true", help="show what the server answered")
     args = parser.parse_args()
@@ -258,9 +255,7 @@ def main() -> None:
     cases = [case for case in CASES if args.only in case.name]
     results = asyncio.run(run(cases, args.verbose))
     found = summary(results)
-    report(
-        "Hostile clients", [(name, str(value), AIMS.get(name, "")) for name, value in found.items()], found
-    )
+    report("Hostile clients", figures(found, AIMS), found)
 
 
 if __name__ == "__main__":

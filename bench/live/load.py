@@ -8,7 +8,6 @@ Prints one JSON line per phase; `idle` holds its sockets until its stdin closes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -18,6 +17,8 @@ import time
 
 import orjson
 from websockets.asyncio.client import connect
+
+from bench.live.report import options
 
 HOST = "127.0.0.1"
 LIMIT_S = 120.0
@@ -94,9 +95,7 @@ async def idle(port: int, num_sockets: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     streaming = kinds.add_parser("stream", help="stream answers")
     streaming.add_argument("port", type=int)

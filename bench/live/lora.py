@@ -16,17 +16,16 @@ in one batch, token for token, as one by one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from bench.live.report import options
 
 RANKS = (8, 16, 32, 64, 128)
 MAX_RANK = 128
@@ -40,14 +39,6 @@ SHAPES = (
 )
 DECODE_IDS = [1, 0, 2, 3, 4, 5, 1, 2, 0, 3, 4, 5, 1, 2, 3, 4]  # adapter id per row; 0 is the base model
 PREFILL_IDS = [4] * 64
-
-
-def measure_lora(quick: bool) -> dict[str, Any]:
-    """Run the bench in a process of its own (an engine cannot share one with the caller's) and return its JSON line."""
-    command = [sys.executable, "-m", "bench.live.lora", *(["--quick"] if quick else [])]
-    root = Path(__file__).resolve().parents[2]
-    out = subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(out.strip().splitlines()[-1])
 
 
 def make_layer(num_in: int, outs: tuple[int, ...], generator: Any) -> SimpleNamespace:
@@ -225,11 +216,7 @@ def report(times: dict[str, Any], num_blocks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer layers and repeats, under a minute")
-    quick = parser.parse_args().quick
+    quick = options(__doc__, quick="fewer layers and repeats, under a minute").parse_args().quick
     num_blocks = 2 if quick else 4
     print(
         f"{num_blocks} Llama blocks of hidden {HIDDEN}, adapters of ranks {RANKS} in slots of rank {MAX_RANK}"

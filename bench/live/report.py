@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from engine_bridge.machine import processor_name
+
+ROOT = Path(__file__).parents[2]
+
+
+def options(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
+    """A bench's command line, its module's text as the help. quick: what `--quick` comes to; "" where there is none."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    return parser
+
+
+def last_line(*command: str, timeout_s: float | None = None) -> dict[str, Any]:
+    """What a command of ours says last, as JSON. Raises RuntimeError where it fails."""
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-500:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
 
 
 class Progress:
@@ -33,16 +57,18 @@ def spread(values: Sequence[float]) -> str:
 
 def machine() -> dict[str, Any]:
     """Where the numbers were taken. `load_1m` is the load average: above the number of cores somebody else was at work."""
-    model = platform.processor()
-    try:
-        with open("/proc/cpuinfo") as file:
-            model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    return {"cpu": model, "cores": os.cpu_count(), "load_1m": round(os.getloadavg()[0], 2), "commit": commit}
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "cpu": processor_name(),
+        "cores": os.cpu_count(),
+        "load_1m": round(os.getloadavg()[0], 2),
+        "commit": git.stdout.strip(),
+    }
+
+
+def figures(result: Mapping[str, Any], aims: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Figures as they are, with what each is to come to."""
+    return [(name, str(value), aims.get(name, "")) for name, value in result.items()]
 
 
 def report(title: str, rows: Sequence[tuple[str, str, str]], result: dict[str, Any]) -> None:

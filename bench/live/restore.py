@@ -20,7 +20,6 @@ out of the comparison, and `num_ambiguous_turns` counts these turns.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -38,7 +37,7 @@ from bench.live.models import ModelShape, model_folder
 from bench.live.peers.client import Worker, WorkerFailed
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import text
-from bench.live.report import Progress, report, spread
+from bench.live.report import Progress, options, report, spread
 from bench.live.restore_turns import (
     HISTORY_TOKENS,
     Turns,
@@ -86,17 +85,17 @@ AIMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is measured. `held`: session counts that are tried in turn until one is too many."""
+    """How much is measured; as it is, by the whole bench. `held`: session counts that are tried in turn until one is too many."""
 
-    repeats: int
-    own_recompute_repeats: int
+    repeats: int = 5
+    own_recompute_repeats: int = 3
     """Of our own recomputation: stock vLLM's is what we compare with."""
-    decode_repeats: int
-    decode_tokens: int
-    held_rounds: int
-    held_stock: tuple[int, ...]
-    held_peers: tuple[int, ...]
-    held_ours: tuple[int, ...]
+    decode_repeats: int = 15
+    decode_tokens: int = 160
+    held_rounds: int = 2
+    held_stock: tuple[int, ...] = (1, 2, 3)
+    held_peers: tuple[int, ...] = (8, 16)
+    held_ours: tuple[int, ...] = (16, 32, 48)
 
 
 QUICK = Plan(
@@ -108,16 +107,6 @@ QUICK = Plan(
     held_stock=(2, 3),
     held_peers=(),
     held_ours=(16,),
-)
-FULL = Plan(
-    repeats=5,
-    own_recompute_repeats=3,
-    decode_repeats=15,
-    decode_tokens=160,
-    held_rounds=2,
-    held_stock=(1, 2, 3),
-    held_peers=(8, 16),
-    held_ours=(16, 32, 48),
 )
 
 
@@ -536,10 +525,7 @@ def held_rows(parts: dict[str, Any], result: dict[str, Any]) -> list[tuple[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer repeats and sessions, within 5 minutes")
+    parser = options(__doc__, quick="fewer repeats and sessions, within 5 minutes")
     parser.add_argument(
         "--lmcache-python",
         default=os.environ.get("LMCACHE_PYTHON"),
@@ -549,7 +535,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines and files are cleared away
     kinds = [kind for kind in KINDS if kind in args.only.split(",")]
-    bench(QUICK if args.quick else FULL, kinds, args.lmcache_python)
+    bench(QUICK if args.quick else Plan(), kinds, args.lmcache_python)
 
 
 if __name__ == "__main__":

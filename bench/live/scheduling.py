@@ -32,11 +32,8 @@ The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -50,7 +47,7 @@ from bench.live.adapter_law import HOST_SHARE, RANKS, Adapters
 from bench.live.models import ModelShape, model_folder
 from bench.live.peers.adapters import AdapterSettings, Ask
 from bench.live.peers.client import Worker
-from bench.live.report import Progress, report
+from bench.live.report import Progress, figures, last_line, options, report
 from bench.live.scheduling_traffic import (
     HISTORY,
     LENGTH_SCALE,
@@ -98,22 +95,26 @@ QUEUED, QUEUED_SECONDS = 10_000, 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is measured. seconds: of arrivals in each play: long enough for a queue that grows to show. sweep: shares of capacity, ascending."""
+    """How much is measured; as it is, by the whole bench.
 
-    repeats: dict[str, int]
-    seconds: float
-    arms: tuple[str, ...]
-    sweep: tuple[float, ...]
-    accuracies: tuple[float, ...]
-    accuracy_repeats: int
-    tight_arms: tuple[str, ...]
-    tight_requests: int
-    tight_repeats: int
-    profile_seconds: int
+    high_repeats: of the plays at high load, from which most claims come. seconds: of arrivals in each play: long enough for a queue that grows to
+    show. sweep: shares of capacity, ascending.
+    """
+
+    high_repeats: int = 2
+    seconds: float = 60
+    arms: tuple[str, ...] = (OURS, PEER, "peer priority", MANY_SLOTS)
+    sweep: tuple[float, ...] = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)
+    accuracies: tuple[float, ...] = (1.0, 0.8, 0.6)
+    accuracy_repeats: int = 1
+    tight_arms: tuple[str, ...] = TIGHT_ARMS
+    tight_requests: int = 64
+    tight_repeats: int = 1
+    profile_seconds: int = 120
 
 
 QUICK = Plan(
-    repeats={"low": 1, "medium": 1, "high": 1},
+    high_repeats=1,
     seconds=6,
     arms=(OURS, PEER),
     sweep=(0.8, 1.6),
@@ -121,20 +122,7 @@ QUICK = Plan(
     accuracy_repeats=0,
     tight_arms=(TIGHT_OURS, TIGHT_SWAP, TIGHT_PEER),
     tight_requests=6,
-    tight_repeats=1,
     profile_seconds=30,
-)
-FULL = Plan(
-    repeats={"low": 1, "medium": 1, "high": 2},
-    seconds=60,
-    arms=(OURS, PEER, "peer priority", MANY_SLOTS),
-    sweep=(0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0),
-    accuracies=(1.0, 0.8, 0.6),
-    accuracy_repeats=1,
-    tight_arms=TIGHT_ARMS,
-    tight_requests=64,
-    tight_repeats=1,
-    profile_seconds=120,
 )
 
 
@@ -251,7 +239,7 @@ class Bench(Progress):
 
     def measure_loads(self, loads_per_s: dict[str, float]) -> None:
         for load, rate_per_s in loads_per_s.items():
-            for repeat in range(self.plan.repeats[load]):
+            for repeat in range(self.plan.high_repeats if load == "high" else 1):
                 asks = self.traffic.asks(rate_per_s, self.plan.seconds, load, repeat)
                 for arm in random.Random(f"{load} {repeat}").sample(self.plan.arms, len(self.plan.arms)):
                     self.seen[load, arm].add(asks, self.play(arm, asks, rate_per_s))
@@ -407,26 +395,13 @@ class Tight:
         }
 
 
-# -- commands that measure by themselves -------------------------------------------------------------------------------
-
-
-def last_line(*command: str, timeout_s: float = 300) -> dict[str, Any]:
-    """A command's last line as JSON."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-500:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
 def profile_errors(shape: ModelShape, seconds: int, folder: Path) -> dict[str, Any]:
-    profile = last_line(
+    return last_line(
         *(str(Path(sys.executable).parent / "overture"), "profile", "--json", "--seconds", str(seconds)),
         *("--model", str(model_folder(shape)), "--dtype", shape.dtype, "--device", "cpu"),
         *("--data-dir", str(folder / "profile"), "--max-model-len", str(MAX_MODEL_LEN)),
         timeout_s=seconds + 180,
     )
-    return profile
 
 
 # -- engines and the report --------------------------------------------------------------------------------------------
@@ -508,7 +483,9 @@ def run(plan: Plan, parts: Sequence[str], is_quick: bool) -> None:
             extra["profile"] = profile
             bench.say("bench.sim.length")
             quick = ["--quick"] if is_quick else []
-            lengths = last_line(sys.executable, "-m", "bench.sim.length", "--data", "turns", *quick)
+            lengths = last_line(
+                sys.executable, "-m", "bench.sim.length", "--data", "turns", *quick, timeout_s=300
+            )
             extra["length"] = lengths
             (live,) = (run for run in lengths["runs"] if run["arm"] == "ours + hints")
             result["length_accuracy"] = live["accuracy"]
@@ -567,22 +544,15 @@ def rows_of(bench: Bench, result: dict[str, Any]) -> list[tuple[str, str, str]]:
                 for key, change in changes.items()
             ]
         else:
-            rows.append((name, str(value), AIMS.get(name, "")))
+            rows += figures({name: value}, AIMS)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="within eight minutes",
-    )
+    parser = options(__doc__, quick="within eight minutes")
     parser.add_argument("--only", choices=PARTS, action="append", help="these parts alone")
     args = parser.parse_args()
-    run(QUICK if args.quick else FULL, args.only or PARTS, args.quick)
+    run(QUICK if args.quick else Plan(), args.only or PARTS, args.quick)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.core.restores import Restores
+from engine_bridge.driver.in_process import revision_of
 from engine_bridge.errors import SeamMoved
 from engine_bridge.policy.costs import KvBlock, Link, PrefillCost
 from engine_bridge.policy.ways_back import FullCost, SwapOrRecompute
@@ -22,7 +23,7 @@ from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
 from kvtiers.io.io_thread import IoThread
-from kvtiers.keys import BlockShape, Namespace, folder_revision
+from kvtiers.keys import BlockShape, Namespace
 from kvtiers.policy.eviction import ByValue, EvictionPolicy
 from kvtiers.policy.rates import Rate
 from kvtiers.policy.restore import PRIOR_HOST_BYTES_PER_S, FasterWins, RestorePolicy
@@ -277,19 +278,12 @@ def _namespace(tensors: list[Any], layer_bytes: int, vllm_config: Any) -> Namesp
     layout = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm_version()}"
     if tensor.device.type == "cpu":
         layout += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
-    folder = Path(model.model)
-    revision = folder_revision(folder) if folder.is_dir() else _hub_revision(model)
     return Namespace(
         model=model.model,
-        revision=revision,
+        revision=revision_of(model),
         dtype=f"{model.dtype} {tensor.dtype}",
         block_size_tokens=cache.block_size,
         layout=layout,
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         shape=BlockShape(len(tensors), layer_bytes),
     )
-
-
-def _hub_revision(model: Any) -> str:
-    """The commit that a model of a hub was loaded from; the wanted revision where the hub's cache does not tell."""
-    return str(getattr(model.hf_config, "_commit_hash", None) or model.revision or "unknown")

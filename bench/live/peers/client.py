@@ -14,7 +14,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+from bench.live.report import ROOT
+
 START_TIMEOUT_S = 180.0
 COMMAND_TIMEOUT_S = 600.0
 # Between commands OpenMP's threads must sleep, not spin: the next worker needs the cores.

@@ -6,7 +6,6 @@ process's memory and open files. Ends when stdin does.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -16,6 +15,7 @@ import psutil
 import uvloop
 
 from bench.live.gateway import probe_stalls
+from bench.live.report import options
 from engine_bridge.driver.building import configure_environment
 from gateway import logs
 from gateway.app import Server, build_services, engine_config
@@ -42,9 +42,7 @@ async def watch(config: Config) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--key", action="append", default=[], help="a key that clients may use")
     args = parser.parse_args()

@@ -20,7 +20,6 @@ the last third of the readings against the first, medians; `rss_mib_per_kill`: t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -30,7 +29,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from bench.live.report import report
+from bench.live.report import figures, options, report
 from bench.live.soak.ledger import Growth, Ledger, Reading, growth
 from bench.live.soak.server import Disk, Server, SoakFailed, free_port
 from bench.live.soak.traffic import GaveUp, Outage, Traffic, World, learn_references, read_back
@@ -224,16 +223,13 @@ def show(soak: Soak, minutes: float) -> bool:
         "rss_mib": [round(reading.rss_mib, 1) for reading in soak.readings],
         "minutes": minutes,
     }
-    rows = [(name, str(result[name]), aim) for name, aim in AIMS.items()]
-    rows += [(name, str(result[name]), "") for name in ("turns", "answers_checked", "rss_mib_per_kill")]
-    report("soak", rows, result)
+    shown = (*AIMS, "turns", "answers_checked", "rss_mib_per_kill")
+    report("soak", figures({name: result[name] for name in shown}, AIMS), result)
     return not (ledger.lost or ledger.wrong or ledger.unexpected)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long the rounds take together")
     parser.add_argument("--seed", type=int, default=1, help="of everything that clients choose")
     parser.add_argument(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 from typing import Any
 
+from engine_bridge.driver.in_process import revision_of
+from engine_bridge.machine import processor_name
 from engine_bridge.profile import ProfileSubject
-from kvtiers.keys import folder_revision
 
 
 def subject_of(engine: Any) -> ProfileSubject:
@@ -22,7 +22,7 @@ def subject_of(engine: Any) -> ProfileSubject:
     is_cuda = torch.device(config.device_config.device).type == "cuda"
     return ProfileSubject(
         model=folder.resolve().name if folder.is_dir() else model.model,
-        revision=folder_revision(folder) if folder.is_dir() else _hub_revision(model),
+        revision=revision_of(model),
         dtype=str(model.dtype).removeprefix("torch."),
         device=torch.cuda.get_device_name() if is_cuda else _processor(),
         num_threads=0 if is_cuda else torch.get_num_threads(),
@@ -31,22 +31,8 @@ def subject_of(engine: Any) -> ProfileSubject:
     )
 
 
-def _hub_revision(model: Any) -> str:
-    return str(getattr(model.hf_config, "_commit_hash", None) or model.revision or "unknown")
-
-
 def _processor() -> str:
     """As the kernel names it, and the instructions that torch uses on it: virtual machines often hide the name."""
     import torch
 
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            name = value.strip()
-            break
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+    return f"{processor_name()} ({torch.backends.cpu.get_cpu_capability()})"
