@@ -350,8 +350,7 @@ def measure_live(is_quick: bool) -> dict[str, Any]:
             host_bytes=0,
             max_cpu_loras=1,
         )
-        worker = Worker("scheduling_ours", asdict(settings), sys.executable, folder / "ours.log")
-        stack.callback(worker.close)
+        worker = stack.enter_context(Worker("scheduling_ours", settings, folder))
         print(json.dumps(worker.wait_ready()), flush=True)
         bench.measure(worker, profile)
     return bench.result() | {"quick": is_quick}

@@ -31,14 +31,13 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -424,15 +423,6 @@ def settings_for(shape: ModelShape, adapters: Adapters, folder: Path, max_cpu_lo
     )
 
 
-def start_worker(
-    kind: str, settings: AdapterSettings, folder: Path, stack: ExitStack, **changes: Any
-) -> Worker:
-    options = asdict(settings) | changes
-    worker = Worker(f"adapters_{kind}", options, sys.executable, folder / f"{kind}.log")
-    stack.callback(worker.close)
-    return worker
-
-
 def run(plan: Plan, is_quick: bool) -> None:
     shape = ModelShape()
     started_s = time.perf_counter()
@@ -443,16 +433,17 @@ def run(plan: Plan, is_quick: bool) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overture-bench-")))
         settings = settings_for(shape, adapters, folder, count)
         print(f"[{time.perf_counter() - started_s:.0f} s] starting engines on {shape.name} …", flush=True)
-        peer_slots = STEP_ADAPTERS + SPARE_SLOTS
+        peer = replace(settings, max_loras=STEP_ADAPTERS + SPARE_SLOTS)
         workers = {
-            "ours": start_worker("ours", settings, folder, stack),
-            "peer": start_worker("peer", settings, folder, stack, max_loras=peer_slots),
+            "ours": stack.enter_context(Worker("adapters_ours", settings, folder)),
+            "peer": stack.enter_context(Worker("adapters_peer", peer, folder)),
         }
         described = {kind: worker.wait_ready() for kind, worker in workers.items()}
         print(f"  {described}; max_cpu_loras of the peer {count}", flush=True)
         bench = Bench(plan, adapters, workers)
         bench.started_s = started_s
-        measure(bench, lambda: start_worker("stock", settings, folder, stack, max_num_batched_tokens=128))
+        stock = replace(settings, max_num_batched_tokens=128)
+        measure(bench, lambda: stack.enter_context(Worker("adapters_stock", stock, folder)))
     show(bench, count, is_quick)
 
 

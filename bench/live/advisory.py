@@ -25,12 +25,11 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +240,7 @@ def start_workers(plan: Plan, shape: ModelShape, folder: Path, stack: ExitStack)
             num_blocks=num_blocks,
             max_model_len=min((small - 1) * 32, 4096),
         )
-        workers[kind] = Worker(engine, asdict(settings), sys.executable, folder / f"{kind}.log")
-        stack.callback(workers[kind].close)
+        workers[kind] = stack.enter_context(Worker(engine, settings, folder))
     described = {kind: worker.wait_ready() for kind, worker in workers.items()}
     print(
         f"  device blocks: { {kind: about['num_blocks'] for kind, about in described.items()} }", flush=True

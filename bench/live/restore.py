@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -338,8 +338,7 @@ def start_workers(
             port=LMCACHE_PORT,
         )
         python = lmcache_python if kind == "lmcache" and lmcache_python else sys.executable
-        started[kind] = Worker(kind, asdict(settings), python, folder / f"{kind}.log")
-        stack.callback(started[kind].close)
+        started[kind] = stack.enter_context(Worker(kind, settings, folder, python=python))
     workers, described = {}, {}
     for kind, worker in started.items():
         try:

@@ -39,7 +39,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -426,21 +426,15 @@ def settings_for(shape: ModelShape, adapters: Adapters, folder: Path) -> Adapter
 def start_all(
     kinds: Sequence[str], settings: AdapterSettings, folder: Path, stack: ExitStack
 ) -> dict[str, Worker]:
-    tight: dict[str, Any] = {"adapters": [], "num_blocks": TIGHT_BLOCKS}
-    starts: dict[str, tuple[str, dict[str, Any]]] = {
-        "ours": ("scheduling_ours", {}),
-        "peer": ("adapters_peer", {}),
-        "many": ("adapters_peer", {"max_loras": PEER_HOST_ADAPTERS - 1}),
-        "tight ours": ("scheduling_ours", tight | {"kv_host_bytes": TIGHT_KV_HOST_BYTES}),
+    tight = replace(settings, adapters=[], num_blocks=TIGHT_BLOCKS)
+    starts = {
+        "ours": ("scheduling_ours", settings),
+        "peer": ("adapters_peer", settings),
+        "many": ("adapters_peer", replace(settings, max_loras=PEER_HOST_ADAPTERS - 1)),
+        "tight ours": ("scheduling_ours", replace(tight, kv_host_bytes=TIGHT_KV_HOST_BYTES)),
         "tight stock": ("adapters_stock", tight),
     }
-    workers = {}
-    for name in kinds:
-        kind, changes = starts[name]
-        workers[name] = Worker(
-            kind, asdict(settings) | changes, sys.executable, folder / f"{name.replace(' ', '-')}.log"
-        )
-        stack.callback(workers[name].close)
+    workers = {name: stack.enter_context(Worker(*starts[name], folder, name)) for name in kinds}
     print({name: worker.wait_ready() for name, worker in workers.items()}, flush=True)
     return workers
 

@@ -1,4 +1,4 @@
-"""Our node with its adapters, in this process, driven as the gateway drives it (event loop, engine thread, bridge).
+"""Our node with its adapters, in this process.
 
 What reaches into it is gathered under "the residency's inside".
 """
@@ -6,11 +6,10 @@ What reaches into it is gathered under "the residency's inside".
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -25,41 +24,42 @@ from bench.live.peers.adapters import (
     forget_files,
     warm_up_asks,
 )
-from bench.live.peers.engine import KV_SPACE_GIB, configure_environment
-from engine_bridge.engine_config import EngineConfig
+from bench.live.peers.engine import greedy
+from bench.live.peers.node import OwnNode
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
 
-T = TypeVar("T")
 PLACE_TIMEOUT_S = 30.0
 LOOK_EVERY_S = 0.002
 
 
-class NodeAdapters:
-    """A node without KV tiers. Commands come on the main thread; the event loop has a thread of its own, and the engine another."""
+class NodeAdapters(OwnNode):
+    """A node with adapters."""
+
+    settings: AdapterSettings
+    scheduling_policy = "vllm"
 
     def __init__(self, settings: AdapterSettings) -> None:
-        configure_environment(settings)
+        super().__init__(settings)
         self._folders = dict(settings.adapters)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True).start()
-        self._node = self._make_node(settings)
         self._num_asked = self._num_plays = 0
-        self._await(self._node.start())
         missing = self._folders.keys() - {adapter.name for adapter in self._node.adapters()}
         if missing:
             raise RuntimeError(f"the node left out {sorted(missing)}")
         self._log = self._on_engine(note_steps)
         self._await(self._play(warm_up_asks()))
 
-    def _make_node(self, settings: AdapterSettings) -> LocalNode:
-        return make_node(settings)
-
-    def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def _on_engine(self, run: Callable[[Any], T]) -> T:
-        """The result of `run(driver)`, called on the engine thread between two steps."""
-        return self._await(self._node.run_on_engine(run))
+    def _make_node(self) -> LocalNode:
+        settings = self.settings
+        config = self._engine_config(
+            enable_lora=bool(settings.adapters),
+            scheduling_policy=self.scheduling_policy,
+            kv_host_gib=settings.kv_host_bytes / GIB,
+            max_loras=settings.max_loras,
+            max_lora_rank=settings.max_lora_rank,
+            adapter_host_gib=settings.host_bytes / GIB,
+        )
+        adapters = tuple((name, path) for name, path in settings.adapters)
+        return LocalNode(LocalNodeConfig(engine=config, adapters=adapters))
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -155,19 +155,9 @@ class NodeAdapters:
 
     def _generate(self, ask: Ask) -> tuple[str, Any]:
         """Below `LocalNode.generate` only in that each token is an output, so that steps can be told apart."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         from engine_bridge.driver.call import CALL, Call
         from engine_bridge.request_context import RequestContext
 
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=ask.max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
         self._num_asked += 1
         request_id = f"a{self._num_asked}"
         # Nobody finds the prefixes of another play.
@@ -175,7 +165,7 @@ class NodeAdapters:
         adapter = self._node._serving.lora_request(ask.adapter or "")
         prompt = {"prompt_token_ids": ask.prompt}
         return request_id, self._node._client.generate(
-            prompt, params, request_id, lora_request=adapter, priority=ask.priority
+            prompt, greedy(ask.max_tokens), request_id, lora_request=adapter, priority=ask.priority
         )
 
     def _version_id(self, name: str) -> int:
@@ -187,31 +177,6 @@ class NodeAdapters:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"adapters still move: {self._node.adapter_stats()}")
             time.sleep(LOOK_EVERY_S)
-
-    def close(self) -> None:
-        self._await(self._node.close())
-
-
-def make_node(settings: AdapterSettings, scheduling_policy: str = "vllm") -> LocalNode:
-    config = EngineConfig(
-        model=settings.model,
-        served_model_name="bench",
-        dtype=settings.dtype,
-        block_size=settings.block_size,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        kv_cache_gib=KV_SPACE_GIB,
-        num_kv_blocks=settings.num_blocks,
-        enable_lora=bool(settings.adapters),
-        scheduling_policy=scheduling_policy,
-        kv_host_gib=settings.kv_host_bytes / GIB,
-        max_loras=settings.max_loras,
-        max_lora_rank=settings.max_lora_rank,
-        adapter_host_gib=settings.host_bytes / GIB,
-        log_stats=False,
-    )
-    adapters = tuple((name, path) for name, path in settings.adapters)
-    return LocalNode(LocalNodeConfig(engine=config, adapters=adapters))
 
 
 # -- the residency's inside; all on the engine thread ------------------------------------------------------------------

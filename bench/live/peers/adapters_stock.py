@@ -20,7 +20,7 @@ from bench.live.peers.adapters import (
     forget_files,
     warm_up_asks,
 )
-from bench.live.peers.engine import configure_environment
+from bench.live.peers.engine import configure_environment, greedy
 from bench.live.peers.stock import StockEngine
 
 
@@ -143,16 +143,6 @@ class StockAdapters(StockEngine):
         answer.token_ids += output.outputs[0].token_ids
 
     def _ask(self, ask: Ask) -> str:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=ask.max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
         self._num_asked += 1
         request_id = f"a{self._num_asked}"
         # A salt of its own: no request finds another one's prefix.
@@ -160,7 +150,9 @@ class StockAdapters(StockEngine):
         if ask.adapter is not None:
             self._found[self._place(self._ids[ask.adapter])] += 1
         lora_request = self._request(ask.adapter) if ask.adapter is not None else None
-        self.llm.add_request(request_id, prompt, params, lora_request=lora_request, priority=ask.priority)
+        self.llm.add_request(
+            request_id, prompt, greedy(ask.max_tokens), lora_request=lora_request, priority=ask.priority
+        )
         return request_id
 
     # -- vLLM's inside -----------------------------------------------------------------------------------------------

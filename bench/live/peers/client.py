@@ -10,10 +10,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from bench.live.peers.engine import Settings
 from bench.live.report import ROOT
 
 START_TIMEOUT_S = 180.0
@@ -27,21 +31,24 @@ class WorkerFailed(RuntimeError):
 
 
 class Worker:
-    """One engine in a process.
+    """One engine in a process, until the block ends.
 
     Args:
         kind: which engine, a key of `bench.live.peers.worker.KINDS`.
-        options: the engine's settings (`worker.Settings`).
+        settings: the engine's.
+        folder: for the file that gets what the engine prints.
+        name: of that file; where there are several of a kind.
         python: the interpreter that has what this engine needs.
-        log_file: gets what the engine prints.
     """
 
-    def __init__(self, kind: str, options: dict[str, Any], python: str, log_file: Path) -> None:
+    def __init__(
+        self, kind: str, settings: Settings, folder: Path, name: str = "", python: str = sys.executable
+    ) -> None:
         self.kind = kind
-        self._log_file = log_file
-        with log_file.open("wb") as log:
+        self._log_file = folder / f"{name or kind}.log"
+        with self._log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [python, "-m", "bench.live.peers.worker", kind, json.dumps(options)],
+                [python, "-m", "bench.live.peers.worker", kind, json.dumps(asdict(settings))],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -49,6 +56,19 @@ class Worker:
                 env=os.environ | QUIET_OPENMP | {"PYTHONPATH": str(ROOT)},
                 start_new_session=True,  # Ctrl-C is the bench's to handle: it closes the workers in order
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End the worker: by closing its stdin, then by force."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        self._kill()
+        self._process.wait()
 
     def wait_ready(self) -> dict[str, Any]:
         """What the engine says about itself once it is up."""
@@ -64,26 +84,10 @@ class Worker:
             raise WorkerFailed(f"{self.kind}: gone before {do!r}\n{self._log_tail()}") from None
         return self._read(do, COMMAND_TIMEOUT_S)
 
-    def close(self) -> None:
-        """End the worker: by closing its stdin, then by force."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
-        except BrokenPipeError:
-            pass
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            pass
-        self._kill()
-        self._process.wait()
-
     def _kill(self) -> None:
         """Kill the worker and what it started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def _read(self, do: str, timeout_s: float) -> Any:
         assert self._process.stdout is not None

@@ -48,6 +48,20 @@ def configure_environment(settings: Settings) -> None:
         os.environ.setdefault(name, value)
 
 
+def greedy(max_tokens: int) -> Any:
+    """vLLM's `SamplingParams` for so many tokens, each an output of its own, whatever they are."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
 class Engine(ABC):
     """Commands that need only the `LLMEngine`, `self.llm`, and the caller's thread to be the engine's."""
 

@@ -1,4 +1,4 @@
-"""Our engine with KV tiers: a `LocalNode` in this process, driven as the gateway drives it (event loop, engine thread, bridge).
+"""Our engine with KV tiers: a `LocalNode` in this process.
 
 What reaches into the tiers is gathered under "the tiers' inside", but for `_keys_of`.
 """
@@ -9,24 +9,17 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from bench.live.peers.engine import (
-    KV_SPACE_GIB,
-    DecodeClock,
-    Engine,
-    Settings,
-    configure_environment,
-    drop_page_cache,
-)
+from bench.live.peers.engine import DecodeClock, Engine, Settings, drop_page_cache, greedy
+from bench.live.peers.node import OwnNode
 from bench.live.peers.play import Asked, Conversations, text
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
@@ -40,37 +33,24 @@ from kvtiers.keys import BlockKey
 from kvtiers.policy.restore import FasterWins
 
 _numbers = itertools.count()
-T = TypeVar("T")
 SETTLE_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 60.0
 WRONG_TTL_S = 2.0
 
 
-class TieredNode(Engine):
-    """A node with KV tiers, or the same node without them.
-
-    Commands come on the main thread; the node's event loop has a thread of its own, and the engine another.
-    """
+class TieredNode(OwnNode, Engine):
+    """A node with KV tiers, or the same node without them."""
 
     def __init__(self, settings: Settings, has_tiers: bool) -> None:
-        configure_environment(settings)
-        self.settings = settings
         self._files = SlowableFiles()
         self._tiers = make_tiers(settings, self._files) if has_tiers else None
         self.sources = ("recompute", "disk_cold", "disk", "host", "device") if has_tiers else ()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="event-loop", daemon=True).start()
         self._num_requests = 0
-        self._node = make_node(settings, self._tiers)
-        self._await(self._node.start())
+        super().__init__(settings)
         self.turn([1] * 64, 2)
 
-    def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def _on_engine(self, run: Callable[[Any], T]) -> T:
-        """The result of `run(driver)`, called on the engine thread between two steps."""
-        return self._await(self._node.run_on_engine(run))
+    def _make_node(self) -> LocalNode:
+        return LocalNode(LocalNodeConfig(engine=self._engine_config(enable_lora=False)), self._tiers)
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -108,19 +88,10 @@ class TieredNode(Engine):
         return clock.result()
 
     def _generate(self, tokens: list[int], max_tokens: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
         self._num_requests += 1
         # Below `LocalNode.generate` only in that the prompt is given as token ids, so that lengths are exact.
-        return self._node._client.generate({"prompt_token_ids": tokens}, params, f"r{self._num_requests}")
+        prompt = {"prompt_token_ids": tokens}
+        return self._node._client.generate(prompt, greedy(max_tokens), f"r{self._num_requests}")
 
     # -- people and agents, by the gateway's own advisories ----------------------------------------------------------
 
@@ -319,7 +290,7 @@ class TieredNode(Engine):
     def close(self) -> None:
         if hasattr(self, "_store"):
             self._await(self._store.close())
-        self._await(self._node.close())
+        super().close()
 
 
 # -- the tiers' inside -------------------------------------------------------------------------------------------------
@@ -349,23 +320,6 @@ def make_tiers(settings: Settings, files: Files) -> KvTiers:
         folder=Path(settings.folder),
     )
     return KvTiers(sizes, files=files)
-
-
-def make_node(settings: Settings, tiers: KvTiers | None) -> LocalNode:
-    """A node with exactly `num_blocks` KV blocks on the device, as its peers have."""
-    config = EngineConfig(
-        model=settings.model,
-        served_model_name="bench",
-        dtype=settings.dtype,
-        block_size=settings.block_size,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        kv_cache_gib=KV_SPACE_GIB,
-        num_kv_blocks=settings.num_blocks,
-        enable_lora=False,
-        log_stats=False,
-    )
-    return LocalNode(LocalNodeConfig(engine=config), tiers)
 
 
 def owner_of(session: str) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from bench.live.peers.adapters import AdapterSettings, Ask
-from bench.live.peers.adapters_ours import NodeAdapters, make_node
+from bench.live.peers.adapters import Ask
+from bench.live.peers.adapters_ours import NodeAdapters
 from bench.live.peers.play import text
 from engine_bridge.local_node import LocalNode
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
@@ -80,8 +80,7 @@ class Always:
 class ScheduledNode(NodeAdapters):
     """Commands of `NodeAdapters`, and `use`."""
 
-    def _make_node(self, settings: AdapterSettings) -> LocalNode:
-        return make_node(settings, "mlq")
+    scheduling_policy = "mlq"
 
     def use(
         self,

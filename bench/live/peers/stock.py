@@ -10,7 +10,14 @@ import sys
 import time
 from typing import Any
 
-from bench.live.peers.engine import DecodeClock, Engine, Settings, configure_environment, drop_page_cache
+from bench.live.peers.engine import (
+    DecodeClock,
+    Engine,
+    Settings,
+    configure_environment,
+    drop_page_cache,
+    greedy,
+)
 from bench.live.peers.play import Asked, Conversations, text
 
 # As long as vLLM's own engine loop sleeps when a step ran nothing (v1/engine/core.py), so that whoever loads KV gets the core.
@@ -51,18 +58,8 @@ class StockEngine(Engine):
         return {}
 
     def add(self, tokens: list[int], max_tokens: int) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
         self._num_requests += 1
-        self.llm.add_request(f"r{self._num_requests}", {"prompt_token_ids": tokens}, params)
+        self.llm.add_request(f"r{self._num_requests}", {"prompt_token_ids": tokens}, greedy(max_tokens))
 
     def step(self) -> list[Any]:
         outputs = self.llm.step()
