@@ -7,6 +7,8 @@ from dataclasses import dataclass
 LOWER, HIGHER = "lower", "higher"
 CHANGE, RATIO, SHARE, MS, S, BYTES, YES = "change", "ratio", "share", "ms", "s", "bytes", "yes"
 """Units: a signed fraction of the baseline, shown in %; times the baseline; a part of 1, shown in %; milliseconds; seconds; bytes; true or false."""
+BETTER = {CHANGE: LOWER, RATIO: HIGHER, SHARE: HIGHER, MS: LOWER, S: LOWER, BYTES: LOWER, YES: HIGHER}
+"""Which way most claims of a unit want it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +24,15 @@ class Figure:
 class Claim:
     """One number to be reached.
 
-    paper: its figure, None if no paper has one; a range as (from, to). source: where the paper shows it. better: which way. aim: what ours is held
-    to: the paper's figure if not given (of a range, the end that is easier to reach), or a figure of ours. live_what: what the live figure is, where
-    it is not quite the same thing.
+    paper: its figure, None if no paper has one; a range as (from, to). source: where the paper shows it. aim: what ours is held to: the paper's
+    figure if not given (of a range, the end that is easier to reach), or a figure of ours. live_what: what the live figure is, where it is not
+    quite the same thing. better: which way, if not its unit's.
     """
 
-    id: str
     group: str
+    id: str
     what: str
     unit: str
-    better: str
     paper: float | tuple[float, float] | None = None
     source: str = ""
     sim: Figure | None = None
@@ -39,6 +40,10 @@ class Claim:
     aim: float | Figure | None = None
     live_what: str = ""
     note: str = ""
+    better: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "better", self.better or BETTER[self.unit])
 
     @property
     def paper_ends(self) -> tuple[float, ...]:

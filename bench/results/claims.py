@@ -44,6 +44,11 @@ OVERTURE = "Overture"
 GROUPS = (SYMPHONY, CARASERVE, CHAMELEON, ADAPTIVELLM, OVERTURE)
 
 
+_symphony_claim = partial(Claim, SYMPHONY)
+_caraserve_claim = partial(Claim, CARASERVE)
+_chameleon_claim = partial(Claim, CHAMELEON)
+_adaptivellm_claim = partial(Claim, ADAPTIVELLM)
+_own_claim = partial(Claim, OVERTURE)
 _symphony = partial(Figure, "sim-symphony")
 _caraserve = partial(Figure, "sim-caraserve")
 _adaptivellm = partial(Figure, "sim-adaptivellm")
@@ -55,12 +60,10 @@ _restore = partial(Figure, "live-restore")
 _gateway = partial(Figure, "live-gateway")
 
 SYMPHONY_CLAIMS = (
-    Claim(
+    _symphony_claim(
         "A2–A4",
-        SYMPHONY,
         "users at equal time per token ÷ recomputing (vLLM)",
         RATIO,
-        HIGHER,
         (4.0, 8.0),
         "Fig. 12, 13",
         _symphony("users_ratio.recompute"),
@@ -68,44 +71,37 @@ SYMPHONY_CLAIMS = (
         aim=4.0,
         live_what="sessions whose follow-ups start within twice the device's TTFT ÷ stock vLLM's, one node",
     ),
-    Claim(
+    _symphony_claim(
         "A2–A4",
-        SYMPHONY,
         "users at equal time per token ÷ sticky routing (InferCept)",
         RATIO,
-        HIGHER,
         4.2,
         "§4.2",
         _symphony("users_ratio.sticky"),
     ),
-    Claim(
+    _symphony_claim(
         "A2",
-        SYMPHONY,
         "load of the busiest node ÷ the median one's",
         RATIO,
-        LOWER,
         1.0,
         "Fig. 14, about",
         _symphony("imbalance_max_over_median.ours"),
         aim=1.2,
         note="aim chosen: the paper shows that its nodes are balanced, and gives no number",
+        better=LOWER,
     ),
-    Claim(
+    _symphony_claim(
         "A2",
-        SYMPHONY,
         "load of the busiest node ÷ the median one's, to be shown of sticky routing",
         RATIO,
-        HIGHER,
         3.1,
         "Fig. 14",
         _symphony("imbalance_max_over_median.sticky"),
     ),
-    Claim(
+    _symphony_claim(
         "A1",
-        SYMPHONY,
         "one advisory in ten missing",
         CHANGE,
-        LOWER,
         0.06,
         "Fig. 17",
         _symphony("missing_10pct_penalty"),
@@ -113,117 +109,94 @@ SYMPHONY_CLAIMS = (
         live_what="change of mean TTFT, one node",
         note="the paper's own 21.3 → 24.4 ms a token are 15%; its text says about 6%",
     ),
-    Claim(
+    _symphony_claim(
         "A1",
-        SYMPHONY,
         "time of agents' workflow: vLLM's ÷ ours",
         RATIO,
-        HIGHER,
         2.8,
         "Fig. 15",
         _symphony("agents_speedup"),
         _advisory("agent_workflow_speedup"),
         live_what="one node",
     ),
-    Claim(
+    _symphony_claim(
         "A1",
-        SYMPHONY,
         "median TTFT of follow-ups ÷ with everything on the device",
         RATIO,
-        LOWER,
         live=_advisory("followup_ttft_vs_oracle_p50"),
         aim=1.1,
+        better=LOWER,
     ),
-    Claim(
+    _symphony_claim(
         "A1",
-        SYMPHONY,
         "p99 TTFT of follow-ups ÷ with everything on the device",
         RATIO,
-        LOWER,
         live=_advisory("followup_ttft_vs_oracle_p99"),
         aim=1.3,
+        better=LOWER,
     ),
-    Claim(
+    _symphony_claim(
         "A1",
-        SYMPHONY,
         "nine wrong advisories for each right one: mean TTFT of the others",
         CHANGE,
-        LOWER,
         live=_advisory("wrong_90pct_penalty_others"),
         aim=0.03,
     ),
 )
 
 CARASERVE_CLAIMS = (
-    Claim(
+    _caraserve_claim(
         "B1",
-        CARASERVE,
         "mean TTFT with CPU-assist against adapters all resident",
         CHANGE,
-        LOWER,
         0.22,
         "Fig. 10",
         _caraserve("ttft_overhead.cpu_assist"),
         _adapters("cold_ttft_vs_resident_p50", less=1),
         live_what="median TTFT of a cold start from host memory against a resident one",
     ),
-    Claim(
+    _caraserve_claim(
         "B1",
-        CARASERVE,
         "mean TTFT with loading on demand against adapters all resident: to be shown",
         CHANGE,
-        HIGHER,
         4.12,
         "Fig. 10",
         _caraserve("ttft_overhead.on_demand"),
+        better=HIGHER,
     ),
-    Claim(
+    _caraserve_claim(
         "B1",
-        CARASERVE,
         "mean TTFT with CPU-assist, 512 adapters of skewed popularity",
         CHANGE,
-        LOWER,
         0.07,
         "Fig. 14",
         _caraserve("production_ttft_overhead.cpu_assist"),
     ),
-    Claim(
+    _caraserve_claim(
         "B1",
-        CARASERVE,
         "mean TTFT with loading on demand, 512 adapters: to be shown",
         CHANGE,
-        HIGHER,
         0.39,
         "Fig. 14",
         _caraserve("production_ttft_overhead.on_demand"),
-    ),
-    Claim(
-        "B5",
-        CARASERVE,
-        "requests within SLO, 60 nodes, 40,000 adapters, MBGMV",
-        SHARE,
-        HIGHER,
-        0.99,
-        "Fig. 19",
-        _caraserve("slo_attainment.mbgmv"),
-    ),
-    Claim(
-        "B5",
-        CARASERVE,
-        "requests within SLO, 60 nodes, 40,000 adapters, BGMV",
-        SHARE,
-        HIGHER,
-        0.99,
-        "Fig. 19",
-        _caraserve("slo_attainment.bgmv"),
+        better=HIGHER,
     ),
     *(
-        Claim(
+        _caraserve_claim(
             "B5",
-            CARASERVE,
+            f"requests within SLO, 60 nodes, 40,000 adapters, {kernel.upper()}",
+            SHARE,
+            0.99,
+            "Fig. 19",
+            _caraserve(f"slo_attainment.{kernel}"),
+        )
+        for kernel in ("mbgmv", "bgmv")
+    ),
+    *(
+        _caraserve_claim(
+            "B5",
             f"time per token against {name}, {kernel.upper()}",
             CHANGE,
-            LOWER,
             paper,
             "Fig. 19",
             _caraserve(f"tpt_change.{kernel}.{key}"),
@@ -235,92 +208,65 @@ CARASERVE_CLAIMS = (
             ("bgmv", "first_fit", "first fit", -0.36),
         )
     ),
-    Claim(
+    _caraserve_claim(
         "B1",
-        CARASERVE,
         "p99 TTFT of a cold start from host memory against a resident one",
         CHANGE,
-        LOWER,
         live=_adapters("cold_ttft_vs_resident_p99", less=1),
         aim=0.2,
     ),
 )
 
-# Requests/s, name, the paper's changes of P99 and P50, the load of the live bench as a share of vLLM's capacity.
-LOADS = (
-    (6, "low", -0.147, -0.139),
-    (8, "medium", -0.246, -0.209),
-    (9, "high", -0.807, -0.481),
-)
+# Requests/s, and what the paper calls it.
+LOADS = ((6, "low"), (8, "medium"), (9, "high"))
 CHAMELEON_CLAIMS = (
     *(
-        Claim(
+        _chameleon_claim(
             "C1–C9",
-            CHAMELEON,
-            f"P99 TTFT at {load} load ({per_s} requests/s)",
+            f"P{share} TTFT at {load} load ({per_s} requests/s)",
             CHANGE,
-            LOWER,
-            p99,
-            "Fig. 10",
-            _chameleon(f"ttft_p99_change.{per_s}"),
-            _scheduling(f"loads.{load}.ttft_p99_change"),
+            change,
+            figure,
+            _chameleon(f"ttft_p{share}_change.{per_s}"),
+            _scheduling(f"loads.{load}.ttft_p{share}_change"),
             live_what=f"against vLLM, FCFS, at {per_s}/8.7 of its load within SLO",
         )
-        for per_s, load, p99, _ in LOADS
-    ),
-    *(
-        Claim(
-            "C1–C9",
-            CHAMELEON,
-            f"P50 TTFT at {load} load ({per_s} requests/s)",
-            CHANGE,
-            LOWER,
-            p50,
-            "Fig. 12",
-            _chameleon(f"ttft_p50_change.{per_s}"),
-            _scheduling(f"loads.{load}.ttft_p50_change"),
-            live_what=f"against vLLM, FCFS, at {per_s}/8.7 of its load within SLO",
+        for share, figure, changes in (
+            (99, "Fig. 10", (-0.147, -0.246, -0.807)),
+            (50, "Fig. 12", (-0.139, -0.209, -0.481)),
         )
-        for per_s, load, _, p50 in LOADS
+        for (per_s, load), change in zip(LOADS, changes, strict=True)
     ),
-    Claim(
+    _chameleon_claim(
         "C1–C9",
-        CHAMELEON,
         "load within SLO ÷ S-LoRA's",
         RATIO,
-        HIGHER,
         12.9 / 8.7,
         "Fig. 10",
         _chameleon("slo_load_ratio"),
         _scheduling("slo_load_ratio"),
     ),
-    Claim(
+    _chameleon_claim(
         "C1–C3",
-        CHAMELEON,
         "load within SLO, cache alone",
         RATIO,
-        HIGHER,
         1.2,
         "Fig. 10",
         _chameleon("cache_only_ratio"),
     ),
-    Claim(
+    _chameleon_claim(
         "C4–C9",
-        CHAMELEON,
         "load within SLO, scheduler alone",
         RATIO,
-        HIGHER,
         1.1,
         "Fig. 10",
         _chameleon("sched_only_ratio"),
     ),
     *(
-        Claim(
+        _chameleon_claim(
             "C2",
-            CHAMELEON,
             f"P99 TTFT at medium load, cache, {name}",
             CHANGE,
-            LOWER,
             paper,
             "Fig. 14",
             _chameleon(f"eviction.{key}"),
@@ -331,215 +277,172 @@ CHAMELEON_CLAIMS = (
             ("paper", "the paper's weights", -0.26),
         )
     ),
-    Claim(
+    _chameleon_claim(
         "C3",
-        CHAMELEON,
         "P99 TTFT at medium load, prefetch by histogram, further",
         CHANGE,
-        LOWER,
         -0.088,
         "Fig. 15",
         _chameleon("parts.eviction.at_8.prefetch"),
     ),
-    Claim(
+    _chameleon_claim(
         "C4–C9",
-        CHAMELEON,
         "mean TTFT of the class of requests that fares worst, high load",
         CHANGE,
-        LOWER,
         live=_scheduling("worst_class_change"),
         aim=0.1,
     ),
-    Claim(
+    _chameleon_claim(
         "C8",
-        CHAMELEON,
         "time for deciding with 10,000 requests queued ÷ time of the step",
         SHARE,
-        LOWER,
         live=_scheduling("decision_share_10k"),
         aim=0.01,
+        better=LOWER,
     ),
 )
 
 ADAPTIVELLM_CLAIMS = (
-    Claim(
+    _adaptivellm_claim(
         "D3",
-        ADAPTIVELLM,
         "throughput ÷ always recomputing (vLLM), tight memory",
         RATIO,
-        HIGHER,
         (1.09, 1.4),
         "Table 3",
         _adaptivellm("throughput_vs_recompute"),
         _scheduling("tight_memory_throughput_vs_recompute"),
         aim=1.4,
     ),
-    Claim(
+    _adaptivellm_claim(
         "D3",
-        ADAPTIVELLM,
         "throughput ÷ always swapping, tight memory",
         RATIO,
-        HIGHER,
         (1.64, 2.55),
         "Table 3",
         _adaptivellm("throughput_vs_swap"),
         _scheduling("tight_memory_throughput_vs_swap"),
         aim=2.55,
     ),
-    Claim(
+    _adaptivellm_claim(
         "D4",
-        ADAPTIVELLM,
         "weighted turnaround against vLLM, tight memory",
         CHANGE,
-        LOWER,
         (-0.2, -0.4),
         "Fig. 8",
         _adaptivellm("weighted_turnaround_change"),
         _scheduling("weighted_turnaround_change"),
         aim=-0.4,
     ),
-    Claim(
+    _adaptivellm_claim(
         "D1",
-        ADAPTIVELLM,
         "error of predicted step times",
         SHARE,
-        LOWER,
         0.02,
         "Tables 5, 6",
         live=_scheduling("recompute_error"),
+        better=LOWER,
     ),
-    Claim(
+    _adaptivellm_claim(
         "D2",
-        ADAPTIVELLM,
         "error of predicted swap times",
         SHARE,
-        LOWER,
         0.04,
         "Fig. 9",
         live=_scheduling("swap_error"),
+        better=LOWER,
     ),
 )
 
 OVERTURE_CLAIMS = (
-    Claim(
+    _own_claim(
         "E1",
-        OVERTURE,
         "TTFT of a pasted question of 2,000 tokens, computed while it stood in the field ÷ not",
         RATIO,
-        LOWER,
         live=_advisory("draft_ttft_ratio"),
         aim=0.2,
+        better=LOWER,
     ),
-    Claim(
+    _own_claim(
         "A5",
-        OVERTURE,
         "event loop's time for an advisory",
         MS,
-        LOWER,
         live=_advisory("advisory_loop_ms"),
         aim=1.0,
     ),
-    Claim(
+    _own_claim(
         "E7",
-        OVERTURE,
         "greedy answers the same from device, host, disk and after kill -9",
         YES,
-        HIGHER,
         live=_restore("tokens_identical"),
         aim=1.0,
     ),
-    Claim(
+    _own_claim(
         "A5",
-        OVERTURE,
         "copy from host memory to the device ÷ memcpy",
         RATIO,
-        HIGHER,
         live=_restore("host_copy_efficiency"),
         aim=0.8,
     ),
-    Claim(
+    _own_claim(
         "A5",
-        OVERTURE,
         "KV read from disk ÷ plain read of the same files",
         RATIO,
-        HIGHER,
         live=_restore("disk_read_efficiency"),
         aim=0.8,
     ),
-    Claim(
+    _own_claim(
         "A4",
-        OVERTURE,
         "decode throughput lost to the KV tiers",
         SHARE,
-        LOWER,
         live=_restore("write_behind_overhead"),
         aim=0.03,
+        better=LOWER,
     ),
-    Claim(
+    _own_claim(
         "E9",
-        OVERTURE,
         "longest gap that a cold adapter causes in other streams; aim: a step",
         MS,
-        LOWER,
         live=_adapters("stall_ms"),
         aim=_adapters("step_ms"),
     ),
-    Claim(
-        "E3",
-        OVERTURE,
-        "100 adapters, memory for a fifth: requests whose adapter need not be read; aim: vLLM's LRU",
-        SHARE,
-        HIGHER,
-        live=_adapters("policies.expected_gain.hit_rate"),
-        aim=_adapters("policies.peer.hit_rate"),
+    *(
+        _own_claim(
+            "E3",
+            f"100 adapters, memory for a fifth: {what}; aim: vLLM's LRU",
+            unit,
+            live=_adapters(f"policies.expected_gain.{key}"),
+            aim=_adapters(f"policies.peer.{key}"),
+        )
+        for what, unit, key in (
+            ("requests whose adapter need not be read", SHARE, "hit_rate"),
+            ("median TTFT", S, "ttft_p50_s"),
+            ("p99 TTFT", S, "ttft_p99_s"),
+        )
     ),
-    Claim(
-        "E3",
-        OVERTURE,
-        "100 adapters, memory for a fifth: median TTFT; aim: vLLM's LRU",
-        S,
-        LOWER,
-        live=_adapters("policies.expected_gain.ttft_p50_s"),
-        aim=_adapters("policies.peer.ttft_p50_s"),
-    ),
-    Claim(
-        "E3",
-        OVERTURE,
-        "100 adapters, memory for a fifth: p99 TTFT; aim: vLLM's LRU",
-        S,
-        LOWER,
-        live=_adapters("policies.expected_gain.ttft_p99_s"),
-        aim=_adapters("policies.peer.ttft_p99_s"),
-    ),
-    Claim(
+    _own_claim(
         "E9",
-        OVERTURE,
         "8 requests over 8 adapters ÷ on the base model, tokens/s",
         RATIO,
-        HIGHER,
         live=_adapters("lora_overhead"),
         aim=0.8,
         note="aim: what memory bandwidth allows",
     ),
-    Claim(
+    _own_claim(
         "E12",
-        OVERTURE,
         "follow-up prompt found in the KV of the turn before, ids kept; aim: text encoded again",
         SHARE,
-        HIGHER,
         live=Figure("live-continuity", "follow_up_hit_share.continuity.real"),
         aim=Figure("live-continuity", "follow_up_hit_share.text.real"),
     ),
     *(
-        Claim(
+        _own_claim(
             "",
-            OVERTURE,
             f"simulator against this machine, {how}: worst of tokens/s, latency, TTFT and time per token, median error of plays",
             SHARE,
-            LOWER,
             live=Figure("live-simulator", path),
             aim=0.15,
             note=note,
+            better=LOWER,
         )
         for how, path, note in (
             ("by a profile made before", "worst_error", "the prediction"),
@@ -550,39 +453,31 @@ OVERTURE_CLAIMS = (
             ),
         )
     ),
-    Claim(
+    _own_claim(
         "",
-        OVERTURE,
         "tokens/s through 16 chat sockets ÷ a bare engine loop",
         RATIO,
-        HIGHER,
         live=_gateway("stream_efficiency"),
         aim=0.95,
     ),
-    Claim(
+    _own_claim(
         "",
-        OVERTURE,
         "memory of an idle chat socket",
         BYTES,
-        LOWER,
         live=_gateway("idle_socket_bytes"),
         aim=40_960,
     ),
-    Claim(
+    _own_claim(
         "",
-        OVERTURE,
         "event loop stall while serving, p99",
         MS,
-        LOWER,
         live=_gateway("loop_stall_ms_p99"),
         aim=20.0,
     ),
-    Claim(
+    _own_claim(
         "",
-        OVERTURE,
         "5 adapters and the base model in one batch, tokens as in single runs",
         YES,
-        HIGHER,
         live=_gateway("mixed_batch_identical"),
         aim=1.0,
     ),

@@ -44,15 +44,15 @@ def run(name: str, date: str = "2026-01-01 00:00", **result: Any) -> Run:
 
 def claim(what: str, aim: float, path: str = "gain", better: str = HIGHER, unit: str = RATIO) -> Claim:
     return Claim(
-        "C1",
         CHAMELEON,
+        "C1",
         what,
         unit,
-        better,
         aim,
         "Fig. 1",
         sim=Figure("sim-x", path),
         live=Figure("live-x", path),
+        better=better,
     )
 
 
@@ -100,9 +100,9 @@ def test_claims_are_told_apart_and_name_known_groups_and_mechanisms() -> None:
 
 
 def test_of_a_paper_s_range_the_easier_end_is_the_aim_unless_another_is_named() -> None:
-    assert Claim("", CHAMELEON, "", RATIO, HIGHER, (4.0, 8.0)).goal == 4
-    assert Claim("", CHAMELEON, "", CHANGE, LOWER, (-0.2, -0.4)).goal == -0.2
-    assert Claim("", CHAMELEON, "", CHANGE, LOWER, (-0.2, -0.4), aim=-0.4).goal == -0.4
+    assert Claim(CHAMELEON, "", "", RATIO, (4.0, 8.0)).goal == 4
+    assert Claim(CHAMELEON, "", "", CHANGE, (-0.2, -0.4)).goal == -0.2
+    assert Claim(CHAMELEON, "", "", CHANGE, (-0.2, -0.4), aim=-0.4).goal == -0.4
 
 
 # -- finding figures ---------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_claim_is_short_where_either_the_simulated_or_the_live_figure_is() -> 
 
 def test_an_aim_that_was_not_measured_makes_nothing_short() -> None:
     stall = Claim(
-        "E9", "Overture", "stall", "ms", LOWER, live=Figure("live-x", "stall"), aim=Figure("live-x", "step")
+        "Overture", "E9", "stall", "ms", live=Figure("live-x", "stall"), aim=Figure("live-x", "step")
     )
     (row,) = rows_of([stall], {"live-x": run("live-x", stall=5)})
     assert (row.aim, row.falls_short) == (None, False)
