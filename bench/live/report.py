@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_bridge.machine import processor_name
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,6 +55,8 @@ def spread(values: Sequence[float]) -> str:
 
 def machine() -> dict[str, Any]:
     """Where the numbers were taken. `load_1m` is the load average: above the number of cores somebody else was at work."""
+    from engine_bridge.machine import processor_name  # not needed to read results
+
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "cpu": processor_name(),
