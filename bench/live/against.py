@@ -1,0 +1,281 @@
+"""This checkout against another one of the project, as their users would feel it: the same requests to both servers, in turns.
+
+    python -m bench.live.against FOLDER [--rounds N] [--quick]
+
+FOLDER is another checkout, say of the commit before a redesign (`git worktree add FOLDER COMMIT`). Both servers run on the interpreter that
+runs this, with the demo model, its adapters and little device memory; one has work while the other is idle, and whoever goes second in a round
+went first in the one before. A round is, for each server:
+  alone    three requests of some 300 tokens, one after the other: time to first token, and per token
+  streams  eight answers of 96 tokens at once: time per token of all
+  mixed    24 requests of 40 to 900 tokens within two seconds, every third with an adapter: mean and greatest time to first token
+  return   twelve chats of some 2,800 tokens, more than the device holds, go on in turns: time to first token, with KV from host memory
+and the processor time of all that. A figure is this checkout's over the other's, round by round: the median, and the interval that a bootstrap gives
+it at 95%. At most 1.05 with its whole interval it is `no worse`, above 1.05 with all of it `worse`, else `undecided`. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+import psutil
+from scipy.stats import bootstrap
+
+from bench.live.peers.client import QUIET_OPENMP, ROOT
+from bench.live.report import Progress, report, spread
+from bench.live.soak.server import HOST, free_port
+from gateway.config import DEMO_ADAPTERS_DIR
+
+START_TIMEOUT_S, REQUEST_TIMEOUT_S = 240.0, 120.0
+TOLERANCE = 0.05
+# Device memory for some 16,000 tokens, so that chats that return were pushed out meanwhile.
+FLAGS = ("--kv-cache-gib", "0.0625", "--kv-host-gib", "0.5", "--max-num-seqs", "16")
+ADAPTERS = sorted(path.name for path in DEMO_ADAPTERS_DIR.iterdir() if path.is_dir())
+NUM_CHATS, CHAT_WORDS = 12, 1100
+WORDS = "river stone walk quiet seven bright morning letter winter garden sailor window paper island music".split()
+
+
+def words(rng: random.Random, num: int) -> str:
+    return " ".join(rng.choices(WORDS, k=num))
+
+
+class Checkout:
+    """One server of one checkout."""
+
+    def __init__(self, name: str, folder: Path, data: Path) -> None:
+        self.name, self.folder, self.port = name, folder, free_port()
+        self.url = f"http://{HOST}:{self.port}/v1/chat/completions"
+        self.log = data / f"{name}.log"
+        self.figures: dict[str, list[float]] = {}
+        self.chats: list[list[dict[str, str]]] = []
+        command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(self.port), *FLAGS]
+        command += ["--data-dir", str(data / name), "--adapters-dir", str(folder / "demo/adapters")]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                env=os.environ | QUIET_OPENMP | {"PYTHONPATH": str(folder)},
+                start_new_session=True,  # Ctrl-C is the bench's to handle
+            )
+
+    async def until_ready(self, http: aiohttp.ClientSession) -> None:
+        """Raises RuntimeError."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http.get(f"http://{HOST}:{self.port}/readyz") as reply:
+                    if reply.status == 200:
+                        return
+            await asyncio.sleep(0.2)
+        raise RuntimeError(f"{self.name} did not start:\n{self.log.read_text(errors='replace')[-2000:]}")
+
+    @property
+    def cpu_s(self) -> float:
+        process = psutil.Process(self.process.pid)
+        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
+
+    def note(self, **figures: float) -> None:
+        for name, value in figures.items():
+            self.figures.setdefault(name, []).append(value)
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+async def ask(
+    http: aiohttp.ClientSession, server: Checkout, messages: list[dict[str, str]], num_tokens: int, model: str
+) -> tuple[float, float, str]:
+    """Seconds to the first piece of the answer and to its end, and the answer."""
+    body = {"model": model, "messages": messages, "max_tokens": num_tokens, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True}
+    began_s, first_s, text = time.perf_counter(), 0.0, ""
+    async with http.post(server.url, json=body) as reply:
+        if reply.status != 200:
+            raise RuntimeError(f"{server.name}: {reply.status} {await reply.text()}")
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            choices = orjson.loads(line[6:])["choices"]
+            piece = choices[0]["delta"].get("content") if choices else None
+            if piece:
+                first_s = first_s or time.perf_counter() - began_s
+                text += piece
+    return first_s, time.perf_counter() - began_s, text
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+class Plays:
+    """The same requests for both servers: what differs from round to round is drawn by the round's number."""
+
+    def __init__(self, http: aiohttp.ClientSession, model: str) -> None:
+        self._http, self._model = http, model
+
+    async def _ask(
+        self, server: Checkout, text: str, num_tokens: int, model: str = ""
+    ) -> tuple[float, float, str]:
+        return await ask(self._http, server, [user(text)], num_tokens, model or self._model)
+
+    async def alone(self, server: Checkout, number: int) -> None:
+        rng = random.Random(f"alone {number}")
+        took = [await self._ask(server, words(rng, 220), 32) for _ in range(3)]
+        server.note(
+            alone_ttft_ms=statistics.median(first_s for first_s, _, _ in took) * 1e3,
+            alone_tpot_ms=statistics.median(end_s - first_s for first_s, end_s, _ in took) / 31 * 1e3,
+        )
+
+    async def streams(self, server: Checkout, number: int) -> None:
+        rng = random.Random(f"streams {number}")
+        texts = [words(rng, 40) for _ in range(8)]
+        began_s = time.perf_counter()
+        await asyncio.gather(*(self._ask(server, text, 96) for text in texts))
+        server.note(streams_ms_per_token=(time.perf_counter() - began_s) / (8 * 96) * 1e3)
+
+    async def mixed(self, server: Checkout, number: int) -> None:
+        rng = random.Random(f"mixed {number}")
+
+        async def one(at_s: float, text: str, num_tokens: int, model: str) -> float:
+            await asyncio.sleep(at_s)
+            return (await self._ask(server, text, num_tokens, model))[0]
+
+        jobs = []
+        for place in range(24):
+            text = words(rng, min(int(rng.lognormvariate(4.6, 0.9)) + 30, 650))
+            model = rng.choice(ADAPTERS) if place % 3 == 2 else ""
+            jobs.append(one(rng.uniform(0, 2), text, min(int(rng.lognormvariate(4.0, 0.8)) + 4, 160), model))
+        ttft_s = await asyncio.gather(*jobs)
+        server.note(mixed_ttft_mean_ms=statistics.fmean(ttft_s) * 1e3, mixed_ttft_worst_ms=max(ttft_s) * 1e3)
+
+    async def come_back(self, server: Checkout, number: int) -> None:
+        if not server.chats:
+            rng = random.Random("chats")
+            server.chats = [[user(words(rng, CHAT_WORDS))] for _ in range(NUM_CHATS)]
+            for chat in server.chats:
+                _, _, text = await ask(self._http, server, chat, 8, self._model)
+                chat.append({"role": "assistant", "content": text})
+        ttft_s = []
+        for place, chat in enumerate(server.chats):
+            # What is added is forgotten again: chats stay as long as they are.
+            asked = [*chat, user(words(random.Random(f"return {number} {place}"), 12))]
+            ttft_s.append((await ask(self._http, server, asked, 4, self._model))[0])
+        server.note(return_ttft_ms=statistics.median(ttft_s) * 1e3)
+
+    async def all(self, server: Checkout, number: int) -> None:
+        before_s = server.cpu_s
+        for play in (self.alone, self.streams, self.mixed, self.come_back):
+            await play(server, number)
+        server.note(cpu_s=server.cpu_s - before_s)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Of ratios round by round: median, interval, and what they say."""
+    ratios = np.array(ours) / np.array(theirs)
+    found = bootstrap((ratios,), np.median, confidence_level=0.95, method="percentile", rng=0)
+    low, high = (round(float(each), 3) for each in found.confidence_interval)
+    limit = 1 + TOLERANCE
+    verdict = "no worse" if high <= limit else "worse" if low > limit else "undecided"
+    return {"ratio": round(float(np.median(ratios)), 3), "interval": [low, high], "verdict": verdict}
+
+
+@asynccontextmanager
+async def servers(other: Path, data: Path, http: aiohttp.ClientSession) -> AsyncIterator[list[Checkout]]:
+    """Both, this checkout's first; one starts after the other."""
+    started: list[Checkout] = []
+    with contextlib.ExitStack() as stack:
+        for name, folder in (("this", ROOT), ("other", other)):
+            started.append(Checkout(name, folder, data))
+            stack.callback(started[-1].close)
+            await started[-1].until_ready(http)
+        yield started
+
+
+async def measure(other: Path, num_rounds: int) -> dict[str, Any]:
+    progress = Progress()
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    with tempfile.TemporaryDirectory() as folder:
+        async with aiohttp.ClientSession(timeout=timeout) as http, servers(other, Path(folder), http) as both:
+            async with http.get(f"http://{HOST}:{both[0].port}/v1/models") as reply:
+                models = [each["id"] for each in (await reply.json())["data"]]
+            plays = Plays(http, next(name for name in models if name not in ADAPTERS))
+            for number in range(num_rounds + 1):  # the first warms both up
+                for server in both[:: 1 if number % 2 else -1]:
+                    await plays.all(server, number)
+                progress.say(f"round {number} of {num_rounds}")
+            for server in both:
+                server.note(rss_mib=psutil.Process(server.process.pid).memory_info().rss / 2**20)
+            return {server.name: server.figures for server in both}
+
+
+def commit_of(folder: Path) -> str:
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def rows_of(figures: dict[str, Any], verdicts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name, found in verdicts.items():
+        ours, theirs = (spread(figures[server][name][1:]) for server in ("this", "other"))
+        low, high = found["interval"]
+        yield (
+            name,
+            f"{found['ratio']:.3f}  [{low:.3f}, {high:.3f}]  {found['verdict']}",
+            f"{ours} against {theirs}",
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="another checkout of the project")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--quick", action="store_true", help="six rounds")
+    args = parser.parse_args()
+    other = args.folder.resolve()
+    if args.rounds < 2:
+        parser.error("an interval needs two rounds at least")
+    if not (other / "gateway/cli.py").is_file():
+        parser.error(f"{args.folder} is no checkout of the project")
+    figures = asyncio.run(measure(other, 6 if args.quick else args.rounds))
+    memory = {name: round(found.pop("rss_mib")[-1]) for name, found in figures.items()}
+    verdicts = {
+        name: compared(figures["this"][name][1:], figures["other"][name][1:]) for name in figures["this"]
+    }
+    result = {"bench": "against", "other_commit": commit_of(other), "rss_mib": memory, "figures": verdicts}
+    result["num_worse"] = sum(found["verdict"] == "worse" for found in verdicts.values())
+    report("This checkout against another one", list(rows_of(figures, verdicts)), result)
+
+
+if __name__ == "__main__":
+    main()
