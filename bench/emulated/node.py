@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from bench.emulated.adapters import EmulatedAdapters
 from bench.emulated.device import work_of
+from bench.emulated.tiers import EmulatedTiers, TierSizes
 from bench.emulated.vllm_parts import block_hasher, make_scheduler, output_of
 from bench.sim.core.clock import Clock, Event
 from bench.sim.core.links import SharedLink
@@ -83,6 +84,7 @@ class EmulatedNode:
         guesser: foretells answers' lengths, in place of the node's own predictor; None: the node's own.
         ranks: of the adapters that requests may name, by id; they are copied over the device's link into so many slots.
         adapter_policy: which unused one leaves its slot first; None: it goes with its last request.
+        tiers: host memory for KV that leaves the device; None: there is none.
     """
 
     def __init__(
@@ -96,10 +98,18 @@ class EmulatedNode:
         ranks: Sequence[int] = (),
         num_slots: int = 8,
         adapter_policy: str | None = "expected_gain",
+        tiers: TierSizes | None = None,
     ) -> None:
         self.clock, self.cost, self.engine = clock, cost, engine
         self.tally = Tally()
         self.ended: list[Job] = []
+        self.link = SharedLink(clock, cost.gpu.achieved_link_bytes_per_s, cost.gpu.load_setup_s)
+        """From host memory to the device: adapters and KV share it."""
+        self.tiers = (
+            EmulatedTiers(clock, tiers, cost, engine.block_tokens, engine.step_tokens, self.link)
+            if tiers is not None
+            else None
+        )
         self.scheduler = make_scheduler(
             num_blocks=engine.num_blocks,
             block_tokens=engine.block_tokens,
@@ -107,6 +117,7 @@ class EmulatedNode:
             step_tokens=engine.step_tokens,
             max_tokens=engine.max_tokens,
             has_prefix_cache=engine.has_prefix_cache,
+            tiers=self.tiers.name if self.tiers is not None else None,
         )
         self._fits: list[Work] = []
         self.adapters = self._make_adapters(ranks, num_slots, adapter_policy) if ranks else None
@@ -122,7 +133,8 @@ class EmulatedNode:
         self._held: tuple[set[int], Callable[[], None]] | None = None
         """A step that waits for copies of these adapters, and what begins it."""
         self._num_made = 0
-        self._hasher = block_hasher(engine.block_tokens) if engine.has_prefix_cache else None
+        has_names = engine.has_prefix_cache or tiers is not None
+        self._hasher = block_hasher(engine.block_tokens) if has_names else None
 
     def _make_scheduling(self, policy: str) -> Scheduling:
         engine, scheduler, table = self.engine, self.scheduler, self.cost.table
@@ -138,6 +150,7 @@ class EmulatedNode:
             pace=Pace(scheduler, StepTable(table.grid()), engine.max_step_s, now)
             if table is not None
             else None,
+            **self.tiers.ways_back() if self.tiers is not None else {},
             clock=now,
             run_fit=self._fits.append,
         )
@@ -145,12 +158,10 @@ class EmulatedNode:
         return scheduling
 
     def _make_adapters(self, ranks: Sequence[int], num_slots: int, policy: str | None) -> EmulatedAdapters:
-        gpu, model = self.cost.gpu, self.cost.model
-        link = SharedLink(self.clock, gpu.achieved_link_bytes_per_s, gpu.load_setup_s)
-        sizes = [model.lora_bytes(rank) for rank in ranks]
+        sizes = [self.cost.model.lora_bytes(rank) for rank in ranks]
         running = lambda: lora_ids(self.scheduler.running)  # noqa: E731
         adapters = EmulatedAdapters(
-            link, sizes, num_slots, policy, running, self._copied, lambda: self.clock.now
+            self.link, sizes, num_slots, policy, running, self._copied, lambda: self.clock.now
         )
         self.scheduler.residency = adapters  # type: ignore[assignment]
         return adapters
@@ -163,13 +174,15 @@ class EmulatedNode:
         self.wake()
 
     def _num_cached_tokens(self, request: Any) -> int:
-        """As the driver of the live engine counts them (engine_bridge/driver/engine.py), without tiers."""
+        """As the driver of the live engine counts them (engine_bridge/driver/engine.py)."""
         pool = self.scheduler.kv_cache_manager.block_pool
         num = 0
         for block_hash in request.block_hashes:
             if pool.get_cached_block(block_hash, [0]) is None:
                 break
             num += 1
+        if self.tiers is not None:
+            num += self.tiers.num_held(request.block_hashes[num:])
         return num * self.engine.block_tokens
 
     @property
@@ -267,8 +280,12 @@ class EmulatedNode:
         self._is_busy = True
 
         def begin() -> None:
-            end_s = self.clock.now + work.seconds
-            self.clock.at(end_s, lambda now: self._end(output, work.giving, work.seconds, now))
+            began_s = self.clock.now
+            ended: Callable[[float], None] = lambda now: self._end(output, work.giving, now - began_s, now)  # noqa: E731
+            if self.tiers is None:
+                self.clock.at(began_s + work.seconds, ended)
+            else:
+                self.tiers.run_step(output.kv_connector_metadata.moves, work.seconds, ended)
 
         needed = self._enter(output.num_scheduled_tokens)
         if self.adapters is None or self.adapters.are_filled(needed):
@@ -324,3 +341,5 @@ class EmulatedNode:
     def close(self) -> None:
         if self.scheduling is not None:
             self.scheduling.close()
+        if self.tiers is not None:
+            self.tiers.close()

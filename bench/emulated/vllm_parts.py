@@ -29,6 +29,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from engine_bridge.driver.building import connector_config
 from engine_bridge.driver.scheduling.seam import GatedScheduler
 
 MODEL = Path(__file__).parents[2] / "demo/model"
@@ -60,10 +61,11 @@ def make_scheduler(
     step_tokens: int,
     max_tokens: int,
     has_prefix_cache: bool,
+    tiers: str | None = None,
 ) -> GatedScheduler:
     """vLLM's own scheduler, by our class; until `use` is called its own queue decides.
 
-    num_blocks: that requests may have; vLLM keeps one more to itself.
+    num_blocks: that requests may have; vLLM keeps one more to itself. tiers: by name, what its connector is to find.
     """
     config = copy.copy(_config(max_running, step_tokens, max_tokens, has_prefix_cache))
     # Both are written to: by us below, and by `Pace`.
@@ -72,6 +74,8 @@ def make_scheduler(
         copy.copy(config.scheduler_config),
     )
     config.cache_config.num_gpu_blocks, config.cache_config.block_size = num_blocks + 1, block_tokens
+    if tiers is not None:
+        config.kv_transfer_config = connector_config(tiers)
     spec = FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=1, dtype=torch.float32)
     blocks = KVCacheConfig(
         num_blocks=num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]

@@ -75,7 +75,7 @@ def _compute_on(num_threads: int) -> None:
 
 def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
     from engine_bridge.driver.scheduling.seam import scheduler_name
-    from engine_bridge.driver.vllm_api import EngineArgs, KVTransferConfig, StructuredOutputsConfig
+    from engine_bridge.driver.vllm_api import EngineArgs, StructuredOutputsConfig
 
     on_cpu = config.device == "cpu"
     options: dict[str, Any] = {
@@ -98,13 +98,7 @@ def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
     if not on_cpu:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
     if tiers is not None:
-        options["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="TieredConnector",
-            kv_connector_module_path="engine_bridge.driver.kv_connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"tiers": tiers.name},
-        )
+        options["kv_transfer_config"] = connector_config(tiers.name)
     if config.enable_lora:
         options |= {
             "enable_lora": True,
@@ -113,3 +107,16 @@ def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
             "max_lora_rank": config.max_lora_rank,
         }
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})
+
+
+def connector_config(tiers: str) -> Any:
+    """Has vLLM make our connector, which finds these tiers by their name."""
+    from engine_bridge.driver.vllm_api import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="TieredConnector",
+        kv_connector_module_path="engine_bridge.driver.kv_connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"tiers": tiers},
+    )

@@ -10,7 +10,6 @@ wait_for_save. In a step that loads nothing vLLM calls start_load_kv after the f
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -121,7 +120,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         measured = self._prefills.stepped(
             scheduler_output.total_num_scheduled_tokens,
             has_running=bool(scheduler_output.scheduled_cached_reqs.req_ids),
-            now=time.perf_counter(),
+            now=self._tiers.clock(),
         )
         if measured is not None:
             self._tiers.note_prefill(*measured)

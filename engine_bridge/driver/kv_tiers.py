@@ -64,7 +64,7 @@ class KvTiers:
     """What the two halves of the connector and the driver share.
 
     Args:
-        policies and files: other than the default ones for benches and tests.
+        policies, files and clock: other than the default ones for benches and tests.
     """
 
     def __init__(
@@ -74,8 +74,10 @@ class KvTiers:
         policy: RestorePolicy | None = None,
         eviction: EvictionPolicy | None = None,
         files: Files | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
+        self.clock = clock
         self.policy = policy or FasterWins()
         self.store: KvStore | None = None
         self.copier: BlockCopier | None = None
@@ -199,7 +201,7 @@ class KvTiers:
         """A step computed so many tokens in that time."""
         if self._prefill_rate is None:
             self._prefill_rate = Rate(num_tokens / seconds)
-        self._prefill_rate.note(num_tokens, seconds, time.monotonic())
+        self._prefill_rate.note(num_tokens, seconds, self.clock())
 
     def use_costs(self, prefill: PrefillCost) -> None:
         """Have restores and the ways back of preempted requests decided by these costs of computing, unless a policy was given."""
@@ -232,15 +234,15 @@ class KvTiers:
 
     def prefill_s_per_token(self) -> float | None:
         """None before the first prefill."""
-        return 1 / self._prefill_rate.at(time.monotonic()) if self._prefill_rate is not None else None
+        return 1 / self._prefill_rate.at(self.clock()) if self._prefill_rate is not None else None
 
     def host_bytes_per_s(self) -> float:
         """Of copies between host tier and device, as far as steps have waited for them."""
         if self.copier is not None:
             num_bytes, seconds = self.copier.num_bytes, self.copier.seconds
-            self._host_rate.note(num_bytes - self._copied[0], seconds - self._copied[1], time.monotonic())
+            self._host_rate.note(num_bytes - self._copied[0], seconds - self._copied[1], self.clock())
             self._copied = (num_bytes, seconds)
-        return self._host_rate.at(time.monotonic())
+        return self._host_rate.at(self.clock())
 
     def swap_s(self, num_tokens: int) -> float | None:
         """What copying the KV of so many tokens from host memory to the device is predicted to take; None where that is not for us to say."""

@@ -50,9 +50,9 @@ class SharedLink:
         """What a transfer takes that has the link to itself."""
         return self.setup_s + num_bytes / self.bytes_per_s
 
-    def transfer(self, num_bytes: int, done: Callable[[float], None]) -> None:
-        """Begin one now; `done` is called with the time at which it ends."""
-        if self.setup_s == 0:
+    def transfer(self, num_bytes: int, done: Callable[[float], None], *, is_set_up: bool = False) -> None:
+        """Begin one now; `done` is called with the time at which it ends. is_set_up: it goes on where another has just ended."""
+        if self.setup_s == 0 or is_set_up:
             self._start(num_bytes, done, self._clock.now)
             return
         self._num_setting_up += 1

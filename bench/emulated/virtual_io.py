@@ -1,0 +1,59 @@
+"""An asyncio loop in virtual time, for the KV store's work on files: nothing waits, the simulator's clock says when things happen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from bench.sim.core.clock import Clock
+from kvtiers.io.io_thread import IoThread
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its time is the clock's. It runs on the caller's thread, in `turn`, until nothing is left that could run now."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._virtual = clock
+
+    def time(self) -> float:
+        return self._virtual.now
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+
+        def due(now: float) -> None:
+            if not handle.cancelled() and not self.is_closed():
+                self.call_soon(callback, *args, context=context)
+                self.turn()
+
+        self._virtual.at(max(when, self._virtual.now), due)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        handle = self.call_soon(callback, *args, context=context)
+        self.turn()
+        return handle
+
+    def turn(self) -> None:
+        """What is due happens now. Called from within itself it does nothing: the outer call goes on until nothing is left."""
+        while not self.is_running() and self._ready:  # type: ignore[attr-defined]  # asyncio has no other way to ask
+            self.call_soon(self.stop)
+            self.run_forever()
+
+
+class VirtualIo(IoThread):
+    """No thread: what is started runs at once, as far as it gets without waiting."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.loop: VirtualLoop = VirtualLoop(clock)
+
+    def close(self) -> None:
+        """What waits still is cancelled."""
+        self.start(self._cancel_all()).result()
+        self.loop.close()
