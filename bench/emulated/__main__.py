@@ -11,6 +11,7 @@ import importlib
 COMMANDS = {
     "agree": "the lean model, the emulated node and the live engine on the same requests",
     "aging": "the order in a lane: aging, smallest first, the paper's rule",
+    "caraserve": "cold adapters: a host that helps, against loads that are waited for",
     "chameleon": "adapters: queues and caches over loads, by the paper's device and requests",
     "exact": "fcfs is vLLM's own order, policies repeat, and what our scheduling costs",
 }

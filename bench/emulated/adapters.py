@@ -1,13 +1,14 @@
 """Adapters of an emulated node: the core that serves decides (`engine_bridge/core/residency.py`), copies take their bytes over a link.
 
-All adapters are in host memory, as the papers have them. A request is gated as live until its adapter could be computed with; a step that begins
-before its adapters' copies are whole waits for them, as the device does without a host's help. Not here: copies in KV blocks that nobody needs.
+All adapters are in host memory, as the papers have them. A request is gated as live until its adapter could be computed with; what becomes of a step
+that begins before its adapters' copies are whole, `ColdStart` says. Not here: copies in KV blocks that nobody needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from bench.emulated.assist import ColdStart
 from bench.sim.core.links import SharedLink
 from engine_bridge.core.adapter_moves import Fill, Load, Move
 from engine_bridge.core.adapter_worth import Worth
@@ -23,6 +24,7 @@ class EmulatedAdapters:
         policy: which one leaves its slot first; None for no cache: it goes with its last request.
         running: ids of adapters that requests run with.
         on_filled: called when a slot can be computed with.
+        cold_start: of requests whose adapter is on its way.
     """
 
     def __init__(
@@ -34,14 +36,15 @@ class EmulatedAdapters:
         running: Callable[[], set[int]],
         on_filled: Callable[[], None],
         clock: Callable[[], float],
+        cold_start: ColdStart = "step waits",
     ) -> None:
         # Twice as much lies idle as there is, so that all are loaded before anybody asks for them.
         rules = Rules(
             host_bytes=2 * sum(num_bytes),
             num_slots=num_slots,
             step_room=num_slots,
-            cpu_assist=False,
-            fills_from_copies=True,
+            cpu_assist=cold_start == "host helps",
+            fills_from_copies=cold_start != "request waits",
         )
         self.core = AdapterPlaces(rules, Worth(policy or "lru", copy_bytes_per_s=link.bytes_per_s))
         self._link, self._num_bytes, self._keeps = link, num_bytes, policy is not None
@@ -92,11 +95,22 @@ class EmulatedAdapters:
         self.core.copies_to_write()
 
     def enter(self, adapter_ids: Collection[int]) -> None:
-        """A step begins with these; it runs once `are_filled`."""
+        """A step begins with these; it runs once it `may_run`."""
         self._do(self.core.enter(adapter_ids, self._running(), self._clock()))
 
-    def are_filled(self, adapter_ids: Iterable[int]) -> bool:
-        return all(self.core.table[adapter_id].is_filled for adapter_id in adapter_ids)
+    def may_run(self, adapter_ids: Iterable[int]) -> bool:
+        """Are the copies whole, or is there a host that helps until they are?"""
+        return self.is_assisted or all(self.core.table[adapter_id].is_filled for adapter_id in adapter_ids)
+
+    @property
+    def is_assisted(self) -> bool:
+        return self.core.rules.cpu_assist
+
+    def assisted(self, adapter_ids: Iterable[int]) -> set[int]:
+        """Of these, the ones that the host computes now."""
+        if not self.is_assisted:
+            return set()
+        return {adapter_id for adapter_id in adapter_ids if not self.core.table[adapter_id].is_filled}
 
     def _do(self, moves: Iterable[Move]) -> None:
         for move in moves:

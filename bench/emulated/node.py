@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from bench.emulated.adapters import EmulatedAdapters
-from bench.emulated.device import work_of
+from bench.emulated.assist import ColdStart, StepUnderWay
+from bench.emulated.device import StepWork, work_of
 from bench.emulated.tiers import EmulatedTiers, TierSizes
 from bench.emulated.vllm_parts import block_hasher, make_scheduler, output_of
 from bench.sim.core.clock import Clock, Event
@@ -82,9 +83,10 @@ class EmulatedNode:
     Args:
         policy: a name in the registry of policies, or "vllm" for vLLM's own queue.
         guesser: foretells answers' lengths, in place of the node's own predictor; None: the node's own.
-        ranks: of the adapters that requests may name, by id; they are copied over the device's link into so many slots.
+        ranks: of the adapters that requests may name, by id; they are copied over the device's link into so many slots. num_slots 0: all are there.
         adapter_policy: which unused one leaves its slot first; None: it goes with its last request.
-        tiers: host memory for KV that leaves the device; None: there is none.
+        cold_start: of requests whose adapter is on its way; with a host's help, the cost names the host.
+        tiers: host memory for KV that leaves the device; None: there is none. With it, a host keeps what it helps with to the end of a step.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class EmulatedNode:
         ranks: Sequence[int] = (),
         num_slots: int = 8,
         adapter_policy: str | None = "expected_gain",
+        cold_start: ColdStart = "step waits",
         tiers: TierSizes | None = None,
     ) -> None:
         self.clock, self.cost, self.engine = clock, cost, engine
@@ -120,7 +123,9 @@ class EmulatedNode:
             tiers=self.tiers.name if self.tiers is not None else None,
         )
         self._fits: list[Work] = []
-        self.adapters = self._make_adapters(ranks, num_slots, adapter_policy) if ranks else None
+        self.adapters = (
+            self._make_adapters(ranks, num_slots, adapter_policy, cold_start) if ranks and num_slots else None
+        )
         self.scheduling = self._make_scheduling(policy) if policy != "vllm" else None
         self._guesser = guesser
         self._ranks = ranks
@@ -129,7 +134,9 @@ class EmulatedNode:
         self._came: list[Job] = []
         self._next: Event | None = None
         """Of a node that is idle or stuck: when it looks again."""
+        self._step: StepUnderWay | None = None
         self._is_busy = False
+        """With a step that is under way, or held."""
         self._held: tuple[set[int], Callable[[], None]] | None = None
         """A step that waits for copies of these adapters, and what begins it."""
         self._num_made = 0
@@ -157,20 +164,24 @@ class EmulatedNode:
         scheduler.use(scheduling)
         return scheduling
 
-    def _make_adapters(self, ranks: Sequence[int], num_slots: int, policy: str | None) -> EmulatedAdapters:
+    def _make_adapters(
+        self, ranks: Sequence[int], num_slots: int, policy: str | None, cold_start: ColdStart
+    ) -> EmulatedAdapters:
         sizes = [self.cost.model.lora_bytes(rank) for rank in ranks]
         running = lambda: lora_ids(self.scheduler.running)  # noqa: E731
         adapters = EmulatedAdapters(
-            self.link, sizes, num_slots, policy, running, self._copied, lambda: self.clock.now
+            self.link, sizes, num_slots, policy, running, self._copied, lambda: self.clock.now, cold_start
         )
         self.scheduler.residency = adapters  # type: ignore[assignment]
         return adapters
 
     def _copied(self) -> None:
-        """An adapter is whole: a step may have waited for it, or a request."""
-        if self._held is not None and self.adapters is not None and self.adapters.are_filled(self._held[0]):
+        """An adapter is whole: a step may have waited for it, the host may have helped with it, or a request waits."""
+        if self._held is not None and self.adapters is not None and self.adapters.may_run(self._held[0]):
             begin, self._held = self._held[1], None
             begin()
+        elif self._step is not None and self.adapters is not None and self.adapters.is_assisted:
+            self._step.plan_anew()
         self.wake()
 
     def _num_cached_tokens(self, request: Any) -> int:
@@ -227,8 +238,9 @@ class EmulatedNode:
         arrival = job.arrival
         self._jobs[arrival.request_id] = job
         lora = None
-        if self.adapters is not None and arrival.adapter_id is not None:
+        if job.rank:
             self._rank_of[arrival.request_id] = job.rank
+        if self.adapters is not None and arrival.adapter_id is not None:
             lora = LoRARequest(str(arrival.adapter_id), arrival.adapter_id + 1, "none")
             job.found_adapter = self.adapters.requested(arrival.request_id, lora.lora_int_id)
         self._num_made += 1
@@ -276,22 +288,27 @@ class EmulatedNode:
             if self.scheduler.has_requests():
                 self._next = self.clock.at(now + STUCK_WAIT_S, self._begin)
             return
-        work = work_of(self.cost, output.num_scheduled_tokens, self.scheduler.requests, self._rank_of)
         self._is_busy = True
-
-        def begin() -> None:
-            began_s = self.clock.now
-            ended: Callable[[float], None] = lambda now: self._end(output, work.giving, now - began_s, now)  # noqa: E731
-            if self.tiers is None:
-                self.clock.at(began_s + work.seconds, ended)
-            else:
-                self.tiers.run_step(output.kv_connector_metadata.moves, work.seconds, ended)
-
         needed = self._enter(output.num_scheduled_tokens)
-        if self.adapters is None or self.adapters.are_filled(needed):
-            begin()
+        if self.adapters is None or self.adapters.may_run(needed):
+            self._run(output, needed)
         else:
-            self._held = needed, begin
+            self._held = needed, lambda: self._run(output, needed)
+
+    def _run(self, output: Any, adapter_ids: Collection[int]) -> None:
+        """The device computes what was scheduled, the host what is not there for it yet."""
+        requests, adapters = self.scheduler.requests, self.adapters
+
+        def work() -> StepWork:
+            assisted = adapters.assisted(adapter_ids) if adapters is not None else ()
+            return work_of(self.cost, output.num_scheduled_tokens, requests, self._rank_of, assisted)
+
+        first, began_s = work(), self.clock.now
+        ended: Callable[[float], None] = lambda now: self._end(output, first.giving, now - began_s, now)  # noqa: E731
+        if self.tiers is None:
+            self._step = StepUnderWay(self.clock, first.seconds, ended, lambda: work().seconds)
+        else:
+            self.tiers.run_step(output.kv_connector_metadata.moves, first.seconds, ended)
 
     def _enter(self, request_ids: Iterable[str]) -> set[int]:
         """The adapters that a step computes with have their slots."""
@@ -308,7 +325,7 @@ class EmulatedNode:
             fit()
 
     def _end(self, output: Any, giving: list[str], took_s: float, now: float) -> None:
-        self._is_busy = False
+        self._is_busy, self._step = False, None
         self.tally.num_steps += 1
         self.tally.busy_s += took_s
         request_ids = list(output.num_scheduled_tokens)
