@@ -354,13 +354,13 @@ class Dispatcher:
         return decision
 
     def _overcharged_tokens(self) -> int:
-        held = (
+        held = [
             (
-                known.charged_tokens,
-                max(known.charged_tokens - known.num_tokens - known.arrival.adapter_tokens, 0),
+                charged := known.charged_tokens,
+                max(charged - known.num_tokens - known.arrival.adapter_tokens, 0),
             )
             for known in self._running.values()
-        )
+        ]
         return overcharged_tokens(held, self._are_copied_back)
 
     def _note_growth(self, running: Sequence[Progress], now: float) -> None:

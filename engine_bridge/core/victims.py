@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine_bridge.core.pacer import Progress
 from engine_bridge.policy.preemption import Order, RunningFacts
+
+
+def most_new_blocks(running: Sequence[Progress], step_tokens: int, block_size: int) -> int:
+    """Blocks that a step may have to find for those who run: nobody is preempted while so many are free.
+
+    step_tokens: that it computes at most. Each request computes all that it has, and a token at least.
+    """
+    num_blocks = 0
+    for _, num_tokens, num_computed in running:
+        num_new = min(max(num_tokens - num_computed, 1), step_tokens)
+        num_blocks += -(-(num_computed + num_new) // block_size) + -num_computed // block_size
+    return num_blocks
 
 
 def by_worth(running: Sequence[tuple[float, RunningFacts]], order: Order) -> list[str]:

@@ -7,6 +7,7 @@ the Batch".
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from msgspec import Struct
 
@@ -115,9 +116,8 @@ def overcharged_tokens(held: Iterable[tuple[int, int]], are_copied_back: bool) -
     if are_copied_back:
         return sum(left for _, left in held)
     num_charged = num_held = peak = 0
-    for num, (left, charged) in enumerate(
-        sorted(((left, charged) for charged, left in held), reverse=True), 1
-    ):
+    # Those with equally few left may come in any order: the largest sum is that with the last of them.
+    for num, (charged, left) in enumerate(sorted(held, key=itemgetter(1), reverse=True), 1):
         num_charged += charged
         num_held += charged - left  # of those that are still there when this one ends, now
         peak = max(peak, num_held + num * left)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.core.dispatcher import Arrival, Dispatcher, StepView
 from engine_bridge.core.pacer import Progress
 from engine_bridge.core.refits import REFIT_EVERY_S, Refits, Run
+from engine_bridge.core.victims import most_new_blocks
 from engine_bridge.driver.background import is_background
 from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.driver.scheduling.fit_thread import FitThread
@@ -148,8 +149,9 @@ class Scheduling:
         """Decide who starts. Called before vLLM schedules."""
         started_s = time.perf_counter()
         now = self._clock()
+        running = _progress(scheduler.running)
         view = StepView(
-            running=_progress(scheduler.running),
+            running=running,
             free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             num_slots=scheduler.max_num_running_reqs - len(scheduler.running),
             adapter_bytes=self._adapters.free_room() if self._adapters is not None else None,
@@ -160,7 +162,8 @@ class Scheduling:
         self.queue.begin_step(plan.request_ids)
         if self.pace is not None and plan.bounds is not None:
             self.pace.set_bounds(plan.bounds)
-        self._arrange_victims(scheduler, now)
+        if self.dispatcher.policy.victim_order is not None:
+            self._arrange_victims(scheduler, _progress(scheduler.running) if plan.squash else running, now)
         self.step_s += time.perf_counter() - started_s
 
     def end_step(self) -> None:
@@ -178,17 +181,18 @@ class Scheduling:
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
 
-    def _arrange_victims(self, scheduler: Any, now: float) -> None:
+    def _arrange_victims(self, scheduler: Any, progress: Sequence[Progress], now: float) -> None:
         """Have vLLM, which preempts the last that runs, preempt whom the policy can spare, in a step that may lack memory."""
-        running, block_pool = scheduler.running, scheduler.kv_cache_manager.block_pool
-        # A step takes at most a block more for each request, and what its prompts fill.
-        num_new = len(running) + scheduler.max_num_scheduled_tokens // self._block_size
-        if self.dispatcher.policy.victim_order is None or len(running) < 2:
+        num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        most_tokens, block_size = scheduler.max_num_scheduled_tokens, self._block_size
+        # At most a block more for each request, and what its prompts fill: seldom is so little left that it has to be known exactly.
+        if num_free >= len(progress) + most_tokens // block_size:
             return
-        if block_pool.get_num_free_blocks() >= num_new:
+        if num_free >= most_new_blocks(progress, most_tokens, block_size):
             return
-        order = self.dispatcher.victims(_progress(running), now)
+        order = self.dispatcher.victims(progress, now)
         if order is not None:
+            running = scheduler.running
             others = [request for request in running if self.dispatcher.known(request.request_id) is None]
             running[:] = others + [self._requests[request_id] for request_id in order]
 
