@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
+BROWSER = "tests/browser/"
 
 # Before anything imports torch or vllm: the engine of the integration tests lives in this process.
 for _name, _value in {
@@ -26,3 +30,15 @@ for _name, _value in {
 # No test is about time: what is slow here is the machine.
 settings.register_profile("overture", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("overture")
+
+
+class OneBrowser(LoadFileScheduling):
+    """A file's tests in one process, and all that need a browser: the gateway that they share takes half a minute of two cores to start."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return BROWSER if nodeid.startswith(BROWSER) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneBrowser | None:
+    return OneBrowser(config, log) if config.getoption("dist") == "loadfile" else None

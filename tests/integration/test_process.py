@@ -109,7 +109,9 @@ async def ask(client: ChatClient, content: str, session_id: str | None = None) -
 
 
 @pytest.mark.slow
-async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Path) -> None:
+async def test_kill_9_loses_no_acknowledged_turn_and_sighup_drains_where_there_is_no_key_file(
+    tmp_path: Path,
+) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     async with serving(port, tmp_path) as process:
@@ -147,39 +149,33 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sigterm_drains(tmp_path: Pa
             assert recalled == undisturbed, "the same, to the letter, as without a restart"
             kv = done.timings.kv
             assert kv.device >= 32, f"what was computed before the kill came back from disk: {kv}"
-            events = client.ask(
-                "Hello, how are you?", session_id=done.session_id, sampling={"temperature": 0}
-            )
-            async for event in events:
-                if isinstance(event, Delta):
-                    process.send_signal(signal.SIGTERM)
-                    break
-            rest = [event async for event in events]
-            assert isinstance(rest[-1], Done), "a running answer may finish while the server drains"
-        async with asyncio.timeout(60):
-            assert await process.wait() == 0
+            # The kernel and the shell may both send it.
+            await drains(process, client, signal.SIGHUP, signal.SIGHUP, session_id=done.session_id)
+
+
+async def drains(
+    process: asyncio.subprocess.Process,
+    client: ChatClient,
+    *signals: signal.Signals,
+    session_id: str | None = None,
+) -> None:
+    """A running answer may finish after these signals, then the server ends."""
+    events = client.ask("Hello, how are you?", session_id=session_id, sampling={"temperature": 0})
+    async for event in events:
+        if isinstance(event, Delta):
+            for each in signals:
+                process.send_signal(each)
+            break
+    rest = [event async for event in events]
+    assert isinstance(rest[-1], Done), "a running answer may finish while the server drains"
+    async with asyncio.timeout(60):
+        assert await process.wait() == 0
 
 
 @pytest.mark.slow
-async def test_sighup_drains_as_sigterm_does_where_there_is_no_key_file(tmp_path: Path) -> None:
-    port = free_port()
-    async with serving(port, tmp_path) as process:
-        await output_until(process, b"ready")
-        async with ChatClient(f"http://127.0.0.1:{port}") as client:
-            events = client.ask("Hello, how are you?", sampling={"temperature": 0})
-            async for event in events:
-                if isinstance(event, Delta):
-                    process.send_signal(signal.SIGHUP)
-                    process.send_signal(signal.SIGHUP)  # the kernel and the shell may both send it
-                    break
-            rest = [event async for event in events]
-        assert isinstance(rest[-1], Done)
-        async with asyncio.timeout(60):
-            assert await process.wait() == 0
-
-
-@pytest.mark.slow
-async def test_sighup_has_the_key_file_read_and_the_server_goes_on(tmp_path: Path) -> None:
+async def test_sighup_has_the_key_file_read_and_the_server_goes_on_until_sigterm_drains_it(
+    tmp_path: Path,
+) -> None:
     port, keys = free_port(), tmp_path / "keys"
     old, new = generate_key(), generate_key()
     keys.write_text(key_file_line("old", old) + "\n")
@@ -199,9 +195,8 @@ async def test_sighup_has_the_key_file_read_and_the_server_goes_on(tmp_path: Pat
                 while await status_of(old) != 401:  # a wrong key asked so often would be refused for that
                     await asyncio.sleep(0.05)
             assert await status_of(new) == 200
-        process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(60):
-            assert await process.wait() == 0
+        async with ChatClient(url, api_key=new) as client:
+            await drains(process, client, signal.SIGTERM)
 
 
 async def test_a_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
