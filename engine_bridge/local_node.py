@@ -402,7 +402,7 @@ class LocalNode:
         await advise(self._thread, client, serving.lora_request(advisory.adapter or ""), advisory, on_change)
 
     def retract(self, advisory_id: str, *, is_expired: bool) -> None:
-        self._thread.submit(lambda driver: driver.retract(advisory_id, is_expired))
+        self._thread.submit(lambda driver: driver.promoter.retract(advisory_id, is_expired=is_expired))
 
     async def prefill(self, request: GenerateRequest) -> int:
         from engine_bridge.driver.prefill import prefill

@@ -76,17 +76,17 @@ class AdapterVersions:
         self._versions[record.version_id] = version_of(lora_request, record.content_hash)
         self.know(record)
         if old is not None and old.version_id != record.version_id:
-            self._thread.submit(lambda driver: driver.forget_adapter(old.version_id))
+            self._thread.submit(lambda driver: driver.adapters.remove(old.version_id))
 
     async def remove(self, name: str, *, is_missing: bool = False) -> None:
         """No new request will name this adapter. is_missing: its files went by themselves."""
         record = await asyncio.to_thread(self._catalog.remove, name, is_missing=is_missing)
         if record is not None:
-            self._thread.submit(lambda driver: driver.forget_adapter(record.version_id))
+            self._thread.submit(lambda driver: driver.adapters.remove(record.version_id))
 
     def know(self, record: AdapterRecord) -> None:
         """Tell the engine of a version, or that it was pinned or unpinned."""
-        self._thread.submit(lambda driver: driver.know_adapter(record))
+        self._thread.submit(lambda driver: driver.adapters.add(record))
 
 
 def _enter(catalog: Catalog | NoCatalog, lora_request: LoRARequest) -> AdapterRecord:

@@ -23,7 +23,7 @@ async def advise(
     """Have the engine prepare for a request, and `on_change` called on the event loop with what comes of it. adapter: that it will name."""
     salt = client.versions.salt_of(advisory.tenant, adapter)
     if adapter is not None:
-        thread.submit(lambda driver: driver.prefetch_adapter(adapter.lora_int_id))
+        thread.submit(lambda driver: driver.adapters.prefetch(adapter.lora_int_id))
     loop = asyncio.get_running_loop()
 
     def report(state: AdvisoryReport) -> None:
@@ -31,8 +31,8 @@ async def advise(
 
     hashes: Hashes = ()
     if advisory.token_ids and not await thread.call(
-        lambda driver: driver.remembers(advisory.session_id, salt)
+        lambda driver: driver.promoter.remembers(advisory.session_id, salt)
     ):
         token_ids = unpack_token_ids(advisory.token_ids)
         hashes = await asyncio.to_thread(client.versions.hashes_of, token_ids, salt, adapter)
-    thread.submit(lambda driver: driver.advise(advisory, hashes, salt, report))
+    thread.submit(lambda driver: driver.promoter.advise(advisory, hashes, salt, report))

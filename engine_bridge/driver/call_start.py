@@ -45,11 +45,6 @@ class CallStart:
         self.is_known.set()
         self._when_known()
 
-    async def wait_for_the_end(self) -> None:
-        """For a request that has failed: whoever waits for the start ends its call, mostly by cancelling it. vLLM would log the error as one of its
-        own, and hide it in a stream."""
-        await self.is_over.wait()
-
     async def result_of(self, calling: Awaitable[T]) -> T:
         """What `calling` returns. Raises `failure` as soon as there is one; `calling` is cancelled then."""
         task = asyncio.ensure_future(calling)

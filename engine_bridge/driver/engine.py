@@ -26,7 +26,6 @@ from engine_bridge.policy.fading import FadingRate
 from kvtiers.keys import BlockKey
 
 if TYPE_CHECKING:
-    from engine_bridge.core.promotions import Hashes, OnChange
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.kv_tiers import KvTiers
     from engine_bridge.driver.link_measuring import LinkMeasuring
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from engine_bridge.driver.scheduling.report import Report
     from engine_bridge.driver.scheduling.scheduling import Scheduling
     from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
-    from engine_bridge.node import Advisory
     from engine_bridge.predict.length import LengthPredictor
     from engine_bridge.profile import MachineProfile
 
@@ -237,32 +235,6 @@ class VllmDriver:
         for request_id in request_ids:
             self.abort(request_id)
         self._fail(request_ids, error)
-
-    def remembers(self, session_id: str, salt: str | None) -> bool:
-        """Whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
-        return self.promoter.remembers(session_id, salt)
-
-    def advise(self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange) -> None:
-        self.promoter.advise(advisory, hashes, salt, on_change)
-
-    def retract(self, advisory_id: str, is_expired: bool) -> None:
-        self.promoter.retract(advisory_id, is_expired=is_expired)
-
-    def know_adapter(self, record: AdapterRecord) -> None:
-        """Requests may name this version from now on."""
-        self.adapters.add(record)
-
-    def forget_adapter(self, version_id: int) -> None:
-        """No new request will name it."""
-        self.adapters.remove(version_id)
-
-    def expect_adapter(self, version_id: int) -> None:
-        """A request for it is about to be added. From any thread."""
-        self.adapters.expect(version_id)
-
-    def prefetch_adapter(self, version_id: int) -> None:
-        """A request for it may come."""
-        self.adapters.prefetch(version_id)
 
     def add_background(self, request_id: str, request: EngineCoreRequest) -> None:
         """Queue a request that runs when no other one runs or waits."""

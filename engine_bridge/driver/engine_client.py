@@ -176,7 +176,7 @@ class BridgeEngineClient(EngineClient):
         self._loop = asyncio.get_running_loop()
         driver = self._thread.driver
         if driver is not None and request.lora_request is not None:
-            driver.expect_adapter(request.lora_request.lora_int_id)  # a step may be under way for long
+            driver.adapters.expect(request.lora_request.lora_int_id)  # a step may be under way for long
         self._thread.submit(add)
 
     def launch_in_background(self, unique_id: str, request: EngineCoreRequest) -> None:
@@ -295,7 +295,8 @@ class BridgeEngineClient(EngineClient):
             if call.start is None or call.start.is_known.is_set():
                 raise
             call.start.failed(error)
-            await call.start.wait_for_the_end()
+            # Whoever waits for the start ends its call, mostly by cancelling this. vLLM would log the error as its own, and hide it in a stream.
+            await call.start.is_over.wait()
             raise
         if call.start is not None:
             call.start.queued()

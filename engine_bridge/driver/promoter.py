@@ -100,6 +100,7 @@ class Promoter:
             self._core.remember(str(request.session_id), request.cache_salt, request.block_hashes)
 
     def remembers(self, session_id: str, salt: str | None) -> bool:
+        """Whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
         return self._core.remembers(session_id, salt)
 
     def close(self) -> None:

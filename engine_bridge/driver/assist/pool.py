@@ -3,7 +3,7 @@
 Use: `put` an adapter's weights, then per layer and module `start` (returns at once; the base output may be computed meanwhile) and `finish`.
 The caller of `start` or `finish` that gets AssistLost or AssistBusy computes the delta itself.
 
-Threads: `start`, `finish`, `discard`, `add` and `ping` belong to one thread (the engine's), `put` and `drop` to one other (a loader's) or the same.
+Threads: `start`, `finish`, `discard` and `add` belong to one thread (the engine's), `put` and `drop` to one other (a loader's) or the same.
 
 Needs Linux 5.3 (memfd, eventfd, pidfd).
 
@@ -25,7 +25,7 @@ import torch
 
 from engine_bridge.driver.assist.allocator import FirstFit, align
 from engine_bridge.driver.assist.errors import AssistBusy, AssistLost
-from engine_bridge.driver.assist.layout import FLOAT_BYTES, NO_JOB, Job, mailboxes_bytes, memory_file
+from engine_bridge.driver.assist.layout import FLOAT_BYTES, Job, mailboxes_bytes, memory_file
 from engine_bridge.driver.assist.shares import num_workers_for, split_rows
 from engine_bridge.driver.assist.store import Adapter, LayerWeights, Module, WeightStore
 from engine_bridge.driver.assist.team import Team
@@ -147,13 +147,6 @@ class AssistPool:
         self._check_usable()
         self._team.wait_ready(time.monotonic() + timeout_s)
         self._was_ready = True
-
-    def ping(self, worker: int = 0) -> None:
-        """Send a worker an empty job and wait for the answer. Raises AssistLost as `finish` does, AssistBusy if deltas are in flight."""
-        self._check_usable()
-        if self._open:
-            raise AssistBusy("deltas are in flight")
-        self._wait_for([(worker, self._team.give(worker, NO_JOB))])
 
     # --- adapters ------------------------------------------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ def _with_steps(
 ) -> AdapterProfile:
     """Decode steps with sets of adapters, each beside the same step without: the machine may have changed its speed between two sets."""
     for adapter in adapters:
-        driver.know_adapter(adapter.record)
+        driver.adapters.add(adapter.record)
     chance = random.Random(0)
     most = min(max_loras, len(adapters), requests.num_seqs)
     added: list[tuple[list[int], float]] = []
@@ -178,7 +178,7 @@ def _with_steps(
         pair = [_decode_s(driver, requests, chosen, is_with) for is_with in (True, False)]
         added.append((ranks, pair[0] - pair[1]))
     for adapter in adapters:
-        driver.forget_adapter(adapter.record.version_id)
+        driver.adapters.remove(adapter.record.version_id)
     seconds = [cost for _, cost in added]
     return AdapterProfile(
         load_bytes_per_s=load_rate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 
 class Feature(Struct, frozen=True, kw_only=True):
@@ -54,20 +55,8 @@ PACE = Feature(
 LORA = Feature(
     name="adapters", without="no adapters are served", settings=(("enable_lora", False),), is_built_in=True
 )
-CPU_LORA = Feature(
-    name="adapters on a CPU",
-    without="no adapters are served",
-    settings=(("enable_lora", False),),
-    is_built_in=True,
-    device="cpu",
-)
-CUDA_LORA = Feature(
-    name="adapters on a GPU",
-    without="no adapters are served",
-    settings=(("enable_lora", False),),
-    is_built_in=True,
-    device="cuda",
-)
+CPU_LORA = replace(LORA, name="adapters on a CPU", device="cpu")
+CUDA_LORA = replace(LORA, name="adapters on a GPU", device="cuda")
 ADAPTERS_IN_KV = Feature(
     name="adapters in KV blocks",
     without="adapters are cached in host memory only",
@@ -76,22 +65,10 @@ ADAPTERS_IN_KV = Feature(
 KV_TIERS = Feature(
     name="KV tiers",
     without="KV that leaves the device is lost (--kv-host-gib 0)",
-    settings=(
-        ("kv_host_gib", 0.0),
-        ("kv_disk_gib", 0.0),
-    ),
+    settings=(("kv_host_gib", 0.0), ("kv_disk_gib", 0.0)),
     is_built_in=True,
 )
-CUDA_COPIES = Feature(
-    name="KV tiers on a GPU",
-    without="KV that leaves the device is lost (--kv-host-gib 0)",
-    settings=(
-        ("kv_host_gib", 0.0),
-        ("kv_disk_gib", 0.0),
-    ),
-    is_built_in=True,
-    device="cuda",
-)
+CUDA_COPIES = replace(KV_TIERS, name="KV tiers on a GPU", device="cuda")
 PROMOTION = Feature(name="promotion", without="advisories bring no KV to the device")
 TOKENIZER_TURNS = Feature(
     name="turns at the tokenizer",

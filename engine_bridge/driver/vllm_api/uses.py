@@ -6,7 +6,7 @@ behind it by name. An override's or a replacement's is that of our own function,
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from typing import Literal
 
 from msgspec import Struct
@@ -14,7 +14,6 @@ from msgspec import Struct
 from engine_bridge.driver.vllm_api.features import Feature
 
 How = Literal["read", "write", "tag", "call", "override", "replace", "look up", "implement"]
-_SIGNATURE = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 
 
 class Use(Struct, frozen=True, kw_only=True):
@@ -67,20 +66,34 @@ def owner(path: str, feature: Feature, *uses: tuple[Use, ...], at: str = "") -> 
     return Owner(path, feature, tuple(use for group in uses for use in group), at)
 
 
-def reads(names: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    return tuple(Use(how="read", name=name, feature=feature) for name in names.split())
+def _named(how: How, names: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    return tuple(Use(how=how, name=name, feature=feature) for name in names.split())
 
 
-def writes(names: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    return tuple(Use(how="write", name=name, feature=feature) for name in names.split())
+reads = partial(_named, "read")
+writes = partial(_named, "write")
+tags = partial(_named, "tag")
+implements = partial(_named, "implement")
+"""All abstract methods of a class that we subclass: one more, and ours cannot be built."""
+overrides_values = partial(_named, "override")
+"""Class attributes and properties of a subclass of ours in place of vLLM's."""
 
 
-def tags(names: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    return tuple(Use(how="tag", name=name, feature=feature) for name in names.split())
+def _signed(how: How, *signatures: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    """Without parentheses: nothing is said of parameters."""
+    uses = []
+    for signature in signatures:
+        name, _, parameters = signature.removesuffix(")").partition("(")
+        uses.append(
+            Use(how=how, name=name, parameters=parameters if "(" in signature else None, feature=feature)
+        )
+    return tuple(uses)
 
 
-def calls(*signatures: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    return tuple(_signed("call", signature, feature) for signature in signatures)
+calls = partial(_signed, "call")
+overrides = partial(_signed, "override")
+replaces = partial(_signed, "replace")
+"""Without parentheses: something that is no function, or a function whose parameters are those of the class that takes its place."""
 
 
 def builds(parameters: str, feature: Feature | None = None) -> tuple[Use, ...]:
@@ -88,31 +101,5 @@ def builds(parameters: str, feature: Feature | None = None) -> tuple[Use, ...]:
     return (Use(how="call", name="__init__", parameters=parameters, feature=feature),)
 
 
-def overrides(*signatures: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    return tuple(_signed("override", signature, feature) for signature in signatures)
-
-
-def overrides_values(names: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    """Class attributes and properties of a subclass of ours in place of vLLM's."""
-    return tuple(Use(how="override", name=name, feature=feature) for name in names.split())
-
-
-def replaces(*signatures: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    """Without parentheses: something that is no function, or a function whose parameters are those of the class that takes its place."""
-    return tuple(_signed("replace", signature, feature) for signature in signatures)
-
-
 def looks_up(by: str, names: str, feature: Feature | None = None) -> tuple[Use, ...]:
     return tuple(Use(how="look up", name=name, by=by, feature=feature) for name in names.split())
-
-
-def implements(names: str, feature: Feature | None = None) -> tuple[Use, ...]:
-    """All abstract methods of a class that we subclass: one more, and ours cannot be built."""
-    return tuple(Use(how="implement", name=name, feature=feature) for name in names.split())
-
-
-def _signed(how: How, signature: str, feature: Feature | None) -> Use:
-    found = _SIGNATURE.fullmatch(signature)
-    if found is None:
-        return Use(how=how, name=signature, feature=feature)
-    return Use(how=how, name=found[1], parameters=found[2], feature=feature)
