@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from bench.live.peers.engine import DecodeClock, Engine, Settings, drop_page_cache, greedy
@@ -258,9 +257,6 @@ class TieredNode(OwnNode, Engine):
         """Load layer by layer under the forward pass, or have all layers in host memory before it begins."""
         self._tiers.policy = FasterWins(overlaps=is_on)
 
-    def tier_stats(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self._tiers.stats()) | {"num_failed_loads": self._tiers.num_failed_loads}
-
     def _keys_of(self, tokens: list[int]) -> list[BlockKey]:
         """The keys of a prompt's whole blocks, as a request of ours has them."""
         return self._await(self._keys(tokens))
@@ -340,7 +336,7 @@ def forget_disk(tiers: KvTiers) -> None:
     disk = tiers.store._disk
 
     async def forget() -> None:  # its index belongs to the I/O thread
-        disk.forget(list(disk._index))
+        disk.forget(list(disk._contents.index))
 
     tiers._io.start(forget()).result()
 

@@ -16,7 +16,7 @@ from bench.live.peers.engine import Settings
 
 COMMANDS = frozenset(
     (
-        "turn batch place settle memcpy kv_files host_copy disk_read slow_disk layerwise tier_stats cpu_s "
+        "turn batch place settle memcpy kv_files host_copy disk_read slow_disk layerwise cpu_s "
         "begin people agents draft advisory_cost accounts "
         "play put empty set_assist adapter_account "
         "use counts preemptions decision_share note_work steps"
