@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from kvtiers.io.read_plan import RecordPlace
 from kvtiers.io.records import RecordHead
@@ -17,51 +18,39 @@ from kvtiers.keys import BlockKey, BlockShape
 NEVER: Final = -math.inf
 
 
-class DiskStats(Struct, frozen=True, kw_only=True):
-    """Counts are since `open`. bytes: of all segment files now. read_s, write_s: how long threads were busy, so they may outrun the clock.
-
-    capacity_bytes: what they may take now, less than was asked for where the disk has no room for that.
+class Counts(Struct, kw_only=True):
+    """Since `open`. read_s, write_s: how long threads were busy, so they may outrun the clock.
 
     num_corrupt: blocks whose bytes were wrong. num_torn: segments with something that is no record behind their last one, as a killed process
     leaves them. num_foreign: segments of another namespace or format. num_refused: appends given up because of their size, because all segments
     were being read, or soon after a write error; num_unwritten: their blocks. num_evicted: blocks dropped to make room.
     """
 
+    bytes_written: int = 0
+    bytes_read: int = 0
+    num_corrupt: int = 0
+    num_torn: int = 0
+    num_foreign: int = 0
+    num_read_errors: int = 0
+    num_write_errors: int = 0
+    num_refused: int = 0
+    num_unwritten: int = 0
+    num_evicted: int = 0
+    num_carried: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+
+
+class DiskStats(Counts, kw_only=True):
+    """A copy of the counts, and how it stands now. bytes: of all segment files.
+
+    capacity_bytes: what they may take, less than was asked for where the disk has no room for that.
+    """
+
     num_blocks: int
     num_segments: int
     bytes: int
     capacity_bytes: int
-    bytes_written: int = 0
-    bytes_read: int = 0
-    num_corrupt: int = 0
-    num_torn: int = 0
-    num_foreign: int = 0
-    num_read_errors: int = 0
-    num_write_errors: int = 0
-    num_refused: int = 0
-    num_unwritten: int = 0
-    num_evicted: int = 0
-    num_carried: int = 0
-    read_s: float = 0.0
-    write_s: float = 0.0
-
-
-class Counts(Struct):
-    """Those of `DiskStats` that only grow."""
-
-    bytes_written: int = 0
-    bytes_read: int = 0
-    num_corrupt: int = 0
-    num_torn: int = 0
-    num_foreign: int = 0
-    num_read_errors: int = 0
-    num_write_errors: int = 0
-    num_refused: int = 0
-    num_unwritten: int = 0
-    num_evicted: int = 0
-    num_carried: int = 0
-    read_s: float = 0.0
-    write_s: float = 0.0
 
 
 class Entry(Struct, gc=False):
@@ -97,13 +86,12 @@ class Contents:
         self.index, self.held = {}, Counter()
 
     def stats(self, capacity_bytes: int) -> DiskStats:
-        counts = {name: getattr(self.counts, name) for name in Counts.__struct_fields__}
         return DiskStats(
             num_blocks=len(self.index),
             num_segments=len(self.segments),
             bytes=self.num_bytes,
             capacity_bytes=capacity_bytes,
-            **counts,
+            **asdict(self.counts),
         )
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
