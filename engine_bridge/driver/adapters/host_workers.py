@@ -16,7 +16,7 @@ import torch
 
 from engine_bridge.driver.adapters.slots import ComputeFor, lay_out
 from engine_bridge.driver.adapters.weights import AdapterWeights
-from engine_bridge.driver.assist.errors import AssistBusy, AssistLost
+from engine_bridge.driver.assist.errors import AssistLost
 from engine_bridge.driver.assist.pool import AssistPool
 from engine_bridge.driver.assist.profile import one_worker
 from engine_bridge.driver.assist.shares import Shape, rows_per_core
@@ -130,7 +130,7 @@ class HostWorkers:
                 return False
             try:
                 self._pool.add(adapter_id, name, y, x, scale)
-            except (AssistLost, AssistBusy) as error:
+            except AssistLost as error:
                 log.warning("cold adapters are computed by the engine's own threads: %s", error)
                 return False
             self.num_deltas += 1

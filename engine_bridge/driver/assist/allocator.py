@@ -16,7 +16,7 @@ def align(num_bytes: int) -> int:
 class FirstFit:
     """Hands out stretches of `0:capacity_bytes`, each aligned to a cache line.
 
-    First fit, because there are few blocks: one per adapter or ticket. Compacting would need the workers to stand still.
+    First fit, because there are few blocks: one per adapter. Compacting would need the workers to stand still.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

@@ -4,8 +4,8 @@ The weights region holds adapters. A layer begins with a head of int64: `num_in,
 `low, high, left, right, b`; `a` and `b` are the byte offsets of row-major fp32 matrices in the same region, `total_rank` is 0 for a layer
 without A.
 
-The jobs region begins with a mailbox per worker: one cache line of state that the worker writes, then a ring of records that the parent
-writes. Behind the mailboxes lie the activations and results of the jobs in flight.
+The jobs region begins with a mailbox per worker: one cache line of state that the worker writes, then one with the job that the parent
+writes. Behind the mailboxes lie the activations and the results.
 
 Ordering: whoever writes here rings an eventfd afterwards, and whoever reads has read the eventfd before; the kernel's lock on it orders the two.
 """
@@ -20,12 +20,7 @@ from typing import Final, NamedTuple
 WORD_BYTES: Final = 8
 FLOAT_BYTES: Final = 4
 LINE_WORDS: Final = 8
-
-# Jobs that one worker may have before it. A step starts one per adapter and layer and finishes it before the next layer, so 64 are more cold
-# adapters than a step can hold (chosen).
-RING_JOBS: Final = 64
-JOB_WORDS: Final = LINE_WORDS
-MAILBOX_WORDS: Final = LINE_WORDS + RING_JOBS * JOB_WORDS
+MAILBOX_WORDS: Final = 2 * LINE_WORDS
 
 HEAD_WORDS: Final = 4
 EXPAND_WORDS: Final = 5
@@ -42,11 +37,10 @@ def mailboxes_bytes(num_workers: int) -> int:
 
 
 class Job(NamedTuple):
-    """`results += scale · x · A · B` for `num_rows` rows; none is a bare signal.
+    """`results += scale · x · A · B` for `num_rows` rows.
 
     `layer` is the head's byte offset in the weights region; `x` and `results` are byte offsets in the jobs region of row-major fp32 matrices
-    `[num_rows, num_in]` and `[num_rows, num_out]`. Unless `is_zeroed` (1: the worker zeroes the results first) the parent has put the base output
-    there.
+    `[num_rows, num_in]` and `[num_rows, num_out]`.
     """
 
     layer: int
@@ -55,16 +49,12 @@ class Job(NamedTuple):
     num_rows: int
     num_in: int
     num_out: int
-    is_zeroed: int
     scale: float
-
-
-NO_JOB = Job(0, 0, 0, 0, 0, 0, 0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """One worker's mailbox. Jobs are numbered from 0; `num_done` and `is_ready` belong to the worker, the records to the parent.
+    """One worker's mailbox. `num_done` and `is_ready` belong to the worker, the job to the parent, who writes it when the last one is done.
 
     Args:
         words, doubles: the jobs region as int64 and as float64.
@@ -91,19 +81,16 @@ class Mailbox:
     def set_ready(self) -> None:
         self.words[self.start + 1] = 1
 
-    def write(self, number: int, job: Job) -> None:
-        """Put job `number` where `read` finds it. The caller makes sure that the record before it in the ring is done."""
-        at = self._record(number)
+    def write(self, job: Job) -> None:
+        """Put a job where `read` finds it."""
+        at = self.start + LINE_WORDS
         for i, word in enumerate(job[:-1], start=at):
             self.words[i] = word
-        self.doubles[at + JOB_WORDS - 1] = job.scale
+        self.doubles[at + len(job) - 1] = job.scale
 
-    def read(self, number: int) -> Job:
-        at = self._record(number)
-        return Job._make([*self.words[at : at + JOB_WORDS - 1], self.doubles[at + JOB_WORDS - 1]])
-
-    def _record(self, number: int) -> int:
-        return self.start + LINE_WORDS + number % RING_JOBS * JOB_WORDS
+    def read(self) -> Job:
+        at, end = self.start + LINE_WORDS, self.start + LINE_WORDS + len(Job._fields) - 1
+        return Job._make([*self.words[at:end], self.doubles[end]])
 
 
 def mailboxes(region: memoryview, num_workers: int) -> list[Mailbox]:

@@ -1,9 +1,8 @@
 """LoRA deltas from worker processes: weights, activations and results in shared memory, signals by eventfd.
 
-Use: `put` an adapter's weights, then per layer and module `start` (returns at once; the base output may be computed meanwhile) and `finish`.
-The caller of `start` or `finish` that gets AssistLost or AssistBusy computes the delta itself.
+Use: `put` an adapter's weights, then `add` per layer and module. A caller that gets AssistLost computes the delta itself.
 
-Threads: `start`, `finish`, `discard` and `add` belong to one thread (the engine's), `put` and `drop` to one other (a loader's) or the same.
+Threads: `add` belongs to one thread (the engine's), `put` and `drop` to one other (a loader's) or the same.
 
 Needs Linux 5.3 (memfd, eventfd, pidfd).
 
@@ -17,17 +16,16 @@ import mmap
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from engine_bridge.driver.assist.allocator import FirstFit, align
-from engine_bridge.driver.assist.errors import AssistBusy, AssistLost
+from engine_bridge.driver.assist.allocator import align
+from engine_bridge.driver.assist.errors import AssistLost
 from engine_bridge.driver.assist.layout import FLOAT_BYTES, Job, mailboxes_bytes, memory_file
 from engine_bridge.driver.assist.shares import num_workers_for, split_rows
-from engine_bridge.driver.assist.store import Adapter, LayerWeights, Module, WeightStore
+from engine_bridge.driver.assist.store import LayerWeights, Module, WeightStore
 from engine_bridge.driver.assist.team import Team
 from engine_bridge.driver.gemm import MIN_ROWS
 
@@ -39,26 +37,6 @@ START_TIMEOUT_S = 60.0
 ROWS_PER_CORE = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A delta that is being computed. Give it to `finish` or `discard`, once: it holds shared memory.
-
-    Attributes:
-        offset: of its stretch behind the mailboxes.
-        results: byte offset of the results in the jobs region; the first `num_rows` of them are wanted, few rows were filled up.
-        has_base: the workers add to the base output, so the results are the sum.
-        jobs: `(worker, number of its job)`.
-    """
-
-    adapter: Adapter
-    offset: int
-    results: int
-    num_rows: int
-    num_out: int
-    has_base: bool
-    jobs: tuple[tuple[int, int], ...]
-
-
 class AssistPool:
     """Workers and the memory they share with this process.
 
@@ -66,12 +44,12 @@ class AssistPool:
 
     Args:
         num_workers: processes, each with one computing thread.
-        max_rows: rows of one `start`. The memory for activations and results holds so many rows of the widest module, in one ticket or
-            several; all of it is touched at the start, by the workers.
+        max_rows: rows of one `add`. The memory for activations and results holds so many rows of the widest module; all of it is touched at
+            the start, by the workers.
         max_in, max_out: the widest module.
         weight_bytes: bound of the adapters' memory, which is taken as adapters come; what `drop` frees is used again but not given back.
         rows_per_core: rows that one worker computes within its time; see `shares`. May be set later.
-        timeout_s: how long `finish` waits.
+        timeout_s: how long `add` waits.
         cpus: worker i runs on `cpus[i % len(cpus)]` only. Without it workers may run where the calling thread may, and the kernel may put two
             of them on one core for a while (measured on two busy cores, 256 rows of rank 64: best time of two workers 600 µs pinned,
             1,060 not). An engine that binds its threads to cores should name others here: a worker beside one of them slows every step.
@@ -94,12 +72,13 @@ class AssistPool:
         self.num_workers, self.max_rows, self.max_in, self.max_out = num_workers, max_rows, max_in, max_out
         self.rows_per_core, self._timeout_s = rows_per_core, timeout_s
         self._is_lost = self._is_closed = self._was_ready = False
-        self._open: dict[int, Ticket] = {}  # in flight, by offset
-        self._jobs_start = mailboxes_bytes(num_workers)
-        jobs_bytes = sum(align(max(max_rows, MIN_ROWS) * width * FLOAT_BYTES) for width in (max_in, max_out))
-        self._room = FirstFit(jobs_bytes)
+        x_bytes, y_bytes = (
+            align(max(max_rows, MIN_ROWS) * width * FLOAT_BYTES) for width in (max_in, max_out)
+        )
+        self._x_start = mailboxes_bytes(num_workers)
+        self._results_start = self._x_start + x_bytes
         weights_fd = memory_file("overture-assist-weights", weight_bytes)
-        jobs_fd = memory_file("overture-assist-jobs", self._jobs_start + jobs_bytes)
+        jobs_fd = memory_file("overture-assist-jobs", self._results_start + y_bytes)
         try:  # the mappings outlive the descriptors, here and in the workers
             self._store = WeightStore(mmap.mmap(weights_fd, 0), weight_bytes, max_in, max_out)
             jobs = mmap.mmap(jobs_fd, 0)
@@ -161,7 +140,7 @@ class AssistPool:
         return self._store.put(adapter_id, weights)
 
     def drop(self, adapter_id: int) -> None:
-        """Forget an adapter, if it is there. Its memory is free once the tickets that use it are finished."""
+        """Forget an adapter, if it is there. Waits for the delta that is being computed."""
         if not self._is_closed:
             self._store.drop(adapter_id)
 
@@ -169,7 +148,7 @@ class AssistPool:
         return not self._is_closed and self._store.find(adapter_id) is not None
 
     def has_module(self, adapter_id: int, module: str) -> bool:
-        """Whether `start` may be called for it: an adapter may leave modules alone."""
+        """Whether `add` may be called for it: an adapter may leave modules alone."""
         adapter = None if self._is_closed else self._store.find(adapter_id)
         return adapter is not None and module in adapter.modules
 
@@ -180,118 +159,59 @@ class AssistPool:
 
     # --- deltas --------------------------------------------------------------------------------------------------------------------
 
-    def start(
-        self,
-        adapter_id: int,
-        module: str,
-        x: torch.Tensor,
-        scale: float,
-        out_features: int,
-        base: torch.Tensor | None = None,
-    ) -> Ticket:
-        """Let workers compute `scale · x · A · B` and return at once.
+    def add(self, adapter_id: int, module: str, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+        """Add `scale · x · A · B` to `y`, in place and in fp32, rounded to the type of `y` once.
 
         Args:
-            x: `[L, in]`, any float type, one row or more; copied, and free for other use afterwards. For a layer without A: A's rows for
-                the tokens.
-            out_features: the module's width, `y.size(1)` in `finish`.
-            base: `[L, out_features]`, the `y` of `finish`, if it is known already: the workers add to a copy of it. For the bits see there.
+            x: `[L, in]`, any float type, one row or more. For a layer without A: A's rows for the tokens.
+            y: `[L, out]`, the base output.
 
-        Its rows go to ceil(L / rows_per_core) workers in equal parts, those with the least before them. Each is woken as soon as its rows
-        are copied.
+        The rows go to ceil(L / rows_per_core) workers in equal parts. Each is woken as soon as its rows are copied. The bits are those of
+        `lora.SlotWeights.add_to` on an fp32 copy of `y` with one thread; how the rows are split among workers changes none.
 
-        Raises AssistLost, AssistBusy; KeyError if the pool does not hold this module of the adapter; ValueError for a shape that does not fit.
+        Raises AssistLost at once if a worker has ended, or if they did not answer in time; then `y` is as it was, and the pool is of no more use.
+        KeyError if the pool does not hold this module of the adapter; ValueError for a shape that does not fit.
         """
         self._check_usable()
         if not self._was_ready and not self.is_alive:
             raise AssistLost("the assist workers are not ready")
-        adapter, place = self._store.borrow(adapter_id, module)
-        try:
-            self._check_shape(place, x, out_features, base)
-            ticket = self._give_out(adapter, place, x, scale, out_features, base)
-        except BaseException:
-            self._store.give_back(adapter)
-            raise
-        self._open[ticket.offset] = ticket
-        return ticket
-
-    def finish(self, ticket: Ticket, y: torch.Tensor) -> None:
-        """Wait for the delta and add it to `y`, `[L, out_features]`, in fp32, rounded to the type of `y` once.
-
-        The bits are those of `lora.SlotWeights.add_to` on fp32 copies of `y` with one thread: always if `start` was given `y` as base,
-        otherwise up to rank 192 (of a fused layer in one block-diagonal matrix: the sum of the ranks). Beyond that MKL adds to `y` once per
-        192 ranks, and `y` plus the whole delta may differ in the last fp32 bit (measured, AMD EPYC with AVX-512). How the rows are split
-        among workers changes no bit.
-
-        Raises AssistLost at once if a worker has ended, or if they did not answer in time; then `y` is as it was, and the pool is of no
-        more use.
-        """
-        if tuple(y.shape) != (ticket.num_rows, ticket.num_out):
-            raise ValueError(f"y is {tuple(y.shape)}, the delta {(ticket.num_rows, ticket.num_out)}")
-        self._wait(ticket)
-        results = self._view(ticket.results, ticket.num_rows, ticket.num_out)
-        if ticket.has_base:
-            y.copy_(results)
-        elif y.dtype == torch.float32:
-            y.add_(results)
-        else:
-            y.copy_(y.float().add_(results))
-        self._end(ticket)
-
-    def discard(self, ticket: Ticket) -> None:
-        """Wait for the delta and throw it away: its request has gone. Raises AssistLost as `finish` does."""
-        self._wait(ticket)
-        self._end(ticket)
-
-    def add(self, adapter_id: int, module: str, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
-        """Add the delta for rows `x` to rows `y`, in place: `start` with base, and `finish`."""
-        self.finish(self.start(adapter_id, module, x, scale, y.size(1), base=y), y)
+        with self._store.kept(adapter_id, module) as place:
+            self._check_shape(place, x, y)
+            self._give_out(place, x, y, scale)
+            try:
+                self._team.wait(time.monotonic() + self._timeout_s)
+            except AssistLost:
+                self._is_lost = True
+                raise
+        y.copy_(self._view(self._results_start, *y.shape))
 
     def _check_usable(self) -> None:
         if self._is_closed or self._is_lost:
             raise AssistLost("the assist pool is closed" if self._is_closed else "an assist worker is lost")
 
-    def _check_shape(self, place: Module, x: torch.Tensor, num_out: int, base: torch.Tensor | None) -> None:
-        num_rows, num_in = x.shape
+    def _check_shape(self, place: Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        (num_rows, num_in), num_out = x.shape, y.size(1)
         least_in, most_in = (place.num_in, place.num_in) if place.num_in else (place.least_in, self.max_in)
-        if not 1 <= num_rows <= self.max_rows:
-            raise ValueError(f"{num_rows} rows; the assist pool takes 1 to {self.max_rows}")
+        if not 1 <= num_rows <= self.max_rows or y.size(0) != num_rows:
+            raise ValueError(
+                f"{num_rows} rows to add to {y.size(0)}; the assist pool takes 1 to {self.max_rows}"
+            )
         if not least_in <= num_in <= most_in or not place.least_out <= num_out <= self.max_out:
             raise ValueError(
                 f"a module {num_in} wide in and {num_out} out does not fit the adapter's weights"
             )
-        if base is not None and tuple(base.shape) != (num_rows, num_out):
-            raise ValueError(f"base is {tuple(base.shape)}, the delta {(num_rows, num_out)}")
 
-    def _give_out(
-        self,
-        adapter: Adapter,
-        place: Module,
-        x: torch.Tensor,
-        scale: float,
-        num_out: int,
-        base: torch.Tensor | None,
-    ) -> Ticket:
+    def _give_out(self, place: Module, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
         """Copy the rows, part by part, and wake a worker for each."""
-        num_rows, num_in = x.shape
-        filled = max(num_rows, MIN_ROWS)
+        num_in, num_out = x.size(1), y.size(1)
+        filled = max(x.size(0), MIN_ROWS)
         parts = split_rows(filled, num_workers_for(filled, self.rows_per_core, self.num_workers))
-        workers = self._team.idlest(len(parts))
-        x_bytes, y_bytes = (align(filled * width * FLOAT_BYTES) for width in (num_in, num_out))
-        offset = self._room.allocate(x_bytes + y_bytes)
-        if offset is None:
-            raise AssistBusy("no room for another delta in flight")
-        x_at = self._jobs_start + offset
-        results = x_at + x_bytes
-        jobs = []
-        for worker, (first, last) in zip(workers, parts, strict=True):
-            x_part, y_part = x_at + first * num_in * FLOAT_BYTES, results + first * num_out * FLOAT_BYTES
-            self._copy_in(x_part, x[first:last], last - first)
-            if base is not None:
-                self._copy_in(y_part, base[first:last], last - first)
-            job = Job(place.head, x_part, y_part, last - first, num_in, num_out, int(base is None), scale)
-            jobs.append((worker, self._team.give(worker, job)))
-        return Ticket(adapter, offset, results, num_rows, num_out, base is not None, tuple(jobs))
+        for worker, (first, last) in enumerate(parts):
+            x_at = self._x_start + first * num_in * FLOAT_BYTES
+            y_at = self._results_start + first * num_out * FLOAT_BYTES
+            self._copy_in(x_at, x[first:last], last - first)
+            self._copy_in(y_at, y[first:last], last - first)
+            self._team.give(worker, Job(place.head, x_at, y_at, last - first, num_in, num_out, scale))
 
     def _copy_in(self, offset: int, rows: torch.Tensor, filled: int) -> None:
         """Copy rows into the jobs region as fp32; where they are few, repeat the last one as `lora.plan_rows` does."""
@@ -299,26 +219,6 @@ class AssistPool:
         target[: rows.size(0)].copy_(rows)
         if rows.size(0) < filled:
             target[rows.size(0) :].copy_(target[rows.size(0) - 1])
-
-    def _wait(self, ticket: Ticket) -> None:
-        self._check_usable()
-        if self._open.get(ticket.offset) is not ticket:
-            raise ValueError("this ticket was finished or discarded before")
-        self._wait_for(ticket.jobs)
-
-    def _wait_for(self, jobs: Sequence[tuple[int, int]]) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        try:
-            for worker, number in jobs:
-                self._team.wait_for_job(worker, number, deadline)
-        except AssistLost:
-            self._is_lost = True
-            raise
-
-    def _end(self, ticket: Ticket) -> None:
-        del self._open[ticket.offset]
-        self._room.free(ticket.offset)
-        self._store.give_back(ticket.adapter)
 
     def _view(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
         """A row-major matrix at a byte offset of the jobs region."""

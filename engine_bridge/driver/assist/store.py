@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,18 +54,16 @@ class Module:
 
 @dataclass(slots=True)
 class Adapter:
-    """One adapter's stretch of the weights region. `num_tickets` of the deltas in flight read it."""
+    """One adapter's stretch of the weights region."""
 
     offset: int
     modules: dict[str, Module]
-    num_tickets: int = 0
-    is_dropped: bool = False
 
 
 class WeightStore:
     """Adapters in the weights region, each in one stretch of it.
 
-    `put` and `drop` may be called from one thread while another borrows and returns.
+    `put` and `drop` may be called from one thread while another has workers read: `drop` waits for them.
 
     Args:
         region: shared with the workers.
@@ -111,26 +110,13 @@ class WeightStore:
         with self._lock:
             adapter = self._adapters.pop(adapter_id, None)
             if adapter is not None:
-                adapter.is_dropped = True
-                self._free_if_unused(adapter)
+                self._room.free(adapter.offset)
 
-    def borrow(self, adapter_id: int, module: str) -> tuple[Adapter, Module]:
-        """Return where a module's weights are, and keep them there until `give_back`. Raises KeyError if they are not here."""
+    @contextmanager
+    def kept(self, adapter_id: int, module: str) -> Iterator[Module]:
+        """Where a module's weights are; they stay there until the block ends. Raises KeyError if they are not here."""
         with self._lock:
-            adapter = self._adapters[adapter_id]
-            place = adapter.modules[module]
-            adapter.num_tickets += 1
-            return adapter, place
-
-    def give_back(self, adapter: Adapter) -> None:
-        with self._lock:
-            adapter.num_tickets -= 1
-            self._free_if_unused(adapter)
-
-    def _free_if_unused(self, adapter: Adapter) -> None:
-        """With the lock held."""
-        if adapter.is_dropped and not adapter.num_tickets:
-            self._room.free(adapter.offset)
+            yield self._adapters[adapter_id].modules[module]
 
     def _check(self, name: str, layer: LayerWeights) -> None:
         module = _describe(0, layer)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engine_bridge.driver.assist.errors import AssistBusy, AssistLost
-from engine_bridge.driver.assist.layout import RING_JOBS, Job, mailboxes
+from engine_bridge.driver.assist.errors import AssistLost
+from engine_bridge.driver.assist.layout import Job, mailboxes
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,29 +83,19 @@ class Team:
         """Whether a worker has ended. Asks the kernel."""
         return any(process.poll() is not None for process in self._processes)
 
-    def idlest(self, num_workers: int) -> list[int]:
-        """Return the workers with the fewest jobs before them. Raises AssistBusy if one's ring is full."""
-        waiting = [given - box.num_done for given, box in zip(self._num_given, self._mailboxes, strict=True)]
-        chosen = sorted(range(len(waiting)), key=waiting.__getitem__)[:num_workers]
-        if waiting[chosen[-1]] >= RING_JOBS:
-            raise AssistBusy("too many deltas in flight")
-        return chosen
-
-    def give(self, worker: int, job: Job) -> int:
-        """Write a job into a worker's ring, which must have room (`idlest`), wake the worker, and return the job's number."""
-        number = self._num_given[worker]
-        self._mailboxes[worker].write(number, job)
+    def give(self, worker: int, job: Job) -> None:
+        """Wake a worker, which has done all before, to do a job."""
+        self._mailboxes[worker].write(job)
         self._num_given[worker] += 1
         os.eventfd_write(self._bells[worker], 1)
-        return number
 
-    def wait_for_job(self, worker: int, number: int, deadline: float) -> None:
-        """Block until a worker has done a job. Raises AssistLost when a worker ends, or at `deadline` (monotonic)."""
-        while self._mailboxes[worker].num_done <= number:
+    def wait(self, deadline: float) -> None:
+        """Block until all jobs are done. Raises AssistLost when a worker ends, or at `deadline` (monotonic)."""
+        while any(box.num_done < num for box, num in zip(self._mailboxes, self._num_given, strict=True)):
             self._wait_for_news(deadline)
 
     def wait_ready(self, deadline: float) -> None:
-        """Block until all workers are ready. Raises AssistLost as `wait_for_job` does."""
+        """Block until all workers are ready. Raises AssistLost as `wait` does."""
         while not self.is_ready:
             self._wait_for_news(deadline)
 

@@ -22,8 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine_bridge.driver.assist import profile  # noqa: E402
 from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFit  # noqa: E402
-from engine_bridge.driver.assist.errors import AssistBusy, AssistLost  # noqa: E402
-from engine_bridge.driver.assist.layout import RING_JOBS  # noqa: E402
+from engine_bridge.driver.assist.errors import AssistLost  # noqa: E402
 from engine_bridge.driver.assist.pool import AssistPool  # noqa: E402
 from engine_bridge.driver.assist.shares import Shape, num_workers_for, rows_per_core, split_rows  # noqa: E402
 from engine_bridge.driver.gemm import MIN_ROWS  # noqa: E402
@@ -101,15 +100,9 @@ def test_workers_compute_the_bits_of_the_engines_process(pool, num_in, rank, out
     assert pool.put(1, {"m": weights})
     for rows in (1, 3, 4, 5, 7, 16, 17, 31, 33, 64, 100, 257):
         x, y = random_rows(rows, num_in, dtype), random_rows(rows, sum(outs), dtype, seed=2)
-        want, later = in_process(weights, y, x, 0.5), y.clone()
+        want = in_process(weights, y, x, 0.5)
         pool.add(1, "m", y, x, 0.5)
         assert_same(y, want, f"{rows} rows")
-        ticket = pool.start(1, "m", x, 0.5, sum(outs))
-        pool.finish(ticket, later)
-        if rank <= 128:
-            assert_same(later, want, f"{rows} rows, base not known at the start")
-        else:
-            torch.testing.assert_close(later, want)
 
 
 @pytest.mark.parametrize("ranks", [(8, 8, 8), (64, 32, 16)])
@@ -146,7 +139,7 @@ def test_a_layer_without_a_takes_rows_that_have_been_through_it(pool):
     assert_same(y, want)
 
 
-def test_each_adapter_and_module_has_its_own_weights_also_in_flight_together(pool):
+def test_each_adapter_and_module_has_its_own_weights(pool):
     layers = {
         (adapter, module): random_layer(256, rank, outs, seed=adapter)
         for adapter, rank in ((1, 8), (2, 64), (3, 128))
@@ -155,13 +148,10 @@ def test_each_adapter_and_module_has_its_own_weights_also_in_flight_together(poo
     for adapter in (1, 2, 3):
         assert pool.put(adapter, {m: layer for (a, m), layer in layers.items() if a == adapter})
     x = random_rows(20, 256)
-    tickets = {}
     for (adapter, module), layer in layers.items():
-        width = max(part.right for part in layer.expands)
-        tickets[adapter, module] = pool.start(adapter, module, x, 1.0, width), torch.zeros(20, width)
-    for key, (ticket, y) in reversed(tickets.items()):
-        want = in_process(layers[key], y, x, 1.0)
-        pool.finish(ticket, y)
+        y = torch.zeros(20, max(part.right for part in layer.expands))
+        want = in_process(layer, y, x, 1.0)
+        pool.add(adapter, module, y, x, 1.0)
         assert_same(y, want)
 
 
@@ -173,17 +163,6 @@ def test_columns_that_no_adapter_touches_keep_their_bits(pool):
     pool.add(1, "m", y, random_rows(5, 64), 1.0)
     assert torch.equal(y[:, 512:], before[:, 512:])
     assert not torch.equal(y[:, :512], before[:, :512])
-
-
-def test_x_is_free_for_other_use_once_start_has_returned(pool):
-    layer = random_layer(256, 8, PLAIN)
-    assert pool.put(1, {"m": layer})
-    x, y = random_rows(40, 256), torch.zeros(40, 512)
-    want = in_process(layer, y, x, 1.0)
-    ticket = pool.start(1, "m", x, 1.0, 512)
-    x.zero_()
-    pool.finish(ticket, y)
-    assert_same(y, want)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------------
@@ -200,45 +179,37 @@ def test_an_adapter_without_room_is_refused_and_dropping_one_makes_room(pool):
     assert pool.put(2, big)
 
 
-def test_a_dropped_adapters_memory_stays_until_its_tickets_are_finished(pool):
+def test_a_dropped_adapters_memory_stays_while_workers_read_it(pool):
     layer = random_layer(256, 8, PLAIN)
     assert pool.put(1, {"m": layer})
-    ticket = pool.start(1, "m", random_rows(4, 256), 1.0, 512)
-    pool.drop(1)
-    assert not pool.holds(1)
-    assert pool.free_weight_bytes < WEIGHT_BYTES
-    pool.discard(ticket)
-    assert pool.free_weight_bytes == WEIGHT_BYTES
-
-
-def test_too_much_in_flight_is_refused_and_harmless(pool):
-    layer = random_layer(1024, 8, (2048,))
-    assert pool.put(1, {"m": layer})
-    tickets = []
-    with pytest.raises(AssistBusy):
-        for _ in range(3 * RING_JOBS):
-            tickets.append(pool.start(1, "m", random_rows(MAX_ROWS // 2, 1024), 1.0, 2048))
-    assert len(tickets) == 2
-    for ticket in tickets:
-        pool.discard(ticket)
-    pool.add(1, "m", torch.zeros(4, 2048), random_rows(4, 1024), 1.0)
-
-
-def test_a_full_ring_is_refused_and_harmless(pool):
-    assert pool.put(1, {"m": random_layer(16, 8, (16,))})
+    x, y = random_rows(64, 256), torch.zeros(64, 512)
+    want = in_process(layer, y, x, 1.0)
     for pid in pool.pids:
         os.kill(pid, signal.SIGSTOP)
-    tickets = []
+    adding = threading.Thread(target=pool.add, args=(1, "m", y, x, 1.0))
+    adding.start()
+    while adding.is_alive() and not pool._store._lock.locked():
+        pass
+    dropping = threading.Thread(target=pool.drop, args=(1,))
+    dropping.start()
     try:
-        with pytest.raises(AssistBusy):
-            for _ in range(3 * RING_JOBS):
-                tickets.append(pool.start(1, "m", random_rows(4, 16), 1.0, 16))
+        assert pool.free_weight_bytes < WEIGHT_BYTES
     finally:
         for pid in pool.pids:
             os.kill(pid, signal.SIGCONT)
-    assert len(tickets) == 2 * RING_JOBS
-    for ticket in tickets:
-        pool.discard(ticket)
+    for thread in (adding, dropping):
+        thread.join(PATIENCE_S)
+    assert_same(y, want)
+    assert pool.free_weight_bytes == WEIGHT_BYTES
+
+
+def test_as_many_rows_as_a_pool_takes_of_its_widest_module(pool):
+    layer = random_layer(MAX_IN, 8, (MAX_OUT,))
+    assert pool.put(1, {"m": layer})
+    x, y = random_rows(MAX_ROWS, MAX_IN), random_rows(MAX_ROWS, MAX_OUT, seed=2)
+    want = in_process(layer, y, x, 1.0)
+    pool.add(1, "m", y, x, 1.0)
+    assert_same(y, want)
 
 
 def test_what_does_not_fit_is_refused_by_name(pool):
@@ -249,17 +220,14 @@ def test_what_does_not_fit_is_refused_by_name(pool):
     with pytest.raises(ValueError, match="wider"):
         pool.put(2, {"m": random_layer(256, 8, (MAX_OUT + 1,))})
     with pytest.raises(KeyError):
-        pool.start(1, "other", random_rows(4, 256), 1.0, 512)
+        pool.add(1, "other", torch.zeros(4, 512), random_rows(4, 256), 1.0)
     for rows, width, out in ((0, 256, 512), (MAX_ROWS + 1, 256, 512), (4, 255, 512), (4, 256, 511)):
         with pytest.raises(ValueError):
-            pool.start(1, "m", random_rows(rows, width), 1.0, out)
-    pool.drop(2)  # never there: no harm
-    ticket = pool.start(1, "m", random_rows(4, 256), 1.0, 512)
+            pool.add(1, "m", torch.zeros(rows, out), random_rows(rows, width), 1.0)
     with pytest.raises(ValueError):
-        pool.finish(ticket, torch.zeros(5, 512))
-    pool.finish(ticket, torch.zeros(4, 512))
-    with pytest.raises(ValueError, match="before"):
-        pool.discard(ticket)
+        pool.add(1, "m", torch.zeros(5, 512), random_rows(4, 256), 1.0)
+    pool.drop(2)  # never there: no harm
+    pool.add(1, "m", torch.zeros(4, 512), random_rows(4, 256), 1.0)
 
 
 class Allocations(RuleBasedStateMachine):
@@ -314,36 +282,36 @@ def doomed():
         yield SimpleNamespace(patient=patient, hasty=hasty)
 
 
-def start_one(pool):
-    """Put a small adapter and start a delta; return its ticket and rows to add it to."""
+def stop_one(pool):
+    """Put a small adapter and stop the worker, so that it cannot be quicker than the test; return rows to add to."""
     pool.wait_ready()
     assert pool.put(1, {"m": random_layer(256, 8, PLAIN)})
-    os.kill(pool.pids[0], signal.SIGSTOP)  # so that it cannot be quicker than the test
-    return pool.start(1, "m", random_rows(8, 256), 1.0, 512), random_rows(8, 512)
+    os.kill(pool.pids[0], signal.SIGSTOP)
+    return random_rows(8, 512)
 
 
 def test_a_killed_worker_is_noticed_at_once_and_leaves_y_alone(doomed):
     pool = doomed.patient
-    ticket, y = start_one(pool)
+    y = stop_one(pool)
     before = y.clone()
     killer = threading.Timer(0.05, os.kill, (pool.pids[0], signal.SIGKILL))
     killer.start()
     began = time.monotonic()
     with pytest.raises(AssistLost, match="has ended"):
-        pool.finish(ticket, y)
+        pool.add(1, "m", y, random_rows(8, 256), 1.0)
     assert time.monotonic() - began < PATIENCE_S / 10
     killer.join()
     assert torch.equal(y, before)
     assert not pool.is_alive
     with pytest.raises(AssistLost):
-        pool.start(1, "m", random_rows(8, 256), 1.0, 512)
+        pool.add(1, "m", y, random_rows(8, 256), 1.0)
 
 
 def test_a_hung_worker_is_given_up_after_the_timeout_and_ended_by_close(doomed):
     pool = doomed.hasty
-    ticket, y = start_one(pool)
+    y = stop_one(pool)
     with pytest.raises(AssistLost, match="in time"):
-        pool.finish(ticket, y)
+        pool.add(1, "m", y, random_rows(8, 256), 1.0)
     assert not pool.is_alive
     began = time.monotonic()
     pool.close()
@@ -357,7 +325,7 @@ def test_a_hung_worker_is_given_up_after_the_timeout_and_ended_by_close(doomed):
 # Without torch, so that it starts quickly; its worker has it.
 PARENT = """
 import mmap, os, signal, sys, threading, time
-from engine_bridge.driver.assist.layout import NO_JOB, mailboxes_bytes, memory_file
+from engine_bridge.driver.assist.layout import Job, mailboxes_bytes, memory_file
 from engine_bridge.driver.assist.team import Team
 
 def make():
@@ -370,7 +338,8 @@ if sys.argv[1] == "thread":
     maker = threading.Thread(target=make)
     maker.start()
     maker.join()
-    team.wait_for_job(0, team.give(0, NO_JOB), time.monotonic() + 60)
+    team.give(0, Job(0, 0, 0, 0, 0, 0, 1.0))
+    team.wait(time.monotonic() + 60)
 else:
     make()
     os.kill(team.pids[0], signal.SIGSTOP)
@@ -405,7 +374,7 @@ def test_nothing_is_left_open_after_close():
         pool.wait_ready(timeout_s=0)
     assert pool.put(1, {"m": random_layer(16, 8, (16,))})
     with pytest.raises(AssistLost, match="not ready"):
-        pool.start(1, "m", random_rows(4, 16), 1.0, 16)
+        pool.add(1, "m", torch.zeros(4, 16), random_rows(4, 16), 1.0)
     assert set(os.listdir("/dev/shm")) == names
     pool.close()
     gc.collect()
