@@ -1,72 +1,130 @@
 """Adapters of an emulated node: the core that serves decides (`engine_bridge/core/residency.py`), copies take their bytes over a link.
 
-All adapters are in host memory, as the papers have them. A request is gated as live until its adapter could be computed with; what becomes of a step
-that begins before its adapters' copies are whole, `ColdStart` says. Not here: copies in KV blocks that nobody needs.
+A request is gated as live until its adapter could be computed with; what becomes of a step that begins before its adapters' copies are whole,
+`ColdStart` says. An adapter that leaves its slot is written into KV blocks that nobody needs, from host memory, slice by slice between the steps, as
+the driver does it; from there a slot is filled within the device. Departs in that nothing is prefetched while a node is idle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from bench.emulated.adapter_copies import CopiedAdapters
 from bench.emulated.assist import ColdStart
+from bench.sim.core.clock import Clock
+from bench.sim.core.hardware import Gpu
 from bench.sim.core.links import SharedLink
-from engine_bridge.core.adapter_moves import Fill, Load, Move
+from engine_bridge.core.adapter_copies import BUSY_WRITE_S, IDLE_WRITE_S
+from engine_bridge.core.adapter_moves import DropCopy, Fill, Load, Move, WriteCopy
 from engine_bridge.core.adapter_worth import Worth
 from engine_bridge.core.residency import AdapterPlaces, Rules
+from engine_bridge.core.staging import HistoryPrefetch, NoPrefetch
+from engine_bridge.policy.adapter_cache import PrefixFacts
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMemory:
+    """Where adapters of an emulated node may lie.
+
+    num_slots: that steps compute with, each as large as the largest adapter, as on a GPU; 0: all adapters are there. policy: which one leaves first;
+    None for no cache: it goes with its last request. cold_start: of requests whose adapter is coming. in_kv: in KV blocks, too, if nobody needs them.
+    host_bytes: of host memory; None: all are there from the start. disk_bytes_per_s: on the way there. has_forecast: they are brought there by the
+    histogram of their requests.
+    """
+
+    num_slots: int = 8
+    policy: str | None = "expected_gain"
+    cold_start: ColdStart = "step waits"
+    in_kv: bool = False
+    host_bytes: int | None = None
+    disk_bytes_per_s: float = 0.0
+    has_forecast: bool = False
 
 
 class EmulatedAdapters:
     """In the place of `engine_bridge.driver.adapters.residency.Residency`.
 
     Args:
+        link: from host memory to the device.
         num_bytes: of each adapter; ids count from 1, as vLLM's do.
-        num_slots: adapters that steps may compute with; each slot is as large as the largest, as on a GPU.
-        policy: which one leaves its slot first; None for no cache: it goes with its last request.
         running: ids of adapters that requests run with.
-        on_filled: called when a slot can be computed with.
-        cold_start: of requests whose adapter is on its way.
+        on_moved: called when a slot can be computed with, or an adapter has come from the disk.
     """
 
     def __init__(
         self,
+        clock: Clock,
         link: SharedLink,
+        gpu: Gpu,
         num_bytes: Sequence[int],
-        num_slots: int,
-        policy: str | None,
+        memory: AdapterMemory,
         running: Callable[[], set[int]],
-        on_filled: Callable[[], None],
-        clock: Callable[[], float],
-        cold_start: ColdStart = "step waits",
+        on_moved: Callable[[], None],
     ) -> None:
+        self.link = link
+        self.copies: CopiedAdapters | None = None
+        self._filled_bytes = 0
+        self._disk = SharedLink(clock, memory.disk_bytes_per_s) if memory.host_bytes is not None else None
         # Twice as much lies idle as there is, so that all are loaded before anybody asks for them.
         rules = Rules(
-            host_bytes=2 * sum(num_bytes),
-            num_slots=num_slots,
-            step_room=num_slots,
-            cpu_assist=cold_start == "host helps",
-            fills_from_copies=cold_start != "request waits",
+            host_bytes=2 * sum(num_bytes) if memory.host_bytes is None else memory.host_bytes,
+            num_slots=memory.num_slots,
+            step_room=memory.num_slots,
+            cpu_assist=memory.cold_start == "host helps",
+            fills_from_copies=memory.cold_start != "request waits",
         )
-        self.core = AdapterPlaces(rules, Worth(policy or "lru", copy_bytes_per_s=link.bytes_per_s))
-        self._link, self._num_bytes, self._keeps = link, num_bytes, policy is not None
-        self._running, self._on_filled, self._clock = running, on_filled, clock
+        speeds = {"copy_bytes_per_s": self.link.bytes_per_s}
+        if self._disk is not None:
+            speeds["load_bytes_per_s"] = self._disk.bytes_per_s
+        prefetch = HistoryPrefetch() if memory.has_forecast else NoPrefetch()
+        self.core = AdapterPlaces(rules, Worth(memory.policy or "lru", **speeds), prefetch)
+        self._clock, self._gpu, self._num_bytes = clock, gpu, num_bytes
+        self._keeps = memory.policy is not None
+        self._running, self._on_moved = running, on_moved
         for adapter_id, size in enumerate(num_bytes, 1):
-            self.core.add(adapter_id, size, room=1, is_pinned=True, now=clock())
-        while self.core.has_work(clock()):
-            self.advance()
+            self.core.add(adapter_id, size, room=1, is_pinned=self._disk is None, now=clock.now)
+        while self.core.has_work(clock.now):
+            self.advance(is_busy=False)
+
+    def use_blocks(
+        self, pool: Any, block_bytes: int, prefix_facts: Callable[[int], PrefixFacts]
+    ) -> CopiedAdapters:
+        """From now on what leaves its slot is kept in free blocks."""
+        copies, clock = self.core.copies, self._clock
+        self.copies = CopiedAdapters(
+            pool,
+            block_bytes,
+            on_lost=copies.lost,
+            may_displace=lambda adapter_id, num: copies.may_displace(
+                adapter_id, prefix_facts(num), clock.now
+            ),
+            worth_less=lambda num: copies.take_worth_less(prefix_facts(num), clock.now),
+            first_to_go=lambda: copies.take_first_to_go(clock.now),
+        )
+        return self.copies
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def requested(self, request_id: str, adapter_id: int) -> str:
-        """A request enters the engine. Where its adapter is: `slot` or `host`."""
-        place = self.core.table[adapter_id].place
-        self.core.requested(request_id, adapter_id, self._clock())
+        """A request enters the engine. Where its adapter is, the place from which it would be taken: `slot`, `cached`, `host` or `disk`."""
+        version = self.core.table[adapter_id]
+        place = "cached" if version.slot is None and version.copy == "whole" else version.place
+        self.core.requested(request_id, adapter_id, self._clock.now)
+        self._touch(adapter_id)
         return place
 
     def released(self, request_id: str, adapter_id: int) -> None:
         """It has ended."""
-        self._do(self.core.released(request_id, adapter_id, self._clock()))
+        self._do(self.core.released(request_id, adapter_id, self._clock.now))
+        self._touch(adapter_id)
         if not self._keeps and not self.core.table[adapter_id].requests:
             self._do(self.core.put_back(adapter_id, keeps_host=True))
+
+    def _touch(self, adapter_id: int) -> None:
+        if self.copies is not None and self.copies.holds(adapter_id):
+            self.copies.used(adapter_id)
 
     # -- as the scheduler asks -----------------------------------------------------------------------------------------
 
@@ -88,15 +146,22 @@ class EmulatedAdapters:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def advance(self) -> None:
-        """Between steps."""
-        now = self._clock()
+    def advance(self, is_busy: bool) -> float:
+        """Between steps. Returns the seconds that copying into KV blocks takes of the engine's thread."""
+        now = self._clock.now
         self._do(self.core.advance(self._running(), now))
-        self.core.copies_to_write()
+        self._do(self.core.copies_to_write())
+        if not self.is_writing:
+            return 0.0
+        return self._write(BUSY_WRITE_S if is_busy else IDLE_WRITE_S)
+
+    @property
+    def is_writing(self) -> bool:
+        return self.copies is not None and self.copies.is_writing()
 
     def enter(self, adapter_ids: Collection[int]) -> None:
         """A step begins with these; it runs once it `may_run`."""
-        self._do(self.core.enter(adapter_ids, self._running(), self._clock()))
+        self._do(self.core.enter(adapter_ids, self._running(), self._clock.now))
 
     def may_run(self, adapter_ids: Iterable[int]) -> bool:
         """Are the copies whole, or is there a host that helps until they are?"""
@@ -112,18 +177,74 @@ class EmulatedAdapters:
             return set()
         return {adapter_id for adapter_id in adapter_ids if not self.core.table[adapter_id].is_filled}
 
+    def counts(self) -> dict[str, int]:
+        """What happened since the start. link_bytes: from host memory to the device. most_copied_blocks: that copies ever lay in at once."""
+        own = {"link_bytes": self._filled_bytes + self.core.counts["cache_bytes"]}
+        if self.copies is not None:
+            own["most_copied_blocks"] = self.copies.most_blocks
+        return dict(self.core.counts) | own
+
+    # -- moves ---------------------------------------------------------------------------------------------------------
+
     def _do(self, moves: Iterable[Move]) -> None:
         for move in moves:
             if isinstance(move, Load):
-                size = self._num_bytes[move.adapter_id - 1]
-                self._do(self.core.loaded(move.adapter_id, size, "disk", 1e-9, self._clock()))
+                self._load(move.adapter_id)
             elif isinstance(move, Fill):
-                self._copy(move.adapter_id, move.slot)
+                self._fill(move)
+            elif isinstance(move, WriteCopy):
+                self._write_copy(move.adapter_id)
+            elif isinstance(move, DropCopy) and self.copies is not None:
+                self.copies.drop(move.adapter_id)
 
-    def _copy(self, adapter_id: int, slot: int) -> None:
-        def copied(now: float) -> None:
-            self.core.filled(adapter_id, slot)
-            self._do(self.core.laid_out(adapter_id))
-            self._on_filled()
+    def _load(self, adapter_id: int) -> None:
+        size, began_s = self._num_bytes[adapter_id - 1], self._clock.now
+        if self._disk is None:
+            self._do(self.core.loaded(adapter_id, size, "disk", 1e-9, began_s))
+            return
 
-        self._link.transfer(self._num_bytes[adapter_id - 1], copied)
+        def loaded(now: float) -> None:
+            self._do(self.core.loaded(adapter_id, size, "disk", now - began_s, now))
+            self._on_moved()
+
+        self._disk.transfer(size, loaded)
+
+    def _fill(self, fill: Fill) -> None:
+        size = self._num_bytes[fill.adapter_id - 1]
+
+        def filled(now: float) -> None:
+            self.core.filled(fill.adapter_id, fill.slot)
+            self._do(self.core.laid_out(fill.adapter_id))
+            self._on_moved()
+
+        if fill.source == "host":
+            self._filled_bytes += size
+            self.link.transfer(size, filled)
+            return
+        self._touch(fill.adapter_id)
+        # Within the device each byte is read and written.
+        self._clock.at(self._clock.now + 2 * size / self._gpu.achieved_bytes_per_s, filled)
+
+    def _write_copy(self, adapter_id: int) -> None:
+        """As `Residency` has it: into free memory, else in the place of those that are worth less."""
+        if self.copies is None:
+            return
+        size = self._num_bytes[adapter_id - 1]
+        if not self.copies.put(adapter_id, size):
+            drops = self.core.copies.room_for(adapter_id, self._clock.now)
+            self._do(drops)
+            if not drops or not self.copies.put(adapter_id, size):
+                return
+        self.core.copies.begun(adapter_id)
+        if self.copies.holds(adapter_id):  # it lay there all the time
+            self.core.copies.done(adapter_id)
+
+    def _write(self, slice_s: float) -> float:
+        assert self.copies is not None
+        writing = [version.id for version in self.core.table if version.copy == "writing"]
+        num_bytes = self.copies.write(int(slice_s * self.link.bytes_per_s))
+        for adapter_id in writing:
+            if self.copies.holds(adapter_id):
+                self.core.copies.done(adapter_id)
+        self.core.counts["cache_bytes"] += num_bytes
+        return num_bytes / self.link.bytes_per_s

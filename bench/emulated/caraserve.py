@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench.emulated.adapters import AdapterMemory
 from bench.emulated.assist import ColdStart
 from bench.emulated.node import Engine, Job
 from bench.emulated.trace import play_on_node
@@ -162,9 +163,7 @@ def serve(traffic: Traffic, arm_name: str, span_s: float, seed: int) -> Means:
         Engine(arm.num_blocks, has_prefix_cache=False),
         Usual([answer for _, answer in lengths().pairs]),
         ranks=(traffic.rank,) * (traffic.num_adapters or len(arrivals)),
-        num_slots=arm.num_slots,
-        adapter_policy=None,
-        cold_start=arm.cold_start,
+        memory=AdapterMemory(arm.num_slots, policy=None, cold_start=arm.cold_start),
     )
     return means_of(played.jobs)
 

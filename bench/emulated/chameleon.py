@@ -18,6 +18,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from bench.emulated.adapters import AdapterMemory
 from bench.emulated.node import Engine
 from bench.emulated.trace import Played, play_on_node
 from bench.live.report import report
@@ -54,8 +55,7 @@ def play_arm(arm: Arm, setting: Setting, per_s: float, num_slots: int, seed: int
         engine_of(setting, num_slots),
         Classes([answer for _, answer in setting.lengths.pairs], arm.accuracy or 1.0, seed),
         ranks=setting.pool.rank_of,
-        num_slots=num_slots,
-        adapter_policy=arm.eviction or None,
+        memory=AdapterMemory(num_slots, arm.eviction or None, in_kv=bool(arm.eviction)),
     )
 
 

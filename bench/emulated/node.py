@@ -16,8 +16,8 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from bench.emulated.adapters import EmulatedAdapters
-from bench.emulated.assist import ColdStart, StepUnderWay
+from bench.emulated.adapters import AdapterMemory, EmulatedAdapters
+from bench.emulated.assist import StepUnderWay
 from bench.emulated.device import StepWork, work_of
 from bench.emulated.tiers import EmulatedTiers, TierSizes
 from bench.emulated.vllm_parts import block_hasher, make_scheduler, output_of
@@ -27,10 +27,13 @@ from bench.sim.core.requests import Arrival, Guesser, Timed
 from bench.sim.core.steps import StepCost
 from engine_bridge.core.refits import Work
 from engine_bridge.driver.adapters.residency import lora_ids
+from engine_bridge.driver.engine import PREFIX_HALF_LIFE_S
 from engine_bridge.driver.scheduling.facts import FACTS, Carried
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.scheduling import Scheduling
+from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.fading import FadingRate
 from engine_bridge.predict.length import LengthFeatures
 from engine_bridge.request_context import RequestContext
 
@@ -83,9 +86,9 @@ class EmulatedNode:
     Args:
         policy: a name in the registry of policies, or "vllm" for vLLM's own queue.
         guesser: foretells answers' lengths, in place of the node's own predictor; None: the node's own.
-        ranks: of the adapters that requests may name, by id; they are copied over the device's link into so many slots. num_slots 0: all are there.
-        adapter_policy: which unused one leaves its slot first; None: it goes with its last request.
-        cold_start: of requests whose adapter is on its way; with a host's help, the cost names the host.
+        ranks: of the adapters that requests may name, by id.
+        memory: where they may lie. With a host's help for those on their way, the cost names the host.
+        lane_rule: a name in `engine_bridge.policy.lanes.RULES`.
         tiers: host memory for KV that leaves the device; None: there is none. With it, a host keeps what it helps with to the end of a step.
     """
 
@@ -98,9 +101,8 @@ class EmulatedNode:
         *,
         guesser: Guesser | None = None,
         ranks: Sequence[int] = (),
-        num_slots: int = 8,
-        adapter_policy: str | None = "expected_gain",
-        cold_start: ColdStart = "step waits",
+        memory: AdapterMemory | None = None,
+        lane_rule: str = "knee",
         tiers: TierSizes | None = None,
     ) -> None:
         self.clock, self.cost, self.engine = clock, cost, engine
@@ -123,10 +125,11 @@ class EmulatedNode:
             tiers=self.tiers.name if self.tiers is not None else None,
         )
         self._fits: list[Work] = []
-        self.adapters = (
-            self._make_adapters(ranks, num_slots, adapter_policy, cold_start) if ranks and num_slots else None
-        )
-        self.scheduling = self._make_scheduling(policy) if policy != "vllm" else None
+        self._prefix_hits = FadingRate(PREFIX_HALF_LIFE_S)
+        """Blocks of prompts that were found on the device."""
+        memory = memory or AdapterMemory()
+        self.adapters = self._make_adapters(ranks, memory) if ranks and memory.num_slots else None
+        self.scheduling = self._make_scheduling(policy, lane_rule) if policy != "vllm" else None
         self._guesser = guesser
         self._ranks = ranks
         self._jobs: dict[str, Job] = {}
@@ -143,7 +146,7 @@ class EmulatedNode:
         has_names = engine.has_prefix_cache or tiers is not None
         self._hasher = block_hasher(engine.block_tokens) if has_names else None
 
-    def _make_scheduling(self, policy: str) -> Scheduling:
+    def _make_scheduling(self, policy: str, lane_rule: str) -> Scheduling:
         engine, scheduler, table = self.engine, self.scheduler, self.cost.table
         now: Callable[[], float] = lambda: self.clock.now  # noqa: E731
         scheduling = Scheduling(
@@ -160,23 +163,37 @@ class EmulatedNode:
             **self.tiers.ways_back() if self.tiers is not None else {},
             clock=now,
             run_fit=self._fits.append,
+            lane_rule=lane_rule,
         )
         scheduler.use(scheduling)
         return scheduling
 
-    def _make_adapters(
-        self, ranks: Sequence[int], num_slots: int, policy: str | None, cold_start: ColdStart
-    ) -> EmulatedAdapters:
+    def _make_adapters(self, ranks: Sequence[int], memory: AdapterMemory) -> EmulatedAdapters:
         sizes = [self.cost.model.lora_bytes(rank) for rank in ranks]
         running = lambda: lora_ids(self.scheduler.running)  # noqa: E731
         adapters = EmulatedAdapters(
-            self.link, sizes, num_slots, policy, running, self._copied, lambda: self.clock.now, cold_start
+            self.clock, self.link, self.cost.gpu, sizes, memory, running, self._copied
         )
+        if memory.in_kv:
+            pool = self.scheduler.kv_cache_manager.block_pool
+            adapters.use_blocks(pool, self._block_bytes, self._prefix_facts)
         self.scheduler.residency = adapters  # type: ignore[assignment]
         return adapters
 
+    @property
+    def _block_bytes(self) -> int:
+        return self.engine.block_tokens * self.cost.model.kv_bytes_per_token
+
+    def _prefix_facts(self, num_blocks: int) -> PrefixFacts:
+        """As the live engine's (engine_bridge/driver/engine.py), by the device's own times."""
+        return PrefixFacts(
+            num_bytes=num_blocks * self._block_bytes,
+            restore_s=self.cost.prefill_s(num_blocks * self.engine.block_tokens),
+            reuse_per_s=self._prefix_hits.per_s(self.clock.now) / self.engine.num_blocks,
+        )
+
     def _copied(self) -> None:
-        """An adapter is whole: a step may have waited for it, the host may have helped with it, or a request waits."""
+        """An adapter has come nearer: a step may have waited for it, the host may have helped with it, or a request waits."""
         if self._held is not None and self.adapters is not None and self.adapters.may_run(self._held[0]):
             begin, self._held = self._held[1], None
             begin()
@@ -275,18 +292,28 @@ class EmulatedNode:
     def _begin(self, now: float) -> None:
         self._next = None
         self._take_in()
+        adapters = self.adapters
+        written_s = adapters.advance(self.scheduler.has_requests()) if adapters is not None else 0.0
+        if written_s:
+            self._is_busy = True
+            self.clock.at(now + written_s, self._schedule)
+        else:
+            self._schedule(now)
+
+    def _schedule(self, now: float) -> None:
+        self._is_busy = False
         if not self.scheduler.has_requests():
+            self._rest(now)
             return
-        if self.adapters is not None:
-            self.adapters.advance()
         began_s = time.perf_counter()
         output = self.scheduler.schedule()
         self.tally.scheduler_s += time.perf_counter() - began_s
         self.run_fits()
+        for new in output.scheduled_new_reqs:
+            self._prefix_hits.add(new.num_computed_tokens / self.engine.block_tokens, now)
         if not output.total_num_scheduled_tokens:
             self.scheduler.update_from_output(output, output_of([], []))
-            if self.scheduler.has_requests():
-                self._next = self.clock.at(now + STUCK_WAIT_S, self._begin)
+            self._rest(now)
             return
         self._is_busy = True
         needed = self._enter(output.num_scheduled_tokens)
@@ -309,6 +336,13 @@ class EmulatedNode:
             self._step = StepUnderWay(self.clock, first.seconds, ended, lambda: work().seconds)
         else:
             self.tiers.run_step(output.kv_connector_metadata.moves, first.seconds, ended)
+
+    def _rest(self, now: float) -> None:
+        """No step can begin: look again if something may change by itself."""
+        if self.scheduler.has_requests():
+            self._next = self.clock.at(now + STUCK_WAIT_S, self._begin)
+        elif self._came or (self.adapters is not None and self.adapters.is_writing):
+            self._next = self.clock.at(now, self._begin)
 
     def _enter(self, request_ids: Iterable[str]) -> set[int]:
         """The adapters that a step computes with have their slots."""

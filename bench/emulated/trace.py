@@ -14,6 +14,7 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.requests import Arrival, Guesser
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import Lengths, play
+from engine_bridge.policy.sizes import WeightedSize
 
 # Of the generated lengths. Chosen: a chat's, wide enough that prompts and answers of all sizes meet.
 PROMPT, ANSWER = (6.0, 1.1), (4.9, 0.9)
@@ -56,6 +57,8 @@ class Played:
     wall_s: float
     scheduler_s: float
     num_preempted: int
+    counts: dict[str, int]
+    """What the dispatcher and the adapters' core counted."""
 
     @property
     def us_per_step(self) -> float:
@@ -74,11 +77,17 @@ def play_on_node(
     cost: StepCost,
     engine: Engine,
     guesser: Guesser | None = None,
-    **adapters: Any,
+    sizes: WeightedSize | None = None,
+    **options: Any,
 ) -> Played:
-    """All of them, until the last has ended. adapters: as `EmulatedNode` takes them. Raises RuntimeError if some never are served."""
+    """All of them, until the last has ended. Raises RuntimeError if some never are served.
+
+    sizes: by which requests are told apart into lanes. options: as `EmulatedNode` takes them.
+    """
     clock = Clock()
-    node = EmulatedNode(clock, cost, engine, policy, guesser=guesser, **adapters)
+    node = EmulatedNode(clock, cost, engine, policy, guesser=guesser, **options)
+    if sizes is not None and node.scheduling is not None:
+        node.scheduling.dispatcher.sizes = sizes
     began_s = said_s = time.perf_counter()
 
     def submit(arrival: Arrival) -> None:
@@ -96,6 +105,8 @@ def play_on_node(
         raise RuntimeError(f"{len(requests) - len(node.ended)} requests were never served")
     jobs = sorted(node.ended, key=lambda job: job.arrival.request_id)
     wall_s = time.perf_counter() - began_s
-    return Played(
-        jobs, node.tally.num_steps, clock.now, wall_s, node.tally.scheduler_s, node.scheduler.num_preempted
-    )
+    counts = {} if node.scheduling is None else dict(node.scheduling.dispatcher.counts)
+    if node.adapters is not None:
+        counts |= node.adapters.counts()
+    tally, num_preempted = node.tally, node.scheduler.num_preempted
+    return Played(jobs, tally.num_steps, clock.now, wall_s, tally.scheduler_s, num_preempted, counts)

@@ -94,6 +94,15 @@ class AdapterCopies:
             self._drop(self._versions[victim], "value")
         return victim
 
+    def take_first_to_go(self, now: float) -> int | None:
+        """KV needs memory that some adapter lies in: the one that is worth the least has gone. None: none is whole."""
+        order = self._worth.order(self._whole(), "cached", now)
+        if not order:
+            return None
+        self._drop(self._versions[order[0]], "kv")
+        self._wanted.something_moved()
+        return order[0]
+
     def _whole(self) -> list[Version]:
         return [version for version in self._versions.values() if version.copy == "whole"]
 

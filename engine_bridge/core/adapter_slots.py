@@ -16,6 +16,7 @@ class AdapterSlots:
 
     Args:
         step_room: what the adapters in slots may take together as long as unused ones are among them; None: no bound but the slots.
+        fills_from_copies: a slot is filled from KV blocks rather than from host memory.
         counts: where events are counted.
         left: ids of adapters that left their slot and have a host copy, for whoever keeps them elsewhere.
     """
@@ -26,6 +27,7 @@ class AdapterSlots:
         worth: Worth,
         wanted: Wanted,
         step_room: int | None,
+        fills_from_copies: bool,
         counts: Counter[str],
         left: list[int],
     ) -> None:
@@ -33,6 +35,7 @@ class AdapterSlots:
         self._worth = worth
         self._wanted = wanted
         self._step_room = step_room
+        self._fills_from_copies = fills_from_copies
         self._counts = counts
         self._left = left
 
@@ -91,8 +94,9 @@ class AdapterSlots:
         moves += self._shrink(version, in_use, now)
         self._counts["slot_fills"] += 1
         self._counts["slot_bytes"] += version.host_bytes or version.num_bytes
-        has_host = version.host_bytes is not None
-        return [*moves, Fill(version.id, slot, "host" if has_host else "cached")]
+        # A copy on the device is nearer than host memory.
+        is_near = version.copy == "whole" and (self._fills_from_copies or version.host_bytes is None)
+        return [*moves, Fill(version.id, slot, "cached" if is_near else "host")]
 
     def _shrink(self, entering: Version, in_use: Collection[int], now: float) -> list[Move]:
         """Have unused adapters leave their slots until all that lie there take no more than a step may."""

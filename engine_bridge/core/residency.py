@@ -31,8 +31,8 @@ class Rules(Struct, frozen=True, kw_only=True):
     """host_bytes: of adapters in host memory. num_slots: for adapters that steps compute with.
 
     step_room: what the adapters of all requests that run may take together, in the units of `Version.room`; None: as many as there are slots.
-    cpu_assist: requests start while their adapter is still on its way into a slot. fills_from_copies: a slot is filled from KV blocks, without
-    a way through host memory.
+    cpu_assist: requests start while their adapter is still on its way into a slot. fills_from_copies: a slot is filled from KV blocks, whether
+    the adapter is in host memory, too, or not.
     """
 
     host_bytes: int
@@ -58,7 +58,7 @@ class AdapterPlaces:
         self._prefetch = prefetch or NoPrefetch()
         self._left: list[int] = []
         parts = self.table, worth, self.wanted
-        self._slots = AdapterSlots(*parts, rules.step_room, self.counts, self._left)
+        self._slots = AdapterSlots(*parts, rules.step_room, rules.fills_from_copies, self.counts, self._left)
         self.copies = AdapterCopies(*parts, self.counts, self._left)
 
     # -- what there is -----------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
-"""Adapters in KV blocks that nobody needs now.
+"""Adapters in KV blocks that nobody needs now: their bytes.
 
-A cached adapter lies in blocks of vLLM's free queue: they count as free, so no request ever waits for one or is preempted for one, and vLLM's
-`unpin_blocks` tells when it hands one out; then the adapter is gone, and the block is zeroed before anybody sees it, because weights read
-as KV may be NaN, which poisons whoever uses the block next (docs/decisions/0008). Layer l's weights lie in layer l's rows.
+A block that vLLM takes back is zeroed before anybody sees it, because weights read as KV may be NaN, which poisons whoever uses the block next
+(docs/decisions/0008). Layer l's weights lie in layer l's rows.
 
-Source: Chameleon §4.1 (adapters in idle memory). Departs in that the memory is never taken away from the free list.
 Everything here runs on the engine thread, but for `Entry.read`.
 """
 
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 
+from engine_bridge.driver.adapters.lent_blocks import LentBlocks, Loan
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
 from engine_bridge.driver.block_copy import kv_rows
 
@@ -35,24 +34,24 @@ class Piece:
     dtype: torch.dtype
 
 
-@dataclass(slots=True)
-class Entry:
+@dataclass(slots=True, kw_only=True, eq=False)
+class Entry(Loan):
     """One adapter in blocks. `layers[l]`: the pieces in KV layer l; `num_slices`, `is_list`: by module."""
 
-    adapter_id: int
-    blocks: list[Any]
     layers: list[list[Piece]]
     modules: dict[str, tuple[int, bool]]
     num_bytes: int
     num_written: int = 0
-    is_lost: bool = False
     source: AdapterWeights | None = None
     """What is being written; None once all is."""
     rows: Sequence[torch.Tensor] = field(default=(), repr=False)
 
     @property
-    def is_complete(self) -> bool:
-        return self.source is None and not self.is_lost
+    def is_writing(self) -> bool:
+        return self.source is not None
+
+    def lose(self) -> None:
+        self.is_lost, self.source = True, None
 
     @property
     def size_bytes(self) -> int:
@@ -118,15 +117,11 @@ class NoBlocks:
     def close(self) -> None: ...
 
 
-class AdapterBlocks:
+class AdapterBlocks(LentBlocks[Entry]):
     """Adapters in the free blocks of one engine.
 
     Args:
-        pool: vLLM's block pool; its `get_new_blocks` is wrapped.
         kv_caches: a tensor per layer, shape (num_blocks, ...).
-        on_lost: called with the id of an adapter whose blocks were taken.
-        may_displace: whether an adapter may take the place of prefix blocks that lie in the queue's front.
-        worth_less: of the cached adapters, one that is worth less than so many of those prefix blocks; None if all are worth more.
     """
 
     def __init__(
@@ -136,31 +131,11 @@ class AdapterBlocks:
         on_lost: Callable[[int], None],
         may_displace: Callable[[int, int], bool],
         worth_less: Callable[[int], int | None] = lambda num_blocks: None,
+        first_to_go: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._pool = pool
-        self._worth_less = worth_less
+        super().__init__(pool, on_lost, may_displace, worth_less, first_to_go)
         self._rows = [kv_rows(tensor) for tensor in kv_caches]
         self._row_bytes = self._rows[0].shape[1]
-        self._on_lost = on_lost
-        self._may_displace = may_displace
-        self._entries: dict[int, Entry] = {}
-        self._dirty: list[int] = []
-        self._lost: list[Entry] = []
-        self._stock_get_new_blocks = pool.get_new_blocks
-        pool.get_new_blocks = self._get_new_blocks
-
-    # -- what lies here ----------------------------------------------------------------------------------------------
-
-    def holds(self, adapter_id: int) -> bool:
-        entry = self._entries.get(adapter_id)
-        return entry is not None and entry.is_complete
-
-    def entry(self, adapter_id: int) -> Entry:
-        return self._entries[adapter_id]
-
-    def ids(self) -> list[int]:
-        """Of all complete adapters."""
-        return [adapter_id for adapter_id, entry in self._entries.items() if entry.is_complete]
 
     @property
     def block_bytes(self) -> int:
@@ -172,29 +147,26 @@ class AdapterBlocks:
         """Of device memory that adapters lie in."""
         return self.num_blocks * self.block_bytes
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(entry.blocks) for entry in self._entries.values())
-
-    # -- in and out --------------------------------------------------------------------------------------------------
-
     def put(self, adapter_id: int, weights: AdapterWeights) -> bool:
         """Begin to cache an adapter; `write` goes on. False if there is no memory that it may have."""
         if adapter_id in self._entries:
             return True
         layers = self._lay_out(weights)
         num_blocks = -(-max(_end(pieces) for pieces in layers) // self._row_bytes)
-        if not self._may_take(adapter_id, num_blocks):
-            return False
-        blocks = self._pool.get_new_blocks(num_blocks)
         modules = {name: (len(module.a), module.is_list) for name, module in weights.modules.items()}
-        entry = Entry(adapter_id, blocks, layers, modules, weights.num_bytes, source=weights, rows=self._rows)
-        self._entries[adapter_id] = entry
-        self._pool.unpin_blocks(blocks, lambda block: self._reused(entry, block))
-        return True
-
-    def is_writing(self) -> bool:
-        return any(entry.source is not None for entry in self._entries.values())
+        return self.lend(
+            adapter_id,
+            num_blocks,
+            lambda blocks: Entry(
+                adapter_id=adapter_id,
+                blocks=blocks,
+                layers=layers,
+                modules=modules,
+                num_bytes=weights.num_bytes,
+                source=weights,
+                rows=self._rows,
+            ),
+        )
 
     def write(self, max_bytes: int) -> int:
         """Go on with adapters that are on their way in, whole layers, until about so many bytes are written; returns how many were."""
@@ -207,65 +179,7 @@ class AdapterBlocks:
                     entry.source = None
         return num_bytes
 
-    def used(self, adapter_id: int) -> None:
-        """Put an adapter behind everything else in the order of eviction."""
-        queue = self._pool.free_block_queue
-        entry = self._entries.get(adapter_id)
-        if entry is not None:
-            for block in entry.blocks:
-                queue.remove(block)
-            queue.append_n(entry.blocks)
-
-    def drop(self, adapter_id: int) -> None:
-        """Give an adapter up: its blocks are the next to be taken. Nothing happens if it is not here."""
-        entry = self._entries.pop(adapter_id, None)
-        if entry is not None:
-            entry.is_lost, entry.source = True, None
-            queue = self._pool.free_block_queue
-            for block in entry.blocks:
-                queue.remove(block)
-            queue.prepend_n(entry.blocks)
-
-    def close(self) -> None:
-        for entry in self._entries.values():
-            entry.is_lost, entry.source = True, None
-        self._entries = {}
-        self._pool.get_new_blocks = self._stock_get_new_blocks
-
-    # -- blocks ------------------------------------------------------------------------------------------------------
-
-    def _may_take(self, adapter_id: int, num_blocks: int) -> bool:
-        """Free blocks that hold nothing may be had; prefix KV and other adapters only for what is worth more."""
-        if num_blocks > self._pool.get_num_free_blocks():
-            return False
-        front = _front(self._pool.free_block_queue, num_blocks)
-        borrowed = {block.block_id for entry in self._entries.values() for block in entry.blocks}
-        if any(block.block_id in borrowed for block in front):
-            return False  # the caller makes room first
-        num_cached = sum(block.block_hash is not None for block in front)
-        return num_cached == 0 or self._may_displace(adapter_id, num_cached)
-
-    def _make_way(self, num_blocks: int) -> None:
-        """Before prefix KV is overwritten, adapters go that are worth less: one order by value for both, where vLLM's is by last use (E3)."""
-        while self._entries:
-            front = _front(self._pool.free_block_queue, num_blocks)
-            num_cached = sum(block.block_hash is not None for block in front)
-            victim = self._worth_less(num_cached) if num_cached else None
-            if victim is None:
-                return
-            self.drop(victim)
-
-    def _get_new_blocks(self, num_blocks: int) -> list[Any]:
-        self._make_way(num_blocks)
-        blocks: list[Any] = self._stock_get_new_blocks(num_blocks)
-        if self._lost:
-            self._free_rest({block.block_id for block in blocks})
-        if self._dirty:
-            self._zero(self._dirty)
-            self._dirty = []
-        return blocks
-
-    def _zero(self, block_ids: list[int]) -> None:
+    def _clean(self, block_ids: list[int]) -> None:
         if self._rows[0].is_cuda:
             ids = torch.tensor(block_ids, device=self._rows[0].device)
             for rows in self._rows:
@@ -274,25 +188,6 @@ class AdapterBlocks:
             for rows in self._rows:
                 for block_id in block_ids:
                     rows[block_id].zero_()
-
-    def _reused(self, entry: Entry, block: Any) -> None:
-        """vLLM takes a block that holds, or once held, a piece of an adapter."""
-        self._dirty.append(block.block_id)
-        if not entry.is_lost:
-            entry.is_lost, entry.source = True, None
-            if self._entries.pop(entry.adapter_id, None) is not None:
-                self._lost.append(entry)
-                self._on_lost(entry.adapter_id)
-
-    def _free_rest(self, taken: set[int]) -> None:
-        """What is left of adapters that lost a block is of no use: it goes before anything else."""
-        queue = self._pool.free_block_queue
-        for entry in self._lost:
-            rest = [block for block in entry.blocks if block.block_id not in taken and block.ref_cnt == 0]
-            for block in rest:
-                queue.remove(block)
-            queue.prepend_n(rest)
-        self._lost = []
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -344,13 +239,3 @@ def _gather(rows: torch.Tensor, ids: torch.Tensor, flat: torch.Tensor) -> None:
     for index, start in enumerate(range(0, flat.numel(), row_bytes)):
         part = flat[start : start + row_bytes]
         part.copy_(rows[ids[index], : part.numel()])
-
-
-def _front(queue: Any, num_blocks: int) -> list[Any]:
-    """The blocks that the queue gives next."""
-    blocks: list[Any] = []
-    block = queue.fake_free_list_head.next_free_block
-    while len(blocks) < num_blocks and block is not queue.fake_free_list_tail:
-        blocks.append(block)
-        block = block.next_free_block
-    return blocks

@@ -66,6 +66,7 @@ def make_residency(
             residency.lost,
             residency.may_displace,
             residency.worth_less,
+            residency.first_to_go,
         )
     worker_manager.residency = residency
     scheduler.residency = residency

@@ -352,6 +352,10 @@ class Residency:
         """E3: a cached adapter that is worth no more, by the byte, than so many of the oldest prefix blocks; its blocks are the caller's."""
         return self.core.copies.take_worth_less(self._prefix_facts(num_blocks), self._clock())
 
+    def first_to_go(self) -> int | None:
+        """The cached adapter that is worth the least; its blocks are the caller's."""
+        return self.core.copies.take_first_to_go(self._clock())
+
     # -- what is told ------------------------------------------------------------------------------------------------
 
     def places(self) -> dict[int, AdapterPlace]:

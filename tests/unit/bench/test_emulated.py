@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.emulated import live
+from bench.emulated.adapters import AdapterMemory
 from bench.emulated.agree import figures_of, lean_play
 from bench.emulated.chameleon import play_arm
 from bench.emulated.deciding import Row, measure
@@ -132,7 +133,7 @@ def with_adapters(
     """TTFT and where the adapter was, of prompts that come so late each, by the adapter that they ask for."""
     requests = [Arrival(f"{number}", at_s, 100, 5, adapter) for number, (at_s, adapter) in enumerate(asked)]
     played = play_on_node(
-        "fcfs", requests, A40_COST, ROOMY, ranks=(128, 64, 8), num_slots=num_slots, adapter_policy=policy
+        "fcfs", requests, A40_COST, ROOMY, ranks=(128, 64, 8), memory=AdapterMemory(num_slots, policy)
     )
     return [(job.ttft_s, job.found_adapter) for job in played.jobs]
 

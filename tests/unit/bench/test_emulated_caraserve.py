@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from bench.emulated.adapters import AdapterMemory
 from bench.emulated.assist import ColdStart
 from bench.emulated.caraserve import (
     MODEL,
@@ -52,7 +53,12 @@ def played(
     requests = [Arrival(f"{n}", at_s, num, 5, adapter) for n, (at_s, num, adapter) in enumerate(asked)]
     engine = Engine(num_blocks=800, has_prefix_cache=False)
     return play_on_node(
-        "fcfs", requests, cost_with(host), engine, ranks=(64, 64), cold_start=cold_start, adapter_policy=None
+        "fcfs",
+        requests,
+        cost_with(host),
+        engine,
+        ranks=(64, 64),
+        memory=AdapterMemory(policy=None, cold_start=cold_start),
     )
 
 

@@ -228,6 +228,25 @@ def test_where_slots_fill_from_blocks_there_is_no_way_through_host_memory() -> N
     assert places.advance(NOBODY, 0.0) == [Fill(1, 0, "cached")]
 
 
+def test_where_slots_fill_from_blocks_the_copy_there_is_nearer_than_host_memory() -> None:
+    for is_device, source in ((True, "cached"), (False, "host")):
+        places = make(fills_from_copies=is_device)
+        bring(places, 1)
+        places.copies.begun(1)
+        places.copies.done(1)
+        places.requested("r", 1, 0.0)
+        assert places.advance(NOBODY, 0.0) == [Fill(1, 0, source)]
+
+
+def test_kv_gets_the_blocks_of_the_adapter_that_is_worth_the_least() -> None:
+    places = make()
+    for adapter_id in (1, 2):
+        keep_copy(places, adapter_id)
+    places.worth.used(1, 0.0)
+    assert [places.copies.take_first_to_go(0.0) for _ in range(3)] == [2, 1, None]
+    assert places.counts["evicted:cached:kv"] == 2
+
+
 def test_a_copy_makes_way_only_for_one_that_is_worth_more() -> None:
     places = make()
     keep_copy(places, 1)

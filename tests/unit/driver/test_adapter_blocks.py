@@ -161,6 +161,17 @@ def test_the_longest_unused_goes_first() -> None:
     assert cache.lost == [2]
 
 
+def test_kv_takes_the_blocks_of_the_adapter_that_the_policy_names_not_of_the_longest_unused() -> None:
+    cache = Cache()
+    for adapter_id in (1, 2, 3):
+        assert cache.put_whole(adapter_id, make_weights(adapter_id, 4))
+    num_lent, each = cache.blocks.num_blocks, len(cache.blocks.entry(1).blocks)
+    named = [3]
+    cache.blocks._first_to_go = lambda: named.pop() if named else None
+    cache.pool.get_new_blocks(NUM_BLOCKS - 1 - num_lent + each)
+    assert cache.blocks.ids() == [1, 2] and cache.lost == []
+
+
 def test_one_lost_block_frees_the_others_first() -> None:
     """What is left of an adapter is of no use: the next request gets it before anything else."""
     cache = Cache()

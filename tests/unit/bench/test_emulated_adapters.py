@@ -1,0 +1,153 @@
+"""Adapters of an emulated node: their copies lie in vLLM's own block pool, and they come from where they are in the time that takes."""
+
+import itertools
+
+import pytest
+
+from bench.emulated.adapters import AdapterMemory, EmulatedAdapters
+from bench.emulated.node import EmulatedNode, Engine
+from bench.emulated.trace import play_on_node
+from bench.sim.core.calibration import A40
+from bench.sim.core.clock import Clock
+from bench.sim.core.models import LLAMA2_7B
+from bench.sim.core.requests import Arrival
+from bench.sim.core.steps import StepCost
+from bench.sim.core.traffic import play
+from engine_bridge.core.adapter_copies import BUSY_WRITE_S
+
+COST = StepCost(A40, LLAMA2_7B)
+BLOCK_BYTES = 16 * LLAMA2_7B.kv_bytes_per_token
+RANKS = (128, 64, 8, 8)
+IN_KV = AdapterMemory(num_slots=1, policy="lru", in_kv=True)
+
+
+def asks(
+    *asked: tuple[float, int], num_prompt_tokens: int = 100, num_answer_tokens: int = 5
+) -> list[Arrival]:
+    """Requests that come so late each, by the adapter that they ask for."""
+    return [
+        Arrival(f"{at_s:09.3f}", at_s, num_prompt_tokens, num_answer_tokens, adapter)
+        for at_s, adapter in asked
+    ]
+
+
+def blocks_of(rank: int) -> int:
+    return -(-LLAMA2_7B.lora_bytes(rank) // BLOCK_BYTES)
+
+
+def copies_of(adapters: EmulatedAdapters | None) -> list[int]:
+    assert adapters is not None and adapters.copies is not None
+    return adapters.copies.ids()
+
+
+def check_loans(node: EmulatedNode) -> int:
+    """Blocks lent. They are free, each is lent once, and the core knows of all that are whole."""
+    pool, adapters = node.scheduler.kv_cache_manager.block_pool, node.adapters
+    assert adapters is not None and adapters.copies is not None
+    copies = adapters.copies
+    lent = [block for entry in copies._entries.values() for block in entry.blocks]
+    assert {block.block_id for block in lent} == copies._lent and len(lent) == len(copies._lent)
+    assert all(block.ref_cnt == 0 for block in lent), "lent and used"
+    free = pool.free_block_queue.get_all_free_blocks()
+    assert copies._lent <= {block.block_id for block in free}
+    assert {v.id for v in adapters.core.table if v.copy == "whole"} == set(copies.ids())
+    return len(lent)
+
+
+def test_an_adapter_that_leaves_its_slot_comes_back_from_kv_blocks_within_the_device() -> None:
+    played = play_on_node(
+        "fcfs", asks((0, 0), (5, 1), (10, 0)), COST, Engine(2000), ranks=RANKS, memory=IN_KV
+    )
+    assert [job.found_adapter for job in played.jobs] == ["host", "host", "cached"]
+    in_device_s = 2 * LLAMA2_7B.lora_bytes(128) / A40.achieved_bytes_per_s
+    # Meanwhile the thread writes a slice of the other one.
+    assert played.jobs[2].ttft_s == pytest.approx(
+        max(in_device_s, BUSY_WRITE_S) + COST.prefill_s(100, 128), rel=1e-3
+    )
+    assert played.counts["most_copied_blocks"] >= blocks_of(128)
+
+
+def test_copies_are_written_in_slices_that_hold_up_each_step_a_little() -> None:
+    """The request of the other adapter puts the first one out of the slot; its own steps come that much later."""
+    memory, requests = AdapterMemory(num_slots=1, policy="lru"), asks((0, 0), (5, 1), num_answer_tokens=9)
+    without = play_on_node("fcfs", requests, COST, Engine(2000), ranks=RANKS, memory=memory).jobs
+    own = play_on_node("fcfs", requests, COST, Engine(2000), ranks=RANKS, memory=IN_KV).jobs
+    assert own[1].ended_s - without[1].ended_s == pytest.approx(9 * BUSY_WRITE_S, rel=0.2)
+
+
+def test_copies_grow_into_idle_memory_and_kv_takes_it_back_under_load() -> None:
+    """Blocks that are lent count as free and are lent once; in the end all are."""
+    clock, num_blocks = Clock(), 130
+    node = EmulatedNode(
+        clock, COST, Engine(num_blocks, has_prefix_cache=False), "fcfs", ranks=RANKS, memory=IN_KV
+    )
+    quiet = asks(*((3.0 * at, at % 4) for at in range(8)))
+    burst = [Arrival(f"burst {number}", 40.0 + 0.01 * number, 300, 60) for number in range(12)]
+    seen: list[tuple[float, int]] = []
+    for arrival in itertools.chain(quiet, burst):
+        clock.at(arrival.at_s, lambda now, arrival=arrival: node.submit(arrival))
+    while clock._heap:
+        clock.step()
+        seen.append((clock.now, check_loans(node)))
+    assert len(node.ended) == len(quiet) + len(burst)
+    most = max(lent for at_s, lent in seen if at_s < 40)
+    assert most >= blocks_of(128) + blocks_of(64)
+    assert min(lent for at_s, lent in seen if at_s > 40) < most / 2
+    assert node.adapters is not None and node.adapters.core.counts["evicted:cached:kv"]
+    pool = node.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == num_blocks
+    node.close()
+
+
+def test_kv_takes_the_adapter_that_the_policy_holds_for_worth_the_least() -> None:
+    """Of two equal ones the first was asked for often, the second last."""
+    kept = {}
+    for policy in ("lru", "expected_gain"):
+        clock = Clock()
+        memory = AdapterMemory(num_slots=1, policy=policy, in_kv=True)
+        node = EmulatedNode(
+            clock, COST, Engine(60, has_prefix_cache=False), "fcfs", ranks=(64, 64, 8), memory=memory
+        )
+        # The first is asked for often, then the second once; the third one's request puts both out of the slot.
+        often = [(2.0 * at, at % 2 * 2) for at in range(10)]
+        play(clock, [*asks(*often, (30, 1), (35, 2)), *_large(40.0)], node.submit)
+        kept[policy] = copies_of(node.adapters)
+        node.close()
+    assert 1 not in kept["lru"] and 2 in kept["lru"]
+    assert 1 in kept["expected_gain"] and 2 not in kept["expected_gain"]
+
+
+def _large(at_s: float) -> list[Arrival]:
+    """It needs more than is left beside all three adapters, and no more than is left beside one of rank 64 and that of rank 8."""
+    return [Arrival("large", at_s, (60 - blocks_of(64) - blocks_of(8) - 2) * 16, 2, 2)]
+
+
+def test_an_adapter_that_host_memory_has_no_room_for_is_read_from_the_disk() -> None:
+    memory = AdapterMemory(
+        num_slots=1, policy="lru", host_bytes=LLAMA2_7B.lora_bytes(130), disk_bytes_per_s=1e9
+    )
+    requests = asks((0, 0), (5, 1), (10, 0))
+    played = play_on_node("fcfs", requests, COST, Engine(2000), ranks=(128, 128), memory=memory)
+    assert [job.found_adapter for job in played.jobs] == ["disk"] * 3
+    disk_s = LLAMA2_7B.lora_bytes(128) / 1e9
+    copy_s = LLAMA2_7B.lora_bytes(128) / A40.achieved_link_bytes_per_s
+    assert played.jobs[2].ttft_s == pytest.approx(disk_s + copy_s + COST.prefill_s(100, 128), abs=0.002)
+
+
+def test_a_histogram_has_an_adapter_that_a_timer_asks_for_read_before_its_request() -> None:
+    """The base model is asked all the time, so that the node looks; each of two adapters comes by its own timer, and one fits host memory."""
+    timers = asks(*((10.0 * at, 0) for at in range(14)), *((10.0 * at + 5, 1) for at in range(14)))
+    busy = [Arrival(f"base {at}", 0.5 * at, 20, 2, None) for at in range(280)]
+    requests = sorted([*timers, *busy], key=lambda arrival: arrival.at_s)
+    found = {}
+    for has_forecast in (False, True):
+        memory = AdapterMemory(
+            num_slots=1,
+            policy=None,
+            host_bytes=LLAMA2_7B.lora_bytes(130),
+            disk_bytes_per_s=1e9,
+            has_forecast=has_forecast,
+        )
+        played = play_on_node("fcfs", requests, COST, Engine(2000), ranks=(128, 128), memory=memory)
+        found[has_forecast] = [job.found_adapter for job in played.jobs if job.arrival.adapter_id == 0][-3:]
+    assert found == {False: ["disk"] * 3, True: ["host"] * 3}
