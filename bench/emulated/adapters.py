@@ -64,6 +64,7 @@ class EmulatedAdapters:
         on_moved: Callable[[], None],
     ) -> None:
         self.link = link
+        self.takes_over = memory.cold_start == "device takes over"
         self.copies: CopiedAdapters | None = None
         self._filled_bytes = 0
         self._disk = SharedLink(clock, memory.disk_bytes_per_s) if memory.host_bytes is not None else None
@@ -72,7 +73,7 @@ class EmulatedAdapters:
             host_bytes=2 * sum(num_bytes) if memory.host_bytes is None else memory.host_bytes,
             num_slots=memory.num_slots,
             step_room=memory.num_slots,
-            cpu_assist=memory.cold_start == "host helps",
+            cpu_assist=memory.cold_start in ("host helps", "device takes over"),
             fills_from_copies=memory.cold_start != "request waits",
         )
         speeds = {"copy_bytes_per_s": self.link.bytes_per_s}

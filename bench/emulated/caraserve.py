@@ -10,9 +10,9 @@ Arms, each by what it adds to the means of `cached`:
   cached         all adapters lie in memory of their own
   on_demand      a step waits for the copies of its adapters, with everybody in it: a GPU without a host's help, and the paper's OnDmd
   gated          a request waits for its own adapter's copy alone, the others go on (as Punica loads)
-  cpu_assist     the host computes the adapter's part meanwhile, layer by layer; cores by the live engine's rule (driver/assist/shares.py): so many
-                 that they are as quick as the device
-  cpu_assist_16  the same, with a core for 16 tokens, as in the paper's Fig. 17
+  cpu_assist     as it serves: the host computes the adapter's part of a step, layer by layer, until one begins with the copy whole; cores by
+                 the live engine's rule (driver/assist/shares.py): so many that they are as quick as the device
+  cpu_assist_16  as in the paper: a core for 16 tokens (Fig. 17), and the device goes on in the midst of a prompt once the copy is whole
   a10_memory     on_demand, with as many slots for adapters as the A10's own memory has beside the KV of as many requests. The others have slots for
                  all that run, beside the KV, as `cached` has no bound by definition
 Adapters leave with their last request, as in the paper.
@@ -111,7 +111,7 @@ def arms(rank: int) -> dict[str, Arm]:
         "on_demand": unbounded,
         "gated": replace(unbounded, cold_start="request waits"),
         "cpu_assist": replace(unbounded, cold_start="host helps", assistant=assistant_for(rank)),
-        "cpu_assist_16": replace(unbounded, cold_start="host helps", assistant=EPYC_7R32),
+        "cpu_assist_16": replace(unbounded, cold_start="device takes over", assistant=EPYC_7R32),
         "a10_memory": Arm(num_slots, num_blocks - num_slots * slot_blocks),
     }
 
@@ -193,7 +193,6 @@ COLD: dict[Traffic, tuple[Overheads, Overheads]] = {
 # Fig. 14. The rank is §2.3's; this section does not name one.
 PRODUCTION: dict[Traffic, tuple[Overheads, Overheads]] = {
     Traffic(1.5, 64, 128): ((0.31, 0.08, 0.06), (0.09, 0.03, 0.02)),
-    Traffic(3.6, 64, 256): (NONE, NONE),
     Traffic(7.7, 64, 512): ((0.39, 0.34, 0.31), (0.07, 0.07, 0.08)),
     Traffic(7.7, 64, 512, "Azure's functions"): (NONE, NONE),
 }

@@ -89,7 +89,7 @@ class EmulatedNode:
         ranks: of the adapters that requests may name, by id.
         memory: where they may lie. With a host's help for those on their way, the cost names the host.
         lane_rule: a name in `engine_bridge.policy.lanes.RULES`.
-        tiers: host memory for KV that leaves the device; None: there is none. With it, a host keeps what it helps with to the end of a step.
+        tiers: host memory for KV that leaves the device; None: there is none.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class EmulatedNode:
         if self._held is not None and self.adapters is not None and self.adapters.may_run(self._held[0]):
             begin, self._held = self._held[1], None
             begin()
-        elif self._step is not None and self.adapters is not None and self.adapters.is_assisted:
+        elif self._step is not None and self.adapters is not None and self.adapters.takes_over:
             self._step.plan_anew()
         self.wake()
 
