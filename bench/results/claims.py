@@ -50,7 +50,8 @@ _chameleon_claim = partial(Claim, CHAMELEON)
 _adaptivellm_claim = partial(Claim, ADAPTIVELLM)
 _own_claim = partial(Claim, OVERTURE)
 _symphony = partial(Figure, "sim-symphony")
-_caraserve = partial(Figure, "sim-caraserve")
+_assist = partial(Figure, "emulated-caraserve")
+_routing = partial(Figure, "sim-caraserve")
 _adaptivellm = partial(Figure, "sim-adaptivellm")
 _chameleon = partial(Figure, "sim-chameleon")
 _scheduling = partial(Figure, "live-scheduling")
@@ -151,7 +152,7 @@ CARASERVE_CLAIMS = (
         CHANGE,
         0.22,
         "Fig. 10",
-        _caraserve("ttft_overhead.cpu_assist"),
+        _assist("ttft_overhead.cpu_assist"),
         _adapters("cold_ttft_vs_resident_p50", less=1),
         live_what="median TTFT of a cold start from host memory against a resident one",
     ),
@@ -161,7 +162,7 @@ CARASERVE_CLAIMS = (
         CHANGE,
         4.12,
         "Fig. 10",
-        _caraserve("ttft_overhead.on_demand"),
+        _assist("ttft_overhead.on_demand"),
         better=HIGHER,
     ),
     _caraserve_claim(
@@ -170,7 +171,7 @@ CARASERVE_CLAIMS = (
         CHANGE,
         0.07,
         "Fig. 14",
-        _caraserve("production_ttft_overhead.cpu_assist"),
+        _assist("production_ttft_overhead.cpu_assist"),
     ),
     _caraserve_claim(
         "B1",
@@ -178,7 +179,7 @@ CARASERVE_CLAIMS = (
         CHANGE,
         0.39,
         "Fig. 14",
-        _caraserve("production_ttft_overhead.on_demand"),
+        _assist("production_ttft_overhead.on_demand"),
         better=HIGHER,
     ),
     *(
@@ -188,7 +189,7 @@ CARASERVE_CLAIMS = (
             SHARE,
             0.99,
             "Fig. 19",
-            _caraserve(f"slo_attainment.{kernel}"),
+            _routing(f"slo_attainment.{kernel}"),
         )
         for kernel in ("mbgmv", "bgmv")
     ),
@@ -199,7 +200,7 @@ CARASERVE_CLAIMS = (
             CHANGE,
             paper,
             "Fig. 19",
-            _caraserve(f"tpt_change.{kernel}.{key}"),
+            _routing(f"tpt_change.{kernel}.{key}"),
         )
         for kernel, key, name, paper in (
             ("mbgmv", "first_fit", "first fit", -0.364),
