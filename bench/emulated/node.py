@@ -124,6 +124,8 @@ class EmulatedNode:
             has_prefix_cache=engine.has_prefix_cache,
             tiers=self.tiers.name if self.tiers is not None else None,
         )
+        if self.tiers is not None:
+            self.tiers.serve(self.scheduler, self.wake)
         self._fits: list[Work] = []
         self._prefix_hits = FadingRate(PREFIX_HALF_LIFE_S)
         """Blocks of prompts that were found on the device."""
@@ -143,6 +145,8 @@ class EmulatedNode:
         self._held: tuple[set[int], Callable[[], None]] | None = None
         """A step that waits for copies of these adapters, and what begins it."""
         self._num_made = 0
+        self._sessions: dict[str, int] = {}
+        self.on_end: Callable[[Job], None] = lambda job: None
         has_names = engine.has_prefix_cache or tiers is not None
         self._hasher = block_hasher(engine.block_tokens) if has_names else None
 
@@ -229,6 +233,12 @@ class EmulatedNode:
         self._came.append(Job(arrival, rank))
         self.wake()
 
+    def advise(self, session: str, arrival_s: float | None = None, priority: int = 0) -> None:
+        """A request of this session will come, in so many seconds or later; None: nobody can tell."""
+        if self.tiers is not None:
+            self.tiers.advise(session, arrival_s, priority)
+            self.wake()
+
     def submit_ahead(self, arrival: Arrival) -> None:
         """It came at its own time, while the node did not look; steps begin with the next `wake`."""
         self.clock.now = arrival.at_s
@@ -261,6 +271,8 @@ class EmulatedNode:
             lora = LoRARequest(str(arrival.adapter_id), arrival.adapter_id + 1, "none")
             job.found_adapter = self.adapters.requested(arrival.request_id, lora.lora_int_id)
         self._num_made += 1
+        # A session's requests begin with the same tokens; any other has tokens of its own: nobody finds another one's prefix.
+        own = self._sessions.setdefault(arrival.session or arrival.request_id, self._num_made)
         adapter = "" if arrival.adapter_id is None else str(arrival.adapter_id)
         context = RequestContext(tenant=arrival.tenant, adapter=adapter, priority=arrival.priority)
         facts = Carried(
@@ -275,8 +287,7 @@ class EmulatedNode:
         )
         return Request(
             request_id=arrival.request_id,
-            # Each has tokens of its own: nobody finds another one's prefix.
-            prompt_token_ids=[self._num_made] * arrival.num_prompt_tokens,
+            prompt_token_ids=[own] * arrival.num_prompt_tokens,
             sampling_params=SamplingParams(
                 max_tokens=arrival.num_answer_tokens, ignore_eos=True, extra_args={FACTS: facts}
             ),
@@ -284,6 +295,7 @@ class EmulatedNode:
             arrival_time=arrival.at_s,
             priority=arrival.priority,
             lora_request=lora,
+            session_id=arrival.session or None,
             block_hasher=self._hasher,
         )
 
@@ -291,6 +303,8 @@ class EmulatedNode:
 
     def _begin(self, now: float) -> None:
         self._next = None
+        if self._is_busy:  # woken while the step that runs now was made
+            return
         self._take_in()
         adapters = self.adapters
         written_s = adapters.advance(self.scheduler.has_requests()) if adapters is not None else 0.0
@@ -331,18 +345,28 @@ class EmulatedNode:
             return work_of(self.cost, output.num_scheduled_tokens, requests, self._rank_of, assisted)
 
         first, began_s = work(), self.clock.now
-        ended: Callable[[float], None] = lambda now: self._end(output, first.giving, now - began_s, now)  # noqa: E731
+        ended: Callable[[set[int]], None] = lambda failed: self._end(output, first.giving, began_s, failed)  # noqa: E731
         if self.tiers is None:
-            self._step = StepUnderWay(self.clock, first.seconds, ended, lambda: work().seconds)
+            self._step = StepUnderWay(
+                self.clock, first.seconds, lambda now: ended(set()), lambda: work().seconds
+            )
         else:
             self.tiers.run_step(output.kv_connector_metadata.moves, first.seconds, ended)
 
     def _rest(self, now: float) -> None:
         """No step can begin: look again if something may change by itself."""
+        self._promote()
         if self.scheduler.has_requests():
             self._next = self.clock.at(now + STUCK_WAIT_S, self._begin)
         elif self._came or (self.adapters is not None and self.adapters.is_writing):
             self._next = self.clock.at(now, self._begin)
+        elif self.tiers is not None and (wait_s := self.tiers.wait_s()) is not None:
+            self._next = self.clock.at(now + max(wait_s, STUCK_WAIT_S), self._begin)
+
+    def _promote(self) -> None:
+        """Between steps: KV of sessions that are expected comes closer."""
+        if self.tiers is not None:
+            self.tiers.promoter.advance()
 
     def _enter(self, request_ids: Iterable[str]) -> set[int]:
         """The adapters that a step computes with have their slots."""
@@ -358,19 +382,32 @@ class EmulatedNode:
         for fit in fits:
             fit()
 
-    def _end(self, output: Any, giving: list[str], took_s: float, now: float) -> None:
+    def _end(self, output: Any, giving: list[str], began_s: float, failed: set[int]) -> None:
+        """failed: the device's blocks whose KV did not come."""
+        now = self.clock.now
         self._is_busy, self._step = False, None
         self.tally.num_steps += 1
-        self.tally.busy_s += took_s
+        self.tally.busy_s += now - began_s
         request_ids = list(output.num_scheduled_tokens)
         gets = set(giving)
-        answer = output_of(request_ids, [[TOKEN] if request_id in gets else [] for request_id in request_ids])
-        began_s = time.perf_counter()
-        self.scheduler.update_from_output(output, answer)
-        self.tally.scheduler_s += time.perf_counter() - began_s
+        answer = output_of(
+            request_ids, [[TOKEN] if request_id in gets else [] for request_id in request_ids], failed
+        )
+        updates_s = time.perf_counter()
+        given = self.scheduler.update_from_output(output, answer)
+        self.tally.scheduler_s += time.perf_counter() - updates_s
+        if failed:  # what was computed on them is computed again
+            gets = {
+                each.request_id
+                for outputs in given.values()
+                for each in outputs.outputs
+                if each.new_token_ids
+            }
+            giving = [request_id for request_id in giving if request_id in gets]
         if self.scheduling is not None and self.scheduling.pace is not None:
             self.scheduling.pace.ended()
         self._note_tokens(giving, now)
+        self._promote()
         self._begin(now)
 
     def _note_tokens(self, giving: Iterable[str], now: float) -> None:
@@ -386,8 +423,11 @@ class EmulatedNode:
                 if self.adapters is not None and job.arrival.adapter_id is not None:
                     self.adapters.released(request_id, job.arrival.adapter_id + 1)
                 self._rank_of.pop(request_id, None)
+                if not job.arrival.session:
+                    del self._sessions[request_id]
                 if self._guesser is not None:
                     self._guesser.ended(job.arrival)
+                self.on_end(job)
 
     def close(self) -> None:
         if self.scheduling is not None:

@@ -5,25 +5,32 @@ slots hold no bytes. Its worker's side is modelled as on a GPU, where copies run
 
 Loads: a step's pieces come over the device's link one after the other, beside the step's computation, as `wait_for_layer_load` has it: a piece is
 computed when those before it are, and its KV has come. So a step that loads is as long as the slower of both makes it. Saves: copied out after
-the step, over the link's other direction; the step does not wait for them, and they may be read when they have come.
+the step, over the link's other direction; the step does not wait for them, and they may be read when they have come. Promotions: copies that
+`engine_bridge.driver.promoter.Promoter` makes between steps; the next step begins when they have come, as kernels do on a GPU.
+
+A step that counts on layers which the disk still reads waits for them, up to the live engine's limit, then has the rest computed again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.emulated.disk import EmulatedDisk
 from bench.emulated.virtual_io import VirtualIo
-from bench.sim.core.clock import Clock
+from bench.sim.core.clock import Clock, Event
 from bench.sim.core.links import SharedLink
 from bench.sim.core.session_node import StepPrefill
 from bench.sim.core.steps import StepCost
-from engine_bridge.core.restores import StepMoves
+from engine_bridge.core.restores import Load, StepMoves
+from engine_bridge.driver.kv_connector import LAYER_TIMEOUT_S
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.promoter import Promoter
+from engine_bridge.driver.scheduling.seam import GatedScheduler
+from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport
 from engine_bridge.policy.costs import Link, PrefillCost, TablePrefill
-from kvtiers.blocks import Save
-from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockKey, BlockShape, Namespace
 from kvtiers.policy.eviction import ByValue, EvictionPolicy
 from kvtiers.policy.restore import RestorePolicy
@@ -32,14 +39,15 @@ from kvtiers.store import KvStore
 # Of layers, that move and leave host memory together. Chosen: twice the bands in which KV leaves it.
 NUM_PIECES = 8
 
-Done = Callable[[float], None]
+Done = Callable[[set[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """Of one node. policy, eviction: other than the ones that serve."""
+    """Of one node. disk_bytes_per_s: each way; None for no disk. policy, eviction: other than the ones that serve."""
 
     host_bytes: int
+    disk_bytes_per_s: float | None = None
     policy: RestorePolicy | None = None
     eviction: EvictionPolicy | None = None
 
@@ -47,13 +55,20 @@ class TierSizes:
 class HollowStore(KvStore):
     """The store that serves, with a byte for each slot in the place of its bytes."""
 
-    def __init__(
-        self, shape: BlockShape, host_bytes: int, io: IoThread, eviction: EvictionPolicy, clock: Clock
-    ) -> None:
-        num_slots = host_bytes // shape.layer_bytes
+    def __init__(self, shape: BlockShape, sizes: TierSizes, io: VirtualIo, clock: Clock) -> None:
+        num_slots, disk = sizes.host_bytes // shape.layer_bytes, None
+        if sizes.disk_bytes_per_s is not None:
+            disk = EmulatedDisk(clock, io.loop, sizes.disk_bytes_per_s, shape)
         super().__init__(
-            BlockShape(shape.num_layers, 1), num_slots, io, None, eviction, clock=lambda: clock.now
+            BlockShape(shape.num_layers, 1),
+            num_slots,
+            io,
+            disk,  # type: ignore[arg-type]  # asks the same of it as of a log of files
+            sizes.eviction or ByValue(),
+            clock=lambda: clock.now,
         )
+        if sizes.disk_bytes_per_s is not None:
+            self.assume_disk_rate(sizes.disk_bytes_per_s)
         self.shape = self._host.shape = shape
         self._host.stats.capacity_bytes = num_slots * shape.layer_bytes
 
@@ -63,6 +78,45 @@ class HollowStore(KvStore):
         assert not self._host.live, "a group was never left"
         held = [block.key for block in self._host.blocks.values() if block.pins or block.is_unwritten]
         assert not held, f"{len(held)} blocks are held by nobody"
+
+
+class EmulatedCopier:
+    """In the place of `engine_bridge.driver.block_copy.CudaCopier`, for copies between steps."""
+
+    overlaps = True
+    num_bytes, seconds = 0, 0.0
+    """No step is seen to wait for copies, so the link is taken to be as fast as it is."""
+
+    def __init__(self, link: SharedLink, layer_bytes: int) -> None:
+        self.num_under_way = 0
+        self._link, self._layer_bytes = link, layer_bytes
+        self._num_layers = 0
+        self._waiting: list[Callable[[], None]] = []
+
+    def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self._num_layers += len(blocks)
+
+    def end_step(self, then: Callable[[], None]) -> None:
+        """`then` is called when all that was given since the last time has been copied."""
+
+        def copied(now: float) -> None:
+            self.num_under_way -= 1
+            then()
+            if not self.num_under_way:
+                waiting, self._waiting = self._waiting, []
+                for go in waiting:
+                    go()
+
+        self.num_under_way += 1
+        num_bytes, self._num_layers = self._num_layers * self._layer_bytes, 0
+        self._link.transfer(num_bytes, copied)
+
+    def when_done(self, go: Callable[[], None]) -> None:
+        """Once nothing is under way: now, or later."""
+        if self.num_under_way:
+            self._waiting.append(go)
+        else:
+            go()
 
 
 class EmulatedTiers(KvTiers):
@@ -85,10 +139,11 @@ class EmulatedTiers(KvTiers):
         super().__init__(config, policy=sizes.policy, clock=lambda: clock.now)
         num_pieces = min(cost.model.num_layers, NUM_PIECES)
         shape = BlockShape(num_pieces, -(-block_tokens * cost.model.kv_bytes_per_token // num_pieces))
-        self._io = VirtualIo(clock)
-        self.hollow = self.store = HollowStore(
-            shape, sizes.host_bytes, self._io, sizes.eviction or ByValue(), clock
-        )
+        self._io = io = VirtualIo(clock)
+        self.hollow = self.store = HollowStore(shape, sizes, io, clock)
+        self.store.on_progress = self._on_progress
+        self.copies = EmulatedCopier(link, shape.layer_bytes)
+        self.copier = self.copies
         self._namespace = Namespace(
             model=cost.model.name,
             revision="",
@@ -100,6 +155,10 @@ class EmulatedTiers(KvTiers):
         )
         self.steps_clock, self.link_in = clock, link
         self.link_out = SharedLink(clock, link.bytes_per_s, link.setup_s)
+        self.advised: Counter[str] = Counter()
+        """Advisories by how they ended."""
+        self._block_tokens, self._num_advised = block_tokens, 0
+        self._step: _Step | None = None
         prefill: PrefillCost = StepPrefill(cost, step_tokens)
         self.use_costs(TablePrefill(cost.table, step_tokens) if cost.table is not None else prefill)
         rate = link.bytes_per_s
@@ -110,6 +169,11 @@ class EmulatedTiers(KvTiers):
         assert self._io is not None
         self._io.close()
 
+    def _on_progress(self) -> None:
+        if self._step is not None:
+            self._step.load()
+        super()._on_progress()
+
     def ways_back(self) -> dict[str, Callable[..., Any]]:
         """What scheduling is told of requests that are preempted, as the live engine tells it."""
         return {"ways": self.way_counts, "swap_s": self.swap_s}
@@ -118,9 +182,50 @@ class EmulatedTiers(KvTiers):
         """Leading blocks of these that the tiers could bring."""
         return self.hollow.num_held([BlockKey(bytes(block_hash)) for block_hash in hashes]) if hashes else 0
 
+    def serve(self, scheduler: GatedScheduler, wake: Callable[[], None]) -> None:
+        """For this scheduler, which has a connector to them. wake: called when there is something to look at."""
+        pool = scheduler.kv_cache_manager.block_pool
+        block_tokens = self._block_tokens
+        self.promoter = Promoter(pool, self, block_tokens, scheduler.get_request_counts, self.clock)
+        self.listener, self.on_progress = self.promoter, wake
+
+    def advise(self, session: str, arrival_s: float | None, priority: int) -> None:
+        self._num_advised += 1
+        advisory = Advisory(
+            advisory_id=str(self._num_advised),
+            session_id=session,
+            expected_arrival_s=arrival_s,
+            priority=priority,
+        )
+        self.promoter.advise(advisory, (), None, self._note)
+
+    def _note(self, report: AdvisoryReport) -> None:
+        if report.state in ADVISORY_ENDS:
+            self.advised[report.state] += 1
+
+    def wait_s(self) -> float | None:
+        """How long until there is something to promote; None: until something comes."""
+        if self.copies.num_under_way:
+            self.copies.when_done(self.on_progress)
+            return None
+        return 0.0 if self.promoter.has_work() else self.promoter.wait_s()
+
     def run_step(self, moves: StepMoves, compute_s: float, ended: Done) -> None:
-        """A step begins now that takes `compute_s` by itself."""
-        _Step(self, moves, compute_s, ended).load()
+        """A step begins now, or when what was promoted has come, and takes `compute_s` by itself.
+
+        ended: called at its end with the device's blocks that did not come in time.
+        """
+
+        def begin() -> None:
+            self._step = _Step(self, moves, compute_s, end)
+            self._step.load()
+
+        def end(failed: set[int]) -> None:
+            self._step = None
+            self.num_failed_loads += len(failed)
+            ended(failed)
+
+        self.copies.when_done(begin)
 
 
 class _Step:
@@ -131,21 +236,61 @@ class _Step:
         self._store, self._clock = tiers.hollow, tiers.steps_clock
         self._piece_s = compute_s / self._store.shape.num_layers
         self._num_came = 0
+        self._is_moving = False
+        self._patience: Event | None = None
+        self._failed: set[int] = set()
         self._computed_s = self._clock.now
 
     def load(self) -> None:
-        """The next piece of all loads; after the last one the step only computes."""
+        """The next piece of all loads, if it is in host memory; after the last one the step only computes. Called when anything has come."""
+        if self._is_moving or self._is_reading():
+            return
+        self._is_moving = True
+        self._cut()
         num_blocks = sum(len(load.block_ids) for load in self._moves.loads)
         num_left = self._store.shape.num_layers - self._num_came
         if not num_blocks or not num_left:
-            self._clock.at(self._computed_s + num_left * self._piece_s, self._end)
+            self._clock.at(max(self._computed_s, self._clock.now) + num_left * self._piece_s, self._end)
             return
         num_bytes = num_blocks * self._store.shape.layer_bytes
         self._tiers.link_in.transfer(num_bytes, self._came, is_set_up=self._num_came > 0)
 
+    def _is_reading(self) -> bool:
+        """Does the disk still owe some of the next piece, and is it worth waiting for?"""
+        if self._num_came == self._store.shape.num_layers or not any(map(self._lacks, self._moves.loads)):
+            return False
+        if self._patience is None:
+            self._patience = self._clock.at(self._clock.now + LAYER_TIMEOUT_S, self._give_up)
+        return self._patience.action is not None
+
+    def _lacks(self, load: Load) -> bool:
+        blocks = load.stage.blocks[load.first : load.first + len(load.block_ids)]
+        return not load.is_whole and any(
+            block.ready <= self._num_came and not block.is_bad for block in blocks
+        )
+
+    def _give_up(self, now: float) -> None:
+        assert self._patience is not None
+        self._patience.cancel()
+        self.load()
+
+    def _cut(self) -> None:
+        """What is not there by now is left out, with all behind it."""
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        for load in self._moves.loads:
+            if load.is_whole or self._num_came == self._store.shape.num_layers:
+                continue
+            end = load.first + len(load.block_ids)
+            num_ready = self._store.wait_for_layer(load.stage, end, self._num_came, 0.0) - load.first
+            self._failed.update(load.block_ids[max(num_ready, 0) :])
+            del load.block_ids[max(num_ready, 0) :]
+
     def _came(self, now: float) -> None:
         self._computed_s = max(self._computed_s, now) + self._piece_s
         self._num_came += 1
+        self._is_moving = False
         self.load()
 
     def _end(self, now: float) -> None:
@@ -154,11 +299,8 @@ class _Step:
         saves = [job.save for job in self._moves.saves]
         num_blocks = sum(len(save.blocks) for save in saves)
         if num_blocks:
-            self._tiers.link_out.transfer(
-                num_blocks * self._store.shape.block_bytes, lambda now: self._commit(saves)
-            )
-        self._ended(now)
-
-    def _commit(self, saves: list[Save]) -> None:
-        for save in saves:
-            self._store.commit(save)
+            # What was computed on KV that did not come is wrong.
+            keep = self._store.abandon if self._failed else self._store.commit
+            num_bytes = num_blocks * self._store.shape.block_bytes
+            self._tiers.link_out.transfer(num_bytes, lambda now: [keep(save) for save in saves])
+        self._ended(self._failed)

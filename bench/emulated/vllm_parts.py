@@ -25,7 +25,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import BlockHash, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -104,8 +104,11 @@ def block_hasher(block_tokens: int) -> Callable[[Request], list[BlockHash]]:
     return name_new_blocks
 
 
-def output_of(request_ids: list[str], tokens: list[list[int]]) -> ModelRunnerOutput:
-    """As a worker would give it."""
+def output_of(
+    request_ids: list[str], tokens: list[list[int]], invalid_block_ids: set[int] | None = None
+) -> ModelRunnerOutput:
+    """As a worker would give it. invalid_block_ids: of the device, whose KV did not come."""
+    failed = KVConnectorOutput(invalid_block_ids=invalid_block_ids) if invalid_block_ids else None
     return ModelRunnerOutput(
         req_ids=request_ids,
         req_id_to_index={request_id: place for place, request_id in enumerate(request_ids)},
@@ -113,4 +116,5 @@ def output_of(request_ids: list[str], tokens: list[list[int]]) -> ModelRunnerOut
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],
+        kv_connector_output=failed,
     )

@@ -14,7 +14,7 @@ from typing import Protocol
 # Chosen priors, replaced by measurements: an SSD or better; a quarter of a laptop's memory bandwidth.
 PRIOR_DISK_BYTES_PER_S = 500e6
 PRIOR_HOST_BYTES_PER_S = 4e9
-# One read from disk is about this large: before one has come back, nothing is known about its speed.
+# One read from disk is about this large, or a layer of all blocks if that is more: before one has come back, nothing is known about its speed.
 READ_BYTES = 4 << 20
 # Share of the predicted time for computing that must suffice for the reading beneath it. Chosen: predictions are off by a fifth.
 OVERLAP_SAFETY = 0.8
@@ -122,7 +122,8 @@ def disk_s(facts: RestoreFacts) -> float:
     """Predicted time until this request's blocks are read: by the measured rate, or by what this wait has seen if that is less."""
     rate = facts.disk_bytes_per_s or PRIOR_DISK_BYTES_PER_S
     if facts.waited_s > 0:
-        rate = min(rate, (facts.disk_bytes_done + READ_BYTES) / facts.waited_s)
+        layer_bytes = facts.num_blocks * facts.block_bytes / max(facts.num_layers, 1)
+        rate = min(rate, (facts.disk_bytes_done + max(READ_BYTES, layer_bytes)) / facts.waited_s)
     return (facts.disk_bytes_ahead + facts.disk_bytes_left) / rate
 
 

@@ -15,7 +15,8 @@ from engine_bridge.predict.length import LengthGuess
 class Arrival:
     """What the traffic says of a request. adapter_id: None for the base model. max_answer_tokens: the client's bound, None without.
 
-    tenant, priority: told to the emulated node's policy; the lean one knows one tenant.
+    tenant, priority: told to the emulated node's policy; the lean one knows one tenant. session: whose prompts begin alike; empty for one that
+    nothing follows.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class Arrival:
     max_answer_tokens: int | None = None
     tenant: str = ""
     priority: int = 0
+    session: str = ""
 
 
 class Stage(enum.Enum):

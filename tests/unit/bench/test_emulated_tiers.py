@@ -13,9 +13,11 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import GB
 from bench.sim.core.links import SharedLink
 from bench.sim.core.models import LLAMA2_7B
-from bench.sim.core.steps import StepCost
+from bench.sim.core.requests import Arrival
+from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.traffic import play
 from engine_bridge.core.restores import Load, SaveJob, StepMoves
+from engine_bridge.driver.kv_connector import LAYER_TIMEOUT_S
 from kvtiers.keys import BlockKey
 
 COST = StepCost(A40, LLAMA2_7B)
@@ -96,26 +98,32 @@ KEYS = [BlockKey(bytes([number])) for number in range(10)]
 class Steps:
     """Tiers whose steps are begun by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: TierSizes = TIERS) -> None:
         self.clock = Clock()
         self.link = SharedLink(self.clock, A40.achieved_link_bytes_per_s)
-        self.tiers = EmulatedTiers(self.clock, TIERS, COST, 16, 2048, self.link)
+        self.tiers = EmulatedTiers(self.clock, tiers, COST, 16, 2048, self.link)
+        self.failed = set[int]()
         self.store = self.tiers.hollow
         self.copy_s = self.link.alone_s(len(KEYS) * self.store.shape.block_bytes)
 
     def step_s(self, moves: StepMoves, compute_s: float) -> float:
         """Its time alone."""
-        began_s, ended = self.clock.now, list[float]()
-        self.tiers.run_step(moves, compute_s, ended.append)
+        began_s, ended_s = self.clock.now, list[float]()
+
+        def ended(failed: set[int]) -> None:
+            self.failed = failed
+            ended_s.append(self.clock.now)
+
+        self.tiers.run_step(moves, compute_s, ended)
         self.clock.run()
-        return ended[0] - began_s
+        return ended_s[0] - began_s
 
     def save(self) -> StepMoves:
         save = self.store.begin_save("one", KEYS)
         return StepMoves(saves=[SaveJob(save, list(range(len(KEYS))))])
 
-    def load(self) -> StepMoves:
-        return StepMoves([Load(self.store.stage("one", KEYS), 0, list(range(len(KEYS))), is_whole=True)])
+    def load(self, is_whole: bool = True) -> StepMoves:
+        return StepMoves([Load(self.store.stage("one", KEYS), 0, list(range(len(KEYS))), is_whole)])
 
 
 @pytest.fixture
@@ -132,7 +140,7 @@ def test_a_step_does_not_wait_for_what_it_saves(steps: Steps) -> None:
 
 
 def test_what_is_saved_can_be_read_only_when_it_has_been_copied_out(steps: Steps) -> None:
-    steps.tiers.run_step(steps.save(), 0.01, lambda now: None)
+    steps.tiers.run_step(steps.save(), 0.01, lambda failed: None)
     steps.clock.run(0.01 + steps.copy_s / 2)
     stage = steps.store.stage("one", KEYS)
     assert steps.store.progress(stage).num_ready_blocks == 0
@@ -158,3 +166,107 @@ def test_a_steps_pieces_are_loaded_beside_its_computation(
     took_s = steps.step_s(steps.load(), compute_s(steps.copy_s))
     assert took_s == pytest.approx(expected_s(steps.copy_s))
     steps.store.check_at_rest()
+
+
+def on_disk(bytes_per_s: float) -> Steps:
+    """What was saved lies there alone."""
+    steps = Steps(TierSizes(host_bytes=8 * GB, disk_bytes_per_s=bytes_per_s))
+    steps.step_s(steps.save(), 0.01)
+    steps.store.drop_host()
+    steps.store.check_at_rest()
+    return steps
+
+
+def test_a_step_waits_for_layers_that_the_disk_still_reads() -> None:
+    steps = on_disk(bytes_per_s=1e9)
+    num_bytes = len(KEYS) * steps.store.shape.block_bytes
+    took_s = steps.step_s(steps.load(is_whole=False), 0.001)
+    assert took_s == pytest.approx(num_bytes / 1e9 + steps.copy_s / 8 + 0.001 / 8)
+    assert not steps.failed
+    steps.store.check_at_rest()
+    steps.tiers.close()
+
+
+def test_layers_that_do_not_come_in_time_are_given_up_and_their_blocks_named() -> None:
+    steps = on_disk(bytes_per_s=1e6)
+    took_s = steps.step_s(steps.load(is_whole=False), 0.001)
+    assert took_s == pytest.approx(LAYER_TIMEOUT_S + 0.001)
+    assert steps.failed == set(range(len(KEYS))) and steps.tiers.num_failed_loads == len(KEYS)
+    steps.store.check_at_rest()
+    steps.tiers.close()
+
+
+def test_two_who_read_from_disk_share_it() -> None:
+    steps = on_disk(bytes_per_s=1e9)
+    first, second = (steps.store.stage("one", keys) for keys in (KEYS[:5], KEYS[5:]))
+    num_bytes = len(KEYS) * steps.store.shape.block_bytes
+    began_s = steps.clock.now
+    steps.clock.run(began_s + 0.99 * num_bytes / 1e9)
+    assert not any(steps.store.progress(stage).num_ready_blocks for stage in (first, second))
+    steps.clock.run(began_s + 1.01 * num_bytes / 1e9)
+    assert [steps.store.progress(stage).num_ready_blocks for stage in (first, second)] == [5, 5]
+    steps.tiers.close()
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+ROOMY = Engine(num_blocks=700, max_running=64)
+DISK = TierSizes(host_bytes=8 * GB, disk_bytes_per_s=8e9)
+
+
+def turn(place: int, at_s: float, num_tokens: int) -> Arrival:
+    return Arrival(f"turn {place}", at_s, num_tokens, 10, session="one")
+
+
+class Talk:
+    """A session on one node: a first turn of 2,000 tokens, whose KV is on disk alone afterwards."""
+
+    def __init__(self, engine: Engine = ROOMY, tiers: TierSizes = DISK) -> None:
+        self.node = EmulatedNode(Clock(), COST, engine, "fcfs", tiers=tiers)
+        self.tiers = tiers_of(self.node)
+        self.node.submit(turn(0, 0.0, 2000))
+        self.node.clock.run()
+        self.tiers.hollow.drop_host()
+        self.node.scheduler.reset_prefix_cache()
+
+    def ttft_s(self) -> float:
+        """Of the second turn, asked now."""
+        self.node.submit(turn(1, self.node.clock.now, 2100))
+        self.node.clock.run()
+        self.tiers.hollow.check_at_rest()
+        self.node.close()
+        return self.node.ended[-1].ttft_s
+
+
+def test_a_turn_loads_what_the_one_before_it_left() -> None:
+    talk = Talk()
+    took_s = talk.ttft_s()
+    assert COST.prefill_s(100) < took_s < COST.prefill_s(2100)
+    stats = talk.tiers.stats()
+    assert stats is not None and stats.disk.num_hits == 2000 // 16
+
+
+def test_a_turn_that_was_announced_in_time_finds_its_kv_on_the_device() -> None:
+    talk = Talk()
+    talk.node.advise("one")
+    talk.node.clock.run(talk.node.clock.now + 20)
+    assert talk.ttft_s() == pytest.approx(COST.step_s((Chunk(2100 - 2000, 2000, 0, True),)), rel=0.05)
+    assert talk.tiers.advised == {"hit": 1}
+
+
+def test_a_turn_that_was_announced_late_is_faster_than_one_that_was_not() -> None:
+    without_s, talk = Talk().ttft_s(), Talk()
+    talk.node.advise("one")
+    talk.node.clock.run(talk.node.clock.now + 0.1)
+    assert talk.ttft_s() < without_s
+    assert talk.tiers.advised == {"late": 1}
+
+
+def test_what_is_announced_of_a_session_that_nobody_knows_moves_nothing() -> None:
+    talk = Talk()
+    before = talk.tiers.link_in.bytes_moved
+    talk.node.advise("another")
+    talk.node.clock.run()
+    assert talk.tiers.advised == {"unknown": 1}
+    assert talk.tiers.link_in.bytes_moved == before
+    talk.node.close()

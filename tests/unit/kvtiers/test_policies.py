@@ -236,6 +236,13 @@ def test_a_disk_that_hangs_is_given_up_within_a_fraction_of_a_prefill() -> None:
     assert waited_s <= prefill_s * (READ_BYTES / (24 * MIB)) + step_s
 
 
+def test_a_long_restore_is_not_given_up_before_its_first_layer_could_have_come() -> None:
+    long = {"num_blocks": 640, "disk_bytes_left": 2400 * MIB, "block_bytes": 3840 << 10}
+    layer_s = 2400 * MIB / 12 / 1e9
+    assert FasterWins().decide(facts(**long, waited_s=0.9 * layer_s)).action is Action.WAIT
+    assert FasterWins().decide(facts(**long, waited_s=4 * layer_s)).action is Action.LOAD
+
+
 def test_first_layers_suffice_when_the_others_come_under_the_computation() -> None:
     some = facts(num_ready_layers=4, disk_bytes_left=16 * MIB, num_tail_tokens=2048)
     assert FasterWins().decide(some).action is Action.LOAD

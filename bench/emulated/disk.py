@@ -1,0 +1,73 @@
+"""A disk tier in virtual time: it remembers keys; bytes take their time over one link each way, which those who read or write share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from bench.emulated.virtual_io import VirtualLoop
+from bench.sim.core.clock import Clock
+from bench.sim.core.links import SharedLink
+from kvtiers.io.log_contents import DiskStats
+from kvtiers.io.records import Record
+from kvtiers.keys import BlockKey, BlockShape
+
+
+class EmulatedDisk:
+    """In the place of `kvtiers.io.disk_log.DiskLog`. It is never full. bytes_per_s: each way."""
+
+    def __init__(self, clock: Clock, loop: VirtualLoop, bytes_per_s: float, shape: BlockShape) -> None:
+        self.weights: dict[int, float] = {}
+        """Of tenants, as the log keeps them; nobody leaves this disk."""
+        self.reader, self.writer = SharedLink(clock, bytes_per_s), SharedLink(clock, bytes_per_s)
+        self._loop, self._shape = loop, shape
+        self._keys: set[BlockKey] = set()
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._keys
+
+    @property
+    def stats(self) -> DiskStats:
+        num_bytes = len(self._keys) * self._shape.block_bytes
+        return DiskStats(
+            num_blocks=len(self._keys),
+            num_segments=0,
+            bytes=num_bytes,
+            capacity_bytes=num_bytes,
+            bytes_written=self.writer.bytes_moved,
+            bytes_read=self.reader.bytes_moved,
+        )
+
+    async def append_all(self, records: Sequence[Record]) -> bool:
+        for record in records:
+            await self._move(self.writer, len(record.keys) * self._shape.block_bytes)
+            self._keys.update(record.keys)
+        return True
+
+    async def read(
+        self,
+        keys: Sequence[BlockKey],
+        part: object,
+        *,
+        first_layer: int,
+        on_layer: Callable[[int], None],
+        on_bad: object,
+    ) -> None:
+        """A layer of all blocks after the other, as records lie on the disk."""
+        for layer in range(first_layer, self._shape.num_layers):
+            await self._move(self.reader, len(keys) * self._shape.layer_bytes)
+            on_layer(layer)
+
+    async def _move(self, link: SharedLink, num_bytes: int) -> None:
+        """What was asked for is moved to its end, also where nobody waits any more."""
+        moved: asyncio.Future[None] = self._loop.create_future()
+
+        def done(now: float) -> None:
+            if not moved.done() and not self._loop.is_closed():
+                moved.set_result(None)
+                self._loop.turn()
+
+        link.transfer(num_bytes, done)
+        await moved
+
+    async def close(self) -> None: ...
