@@ -102,16 +102,7 @@ class Tally:
 def started() -> Iterator[Target]:
     """A server of our own on a free loopback port, until the block ends."""
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "server.log").open("wb") as log:
-        command = [
-            sys.executable,
-            "-m",
-            "gateway.cli",
-            "serve",
-            "--port",
-            "0",
-            "--data-dir",
-            f"{folder}/data",
-        ]
+        command = [sys.executable, "-m", "gateway.cli", "serve", "--port=0", f"--data-dir={folder}/data"]
         environment = os.environ | {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_MAX_N_SEQUENCES": "4"}
         process = subprocess.Popen(
             [*command, "--operator-key", KEY, "--log-level", "error", *LIMITS],

@@ -39,19 +39,10 @@ PINS = PROJECT_ROOT / "requirements" / "autobahn.txt"
 SUITE = PROJECT_ROOT / ".venv" / "autobahn"
 AGENT = "overture"
 LIMIT_S = 900.0  # Chosen: the suite takes about a minute and a half on two cores.
-REFUSED = (
-    "12.*",
-    "13.*",
-)  # compression, which we do not offer: a short frame could hold much, and answers are small
-QUICK = (
-    "1.*",
-    "2.*",
-    "3.*",
-    "4.*",
-    "5.*",
-    "7.*",
-    "10.*",
-)  # and 6.*, the longest of those without large frames, is left out
+# Compression, which we do not offer: a short frame could hold much, and answers are small.
+REFUSED = ("12.*", "13.*")
+# And 6.*, the longest of those without large frames, is left out.
+QUICK = ("1.*", "2.*", "3.*", "4.*", "5.*", "7.*", "10.*")
 CHAPTERS = {
     "1": "Framing",
     "2": "Pings and pongs",
@@ -135,17 +126,10 @@ def install(python: Path) -> None:
     SUITE.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=SUITE.parent) as folder:
         target = Path(folder) / "suite"
-        command = [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--disable-pip-version-check",
-            "--no-input",
-            "--no-deps",
-        ]
-        command += ["--require-hashes", "--no-warn-script-location", "--target", target, "-r", PINS]
+        flags = (
+            "-q --disable-pip-version-check --no-input --no-deps --require-hashes --no-warn-script-location"
+        )
+        command = [python, "-m", "pip", "install", *flags.split(), "--target", target, "-r", PINS]
         done = subprocess.run(
             command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from bench.live.models import ModelShape, adapter_folders
+from bench.live.models import ModelShape, adapter_folders, model_folder
+from bench.live.peers.adapters import AdapterSettings
 from bench.live.peers.engine import drop_page_cache
 
 RANKS = (8, 16, 32, 64, 128)
@@ -32,6 +35,7 @@ class Adapters:
     """The adapters' names, folders and sizes."""
 
     def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
         ranks = [rank for rank in RANKS for _ in range(ADAPTERS_PER_RANK)]
         folders = adapter_folders(shape, ranks)
         drop_page_cache([path for folder in folders for path in folder.iterdir()])  # also writes them out
@@ -46,6 +50,18 @@ class Adapters:
     @property
     def host_bytes(self) -> int:
         return int(sum(self.num_bytes.values()) * HOST_SHARE)
+
+    def settings(self, folder: Path, **more: Any) -> AdapterSettings:
+        """Of an engine that serves them; `folder` is its own."""
+        return AdapterSettings(
+            model=str(model_folder(self.shape)),
+            dtype=self.shape.dtype,
+            folder=str(folder),
+            adapters=list(self.folders.items()),
+            max_lora_rank=max(RANKS),
+            host_bytes=self.host_bytes,
+            **more,
+        )
 
     def drawn(self, chance: random.Random) -> str:
         """By Chameleon's law: a power law over ranks, small ones asked for most, uniform within a rank."""

@@ -41,10 +41,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.live.adapter_law import ANSWER_PERCENTILES, PROMPT_PERCENTILES, RANKS, Adapters, drawn
+from bench.live.adapter_law import ANSWER_PERCENTILES, PROMPT_PERCENTILES, Adapters, drawn
 from bench.live.adapter_streams import COLD_ARRIVALS, decode_rate, gaps_of, streams_and_arrivals
-from bench.live.models import ModelShape, model_folder
-from bench.live.peers.adapters import AdapterSettings, Ask, forget_files
+from bench.live.models import ModelShape
+from bench.live.peers.adapters import Ask, forget_files
 from bench.live.peers.client import Worker
 from bench.live.peers.play import text
 from bench.live.report import Progress, figures, options, report, spread
@@ -408,21 +408,6 @@ def forgotten_files(folders: Any) -> Iterator[None]:
 # -- engines and the report --------------------------------------------------------------------------------------------
 
 
-def settings_for(shape: ModelShape, adapters: Adapters, folder: Path, max_cpu_loras: int) -> AdapterSettings:
-    return AdapterSettings(
-        model=str(model_folder(shape)),
-        dtype=shape.dtype,
-        folder=str(folder),
-        num_blocks=NUM_KV_BLOCKS,
-        max_model_len=MAX_MODEL_LEN,
-        adapters=list(adapters.folders.items()),
-        max_loras=STEP_ADAPTERS,
-        max_lora_rank=max(RANKS),
-        host_bytes=adapters.host_bytes,
-        max_cpu_loras=max_cpu_loras,
-    )
-
-
 def run(plan: Plan, is_quick: bool) -> None:
     shape = ModelShape()
     started_s = time.perf_counter()
@@ -431,7 +416,13 @@ def run(plan: Plan, is_quick: bool) -> None:
     count = equal_count(plan, adapters)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overture-bench-")))
-        settings = settings_for(shape, adapters, folder, count)
+        settings = adapters.settings(
+            folder,
+            num_blocks=NUM_KV_BLOCKS,
+            max_model_len=MAX_MODEL_LEN,
+            max_loras=STEP_ADAPTERS,
+            max_cpu_loras=count,
+        )
         print(f"[{time.perf_counter() - started_s:.0f} s] starting engines on {shape.name} …", flush=True)
         peer = replace(settings, max_loras=STEP_ADAPTERS + SPARE_SLOTS)
         workers = {

@@ -47,16 +47,9 @@ class ServerProcess:
         self.port = 0
 
     async def start(self) -> None:
-        arguments = [f"--key={key}" for key in self._keys]
         self._process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "bench.live.peers.watched_server",
-                "--data-dir",
-                self._folder.name,
-                *arguments,
-            ),
+            *(sys.executable, "-m", "bench.live.peers.watched_server", f"--data-dir={self._folder.name}"),
+            *(f"--key={key}" for key in self._keys),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -43,7 +43,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.live.adapter_law import HOST_SHARE, RANKS, Adapters
+from bench.live.adapter_law import Adapters
 from bench.live.models import ModelShape, model_folder
 from bench.live.peers.adapters import AdapterSettings, Ask
 from bench.live.peers.client import Worker
@@ -152,6 +152,10 @@ class Seen:
             if len(times) > 1:
                 self.tpot_s.append((times[-1] - times[0]) / (len(times) - 1))
 
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.play_s
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "ttft_p50_ms": ms(quantile(self.ttft_s, 0.5)),
@@ -161,7 +165,7 @@ class Seen:
             "tpot_p99_ms": ms(quantile(self.tpot_s, 0.99)),
             "e2e_mean_ms": ms(statistics.mean(self.e2e_s)),
             "num_requests": len(self.ttft_s),
-            "tokens_per_s": round(self.num_tokens / self.play_s, 1),
+            "tokens_per_s": round(self.tokens_per_s, 1),
         }
 
     def class_means_s(self) -> list[float]:
@@ -272,7 +276,7 @@ class Bench(Progress):
             for arm in random.Random(f"tight {repeat}").sample(
                 self.plan.tight_arms, len(self.plan.tight_arms)
             ):
-                self.tight[arm].add(asks, *self.play_tight(arm, asks))
+                self.tight[arm].add_tight(asks, *self.play_tight(arm, asks))
                 self.say(f"tight memory, {arm}: {self.tight[arm].as_dict()}")
 
     def play_tight(self, arm: str, asks: Sequence[Ask]) -> tuple[list[dict[str, Any]], Counter[str]]:
@@ -298,7 +302,7 @@ class Bench(Progress):
             "ttft_p50_change": change(quantile(ours.ttft_s, 0.5), quantile(peer.ttft_s, 0.5)),
             "ttft_mean_change": change(statistics.mean(ours.ttft_s), statistics.mean(peer.ttft_s)),
             "tpot_p50_change": change(quantile(ours.tpot_s, 0.5), quantile(peer.tpot_s, 0.5)),
-            "tokens_per_s_change": change(ours.num_tokens / ours.play_s, peer.num_tokens / peer.play_s),
+            "tokens_per_s_change": change(ours.tokens_per_s, peer.tokens_per_s),
         }
 
     def worst_class_change(self, load: str) -> float:
@@ -354,29 +358,21 @@ class Bench(Progress):
 
 
 @dataclass
-class Tight:
+class Tight(Seen):
     """What became of one arm's requests with tight memory."""
 
-    num_tokens: int = 0
-    elapsed_s: float = 0.0
     preemptions: Counter[str] = field(default_factory=Counter)
     weighted: list[float] = field(default_factory=list)
-    turnaround_s: list[float] = field(default_factory=list)
 
-    def add(self, asks: Sequence[Ask], answers: Sequence[dict[str, Any]], preemptions: Counter[str]) -> None:
-        self.num_tokens += sum(ask.max_tokens for ask in asks)
-        self.elapsed_s += max(answer["token_s"][-1] for answer in answers)
+    def add_tight(
+        self, asks: Sequence[Ask], answers: Sequence[dict[str, Any]], preemptions: Counter[str]
+    ) -> None:
+        self.add(asks, answers)
         self.preemptions += preemptions
         for ask, answer in zip(asks, answers, strict=True):
-            assert len(answer["token_ids"]) == ask.max_tokens, "an answer is not whole"
             end_s = answer["token_s"][-1]
-            self.turnaround_s.append(end_s - ask.at_s)
             # A request that starts in the step that was under way when it came has not waited.
             self.weighted.append((end_s - ask.at_s) / (end_s - max(answer["started_s"], ask.at_s)))
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.elapsed_s
 
     @property
     def weighted_turnaround(self) -> float:
@@ -384,7 +380,7 @@ class Tight:
 
     @property
     def turnaround_mean_s(self) -> float:
-        return statistics.mean(self.turnaround_s)
+        return statistics.mean(self.e2e_s)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -405,22 +401,6 @@ def profile_errors(shape: ModelShape, seconds: int, folder: Path) -> dict[str, A
 
 
 # -- engines and the report --------------------------------------------------------------------------------------------
-
-
-def settings_for(shape: ModelShape, adapters: Adapters, folder: Path) -> AdapterSettings:
-    return AdapterSettings(
-        model=str(model_folder(shape)),
-        dtype=shape.dtype,
-        folder=str(folder),
-        num_blocks=NUM_KV_BLOCKS,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=MAX_NUM_SEQS,
-        adapters=list(adapters.folders.items()),
-        max_loras=NUM_SLOTS,
-        max_lora_rank=max(RANKS),
-        host_bytes=int(sum(adapters.num_bytes.values()) * HOST_SHARE),
-        max_cpu_loras=PEER_HOST_ADAPTERS,
-    )
 
 
 def start_all(
@@ -447,7 +427,14 @@ def run(plan: Plan, parts: Sequence[str], is_quick: bool) -> None:
     extra: dict[str, Any] = {"quick": is_quick, "length_scale": LENGTH_SCALE}
     with tempfile.TemporaryDirectory(prefix="overture-bench-") as name:
         folder = Path(name)
-        settings = settings_for(shape, adapters, folder)
+        settings = adapters.settings(
+            folder,
+            num_blocks=NUM_KV_BLOCKS,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_loras=NUM_SLOTS,
+            max_cpu_loras=PEER_HOST_ADAPTERS,
+        )
         if "loads" in parts:
             with ExitStack() as stack:
                 kinds = ["ours", "peer", *(["many"] if MANY_SLOTS in plan.arms else [])]

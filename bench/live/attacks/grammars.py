@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from bench.live.attacks.attacker import HELLO, MODEL, Attack, Attacker, Outcome
+from bench.live.attacks.bodies import fields
 
 
 def rule_chain(num: int) -> str:
@@ -50,25 +51,16 @@ def json_schema(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def grammar(text: str, **fields: Any) -> Attack:
-    async def attack(attacker: Attacker) -> Outcome:
-        return [await attacker.chat(structured_outputs={"grammar": text}, **fields)]
-
-    return attack
+def grammar(text: str, **more: Any) -> Attack:
+    return fields(lambda: {"structured_outputs": {"grammar": text}} | more)
 
 
 def structured(**structured_outputs: Any) -> Attack:
-    async def attack(attacker: Attacker) -> Outcome:
-        return [await attacker.chat(structured_outputs=structured_outputs)]
-
-    return attack
+    return fields(lambda: {"structured_outputs": structured_outputs})
 
 
 def schema(value: Any) -> Attack:
-    async def attack(attacker: Attacker) -> Outcome:
-        return [await attacker.chat(response_format=json_schema(value))]
-
-    return attack
+    return fields(lambda: {"response_format": json_schema(value)})
 
 
 async def schema_in_responses(attacker: Attacker) -> Outcome:
@@ -100,8 +92,7 @@ MORE_AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | "" | "x" | "y"'
 
 
 async def ambiguous_often(attacker: Attacker) -> Outcome:
-    fields = {"structured_outputs": {"grammar": MORE_AMBIGUOUS}, "max_tokens": 400, "n": 16}
-    return [await attacker.chat(**fields)]
+    return await grammar(MORE_AMBIGUOUS, max_tokens=400, n=16)(attacker)
 
 
 async def evil_tools(attacker: Attacker) -> Outcome:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.live.peers.engine import Settings
+from bench.live.peers.engine import Settings, drop_page_cache
 
 WARM_UP_TOKENS = (64, 512)
 
@@ -106,12 +105,7 @@ def as_dicts(answers: Iterable[Answer]) -> list[dict[str, Any]]:
 
 def forget_files(folders: Iterable[str]) -> None:
     """Have the kernel forget these adapters: the next load is the disk's. They were written out long ago; what a process maps stays."""
-    for path in (path for folder in folders for path in Path(folder).iterdir()):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    drop_page_cache([path for folder in folders for path in Path(folder).iterdir()], is_written=True)
 
 
 def account(found: Counter[str], num_loads: int, num_bytes: int) -> dict[str, Any]:

@@ -152,12 +152,13 @@ class Engine(ABC):
     def close(self) -> None: ...
 
 
-def drop_page_cache(paths: Sequence[str | Path]) -> None:
-    """Write the files out and have the kernel forget their pages: the next read is the disk's."""
+def drop_page_cache(paths: Sequence[str | Path], *, is_written: bool = False) -> None:
+    """Write the files out, unless that was done before, and have the kernel forget their pages: the next read is the disk's."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            if not is_written:
+                os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)

@@ -33,16 +33,7 @@ CHANGING = "changing"
 """The adapter that is replaced in its folder, by turns with what these hold."""
 CHANGES = ("pirate", "robot")
 # Small, so that all memory that is ever used has been touched when the warm-up is over: some 16,000 tokens each.
-SIZES = (
-    "--kv-cache-gib",
-    "0.0625",
-    "--kv-host-gib",
-    "0.0625",
-    "--kv-disk-gib",
-    "0.03",
-    "--max-num-seqs",
-    "16",
-)
+SIZES = "--kv-cache-gib 0.0625 --kv-host-gib 0.0625 --kv-disk-gib 0.03 --max-num-seqs 16".split()
 
 
 class SoakFailed(RuntimeError):
@@ -131,17 +122,9 @@ class Server:
         await self.until_ready(START_TIMEOUT_S)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        flags = [
-            "--port",
-            str(self.port),
-            "--data-dir",
-            str(self.disk.folder),
-            "--adapters-dir",
-            str(self.adapters),
-        ]
-        flags += ["--operator-key", self.keys[0]]  # it reads /metrics
-        for key in self.keys[1:]:
-            flags += ["--api-key", key]
+        flags = [f"--port={self.port}", f"--data-dir={self.disk.folder}", f"--adapters-dir={self.adapters}"]
+        flags.append(f"--operator-key={self.keys[0]}")  # it reads /metrics
+        flags += [f"--api-key={key}" for key in self.keys[1:]]
         return subprocess.Popen(
             [sys.executable, "-m", "bench.live.soak.breakable", *flags, *SIZES],
             cwd=ROOT,

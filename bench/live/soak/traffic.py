@@ -299,23 +299,19 @@ class Traffic:
             self._check("stopped", question, (content,), is_long=True)
 
     async def call_api(self) -> None:
-        script, adapter = self.chance.choice(SCRIPTS), self.chance.choice(ADAPTERS)
+        await self._ask_api("API call", self.chance.choice(ADAPTERS))
+
+    async def use_changing_adapter(self) -> None:
+        """Its answer is that of one version or of the other, never a mixture."""
+        await self._ask_api("changing adapter", CHANGING)
+
+    async def _ask_api(self, what: str, adapter: str | None) -> None:
+        script = self.chance.choice(SCRIPTS)
         body = {"model": adapter or BASE_MODEL, "messages": [{"role": "user", "content": script[0]}]} | SHORT
         status, reply = await self._post("/v1/chat/completions", body)
         if status == 200:
             text = reply["choices"][0]["message"]["content"]
-            self.world.ledger.check_answer("API call", text, self.world.expected(script[:1], adapter))
-
-    async def use_changing_adapter(self) -> None:
-        """Its answer is that of one version or of the other, never a mixture."""
-        script = self.chance.choice(SCRIPTS)
-        body = {"model": CHANGING, "messages": [{"role": "user", "content": script[0]}]} | SHORT
-        status, reply = await self._post("/v1/chat/completions", body)
-        if status == 200:
-            text = reply["choices"][0]["message"]["content"]
-            self.world.ledger.check_answer(
-                "changing adapter", text, self.world.expected(script[:1], CHANGING)
-            )
+            self.world.ledger.check_answer(what, text, self.world.expected(script[:1], adapter))
 
     # -- others ------------------------------------------------------------------------------------------------------
 
