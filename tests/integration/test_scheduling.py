@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
+from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
@@ -124,16 +126,39 @@ async def crowd(node: LocalNode) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "mlq"])
-async def test_no_order_changes_an_answer(policy: str, undisturbed: list[list[int]]) -> None:
-    """Everybody at once on a device for a few: requests are preempted, predictions are wrong, some are aborted; nothing is lost or left behind."""
-    async with engine(policy) as node:
-        own = await scheduling(node)
+@pytest_asyncio.fixture(scope="class", loop_scope="session")
+async def tight() -> AsyncIterator[LocalNode]:
+    """One for all orders of starting: what each would build alone is the same but for its scheduling."""
+    async with engine("fcfs") as node:
+        yield node
+
+
+async def use(node: LocalNode, policy: str) -> Scheduling:
+    """Have the engine start requests in this order, and know nothing of those before."""
+
+    def exchange(driver: VllmDriver) -> Scheduling:
+        assert driver.scheduling is not None
+        driver.scheduling.close()
+        driver.scheduling = driver._make_scheduling(replace(node._config.engine, scheduling_policy=policy))
+        driver.engine.reset_prefix_cache()
+        return driver.scheduling
+
+    return await node.run_on_engine(exchange)
+
+
+class TestEveryOrder:
+    @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "mlq"])
+    async def test_no_order_changes_an_answer(
+        self, policy: str, tight: LocalNode, undisturbed: list[list[int]]
+    ) -> None:
+        """Everybody at once on a device for a few: requests are preempted, predictions are wrong, some are aborted; nothing is lost or left."""
+        own = await use(tight, policy)
         if policy == "mlq":
             own.predictor = WrongByTenTimes()
         for _ in range(5):  # who meets whom depends on the machine's speed
-            assert await crowd(node) == undisturbed
+            assert await crowd(tight) == undisturbed
             state = own.state()
+            assert state["policy"] == policy
             assert state["num_waiting"] == state["num_running"] == 0
             # Under `mlq` quotas may leave nobody to be preempted.
             if policy == "mlq" or state["counts"].get("preempted", 0) > 0:
@@ -143,7 +168,7 @@ async def test_no_order_changes_an_answer(policy: str, undisturbed: list[list[in
         if isinstance(own.dispatcher.policy, Mlq):
             own.dispatcher.policy.check_invariants()
             assert own.dispatcher.policy.ledger.num_used == 0, "every quota has come back"
-        counts = await node.run_on_engine(lambda driver: driver.counts())
+        counts = await tight.run_on_engine(lambda driver: driver.counts())
         assert counts.num_free_kv_blocks == counts.num_kv_blocks - 1
 
 
