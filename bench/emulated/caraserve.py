@@ -1,6 +1,6 @@
 """CaraServe's CPU-assist on vLLM's scheduler with our classes: what cold adapters cost beside adapters that all are there.
 
-    python -m bench.emulated caraserve [--part cold|production ...] [--quick] [--seeds N] [--seed N] [--jobs N]
+    python -m bench.emulated caraserve [--part cold|production|lengths ...] [--quick] [--seeds N] [--seed N] [--jobs N]
 
 Who starts, where adapters are and when their copies begin is decided by what serves (`engine_bridge/core`); how long a step takes is an A10's by its
 data sheet, calibrated with figures of CaraServe §2.3 that are not compared here (bench/sim/core/calibration.py); Llama2-7B, adapters on q, k and v.
@@ -21,6 +21,7 @@ Parts
   cold           Fig. 10 and 13: each request with an adapter of its own
   production     Fig. 14: adapters of skewed popularity, a power law over places with exponent 1, which the calibration with Fig. 3 agrees with; and
                  512 by the published quantiles of Azure's functions, whose skew is greater
+  lengths        one cold request of rank 64 alone: up to which prompt is it answered sooner with the help of a host's twelve cores?
 
 Lengths: Alpaca's, drawn about its published means (bench/sim/core/traffic.py). Time per token is (end - first token) / (tokens - 1). Changes are
 fractions of the other arm on the same seed's requests. Of each figure: median over seeds; `spread` has least and most. What falls short of the paper
@@ -46,6 +47,7 @@ from bench.sim.caraserve import MODEL, lengths, usual_answer, usual_prompt
 from bench.sim.core.calibration import A10_ON_DEMAND
 from bench.sim.core.guesses import Usual
 from bench.sim.core.hardware import EPYC_7R32, AssistingHost
+from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS, pool_blocks
 from bench.sim.core.steps import KERNELS, StepCost
 from bench.sim.core.tables import (
@@ -154,18 +156,22 @@ class Means:
 
 def serve(traffic: Traffic, arm_name: str, span_s: float, seed: int) -> Means:
     """One run of one node."""
-    arm = arms(traffic.rank)[arm_name]
     arrivals = poisson(lengths(), traffic.dealer(seed), traffic.per_s, span_s, seed)
+    ranks = (traffic.rank,) * (traffic.num_adapters or len(arrivals))
+    return means_of(play(arms(traffic.rank)[arm_name], arrivals, ranks))
+
+
+def play(arm: Arm, arrivals: Sequence[Arrival], ranks: Sequence[int]) -> list[Job]:
     played = play_on_node(
         "fcfs",
         arrivals,
         arm.cost,
         Engine(arm.num_blocks, has_prefix_cache=False),
         Usual([answer for _, answer in lengths().pairs]),
-        ranks=(traffic.rank,) * (traffic.num_adapters or len(arrivals)),
+        ranks=ranks,
         memory=AdapterMemory(arm.num_slots, policy=None, cold_start=arm.cold_start),
     )
-    return means_of(played.jobs)
+    return played.jobs
 
 
 def means_of(jobs: Sequence[Job]) -> Means:
@@ -197,11 +203,12 @@ PRODUCTION: dict[Traffic, tuple[Overheads, Overheads]] = {
     Traffic(7.7, 64, 512, "Azure's functions"): (NONE, NONE),
 }
 ARMS = ("on_demand", "gated", "cpu_assist", "cpu_assist_16")
+RANK, PROMPT_TOKENS = 64, (16, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What both parts share."""
+    """What all parts share."""
 
     workers: Workers
     seeds: tuple[int, ...]
@@ -266,9 +273,35 @@ def _assists(ours: Sequence[Means], others: Sequence[Means]) -> dict[str, float]
     }
 
 
+def lengths_part(bench: Bench) -> Part:
+    """One cold request alone: TTFT against waiting for the copy."""
+    waiting = _alone_s(arms(RANK)["on_demand"])
+    helped = {name: _alone_s(arms(RANK)[name]) for name in ("cpu_assist", "cpu_assist_16")}
+    figures = [
+        Figure(
+            f"TTFT alone, {name} against on_demand, rank {RANK}, {num} tokens",
+            (own_s / waiting[num] - 1,),
+            None,
+            True,
+            arms(RANK)[name].made_by,
+        )
+        for name, own in helped.items()
+        for num, own_s in own.items()
+    ]
+    wins = {name: max(num for num in own if own[num] < waiting[num]) for name, own in helped.items()}
+    return figures, {"ttft_s": {"on_demand": waiting} | helped, "assist_wins_until_tokens": wins}
+
+
+def _alone_s(arm: Arm) -> dict[int, float]:
+    """TTFT by prompt tokens."""
+    asked = {num: [Arrival("alone", 0.0, num, 1, adapter_id=0)] for num in PROMPT_TOKENS}
+    return {num: round(play(arm, arrivals, (RANK,))[0].ttft_s, 4) for num, arrivals in asked.items()}
+
+
 PARTS: dict[str, Callable[[Bench], Part]] = {
     "cold": lambda bench: overheads(bench, COLD, [(next(iter(COLD)), "a10_memory")]),
     "production": lambda bench: overheads(bench, PRODUCTION),
+    "lengths": lengths_part,
 }
 
 

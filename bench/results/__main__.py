@@ -23,7 +23,7 @@ SIMULATED: dict[str, tuple[str, ...]] = {
     "sim-chameleon": ("chameleon", "--part", "main", "--part", "eviction"),
     "sim-chameleon-sched": ("chameleon", "--part", "sched", "--seeds", "3"),
     "sim-chameleon-scale": ("chameleon", "--part", "scale", "--seeds", "1"),
-    "emulated-caraserve": ("caraserve", "--part", "cold", "--part", "production"),
+    "emulated-caraserve": ("caraserve", "--part", "cold", "--part", "production", "--part", "lengths"),
     "sim-caraserve": ("caraserve", "--part", "router", "--part", "mixed"),
     "sim-symphony": ("symphony", "--part", "chat8b", "--part", "agents", "--part", "missing"),
     "sim-symphony-limits": ("symphony", "--part", "limits", "--seeds", "3"),

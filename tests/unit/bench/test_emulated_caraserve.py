@@ -16,6 +16,7 @@ from bench.emulated.caraserve import (
     Traffic,
     arms,
     assistant_for,
+    lengths_part,
     overheads,
     serve,
     show,
@@ -155,6 +156,14 @@ def test_slots_and_blocks_of_the_bounded_arm_share_one_memory() -> None:
     slot_bytes = (free.num_blocks - bounded.num_blocks) * 16 * MODEL.kv_bytes_per_token / bounded.num_slots
     assert slot_bytes == MODEL.lora_bytes(64)
     assert 0 < bounded.num_slots < bounded.num_blocks
+
+
+def test_a_prompt_too_long_for_the_hosts_cores_had_better_wait_for_the_copy() -> None:
+    _, result = lengths_part(Bench(Workers(1), (1,)))
+    ttft_s, until = result["ttft_s"], result["assist_wins_until_tokens"]["cpu_assist"]
+    assert usual_prompt() < until < 1024
+    assert ttft_s["cpu_assist"][1024] > ttft_s["on_demand"][1024]
+    assert ttft_s["cpu_assist_16"][1024] <= ttft_s["cpu_assist"][1024], "there the device takes over"
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
