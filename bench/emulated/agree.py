@@ -2,7 +2,7 @@
 
     python -m bench.emulated agree [--part lean|live ...] [--requests N] [--rate R ...] [--quick]
 
-lean   the simulators' node (bench/sim/core/node.py, vLLM's shape) against vLLM's scheduler with our classes, on one trace with the same step costs,
+lean   the simulators' node (bench/sim/core/lean_node.py) against vLLM's scheduler with our classes, on one trace with the same step costs,
        an A40's with Llama-2-7B: P50 and P99 of TTFT and TPOT, and tokens/s, by each of POLICIES
 live   the emulated node with this machine's profile against a live run (bench/emulated/live.py): twelve minutes, --quick six
 
@@ -23,17 +23,16 @@ from bench.emulated.node import Engine, Job
 from bench.emulated.trace import arrivals, lognormal, play_on_node
 from bench.live.report import report
 from bench.measures import quantile
+from bench.sim.core.batch import Request
 from bench.sim.core.calibration import A40
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Classes
-from bench.sim.core.lane_fits import LaneFits
+from bench.sim.core.lean_node import Node
 from bench.sim.core.models import LLAMA2_7B
-from bench.sim.core.node import Node
-from bench.sim.core.requests import Arrival, Request
+from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import VLLM, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import Lengths, play
-from engine_bridge.policy.preemption import POLICIES as PREEMPTIONS
 from engine_bridge.policy.registry import POLICIES as QUEUES
 
 POLICIES = ("fcfs", "mlq")
@@ -58,18 +57,9 @@ def figures_of(jobs: Sequence[Job] | Sequence[Request]) -> dict[str, float]:
 def lean_play(
     policy: str, requests: Sequence[Arrival], cost: StepCost, num_blocks: int, guesser: Classes
 ) -> Node:
-    """In the lean model, whose victims are those of the live engine under this policy."""
-    clock, queue = Clock(), QUEUES[policy](num_blocks * 16)
-    node = Node(
-        clock,
-        cost,
-        VLLM,
-        queue,
-        guesser,
-        lanes=LaneFits(num_blocks * 16) if queue.has_lanes else None,
-        num_blocks=num_blocks,
-        preemption=PREEMPTIONS["vllm" if queue.victim_order is None else "fair_recompute"],
-    )
+    """In the lean model."""
+    clock = Clock()
+    node = Node(clock, cost, VLLM, QUEUES[policy](num_blocks * 16), guesser, num_blocks=num_blocks)
     play(clock, requests, node.submit)
     return node
 
@@ -89,7 +79,7 @@ def compare(policy: str, lengths: Lengths, rate_per_s: float, num: int, seed: in
         "rate_per_s": rate_per_s,
         "errors": {name: round(ours[name] / value - 1, 4) for name, value in theirs.items()},
         "emulated": {name: round(value, 4) for name, value in theirs.items()},
-        "num_preempted": [lean.tally.counts["preempted"], emulated.num_preempted],
+        "num_preempted": [lean.dispatcher.counts["preempted"], emulated.num_preempted],
         "took_s": [round(time.perf_counter() - lean_began_s, 1), round(lean_began_s - began_s, 1)],
     }
 

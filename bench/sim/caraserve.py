@@ -36,8 +36,8 @@ from bench.sim.core.calibration import A10_ON_DEMAND, LLAMA2_7B_QKV
 from bench.sim.core.clock import Clock
 from bench.sim.core.cluster import Cluster
 from bench.sim.core.guesses import Usual
+from bench.sim.core.lean_node import Node
 from bench.sim.core.metrics import counted
-from bench.sim.core.node import Node
 from bench.sim.core.shapes import VLLM, Shape
 from bench.sim.core.steps import KERNELS, Chunk, StepCost
 from bench.sim.core.tables import Figure, Part, Workers, changes, parser_for, report_parts, seeds_of
@@ -94,7 +94,7 @@ class Site:
 
     def node(self, clock: Clock, ranks: Sequence[int]) -> Node:
         guesser = Usual([answer for _, answer in lengths().pairs])
-        return Node(clock, self.cost, self.shape, Fcfs(), guesser, adapter_ranks=ranks, has_all_adapters=True)
+        return Node(clock, self.cost, self.shape, Fcfs(), guesser, adapter_ranks=ranks)
 
 
 def cost_of(kernel: KernelName) -> StepCost:
@@ -162,7 +162,7 @@ def serve(point: Point) -> Means:
     arrivals = poisson(lengths(), functions(site.num_adapters, rng), site.per_s, site.span_s, point.seed)
     nodes = [site.node(clock, ranks) for _ in range(site.num_nodes)]
     settings = settings_of(point.policy, site)
-    cluster = Cluster(clock, nodes, POLICIES[point.policy](settings), ranks, round(usual_answer()), {})
+    cluster = Cluster(clock, nodes, POLICIES[point.policy](settings), ranks, round(usual_answer()))
     play(clock, arrivals, cluster.submit)
     ended = [request for node in nodes for request in node.ended]
     if len(ended) != len(arrivals):

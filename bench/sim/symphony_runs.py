@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from bench.measures import quantile
+from bench.sim.core.batch import Request
 from bench.sim.core.calibration import A100
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import GB, Gpu
 from bench.sim.core.models import LLAMA3_8B, Model
-from bench.sim.core.requests import Request
 from bench.sim.core.session_cluster import (
     Company,
     Habits,
@@ -165,7 +165,7 @@ def cluster_of(
     arm: Arm, setting: Setting, clock: Clock, on_end: Callable[[Request, float], None]
 ) -> SessionCluster:
     cost = StepCost(setting.gpu, setting.model)
-    restore = FullCost(prefill=StepPrefill(cost, VLLM.step_tokens or 1))
+    restore = FullCost(prefill=StepPrefill(cost, VLLM.step_tokens))
     nodes = []
     for _ in range(setting.num_hosts):
         host = _host(arm, setting, clock) if arm.eviction else None
@@ -229,15 +229,15 @@ def _outcome(
 ) -> Outcome:
     counts: Counter[str] = Counter()
     for node in cluster.nodes:
-        counts.update(node.tally.counts)
+        counts.update(node.tally.counts + node.dispatcher.counts)
     for host in {id(node.host): node.host for node in cluster.nodes if node.host is not None}.values():
         counts.update(host.counts)
     known = max(counts["known_blocks"], 1)
     most, median = statistics.fmean(loads.most), statistics.fmean(loads.median)
     return Outcome(
         latency_s=_mean(map(normalised_s, requests)),
-        urgent_latency_s=_mean(normalised_s(request) for request in requests if request.base.priority < 0),
-        other_latency_s=_mean(normalised_s(request) for request in requests if request.base.priority >= 0),
+        urgent_latency_s=_mean(normalised_s(request) for request in requests if request.arrival.priority < 0),
+        other_latency_s=_mean(normalised_s(request) for request in requests if request.arrival.priority >= 0),
         tpot_s=_mean(request.tpot_s for request in requests if request.arrival.num_answer_tokens > 1),
         ttft_s=_mean(request.ttft_s for request in requests),
         ttft_p99_s=quantile([request.ttft_s for request in requests], 0.99),

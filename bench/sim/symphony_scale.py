@@ -89,7 +89,7 @@ class Cell:
         self.nodes = [_Node(at // NODES_PER_HOST) for at in range(num_nodes)]
         self.counts: Counter[str] = Counter()
         self._network_free_s = [0.0] * (num_nodes // NODES_PER_HOST + 1)
-        self._restore = FullCost(prefill=StepPrefill(self.cost, VLLM.step_tokens or 1))
+        self._restore = FullCost(prefill=StepPrefill(self.cost, VLLM.step_tokens))
         self._rng = random.Random(f"cell {seed}")
         self._chats, self._routing = chats, routing
         self._num_sessions = num_sessions

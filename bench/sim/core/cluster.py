@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from bench.sim.core.batch import Request
 from bench.sim.core.clock import Clock
-from bench.sim.core.node import Node
-from bench.sim.core.requests import Arrival, Request
+from bench.sim.core.lean_node import Node
+from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS
 from engine_bridge.policy.routing import Ask, NodeFacts, Ranks, RoutingPolicy
 
 
 class Cluster:
-    """Nodes with the same model and the same adapters.
+    """Nodes with the same model and the same adapters, all of which are at hand.
 
     Args:
         ranks: of adapters, by id.
         answer_tokens: what is reckoned with for every request: nobody foretells answers here.
-        usual_load_s: by rank, what an adapter takes to a device where it is not; 0 where all have all of them.
     """
 
     def __init__(
@@ -28,11 +28,10 @@ class Cluster:
         policy: RoutingPolicy,
         ranks: Sequence[int],
         answer_tokens: int,
-        usual_load_s: dict[int, float],
     ) -> None:
         self.clock, self.nodes, self.policy = clock, nodes, policy
         self.num_by_node: Counter[str] = Counter()
-        self._ranks, self._answer_tokens, self._usual_load_s = ranks, answer_tokens, usual_load_s
+        self._ranks, self._answer_tokens = ranks, answer_tokens
         self._by_id = {str(at): node for at, node in enumerate(nodes)}
         self._reported = {
             node_id: (node.num_changes, facts_of(node_id, node)) for node_id, node in self._by_id.items()
@@ -54,19 +53,11 @@ class Cluster:
         return [facts for _, facts in self._reported.values()]
 
     def _ask(self, arrival: Arrival) -> Ask:
-        adapter_id = arrival.adapter_id
-        rank = self._ranks[adapter_id] if adapter_id is not None else 0
-        load_s = self._usual_load_s.get(rank, 0.0)
-        here: dict[str, float] = {}
-        if load_s and adapter_id is not None:
-            here = {i: 0.0 for i, node in self._by_id.items() if node.adapters.is_here(adapter_id)}
         return Ask(
             request_id=arrival.request_id,
             num_prompt_tokens=arrival.num_prompt_tokens,
             num_answer_tokens=self._answer_tokens,
-            rank=rank,
-            adapter_load_s=here,
-            usual_load_s=load_s,
+            rank=self._ranks[arrival.adapter_id] if arrival.adapter_id is not None else 0,
         )
 
 

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from bench.sim.core.batch import Request
 from bench.sim.core.clock import Clock
 from bench.sim.core.conversations import Chats, Session
-from bench.sim.core.requests import Request
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.tiers import SessionKv

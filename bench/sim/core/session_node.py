@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
+from bench.sim.core.batch import Request
 from bench.sim.core.clock import Clock
-from bench.sim.core.node import Node
-from bench.sim.core.requests import Arrival, Request
+from bench.sim.core.lean_node import Node
+from bench.sim.core.links import SharedLink
+from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS, VLLM, Shape
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tiers import HostTiers, SessionKv
@@ -35,10 +35,9 @@ LOOK_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn(Arrival):
-    """A request that goes on with a session: its prompt is the session's history and new text. priority: lower is more urgent, as in vLLM."""
+    """A request that goes on with a session: its prompt is the session's history and new text."""
 
     kv: SessionKv = field(default_factory=lambda: SessionKv(""))
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class StepPrefill:
 
 
 class _Unasked:
-    """Foretells nothing: nobody asks where answers are not reserved and requests start in order."""
+    """Foretells nothing: nobody asks where requests start in order."""
 
     def guess(self, arrival: Arrival) -> LengthGuess:
         return LengthGuess(1 << 20, 1 << 20, "none")
@@ -108,15 +107,15 @@ class SessionNode(Node):
     ) -> None:
         super().__init__(clock, cost, shape, policy, _Unasked())
         self.host = host
+        self.link = SharedLink(clock, cost.gpu.achieved_link_bytes_per_s, cost.gpu.load_setup_s)
         self.cached_blocks = 0
         self.block_bytes = BLOCK_TOKENS * cost.model.kv_bytes_per_token
         self._restore_policy, self._has_cache, self._on_end = restore, has_cache, on_end
-        self._token_prefill_s = cost.prefill_s(self._step_tokens) / self._step_tokens
+        self._token_prefill_s = cost.prefill_s(shape.step_tokens) / shape.step_tokens
         self._cache: OrderedDict[str, SessionKv] = OrderedDict()
         self._kv: dict[str, SessionKv] = {}  # by request
         self._held: dict[str, Turn] = {}
         self._pinned: set[str] = set()
-        self._restored: dict[str, int] = {}
         self._loads: dict[str, _Load] = {}
         self._overdue_since_s: float | None = None
         self._guesses: dict[str, _Guess] = {}  # by session
@@ -279,12 +278,6 @@ class SessionNode(Node):
             )
         )
 
-    def _accepted(self, arrival: Arrival, now: float) -> Request:
-        request = super()._accepted(arrival, now)
-        if isinstance(arrival, Turn):
-            request.base = msgspec.structs.replace(request.base, priority=arrival.priority)
-        return request
-
     def start_tokens(self, request: Request) -> int:
         kv = self._kv[request.arrival.request_id]
         num_blocks = self._usable_blocks(kv, request.num_tokens)
@@ -292,11 +285,7 @@ class SessionNode(Node):
             num_blocks = max(num_blocks, min(kv.saved_blocks, (request.num_tokens - 1) // BLOCK_TOKENS))
         return request.num_tokens - num_blocks * BLOCK_TOKENS
 
-    def _pin(self, request: Request, now: float) -> str:
-        self._take_up(request, now)
-        return super()._pin(request, now)
-
-    def _take_up(self, request: Request, now: float) -> None:
+    def _found_tokens(self, request: Request, now: float) -> int:
         """It starts: take over what the device has of it, and begin to load what is worth loading."""
         request_id = request.arrival.request_id
         kv = self._kv[request_id]
@@ -311,9 +300,9 @@ class SessionNode(Node):
             self._load(request_id, num_loaded, now)
         else:
             self._unpin(request_id)
-        self._restored[request_id] = num_device + num_loaded
         self.tally.counts["device_blocks"] += num_device
         self.tally.counts["loaded_blocks"] += num_loaded
+        return (num_device + num_loaded) * BLOCK_TOKENS
 
     def _load(self, request_id: str, num_blocks: int, now: float) -> None:
         kv = self._kv[request_id]
@@ -338,12 +327,9 @@ class SessionNode(Node):
             self._pinned.remove(request_id)
             self._kv[request_id].num_pins -= 1
 
-    def _enter(self, request: Request) -> None:
-        self._enter_prefill(request, self._restored.pop(request.arrival.request_id) * BLOCK_TOKENS)
-
     def _leave(self, request: Request, now: float) -> None:
         request_id = request.arrival.request_id
-        num_tokens = self._num_kv_tokens(request)
+        num_tokens = self.decoders.num_kv_tokens(request)
         if self._loads.pop(request_id, None) is not None:
             num_tokens = 0  # what has come of it is not known to be whole
         self._unpin(request_id)
@@ -369,7 +355,7 @@ class SessionNode(Node):
     def _end_step(self, now: float) -> None:
         """A step whose prompts' KV has not all come goes on until it has: the forward pass waits for each layer."""
         assert self._step is not None
-        if any(request.arrival.request_id in self._loads for request, _ in self._step.chunks):
+        if any(request.arrival.request_id in self._loads for request, _ in self._step.parts):
             if self._overdue_since_s is None:
                 self._overdue_since_s = now
             return
@@ -385,14 +371,15 @@ class SessionNode(Node):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     @property
-    def free_blocks(self) -> int:
-        return super().free_blocks + self.cached_blocks
-
-    @property
     def _empty_blocks(self) -> int:
-        return super()._empty_blocks - self.cached_blocks
+        return self.free_blocks - self.cached_blocks
 
-    def _claim(self, num_blocks: int, now: float) -> None:
+    def _take(self, num_blocks: int) -> None:
+        self._overwrite(num_blocks)
+        super()._take(num_blocks)
+
+    def _overwrite(self, num_blocks: int) -> None:
+        """Have so many blocks empty."""
         missing = num_blocks - self._empty_blocks
         while missing > 0 and self._cache:
             # Of who was used least recently, the last blocks first.
@@ -402,7 +389,6 @@ class SessionNode(Node):
             self._resize(kv, kv.device_blocks - num)
             if name in self._guesses:
                 self._cold.add(name)
-        super()._claim(num_blocks, now)
 
     def _put(self, kv: SessionKv, num_blocks: int, now: float) -> None:
         """Have its first blocks cached here, as far as there is room."""
@@ -412,7 +398,7 @@ class SessionNode(Node):
         self._cache[kv.session_id] = kv
         self._cache.move_to_end(kv.session_id)
         num_new = max(min(num_blocks, self.free_blocks) - kv.device_blocks, 0)
-        self._claim(num_new, now)
+        self._overwrite(num_new)
         self._resize(kv, kv.device_blocks + num_new)
 
     def _resize(self, kv: SessionKv, num_blocks: int) -> None:

@@ -98,11 +98,14 @@ def test_the_cost_of_deciding_is_taken_with_as_many_queued_as_are_asked_for(
     assert 0 < found["decide_share"] < found["own_share"]
 
 
-def test_the_lean_model_gives_every_request_the_times_of_the_emulated_node_while_memory_suffices() -> None:
+@pytest.mark.parametrize("policy", ["fcfs", "mlq"])
+def test_the_lean_model_gives_every_request_the_times_of_the_emulated_node_while_memory_suffices(
+    policy: str,
+) -> None:
     cost, engine = StepCost(A40, LLAMA2_7B), Engine(num_blocks=3000)
     requests = arrivals(lognormal(80, 5), 2.0, 80, 5)
-    lean = lean_play("fcfs", requests, cost, engine.num_blocks, RIGHT)
-    own = play_on_node("fcfs", requests, cost, engine, RIGHT)
+    lean = lean_play(policy, requests, cost, engine.num_blocks, RIGHT)
+    own = play_on_node(policy, requests, cost, engine, RIGHT)
     ended = sorted(lean.ended, key=lambda request: request.arrival.request_id)
     assert [job.first_token_s for job in own.jobs] == pytest.approx([each.first_token_s for each in ended])
     assert [job.ended_s for job in own.jobs] == pytest.approx([each.ended_s for each in ended])

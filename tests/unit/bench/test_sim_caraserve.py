@@ -66,7 +66,7 @@ class Recorder:
 def test_a_router_is_told_how_the_nodes_stand_now() -> None:
     clock, recorder = Clock(), Recorder()
     nodes = [SMALL.node(clock, RANKS) for _ in range(3)]
-    cluster = Cluster(clock, nodes, recorder, RANKS, 58, {})
+    cluster = Cluster(clock, nodes, recorder, RANKS, 58)
     for at in range(7):
         cluster.submit(Arrival(str(at), 0.0, 20, 5, at % 4))
     assert [sum(facts.num_requests for facts in told) for _, told in recorder.told] == list(range(7))

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from bench.emulated import live as emulated
 from bench.live.peers.adapters import Ask
+from bench.sim.core.batch import Request
 from bench.sim.core.clock import Clock
-from bench.sim.core.lane_fits import LaneFits
+from bench.sim.core.lean_node import Node
 from bench.sim.core.measured import MeasuredCost
 from bench.sim.core.models import Model
-from bench.sim.core.node import Node
-from bench.sim.core.requests import Arrival, Request
-from bench.sim.core.shapes import OVERTURE, VLLM, Shape
+from bench.sim.core.requests import Arrival
+from bench.sim.core.shapes import VLLM, Shape
 from bench.sim.core.steps import Chunk, StepCost
 from engine_bridge.policy.costs import StepTable
-from engine_bridge.policy.mlq import Mlq
 from engine_bridge.policy.registry import POLICIES
-from tests.unit.bench.test_sim_node import Knows, gpu
+from tests.unit.bench.test_lean_node import Knows, gpu
 
 TINY = Model("tiny", 4, 16, 16, 1, 1, 16, 4096)
 TOKEN_S, DECODE_S, CONTEXT_S = 0.001, 0.002, 0.00001
-PACED = replace(OVERTURE, max_running=8, max_step_s=0.1)
+PACED = replace(VLLM, max_running=8, max_step_s=0.1)
 
 
 def table() -> StepTable:
@@ -43,17 +42,18 @@ def serve(
     shape: Shape = PACED,
     policy: str = "fcfs",
     num_blocks: int = 1000,
+    look: Callable[[Node], None] = Node.check_invariants,
 ) -> tuple[Node, list[Request]]:
-    """Serve requests (at, prompt, answer), checking the node twice a second; they come back in order of arrival."""
+    """Serve requests (at, prompt, answer), looking at the node twenty times a second; they come back in order of arrival."""
     clock = Clock()
     queue = POLICIES[policy](num_blocks * 16)
-    lanes = LaneFits(num_blocks * 16, every_s=1.0) if isinstance(queue, Mlq) else None
-    node = Node(clock, MeasuredCost(table(), TINY), shape, queue, Knows(), lanes=lanes, num_blocks=num_blocks)
+    cost = MeasuredCost(table(), TINY)
+    node = Node(clock, cost, shape, queue, Knows(), num_blocks=num_blocks, refit_every_s=1.0)
     for number, (at_s, prompt, answer) in enumerate(asked):
         arrival = Arrival(f"{number:04d}", at_s, prompt, answer)
         clock.at(at_s, lambda now, arrival=arrival: node.submit(arrival))
-    for check in range(1, 100):
-        clock.at(check / 2, lambda now: node.check_invariants())
+    for check in range(1, 1000):
+        clock.at(check / 20, lambda now: look(node))
     clock.run()
     assert not node.waiting and not node.running
     return node, sorted(node.ended, key=lambda request: request.arrival.request_id)
@@ -94,9 +94,11 @@ def test_a_long_prompt_is_computed_in_steps_of_the_target() -> None:
 
 def test_who_finds_no_time_in_a_step_has_its_first_token_in_the_next() -> None:
     # Both come while the first one's step of 0.02 s is under way.
-    _, (_, second, third) = serve([(0.0, 20, 1), (0.01, 80, 1), (0.01, 80, 1)])
+    found: list[list[str]] = []
+    look = lambda node: found.append([node.dispatcher.reason(each) for each in node.dispatcher.waiting_ids()])  # noqa: E731
+    _, (_, second, third) = serve([(0.0, 20, 1), (0.01, 80, 1), (0.01, 80, 1)], look=look)
     assert (second.first_token_s, third.first_token_s) == pytest.approx((0.1, 0.18))
-    assert (second.base.times_deferred, third.base.times_deferred) == (0, 1)
+    assert (found[0], found[2]) == (["step_full"], [])
     assert third.first_started_s == pytest.approx(0.1)
 
 
@@ -126,7 +128,7 @@ def test_short_steps_lose_nobody(policy: str, num_blocks: int) -> None:
     assert len(requests) == 60
     assert node.tally.counts["first_tokens"] + node.tally.counts["decode_tokens"] >= sum(a for *_, a in asked)
     if policy != "mlq":  # whose quotas spare it most of that
-        assert (node.tally.counts["preempted"] > 0) == (num_blocks == 40)
+        assert (node.dispatcher.counts["preempted"] > 0) == (num_blocks == 40)
 
 
 def test_a_shape_without_a_bound_is_as_it_was() -> None:

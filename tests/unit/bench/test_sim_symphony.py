@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from bench.sim import symphony
+from bench.sim.core.batch import Request
 from bench.sim.core.clock import Clock
 from bench.sim.core.conversations import Chats, LogNormal, recorded
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.models import LLAMA2_13B, Model
-from bench.sim.core.requests import Request
 from bench.sim.core.session_cluster import Company, Habits, SessionCluster, Users
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.shapes import ACTIVATION_BYTES, BLOCK_TOKENS
