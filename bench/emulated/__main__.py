@@ -13,6 +13,7 @@ COMMANDS = {
     "aging": "the order in a lane: aging, smallest first, the paper's rule",
     "caraserve": "cold adapters: a host that helps, against loads that are waited for",
     "chameleon": "adapters: queues and caches over loads, by the paper's device and requests",
+    "symphony": "people who type, on one node: advisories over tiers, tiers over none",
     "exact": "fcfs is vLLM's own order, policies repeat, and what our scheduling costs",
 }
 

@@ -41,8 +41,11 @@ class EmulatedDisk:
     async def append_all(self, records: Sequence[Record]) -> bool:
         for record in records:
             await self._move(self.writer, len(record.keys) * self._shape.block_bytes)
-            self._keys.update(record.keys)
+            self.keep(record.keys)
         return True
+
+    def keep(self, keys: Sequence[BlockKey]) -> None:
+        self._keys.update(keys)
 
     async def read(
         self,

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from bench.emulated.adapters import AdapterMemory, EmulatedAdapters
 from bench.emulated.assist import StepUnderWay
 from bench.emulated.device import StepWork, work_of
+from bench.emulated.requests import RequestMaker
 from bench.emulated.tiers import EmulatedTiers, TierSizes
-from bench.emulated.vllm_parts import block_hasher, make_scheduler, output_of
+from bench.emulated.vllm_parts import make_scheduler, output_of
 from bench.sim.core.clock import Clock, Event
 from bench.sim.core.links import SharedLink
 from bench.sim.core.requests import Arrival, Guesser, Timed
@@ -28,14 +28,11 @@ from bench.sim.core.steps import StepCost
 from engine_bridge.core.refits import Work
 from engine_bridge.driver.adapters.residency import lora_ids
 from engine_bridge.driver.engine import PREFIX_HALF_LIFE_S
-from engine_bridge.driver.scheduling.facts import FACTS, Carried
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import StepTable
 from engine_bridge.policy.fading import FadingRate
-from engine_bridge.predict.length import LengthFeatures
-from engine_bridge.request_context import RequestContext
 
 # While something waits that cannot start, it is asked again so often. As the engine thread does at first (engine_bridge/bridge.py, FIRST_WAIT_S).
 STUCK_WAIT_S = 0.001
@@ -132,7 +129,6 @@ class EmulatedNode:
         memory = memory or AdapterMemory()
         self.adapters = self._make_adapters(ranks, memory) if ranks and memory.num_slots else None
         self.scheduling = self._make_scheduling(policy, lane_rule) if policy != "vllm" else None
-        self._guesser = guesser
         self._ranks = ranks
         self._jobs: dict[str, Job] = {}
         self._rank_of: dict[str, int] = {}
@@ -144,11 +140,9 @@ class EmulatedNode:
         """With a step that is under way, or held."""
         self._held: tuple[set[int], Callable[[], None]] | None = None
         """A step that waits for copies of these adapters, and what begins it."""
-        self._num_made = 0
-        self._sessions: dict[str, int] = {}
         self.on_end: Callable[[Job], None] = lambda job: None
         has_names = engine.has_prefix_cache or tiers is not None
-        self._hasher = block_hasher(engine.block_tokens) if has_names else None
+        self.requests = RequestMaker(engine.block_tokens if has_names else None, guesser)
 
     def _make_scheduling(self, policy: str, lane_rule: str) -> Scheduling:
         engine, scheduler, table = self.engine, self.scheduler, self.cost.table
@@ -270,34 +264,7 @@ class EmulatedNode:
         if self.adapters is not None and arrival.adapter_id is not None:
             lora = LoRARequest(str(arrival.adapter_id), arrival.adapter_id + 1, "none")
             job.found_adapter = self.adapters.requested(arrival.request_id, lora.lora_int_id)
-        self._num_made += 1
-        # A session's requests begin with the same tokens; any other has tokens of its own: nobody finds another one's prefix.
-        own = self._sessions.setdefault(arrival.session or arrival.request_id, self._num_made)
-        adapter = "" if arrival.adapter_id is None else str(arrival.adapter_id)
-        context = RequestContext(tenant=arrival.tenant, adapter=adapter, priority=arrival.priority)
-        facts = Carried(
-            context=context,
-            rank=job.rank,
-            features=LengthFeatures(
-                num_prompt_tokens=arrival.num_prompt_tokens,
-                context=context,
-                max_tokens=arrival.max_answer_tokens,
-            ),
-            guess=self._guesser.guess(arrival) if self._guesser is not None else None,
-        )
-        return Request(
-            request_id=arrival.request_id,
-            prompt_token_ids=[own] * arrival.num_prompt_tokens,
-            sampling_params=SamplingParams(
-                max_tokens=arrival.num_answer_tokens, ignore_eos=True, extra_args={FACTS: facts}
-            ),
-            pooling_params=None,
-            arrival_time=arrival.at_s,
-            priority=arrival.priority,
-            lora_request=lora,
-            session_id=arrival.session or None,
-            block_hasher=self._hasher,
-        )
+        return self.requests.make(arrival, job.rank, lora)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -423,10 +390,7 @@ class EmulatedNode:
                 if self.adapters is not None and job.arrival.adapter_id is not None:
                     self.adapters.released(request_id, job.arrival.adapter_id + 1)
                 self._rank_of.pop(request_id, None)
-                if not job.arrival.session:
-                    del self._sessions[request_id]
-                if self._guesser is not None:
-                    self._guesser.ended(job.arrival)
+                self.requests.ended(job.arrival)
                 self.on_end(job)
 
     def close(self) -> None:

@@ -56,21 +56,29 @@ class HollowStore(KvStore):
     """The store that serves, with a byte for each slot in the place of its bytes."""
 
     def __init__(self, shape: BlockShape, sizes: TierSizes, io: VirtualIo, clock: Clock) -> None:
-        num_slots, disk = sizes.host_bytes // shape.layer_bytes, None
-        if sizes.disk_bytes_per_s is not None:
-            disk = EmulatedDisk(clock, io.loop, sizes.disk_bytes_per_s, shape)
+        num_slots, rate = sizes.host_bytes // shape.layer_bytes, sizes.disk_bytes_per_s
+        self.disk = EmulatedDisk(clock, io.loop, rate, shape) if rate is not None else None
         super().__init__(
             BlockShape(shape.num_layers, 1),
             num_slots,
             io,
-            disk,  # type: ignore[arg-type]  # asks the same of it as of a log of files
+            self.disk,  # type: ignore[arg-type]  # asks the same of it as of a log of files
             sizes.eviction or ByValue(),
             clock=lambda: clock.now,
         )
-        if sizes.disk_bytes_per_s is not None:
-            self.assume_disk_rate(sizes.disk_bytes_per_s)
+        if rate is not None:
+            self.assume_disk_rate(rate)
         self.shape = self._host.shape = shape
         self._host.stats.capacity_bytes = num_slots * shape.layer_bytes
+
+    def place(self, group: str, keys: Sequence[BlockKey]) -> None:
+        """They have been here for long: on disk, and in memory if there is room without asking anybody to leave."""
+        if self.pool.num_free >= len(keys) * self.shape.num_layers:
+            for block in self.begin_save(group, keys).blocks:
+                block.ready = self.shape.num_layers
+                self._host.unpin(block)
+        if self.disk is not None:
+            self.disk.keep(keys)
 
     def check_at_rest(self) -> None:
         """Nothing is staged, saved or known to be in the engine. Raises AssertionError."""

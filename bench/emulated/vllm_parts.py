@@ -89,17 +89,22 @@ def make_scheduler(
     )
 
 
+def block_names(own: int, first: int, last: int) -> list[BlockHash]:
+    """Of the blocks in these places of whatever has this number."""
+    return [BlockHash(((own << 32) + place).to_bytes(16)) for place in range(first, last)]
+
+
 @cache
 def block_hasher(block_tokens: int) -> Callable[[Request], list[BlockHash]]:
-    """Names of blocks for requests that share none: by a prompt's first token, which is a request's own here, and by place.
+    """Names of blocks by a prompt's first token, which is a request's own here, or a session's, and by place.
 
     What vLLM's own cache of prefixes does with them stays vLLM's; its hashing takes a third of a play.
     """
 
     def name_new_blocks(request: Request) -> list[BlockHash]:
-        own = request.prompt_token_ids[0] << 32
-        places = range(len(request.block_hashes), request.num_tokens // block_tokens)
-        return [BlockHash((own + place).to_bytes(16)) for place in places]
+        return block_names(
+            request.prompt_token_ids[0], len(request.block_hashes), request.num_tokens // block_tokens
+        )
 
     return name_new_blocks
 
