@@ -371,8 +371,6 @@ class EmulatedNode:
                 if each.new_token_ids
             }
             giving = [request_id for request_id in giving if request_id in gets]
-        if self.scheduling is not None and self.scheduling.pace is not None:
-            self.scheduling.pace.ended()
         self._note_tokens(giving, now)
         self._promote()
         self._begin(now)

@@ -354,13 +354,11 @@ class Dispatcher:
         return decision
 
     def _overcharged_tokens(self) -> int:
-        held = [
-            (
-                charged := known.charged_tokens,
-                max(charged - known.num_tokens - known.arrival.adapter_tokens, 0),
-            )
-            for known in self._running.values()
-        ]
+        held = []
+        for known in self._running.values():
+            charged = known.charged_tokens
+            left = charged - known.num_tokens - known.arrival.adapter_tokens
+            held.append((charged, left if left > 0 else 0))
         return overcharged_tokens(held, self._are_copied_back)
 
     def _note_growth(self, running: Sequence[Progress], now: float) -> None:

@@ -148,8 +148,6 @@ class VllmDriver:
 
     def _step_engine(self) -> list[RequestOutput]:
         outputs = self.engine.step()
-        if self.scheduling is not None and self.scheduling.pace is not None:
-            self.scheduling.pace.ended()
         if self._silent:
             self._note_sources(outputs)
         for output in outputs:

@@ -120,7 +120,8 @@ def overcharged_tokens(held: Iterable[tuple[int, int]], are_copied_back: bool) -
     for num, (charged, left) in enumerate(sorted(held, key=itemgetter(1), reverse=True), 1):
         num_charged += charged
         num_held += charged - left  # of those that are still there when this one ends, now
-        peak = max(peak, num_held + num * left)
+        if num_held + num * left > peak:
+            peak = num_held + num * left
     return num_charged - peak
 
 

@@ -231,14 +231,15 @@ def time_steps(driver: Any, times: list[float]) -> None:
 
 
 def note_work(pace: Any, steps: list[tuple[float, ...]]) -> None:
-    ended = pace.ended
+    observe = pace.table.observe
 
-    def noted() -> None:
-        if pace._work is not None:
-            steps.append((*pace._work, pace._began_s, time.perf_counter()))
-        ended()
+    def noted(*work_and_seconds: float) -> None:
+        *work, seconds = work_and_seconds
+        now = time.perf_counter()
+        steps.append((*work, now - seconds, now))
+        observe(*work_and_seconds)
 
-    pace.ended = noted
+    pace.table.observe = noted
 
 
 def is_queued(driver: Any, num: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +39,9 @@ class Pace:
         if target_s and config.enable_chunked_prefill:
             self.pacer = Pacer(table, target_s, scheduler.max_num_scheduled_tokens)
         self._threshold = config.long_prefill_token_threshold
-        self._work: tuple[int, int, int] | None = None
-        self._began_s = 0.0
+        # Steps that run or wait for the one before: what vLLM scheduled, its work, and when. Scheduling ahead, there are two.
+        self._under_way: deque[tuple[Any, tuple[int, int, int], float]] = deque()
+        self._last_end_s = -math.inf
 
     def set_bounds(self, bounds: StepBounds) -> None:
         """Have vLLM's next step keep to them."""
@@ -52,11 +55,14 @@ class Pace:
 
     def scheduled(self, output: Any) -> None:
         """vLLM has scheduled a step."""
-        self._work = work_of(output)
-        self._began_s = self._clock()
+        self._under_way.append((output, work_of(output), self._clock()))
 
-    def ended(self) -> None:
-        """It has run."""
-        if self._work is not None:
-            self.table.observe(*self._work, self._clock() - self._began_s)
-            self._work = None
+    def ended(self, output: Any) -> None:
+        """That step has run: for as long as it was alone on the device. One that never ends (it failed) is forgotten with the next."""
+        now = self._clock()
+        while self._under_way:
+            scheduled, work, began_s = self._under_way.popleft()
+            if scheduled is output:
+                self.table.observe(*work, now - max(began_s, self._last_end_s))
+                break
+        self._last_end_s = now

@@ -50,6 +50,12 @@ class _Planned:
             self.scheduling.pace.scheduled(output)
         return output
 
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if self.scheduling is not None and self.scheduling.pace is not None:
+            self.scheduling.pace.ended(scheduler_output)
+        return outputs
+
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self.scheduling is not None:
             self.scheduling.ended(request)

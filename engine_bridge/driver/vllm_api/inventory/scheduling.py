@@ -22,6 +22,7 @@ OWNERS = (
             "_preempt_request(request, *args, **kwargs)",
             feature=SCHEDULING,
         ),
+        overrides("update_from_output(scheduler_output, model_runner_output)", feature=PACE),
         overrides("_handle_blocked_waiting_request(request)", feature=LORA),
         calls("_preempt_request(request, timestamp, *, drop_stale_output)", feature=SCHEDULING),
         looks_up("schedule", "_handle_blocked_waiting_request", LORA),
