@@ -7,6 +7,7 @@ compute stream by events, so neither the launch of kernels nor the host waits fo
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -29,7 +30,7 @@ class BlockCopier(Protocol):
     overlaps: bool
     """Whether copies run beside the step's computation, or take the engine thread's time."""
     num_bytes: int
-    """Copied so far, both ways, and in `seconds` of time that the step waited for it."""
+    """Copied so far, both ways; `seconds` is what that took, without what is done between two copies."""
     seconds: float
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
@@ -91,7 +92,7 @@ class CpuCopier:
 class CudaCopier:
     """Copies on a side stream from and to pinned memory, by vLLM's block-swapping kernel.
 
-    Not run on a GPU yet; tests/gpu holds its test.
+    What it has copied is counted once it is done, on the waiter's threads. Not run on a GPU yet; tests/gpu holds its test.
     """
 
     overlaps = True
@@ -104,6 +105,11 @@ class CudaCopier:
         _pin(self._region)
         self._stream = torch.cuda.Stream()
         self._submit = waiter
+        self._has_loaded = False
+        self._timed: list[
+            tuple[int, Any, Any]
+        ] = []  # of this step's copies: bytes, and the events before and after
+        self._counting = threading.Lock()
         self.num_bytes = 0
         self.seconds = 0.0
 
@@ -112,9 +118,11 @@ class CudaCopier:
         self._swap(self._layers[layer], self._region, blocks, slots)
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self._stream.wait_stream(
-            torch.cuda.current_stream()
-        )  # earlier readers of these blocks must be through
+        if not self._has_loaded:
+            # Steps before may still read these blocks. This one's kernels do so behind the copy only: waiting for those of the layers before
+            # would have each copy run after its step's computation, and not beside it.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._has_loaded = True
         self._swap(self._region, self._layers[layer], slots, blocks)
         torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -123,7 +131,16 @@ class CudaCopier:
         done = torch.cuda.Event()
         done.record(self._stream)
         torch.cuda.current_stream().wait_event(done)
-        self._submit(_after(done, then))
+        timed, self._timed, self._has_loaded = self._timed, [], False
+
+        def wait() -> None:
+            done.synchronize()
+            with self._counting:
+                self.seconds += sum(began.elapsed_time(ended) for _, began, ended in timed) / 1e3
+                self.num_bytes += sum(num_bytes for num_bytes, _, _ in timed)
+            then()
+
+        self._submit(wait)
 
     def _swap(
         self, source: torch.Tensor, into: torch.Tensor, rows: Sequence[int], to_rows: Sequence[int]
@@ -131,9 +148,12 @@ class CudaCopier:
         from engine_bridge.driver.vllm_api import swap_blocks
 
         mapping = torch.tensor(list(zip(rows, to_rows, strict=True)), dtype=torch.int64)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._stream):
+            began.record()
             swap_blocks(source, into, into.shape[1], mapping)
-        self.num_bytes += len(rows) * into.shape[1]
+            ended.record()
+        self._timed.append((len(rows) * into.shape[1], began, ended))
 
 
 def make_copier(
@@ -181,11 +201,3 @@ def _pin(region: torch.Tensor) -> None:
         log.warning(
             "the host tier's memory could not be pinned (CUDA error %s); copies will be slower", result
         )
-
-
-def _after(event: Any, then: Callable[[], None]) -> Callable[[], None]:
-    def wait() -> None:
-        event.synchronize()
-        then()
-
-    return wait

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from engine_bridge.driver import block_copy, vllm_api  # noqa: E402
 from engine_bridge.driver.block_copy import CpuCopier, layer_bytes  # noqa: E402  (after the skip)
 from engine_bridge.errors import SeamMoved  # noqa: E402
 
@@ -47,3 +51,83 @@ def test_a_layout_whose_blocks_are_scattered_is_refused() -> None:
     interleaved = torch.zeros(2, NUM_BLOCKS, 4, 8).transpose(0, 1)
     with pytest.raises(SeamMoved, match="stretch of memory"):
         layer_bytes(interleaved)
+
+
+class Cuda:
+    """In place of torch.cuda where there is none: writes down who waits for whom, and says that each copy took a quarter of a second."""
+
+    def __init__(self) -> None:
+        self.side, self.compute = Stream("side", self), Stream("compute", self)
+        self.done: list[str] = []
+        self.now_ms = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return {
+            "Stream": lambda: self.side,
+            "current_stream": lambda: self.compute,
+            "stream": lambda stream: nullcontext(),
+            "Event": lambda enable_timing=False: Event(self),
+        }[name]
+
+    def swap_blocks(self, *args: Any) -> None:
+        self.done.append("copy")
+        self.now_ms += 250.0
+
+
+class Stream(NamedTuple):
+    name: str
+    cuda: Cuda
+
+    def wait_stream(self, other: Stream) -> None:
+        self.cuda.done.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.cuda.done.append(f"{self.name} waits")
+
+
+class Event:
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+
+    def record(self, stream: Any = None) -> None:
+        self.at_ms = self._cuda.now_ms
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at_ms - self.at_ms
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(block_copy, "_pin", lambda region: None)
+    monkeypatch.setitem(vars(vllm_api), "swap_blocks", cuda.swap_blocks)
+    return cuda
+
+
+def test_on_cuda_a_steps_loads_wait_for_the_steps_before_and_not_for_its_own_layers(cuda: Cuda) -> None:
+    layers = [torch.zeros(SHAPE, dtype=torch.bfloat16) for _ in range(2)]
+    region = np.zeros((NUM_SLOTS, layer_bytes(layers[0])), dtype=np.uint8)
+    copier = block_copy.CudaCopier(layers, region, lambda run: run())
+    for _ in range(2):
+        for layer in range(2):
+            copier.to_device(layer, [1, 2], [3, 4])
+        copier.end_step(lambda: None)
+    load = ["copy", "compute waits for side"]
+    assert cuda.done == 2 * ["side waits for compute", *load, *load, "compute waits"]
+
+
+def test_on_cuda_what_was_copied_is_counted_with_its_time_once_it_is_done(cuda: Cuda) -> None:
+    layer = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    region = np.zeros((NUM_SLOTS, layer_bytes(layer)), dtype=np.uint8)
+    waiting: list[Any] = []
+    copier = block_copy.CudaCopier([layer], region, waiting.append)
+    copier.to_host(0, [1, 2], [3, 4])
+    copier.end_step(lambda: waiting.append("told"))
+    assert (copier.num_bytes, copier.seconds) == (0, 0.0)
+    waiting[0]()
+    assert (copier.num_bytes, copier.seconds) == (2 * layer_bytes(layer), 0.25)
+    assert waiting[1] == "told"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -61,6 +62,30 @@ def test_an_idle_engine_learns_its_link_and_keeps_its_kv(io: IoThread) -> None:
     assert all(torch.equal(*layers) for layers in zip(before, bench.device, strict=True))
     assert bench.store.stats().host.bytes == 0
     bench.store.check_invariants()
+
+
+class Counted(CpuCopier):
+    """Says of each copy that it took a second for each 10 GB."""
+
+    def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        super().to_host(layer, blocks, slots)
+        self.seconds = self.num_bytes / 10e9
+
+    def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        super().to_device(layer, blocks, slots)
+        self.seconds = self.num_bytes / 10e9
+
+    def end_step(self, then: Callable[[], None]) -> None:
+        threading.Thread(target=then).start()
+
+
+def test_what_counts_is_the_copying_and_not_the_word_that_it_is_done(io: IoThread) -> None:
+    bench = Bench(io, 1 << 20)
+    bench.tiers.copier = Counted(bench.device, bench.store.pool.region)
+    bench.now = IDLE_S
+    assert bench.run() > 1
+    assert bench.tiers.link is not None
+    assert bench.tiers.link.h2d_bytes_per_s == pytest.approx(10e9)
 
 
 def test_while_requests_are_there_nothing_is_measured(io: IoThread) -> None:
