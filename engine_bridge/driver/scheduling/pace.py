@@ -10,7 +10,7 @@ from typing import Any
 
 from engine_bridge.core.pacer import Pacer, StepBounds
 from engine_bridge.driver.step_work import work_of
-from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.costs import StepTable, TablePrefill
 
 
 class Pace:
@@ -30,6 +30,8 @@ class Pace:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.table = table
+        self.prefill_s = TablePrefill(table, scheduler.max_num_scheduled_tokens).prefill_s
+        """What computing so many tokens of a prompt is predicted to take, in as many steps as it takes."""
         self._clock = clock
         self._scheduler = scheduler
         config = scheduler.scheduler_config

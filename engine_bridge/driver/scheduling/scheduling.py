@@ -99,7 +99,7 @@ class Scheduling:
             are_copied_back=ways is not None,
             pacer=pace.pacer if pace is not None else None,
             swap_s=swap_s,
-            prefill_s=(lambda num: pace.table.step_s(num, 0, 0)) if pace is not None else (lambda num: 0.0),
+            prefill_s=pace.prefill_s if pace is not None else lambda num_tokens: 0.0,
             stopwatch=time.perf_counter,
         )
 

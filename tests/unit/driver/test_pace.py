@@ -9,6 +9,12 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from engine_bridge.driver.scheduling.pace import Pace
+from engine_bridge.policy.pacing import table_from
+
+
+def scheduler() -> Any:
+    config = SimpleNamespace(enable_chunked_prefill=True, long_prefill_token_threshold=0)
+    return SimpleNamespace(scheduler_config=config, max_num_scheduled_tokens=2048)
 
 
 class Table:
@@ -23,10 +29,8 @@ class Table:
 
 class Bench:
     def __init__(self) -> None:
-        config = SimpleNamespace(enable_chunked_prefill=True, long_prefill_token_threshold=0)
-        scheduler = SimpleNamespace(scheduler_config=config, max_num_scheduled_tokens=2048)
         self.table, self.now = Table(), 0.0
-        self.pace = Pace(scheduler, self.table, 0.0, lambda: self.now)  # type: ignore[arg-type]
+        self.pace = Pace(scheduler(), self.table, 0.0, lambda: self.now)  # type: ignore[arg-type]
 
     def schedule(self, num_tokens: int, now: float) -> SchedulerOutput:
         output = SchedulerOutput.make_empty()
@@ -40,6 +44,12 @@ class Bench:
     def end(self, output: SchedulerOutput, now: float) -> None:
         self.now = now
         self.pace.ended(output)
+
+
+def test_a_prompt_of_several_steps_is_predicted_to_take_them_all() -> None:
+    table = table_from([(1, 0.1), (2048, 0.1)], 0.1)  # whatever a step computes, it takes as long
+    prefill_s = Pace(scheduler(), table, 0.0).prefill_s
+    assert [prefill_s(num) for num in (0, 100, 2048, 2049, 5000)] == pytest.approx([0, 0.1, 0.1, 0.2, 0.3])
 
 
 def test_a_step_is_shown_with_the_time_since_it_was_scheduled() -> None:
