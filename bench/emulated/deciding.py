@@ -52,13 +52,13 @@ class _Watched(EmulatedNode):
         self.step_s: list[float] = []
         self._seen = self.scheduling.seconds()
 
-    def _end(self, output: Any, giving: list[str], took_s: float, now: float) -> None:
+    def _end(self, output: Any, giving: list[str], began_s: float, failed: set[int]) -> None:
         seconds = self.scheduling.seconds()
         self.own_s.append(seconds["step"] - self._seen["step"])
         self.decide_s.append(seconds["decide"] - self._seen["decide"])
-        self.step_s.append(took_s)
+        self.step_s.append(self.clock.now - began_s)
         self._seen = seconds
-        super()._end(output, giving, took_s, now)
+        super()._end(output, giving, began_s, failed)
 
 
 def measure(row: Row, cost: StepCost, engine: Engine, seed: int) -> dict[str, Any]:
