@@ -51,7 +51,7 @@ class _Planned:
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.scheduling is not None and self.scheduling.pace is not None:
             self.scheduling.pace.ended(scheduler_output)
         return outputs
