@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.driver.adapters.residency import Residency
-from engine_bridge.driver.adapters.slots import PackedSlots, StackedSlots
+from engine_bridge.driver.adapters.slots import PackedSlots, Slots
 from engine_bridge.driver.adapters.weights import Loader
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.errors import BridgeError, InvalidRequest
@@ -222,7 +222,7 @@ async def test_worker_processes_compute_until_the_slot_is_ready(
         assert await ask(node, "a0", prompt, num_tokens=30) == expected
 
 
-class LateStacks(StackedSlots):
+class LateStacks(Slots):
     """Slots as a device of its own has them: filled beside the steps, here not before they are told to be."""
 
     fills_beside_steps = True

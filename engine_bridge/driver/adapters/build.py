@@ -11,7 +11,7 @@ from engine_bridge.core.staging import AHEAD_SHARE, HistoryPrefetch, NoPrefetch,
 from engine_bridge.driver.adapters import slots as slot_kinds
 from engine_bridge.driver.adapters.blocks import AdapterBlocks
 from engine_bridge.driver.adapters.host_path import HostPath, NoHostPath
-from engine_bridge.driver.adapters.host_workers import HostWorkers, NoWorkers, Workers
+from engine_bridge.driver.adapters.host_workers import HostWorkers, Workers
 from engine_bridge.driver.adapters.loading import LoaderThread
 from engine_bridge.driver.adapters.residency import Residency, lora_ids
 from engine_bridge.driver.adapters.seam import worker_manager_of
@@ -90,7 +90,7 @@ def _make_core(
 
 def _make_workers(config: EngineConfig, manager: Any, host_bytes: int) -> Workers:
     if not config.cpu_assist_workers:
-        return NoWorkers()
+        return Workers()
     workers = HostWorkers(
         config.cpu_assist_workers, slot_kinds.plain_layers(manager), host_bytes, config.cpu_threads
     )

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,45 +31,27 @@ BUDGET_S = 0.001
 PROFILE_RANK = 64
 
 
-class Workers(Protocol):
-    """Whoever computes with adapters that are on their way into a slot, besides the engine's own threads."""
+class Workers:
+    """Whoever computes with adapters that are on their way into a slot, besides the engine's own threads: here nobody."""
 
     def put(self, adapter_id: int, weights: AdapterWeights) -> None:
         """Here is an adapter, if there is room for it. Loader's thread."""
-        ...
 
     def drop(self, adapter_id: int) -> None:
         """It leaves host memory. Loader's thread."""
-        ...
 
     def computes(self, adapter_id: int) -> ComputeFor | None:
         """By the name of a layer, what computes the adapter's delta there; None: nobody does."""
-        ...
-
-    def counts(self) -> dict[str, int]:
-        """For `AdapterStats.counts`."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class NoWorkers:
-    """The engine's own threads compute."""
-
-    def put(self, adapter_id: int, weights: AdapterWeights) -> None: ...
-
-    def drop(self, adapter_id: int) -> None: ...
-
-    def computes(self, adapter_id: int) -> ComputeFor | None:
         return None
 
     def counts(self) -> dict[str, int]:
+        """For `AdapterStats.counts`."""
         return {}
 
     def close(self) -> None: ...
 
 
-class HostWorkers:
+class HostWorkers(Workers):
     """Worker processes and the adapters that they hold.
 
     Args:
@@ -102,7 +84,6 @@ class HostWorkers:
         log.info("a worker computes %d rows of rank %d in 1 ms", self._pool.rows_per_core, PROFILE_RANK)
 
     def put(self, adapter_id: int, weights: AdapterWeights) -> None:
-        """Give the workers an adapter, if they have room for it. Loader's thread."""
         if not self._pool.is_alive or self._pool.holds(adapter_id):
             return
         packed = {
@@ -113,7 +94,6 @@ class HostWorkers:
         self._pool.put(adapter_id, packed)
 
     def drop(self, adapter_id: int) -> None:
-        """Loader's thread."""
         self._pool.drop(adapter_id)
 
     def computes(self, adapter_id: int) -> ComputeFor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,61 +28,32 @@ PACKED_BYTES = 4
 ComputeFor = Callable[[str], Compute]
 
 
-class Slots(Protocol):
-    """The places for adapters in use. Called on the engine thread, but for `finish`."""
+class Slots:
+    """The places for adapters in use: here vLLM's own stacks, filled at once. Called on the engine thread, but for `finish`."""
 
-    fills_beside_steps: bool
+    fills_beside_steps = False
     """A step must not compute with a slot that is not filled: its rows are cold, or it waits."""
+
+    def __init__(self, manager: Any) -> None:
+        self._layers = dict(manager.modules)
 
     @property
     def max_cost(self) -> int:
         """Of the largest adapter that there may be."""
-        ...
+        return 1
 
     def cost(self, num_bytes: int) -> int:
         """What an adapter of so many bytes takes of `Rules.step_room`."""
-        ...
+        return 1  # each slot is as large as the largest adapter
 
     def empty(self, slot: int) -> None:
         """Nobody uses this slot any more: give its memory back, where it has any of its own."""
-        ...
 
     def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
         """Have the layers compute rows of this slot with these weights from the next step on.
 
         compute_for: by the name of a layer, what computes its delta until it is in the slot.
         """
-        ...
-
-    def finish(self, slot: int) -> None:
-        """Do what `fill` has left to do. May run on the loader's thread."""
-        ...
-
-    def is_filled(self, slot: int) -> bool:
-        """Is nothing left to do?"""
-        ...
-
-    def wait(self, slot: int) -> None:
-        """Have the step that begins wait for this slot, without waiting here."""
-        ...
-
-
-class StackedSlots:
-    """vLLM's own stacks, filled at once."""
-
-    fills_beside_steps = False
-    max_cost = 1
-
-    def __init__(self, manager: Any) -> None:
-        self._layers = dict(manager.modules)
-
-    def cost(self, num_bytes: int) -> int:
-        return 1  # each slot is as large as the largest adapter
-
-    def empty(self, slot: int) -> None:
-        pass
-
-    def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
         for name, layer in self._layers.items():
             module = weights.modules.get(name)
             if module is None:
@@ -91,16 +62,17 @@ class StackedSlots:
                 layer.set_lora(slot, *module.as_arguments())
 
     def finish(self, slot: int) -> None:
-        pass
+        """Do what `fill` has left to do. May run on the loader's thread."""
 
     def is_filled(self, slot: int) -> bool:
+        """Is nothing left to do?"""
         return True
 
     def wait(self, slot: int) -> None:
-        pass
+        """Have the step that begins wait for this slot, without waiting here."""
 
 
-class StreamedSlots(StackedSlots):
+class StreamedSlots(Slots):
     """vLLM's stacks on CUDA, filled from pinned memory on a stream of their own, beside the steps. Not run on a GPU yet: tests/gpu."""
 
     fills_beside_steps = True
@@ -127,13 +99,11 @@ class StreamedSlots(StackedSlots):
         torch.cuda.current_stream().wait_event(self._copied[slot])
 
 
-class PackedSlots:
-    """Our wrapper's layouts, in memory that a slot keeps for its next adapter."""
-
-    fills_beside_steps = False  # whoever needs a layer first lays it out
+class PackedSlots(Slots):
+    """Our wrapper's layouts, in memory that a slot keeps for its next adapter. Whoever needs a layer first lays it out."""
 
     def __init__(self, manager: Any, wrapper: SegmentPunicaWrapper) -> None:
-        self._layers = dict(manager.modules)
+        super().__init__(manager)
         self._packs: dict[str, list[SlotWeights | Pending | None]] = {}
         for name, layer in self._layers.items():
             if _is_plain(layer):
@@ -188,9 +158,6 @@ class PackedSlots:
         self._unfinished[slot] = []  # which keeps the host's weights alive
         return True
 
-    def wait(self, slot: int) -> None:
-        pass
-
     def _pending(self, slot: int, name: str, module: ModuleWeights, compute: Compute | None) -> Pending:
         def pack() -> SlotWeights | None:
             packed = lay_out(self._layers[name], module, self._storages[slot].pop(name, None))
@@ -239,7 +206,7 @@ def make_slots(manager: Any) -> Slots:
     wrappers = list(manager.punica_wrapper_mapping.values())
     if len(wrappers) == 1 and isinstance(wrappers[0], SegmentPunicaWrapper):
         return PackedSlots(manager, wrappers[0])
-    return StreamedSlots(manager) if torch.device(manager.device).type == "cuda" else StackedSlots(manager)
+    return StreamedSlots(manager) if torch.device(manager.device).type == "cuda" else Slots(manager)
 
 
 def _is_plain(layer: Any) -> bool:

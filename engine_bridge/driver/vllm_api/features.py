@@ -89,24 +89,5 @@ BENCHES = Feature(
     name="benches", without="vLLM's own scheduler cannot be measured beside ours", at_start=False
 )
 
-FEATURES = (
-    ENGINE,
-    APIS,
-    GRAMMARS,
-    SCHEDULING,
-    PACE,
-    LORA,
-    CPU_LORA,
-    CUDA_LORA,
-    ADAPTERS_IN_KV,
-    KV_TIERS,
-    CUDA_COPIES,
-    PROMOTION,
-    TOKENIZER_TURNS,
-    KEPT_TOKENS,
-    ENVIRONMENT,
-    CLIENT_FIELDS,
-    REPORT,
-    PROFILING,
-    BENCHES,
-)
+FEATURES = tuple(each for each in list(globals().values()) if isinstance(each, Feature))
+"""All of the above, in their order."""

@@ -20,10 +20,10 @@ from engine_bridge.core.residency import AdapterPlaces, Rules
 from engine_bridge.core.staging import AHEAD_SHARE, HistoryPrefetch, ReadAhead
 from engine_bridge.driver.adapters.blocks import AdapterBlocks
 from engine_bridge.driver.adapters.host_path import NoHostPath
-from engine_bridge.driver.adapters.host_workers import NoWorkers
+from engine_bridge.driver.adapters.host_workers import Workers
 from engine_bridge.driver.adapters.loading import LoaderThread
 from engine_bridge.driver.adapters.residency import Residency
-from engine_bridge.driver.adapters.slots import StackedSlots
+from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights, BufferPool, ModuleWeights
 from engine_bridge.policy.adapter_cache import POLICIES, PrefixFacts
 
@@ -95,10 +95,10 @@ class Traffic(RuleBasedStateMachine):
             ),
             contract=CONTRACT,
             manager=self.manager,
-            slots=StackedSlots(self.manager),
+            slots=Slots(self.manager),
             loader=LoaderThread(
                 self.disk,  # type: ignore[arg-type]
-                NoWorkers(),
+                Workers(),
                 ReadAhead(AHEAD_SHARE * HOST_BYTES),
                 wake=lambda: None,
             ),
@@ -106,7 +106,7 @@ class Traffic(RuleBasedStateMachine):
             is_busy=lambda: bool(self.running or self.waiting),
             on_failed=self.give_up,
             prefix_facts=lambda num_blocks: PrefixFacts(num_bytes=1, restore_s=1.0, reuse_per_s=1.0),
-            workers=NoWorkers(),
+            workers=Workers(),
             host_path=NoHostPath(),
             clock=lambda: self.now,
         )
