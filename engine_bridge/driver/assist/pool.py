@@ -25,9 +25,10 @@ from engine_bridge.driver.assist.allocator import align
 from engine_bridge.driver.assist.errors import AssistLost
 from engine_bridge.driver.assist.layout import FLOAT_BYTES, Job, mailboxes_bytes, memory_file
 from engine_bridge.driver.assist.shares import num_workers_for, split_rows
-from engine_bridge.driver.assist.store import LayerWeights, Module, WeightStore
+from engine_bridge.driver.assist.store import Module, WeightStore
 from engine_bridge.driver.assist.team import Team
 from engine_bridge.driver.gemm import MIN_ROWS
+from engine_bridge.driver.lora_weights import SlotWeights
 
 # A delta takes milliseconds; a worker that has not answered by then will not, or the machine has no time for it (chosen).
 TIMEOUT_S = 1.0
@@ -129,7 +130,7 @@ class AssistPool:
 
     # --- adapters ------------------------------------------------------------------------------------------------------------------
 
-    def put(self, adapter_id: int, weights: Mapping[str, LayerWeights]) -> bool:
+    def put(self, adapter_id: int, weights: Mapping[str, SlotWeights]) -> bool:
         """Copy an adapter's weights, by module, into the shared memory, as fp32. False if there is no room: nothing has changed.
 
         Raises ValueError if the adapter is there already (drop it first) or a module does not fit the pool's widths, AssistLost if the pool

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Final
 
 import torch
 
 from engine_bridge.driver.assist.pool import AssistPool
 from engine_bridge.driver.assist.shares import Shape
+from engine_bridge.driver.lora_weights import Expand, SlotWeights
 
 # Best of as many: other jobs share the machine's cores, and only ever add to the time (chosen).
 REPEATS: Final = 7
@@ -47,8 +47,8 @@ def _hold(pool: AssistPool, shape: Shape) -> None:
         return
     pool.drop(PROFILE_ID)
     b = torch.full((shape.rank, shape.num_out), 0.01)
-    expand = SimpleNamespace(low=0, high=shape.rank, left=0, right=shape.num_out, b=b)
-    layer = SimpleNamespace(a=torch.full((shape.num_in, shape.rank), 0.01), expands=(expand,))
+    a = torch.full((shape.num_in, shape.rank), 0.01)
+    layer = SlotWeights(a, (Expand(0, shape.rank, 0, shape.num_out, b),), storage=b)
     if not pool.put(PROFILE_ID, {module: layer}):
         raise MemoryError("no room in the assist pool for a profile's weights")
 

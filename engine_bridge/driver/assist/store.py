@@ -4,39 +4,15 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from engine_bridge.driver.assist.allocator import FirstFit, align
 from engine_bridge.driver.assist.layout import FLOAT_BYTES, WORD_BYTES, head_bytes
-
-
-class Expand(Protocol):
-    """`y[:, left:right] += h[:, low:high] @ b`, with `b` `[high - low, right - left]`. `lora.Expand` is one."""
-
-    @property
-    def low(self) -> int: ...
-    @property
-    def high(self) -> int: ...
-    @property
-    def left(self) -> int: ...
-    @property
-    def right(self) -> int: ...
-    @property
-    def b(self) -> torch.Tensor: ...
-
-
-class LayerWeights(Protocol):
-    """One adapter in one layer: `a` is `[in, total rank]`, or None where x has been through it (embeddings). `lora.SlotWeights` is one."""
-
-    @property
-    def a(self) -> torch.Tensor | None: ...
-    @property
-    def expands(self) -> Sequence[Expand]: ...
+from engine_bridge.driver.lora_weights import SlotWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +62,7 @@ class WeightStore:
     def find(self, adapter_id: int) -> Adapter | None:
         return self._adapters.get(adapter_id)
 
-    def put(self, adapter_id: int, weights: Mapping[str, LayerWeights]) -> bool:
+    def put(self, adapter_id: int, weights: Mapping[str, SlotWeights]) -> bool:
         """See `AssistPool.put`."""
         for name, layer in weights.items():
             self._check(name, layer)
@@ -118,7 +94,7 @@ class WeightStore:
         with self._lock:
             yield self._adapters[adapter_id].modules[module]
 
-    def _check(self, name: str, layer: LayerWeights) -> None:
+    def _check(self, name: str, layer: SlotWeights) -> None:
         module = _describe(0, layer)
         if module.least_in > self._max_in or module.least_out > self._max_out:
             raise ValueError(f"module {name} is wider than the assist pool")
@@ -128,7 +104,7 @@ class WeightStore:
             if tuple(part.b.shape) != (part.high - part.low, part.right - part.left):
                 raise ValueError(f"module {name}: b is {tuple(part.b.shape)}, not what its edges say")
 
-    def _write(self, offset: int, layer: LayerWeights) -> Module:
+    def _write(self, offset: int, layer: SlotWeights) -> Module:
         """Write one layer's head and matrices at `offset`, `_layer_bytes` in all, and return where they are."""
         at = offset + align(head_bytes(len(layer.expands)))
         total_rank = layer.a.size(1) if layer.a is not None else 0
@@ -150,7 +126,7 @@ class WeightStore:
         return offset + _matrix_bytes(matrix)
 
 
-def _describe(offset: int, layer: LayerWeights) -> Module:
+def _describe(offset: int, layer: SlotWeights) -> Module:
     num_in = layer.a.size(0) if layer.a is not None else None
     least_in = num_in or max(part.high for part in layer.expands)
     return Module(offset, num_in, least_in, max(part.right for part in layer.expands))
@@ -160,6 +136,6 @@ def _matrix_bytes(matrix: torch.Tensor) -> int:
     return align(matrix.numel() * FLOAT_BYTES)
 
 
-def _layer_bytes(layer: LayerWeights) -> int:
+def _layer_bytes(layer: SlotWeights) -> int:
     matrices = [part.b for part in layer.expands] + ([layer.a] if layer.a is not None else [])
     return align(head_bytes(len(layer.expands))) + sum(_matrix_bytes(matrix) for matrix in matrices)

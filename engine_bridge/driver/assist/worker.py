@@ -28,7 +28,6 @@ from engine_bridge.driver.assist.layout import (
     Job,
     mailboxes,
 )
-from engine_bridge.driver.gemm import shrink
 
 if TYPE_CHECKING:
     import torch
@@ -65,26 +64,24 @@ def matrix(region: torch.Tensor, offset: int, num_rows: int, num_columns: int) -
 def compute(job: Job, words: memoryview, weights: torch.Tensor, jobs: torch.Tensor) -> None:
     """Add one job's delta to its results.
 
-    The arithmetic is that of `lora.SlotWeights.add_to`. It stands here again because that module imports vllm; a test compares the bits.
-
     Args:
         words: the weights region as int64, for the layer's head.
         weights, jobs: the two regions as flat fp32 tensors.
     """
+    from engine_bridge.driver.lora_weights import Expand, SlotWeights
+
     head = job.layer // WORD_BYTES
     num_in, total_rank, a, num_expands = words[head : head + HEAD_WORDS]
-    h = matrix(jobs, job.x, job.num_rows, job.num_in)
-    if total_rank:
-        h = shrink(h, matrix(weights, a, num_in, total_rank), num_threads=1)
-    if job.scale != 1.0:
-        h = h * job.scale
-    results = matrix(jobs, job.results, job.num_rows, job.num_out)
+    expands = []
     for i in range(num_expands):
         at = head + HEAD_WORDS + i * EXPAND_WORDS
         low, high, left, right, b = words[at : at + EXPAND_WORDS]
-        part = results if right - left == job.num_out else results[:, left:right]
-        h_part = h if high - low == h.size(1) else h[:, low:high]
-        part.addmm_(h_part, matrix(weights, b, high - low, right - left))
+        expands.append(Expand(low, high, left, right, matrix(weights, b, high - low, right - left)))
+    layer = SlotWeights(
+        matrix(weights, a, num_in, total_rank) if total_rank else None, tuple(expands), weights
+    )
+    x = matrix(jobs, job.x, job.num_rows, job.num_in)
+    layer.add_to(matrix(jobs, job.results, job.num_rows, job.num_out), x, job.scale)
 
 
 def flat(region: mmap.mmap) -> torch.Tensor:
