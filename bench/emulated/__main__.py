@@ -9,6 +9,7 @@ import argparse
 import importlib
 
 COMMANDS = {
+    "adaptivellm": "tight memory: swap or recompute by cost, and who starts",
     "agree": "the lean model, the emulated node and the live engine on the same requests",
     "aging": "the order in a lane: aging, smallest first, the paper's rule",
     "caraserve": "cold adapters: a host that helps, against loads that are waited for",

@@ -63,6 +63,8 @@ class Job(Timed):
     arrival: Arrival
     rank: int = 0
     num_done: int = 0
+    started_s: float = math.nan
+    """For the first time."""
     first_token_s: float = math.nan
     ended_s: float = math.nan
     found_adapter: str = ""
@@ -70,10 +72,12 @@ class Job(Timed):
 
 @dataclass(slots=True)
 class Tally:
-    """Of a whole run. scheduler_s: wall time in vLLM's `schedule`, `add_request` and `update_from_output`, with all of ours that they call."""
+    """Of a whole run. stalled_s: of its steps, while they waited for copies. scheduler_s: wall time in vLLM's `schedule`, `add_request` and
+    `update_from_output`, with all of ours that they call."""
 
     num_steps: int = 0
     busy_s: float = 0.0
+    stalled_s: float = 0.0
     scheduler_s: float = 0.0
 
 
@@ -296,6 +300,8 @@ class EmulatedNode:
             self.scheduler.update_from_output(output, output_of([], []))
             self._rest(now)
             return
+        for new in output.scheduled_new_reqs:
+            self._jobs[new.req_id].started_s = now
         self._is_busy = True
         needed = self._enter(output.num_scheduled_tokens)
         if self.adapters is None or self.adapters.may_run(needed):
@@ -312,7 +318,7 @@ class EmulatedNode:
             return work_of(self.cost, output.num_scheduled_tokens, requests, self._rank_of, assisted)
 
         first, began_s = work(), self.clock.now
-        ended: Callable[[set[int]], None] = lambda failed: self._end(output, first.giving, began_s, failed)  # noqa: E731
+        ended: Callable[[set[int]], None] = lambda failed: self._end(output, first, began_s, failed)  # noqa: E731
         if self.tiers is None:
             self._step = StepUnderWay(
                 self.clock, first.seconds, lambda now: ended(set()), lambda: work().seconds
@@ -349,12 +355,13 @@ class EmulatedNode:
         for fit in fits:
             fit()
 
-    def _end(self, output: Any, giving: list[str], began_s: float, failed: set[int]) -> None:
+    def _end(self, output: Any, work: StepWork, began_s: float, failed: set[int]) -> None:
         """failed: the device's blocks whose KV did not come."""
-        now = self.clock.now
+        now, giving = self.clock.now, work.giving
         self._is_busy, self._step = False, None
         self.tally.num_steps += 1
         self.tally.busy_s += now - began_s
+        self.tally.stalled_s += max(now - began_s - work.seconds, 0.0)
         request_ids = list(output.num_scheduled_tokens)
         gets = set(giving)
         answer = output_of(

@@ -49,7 +49,7 @@ def arrivals(lengths: Lengths, per_s: float, num: int, seed: int) -> list[Arriva
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """jobs: in order of arrival. wall_s: of the whole play; scheduler_s: in the scheduler alone."""
+    """jobs: in order of arrival. wall_s: of the whole play; scheduler_s: in the scheduler alone. stalled_s: that steps waited for copies, virtual."""
 
     jobs: list[Job]
     num_steps: int
@@ -57,8 +57,9 @@ class Played:
     wall_s: float
     scheduler_s: float
     num_preempted: int
+    stalled_s: float
     counts: dict[str, int]
-    """What the dispatcher and the adapters' core counted."""
+    """What the dispatcher, the tiers and the adapters' core counted."""
 
     @property
     def us_per_step(self) -> float:
@@ -108,5 +109,16 @@ def play_on_node(
     counts = {} if node.scheduling is None else dict(node.scheduling.dispatcher.counts)
     if node.adapters is not None:
         counts |= node.adapters.counts()
-    tally, num_preempted = node.tally, node.scheduler.num_preempted
-    return Played(jobs, tally.num_steps, clock.now, wall_s, tally.scheduler_s, num_preempted, counts)
+    if node.tiers is not None:
+        counts |= node.tiers.way_counts()
+    tally = node.tally
+    return Played(
+        jobs,
+        tally.num_steps,
+        clock.now,
+        wall_s,
+        tally.scheduler_s,
+        node.scheduler.num_preempted,
+        tally.stalled_s,
+        counts,
+    )

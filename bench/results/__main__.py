@@ -28,8 +28,8 @@ SIMULATED: dict[str, tuple[str, ...]] = {
     "sim-symphony": ("symphony", "--part", "chat8b", "--part", "agents", "--part", "missing"),
     "sim-symphony-limits": ("symphony", "--part", "limits", "--seeds", "3"),
     "sim-symphony-scale": ("symphony", "--part", "scale"),
-    "sim-adaptivellm": ("adaptivellm", "--part", "main", "--part", "turnaround"),
-    "sim-adaptivellm-limits": ("adaptivellm", "--part", "limits"),
+    "emulated-adaptivellm": ("adaptivellm", "--part", "main", "--part", "turnaround"),
+    "emulated-adaptivellm-limits": ("adaptivellm", "--part", "limits"),
 }
 
 

@@ -38,8 +38,8 @@ def _advisories(key: str, changed: str, unit: float = 1.0) -> Sweep:
 
 
 def _swapping(key: str, changed: str) -> tuple[Sweep, Sweep]:
-    first = Sweep(SWAPPING, "sim-adaptivellm-limits", key, changed, "swap")
-    return first, Sweep(BY_COST, "sim-adaptivellm-limits", key, changed, "cost")
+    first = Sweep(SWAPPING, "emulated-adaptivellm-limits", key, changed, "swap")
+    return first, Sweep(BY_COST, "emulated-adaptivellm-limits", key, changed, "cost")
 
 
 SWEEPS = (

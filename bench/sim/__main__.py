@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.sim import adaptivellm, caraserve, chameleon, symphony
+from bench.sim import caraserve, chameleon, symphony
 
 TABLES: dict[str, Callable[[Sequence[str]], None]] = {
-    "adaptivellm": adaptivellm.main,
     "caraserve": caraserve.main,
     "chameleon": chameleon.main,
     "symphony": symphony.main,

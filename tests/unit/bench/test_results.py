@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure as Drawing
 
+from bench.emulated.adaptivellm import Bench as AdaptiveBench
+from bench.emulated.adaptivellm import _sweeps
 from bench.results import limits
 from bench.results.__main__ import SIMULATED, check, command_of, made, main, simulate, stale, write
 from bench.results.claim import CHANGE, HIGHER, LOWER, RATIO, YES, Claim, Figure
@@ -26,8 +28,6 @@ from bench.results.plots import _curves as draw_curves
 from bench.results.plots import _panel as draw_panel
 from bench.results.runs import ROOT, Run, RunError, commit_of, keep, load
 from bench.results.runs import shown as shown_command
-from bench.sim.adaptivellm import Bench as AdaptiveBench
-from bench.sim.adaptivellm import _sweeps
 from bench.sim.core.tables import Workers
 from bench.sim.symphony import Bench as SymphonyBench
 from bench.sim.symphony import limit_settings
@@ -404,7 +404,7 @@ def test_the_parts_that_are_kept_of_a_table_are_parts_of_it(name: str) -> None:
 def swept(**limits: object) -> dict[str, Run]:
     runs = (
         Run(name, "a command", "abc", "2026-01-01", {}, 1.0, {"limits": limits})
-        for name in ("sim-symphony-limits", "sim-adaptivellm-limits")
+        for name in ("sim-symphony-limits", "emulated-adaptivellm-limits")
     )
     return {run.name: run for run in runs}
 
@@ -436,7 +436,7 @@ def test_where_a_mechanism_stops_paying_is_bold() -> None:
 def test_the_sweeps_are_those_that_the_tables_make() -> None:
     advisories = {sweep.key for sweep in limits.SWEEPS if sweep.run == "sim-symphony-limits"}
     assert advisories == limit_settings(SymphonyBench(Workers(1), (1,), Setting(), Path("none"))).keys()
-    swapping = {sweep.key for sweep in limits.SWEEPS if sweep.run == "sim-adaptivellm-limits"}
+    swapping = {sweep.key for sweep in limits.SWEEPS if sweep.run == "emulated-adaptivellm-limits"}
     assert (
         swapping
         == _sweeps(AdaptiveBench(Workers(1), (1,), num_requests=1).setting(("OPT-13B", "chatbot"))).keys()

@@ -1,34 +1,37 @@
-"""AdaptiveLLM's tables in virtual time, by the live engine's policy objects.
+"""AdaptiveLLM's tables on vLLM's scheduler with our classes: swap or recompute by cost, and who starts, where memory is tight.
 
-    python -m bench.sim adaptivellm [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N]
+    python -m bench.emulated adaptivellm [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N]
 
-What runs: `engine_bridge.policy` (who starts, who is preempted, and by which way their KV comes back) and `engine_bridge.predict.steps` (D1) in a
-simulated node (bench/sim/core). 1,000 requests, 128 blocks of 16 tokens on the device and 64 in host memory, answers of at most 64 tokens, as in the
-paper (§4.2); at most 128 requests run (one of its two batches with numbers). An arm is a policy of starting and one of preemption:
-  vllm       Fcfs, vLLM's victims, always recomputed
-  swap       Fcfs, vLLM's victims, swapped while host memory has room, else recomputed
+What runs is what serves: vLLM's scheduler, our queue, and host memory for KV by the driver's own connector and store (bench/emulated/tiers.py). As in
+the paper (§4.2): 128 blocks of 16 tokens on the device and 64 in host memory, answers of at most 64 tokens; at most 128 requests run (one of its two
+batches with numbers). An arm is a queue and a way back for those who are preempted:
+  vllm       vLLM's queue, always recomputed; no host memory
+  swap       vLLM's queue, always loaded, as far as host memory has it
   swap only  as `swap`, but on the device no more blocks than host memory has: our reading of the paper's vLLM_s, which never recomputes and whose
              batch "is limited by host memory"; it does not say how
-  cost       Fcfs, vLLM's victims, the cheaper way: the cost alone
-  adaptive   Fair, least fair first, the cheaper way: what stands for AdaptiveLLM
-  ours       Mlq, least fair first, the cheaper way: our default
-All are on vLLM 0.2's shape (node.VLLM_0_2): prompts in steps of their own; KV is copied out when somebody is preempted, and copies take turns
-with steps, as the paper has it (§6).
+  cost       vLLM's queue, the cheaper way by SwapOrRecompute: the cost alone
+  adaptive   fair, least fair preempted first, the cheaper way: what stands for AdaptiveLLM
+  ours       mlq, the cheaper way: our default
 
-Costs: SwapOrRecompute over a StepTable that `fit_steps` makes of sampled steps, and a Link. Hardware: an A800 by its data sheet, with one calibration
-from vLLM's published decode rates on an A100 (core/calibration.py). OPT-13B and -30B, Llama-13B and -32.5B. The paper's datasets are not beside the
-project: prompts are log-normal with the published means (17.02, 19.66, 340.48 tokens) and the spread of oasst's first turns (standard deviation of
-the logarithm 0.95; chosen for all three), cut at 928 tokens, which fit an empty device of as many blocks as host memory has.
+Where this is not the paper's engine (vLLM 0.2): a swap copies nothing out when somebody is preempted, as KV is written through after each step, so
+host memory has to hold what runs, too, and half of the device's blocks do not fit it. Loads go beside the steps, layer by layer; there, copies and
+steps took turns (§6). What is recomputed goes in chunks beside those that decode, whose step reads the weights anyway; there, prompts had steps of
+their own. KV that was preempted is found on the device as long as nobody took its blocks (vLLM's cache of prefixes, on by default). All of these make
+preemption cheaper, the recomputing one most.
+
+Costs: steps by an A800's data sheet, with one calibration from vLLM's published decode rates on an A100 (bench/sim/core/calibration.py); and its
+link. The cost object foretells with the same. OPT-13B and -30B, Llama-13B and -32.5B. The paper's datasets are not beside the project: prompts are
+log-normal with the published means (17.02, 19.66, 340.48 tokens) and the spread of oasst's first turns (standard deviation of the logarithm 0.95;
+chosen for all three), cut at 928 tokens, so that each request fits host memory.
 
 Two readings, as the paper says neither when requests come nor how long answers are:
-  at once    all 1,000 come at 0 s and answers go on to the bound: what vLLM's own throughput benchmark does. The top-level keys are from here
+  at once    all come at 0 s and answers go on to the bound: what vLLM's own throughput benchmark does. The top-level keys are from here
   over time  answers are log-normal with mean 58 and the same spread, cut at the bound; requests come by a Poisson process at 1.3 times the rate at
-             which `vllm` serves them if they come at once (chosen: a queue that grows). The paper's table 4, in which AdaptiveLLM swaps ten times as
-             often as it recomputes, looks more like this one: where all came at once, Fair starts the short, so who was swapped stays in host
-             memory and fills it
+             which `vllm` serves them if they come at once (chosen: a queue that grows)
+The paper plays 1,000 requests; here it is fewer, as each step is scheduled for real.
 
 Parts: `main` tables 3 and 4, both readings. `turnaround` Fig. 8, batches of at most 64 and 128, and over time.
-`limits` where swapping stops paying: link speed, host memory, prompt length (OPT-13B; Fcfs; three seeds).
+`limits` where swapping stops paying: link speed, host memory, prompt length (OPT-13B; vLLM's queue), with what the cost object foretells beside.
 
 Throughput: requests over the time until the last is answered. Weighted turnaround: mean of (end - arrival) / (end - first start); it falls also when
 requests start early and are then kept waiting, so the mean turnaround stands beside it. The last line is JSON: ratios and changes are against the
@@ -39,41 +42,37 @@ least and most, `seeds` all. What falls short of the paper is printed first.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
+from bench.emulated.node import Engine
+from bench.emulated.tiers import EmulatedTiers, TierSizes
+from bench.emulated.trace import play_on_node
 from bench.sim.core.calibration import A800
 from bench.sim.core.clock import Clock
-from bench.sim.core.guesses import Online
 from bench.sim.core.hardware import Gpu
-from bench.sim.core.host_kv import HostMemory
-from bench.sim.core.lane_fits import LaneFits
+from bench.sim.core.links import SharedLink
 from bench.sim.core.models import LLAMA_13B, LLAMA_30B, OPT_13B, OPT_30B, Model
-from bench.sim.core.node import Node
 from bench.sim.core.requests import Arrival
-from bench.sim.core.shapes import BLOCK_TOKENS, VLLM_0_2
-from bench.sim.core.step_fits import fit
+from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.steps import StepCost
-from bench.sim.core.tables import Figure, Part, Workers, parser_for, report_parts, seeds_of
-from engine_bridge.policy.costs import KvShape, Link, StepTable, TablePrefill
-from engine_bridge.policy.preemption import POLICIES, Preemption, cheaper, last_in_first_out
-from engine_bridge.policy.registry import POLICIES as QUEUES
-from engine_bridge.policy.ways_back import FullCost, LossFacts, SwapOrRecompute
+from bench.sim.core.tables import Figure, Part, Workers, add_table_arguments, report_parts, seeds_of
+from engine_bridge.policy.ways_back import LossFacts
+from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts, RestorePolicy
 
-NUM_REQUESTS, QUICK_REQUESTS = 1000, 300
+NUM_REQUESTS, QUICK_REQUESTS = 250, 150
 DEVICE_BLOCKS, HOST_BLOCKS = 128, 64
 MAX_ANSWER_TOKENS = 64
 OVER_TIME = 1.3
 MEAN_ANSWER_TOKENS = 58.0
 # Standard deviation of the logarithm of lengths: of the first messages of oasst's 100 English trees.
 SPREAD = 0.95
-PREEMPTIONS = POLICIES | {"cost": Preemption(last_in_first_out, cheaper)}
 
 MODELS = {"OPT-13B": OPT_13B, "OPT-30B": OPT_30B, "Llama-13B": LLAMA_13B, "Llama-32.5B": LLAMA_30B}
 # Mean prompt tokens. Source: AdaptiveLLM table 2.
@@ -84,35 +83,46 @@ GROUPS = tuple(itertools.product(MODELS, DATASETS))
 
 
 @dataclass(frozen=True, slots=True)
+class AlwaysLoads:
+    """The KV of whoever was preempted comes back from host memory, as far as it is there."""
+
+    def decide(self, facts: RestoreFacts) -> RestoreDecision:
+        return RestoreDecision(Action.LOAD, facts.num_ready_blocks, "always swapped", 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Arm:
-    """One system. queue, preemption: names in the policies' tables. has_host: memory for KV.
+    """One system. queue: a name in the registry of policies, "vllm" for vLLM's own. way: of those who are preempted.
 
     is_host_bound: has on the device no more blocks than host memory.
     """
 
     queue: str
-    preemption: str
-    has_host: bool = True
+    way: str
     is_host_bound: bool = False
 
     @property
+    def has_host(self) -> bool:
+        return self.way != "recompute"
+
+    @property
+    def restore(self) -> RestorePolicy | None:
+        """None: by cost, as the tiers that serve decide."""
+        return AlwaysLoads() if self.way == "swap" else None
+
+    @property
     def made_by(self) -> str:
-        """The policy objects, by class."""
-        queue = type(QUEUES[self.queue](1)).__name__
-        found = PREEMPTIONS[self.preemption]
-        order = found.order.__name__
-        choice = found.choose.__name__
-        way = "cheaper by SwapOrRecompute(StepTable, Link)" if choice == "cheaper" else choice
-        return f"{queue} + Preemption({order}, {way})" + ", device as host" * self.is_host_bound
+        way = {"cost": "cheaper by SwapOrRecompute"}.get(self.way, f"always {self.way}")
+        return f"vLLM's scheduler, {self.queue}, {way}" + ", device as host" * self.is_host_bound
 
 
 ARMS = {
-    "vllm": Arm("fcfs", "vllm", has_host=False),
-    "swap": Arm("fcfs", "vllm_swap"),
-    "swap only": Arm("fcfs", "vllm_swap", is_host_bound=True),
-    "cost": Arm("fcfs", "cost"),
-    "adaptive": Arm("fair", "cost_aware"),
-    "ours": Arm("mlq", "cost_aware"),
+    "vllm": Arm("vllm", "recompute"),
+    "swap": Arm("vllm", "swap"),
+    "swap only": Arm("vllm", "swap", is_host_bound=True),
+    "cost": Arm("vllm", "cost"),
+    "adaptive": Arm("fair", "cost"),
+    "ours": Arm("mlq", "cost"),
 }
 
 
@@ -156,94 +166,54 @@ def drawn(mean: float, rng: random.Random) -> int:
     return max(round(rng.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD)), 1)
 
 
-# -- costs -------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def table_of(gpu: Gpu, model: Model) -> StepTable:
-    """Of steps; a link's speed has no part in them."""
-    return fit(replace(gpu, link_share=A800.link_share), model).table
-
-
-def host_memory(gpu: Gpu, model: Model, num_blocks: int, chunk_tokens: int) -> HostMemory:
-    """With the cost objects that decide about it."""
-    prefill = TablePrefill(table_of(gpu, model), chunk_tokens)
-    shape = KvShape(
-        num_layers=model.num_layers,
-        hidden_kv=model.hidden_kv,
-        block_size_tokens=BLOCK_TOKENS,
-        dtype_bytes=model.dtype_bytes,
-    )
-    speed = gpu.achieved_link_bytes_per_s
-    link = Link(d2h_bytes_per_s=speed, h2d_bytes_per_s=speed, setup_s=gpu.load_setup_s)
-    costs = SwapOrRecompute(prefill, shape, link)
-    return HostMemory(num_blocks, costs, FullCost(prefill=prefill, can_split=True))
-
-
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run. weighted: mean weighted turnaround."""
+    """Of one run. weighted: mean weighted turnaround. recomputed, swapped: preemptions per request, by how it came back; some of a request's KV may
+    be computed after a swap. stalled_share: of all time, that steps waited for copies."""
 
     per_s: float
     weighted: float
     turnaround_s: float
-    num_recomputed: int
-    num_swapped: int
+    recomputed: float
+    swapped: float
     stalled_share: float
-    counts: Mapping[str, int]
 
 
-def node_of(arm: Arm, setting: Setting, clock: Clock, seed: int) -> Node:
-    shape = replace(VLLM_0_2, max_running=setting.max_running)
+def engine_of(arm: Arm, setting: Setting) -> Engine:
     num_blocks = setting.host_blocks if arm.is_host_bound else DEVICE_BLOCKS
-    num_tokens = num_blocks * BLOCK_TOKENS
-    host = None
-    if arm.has_host:
-        host = host_memory(setting.gpu, setting.model, setting.host_blocks, shape.step_tokens or num_tokens)
-    queue = QUEUES[arm.queue](num_tokens)
-    return Node(
-        clock,
-        StepCost(setting.gpu, setting.model),
-        shape,
-        queue,
-        Online(seed),
-        lanes=LaneFits(num_tokens) if queue.has_lanes else None,
-        preemption=PREEMPTIONS[arm.preemption],
-        num_blocks=num_blocks,
-        host_memory=host,
-    )
+    return Engine(num_blocks, BLOCK_TOKENS, setting.max_running, max_tokens=num_blocks * BLOCK_TOKENS)
 
 
-def run(arm: Arm, setting: Setting, seed: int) -> Outcome:
-    clock = Clock()
-    node = node_of(arm, setting, clock, seed)
-    arrivals = setting.arrivals(seed)
-    for arrival in arrivals:
-        clock.at(arrival.at_s, lambda now, arrival=arrival: node.submit(arrival))  # type: ignore[misc]
-    clock.run()
-    node.check_invariants()
-    if len(node.ended) != len(arrivals):
-        raise RuntimeError(f"{len(arrivals) - len(node.ended)} requests were never served")
-    counts = node.tally.counts
-    num_swapped = counts["preempted_to_host"] + counts["restored by swap"] + counts["restored by split"]
+def tiers_of(arm: Arm, setting: Setting) -> TierSizes | None:
+    block_bytes = BLOCK_TOKENS * setting.model.kv_bytes_per_token
+    if not arm.has_host or not setting.host_blocks:
+        return None
+    return TierSizes(setting.host_blocks * block_bytes, policy=arm.restore)
+
+
+def run_once(arm: Arm, setting: Setting, seed: int) -> Outcome:
+    requests = setting.arrivals(seed)
+    cost = StepCost(setting.gpu, setting.model)
+    played = play_on_node(arm.queue, requests, cost, engine_of(arm, setting), tiers=tiers_of(arm, setting))
+    ended_s = max(job.ended_s for job in played.jobs)  # copies go on after that
+    num_back = played.counts.get("preempted:swap", 0) + played.counts.get("preempted:split", 0)
     return Outcome(
-        per_s=len(arrivals) / clock.now,
-        weighted=statistics.fmean(r.e2e_s / (r.ended_s - r.first_started_s) for r in node.ended),
-        turnaround_s=statistics.fmean(r.e2e_s for r in node.ended),
-        num_recomputed=counts["preempted"] - num_swapped,
-        num_swapped=num_swapped,
-        stalled_share=node.tally.stalled_s / clock.now,
-        counts=dict(counts),
+        per_s=len(requests) / ended_s,
+        weighted=statistics.fmean(job.e2e_s / (job.ended_s - job.started_s) for job in played.jobs),
+        turnaround_s=statistics.fmean(job.e2e_s for job in played.jobs),
+        recomputed=(played.num_preempted - num_back) / len(requests),
+        swapped=num_back / len(requests),
+        stalled_share=played.stalled_s / ended_s,
     )
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-class Thousands(Figure):
+class PerRequest(Figure):
     """A number of preemptions, beside the paper's: neither more nor fewer is better."""
 
     @property
@@ -255,7 +225,7 @@ class Thousands(Figure):
         return False
 
     def text(self, value: float) -> str:
-        return f"{value:.2f} thousand"
+        return f"{value:.2f} a request"
 
 
 @dataclass(slots=True)
@@ -270,10 +240,9 @@ class Bench:
 
     def run(self, arms: Iterable[Arm], settings: Iterable[Setting]) -> None:
         """Have the outcomes of all these."""
-        # One setting's runs side by side, so that a worker fits few tables.
         wanted = [(a, _own(a, s), seed) for s, a, seed in itertools.product(settings, arms, self.seeds)]
         missing = [key for key in dict.fromkeys(wanted) if key not in self.outcomes]
-        found = self.workers.map(run, *zip(*missing, strict=True)) if missing else []
+        found = self.workers.map(run_once, *zip(*missing, strict=True)) if missing else []
         self.outcomes.update(zip(missing, found, strict=True))
 
     def of(self, arm: Arm, setting: Setting) -> list[Outcome]:
@@ -343,7 +312,8 @@ PAPER_SPEEDUP = {
     ("Llama-32.5B", "alpaca"): (1.23, 2.13),
     ("Llama-32.5B", "summary"): (1.09, 2.18),
 }
-# Thousands: AdaptiveLLM's recomputations and swaps, vLLM's recomputations, vLLM_s's swaps. Source: table 4, which lacks Llama-32.5B with summary.
+# Thousands, of 1,000 requests: AdaptiveLLM's recomputations and swaps, vLLM's recomputations, vLLM_s's swaps.
+# Source: table 4, which lacks Llama-32.5B with summary.
 PAPER_PREEMPTIONS = {
     ("OPT-13B", "chatbot"): (0.11, 1.13, 1.77, 0.78),
     ("OPT-13B", "alpaca"): (0.10, 1.17, 1.82, 0.99),
@@ -358,10 +328,10 @@ PAPER_PREEMPTIONS = {
     ("Llama-32.5B", "alpaca"): (0.10, 1.00, 1.57, 0.55),
 }
 PREEMPTION_COUNTS: tuple[tuple[str, Arm, Value], ...] = (
-    ("adaptive recomputes", ARMS["adaptive"], lambda o: o.num_recomputed / 1000),
-    ("adaptive swaps", ARMS["adaptive"], lambda o: o.num_swapped / 1000),
-    ("vllm recomputes", ARMS["vllm"], lambda o: o.num_recomputed / 1000),
-    ("swap swaps", ARMS["swap"], lambda o: o.num_swapped / 1000),
+    ("adaptive recomputes", ARMS["adaptive"], lambda o: o.recomputed),
+    ("adaptive swaps", ARMS["adaptive"], lambda o: o.swapped),
+    ("vllm recomputes", ARMS["vllm"], lambda o: o.recomputed),
+    ("swap swaps", ARMS["swap"], lambda o: o.swapped),
 )
 
 
@@ -411,7 +381,7 @@ def _reading(bench: Bench, name: str, settings: Mapping[tuple[str, str], Setting
 def _counts(bench: Bench, where: str, group: tuple[str, str], setting: Setting) -> list[Figure]:
     papers = PAPER_PREEMPTIONS.get(group, (None,) * len(PREEMPTION_COUNTS))
     return [
-        Thousands(
+        PerRequest(
             f"preemptions, {what}, {where}",
             tuple(value(outcome) for outcome in bench.of(arm, setting)),
             paper,
@@ -433,8 +403,8 @@ def _group(bench: Bench, setting: Setting) -> dict[str, Any]:
                 "per_s",
                 "weighted",
                 "turnaround_s",
-                "num_recomputed",
-                "num_swapped",
+                "recomputed",
+                "swapped",
                 "stalled_share",
             )
         }
@@ -500,7 +470,6 @@ def limits_part(bench: Bench) -> Part:
 
     Beside each speed of the link and each length stands what the cost object predicts for one request: seconds to swap it and to compute it anew.
     """
-    bench = replace(bench, seeds=bench.seeds[:3])
     sweeps = _sweeps(bench.setting(("OPT-13B", "chatbot")))
     arms = [ARMS["vllm"], ARMS["swap"], ARMS["cost"]]
     bench.run(arms, [setting for sweep in sweeps.values() for setting in sweep.values()])
@@ -547,10 +516,18 @@ def pays_from(sweep: Mapping[str, Mapping[str, float]]) -> float | None:
 
 
 def _predicted(setting: Setting) -> dict[str, float]:
-    """Of a request halfway through its answer."""
-    host = host_memory(setting.gpu, setting.model, setting.host_blocks, VLLM_0_2.step_tokens or 0)
+    """Of a request halfway through its answer, for its whole blocks, which were written through."""
+    clock, cost = Clock(), StepCost(setting.gpu, setting.model)
+    link = SharedLink(clock, setting.gpu.achieved_link_bytes_per_s, setting.gpu.load_setup_s)
+    tiers = EmulatedTiers(
+        clock, TierSizes(0), cost, BLOCK_TOKENS, engine_of(ARMS["cost"], setting).step_tokens, link
+    )
+    costs = tiers.swap_or_recompute()
+    tiers.close()
+    assert costs is not None, "the tiers were given another policy"
     num_tokens = round(setting.mean_prompt_tokens) + MAX_ANSWER_TOKENS // 2
-    decision = host.costs.decide(LossFacts(num_tokens=num_tokens, num_host_blocks=10**6))
+    num_tokens -= num_tokens % BLOCK_TOKENS
+    decision = costs.decide(LossFacts(num_tokens=num_tokens, num_saved_tokens=num_tokens))
     return {
         "predicted_swap_s": round(decision.swap_s or 0.0, 5),
         "predicted_recompute_s": round(decision.recompute_s, 5),
@@ -564,19 +541,26 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    quick = "main and turnaround, OPT-13B, chatbot and summary, 300 requests"
-    args = parser_for("adaptivellm", __doc__, PARTS, quick).parse_args(arguments)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    quick = f"main and turnaround, OPT-13B, chatbot and summary, {QUICK_REQUESTS} requests"
+    add_table_arguments(parser, PARTS, quick)
+    parser.set_defaults(seeds=3)
+
+
+def run(args: argparse.Namespace) -> None:
     bench = Bench(Workers(args.jobs), seeds_of(args), num_requests=NUM_REQUESTS)
     if args.quick:
         bench.groups, bench.num_requests = (("OPT-13B", "chatbot"), ("OPT-13B", "summary")), QUICK_REQUESTS
     names = args.part or (["main", "turnaround"] if args.quick else list(PARTS))
     try:
-        report_parts(
-            "AdaptiveLLM", "adaptivellm", bench.seeds, ((name, PARTS[name](bench)) for name in names), _top
-        )
+        show(names, bench)
     finally:
         bench.workers.close()
+
+
+def show(names: Sequence[str], bench: Bench) -> None:
+    parts = ((name, PARTS[name](bench)) for name in names)
+    report_parts("AdaptiveLLM on vLLM's scheduler", "emulated-adaptivellm", bench.seeds, parts, _top)
 
 
 TOP_KEYS = (
