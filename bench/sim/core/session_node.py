@@ -17,9 +17,10 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.lean_node import Node
 from bench.sim.core.links import SharedLink
 from bench.sim.core.requests import Arrival
-from bench.sim.core.shapes import BLOCK_TOKENS, VLLM, Shape
+from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.steps import Chunk, StepCost
-from bench.sim.core.tiers import HostTiers, SessionKv
+from bench.sim.core.tiers import Both, HostTiers, SessionKv
+from engine_bridge.core.promotions import LOOK_EVERY_S
 from engine_bridge.policy.guesses import GuessFacts, due_s, plan
 from engine_bridge.policy.queue import QueuePolicy
 from engine_bridge.predict.length import LengthGuess
@@ -29,8 +30,6 @@ from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts, Restor
 PIECE_BLOCKS = 128
 # A request that waits for its KV is looked at again no sooner. Chosen.
 MIN_LOOK_S = 0.005
-# What was promoted may have been pushed out: as the live promoter looks after it.
-LOOK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +76,6 @@ class _Guess:
     is_copying: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Load:
-    """KV on its way to the device for a request that has started, in so many parts."""
-
-    num_parts: int
-
-
 class SessionNode(Node):
     """One device with its model, for sessions.
 
@@ -103,20 +95,21 @@ class SessionNode(Node):
         restore: RestorePolicy,
         has_cache: bool,
         on_end: Callable[[Request, float], None],
-        shape: Shape = VLLM,
     ) -> None:
-        super().__init__(clock, cost, shape, policy, _Unasked())
+        super().__init__(clock, cost, VLLM, policy, _Unasked())
         self.host = host
         self.link = SharedLink(clock, cost.gpu.achieved_link_bytes_per_s, cost.gpu.load_setup_s)
         self.cached_blocks = 0
         self.block_bytes = BLOCK_TOKENS * cost.model.kv_bytes_per_token
         self._restore_policy, self._has_cache, self._on_end = restore, has_cache, on_end
-        self._token_prefill_s = cost.prefill_s(shape.step_tokens) / shape.step_tokens
+        self._token_prefill_s = cost.prefill_s(VLLM.step_tokens) / VLLM.step_tokens
         self._cache: OrderedDict[str, SessionKv] = OrderedDict()
         self._kv: dict[str, SessionKv] = {}  # by request
         self._held: dict[str, Turn] = {}
         self._pinned: set[str] = set()
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[
+            str, Both
+        ] = {}  # KV on its way to the device for requests that have started: to host memory, and from there
         self._overdue_since_s: float | None = None
         self._guesses: dict[str, _Guess] = {}  # by session
         self._cold: set[str] = set()  # of them, those not whole on the device
@@ -155,6 +148,10 @@ class SessionNode(Node):
     def _is_warm(self, kv: SessionKv) -> bool:
         return kv.device is self and kv.device_blocks >= kv.saved_blocks
 
+    def _num_cached(self, kv: SessionKv) -> int:
+        """Leading blocks of it that are cached here."""
+        return kv.device_blocks if kv.device is self else 0
+
     def _guess_facts(self, guess: _Guess) -> GuessFacts:
         assert self.host is not None
         num_bytes = guess.kv.saved_blocks * self.block_bytes
@@ -190,7 +187,7 @@ class SessionNode(Node):
     def _copy_up(self, guess: _Guess, goal: int) -> None:
         """The next piece of a session to the device."""
         kv = guess.kv
-        start = kv.device_blocks if kv.device is self else 0
+        start = self._num_cached(kv)
         num = min(goal - start, PIECE_BLOCKS)
         if num <= 0:
             return
@@ -200,7 +197,7 @@ class SessionNode(Node):
             guess.is_copying = False
             if self._guesses.get(kv.session_id) is not guess:
                 return
-            if start == (kv.device_blocks if kv.device is self else 0):
+            if start == self._num_cached(kv):
                 self._put(kv, start + num, now)
             if self._is_warm(kv):
                 self._cold.discard(kv.session_id)
@@ -225,9 +222,7 @@ class SessionNode(Node):
         if self.host is None or kv.host is None:
             self.submit(turn)
             return
-        if request_id not in self._pinned:
-            kv.num_pins += 1
-            self._pinned.add(request_id)
+        self._pin(request_id)
         self._held[request_id] = turn
         if not self._is_warm(kv):
             # Asks at once if it is there.
@@ -246,7 +241,7 @@ class SessionNode(Node):
 
     def _usable_blocks(self, kv: SessionKv, num_tokens: int) -> int:
         """Leading blocks on the device. The last token is computed in any case."""
-        return min(kv.device_blocks if kv.device is self else 0, (num_tokens - 1) // BLOCK_TOKENS)
+        return min(self._num_cached(kv), (num_tokens - 1) // BLOCK_TOKENS)
 
     def _decide_restore(
         self, arrival: Arrival, num_device: int, now: float, num_tokens: int = 0
@@ -305,22 +300,24 @@ class SessionNode(Node):
         return (num_device + num_loaded) * BLOCK_TOKENS
 
     def _load(self, request_id: str, num_blocks: int, now: float) -> None:
-        kv = self._kv[request_id]
         assert self.host is not None
-        if request_id not in self._pinned:
-            kv.num_pins += 1
-            self._pinned.add(request_id)
-        self._loads[request_id] = load = _Load(2)
 
         def came(now: float) -> None:
-            load.num_parts -= 1
-            if load.num_parts == 0 and self._loads.get(request_id) is load:
+            if self._loads.get(request_id) is both:
                 del self._loads[request_id]
                 self._unpin(request_id)
-                self._load_came(now)
+                if self._overdue_since_s is not None:
+                    self._end_step(now)
 
-        self.host.stage(kv, came, now)
-        self.link.transfer(num_blocks * self.block_bytes, came)
+        self._pin(request_id)
+        both = self._loads[request_id] = Both(came)
+        self.host.stage(self._kv[request_id], both, now)
+        self.link.transfer(num_blocks * self.block_bytes, both)
+
+    def _pin(self, request_id: str) -> None:
+        if request_id not in self._pinned:
+            self._pinned.add(request_id)
+            self._kv[request_id].num_pins += 1
 
     def _unpin(self, request_id: str) -> None:
         if request_id in self._pinned:
@@ -363,10 +360,6 @@ class SessionNode(Node):
             self.tally.stalled_s += now - self._overdue_since_s
             self._overdue_since_s = None
         super()._end_step(now)
-
-    def _load_came(self, now: float) -> None:
-        if self._overdue_since_s is not None:
-            self._end_step(now)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -280,7 +280,7 @@ class HostTiers:
             self._staged(kv, now)
 
         def send(now: float) -> None:
-            both = _Both(arrived)
+            both = Both(arrived)
             home._outbound.transfer(stage.num_bytes, both)
             self._inbound.transfer(stage.num_bytes, both)
 
@@ -342,7 +342,7 @@ class HostTiers:
 
 
 @dataclass(slots=True)
-class _Both:
+class Both:
     """Calls on at the second call."""
 
     then: Done
