@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -226,11 +227,7 @@ class LocalNode:
             state=self.state,
             model=self._config.engine.served_model_name,
             max_model_len=self.max_model_len,
-            num_running=counts.num_running,
-            num_waiting=counts.num_waiting,
-            num_kv_blocks=counts.num_kv_blocks,
-            num_free_kv_blocks=counts.num_free_kv_blocks,
-            block_size=counts.block_size,
+            **asdict(counts),
             num_steps=self._thread.num_steps,
             num_rebuilds=self._thread.num_rebuilds,
             kv_tiers=self.kv_tiers(),

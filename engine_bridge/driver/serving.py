@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 from fastapi.exceptions import RequestValidationError
+from msgspec.structs import asdict
 from pydantic import ValidationError
 
 from engine_bridge.adapters.errors import AdapterRejected
@@ -288,7 +289,7 @@ class Serving:
         Raises InvalidRequest.
         """
         lora_request = self.lora_request(request.context.adapter)
-        sampling = {name: value for name, value in _fields(request.sampling) if value is not None}
+        sampling = {name: value for name, value in asdict(request.sampling).items() if value is not None}
         max_tokens = sampling.pop("max_tokens", None)
         messages: Any = [{"role": m.role, "content": m.content} for m in request.messages]
         try:
@@ -508,10 +509,6 @@ def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     # aiohttp reads bytes that are no UTF-8 as lone surrogates, which no reply could hold.
     request_id = request_id.encode("utf-8", "replace").decode()
     return {"X-Request-Id": request_id} if request_id else {}
-
-
-def _fields(struct: Any) -> list[tuple[str, Any]]:
-    return [(name, getattr(struct, name)) for name in struct.__struct_fields__]
 
 
 def _too_long(prompt_len: int, limit: int) -> InvalidRequest:
