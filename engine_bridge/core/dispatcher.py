@@ -420,10 +420,7 @@ class Dispatcher:
         request_id, adapter_id = known.arrival.request_id, known.arrival.adapter_id
         return Running(
             request_id=request_id,
-            lane=0,
-            charged_tokens=known.charged_tokens,
             num_blocks=self._engine.held_blocks(request_id),
-            started_s=known.started_s or 0.0,
             predicted_end_s=known.predicted_end_s,
             promised_end_s=known.promised_end_s,
             is_bypasser=known.is_bypasser,

@@ -61,10 +61,7 @@ class Running(Struct, frozen=True, kw_only=True, gc=False):
     """
 
     request_id: str
-    lane: int
-    charged_tokens: int
     num_blocks: int
-    started_s: float
     predicted_end_s: float
     is_bypasser: bool = False
     adapter_bytes: int = 0

@@ -22,13 +22,7 @@ def waiting_facts(request_id: str, **fields: Any) -> Waiting:
 
 
 def running_facts(request_id: str, **fields: Any) -> Running:
-    defaults: dict[str, Any] = {
-        "lane": 0,
-        "charged_tokens": 100,
-        "num_blocks": 10,
-        "started_s": 0.0,
-        "predicted_end_s": 10.0,
-    }
+    defaults: dict[str, Any] = {"num_blocks": 10, "predicted_end_s": 10.0}
     return Running(request_id=request_id, **(defaults | fields))
 
 

@@ -77,10 +77,7 @@ class _RunningFacts(Mapping[str, Running]):
         request = self._node.running[request_id]
         return Running(
             request_id=request_id,
-            lane=0,
-            charged_tokens=request.charged_tokens,
             num_blocks=self._node.held_blocks(request),
-            started_s=request.started_s,
             predicted_end_s=request.started_s + request.base.duration_s,
             is_bypasser=request.is_bypasser,
         )

@@ -32,7 +32,7 @@ AMPLE = Room(free_blocks=10_000, num_slots=100, num_tokens=10_000)
 
 
 request = partial(waiting_facts, arrived_s=NOW - MlqSettings().aging_s / 2)
-runs = partial(running_facts, started_s=NOW - 5, predicted_end_s=NOW + 5)
+runs = partial(running_facts, predicted_end_s=NOW + 5)
 
 
 def room(**fields: Any) -> Room:
@@ -1061,10 +1061,7 @@ class Engine:
             self.facts[head.name] = self.facts_of(head)
         each = Running(
             request_id=job.name,
-            lane=0,
-            charged_tokens=job.guess_tokens,
             num_blocks=self.blocks_of(job),
-            started_s=self.now,
             predicted_end_s=self.now + job.duration_s * job.wrong,
             is_bypasser=job.name in decision.bypassed,
         )
