@@ -20,9 +20,8 @@ from bench.results.runs import FOLDER, ROOT, RunError, keep, load
 # What `sim` runs, on two cores in less than 25 minutes together: by the name that a run is kept under, which
 # begins with the package's, the table and its arguments.
 SIMULATED: dict[str, tuple[str, ...]] = {
-    "sim-chameleon": ("chameleon", "--part", "main", "--part", "eviction"),
-    "sim-chameleon-sched": ("chameleon", "--part", "sched", "--seeds", "3"),
-    "sim-chameleon-scale": ("chameleon", "--part", "scale", "--seeds", "1"),
+    "emulated-chameleon": ("chameleon", "--part", "main", "--part", "eviction", "--part", "forecast"),
+    "emulated-chameleon-sched": ("chameleon", "--part", "sched", "--seeds", "2"),
     "emulated-caraserve": ("caraserve", "--part", "cold", "--part", "production", "--part", "lengths"),
     "sim-caraserve": ("caraserve", "--part", "router", "--part", "mixed"),
     "sim-symphony": ("symphony", "--part", "chat8b", "--part", "agents", "--part", "missing"),

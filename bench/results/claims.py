@@ -53,7 +53,7 @@ _symphony = partial(Figure, "sim-symphony")
 _assist = partial(Figure, "emulated-caraserve")
 _routing = partial(Figure, "sim-caraserve")
 _adaptivellm = partial(Figure, "emulated-adaptivellm")
-_chameleon = partial(Figure, "sim-chameleon")
+_chameleon = partial(Figure, "emulated-chameleon")
 _scheduling = partial(Figure, "live-scheduling")
 _advisory = partial(Figure, "live-advisory")
 _adapters = partial(Figure, "live-adapters")
@@ -284,7 +284,7 @@ CHAMELEON_CLAIMS = (
         CHANGE,
         -0.088,
         "Fig. 15",
-        _chameleon("parts.eviction.at_8.prefetch"),
+        _chameleon("parts.forecast.any_time.ttft_p99_change"),
     ),
     _chameleon_claim(
         "C4–C9",

@@ -75,7 +75,7 @@ def plots(runs: Mapping[str, Run], claims: Sequence[Claim] = CLAIMS) -> dict[str
             f"{group.lower()}.svg": compared(group, [row for row in rows if row.claim.group == group])
             for group in (SYMPHONY, CARASERVE, CHAMELEON, ADAPTIVELLM)
         }
-        return found | {"chameleon-ttft.svg": ttft_over_load(runs.get("sim-chameleon"))}
+        return found | {"chameleon-ttft.svg": ttft_over_load(runs.get("emulated-chameleon"))}
 
 
 def _drawing(height_in: float, title: str) -> Drawing:

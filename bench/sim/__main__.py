@@ -9,11 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench.sim import caraserve, chameleon, symphony
+from bench.sim import caraserve, symphony
 
 TABLES: dict[str, Callable[[Sequence[str]], None]] = {
     "caraserve": caraserve.main,
-    "chameleon": chameleon.main,
     "symphony": symphony.main,
 }
 

@@ -1,4 +1,4 @@
-"""Predictors of answer lengths with a stated accuracy, and the live one."""
+"""Predictors of answer lengths with a stated accuracy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from bench.sim.core.requests import Arrival
-from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
-from engine_bridge.request_context import RequestContext
+from engine_bridge.predict.length import LengthGuess
 
 # Where classes end, as shares of all lengths. Source: SSJF (Qiu et al., 2024), whose BERT names one of five; it is Chameleon's predictor.
 CLASS_ENDS = (0.25, 0.5, 0.75, 0.99)
@@ -62,31 +61,3 @@ class Usual:
         return self._guess
 
     def ended(self, arrival: Arrival) -> None: ...
-
-
-class Online:
-    """The live engine's own predictor, which sees numbers only. Refitted after so many answers; live, a thread does that once a minute."""
-
-    def __init__(self, seed: int, refit_every: int = 2000) -> None:
-        self._predictor = OnlineLengths(seed=seed)
-        self._refit_every = refit_every
-
-    def guess(self, arrival: Arrival) -> LengthGuess:
-        return self._predictor.predict(_features(arrival))
-
-    def ended(self, arrival: Arrival) -> None:
-        self._predictor.observe(_features(arrival), arrival.num_answer_tokens)
-        if self._predictor.num_observed % self._refit_every == 0:
-            self.refit()
-
-    def refit(self) -> None:
-        self._predictor.refit()
-
-
-def _features(arrival: Arrival) -> LengthFeatures:
-    adapter = "" if arrival.adapter_id is None else str(arrival.adapter_id)
-    return LengthFeatures(
-        num_prompt_tokens=arrival.num_prompt_tokens,
-        context=RequestContext(adapter=adapter),
-        max_tokens=arrival.max_answer_tokens,
-    )

@@ -1,19 +1,16 @@
 """vLLM's scheduler with our classes in virtual time: it is vLLM's order, it repeats, and its sums are those made by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from bench.emulated import live
 from bench.emulated.adapters import AdapterMemory
 from bench.emulated.agree import figures_of, lean_play
-from bench.emulated.chameleon import play_arm
 from bench.emulated.deciding import Row, measure
 from bench.emulated.device import FlatCost
 from bench.emulated.node import EmulatedNode, Engine
 from bench.emulated.trace import Played, arrivals, lognormal, play_on_node
-from bench.sim.chameleon import MAIN, Setting
 from bench.sim.core.calibration import A40
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Classes
@@ -161,12 +158,6 @@ def test_without_a_cache_an_adapter_leaves_with_its_last_request() -> None:
 def test_requests_beyond_the_slots_wait_until_one_is_free() -> None:
     first, second = with_adapters(1, "lru", [(0.0, 0), (0.001, 1)])
     assert second[0] > first[0] + copy_s(64) + 4 * 0.03, "the first one's whole answer, and the copy"
-
-
-def test_adapters_that_are_played_twice_give_the_same_times() -> None:
-    setting = replace(Setting(), length_share=0.2, span_s=20.0, trace=Path("there is none"))
-    first, again = (play_arm(MAIN["full"], setting, 6.0, 8, seed=1) for _ in range(2))
-    assert first.times == again.times and len(first.jobs) == 120
 
 
 def test_a_prompt_that_fills_the_last_free_block_starts_as_in_vllms_own_queue() -> None:

@@ -87,7 +87,9 @@ def test_every_path_of_a_claim_is_in_a_kept_run_or_names_a_key_of_the_bench(figu
 
 
 def test_the_simulated_figures_of_chameleon_are_all_kept_with_their_spread() -> None:
-    rows = [row for row in rows_of(CLAIMS, KEPT) if row.claim.sim and row.claim.sim.run == "sim-chameleon"]
+    rows = [
+        row for row in rows_of(CLAIMS, KEPT) if row.claim.sim and row.claim.sim.run == "emulated-chameleon"
+    ]
     assert len(rows) == 13
     assert all(row.sim and row.sim.spread for row in rows)
 
@@ -389,7 +391,7 @@ def test_one_table_that_fails_does_not_stop_the_others(monkeypatch: pytest.Monke
     with pytest.raises(RunError, match=r"not kept: sim-caraserve$"):
         simulate()
     assert [name for name, _ in asked] == list(SIMULATED)
-    assert asked[0][1][:5] == ["python", "-m", "bench.sim", "chameleon", "--part"]
+    assert asked[0][1][:5] == ["python", "-m", "bench.emulated", "chameleon", "--part"]
     assert written == [True]
 
 
@@ -464,7 +466,7 @@ def test_checking_imports_no_policy_and_no_engine() -> None:
 
 def everything() -> dict[str, Run]:
     """Runs in which all claims are measured, all wide of the mark, with a spread."""
-    found: dict[str, Run] = {"sim-chameleon": KEPT["sim-chameleon"]}
+    found: dict[str, Run] = {"emulated-chameleon": KEPT["emulated-chameleon"]}
     for one in CLAIMS:
         for figure in (one.sim, one.live):
             if figure and find(found, figure) is None:
@@ -525,7 +527,7 @@ def test_ratios_far_apart_are_drawn_by_logarithm() -> None:
 
 
 def test_the_curves_have_a_line_for_each_arm_through_its_medians_and_the_slo() -> None:
-    part = KEPT["sim-chameleon"].result["parts"]["main"]
+    part = KEPT["emulated-chameleon"].result["parts"]["main"]
     axes = Drawing().add_subplot()
     draw_curves(axes, part["curve"], "ttft_p99_s", part["slo_s"])
     *arms, slo = (list(line.get_ydata()) for line in axes.lines)
