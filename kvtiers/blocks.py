@@ -58,13 +58,14 @@ class Task(Protocol):
 
 
 class ReadJob:
-    """Blocks that are being read from `first_layer` on, for as many stages as want them."""
+    """Blocks that are being read from `first_layer` on, for as many stages as want them. num_left: layers of blocks that have not come."""
 
-    __slots__ = ("blocks", "first_layer", "num_users", "task")
+    __slots__ = ("blocks", "first_layer", "num_left", "num_users", "task")
 
-    def __init__(self, blocks: list[Block], first_layer: int) -> None:
+    def __init__(self, blocks: list[Block], first_layer: int, num_layers: int) -> None:
         self.blocks = blocks
         self.first_layer = first_layer
+        self.num_left = len(blocks) * (num_layers - first_layer)
         self.num_users = 0
         self.task: Task | None = None
 

@@ -59,11 +59,7 @@ class Reader:
 
     def bytes_left(self) -> int:
         """Of all that is being read."""
-        num_layers = self._host.shape.num_layers
-        num_left = sum(
-            num_layers - block.ready for job in self.jobs for block in job.blocks if not block.is_bad
-        )
-        return num_left * self._host.shape.layer_bytes
+        return sum(job.num_left for job in self.jobs) * self._host.shape.layer_bytes
 
     def plan(self, stage: Stage) -> list[ReadJob]:
         """One job per number of layers that blocks have already; blocks under way are left to their jobs."""
@@ -76,7 +72,7 @@ class Reader:
         jobs = []
         for first_layer, blocks in unread.items():
             self._host.deal(blocks, first_layer)
-            job = ReadJob(blocks, first_layer)
+            job = ReadJob(blocks, first_layer, num_layers)
             for block in blocks:
                 block.job = job
                 block.pins += 1
@@ -91,6 +87,12 @@ class Reader:
         self.num_hits += num_read
         self._host.stats.num_hits += len(stage.blocks) - num_read
         return jobs
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if a job's count is not that of its blocks."""
+        num_layers = self._host.shape.num_layers
+        for job in self.jobs:
+            assert job.num_left == sum(num_layers - block.ready for block in job.blocks if not block.is_bad)
 
     # -- on the I/O thread -------------------------------------------------------------------------------------------
 
@@ -109,12 +111,15 @@ class Reader:
                     if not block.is_bad:
                         block.ready = layer + 1
                         num_good += 1
+                job.num_left -= num_good
                 self.bytes_done += num_good * self._host.shape.layer_bytes
                 self._arrived.notify_all()
             self._on_progress()
 
         def on_bad(index: int) -> None:
             with self._arrived:
+                if not blocks[index].is_bad:
+                    job.num_left -= self._host.shape.num_layers - blocks[index].ready
                 self._host.spoil(blocks[index])
                 self._arrived.notify_all()
             self._on_progress()

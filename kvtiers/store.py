@@ -300,5 +300,6 @@ class KvStore:
         """For tests: memory adds up and nothing is held twice. Raises AssertionError."""
         with self._lock:
             self._host.check_invariants()
+            self._reader.check_invariants()
             num_unwritten = self._writer.num_unwritten if self._writer is not None else 0
             assert num_unwritten == sum(block.is_unwritten for block in self._host.blocks.values())
