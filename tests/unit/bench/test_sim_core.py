@@ -26,6 +26,7 @@ from bench.sim.core.calibration import (
 )
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import CLASS_ENDS, Classes
+from bench.sim.core.hardware import AssistingHost
 from bench.sim.core.links import SharedLink
 from bench.sim.core.models import LLAMA2_70B, LLAMA_7B, MODELS
 from bench.sim.core.requests import Arrival
@@ -45,6 +46,8 @@ from bench.sim.core.traffic import (
     poisson,
     power_law,
 )
+from tests.unit.bench.test_lean_node import TINY
+from tests.unit.bench.test_lean_node import gpu as unit_gpu
 
 # -- time --------------------------------------------------------------------------------------------------------------
 
@@ -223,6 +226,26 @@ def test_no_device_does_more_than_its_data_sheet_says() -> None:
         assert 0 < gpu.flops_share <= 1 and 0 < gpu.memory_share <= 1
         assert 0 < gpu.link_share <= 1 and 0 < gpu.lora_share <= gpu.flops_share
         assert gpu.step_s > 0
+
+
+# An adapter's part of ten tokens takes it three seconds, and calling it half a second.
+SLOW_HOST = AssistingHost("slow", 2 * 128 * 8 * 10 / 3, 4, 1.0, 10, 0.5)
+
+
+def test_more_tokens_than_a_core_takes_have_more_cores_until_there_are_none() -> None:
+    cost = StepCost(unit_gpu(1000), TINY, assistant=SLOW_HOST)
+    for num_tokens, seconds in ((5, 1.5), (10, 3.0), (20, 3.0), (40, 3.0), (80, 6.0)):
+        assert cost.step_s((Chunk(num_tokens, 0, 8, True, True),)) == pytest.approx(1 + seconds + 0.5)
+
+
+def test_a_host_that_is_as_quick_as_the_same_matrices_costs_its_call_alone() -> None:
+    cost = StepCost(replace(unit_gpu(1000), flops=1e6), TINY, assistant=SLOW_HOST)
+    plain, helped = (cost.step_s((Chunk(10, 0, 8 * assists, True, assists),)) for assists in (False, True))
+    hidden_s = (plain - 1.0) * TINY.adapted_share
+    assert 0 < hidden_s < 3
+    assert helped - plain == pytest.approx(3 - hidden_s + 0.5)
+    quick = StepCost(cost.gpu, TINY, assistant=replace(SLOW_HOST, core_flops=1e30))
+    assert quick.step_s((Chunk(10, 0, 8, True, True),)) == pytest.approx(plain + 0.5)
 
 
 # -- traffic -----------------------------------------------------------------------------------------------------------
