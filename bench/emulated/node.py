@@ -162,7 +162,7 @@ class EmulatedNode:
             pace=Pace(scheduler, StepTable(table.grid()), engine.max_step_s, now)
             if table is not None
             else None,
-            **self.tiers.ways_back() if self.tiers is not None else {},
+            ways=self.tiers.way_counts if self.tiers is not None else None,
             clock=now,
             run_fit=self._fits.append,
             lane_rule=lane_rule,

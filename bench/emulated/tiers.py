@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bench.emulated.disk import EmulatedDisk
 from bench.emulated.virtual_io import VirtualIo
@@ -181,10 +180,6 @@ class EmulatedTiers(KvTiers):
         if self._step is not None:
             self._step.load()
         super()._on_progress()
-
-    def ways_back(self) -> dict[str, Callable[..., Any]]:
-        """What scheduling is told of requests that are preempted, as the live engine tells it."""
-        return {"ways": self.way_counts, "swap_s": self.swap_s}
 
     def num_held(self, hashes: Sequence[bytes]) -> int:
         """Leading blocks of these that the tiers could bring."""

@@ -166,7 +166,6 @@ class Dispatcher:
         are_copied_back: preempted requests find their KV in host memory.
         pacer: keeps steps short; None: they are as long as the engine makes them.
         prefill_s: what computing so many tokens of a prompt is predicted to take.
-        swap_s: what copying the KV of so many tokens back to the device is; None where it is computed again in any case.
         stopwatch: for `decide_s` alone, in seconds.
     """
 
@@ -180,7 +179,6 @@ class Dispatcher:
         are_copied_back: bool = False,
         pacer: Pacer | None = None,
         prefill_s: Callable[[int], float] = lambda num_tokens: 0.0,
-        swap_s: Callable[[int], float | None] = lambda num_tokens: None,
         stopwatch: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.policy = policy
@@ -195,7 +193,7 @@ class Dispatcher:
         self.unready = Unready()
         self.sizes = WeightedSize()
         self._engine, self._pacer, self._stopwatch = engine, pacer, stopwatch
-        self._prefill_s, self._swap_s = prefill_s, swap_s
+        self._prefill_s = prefill_s
         self._num_tokens, self._are_copied_back = num_tokens, are_copied_back
         self._known: dict[str, Known] = {}
         self._running: dict[str, Known] = {}
@@ -434,8 +432,6 @@ class Dispatcher:
             fairness=fair_priority(now - known.base.arrived_s, num_tokens, arrival.weight),
             started_s=known.started_s or now,
             num_blocks=self._engine.held_blocks(arrival.request_id),
-            recompute_s=self._prefill_s(num_tokens),
-            swap_s=self._swap_s(num_tokens),
             urgency=arrival.priority,
         )
 

@@ -291,7 +291,7 @@ class VllmDriver:
             is_ready=self._scheduler.is_ready,
             num_cached_tokens=self._num_cached_tokens,
             adapters=None if isinstance(self.adapters, NoAdapters) else self.adapters,
-            **self._ways_back(),
+            ways=self._tiers.way_counts if self._tiers is not None else None,
             pace=Pace(self._scheduler, self.steps, config.max_step_ms / 1e3),
             decision_log=_open_log(config),
             predictor=self._predictor,
@@ -300,12 +300,6 @@ class VllmDriver:
         )
         self._scheduler.use(scheduling)
         return scheduling
-
-    def _ways_back(self) -> dict[str, Any]:
-        """What the tiers know of requests that are preempted."""
-        if self._tiers is None:
-            return {}
-        return {"ways": self._tiers.way_counts, "swap_s": self._tiers.swap_s}
 
     def _num_cached_tokens(self, request: Any) -> int:
         """Of a waiting request's prompt, what the device or the tiers hold, from its first token on."""

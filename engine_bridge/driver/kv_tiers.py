@@ -244,13 +244,6 @@ class KvTiers:
             self._copied = (num_bytes, seconds)
         return self._host_rate.at(self.clock())
 
-    def swap_s(self, num_tokens: int) -> float | None:
-        """What copying the KV of so many tokens from host memory to the device is predicted to take; None where that is not for us to say."""
-        costs = self.swap_or_recompute()
-        if costs is None:
-            return None
-        return costs.link.in_s(costs.shape.num_blocks(num_tokens) * costs.shape.block_bytes)
-
     def way_counts(self) -> dict[str, int]:
         """Of requests that were preempted: `predicted:` and then `preempted:` by the way back, as it was chosen and as it came to be."""
         return {f"predicted:{way}": num for way, num in list(self.chosen.items())} | {

@@ -42,7 +42,6 @@ class Scheduling:
         num_cached_tokens: leading ones of a waiting request that need not be computed.
         adapters: whose memory is bounded, too; None: requests use none.
         ways: counts of how requests that are preempted are to get their KV back, and do. None: they compute it again.
-        swap_s: what copying the KV of so many tokens back is predicted to take; None of it: it is computed again in any case.
         pace: keeps steps short; None: they are as long as vLLM makes them.
         decision_log: where to write down what the policy is told and decides. Closed with this.
         clock: requests' times are told by it, in seconds.
@@ -60,7 +59,6 @@ class Scheduling:
         num_cached_tokens: Callable[[Any], int] = lambda request: 0,
         adapters: Residency | None = None,
         ways: Callable[[], Mapping[str, int]] | None = None,
-        swap_s: Callable[[int], float | None] = lambda num_tokens: None,
         pace: Pace | None = None,
         predictor: LengthPredictor | None = None,
         decision_log: LogWriter | None = None,
@@ -98,7 +96,6 @@ class Scheduling:
             num_tokens=num_tokens,
             are_copied_back=ways is not None,
             pacer=pace.pacer if pace is not None else None,
-            swap_s=swap_s,
             prefill_s=pace.prefill_s if pace is not None else lambda num_tokens: 0.0,
             stopwatch=time.perf_counter,
         )

@@ -14,7 +14,6 @@ from engine_bridge.core.pacer import Pacer
 from engine_bridge.policy.costs import StepTable
 from engine_bridge.policy.lanes import MIN_SIZES
 from engine_bridge.policy.mlq import Mlq
-from engine_bridge.policy.preemption import cheapest_per_block
 from engine_bridge.policy.queue import Waiting
 from engine_bridge.predict.length import LengthGuess
 
@@ -160,21 +159,6 @@ def test_vllms_victims_stay_and_ours_spare_who_came_first() -> None:
         progress = [(each, engine.tokens.get(each, 1), 0) for each in ("c", "b", "a", "unknown")]
         assert engine.own.victims(progress, engine.now) == expected
         assert engine.own.victims(progress[:1], engine.now) is None
-
-
-def test_an_order_by_cost_counts_that_kv_can_be_copied_back() -> None:
-    for swap_s, expected in ((0.001, ["a", "b", "c"]), (None, ["a", "c", "b"])):
-        engine = FakeEngine(
-            "fair",
-            prefill_s=lambda num_tokens: 1000.0 / num_tokens,
-            swap_s=lambda num_tokens, swap_s=swap_s: swap_s if num_tokens < 50 else None,
-        )
-        engine.own.policy.victim_order = cheapest_per_block  # type: ignore[misc]
-        for name, num_tokens in (("a", 100), ("b", 90), ("c", 10)):
-            engine.ask(arrival(name, num_tokens))
-            engine.step()
-        progress = [(each, engine.tokens[each], 0) for each in ("c", "b", "a")]
-        assert engine.own.victims(progress, engine.now) == expected
 
 
 def test_only_answers_that_ended_by_themselves_tell_of_lengths() -> None:

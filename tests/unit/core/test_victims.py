@@ -26,7 +26,6 @@ def facts_of(each: Any) -> RunningFacts:
         fairness=(NOW - each.arrived_s) / each.num_tokens,
         started_s=each.arrived_s,
         num_blocks=1,
-        recompute_s=1.0,
         urgency=each.priority,
     )
 

@@ -31,11 +31,8 @@ from engine_bridge.policy.costs import (
 from engine_bridge.policy.ways_back import (
     FullCost,
     LossFacts,
-    SplitFacts,
-    SplitRestore,
     SwapOrRecompute,
     Way,
-    split,
 )
 from engine_bridge.predict.steps import (
     REGRESSORS,
@@ -270,76 +267,6 @@ def test_swapping_takes_what_the_formula_says() -> None:
     assert slow_start.out_s(0) == slow_start.in_s(0) == 0.0
 
 
-# -- splits ------------------------------------------------------------------------------------------------------------
-
-
-class Steps:
-    """Any cost of prefilling that never falls, by blocks of one token."""
-
-    def __init__(self, added_s: list[float]) -> None:
-        self.total_s = [0.0, *itertools.accumulate(added_s)]
-
-    def prefill_s(self, num_tokens: int, num_context_tokens: int = 0) -> float:
-        return self.total_s[min(num_tokens, len(self.total_s) - 1)]
-
-
-def restored(num_blocks: int, **fields: Any) -> SplitFacts:
-    defaults: dict[str, Any] = {"block_size_tokens": 1, "num_context_tokens": 0, "num_tail_tokens": 0}
-    return SplitFacts(num_blocks=num_blocks, **(defaults | fields))
-
-
-@given(
-    st.lists(st.floats(0, 1), min_size=1, max_size=60),
-    st.floats(0, 1),
-    st.floats(0, 5),
-    st.floats(0.5, 1),
-    st.integers(0, 5),
-)
-def test_a_split_is_never_slower_than_either_pure_way(
-    added_s: list[float], per_block_s: float, setup_s: float, overlap: float, num_tail: int
-) -> None:
-    num = len(added_s)
-    facts = restored(
-        num, load_s_per_block=per_block_s, load_setup_s=setup_s, overlap=overlap, num_tail_tokens=num_tail
-    )
-    prefill = Steps([*added_s, *[0.1] * num_tail])
-    found = split(facts, prefill)
-    assert found.expected_s <= min(found.load_s, found.recompute_s)
-    assert found.load_s == pytest.approx(setup_s + num * per_block_s + prefill.prefill_s(num_tail))
-    assert found.recompute_s == pytest.approx(prefill.prefill_s(num + num_tail))
-    assert found.num_recompute_blocks + found.num_load_blocks == num
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.floats(0, 1), st.floats(0, 5))
-def test_bisection_finds_the_best_of_all_splits(
-    added_s: list[float], per_block_s: float, setup_s: float
-) -> None:
-    num, prefill = len(added_s), Steps(added_s)
-    facts = restored(num, load_s_per_block=per_block_s, load_setup_s=setup_s)
-
-    def both_s(at: int) -> float:
-        load_s = setup_s + (num - at) * per_block_s if at < num else 0.0
-        return max(prefill.prefill_s(at), load_s)
-
-    assert split(facts, prefill).expected_s == pytest.approx(min(both_s(at) for at in range(num + 1)))
-
-
-def test_at_equal_speeds_each_does_half() -> None:
-    found = split(restored(100, load_s_per_block=0.01), LinearPrefill(0.01))
-    assert (found.way, found.num_recompute_blocks) == (Way.SPLIT, 50)
-    assert found.expected_s == pytest.approx(0.5)
-
-
-def test_where_both_share_the_memory_a_split_gains_nothing() -> None:
-    found = split(restored(100, load_s_per_block=0.01, overlap=0.5), LinearPrefill(0.01))
-    assert found.way is Way.SWAP  # of equal ones the one that leaves the device to others
-
-
-@pytest.mark.parametrize(("per_block_s", "way"), [(1e-6, Way.SWAP), (1e3, Way.RECOMPUTE)])
-def test_a_far_faster_way_is_taken_alone(per_block_s: float, way: Way) -> None:
-    assert split(restored(100, load_s_per_block=per_block_s), LinearPrefill(0.01)).way is way
-
-
 # -- swap or recompute -------------------------------------------------------------------------------------------------
 
 SHAPE = KvShape(num_layers=32, hidden_kv=1024, block_size_tokens=16, dtype_bytes=2)  # 2 MiB a block
@@ -400,23 +327,10 @@ def test_no_decision_is_slower_than_a_way_that_was_open(
     facts = LossFacts(
         num_tokens=num_tokens, num_kept_tokens=num_kept, num_saved_tokens=num_saved, num_host_blocks=num_host
     )
-    decision = SwapOrRecompute(LinearPrefill(s_per_token), SHAPE, link, can_split=True).decide(facts)
-    ways = [s for s in (decision.swap_s, decision.recompute_s, decision.split_s) if s is not None]
+    decision = SwapOrRecompute(LinearPrefill(s_per_token), SHAPE, link).decide(facts)
+    ways = [s for s in (decision.swap_s, decision.recompute_s) if s is not None]
     assert decision.expected_s == min(ways) >= 0
     assert decision.num_out_blocks <= num_host
-    pure = SwapOrRecompute(LinearPrefill(s_per_token), SHAPE, link).decide(facts)
-    assert decision.expected_s <= pure.expected_s
-
-
-def test_a_split_beats_both_where_they_are_alike() -> None:
-    link = Link(d2h_bytes_per_s=1e12, h2d_bytes_per_s=100 * SHAPE.block_bytes / 0.16)
-    decision = SwapOrRecompute(PREFILL, SHAPE, link, can_split=True).decide(LOST)
-    assert (decision.way, decision.num_recompute_tokens, decision.num_out_blocks) == (Way.SPLIT, 800, 50)
-    assert decision.expected_s == pytest.approx(0.08, rel=0.02)
-    # What is loaded has to be copied out before.
-    slow_out = msgspec.structs.replace(link, d2h_bytes_per_s=50 * SHAPE.block_bytes / 0.02)
-    decision = SwapOrRecompute(PREFILL, SHAPE, slow_out, can_split=True).decide(LOST)
-    assert decision.split_s == pytest.approx(0.08 + 0.02, rel=0.02)
 
 
 # -- restores of sessions ----------------------------------------------------------------------------------------------
@@ -477,29 +391,6 @@ def test_a_restore_is_computed_behind_what_the_device_holds() -> None:
     assert decision.expected_s == pytest.approx(prefill.prefill_s(64 * 32 + 32, 5000))
 
 
-def test_reads_of_others_are_waited_for_once() -> None:
-    """All of the time of 24 MiB, whose half is of others, goes before the first block or is spread over all: together it is the same."""
-    facts = changed(
-        **(ON_DISK | {"disk_bytes_left": 24 * MIB, "disk_bytes_ahead": 24 * MIB}), disk_bytes_per_s=48 * MIB
-    )
-    parts = FullCost(prefill=LinearPrefill(1e-3), can_split=True)._split_facts(facts)
-    host_s = facts.block_bytes / 10e9
-    assert parts.load_setup_s == pytest.approx(0.5)
-    assert parts.load_s_per_block == pytest.approx(host_s + 0.5 / 64)
-
-
-def test_a_restore_from_disk_as_slow_as_computing_is_split() -> None:
-    facts = changed(**ON_DISK, disk_bytes_per_s=60e6)
-    policy = FullCost(prefill=LinearPrefill(1 / 5000), can_split=True)
-    decision = policy.decide(facts)
-    assert isinstance(decision, SplitRestore)
-    assert decision.action is Action.LOAD and decision.num_blocks == 64
-    assert 25 <= decision.num_front_blocks <= 39
-    assert decision.expected_s < 0.65 * FasterWins().decide(facts).expected_s
-    # Half of the blocks are there: they are the front ones.
-    assert not isinstance(policy.decide(changed(**(ON_DISK | {"num_ready_blocks": 32}))), SplitRestore)
-
-
 @given(
     st.floats(1e5, 1e11), st.floats(1e5, 1e11), st.integers(0, 1 << 30), st.booleans(), st.integers(1, 3000)
 )
@@ -514,9 +405,8 @@ def test_a_restore_never_promises_more_than_computing_would_take(
         num_tail_tokens=num_tail,
     )
     prefill = LinearPrefill(1e-4)
-    plain = FullCost(prefill=prefill).decide(facts)
-    either = FullCost(prefill=prefill, can_split=True).decide(facts)
-    assert either.expected_s <= plain.expected_s <= prefill.prefill_s(64 * 32 + num_tail) * (1 + 1e-9)
+    decision = FullCost(prefill=prefill).decide(facts)
+    assert decision.expected_s <= prefill.prefill_s(64 * 32 + num_tail) * (1 + 1e-9)
 
 
 # -- fitting -----------------------------------------------------------------------------------------------------------
