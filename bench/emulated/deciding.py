@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,10 +62,12 @@ class _Watched(EmulatedNode):
         super()._end(output, giving, began_s, failed)
 
 
-def measure(row: Row, cost: StepCost, engine: Engine, seed: int) -> dict[str, Any]:
-    """As many wait all the time: one comes for each that has ended."""
+def measure(
+    row: Row, cost: StepCost, engine: Engine, seed: int, stopwatch: Callable[[], float] = time.perf_counter
+) -> dict[str, Any]:
+    """As many wait all the time: one comes for each that has ended. stopwatch: tells what our scheduling takes."""
     clock = Clock()
-    node = _Watched(clock, cost, engine, row.policy)
+    node = _Watched(clock, cost, engine, row.policy, stopwatch=stopwatch)
     node.watch()
     rng = random.Random(f"tenants {seed}")
     gaps = arrivals(lognormal(row.num_queued + 2000, seed), 1.0, row.num_queued + 2000, seed)

@@ -91,6 +91,7 @@ class EmulatedNode:
         memory: where they may lie. With a host's help for those on their way, the cost names the host.
         lane_rule: a name in `engine_bridge.policy.lanes.RULES`.
         tiers: host memory for KV that leaves the device; None: there is none.
+        stopwatch: what our scheduling takes is told by it.
     """
 
     def __init__(
@@ -105,8 +106,10 @@ class EmulatedNode:
         memory: AdapterMemory | None = None,
         lane_rule: str = "knee",
         tiers: TierSizes | None = None,
+        stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock, self.cost, self.engine = clock, cost, engine
+        self._stopwatch = stopwatch
         self.tally = Tally()
         self.ended: list[Job] = []
         self.link = SharedLink(clock, cost.gpu.achieved_link_bytes_per_s, cost.gpu.load_setup_s)
@@ -164,6 +167,7 @@ class EmulatedNode:
             else None,
             ways=self.tiers.way_counts if self.tiers is not None else None,
             clock=now,
+            stopwatch=self._stopwatch,
             run_fit=self._fits.append,
             lane_rule=lane_rule,
         )

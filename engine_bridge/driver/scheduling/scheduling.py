@@ -45,6 +45,7 @@ class Scheduling:
         pace: keeps steps short; None: they are as long as vLLM makes them.
         decision_log: where to write down what the policy is told and decides. Closed with this.
         clock: requests' times are told by it, in seconds.
+        stopwatch: what our own work takes is told by it, in seconds.
         run_fit: what fits lanes and the predictor; None: a thread of its own, closed with this.
         refit_every_s, lane_rule: how often, at the least, and a name in `engine_bridge.policy.lanes.RULES`.
     """
@@ -63,6 +64,7 @@ class Scheduling:
         predictor: LengthPredictor | None = None,
         decision_log: LogWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        stopwatch: Callable[[], float] = time.perf_counter,
         run_fit: Run | None = None,
         refit_every_s: float = REFIT_EVERY_S,
         lane_rule: str = "knee",
@@ -76,7 +78,7 @@ class Scheduling:
         self._adapters = adapters
         self._ways = ways or dict
         self._log = decision_log
-        self._clock = clock
+        self._clock, self._stopwatch = clock, stopwatch
         self._thread = None
         if run_fit is None:
             run_fit = self._thread = FitThread()
@@ -97,7 +99,7 @@ class Scheduling:
             are_copied_back=ways is not None,
             pacer=pace.pacer if pace is not None else None,
             prefill_s=pace.prefill_s if pace is not None else lambda num_tokens: 0.0,
-            stopwatch=time.perf_counter,
+            stopwatch=stopwatch,
         )
 
     # -- life of a request, as the queue and the scheduler tell it -----------------------------------------------------
@@ -144,7 +146,7 @@ class Scheduling:
 
     def begin_step(self, scheduler: Any) -> None:
         """Decide who starts. Called before vLLM schedules."""
-        started_s = time.perf_counter()
+        started_s = self._stopwatch()
         now = self._clock()
         running = _progress(scheduler.running)
         view = StepView(
@@ -161,13 +163,13 @@ class Scheduling:
             self.pace.set_bounds(plan.bounds)
         if self.dispatcher.policy.victim_order is not None:
             self._arrange_victims(scheduler, _progress(scheduler.running) if plan.squash else running, now)
-        self.step_s += time.perf_counter() - started_s
+        self.step_s += self._stopwatch() - started_s
 
     def end_step(self) -> None:
         """Tell who really started."""
-        started_s = time.perf_counter()
+        started_s = self._stopwatch()
         self.dispatcher.end_step(self.queue.end_step(), self._clock())
-        self.step_s += time.perf_counter() - started_s
+        self.step_s += self._stopwatch() - started_s
 
     def squash(self, scheduler: Any, request_id: str) -> None:
         """As vLLM preempts outside of a step (`reset_prefix_cache`)."""

@@ -1,5 +1,6 @@
 """vLLM's scheduler with our classes in virtual time: it is vLLM's order, it repeats, and its sums are those made by hand."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -90,9 +91,14 @@ def test_the_cost_of_deciding_is_taken_with_as_many_queued_as_are_asked_for(
 ) -> None:
     monkeypatch.setattr("bench.emulated.deciding.NUM_STEPS", 20)
     monkeypatch.setattr("bench.emulated.deciding.NUM_WARM", 10)
-    found = measure(Row("mlq", num_queued=300), COST, ROOMY, seed=1)
+    looks = itertools.count()
+    found = measure(Row("mlq", num_queued=300), COST, ROOMY, seed=1, stopwatch=lambda: next(looks) / 1e3)
     assert found["num_waiting"] + found["num_running"] == 300
-    assert 0 < found["decide_share"] < found["own_share"]
+    # A millisecond from look to look: around the decision; before and after it, and around the telling who started.
+    assert (found["decide_p50_us"], found["decide_p99_us"]) == (1000, 1000)
+    assert (found["own_p50_us"], found["own_p99_us"]) == (4000, 4000)
+    assert found["decide_share"] == pytest.approx(1 / found["step_ms"], rel=1e-3)
+    assert found["own_share"] == pytest.approx(4 / found["step_ms"], rel=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "mlq"])
