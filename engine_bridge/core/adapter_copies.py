@@ -95,8 +95,12 @@ class AdapterCopies:
         return victim
 
     def take_first_to_go(self, now: float) -> int | None:
-        """KV needs memory that some adapter lies in: the one that is worth the least has gone. None: none is whole."""
-        order = self._worth.order(self._whole(), "cached", now)
+        """KV needs memory that some adapter lies in: the one that is worth the least has gone. None: there is none that may go in another's place.
+
+        One that requests need and that lies nowhere else may not: it would have to be read from disk for them, or is about to be computed with.
+        """
+        spare = [version for version in self._whole() if not (version.requests and version.place == "cached")]
+        order = self._worth.order(spare, "cached", now)
         if not order:
             return None
         self._drop(self._versions[order[0]], "kv")

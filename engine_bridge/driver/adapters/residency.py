@@ -353,7 +353,7 @@ class Residency:
         return self.core.copies.take_worth_less(self._prefix_facts(num_blocks), self._clock())
 
     def first_to_go(self) -> int | None:
-        """The cached adapter that is worth the least; its blocks are the caller's."""
+        """The cached adapter that is worth the least, of those that no request needs from there; its blocks are the caller's."""
         return self.core.copies.take_first_to_go(self._clock())
 
     # -- what is told ------------------------------------------------------------------------------------------------

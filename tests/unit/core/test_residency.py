@@ -247,6 +247,21 @@ def test_kv_gets_the_blocks_of_the_adapter_that_is_worth_the_least() -> None:
     assert places.counts["evicted:cached:kv"] == 2
 
 
+@pytest.mark.parametrize(
+    ("has_request", "has_host", "victim"), [(True, False, None), (True, True, 1), (False, False, 1)]
+)
+def test_an_adapter_that_lies_nowhere_else_and_is_asked_for_goes_in_nobodys_place(
+    has_request: bool, has_host: bool, victim: int | None
+) -> None:
+    places = make(fills_from_copies=True)
+    keep_copy(places, 1)
+    if has_host:
+        places.table[1].host_bytes = SIZE
+    if has_request:
+        places.requested("r", 1, 0.0)
+    assert places.copies.take_first_to_go(0.0) == victim
+
+
 def test_a_copy_makes_way_only_for_one_that_is_worth_more() -> None:
     places = make()
     keep_copy(places, 1)
