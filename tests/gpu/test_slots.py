@@ -54,3 +54,24 @@ def test_a_slot_is_filled_beside_the_compute_stream() -> None:
         assert torch.equal(layer.a[2].cpu(), modules[name].a[0])
         assert torch.equal(layer.b[2].cpu(), modules[name].b[0])
         assert torch.isclose(total.cpu(), modules[name].a[0].float().sum(), rtol=1e-3, atol=1.0)
+
+
+def test_what_a_slot_is_filled_from_on_the_device_is_nobody_elses_before_it_is_copied() -> None:
+    """The weights were read from KV blocks into memory of their own, which the caller lets go of at once; the copy comes late."""
+    from engine_bridge.driver.adapters.slots import StreamedSlots
+    from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
+
+    layer = Layer()
+    slots = StreamedSlots(SimpleNamespace(modules={"layer": layer}))
+    num_bytes = 2 * RANK * WIDTH * 2
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+    a, b = buffer.view(torch.bfloat16).view(2, RANK, WIDTH).fill_(1.0)
+    modules = {"layer": ModuleWeights((a,), (b.view(WIDTH, RANK),), is_list=False)}
+    with torch.cuda.stream(slots._stream):
+        torch.cuda._sleep(200_000_000)
+    slots.fill(2, AdapterWeights(modules, 0, buffer))
+    del buffer, a, b, modules
+    others = torch.full((num_bytes,), 255, dtype=torch.uint8, device="cuda")
+    slots.finish(2)
+    assert (layer.a[2] == 1).all() and (layer.b[2] == 1).all()
+    assert (others == 255).all()

@@ -73,7 +73,7 @@ class Slots:
 
 
 class StreamedSlots(Slots):
-    """vLLM's stacks on CUDA, filled from pinned memory on a stream of their own, beside the steps. Not run on a GPU yet: tests/gpu."""
+    """vLLM's stacks on CUDA, filled from pinned or device memory on a stream of their own, beside the steps. Not run on a GPU yet: tests/gpu."""
 
     fills_beside_steps = True
 
@@ -88,6 +88,9 @@ class StreamedSlots(Slots):
             super().fill(slot, weights, compute_for)
             self._copied[slot] = torch.cuda.Event()
             self._copied[slot].record(self._stream)
+        if weights.buffer is not None and weights.buffer.is_cuda:
+            # Read from KV blocks, and let go of by now: its memory is not for others before it is copied.
+            weights.buffer.record_stream(self._stream)
 
     def finish(self, slot: int) -> None:
         self._copied[slot].synchronize()
