@@ -237,7 +237,7 @@ class KvTiers:
         return 1 / self._prefill_rate.at(self.clock()) if self._prefill_rate is not None else None
 
     def host_bytes_per_s(self) -> float:
-        """Of copies between host tier and device, as far as steps have waited for them."""
+        """Of copies between host tier and device, by the time that the copying itself took."""
         if self.copier is not None:
             num_bytes, seconds = self.copier.num_bytes, self.copier.seconds
             self._host_rate.note(num_bytes - self._copied[0], seconds - self._copied[1], self.clock())

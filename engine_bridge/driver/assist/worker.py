@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import mmap
 import os
 import select
@@ -97,6 +98,10 @@ def flat(region: mmap.mmap) -> torch.Tensor:
 def serve(arguments: argparse.Namespace) -> None:
     """Compute jobs until killed."""
     import torch
+
+    importlib.import_module(
+        "engine_bridge.driver.lora_weights"
+    )  # for `compute`: not within the first request's time
 
     torch.set_num_threads(1)
     weights = mmap.mmap(arguments.weights, 0, prot=mmap.PROT_READ)
