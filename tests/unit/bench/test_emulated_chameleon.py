@@ -29,7 +29,7 @@ from bench.emulated.chameleon_runs import (
 )
 from bench.sim.core.tables import Figure, Workers, crossing
 
-BRIEF = Setting(trace=Path("there is none"), length_share=0.2, span_s=20.0, warm_up_s=4.0)
+BRIEF = Setting(trace=Path("there is none"), length_share=0.2, span_s=10.0, warm_up_s=2.0)
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -45,7 +45,7 @@ def test_without_the_trace_lengths_are_generated() -> None:
 def test_a_run_counts_what_comes_after_the_warm_up_and_is_the_same_again() -> None:
     outcome, again = (run(Point(FULL, BRIEF, 5.0, 1)) for _ in range(2))
     assert replace(outcome, wall_s=0.0) == replace(again, wall_s=0.0)
-    assert outcome.num_requests == pytest.approx(80, rel=0.25)
+    assert outcome.num_requests == pytest.approx(40, rel=0.25)
     assert outcome.ttft_p50_s < outcome.ttft_p99_s
 
 
@@ -66,8 +66,8 @@ def test_in_scarce_memory_kv_takes_copies_back_and_no_requests_wait_for_them() -
 
 def test_all_arms_serve_all_requests_beyond_saturation() -> None:
     for arm in [*SCHED_ARMS.values(), Arm("fair")]:
-        setting = replace(BRIEF, span_s=4.0, warm_up_s=0.0)
-        assert run(Point(arm, setting, 30.0, 2)).num_requests == 120, arm.made_by
+        setting = replace(BRIEF, span_s=2.0, warm_up_s=0.0)
+        assert run(Point(arm, setting, 30.0, 2)).num_requests == 60, arm.made_by
 
 
 def made(p99_s: float) -> Outcome:
@@ -130,7 +130,7 @@ def test_timers_ask_for_each_adapter_at_its_own_pace_at_the_rate_that_was_asked_
 
 
 def test_forecasts_are_judged_where_host_memory_is_scarce() -> None:
-    setting = replace(settings_of(parsed())["forecast"], span_s=10.0, warm_up_s=2.0)
+    setting = replace(settings_of(parsed())["forecast"], span_s=5.0, warm_up_s=1.0)
     _, result = forecast_part(Bench(Workers(1), (1,), {}), setting)
     assert result["any_time"]["without"]["disk_share"] > 0.1
     assert set(result) == {"any_time", "timers", "wins_anywhere"}
