@@ -127,7 +127,8 @@ async def ask(
             if piece:
                 first_s = first_s or time.perf_counter() - began_s
                 text += piece
-    return first_s, time.perf_counter() - began_s, text
+    end_s = time.perf_counter() - began_s
+    return first_s or end_s, end_s, text
 
 
 def user(text: str) -> dict[str, str]:

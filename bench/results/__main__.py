@@ -24,7 +24,7 @@ SIMULATED: dict[str, tuple[str, ...]] = {
     "emulated-chameleon-sched": ("chameleon", "--part", "sched", "--seeds", "2"),
     "emulated-caraserve": ("caraserve", "--part", "cold", "--part", "production", "--part", "lengths"),
     "sim-caraserve": ("caraserve", "--part", "router", "--part", "mixed"),
-    "emulated-symphony": ("symphony", "--seeds", "2"),
+    "emulated-symphony": ("symphony", "--part", "users", "--part", "missing", "--seeds", "2"),
     "sim-symphony": ("symphony", "--part", "chat8b", "--part", "agents", "--part", "missing"),
     "sim-symphony-limits": ("symphony", "--part", "limits", "--seeds", "3"),
     "sim-symphony-scale": ("symphony", "--part", "scale"),
