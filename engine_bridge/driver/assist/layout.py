@@ -89,7 +89,7 @@ class Mailbox:
         self.doubles[at + len(job) - 1] = job.scale
 
     def read(self) -> Job:
-        at, end = self.start + LINE_WORDS, self.start + LINE_WORDS + len(Job._fields) - 1
+        at, end = self.start + LINE_WORDS, self.start + LINE_WORDS + len(Job.__annotations__) - 1
         return Job._make([*self.words[at:end], self.doubles[end]])
 
 
