@@ -548,14 +548,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    bench = Bench(Workers(args.jobs), seeds_of(args), num_requests=NUM_REQUESTS)
-    if args.quick:
-        bench.groups, bench.num_requests = (("OPT-13B", "chatbot"), ("OPT-13B", "summary")), QUICK_REQUESTS
     names = args.part or (["main", "turnaround"] if args.quick else list(PARTS))
-    try:
+    with Workers(args.jobs) as workers:
+        bench = Bench(workers, seeds_of(args), num_requests=NUM_REQUESTS)
+        if args.quick:
+            bench.groups = (("OPT-13B", "chatbot"), ("OPT-13B", "summary"))
+            bench.num_requests = QUICK_REQUESTS
         show(names, bench)
-    finally:
-        bench.workers.close()
 
 
 def show(names: Sequence[str], bench: Bench) -> None:

@@ -311,11 +311,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    bench = Bench(Workers(args.jobs), seeds_of(args), QUICK_SPAN_S if args.quick else SPAN_S)
-    try:
+    with Workers(args.jobs) as workers:
+        bench = Bench(workers, seeds_of(args), QUICK_SPAN_S if args.quick else SPAN_S)
         show(args.part or tuple(PARTS), bench)
-    finally:
-        bench.workers.close()
 
 
 def show(names: Sequence[str], bench: Bench) -> None:

@@ -253,10 +253,10 @@ def run_parts(
 
 
 def run(args: argparse.Namespace) -> None:
-    bench = Bench(Workers(args.jobs), seeds_of(args), {})
     settings = settings_of(args)
     names = args.part or (PARTS[:1] if args.quick else PARTS)
-    try:
+    with Workers(args.jobs) as workers:
+        bench = Bench(workers, seeds_of(args), {})
         if args.find_shares:
             for name in ("main", "eviction"):
                 print(name, bench.length_share(settings[name]))
@@ -265,8 +265,6 @@ def run(args: argparse.Namespace) -> None:
         parts = run_parts(names, bench, settings, loads)
         report_parts("Chameleon on vLLM's scheduler", "emulated-chameleon", bench.seeds, parts, _top)
         print_costs(bench)
-    finally:
-        bench.workers.close()
 
 
 def print_costs(bench: Bench) -> None:

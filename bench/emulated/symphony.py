@@ -260,13 +260,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    bench = Bench(Workers(args.jobs), seeds_of(args), QUICK_SPAN_S if args.quick else SPAN_S)
-    try:
+    with Workers(args.jobs) as workers:
+        bench = Bench(workers, seeds_of(args), QUICK_SPAN_S if args.quick else SPAN_S)
         parts = ((name, PARTS[name](bench)) for name in args.part or PARTS)
         title = "SYMPHONY on one node of vLLM's scheduler"
         report_parts(title, "emulated-symphony", bench.seeds, parts, _top)
-    finally:
-        bench.workers.close()
 
 
 def _top(parts: dict[str, Any]) -> dict[str, Any]:

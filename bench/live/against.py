@@ -4,7 +4,7 @@
 
 FOLDER is another checkout, say of the commit before a redesign (`git worktree add FOLDER COMMIT`). Both servers run on the interpreter that
 runs this, with the demo model, its adapters and little device memory; one has work while the other is idle, and whoever goes second in a round
-went first in the one before. A round is, for each server:
+went first in the one before; halfway both are started anew in the other order. A round is, for each server:
   alone    three requests of some 300 tokens, one after the other: time to first token, and per token
   streams  eight answers of 96 tokens at once: time per token of all
   mixed    24 requests of 40 to 900 tokens within two seconds, every third with an adapter: mean and greatest time to first token
@@ -50,6 +50,9 @@ ADAPTERS = sorted(path.name for path in DEMO_ADAPTERS_DIR.iterdir() if path.is_d
 NUM_CHATS, CHAT_WORDS = 12, 1100
 WORDS = "river stone walk quiet seven bright morning letter winter garden sailor window paper island music".split()
 
+Figures = dict[str, list[float]]
+"""By name, one a round."""
+
 
 def words(rng: random.Random, num: int) -> str:
     return " ".join(rng.choices(WORDS, k=num))
@@ -62,7 +65,7 @@ class Checkout:
         self.name, self.folder, self.port = name, folder, free_port()
         self.url = f"http://{HOST}:{self.port}/v1/chat/completions"
         self.log = data / f"{name}.log"
-        self.figures: dict[str, list[float]] = {}
+        self.figures: Figures = {}
         self.chats: list[list[dict[str, str]]] = []
         command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(self.port), *FLAGS]
         command += ["--data-dir", str(data / name), "--adapters-dir", str(folder / "demo/adapters")]
@@ -211,32 +214,53 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def servers(other: Path, data: Path, http: aiohttp.ClientSession) -> AsyncIterator[list[Checkout]]:
-    """Both, this checkout's first; one starts after the other."""
+async def servers(
+    folders: dict[str, Path], data: Path, http: aiohttp.ClientSession
+) -> AsyncIterator[list[Checkout]]:
+    """One started after the other, in this order."""
     started: list[Checkout] = []
     with contextlib.ExitStack() as stack:
-        for name, folder in (("this", ROOT), ("other", other)):
+        for name, folder in folders.items():
             started.append(Checkout(name, folder, data))
             stack.callback(started[-1].close)
             await started[-1].until_ready(http)
         yield started
 
 
-async def measure(other: Path, num_rounds: int) -> dict[str, Any]:
-    progress = Progress()
+async def measure_half(folders: dict[str, Path], rounds: range, progress: Progress) -> dict[str, Figures]:
+    """Each server's figures of these rounds; the one before them warms both up and does not count."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    with tempfile.TemporaryDirectory() as folder:
-        async with aiohttp.ClientSession(timeout=timeout) as http, servers(other, Path(folder), http) as both:
+    with tempfile.TemporaryDirectory() as data:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            servers(folders, Path(data), http) as both,
+        ):
             async with http.get(f"http://{HOST}:{both[0].port}/v1/models") as reply:
                 models = [each["id"] for each in (await reply.json())["data"]]
             plays = Plays(http, next(name for name in models if name not in ADAPTERS))
-            for number in range(num_rounds + 1):  # the first warms both up
+            for server in both:
+                await plays.all(server, rounds.start)
+                server.figures.clear()
+            for number in rounds:
                 for server in both[:: 1 if number % 2 else -1]:
-                    await plays.all(server, number)
-                progress.say(f"round {number} of {num_rounds}")
+                    await plays.all(server, number + 1)
+                progress.say(f"round {number + 1}")
             for server in both:
                 server.note(rss_mib=psutil.Process(server.process.pid).memory_info().rss / 2**20)
             return {server.name: server.figures for server in both}
+
+
+async def measure(other: Path, num_rounds: int) -> dict[str, Figures]:
+    """Half of the rounds on servers that are started in one order, half on others started in the other: who is first may have better memory."""
+    progress, half = Progress(), num_rounds // 2
+    folders = {"this": ROOT, "other": other}
+    first = await measure_half(folders, range(half), progress)
+    swapped = dict(reversed(folders.items()))
+    second = await measure_half(swapped, range(half, num_rounds), progress)
+    return {
+        server: {name: values + second[server][name] for name, values in figures.items()}
+        for server, figures in first.items()
+    }
 
 
 def commit_of(folder: Path) -> str:
@@ -246,7 +270,7 @@ def commit_of(folder: Path) -> str:
 
 def rows_of(figures: dict[str, Any], verdicts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name, found in verdicts.items():
-        ours, theirs = (spread(figures[server][name][1:]) for server in ("this", "other"))
+        ours, theirs = (spread(figures[server][name]) for server in ("this", "other"))
         low, high = found["interval"]
         yield (
             name,
@@ -265,14 +289,12 @@ def main() -> None:
     args = parser.parse_args()
     other = args.folder.resolve()
     if args.rounds < 2:
-        parser.error("an interval needs two rounds at least")
+        parser.error("two rounds at least: each order of starting has half of them")
     if not (other / "gateway/cli.py").is_file():
         parser.error(f"{args.folder} is no checkout of the project")
     figures = asyncio.run(measure(other, 6 if args.quick else args.rounds))
     memory = {name: round(found.pop("rss_mib")[-1]) for name, found in figures.items()}
-    verdicts = {
-        name: compared(figures["this"][name][1:], figures["other"][name][1:]) for name in figures["this"]
-    }
+    verdicts = {name: compared(figures["this"][name], figures["other"][name]) for name in figures["this"]}
     result = {"bench": "against", "other_commit": commit_of(other), "rss_mib": memory, "figures": verdicts}
     result["num_worse"] = sum(found["verdict"] == "worse" for found in verdicts.values())
     report("This checkout against another one", list(rows_of(figures, verdicts)), result)

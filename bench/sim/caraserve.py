@@ -279,11 +279,9 @@ PARTS: dict[str, Callable[[Bench], Part]] = {"router": router_part, "mixed": mix
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parser_for("caraserve", __doc__, PARTS, f"{QUICK_SPAN_S:.0f} s of requests").parse_args(arguments)
-    bench = Bench(Workers(args.jobs), seeds_of(args), QUICK_SPAN_S if args.quick else SPAN_S)
-    try:
+    with Workers(args.jobs) as workers:
+        bench = Bench(workers, seeds_of(args), QUICK_SPAN_S if args.quick else SPAN_S)
         show(args.part or tuple(PARTS), bench)
-    finally:
-        bench.workers.close()
 
 
 def show(names: Sequence[str], bench: Bench) -> None:

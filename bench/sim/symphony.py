@@ -407,12 +407,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--span-s", type=float, default=SPAN_S, help="simulated, each run")
     args = parser.parse_args(arguments)
     setting = Setting(span_s=min(args.span_s, 240.0) if args.quick else args.span_s)
-    bench = Bench(Workers(args.jobs), seeds_of(args), setting, args.recorded)
     default = ("missing", "agents") if args.quick else [name for name in PARTS if name != "scale"]
-    try:
+    with Workers(args.jobs) as workers:
+        bench = Bench(workers, seeds_of(args), setting, args.recorded)
         report_parts("SYMPHONY", "symphony", bench.seeds, _made(args.part or default, bench), _top)
-    finally:
-        bench.workers.close()
 
 
 def _made(names: Iterable[str], bench: Bench) -> Iterator[tuple[str, Part]]:

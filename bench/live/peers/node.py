@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from engine_bridge.local_node import LocalNode
 T = TypeVar("T")
 
 
-class OwnNode:
+class OwnNode(ABC):
     """A started node."""
 
     def __init__(self, settings: Settings) -> None:
@@ -25,8 +26,8 @@ class OwnNode:
         self._node = self._make_node()
         self._await(self._node.start())
 
-    def _make_node(self) -> LocalNode:
-        raise NotImplementedError
+    @abstractmethod
+    def _make_node(self) -> LocalNode: ...
 
     def _engine_config(self, **more: Any) -> EngineConfig:
         """With exactly `num_blocks` KV blocks on the device, as its peers have."""

@@ -70,7 +70,7 @@ class Figure:
 
 
 class Workers:
-    """Runs of a job each, on so many cores; results in the order of asking."""
+    """Runs of a job each, on so many cores; results in the order of asking. `with` it ends its processes."""
 
     def __init__(self, num: int) -> None:
         self._executor = ProcessPoolExecutor(num) if num > 1 else None
@@ -80,7 +80,10 @@ class Workers:
             return [function(*row) for row in zip(*columns, strict=True)]
         return list(self._executor.map(function, *columns))
 
-    def close(self) -> None:
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         if self._executor is not None:
             self._executor.shutdown()
 

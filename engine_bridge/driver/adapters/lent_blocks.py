@@ -8,13 +8,14 @@ Everything here runs on the engine thread.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Loan:
+class Loan(ABC):
     """One adapter's blocks. is_lost: vLLM has them again, or will before anything else."""
 
     adapter_id: int
@@ -22,9 +23,9 @@ class Loan:
     is_lost: bool = False
 
     @property
+    @abstractmethod
     def is_writing(self) -> bool:
         """Is it on its way into the blocks?"""
-        raise NotImplementedError
 
     @property
     def is_complete(self) -> bool:
