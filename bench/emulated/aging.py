@@ -29,7 +29,6 @@ from bench.sim.core.models import LLAMA2_7B
 from bench.sim.core.shapes import pool_blocks
 from bench.sim.core.steps import StepCost
 from engine_bridge.policy.mlq import Mlq, MlqSettings
-from engine_bridge.policy.registry import POLICIES
 
 RATES = (6.0, 8.0, 9.0)
 LENGTH_SHARE = 0.3
@@ -47,7 +46,6 @@ def made_with(settings: MlqSettings) -> Callable[[int], Mlq]:
 
 
 def run(args: argparse.Namespace) -> None:
-    POLICIES.update({name: made_with(settings) for name, settings in SETTINGS.items()})
     cost: StepCost = FlatCost() if args.flat else StepCost(A40, LLAMA2_7B)
     engine = Engine(4000, max_running=128) if args.flat else Engine(pool_blocks(cost))
     lengths = lognormal(args.requests, args.seed)
@@ -59,7 +57,8 @@ def run(args: argparse.Namespace) -> None:
         requests = arrivals(lengths, rate, args.requests, args.seed)
         for name in ("vllm", "fcfs", *SETTINGS):
             guesser = Classes([answer for _, answer in lengths.pairs], ACCURACY, args.seed)
-            jobs = play_on_node(name, requests, cost, engine, guesser).jobs
+            policy = made_with(SETTINGS[name]) if name in SETTINGS else name
+            jobs = play_on_node(policy, requests, cost, engine, guesser).jobs
             ttft_s = [job.ttft_s for job in jobs]
             own = {
                 "ttft_p50_s": round(quantile(ttft_s, 0.5), 4),

@@ -27,7 +27,6 @@ from bench.sim.core.shapes import BLOCK_TOKENS, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers, crossing
 from bench.sim.core.traffic import Lengths, Pool, azure, poisson
-from engine_bridge.policy.registry import POLICIES
 from engine_bridge.policy.sizes import WeightedSize
 
 SLO_TIMES = 5.0
@@ -185,10 +184,8 @@ class Outcome:
 def run(point: Point) -> Outcome:
     """Say what came of it, on stderr, too."""
     arm, setting = point.arm, point.setting
-    if arm.queue in SETTINGS:
-        POLICIES[arm.queue] = made_with(SETTINGS[arm.queue])
     played = play_on_node(
-        arm.queue,
+        made_with(SETTINGS[arm.queue]) if arm.queue in SETTINGS else arm.queue,
         setting.arrivals(point.per_s, point.seed),
         setting.cost,
         setting.engine,

@@ -33,6 +33,7 @@ from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import StepTable
 from engine_bridge.policy.fading import FadingRate
+from engine_bridge.policy.registry import POLICIES, MakePolicy
 
 # While something waits that cannot start, it is asked again so often. As the engine thread does at first (engine_bridge/bridge.py, FIRST_WAIT_S).
 STUCK_WAIT_S = 0.001
@@ -85,7 +86,7 @@ class EmulatedNode:
     """Takes requests in by `submit` while `clock` runs.
 
     Args:
-        policy: a name in the registry of policies, or "vllm" for vLLM's own queue.
+        policy: a name in the registry of policies, what makes another one, or "vllm" for vLLM's own queue.
         guesser: foretells answers' lengths, in place of the node's own predictor; None: the node's own.
         ranks: of the adapters that requests may name, by id.
         memory: where they may lie. With a host's help for those on their way, the cost names the host.
@@ -99,7 +100,7 @@ class EmulatedNode:
         clock: Clock,
         cost: StepCost,
         engine: Engine,
-        policy: str,
+        policy: str | MakePolicy,
         *,
         guesser: Guesser | None = None,
         ranks: Sequence[int] = (),
@@ -151,11 +152,11 @@ class EmulatedNode:
         has_names = engine.has_prefix_cache or tiers is not None
         self.requests = RequestMaker(engine.block_tokens if has_names else None, guesser)
 
-    def _make_scheduling(self, policy: str, lane_rule: str) -> Scheduling:
+    def _make_scheduling(self, policy: str | MakePolicy, lane_rule: str) -> Scheduling:
         engine, scheduler, table = self.engine, self.scheduler, self.cost.table
         now: Callable[[], float] = lambda: self.clock.now  # noqa: E731
         scheduling = Scheduling(
-            policy,
+            POLICIES[policy] if isinstance(policy, str) else policy,
             num_tokens=engine.num_tokens,
             block_size=engine.block_tokens,
             is_ready=scheduler.is_ready,

@@ -14,6 +14,7 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.requests import Arrival, Guesser
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import Lengths, play
+from engine_bridge.policy.registry import MakePolicy
 from engine_bridge.policy.sizes import WeightedSize
 
 # Of the generated lengths. Chosen: a chat's, wide enough that prompts and answers of all sizes meet.
@@ -73,7 +74,7 @@ class Played:
 
 
 def play_on_node(
-    policy: str,
+    policy: str | MakePolicy,
     requests: Sequence[Arrival],
     cost: StepCost,
     engine: Engine,
@@ -89,6 +90,7 @@ def play_on_node(
     node = EmulatedNode(clock, cost, engine, policy, guesser=guesser, **options)
     if sizes is not None and node.scheduling is not None:
         node.scheduling.dispatcher.sizes = sizes
+    name = node.scheduling.dispatcher.policy.name if node.scheduling is not None else "vllm"
     began_s = said_s = time.perf_counter()
 
     def submit(arrival: Arrival) -> None:
@@ -96,7 +98,7 @@ def play_on_node(
         node.submit(arrival)
         if time.perf_counter() - said_s > SAY_AFTER_S:
             said_s = time.perf_counter()
-            print(f"    {policy}: {len(node.ended)} of {len(requests)} at {clock.now:.0f} s", file=sys.stderr)
+            print(f"    {name}: {len(node.ended)} of {len(requests)} at {clock.now:.0f} s", file=sys.stderr)
 
     try:
         play(clock, requests, submit)

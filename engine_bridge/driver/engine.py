@@ -23,6 +23,7 @@ from engine_bridge.engine_config import EngineConfig
 from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import TablePrefill
 from engine_bridge.policy.fading import FadingRate
+from engine_bridge.policy.registry import POLICIES
 from kvtiers.keys import BlockKey
 
 if TYPE_CHECKING:
@@ -285,7 +286,7 @@ class VllmDriver:
         from engine_bridge.driver.scheduling.scheduling import Scheduling
 
         scheduling = Scheduling(
-            config.scheduling_policy,
+            POLICIES[config.scheduling_policy],
             num_tokens=(self._block_pool.num_gpu_blocks - 1) * self._block_size,
             block_size=self._block_size,
             is_ready=self._scheduler.is_ready,

@@ -8,11 +8,13 @@ from .baselines import Fair, Fcfs, Priority, Sjf
 from .mlq import Mlq
 from .queue import QueuePolicy
 
-POLICIES: dict[str, Callable[[int], QueuePolicy]] = {
+MakePolicy = Callable[[int], QueuePolicy]
+"""Takes the number of tokens that requests may hold together."""
+
+POLICIES: dict[str, MakePolicy] = {
     "fcfs": lambda num_tokens: Fcfs(),
     "sjf": lambda num_tokens: Sjf(),
     "priority": lambda num_tokens: Priority(),
     "fair": lambda num_tokens: Fair(),
     "mlq": Mlq,
 }
-"""By name; each takes the number of tokens that requests may hold together."""

@@ -24,8 +24,7 @@ from engine_bridge.driver.scheduling.requests import Requests, waits_for
 from engine_bridge.driver.vllm_api import RequestStatus
 from engine_bridge.policy.decision_log import Recorded
 from engine_bridge.policy.lanes import RULES
-from engine_bridge.policy.queue import QueuePolicy
-from engine_bridge.policy.registry import POLICIES
+from engine_bridge.policy.registry import MakePolicy
 from engine_bridge.predict.length import LengthFeatures, LengthPredictor, OnlineLengths
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class Scheduling:
     """The dispatcher of one engine.
 
     Args:
-        policy: a name in `engine_bridge.policy.registry.POLICIES`.
+        make_policy: one of `engine_bridge.policy.registry.POLICIES`, or of a bench's own.
         num_tokens: that requests may hold together.
         is_ready: may a waiting request start as far as its adapter and its grammar are concerned?
         num_cached_tokens: leading ones of a waiting request that need not be computed.
@@ -52,7 +51,7 @@ class Scheduling:
 
     def __init__(
         self,
-        policy: str,
+        make_policy: MakePolicy,
         *,
         num_tokens: int,
         block_size: int,
@@ -84,7 +83,7 @@ class Scheduling:
             run_fit = self._thread = FitThread()
         self._requests = Requests(num_tokens, block_size, is_ready, num_cached_tokens, adapters)
         self._features: dict[str, LengthFeatures] = {}
-        made: QueuePolicy = POLICIES[policy](num_tokens)
+        made = make_policy(num_tokens)
         self.dispatcher = Dispatcher(
             made if decision_log is None else Recorded(made, num_tokens, decision_log.write),
             self._requests,
