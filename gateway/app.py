@@ -21,6 +21,7 @@ from gateway import (
     adapter_routes,
     advisory_routes,
     chat_socket,
+    engine_process,
     engine_routes,
     openai_routes,
     openapi,
@@ -116,7 +117,7 @@ async def build_services(
     store = await SessionStore.open(
         data_dir / "sessions.sqlite3", max_owner_bytes=config.max_stored_mib * MIB
     )
-    node = node or LocalNode(await asyncio.to_thread(node_config, config))
+    node = node or _make_node(await asyncio.to_thread(node_config, config), config)
     metrics = metrics or Metrics()
     metrics.session_wal_lost_frames.set(store.wal_lost_frames)
     metrics.registry.register(KvCollector(node.kv_tiers))
@@ -153,6 +154,12 @@ async def build_services(
         gatekeeper,
         OpenCalls(),
     )
+
+
+def _make_node(settings: LocalNodeConfig, config: Config) -> Node:
+    if config.engine == "process":
+        return engine_process.make_node(settings, config.log_format, config.log_level)
+    return LocalNode(settings)
 
 
 def build_app(services: Services) -> web.Application:
@@ -271,8 +278,9 @@ class Server:
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit code."""
-    # Before anything imports torch: it reads its environment once.
-    configure_environment(engine_config(config))
+    if config.engine == "in-process":
+        # Before anything imports torch: it reads its environment once.
+        configure_environment(engine_config(config))
     raise_open_files()
     return uvloop.run(_serve(config))
 

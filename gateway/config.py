@@ -31,6 +31,7 @@ MIN_JSON_VALUES = 50_000
 
 # Those that only policies of ours look at.
 SCHEDULING_SETTINGS = ("length_predictor", "tenant_weights", "client_priority", "decision_log")
+EnginePlace = Literal["in-process", "process"]
 LogFormat = Literal["plain", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -61,6 +62,13 @@ class Config(EngineSettings, frozen=True, kw_only=True):
     data_dir: Annotated[
         Path, setting("Server", "Folder of the session database, made if missing (mode 0700).")
     ] = msgspec.field(default_factory=lambda: default_data_dir(os.environ))
+    engine: Annotated[
+        EnginePlace,
+        setting(
+            "Server",
+            "Where the engine runs: in-process, or in a process of its own, whose crash ends no conversation.",
+        ),
+    ] = "in-process"
     drain_timeout_s: Annotated[
         float, setting("Server", "After SIGTERM, seconds that running answers are given to finish.", ge=0)
     ] = 30.0

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from engine_bridge.errors import BridgeError
 from engine_bridge.node import Api, JsonReply, SseReply
 from engine_bridge.predict.hints import read_body
 from engine_bridge.request_context import RequestContext
@@ -26,6 +27,8 @@ from gateway.rest import json_body
 from gateway.services import SERVICES, Services
 from gateway.sessions import checked_id
 from gateway.standing import checked_priority
+from gateway.turns import from_bridge
+from gateway.web_policy import error_body
 
 log = logging.getLogger(__name__)
 
@@ -209,6 +212,10 @@ async def _stream(
                 if request.transport is not None:
                     request.transport.abort()
                 raise ConnectionResetError("slow reader") from None
+    except BridgeError as error:
+        # The head has gone out with 200: the error is the stream's last event.
+        body = error_body(request, from_bridge(error))
+        await response.write(b"event: error\ndata: " + orjson.dumps(body) + b"\n\n")
     finally:
         # Also when the client has gone: closing the events aborts the request in the engine.
         await reply.events.aclose()  # type: ignore[attr-defined]

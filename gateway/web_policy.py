@@ -62,6 +62,14 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamRes
     return response
 
 
+def error_body(request: web.Request, error: GatewayError, *, status: int | None = None) -> dict[str, Any]:
+    """In OpenAI's shape, or in Anthropic's for its routes."""
+    if request.path.startswith("/v1/messages"):
+        kind = ANTHROPIC_ERROR_TYPES.get(status or error.http_status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return to_openai_body(error)
+
+
 def error_reply(
     request: web.Request, error: GatewayError, *, status: int | None = None
 ) -> web.StreamResponse:
@@ -71,18 +79,16 @@ def error_reply(
             request.transport.abort()
         return request[BEGUN]
     status = status or error.http_status
-    if request.path.startswith("/v1/messages"):
-        kind = ANTHROPIC_ERROR_TYPES.get(status, "api_error")
-        body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
-    else:
-        body = to_openai_body(error)
     headers = {}
     if error.retryable:
         headers["Retry-After"] = str(retry_after(error.retry_after_s or RETRY_AFTER_S))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     response = web.Response(
-        body=orjson.dumps(body), status=status, content_type="application/json", headers=headers
+        body=orjson.dumps(error_body(request, error, status=status)),
+        status=status,
+        content_type="application/json",
+        headers=headers,
     )
     if status == 408:
         response.force_close()  # the rest of the body may still come, and must not be read as a request

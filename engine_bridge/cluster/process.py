@@ -1,0 +1,188 @@
+"""One node in a child process: a crash of native code, or the kernel's out-of-memory killer, ends the engine and not the gateway.
+
+The two talk over a pair of sockets that nobody else can reach. The child reads its settings from its standard input, and ends when its socket does,
+however the gateway ended; signals that a terminal or a service manager sends to all processes are the gateway's to obey.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from asyncio.subprocess import Process
+from collections.abc import Sequence
+from contextlib import suppress
+
+from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.errors import EngineUnavailable
+from engine_bridge.node import NodeState, Progress
+
+log = logging.getLogger(__name__)
+
+# A child that has said nothing for so long is killed: it is stopped, or its loop is. Chosen: 60 reports; importing vLLM takes it several.
+SILENT_S = 15.0
+# Between two starts after a crash: the first at once, then twice as long each time that the child did not live for HEALTHY_S. Chosen.
+FIRST_PAUSE_S, MOST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
+# After the child was asked to end: its KV goes to disk meanwhile.
+CLOSE_S = 30.0
+LOOK_EVERY_S = 1.0
+
+
+class ProcessNode(RemoteNode):
+    """Keeps a child process running from `start` to `close`.
+
+    Args:
+        command: the child's; the number of its socket is put behind it.
+        settings: what it reads from its standard input.
+    """
+
+    def __init__(self, command: Sequence[str], settings: bytes, served_model_name: str) -> None:
+        super().__init__(served_model_name)
+        self._command, self._settings = command, settings
+        self._process: Process | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._num_deaths = 0
+        self._since_s = time.monotonic()
+        self._first_start: asyncio.Future[None] | None = None
+
+    @property
+    def num_rebuilds(self) -> int:
+        """Of engines in one process, and of processes."""
+        return super().num_rebuilds + self._num_deaths
+
+    @property
+    def progress(self) -> Progress:
+        if self._closing.is_set():
+            return self._progress("closed", "closed")
+        if self._link is None and self._num_deaths:
+            return self._progress("rebuilding", "starting the engine's process again")
+        if self._link is None:
+            return self._progress("starting", "starting the engine's process")
+        told = super().progress
+        # Clients were told of one engine: that it starts once more is their second word of it.
+        return (
+            Progress("rebuilding", told.stage, told.elapsed_s)
+            if told.state == "starting" and self._num_deaths
+            else told
+        )
+
+    def _progress(self, state: NodeState, stage: str) -> Progress:
+        return Progress(state, stage, time.monotonic() - self._since_s)
+
+    async def start(self) -> None:
+        """Raises EngineUnavailable with what the child said, if its engine cannot be started the first time."""
+        self._first_start = asyncio.get_running_loop().create_future()
+        self._keeping = asyncio.create_task(self._keep(), name="engine process")
+        await self._first_start
+
+    async def close(self) -> None:
+        self._closing.set()
+        if self._keeping is None:
+            return
+        if self._link is not None and self._link.is_up:
+            self._link.notice("close")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._keeping), CLOSE_S)
+        self._kill()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+
+    # -- the child -----------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Start it, look after it, and start it again when it has died."""
+        pause_s = FIRST_PAUSE_S
+        while not self._closing.is_set():
+            began_s = time.monotonic()
+            try:
+                why = await self._live()
+            except Exception:
+                log.exception("the engine's process could not be looked after")
+                why = "could not be started"
+            self.detach()
+            self._kill()
+            if self._closing.is_set():
+                break
+            self._num_deaths += 1
+            self._since_s = time.monotonic()
+            log.error("the engine's process %s; it is started again", why)
+            if self._first_start is not None and not self._first_start.done():
+                # It never served: what is wrong with it will be so the next time.
+                self._first_start.set_exception(EngineUnavailable(f"the engine's process {why}"))
+                return
+            pause_s = FIRST_PAUSE_S if time.monotonic() - began_s > HEALTHY_S else pause_s * 2
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), min(pause_s, MOST_PAUSE_S))
+
+    async def _live(self) -> str:
+        """One life of the child; returns what ended it."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            process = self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+            theirs.close()
+            lost = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            _, link = await loop.create_connection(
+                lambda: Link(on_report=self.take_report, on_lost=lost.set), sock=ours
+            )
+            assert process.stdin is not None
+            process.stdin.write(self._settings)
+            process.stdin.close()
+            looking = asyncio.create_task(self._look_after(link))
+            try:
+                with suppress(ConnectionError):
+                    await link.greeted
+                    self.attach(link)
+                await lost.wait()
+            finally:
+                looking.cancel()
+            with suppress(TimeoutError):
+                # EOF comes before the end of the process.
+                await asyncio.wait_for(process.wait(), LOOK_EVERY_S)
+            return _way_out(process.returncode)
+
+    async def _look_after(self, link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S / 4)
+            self._note_start(link)
+            if loop.time() - link.reported_s > SILENT_S:
+                log.error(
+                    "the engine's process has said nothing for %.0f s: it is killed",
+                    loop.time() - link.reported_s,
+                )
+                self._kill()
+                return
+
+    def _note_start(self, link: Link) -> None:
+        """The first start ends when the engine is ready, or has failed for good."""
+        if self._first_start is None or self._first_start.done() or not link.is_up:
+            return
+        progress = super().progress
+        if progress.state == "ready":
+            self._first_start.set_result(None)
+        elif progress.state == "failed":
+            self._first_start.set_exception(EngineUnavailable(progress.error or "the engine has failed"))
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+
+def _way_out(returncode: int | None) -> str:
+    """In words for the log."""
+    if returncode is None:
+        return "has closed its connection"
+    if returncode < 0:
+        return f"was ended by {signal.Signals(-returncode).name}"
+    return f"has ended with status {returncode}"

@@ -1,0 +1,239 @@
+"""A node in another process, behind the `Node` protocol.
+
+What the protocol reads at once (progress, adapters, figures) is what the node's last report said: at most REPORT_EVERY_S old while it is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from engine_bridge.cluster import wire
+from engine_bridge.cluster.link import Link, Stream
+from engine_bridge.errors import BridgeError, EngineUnavailable
+from engine_bridge.node import (
+    AdapterInfo,
+    AdapterStats,
+    Advisory,
+    AdvisoryReport,
+    Api,
+    ApiSchemas,
+    Delta,
+    EngineState,
+    GenerateRequest,
+    GrammarStats,
+    JsonReply,
+    Progress,
+    RequestId,
+    SchedulingStats,
+    SseReply,
+    TokenizerStats,
+)
+from engine_bridge.request_context import NOBODY, RequestContext
+from kvtiers.stats import TierStats
+
+REQUEST_ID_HEADER = "X-Request-Id"
+
+
+class RemoteNode:
+    """See `engine_bridge.node.Node` for what each method promises. Whoever places the node attaches a link to it, and another one when that is lost.
+
+    Args:
+        served_model_name: until the node has said its own.
+    """
+
+    def __init__(self, served_model_name: str = "") -> None:
+        self._model_name = served_model_name
+        self._link: Link | None = None
+        self._report: wire.NodeReport | None = None
+        self._adapters: list[AdapterInfo] = []
+        self._numbers: dict[RequestId, int] = {}
+
+    def attach(self, link: Link) -> None:
+        """Send work over this link from now on."""
+        self._link = link
+
+    def detach(self) -> None:
+        """The node cannot be reached. What it said last stands, but for its progress."""
+        self._link = None
+
+    def take_report(self, report: wire.NodeReport) -> None:
+        self._report = report
+        if report.adapters is not None:
+            self._adapters = report.adapters
+
+    # -- what the last report says ---------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        if self._link is None or self._report is None:
+            return Progress("starting", "being connected", 0.0)
+        return self._report.progress
+
+    @property
+    def model_name(self) -> str:
+        return self._report.model_name if self._report is not None else self._model_name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._report.max_model_len if self._report is not None else 0
+
+    @property
+    def num_steps(self) -> int:
+        return self._report.num_steps if self._report is not None else 0
+
+    @property
+    def num_rebuilds(self) -> int:
+        return self._report.num_rebuilds if self._report is not None else 0
+
+    def kv_tiers(self) -> TierStats | None:
+        return self._report.kv_tiers if self._report is not None else None
+
+    def adapters(self) -> list[AdapterInfo]:
+        return list(self._adapters)
+
+    def adapter_stats(self) -> AdapterStats | None:
+        return self._report.adapter_stats if self._report is not None else None
+
+    def tokenizer_stats(self) -> TokenizerStats | None:
+        return self._report.tokenizer_stats if self._report is not None else None
+
+    def grammar_stats(self) -> GrammarStats | None:
+        return self._report.grammar_stats if self._report is not None else None
+
+    def scheduling_stats(self) -> SchedulingStats | None:
+        return self._report.scheduling_stats if self._report is not None else None
+
+    # -- work ----------------------------------------------------------------------------------------------------------
+
+    def _up(self) -> Link:
+        """Raises EngineUnavailable."""
+        if self._link is None or not self._link.is_up:
+            progress = self.progress
+            if progress.state == "starting":
+                raise EngineUnavailable(f"the engine is starting ({progress.stage})", code="starting")
+            raise EngineUnavailable("the engine has failed and is started again; try again in a moment")
+        return self._link
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        return await self._up().call(method, *arguments)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        link = self._up()
+        number, stream = link.open()
+        self._numbers[request.request_id] = number
+        try:
+            await link.send(wire.Generate(request), number)
+            while True:
+                delta: Delta = await stream.next()
+                # Its end follows, but whoever reads need not wait for that.
+                stream.is_over = delta.finish_reason is not None
+                yield delta
+                if stream.is_over:
+                    return
+        except StopAsyncIteration:
+            raise wire.error_of(wire.GONE) from None
+        finally:
+            self._numbers.pop(request.request_id, None)
+            link.close(number)
+
+    async def serve(
+        self, api: Api, body: object, headers: Mapping[str, str], context: RequestContext = NOBODY
+    ) -> JsonReply | SseReply:
+        link = self._up()
+        number, stream = link.open()
+        is_streamed = False
+        try:
+            reply: JsonReply | None = await link.call(
+                "serve", api, body, _passed_on(headers), context, number=number
+            )
+            is_streamed = reply is None
+        finally:
+            if not is_streamed:
+                stream.is_over = True
+                link.close(number)
+        return reply if reply is not None else SseReply(_Events(link, number, stream))
+
+    async def cancel(self, request_id: RequestId) -> bool:
+        return request_id in self._numbers and bool(await self._call("cancel", request_id))
+
+    async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
+        link = self._up()
+        link.follow_advisory(advisory.advisory_id, on_change)
+        try:
+            await link.call("advise", advisory)
+        except (BridgeError, asyncio.CancelledError):
+            link.forget_advisory(advisory.advisory_id)
+            raise
+
+    def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        if self._link is not None:
+            self._link.notice("retract", advisory_id, is_expired)
+
+    async def prefill(self, request: GenerateRequest) -> int:
+        return int(await self._call("prefill", request))
+
+    def end_session(self, tenant: str, session_id: str) -> None:
+        if self._link is not None:
+            self._link.notice("end_session", tenant, session_id)
+
+    async def models(self) -> JsonReply:
+        reply: JsonReply = await self._call("models")
+        return reply
+
+    async def api_schemas(self) -> ApiSchemas:
+        schemas: ApiSchemas = await self._call("api_schemas")
+        return schemas
+
+    async def load_adapter(self, body: object) -> JsonReply:
+        reply: JsonReply = await self._call("load_adapter", body)
+        return reply
+
+    async def unload_adapter(self, body: object) -> JsonReply:
+        reply: JsonReply = await self._call("unload_adapter", body)
+        return reply
+
+    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
+        info: AdapterInfo | None = await self._call("pin_adapter", name, is_pinned)
+        return info
+
+    async def engine_state(self, tenant: str, limit: int) -> EngineState:
+        state: EngineState = await self._call("engine_state", tenant, limit)
+        return state
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Nothing is under way on a node that cannot be reached."""
+        if self._link is None or not self._link.is_up:
+            return True
+        try:
+            return bool(await self._link.call("drain", timeout_s))
+        except EngineUnavailable:
+            return True
+
+
+class _Events:
+    """Server-sent events of one call. Closing them before the first is read stops the call, too, which no generator would do."""
+
+    def __init__(self, link: Link, number: int, stream: Stream) -> None:
+        self._link, self._number, self._stream = link, number, stream
+
+    def __aiter__(self) -> _Events:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            event: bytes = await self._stream.next()
+        except BaseException:
+            await self.aclose()
+            raise
+        return event
+
+    async def aclose(self) -> None:
+        self._link.close(self._number)
+
+
+def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+    """Nodes need no keys. What a client sends that is no UTF-8 comes as lone surrogates, which no frame can hold."""
+    request_id = headers.get(REQUEST_ID_HEADER, "")
+    return {REQUEST_ID_HEADER: request_id.encode("utf-8", "replace").decode()} if request_id else {}

@@ -1,0 +1,235 @@
+"""A node on a stream socket: any `Node`, for gateways in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, cast
+
+from engine_bridge.cluster import wire
+from engine_bridge.errors import BridgeError
+from engine_bridge.node import AdapterInfo, Advisory, Delta, Node, SseReply
+
+log = logging.getLogger(__name__)
+
+GREETING_TIMEOUT_S = 5.0
+
+
+class NodeServer:
+    """What connections of gateways share. For each: `loop.create_server(server.connection, …)`, or `connect_accepted_socket`.
+
+    Args:
+        token: what gateways must know; empty over a pair of sockets.
+        on_close: called when a gateway asks for the end of the process, or when the last one has gone.
+    """
+
+    def __init__(
+        self, node: Node, node_id: str, token: bytes = b"", on_close: Callable[[], None] = lambda: None
+    ) -> None:
+        self.node, self.node_id, self.token = node, node_id, token
+        self.incarnation = secrets.token_hex(8)
+        self.on_close = on_close
+        self.connections: set[Connection] = set()
+
+    def connection(self) -> Connection:
+        return Connection(self)
+
+    def report(self, adapters: list[AdapterInfo] | None) -> wire.NodeReport:
+        node = self.node
+        return wire.NodeReport(
+            progress=node.progress,
+            model_name=node.model_name,
+            max_model_len=node.max_model_len,
+            num_steps=node.num_steps,
+            num_rebuilds=node.num_rebuilds,
+            kv_tiers=node.kv_tiers(),
+            adapter_stats=node.adapter_stats(),
+            tokenizer_stats=node.tokenizer_stats(),
+            grammar_stats=node.grammar_stats(),
+            scheduling_stats=node.scheduling_stats(),
+            adapters=adapters,
+        )
+
+
+class Connection(asyncio.Protocol):
+    """One gateway. When it has gone, nobody reads its answers: they are stopped."""
+
+    def __init__(self, server: NodeServer) -> None:
+        self._server, self._node = server, server.node
+        self._frames = wire.Frames(wire.ToNode)
+        self._nonce = secrets.token_bytes(wire.CHALLENGE_BYTES)
+        self._is_known = False
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._reports: asyncio.Task[None] | None = None
+        self._adapters: list[AdapterInfo] | None = None
+        self._pieces: list[tuple[int, Delta | bytes]] = []
+        self._can_write = asyncio.Event()
+        self._can_write.set()
+
+    # -- the transport's side ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are none of asyncio's classes.
+        self._transport = cast(asyncio.Transport, transport)
+        self._greeting = asyncio.get_running_loop().call_later(GREETING_TIMEOUT_S, self._transport.abort)
+        self._send(wire.Challenge(self._nonce))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for number, message in self._frames.feed(data):
+                self._take(number, message)
+        except wire.WireError as error:
+            log.error("a gateway's connection is cut: %s", error)
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._greeting.cancel()
+        self._server.connections.discard(self)
+        for task in (*self._tasks.values(), *([self._reports] if self._reports else [])):
+            task.cancel()
+        self._can_write.set()
+        if self._is_known and not self._server.connections:
+            self._server.on_close()
+
+    def pause_writing(self) -> None:
+        self._can_write.clear()
+
+    def resume_writing(self) -> None:
+        self._can_write.set()
+
+    def _send(self, message: wire.Message, number: int = 0) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(wire.encode(message, number))
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _take(self, number: int, message: Any) -> None:
+        if not self._is_known:
+            self._greet(message)
+            return
+        match message:
+            case wire.Generate():
+                self._begin(number, self._stream(number, self._node.generate(message.request)))
+            case wire.Call(method="serve"):
+                self._begin(number, self._serve(number, wire.arguments_of(message)))
+            case wire.Call():
+                self._begin(number, self._call(number, message.method, wire.arguments_of(message)))
+            case wire.Stop():
+                if (task := self._tasks.get(number)) is not None:
+                    task.cancel()
+            case wire.Notice():
+                self._note(message.method, wire.arguments_of(message))
+            case _:
+                raise wire.WireError("a greeting after the greeting")
+
+    def _greet(self, message: Any) -> None:
+        token = self._server.token
+        if not isinstance(message, wire.Hello) or not wire.is_proof(
+            message.proof, token, "gateway", self._nonce
+        ):
+            raise wire.WireError("it does not know the token")
+        self._greeting.cancel()
+        self._is_known = True
+        self._frames.trust()
+        self._server.connections.add(self)
+        welcome = wire.Welcome(
+            proof=wire.proof_of(token, "node", message.nonce),
+            node_id=self._server.node_id,
+            incarnation=self._server.incarnation,
+            report=self._server.report(self._changed_adapters()),
+        )
+        self._send(welcome)
+        self._reports = asyncio.get_running_loop().create_task(self._report_on())
+
+    def _begin(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        if number == 0 or number in self._tasks:
+            work.close()
+            raise wire.WireError("a number that is in use")
+        task = self._tasks[number] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    def _note(self, method: str, arguments: tuple[Any, ...]) -> None:
+        if method == "retract":
+            self._node.retract(arguments[0], is_expired=arguments[1])
+        elif method == "end_session":
+            self._node.end_session(*arguments)
+        else:
+            self._server.on_close()
+
+    async def _report_on(self) -> None:
+        while True:
+            await asyncio.sleep(wire.REPORT_EVERY_S)
+            await self._can_write.wait()
+            self._send(wire.Reported(self._server.report(self._changed_adapters())))
+
+    def _changed_adapters(self) -> list[AdapterInfo] | None:
+        adapters = self._node.adapters()
+        if adapters == self._adapters:
+            return None
+        self._adapters = adapters
+        return adapters
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    async def _call(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            value = await self._result(method, arguments)
+        except Exception as error:
+            self._refuse(number, error)
+        else:
+            self._send(wire.Reply(wire.raw(value)), number)
+
+    async def _result(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "advise":
+            advisory: Advisory = arguments[0]
+            return await self._node.advise(advisory, lambda report: self._send(wire.AdvisoryChanged(report)))
+        return await getattr(self._node, method)(*arguments)
+
+    async def _serve(self, number: int, arguments: tuple[Any, ...]) -> None:
+        try:
+            reply = await self._node.serve(*arguments)
+        except Exception as error:
+            self._refuse(number, error)
+            return
+        if isinstance(reply, SseReply):
+            self._send(wire.Reply(wire.raw(None)), number)
+            await self._stream(number, reply.events)
+        else:
+            self._send(wire.Reply(wire.raw(reply)), number)
+
+    async def _stream(self, number: int, pieces: AsyncIterator[Delta] | AsyncIterator[bytes]) -> None:
+        problem = None
+        try:
+            async with aclosing(pieces):  # type: ignore[type-var]
+                async for piece in pieces:
+                    if not self._pieces:
+                        # What comes in one turn of the loop goes in one frame.
+                        asyncio.get_running_loop().call_soon(self._flush)
+                    self._pieces.append((number, piece))
+                    # While the gateway reads slowly, the node merges what comes.
+                    await self._can_write.wait()
+        except Exception as error:
+            problem = _problem_of(error)
+        self._flush()
+        self._send(wire.Ended(problem), number)
+
+    def _flush(self) -> None:
+        pieces, self._pieces = self._pieces, []
+        deltas = [(number, piece) for number, piece in pieces if isinstance(piece, Delta)]
+        events = [(number, piece) for number, piece in pieces if isinstance(piece, bytes)]
+        if deltas:
+            self._send(wire.Deltas(deltas))
+        if events:
+            self._send(wire.Events(events))
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        self._send(wire.Reply(problem=_problem_of(error)), number)
+
+
+def _problem_of(error: Exception) -> wire.Problem:
+    if not isinstance(error, BridgeError):
+        log.error("a call of a gateway's failed", exc_info=error)
+    return wire.problem_of(error)

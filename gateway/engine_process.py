@@ -1,0 +1,52 @@
+"""The engine in a process of its own: what the gateway starts, and what that process does first."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from engine_bridge.cluster import child
+from engine_bridge.cluster.process import ProcessNode
+from engine_bridge.driver.building import configure_environment
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from gateway import logs
+
+
+class ChildSettings(Struct, frozen=True):
+    """What the child reads before anything else."""
+
+    node: LocalNodeConfig
+    log_format: str
+    log_level: str
+
+
+def make_node(node: LocalNodeConfig, log_format: str, log_level: str) -> ProcessNode:
+    settings = msgspec.msgpack.encode(ChildSettings(node, log_format, log_level), enc_hook=str)
+    command = (sys.executable, "-m", "gateway.engine_process")
+    return ProcessNode(command, settings, node.engine.served_model_name)
+
+
+def read_settings(packed: bytes) -> ChildSettings:
+    return msgspec.msgpack.decode(packed, type=ChildSettings, dec_hook=_as)
+
+
+def _as(kind: type, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(f"no {kind} is sent")
+
+
+def main() -> None:
+    settings = read_settings(sys.stdin.buffer.read())
+    logs.setup(settings.log_format, settings.log_level)
+    # Before anything imports torch: it reads its environment once.
+    configure_environment(settings.node.engine)
+    child.serve(LocalNode(settings.node), int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

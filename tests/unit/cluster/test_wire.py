@@ -1,0 +1,122 @@
+"""Frames between a gateway and a node: whole again wherever they were cut, and nothing else than what was said."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_bridge.cluster import wire
+from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported, TooBusy
+from engine_bridge.node import Delta, GenerateRequest, RequestId
+
+STREAM = (
+    wire.encode(wire.Generate(GenerateRequest(request_id=RequestId("a"))), 1)
+    + wire.encode(wire.Call("cancel", wire.raw(("a",))), 2)
+    + wire.encode(wire.Stop(), 1)
+    + wire.encode(wire.Notice("retract", wire.raw(("b", True))))
+)
+
+
+def trusting(direction: Any) -> wire.Frames:
+    frames = wire.Frames(direction)
+    frames.trust()
+    return frames
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=8))
+def test_frames_are_whole_wherever_they_were_cut(cuts: list[int]) -> None:
+    frames = trusting(wire.ToNode)
+    edges = [0, *sorted(cuts), len(STREAM)]
+    found = [frame for start, end in pairwise(edges) for frame in frames.feed(STREAM[start:end])]
+    assert [frame.number for frame in found] == [1, 2, 1, 0]
+    assert wire.arguments_of(found[1].message) == ("a",)
+    assert wire.arguments_of(found[3].message) == ("b", True)
+
+
+def test_arguments_outlive_the_buffer_that_they_came_in() -> None:
+    frames = trusting(wire.ToNode)
+    (call,) = frames.feed(wire.encode(wire.Call("cancel", wire.raw(("a",))), 1))
+    list(frames.feed(wire.encode(wire.Call("cancel", wire.raw(("b",))), 2)))
+    assert wire.arguments_of(call.message) == ("a",)
+
+
+def test_a_stranger_may_send_a_greeting_and_no_more() -> None:
+    with pytest.raises(wire.WireError):
+        list(wire.Frames(wire.ToNode).feed(wire.encode(wire.Hello(b"x" * wire.MAX_GREETING_BYTES, b""))[:8]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="HTTP"),
+        pytest.param(bytes(64), id="zeros"),
+        pytest.param(wire.encode(wire.Challenge(b"")), id="what only nodes say"),
+        pytest.param((9).to_bytes(4, "little") + bytes(4) + b"\xc1\xc1\xc1\xc1\xc1", id="no msgpack"),
+    ],
+)
+def test_what_is_no_message_of_a_gateways_is_refused(data: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        list(trusting(wire.ToNode).feed(data))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Call("close", wire.raw(())),
+        wire.Call("start", wire.raw(())),
+        wire.Call("__class__", wire.raw(())),
+        wire.Notice("drain", wire.raw((1.0,))),
+        wire.Call("cancel", wire.raw((1,))),
+        wire.Call("cancel", msgspec.Raw(b"\xc1")),
+    ],
+)
+def test_methods_are_those_of_the_table_with_their_arguments(message: wire.Call | wire.Notice) -> None:
+    with pytest.raises(wire.WireError):
+        wire.arguments_of(message)
+
+
+@pytest.mark.parametrize("value", [1 << 64, "\ud800", -(1 << 63) - 1])
+def test_values_that_no_frame_holds_are_the_clients_fault(value: object) -> None:
+    with pytest.raises(InvalidRequest):
+        wire.raw(({"temperature": value},))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("no", param="prompt", code="prompt_too_long"),
+        EngineUnavailable("later", code="draining"),
+        TooBusy("later", retry_after_s=1.5),
+        NotSupported("never"),
+    ],
+)
+def test_errors_are_the_same_at_the_other_end(error: BridgeError) -> None:
+    there = wire.error_of(
+        msgspec.msgpack.decode(msgspec.msgpack.encode(wire.problem_of(error)), type=wire.Problem)
+    )
+    assert (type(there), str(there), vars(there)) == (type(error), str(error), vars(error))
+
+
+def test_a_bug_of_the_nodes_says_nothing_of_its_texts() -> None:
+    there = wire.error_of(wire.problem_of(KeyError("/secret/path")))
+    assert isinstance(there, EngineUnavailable)
+    assert "secret" not in str(there)
+
+
+def test_a_proof_is_of_one_challenge_one_token_and_one_end() -> None:
+    proof = wire.proof_of(b"token", "gateway", b"nonce")
+    assert wire.is_proof(proof, b"token", "gateway", b"nonce")
+    assert not wire.is_proof(proof, b"other", "gateway", b"nonce")
+    assert not wire.is_proof(proof, b"token", "node", b"nonce")
+    assert not wire.is_proof(proof, b"token", "gateway", b"another")
+
+
+def test_deltas_of_several_answers_share_a_frame() -> None:
+    items = [(1, Delta("a", (1,))), (2, Delta("b", (2, 3)))]
+    (frame,) = trusting(wire.ToGateway).feed(wire.encode(wire.Deltas(items)))
+    assert frame.message.items == items
