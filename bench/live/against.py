@@ -1,10 +1,10 @@
 """This checkout against another one of the project, as their users would feel it: the same requests to both servers, in turns.
 
-    python -m bench.live.against FOLDER [--rounds N] [--quick]
+    python -m bench.live.against FOLDER [--rounds N] [--quick] [--flags "…"] [--other-flags "…"]
 
-FOLDER is another checkout, say of the commit before a redesign (`git worktree add FOLDER COMMIT`). Both servers run on the interpreter that
-runs this, with the demo model, its adapters and little device memory; one has work while the other is idle, and whoever goes second in a round
-went first in the one before; halfway both are started anew in the other order. A round is, for each server:
+FOLDER is another checkout, say of the commit before a redesign (`git worktree add FOLDER COMMIT`), or `.` and flags, to compare settings. Both
+servers run on the interpreter that runs this, with the demo model, its adapters and little device memory; one has work while the other is
+idle, and whoever goes second in a round went first in the one before; halfway both are started anew in the other order. A round is, for each server:
   alone    three requests of some 300 tokens, one after the other: time to first token, and per token
   streams  eight answers of 96 tokens at once: time per token of all
   mixed    24 requests of 40 to 900 tokens within two seconds, every third with an adapter: mean and greatest time to first token
@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import os
 import random
+import shlex
 import signal
 import statistics
 import subprocess
@@ -52,6 +53,8 @@ WORDS = "river stone walk quiet seven bright morning letter winter garden sailor
 
 Figures = dict[str, list[float]]
 """By name, one a round."""
+Arms = dict[str, tuple[Path, str]]
+"""Folder and flags of each server, in the order in which they are started."""
 
 
 def words(rng: random.Random, num: int) -> str:
@@ -61,7 +64,7 @@ def words(rng: random.Random, num: int) -> str:
 class Checkout:
     """One server of one checkout."""
 
-    def __init__(self, name: str, folder: Path, data: Path) -> None:
+    def __init__(self, name: str, folder: Path, data: Path, flags: str) -> None:
         self.name, self.folder, self.port = name, folder, free_port()
         self.url = f"http://{HOST}:{self.port}/v1/chat/completions"
         self.log = data / f"{name}.log"
@@ -69,6 +72,7 @@ class Checkout:
         self.chats: list[list[dict[str, str]]] = []
         command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(self.port), *FLAGS]
         command += ["--data-dir", str(data / name), "--adapters-dir", str(folder / "demo/adapters")]
+        command += shlex.split(flags)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -91,10 +95,17 @@ class Checkout:
         raise RuntimeError(f"{self.name} did not start:\n{self.log.read_text(errors='replace')[-2000:]}")
 
     @property
-    def cpu_s(self) -> float:
+    def _processes(self) -> list[psutil.Process]:
         process = psutil.Process(self.process.pid)
-        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-        return sum(each.user + each.system for each in times)
+        return [process, *process.children(recursive=True)]
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(each.user + each.system for each in (one.cpu_times() for one in self._processes))
+
+    @property
+    def rss_bytes(self) -> int:
+        return sum(each.memory_info().rss for each in self._processes)
 
     def note(self, **figures: float) -> None:
         for name, value in figures.items():
@@ -214,26 +225,24 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def servers(
-    folders: dict[str, Path], data: Path, http: aiohttp.ClientSession
-) -> AsyncIterator[list[Checkout]]:
+async def servers(arms: Arms, data: Path, http: aiohttp.ClientSession) -> AsyncIterator[list[Checkout]]:
     """One started after the other, in this order."""
     started: list[Checkout] = []
     with contextlib.ExitStack() as stack:
-        for name, folder in folders.items():
-            started.append(Checkout(name, folder, data))
+        for name, (folder, flags) in arms.items():
+            started.append(Checkout(name, folder, data, flags))
             stack.callback(started[-1].close)
             await started[-1].until_ready(http)
         yield started
 
 
-async def measure_half(folders: dict[str, Path], rounds: range, progress: Progress) -> dict[str, Figures]:
+async def measure_half(arms: Arms, rounds: range, progress: Progress) -> dict[str, Figures]:
     """Each server's figures of these rounds; the one before them warms both up and does not count."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     with tempfile.TemporaryDirectory() as data:
         async with (
             aiohttp.ClientSession(timeout=timeout) as http,
-            servers(folders, Path(data), http) as both,
+            servers(arms, Path(data), http) as both,
         ):
             async with http.get(f"http://{HOST}:{both[0].port}/v1/models") as reply:
                 models = [each["id"] for each in (await reply.json())["data"]]
@@ -246,16 +255,15 @@ async def measure_half(folders: dict[str, Path], rounds: range, progress: Progre
                     await plays.all(server, number + 1)
                 progress.say(f"round {number + 1}")
             for server in both:
-                server.note(rss_mib=psutil.Process(server.process.pid).memory_info().rss / 2**20)
+                server.note(rss_mib=server.rss_bytes / 2**20)
             return {server.name: server.figures for server in both}
 
 
-async def measure(other: Path, num_rounds: int) -> dict[str, Figures]:
+async def measure(arms: Arms, num_rounds: int) -> dict[str, Figures]:
     """Half of the rounds on servers that are started in one order, half on others started in the other: who is first may have better memory."""
     progress, half = Progress(), num_rounds // 2
-    folders = {"this": ROOT, "other": other}
-    first = await measure_half(folders, range(half), progress)
-    swapped = dict(reversed(folders.items()))
+    first = await measure_half(arms, range(half), progress)
+    swapped = dict(reversed(arms.items()))
     second = await measure_half(swapped, range(half, num_rounds), progress)
     return {
         server: {name: values + second[server][name] for name, values in figures.items()}
@@ -285,6 +293,8 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="another checkout of the project")
     parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--flags", default="", help="of this checkout's server")
+    parser.add_argument("--other-flags", default="", help="of the other's")
     parser.add_argument("--quick", action="store_true", help="six rounds")
     args = parser.parse_args()
     other = args.folder.resolve()
@@ -292,10 +302,12 @@ def main() -> None:
         parser.error("two rounds at least: each order of starting has half of them")
     if not (other / "gateway/cli.py").is_file():
         parser.error(f"{args.folder} is no checkout of the project")
-    figures = asyncio.run(measure(other, 6 if args.quick else args.rounds))
+    arms = {"this": (ROOT, args.flags), "other": (other, args.other_flags)}
+    figures = asyncio.run(measure(arms, 6 if args.quick else args.rounds))
     memory = {name: round(found.pop("rss_mib")[-1]) for name, found in figures.items()}
     verdicts = {name: compared(figures["this"][name], figures["other"][name]) for name in figures["this"]}
     result = {"bench": "against", "other_commit": commit_of(other), "rss_mib": memory, "figures": verdicts}
+    result |= {"flags": args.flags, "other_flags": args.other_flags}
     result["num_worse"] = sum(found["verdict"] == "worse" for found in verdicts.values())
     report("This checkout against another one", list(rows_of(figures, verdicts)), result)
 
