@@ -46,6 +46,7 @@ from engine_bridge.node import (
 )
 from engine_bridge.node_adapters import info_of, serve_found, watch
 from engine_bridge.policy.request_limits import RequestLimits
+from engine_bridge.policy.routing import NodeFacts
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.request_context import NOBODY, RequestContext
 from engine_bridge.token_stream import TokenStream
@@ -255,6 +256,10 @@ class LocalNode:
             num_waiting=num_waiting,
             num_running=num_running,
         )
+
+    def facts(self) -> NodeFacts | None:
+        driver = self._thread.driver
+        return driver.facts() if driver is not None else None
 
     def kv_tiers(self) -> TierStats | None:
         return self._tiers.stats() if self._tiers is not None else None

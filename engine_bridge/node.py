@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NewType, Protocol
 
 from msgspec import Meta, Struct
 
+from engine_bridge.policy.routing import NodeFacts
 from engine_bridge.request_context import NOBODY, RequestContext
 from kvtiers.stats import TierStats
 
@@ -174,7 +175,7 @@ class Advisory(Struct, frozen=True, kw_only=True):
 
     `expected_arrival_s` is a lower bound from now, or None when nobody can tell (a person typing). `probability`: that the request comes,
     as far as the gateway has learned. `token_ids`: what its prompt will begin with, packed; without them a node goes by what the session's
-    last request left. `tenant`: as in `RequestContext`.
+    last request left. `tenant`, `kv_from`: as in `RequestContext`.
     """
 
     advisory_id: str
@@ -185,6 +186,7 @@ class Advisory(Struct, frozen=True, kw_only=True):
     probability: float = 1.0
     token_ids: bytes = b""
     tenant: str = ""
+    kv_from: str = ""
 
 
 # `staging`: on its way up; `host`: in host memory, where it waits; `warm`: all that any tier holds is on the device. The others are ends: its
@@ -495,6 +497,10 @@ class Node(Protocol):
 
     async def engine_state(self, tenant: str, limit: int) -> EngineState:
         """The engine as it is, with at most so many waiting and so many running requests of a tenant ("" as in `RequestContext`)."""
+        ...
+
+    def facts(self) -> NodeFacts | None:
+        """What routing reckons with, under an empty name: who asked knows which node this is. None until the engine is up. Cheap; from any thread."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:

@@ -12,7 +12,8 @@ class RequestContext(Struct, frozen=True, kw_only=True):
 
     tenant: whose KV the request may reuse and leave behind; "" where everybody shares. session_id: "" for a request that belongs to no session.
     adapter: its name; "" for the base model. weight: the tenant's share against other tenants'. priority: lower first; a client's, checked.
-    asked: what its text says of the answer's length; the question itself only where a user's own predictor reads it.
+    asked: what its text says of the answer's length; the question itself only where a user's own predictor reads it. kv_from: another node's
+    address (host:port) that may hold KV of this session; "" for none. Only a router sets it.
     """
 
     tenant: str = ""
@@ -21,6 +22,7 @@ class RequestContext(Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     priority: int = 0
     asked: Asked = NOTHING_ASKED
+    kv_from: str = ""
 
 
 NOBODY = RequestContext()

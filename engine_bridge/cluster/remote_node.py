@@ -30,6 +30,7 @@ from engine_bridge.node import (
     SseReply,
     TokenizerStats,
 )
+from engine_bridge.policy.routing import NodeFacts
 from engine_bridge.request_context import NOBODY, RequestContext
 from kvtiers.stats import TierStats
 
@@ -104,6 +105,18 @@ class RemoteNode:
 
     def scheduling_stats(self) -> SchedulingStats | None:
         return self._report.scheduling_stats if self._report is not None else None
+
+    def facts(self) -> NodeFacts | None:
+        return self._report.facts if self._report is not None else None
+
+    @property
+    def peer_address(self) -> str:
+        """Where other nodes may ask it for KV; "" while it is away."""
+        return self._report.peer_address if self._report is not None and self.is_up else ""
+
+    @property
+    def is_up(self) -> bool:
+        return self._link is not None and self._link.is_up
 
     # -- work ----------------------------------------------------------------------------------------------------------
 

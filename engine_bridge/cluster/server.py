@@ -32,6 +32,7 @@ class NodeServer:
         self.node, self.node_id, self.token = node, node_id, token
         self.incarnation = secrets.token_hex(8)
         self.on_close = on_close
+        self.peer_address = ""
         self.connections: set[Connection] = set()
 
     def connection(self) -> Connection:
@@ -51,6 +52,8 @@ class NodeServer:
             grammar_stats=node.grammar_stats(),
             scheduling_stats=node.scheduling_stats(),
             adapters=adapters,
+            facts=node.facts(),
+            peer_address=self.peer_address,
         )
 
 

@@ -40,6 +40,7 @@ from engine_bridge.node import (
     SchedulingStats,
     TokenizerStats,
 )
+from engine_bridge.policy.routing import NodeFacts
 from engine_bridge.request_context import RequestContext
 from kvtiers.stats import TierStats
 
@@ -62,7 +63,10 @@ class WireError(Exception):
 
 
 class NodeReport(Struct, frozen=True, array_like=True):
-    """All of a node that the gateway looks at without asking. adapters: None: as in the report before."""
+    """All of a node that the gateway looks at without asking.
+
+    adapters: None: as in the report before. peer_address: host:port where other nodes may ask it for KV, "" for nowhere.
+    """
 
     progress: Progress
     model_name: str
@@ -75,6 +79,8 @@ class NodeReport(Struct, frozen=True, array_like=True):
     grammar_stats: GrammarStats | None = None
     scheduling_stats: SchedulingStats | None = None
     adapters: list[AdapterInfo] | None = None
+    facts: NodeFacts | None = None
+    peer_address: str = ""
 
 
 class Problem(Struct, frozen=True, array_like=True):

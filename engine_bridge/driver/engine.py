@@ -24,6 +24,7 @@ from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import TablePrefill
 from engine_bridge.policy.fading import FadingRate
 from engine_bridge.policy.registry import POLICIES
+from engine_bridge.policy.routing import NodeFacts
 from kvtiers.keys import BlockKey
 
 if TYPE_CHECKING:
@@ -248,6 +249,10 @@ class VllmDriver:
             num_free_kv_blocks=self._block_pool.get_num_free_blocks(),
             block_size=self._block_size,
         )
+
+    def facts(self) -> NodeFacts:
+        """From any thread."""
+        return self.report.facts(self._block_pool.get_num_free_blocks() * self._block_size)
 
     def _make_promoter(self, scheduler: Any) -> Promoter | None:
         """None where there are no tiers to bring KV from."""

@@ -14,6 +14,7 @@ from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.driver.vllm_api import RequestStatus
 from engine_bridge.node import LaneStats, LengthErrors, RequestState, SchedulingStats, WaitReason
+from engine_bridge.policy.routing import NodeFacts, Ranks
 
 Places = Mapping[int, str]
 
@@ -58,6 +59,20 @@ class Report:
             counts=own.all_counts() if own is not None else {"preempted": self._scheduler.num_preempted},
             seconds=own.seconds() if own is not None else {},
             length_errors=_length_errors(own.dispatcher.guess_errors) if own is not None else None,
+        )
+
+    def facts(self, num_free_tokens: int) -> NodeFacts:
+        """What routing reckons with. From any thread."""
+        running, waiting = _copy(self._scheduler.running), self._waiting()
+        queued_tokens = sum(each.num_prompt_tokens for each in waiting)
+        return NodeFacts(
+            node_id="",
+            running=_ranks(running),
+            queued=_ranks(waiting),
+            num_tokens=sum(each.num_tokens for each in running) + queued_tokens,
+            queued_tokens=queued_tokens,
+            free_tokens=max(num_free_tokens - queued_tokens, 0),
+            num_urgent=sum(each.priority < 0 for each in running + waiting),
         )
 
     def requests(self, tenant: str, limit: int) -> tuple[list[RequestState], list[RequestState], int, int]:
@@ -185,6 +200,11 @@ def _copy(queue: Iterable[Any]) -> list[Any]:
             return list(queue)
         except RuntimeError:  # it changed after its iterator was made and before that was used up: as good as never, and then not twice
             continue
+
+
+def _ranks(requests: Iterable[Any]) -> Ranks:
+    ranks = [facts_of(each).rank for each in requests]
+    return Ranks(len(ranks), sum(ranks), max(ranks, default=0))
 
 
 def _is_compiling(request: Any) -> bool:
