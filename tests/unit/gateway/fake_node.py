@@ -33,6 +33,7 @@ from engine_bridge.node import (
     Usage,
     pack_token_ids,
 )
+from engine_bridge.policy.routing import NodeFacts, Ranks
 from engine_bridge.request_context import NOBODY, RequestContext
 from kvtiers.stats import TierStats
 
@@ -246,6 +247,11 @@ class FakeNode:
 
     def scheduling_stats(self) -> SchedulingStats | None:
         return None
+
+    def facts(self) -> NodeFacts | None:
+        return NodeFacts(
+            node_id="", running=Ranks(), queued=Ranks(), num_tokens=0, queued_tokens=0, free_tokens=10**6
+        )
 
     def grammar_stats(self) -> GrammarStats | None:
         return None
