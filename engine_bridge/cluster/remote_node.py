@@ -118,6 +118,11 @@ class RemoteNode:
     def is_up(self) -> bool:
         return self._link is not None and self._link.is_up
 
+    @property
+    def incarnation(self) -> str:
+        """Another one after each start of its process; "" while it is away."""
+        return self._link.incarnation if self._link is not None and self._link.is_up else ""
+
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def _up(self) -> Link:
