@@ -145,12 +145,12 @@ class AdapterFiles:
 def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
     """Check an adapter's folder against the model without reading its weights. Raises AdapterRejected, and nothing else, for any content."""
     folder = Path(path)
-    _check_folder(folder)
-    raw, config_stat = _read_config(folder)
+    check_folder(folder)
+    raw, config_stat = read_config(folder)
     config, canonical = parse_config(raw)
     check_config(config, contract.max_rank, contract.check_config)
-    _check_format(folder)
-    with _opened(folder, WEIGHTS_FILE) as file:
+    check_format(folder)
+    with opened(folder, WEIGHTS_FILE) as file:
         weights_stat = os.fstat(file.fileno())
         header = read_header(file, weights_stat.st_size, contract.max_header_bytes)
     tensors = tuple(_tensor(entry, header, contract) for entry in header.entries)
@@ -165,9 +165,9 @@ def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
         data_offset=header.data_offset,
         target_modules=tuple(sorted({tensor.module.rpartition(".")[2] for tensor in tensors})),
         base_model=base_model,
-        signature=_signature(config_stat, weights_stat),
+        signature=signature_from(config_stat, weights_stat),
         notes=notes,
-        head_digest=_digest((canonical, header.raw)),
+        head_digest=digest_of((canonical, header.raw)),
     )
 
 
@@ -175,16 +175,16 @@ def signature_of(folder: Path) -> str:
     """The signature that `inspect` would give, without a look at the content. Raises OSError if there is no adapter_config.json."""
     config_stat = os.stat(folder / CONFIG_FILE)
     try:
-        return _signature(config_stat, os.stat(folder / WEIGHTS_FILE))
+        return signature_from(config_stat, os.stat(folder / WEIGHTS_FILE))
     except OSError:
-        return _signature(config_stat, None)
+        return signature_from(config_stat, None)
 
 
-def _signature(*stats: os.stat_result | None) -> str:
+def signature_from(*stats: os.stat_result | None) -> str:
     return "/".join(f"{s.st_size}:{s.st_mtime_ns}:{s.st_ino}" if s else "-" for s in stats)
 
 
-def _digest(parts: Iterable[bytes]) -> bytes:
+def digest_of(parts: Iterable[bytes]) -> bytes:
     """Lengths stand in front of the parts, so that no end of one can pass for the start of the next."""
     digest = hashlib.sha256()
     for part in parts:
@@ -192,7 +192,7 @@ def _digest(parts: Iterable[bytes]) -> bytes:
     return digest.digest()
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     try:
         str(folder).encode()  # What is not UTF-8 can be neither stored nor shown.
         mode = os.stat(folder).st_mode
@@ -209,8 +209,8 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _read_config(folder: Path) -> tuple[bytes, os.stat_result]:
-    with _opened(folder, CONFIG_FILE) as file:
+def read_config(folder: Path) -> tuple[bytes, os.stat_result]:
+    with opened(folder, CONFIG_FILE) as file:
         config_stat = os.fstat(file.fileno())
         raw = bytearray()
         while len(raw) <= MAX_CONFIG_BYTES and (chunk := file.read(MAX_CONFIG_BYTES + 1 - len(raw))):
@@ -220,7 +220,7 @@ def _read_config(folder: Path) -> tuple[bytes, os.stat_result]:
     return bytes(raw), config_stat
 
 
-def _check_format(folder: Path) -> None:
+def check_format(folder: Path) -> None:
     if os.path.lexists(folder / WEIGHTS_FILE):
         return
     pickle = next((name for name in PICKLE_FILES if os.path.lexists(folder / name)), None)
@@ -234,7 +234,7 @@ def _check_format(folder: Path) -> None:
 
 
 @contextmanager
-def _opened(folder: Path, name: str) -> Iterator[FileIO]:
+def opened(folder: Path, name: str) -> Iterator[FileIO]:
     """A file of the adapter, open for reading; the system's errors in the `with` block are told as AdapterRejected."""
     try:
         with FileIO(folder / name, opener=_open_at_once) as file:
@@ -373,7 +373,7 @@ def read(files: AdapterFiles, buffer: memoryview) -> int:
     """
     view = _bytes(files, buffer)
     crc32 = 0
-    with _opened(files.path, WEIGHTS_FILE) as file:
+    with opened(files.path, WEIGHTS_FILE) as file:
         _check_unchanged(files, file)
         file.seek(files.data_offset)
         position = 0
@@ -391,7 +391,7 @@ def read(files: AdapterFiles, buffer: memoryview) -> int:
 def _check_unchanged(files: AdapterFiles, file: FileIO) -> None:
     """Whether the open file and the configuration beside it are still those that were inspected."""
     try:
-        signature = _signature(os.stat(files.path / CONFIG_FILE), os.fstat(file.fileno()))
+        signature = signature_from(os.stat(files.path / CONFIG_FILE), os.fstat(file.fileno()))
     except OSError:
         signature = ""
     if signature != files.signature:

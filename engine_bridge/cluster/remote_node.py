@@ -42,13 +42,17 @@ class RemoteNode:
 
     Args:
         served_model_name: until the node has said its own.
+
+    Attributes:
+        num_adapter_reports: how often it has said something else of its adapters than before.
     """
 
     def __init__(self, served_model_name: str = "") -> None:
         self._model_name = served_model_name
         self._link: Link | None = None
         self._report: wire.NodeReport | None = None
-        self._adapters: list[AdapterInfo] = []
+        self._adapters: dict[str, AdapterInfo] = {}
+        self.num_adapter_reports = 0
         self._numbers: dict[RequestId, int] = {}
 
     def attach(self, link: Link) -> None:
@@ -62,7 +66,8 @@ class RemoteNode:
     def take_report(self, report: wire.NodeReport) -> None:
         self._report = report
         if report.adapters is not None:
-            self._adapters = report.adapters
+            self._adapters = {info.name: info for info in report.adapters}
+            self.num_adapter_reports += 1
 
     # -- what the last report says ---------------------------------------------------------------------------------------
 
@@ -92,7 +97,10 @@ class RemoteNode:
         return self._report.kv_tiers if self._report is not None else None
 
     def adapters(self) -> list[AdapterInfo]:
-        return list(self._adapters)
+        return list(self._adapters.values())
+
+    def adapters_by_name(self) -> Mapping[str, AdapterInfo]:
+        return self._adapters
 
     def adapter_stats(self) -> AdapterStats | None:
         return self._report.adapter_stats if self._report is not None else None
@@ -120,7 +128,7 @@ class RemoteNode:
 
     @property
     def incarnation(self) -> str:
-        """Another one after each start of its process; "" while it is away."""
+        """Another one after each start of the node's process; "" while it is away."""
         return self._link.incarnation if self._link is not None and self._link.is_up else ""
 
     # -- work ----------------------------------------------------------------------------------------------------------
@@ -215,6 +223,10 @@ class RemoteNode:
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
         info: AdapterInfo | None = await self._call("pin_adapter", name, is_pinned)
         return info
+
+    async def store(self, method: str, *arguments: Any) -> Any:
+        """A method of the node's `AdapterStore`: one of wire.STORE_METHODS."""
+        return await self._call(method, *arguments)
 
     async def engine_state(self, tenant: str, limit: int) -> EngineState:
         state: EngineState = await self._call("engine_state", tenant, limit)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, cast
 
+from engine_bridge.adapters.store import AdapterStore
 from engine_bridge.cluster import wire
 from engine_bridge.errors import BridgeError
 from engine_bridge.node import AdapterInfo, Advisory, Delta, Node, SseReply
@@ -24,12 +25,19 @@ class NodeServer:
     Args:
         token: what gateways must know; empty over a pair of sockets.
         on_close: called when a gateway asks for the end of the process, or when the last one has gone.
+        store: where adapters go that gateways send; without one they are found at the gateway's paths only.
     """
 
     def __init__(
-        self, node: Node, node_id: str, token: bytes = b"", on_close: Callable[[], None] = lambda: None
+        self,
+        node: Node,
+        node_id: str,
+        token: bytes = b"",
+        on_close: Callable[[], None] = lambda: None,
+        store: AdapterStore | None = None,
     ) -> None:
         self.node, self.node_id, self.token = node, node_id, token
+        self.store = store or AdapterStore(None)
         self.incarnation = secrets.token_hex(8)
         self.on_close = on_close
         self.peer_address = ""
@@ -166,7 +174,10 @@ class Connection(asyncio.Protocol):
         while True:
             await asyncio.sleep(wire.REPORT_EVERY_S)
             await self._can_write.wait()
-            self._send(wire.Reported(self._server.report(self._changed_adapters())))
+            self._tell()
+
+    def _tell(self) -> None:
+        self._send(wire.Reported(self._server.report(self._changed_adapters())))
 
     def _changed_adapters(self) -> list[AdapterInfo] | None:
         adapters = self._node.adapters()
@@ -183,12 +194,17 @@ class Connection(asyncio.Protocol):
         except Exception as error:
             self._refuse(number, error)
         else:
+            if method in wire.ADAPTER_METHODS:
+                # Whoever has the reply may ask for the adapter at once.
+                self._tell()
             self._send(wire.Reply(wire.raw(value)), number)
 
     async def _result(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "advise":
             advisory: Advisory = arguments[0]
             return await self._node.advise(advisory, lambda report: self._send(wire.AdvisoryChanged(report)))
+        if method in wire.STORE_METHODS:
+            return await asyncio.to_thread(getattr(self._server.store, method), *arguments)
         return await getattr(self._node, method)(*arguments)
 
     async def _serve(self, number: int, arguments: tuple[Any, ...]) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw, Struct
 
+from engine_bridge.adapters.errors import RegistryFailed
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported, TooBusy
 from engine_bridge.node import (
     AdapterInfo,
@@ -192,6 +193,17 @@ METHODS: dict[str, Method] = {
     "engine_state": Method(tuple[str, int], EngineState),
     "drain": Method(tuple[float], bool),
 }
+# After these a report comes before the reply.
+ADAPTER_METHODS = frozenset({"load_adapter", "unload_adapter", "pin_adapter"})
+# Of the node's `adapters.store.AdapterStore`: what the gateway sends of adapters' files.
+STORE_METHODS: dict[str, Method] = {
+    "find": Method(tuple[str, str], str),
+    "begin": Method(tuple[str, dict[str, int]]),
+    "put": Method(tuple[str, str, int, bytes]),
+    "finish": Method(tuple[str], str),
+    "keep": Method(tuple[list[str]]),
+}
+METHODS |= STORE_METHODS
 NOTICES: dict[str, Method] = {
     "retract": Method(tuple[str, bool]),
     "end_session": Method(tuple[str, str]),
@@ -313,7 +325,13 @@ def is_proof(proof: bytes, token: bytes, role: str, nonce: bytes) -> bool:
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
-_KINDS: tuple[type[BridgeError], ...] = (InvalidRequest, EngineUnavailable, TooBusy, NotSupported)
+_KINDS: tuple[type[BridgeError], ...] = (
+    InvalidRequest,
+    EngineUnavailable,
+    TooBusy,
+    NotSupported,
+    RegistryFailed,
+)
 GONE = Problem(
     "EngineUnavailable",
     "The engine that worked on this answer has failed. Send the request again.",
@@ -343,5 +361,7 @@ def error_of(problem: Problem) -> BridgeError:
             return TooBusy(problem.message, retry_after_s=problem.retry_after_s)
         case "NotSupported":
             return NotSupported(problem.message)
+        case "RegistryFailed":
+            return RegistryFailed(problem.message, code="registry_failed")
         case _:
             return EngineUnavailable(problem.message, code=problem.code or "engine_failed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import threading
@@ -169,7 +168,7 @@ class KvTiers:
         assert self._io is not None
         return self._io.start(
             DiskLog.open(
-                namespace.folder_in(config.folder),
+                config.folder / namespace.fingerprint,
                 namespace.fingerprint,
                 namespace.shape,
                 config.disk_bytes,
@@ -267,7 +266,7 @@ def _namespace(tensors: list[Any], layer_bytes: int, vllm_config: Any) -> Namesp
     """What must be equal for stored KV to be this engine's. The layout names the CPU's instruction set where attention packs keys for it."""
     import torch
 
-    from engine_bridge.driver.vllm_api import get_none_hash_seed, vllm_version
+    from engine_bridge.driver.vllm_api import vllm_version
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     tensor = tensors[0]
@@ -275,13 +274,11 @@ def _namespace(tensors: list[Any], layer_bytes: int, vllm_config: Any) -> Namesp
     if tensor.device.type == "cpu":
         layout += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
     return Namespace(
-        model=Path(model.model).name,
-        # A digest of a folder's files says enough; a commit is one of some model's on a hub.
-        revision=("" if Path(model.model).is_dir() else f"{model.model}@") + revision_of(model),
+        model=model.model,
+        revision=revision_of(model),
         dtype=f"{model.dtype} {tensor.dtype}",
         block_size_tokens=cache.block_size,
         layout=layout,
         hash_algorithm=str(cache.prefix_caching_hash_algo),
-        hash_seed=hashlib.sha256(get_none_hash_seed().encode()).hexdigest()[:16],
         shape=BlockShape(len(tensors), layer_bytes),
     )

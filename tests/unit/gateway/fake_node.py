@@ -10,7 +10,6 @@ from engine_bridge.errors import BridgeError, EngineUnavailable, NotSupported
 from engine_bridge.node import (
     ADVISORY_ENDS,
     AdapterInfo,
-    AdapterPlace,
     AdapterStats,
     Advisory,
     AdvisoryReport,
@@ -127,7 +126,6 @@ class FakeNode:
         script: pieces that every answer has at once; None lets the test write each answer.
         refusal: raised by `generate` before anything else. advise_error, prefill_error: by those.
         gate: while it is not set, `advise` and `prefill` hang (a rebuild, a busy engine).
-        scheduling, tiers: what it says of its engine and of its KV tiers.
         answers, advisories, retracted, prefills, ended_sessions: what came, in order.
     """
 
@@ -136,7 +134,6 @@ class FakeNode:
         self.state: NodeState = "ready"
         self.model_name = "fake-model"
         self.adapter_names = ["shout", "pirate"]
-        self.adapter_place: AdapterPlace = "disk"
         self.refusal: BaseException | None = None
         self.advise_error: BridgeError | None = None
         self.prefill_error: BridgeError | None = None
@@ -150,8 +147,6 @@ class FakeNode:
         self.ended_sessions: list[tuple[str, str]] = []
         self.max_model_len = 4096
         self.num_steps = self.num_rebuilds = 0
-        self.scheduling: SchedulingStats | None = None
-        self.tiers: TierStats | None = None
         self._changed = asyncio.Event()
 
     # -- for tests ---------------------------------------------------------------------------------------------------
@@ -242,16 +237,16 @@ class FakeNode:
         self.ended_sessions.append((tenant, session_id))
 
     def adapters(self) -> list[AdapterInfo]:
-        return [AdapterInfo(name, 8, place=self.adapter_place) for name in self.adapter_names]
+        return [AdapterInfo(name, 8) for name in self.adapter_names]
 
     def kv_tiers(self) -> TierStats | None:
-        return self.tiers
+        return None
 
     def adapter_stats(self) -> AdapterStats | None:
         return None
 
     def scheduling_stats(self) -> SchedulingStats | None:
-        return self.scheduling
+        return None
 
     def facts(self) -> NodeFacts | None:
         return NodeFacts(

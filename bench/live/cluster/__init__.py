@@ -1,1 +1,0 @@
-"""Two nodes against one, live: `python -m bench.live.cluster`."""

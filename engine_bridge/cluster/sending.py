@@ -1,0 +1,43 @@
+"""Adapters' files from a gateway to its nodes: by content, so that nothing is sent to where it lies already."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from engine_bridge.adapters.contents import Contents, read_piece
+from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.adapters.store import MAX_PIECE_BYTES
+from engine_bridge.cluster.remote_node import RemoteNode
+
+log = logging.getLogger(__name__)
+
+# What came damaged is sent once more; a second time it is no accident.
+TRIES = 2
+
+
+async def bring(node: RemoteNode, contents: Contents) -> str:
+    """See that an adapter's files are on a node's machine, and say where. Answers go on meanwhile: one piece is under way at a time.
+
+    Raises AdapterRejected for files that are no longer what they were, InvalidRequest where there is no room, EngineUnavailable.
+    """
+    path: str = await node.store("find", contents.content_hash, str(contents.path))
+    for _ in range(TRIES):
+        if path:
+            return path
+        await node.store("begin", contents.content_hash, contents.sizes)
+        for name, size in contents.sizes.items():
+            await _send(node, contents, name, size)
+        path = await node.store("finish", contents.content_hash)
+    if path:
+        return path
+    raise AdapterRejected("The adapter's files changed while they were sent. Load it again.", code="changed")
+
+
+async def _send(node: RemoteNode, contents: Contents, name: str, size: int) -> None:
+    for offset in range(0, size, MAX_PIECE_BYTES):
+        num_bytes = min(MAX_PIECE_BYTES, size - offset)
+        piece = await asyncio.to_thread(read_piece, contents.path, name, offset, num_bytes)
+        if not piece:
+            return
+        await node.store("put", contents.content_hash, name, offset, piece)

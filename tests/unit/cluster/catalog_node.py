@@ -1,0 +1,158 @@
+"""Nodes without an engine that keep adapters as a real one does, and sockets between them and a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine_bridge.adapters.catalog import Catalog
+from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.adapters.files import ModelContract
+from engine_bridge.adapters.registry import Registry
+from engine_bridge.adapters.store import AdapterStore
+from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.cluster.server import NodeServer
+from engine_bridge.errors import EngineUnavailable
+from engine_bridge.node import AdapterInfo, AdapterPlace, JsonReply
+from engine_bridge.node_adapters import info_of
+from tests.adapter_corpus import BASE_MODEL
+from tests.unit.gateway.fake_node import FakeNode
+
+PATIENCE_S = 10.0
+MODULES = {f"model.layers.{layer}.self_attn.q_proj": (256, 128) for layer in range(2)}
+_HALF = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+
+
+def _module_of(name: str) -> tuple[str, bool]:
+    match = _HALF.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name} is unsupported LoRA weight")
+    return match[1], match[2] == "A"
+
+
+def contract(max_rank: int = 64) -> ModelContract:
+    return ModelContract(
+        modules=MODULES,
+        max_rank=max_rank,
+        base_models=(BASE_MODEL,),
+        module_of=_module_of,
+        check_config=lambda config: (),
+    )
+
+
+class CatalogNode(FakeNode):
+    """A node with a real catalog of adapters.
+
+    Attributes:
+        places: by name, where an adapter is; the others are on disk. calls: what came, in order.
+    """
+
+    def __init__(self, *, max_rank: int = 64) -> None:
+        super().__init__(["hello"])
+        self.catalog = Catalog(Registry(None), contract(max_rank), 1 << 30)
+        self.places: dict[str, AdapterPlace] = {}
+        self.calls: list[tuple[str, str]] = []
+
+    def adapters(self) -> list[AdapterInfo]:
+        return [info_of(record, self.places.get(record.name, "disk")) for record in self.catalog.served()]
+
+    async def load_adapter(self, body: Any) -> JsonReply:
+        if self.state != "ready":
+            raise EngineUnavailable("not now", code=self.state)
+        self.calls.append(("load", str(body.get("lora_name"))))
+        if body["lora_name"] in self.served() and not body.get("load_inplace"):
+            return _error(400, "has already been loaded")
+        try:
+            await asyncio.to_thread(self.catalog.add, body["lora_name"], body["lora_path"])
+        except AdapterRejected as error:
+            return _error(404 if error.code == "adapter_not_found" else 400, str(error))
+        return JsonReply(200, msgspec.json.encode({"status": "Success"}))
+
+    async def unload_adapter(self, body: Any) -> JsonReply:
+        self.calls.append(("unload", str(body.get("lora_name"))))
+        if await asyncio.to_thread(self.catalog.remove, body.get("lora_name")) is None:
+            return _error(404, "cannot be found")
+        return JsonReply(200, msgspec.json.encode({"status": "Success"}))
+
+    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
+        self.calls.append(("pin", name))
+        record = await asyncio.to_thread(self.catalog.set_pinned, name, is_pinned)
+        return info_of(record, "host") if record is not None else None
+
+    def served(self) -> dict[str, str]:
+        """Name -> path."""
+        return {record.name: record.path for record in self.catalog.served()}
+
+
+def _error(status: int, message: str) -> JsonReply:
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+    return JsonReply(status, msgspec.json.encode({"error": error}))
+
+
+@asynccontextmanager
+async def connected(
+    node: FakeNode,
+    store: AdapterStore | None = None,
+    remote: RemoteNode | None = None,
+    *,
+    through: Callable[[bytes], bytes | None] | None = None,
+) -> AsyncIterator[tuple[RemoteNode, Link]]:
+    """A gateway's end of a node. through: what becomes of the bytes on their way to the node; None: the line is cut there."""
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    server = NodeServer(node, "n", store=store)
+    tasks = []
+    if through is not None:
+        near, far = socket.socketpair()
+        tasks = [
+            asyncio.create_task(_pump(theirs, near, through)),
+            asyncio.create_task(_pump(near, theirs, bytes)),
+        ]
+        theirs = far
+    await loop.connect_accepted_socket(server.connection, theirs)
+    remote = remote or RemoteNode("fake-model")
+    _, link = await loop.create_connection(lambda: Link(b"", remote.take_report, remote.detach), sock=ours)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await link.greeted
+        remote.attach(link)
+        yield remote, link
+    finally:
+        link.abort()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    source: socket.socket, target: socket.socket, through: Callable[[bytes], bytes | None]
+) -> None:
+    loop = asyncio.get_running_loop()
+    source.setblocking(False)
+    target.setblocking(False)
+    while data := await loop.sock_recv(source, 1 << 16):
+        passed = through(data)
+        if passed is None:
+            break
+        await loop.sock_sendall(target, passed)
+    for end in (source, target):
+        end.close()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+def store_at(folder: Path) -> AdapterStore:
+    """A store that leaves nothing free on the disk of whoever runs the tests."""
+    return AdapterStore(folder, free_bytes=0)
