@@ -138,7 +138,11 @@ AdapterPlace = Literal["slot", "host", "cached", "disk"]
 
 
 class AdapterInfo(Struct, frozen=True):
-    """A LoRA adapter that requests may name. `version`: the first digits of its content's hash; times in Unix seconds."""
+    """A LoRA adapter that requests may name.
+
+    `version`: the first digits of its content's hash; times in Unix seconds. Where there are several nodes, `place` is the nearest on any of them,
+    `nodes` its place by node, and `other_versions` says which nodes still serve another version under this name.
+    """
 
     name: str
     rank: int | None = None
@@ -150,6 +154,8 @@ class AdapterInfo(Struct, frozen=True):
     is_pinned: bool = False
     num_uses: int = 0
     last_used_at: float | None = None
+    nodes: dict[str, AdapterPlace] = {}
+    other_versions: dict[str, str] = {}
 
 
 class AdapterStats(Struct, frozen=True, kw_only=True):
@@ -280,11 +286,11 @@ class TokenizerStats(Struct, frozen=True):
 
 
 class SchedulingStats(Struct, frozen=True, kw_only=True):
-    """Who starts next, in figures, and how full the device is.
+    """Who starts next, in figures.
 
     `counts`: since the engine's start, `admitted`, `bypassed`, `squashed`, `preempted[:KIND]`, `refits`, `decisions`, `log_bytes`, and
     `log_cut:REASON` where a decision log ended early. `seconds`: of the engine thread, deciding (`decide`) and all about it (`step`). lanes,
-    length_errors: None where there are none. num_answer_tokens: generated since the engine's start. block_size: tokens of a KV block.
+    length_errors: None where there are none.
     """
 
     policy: str
@@ -295,10 +301,6 @@ class SchedulingStats(Struct, frozen=True, kw_only=True):
     counts: dict[str, int]
     seconds: dict[str, float]
     length_errors: LengthErrors | None
-    num_answer_tokens: int = 0
-    num_kv_blocks: int = 0
-    num_free_kv_blocks: int = 0
-    block_size: int = 0
 
 
 class RequestState(Struct, frozen=True, kw_only=True):

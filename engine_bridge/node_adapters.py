@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 # How often the folder of adapters is looked at. Chosen: a listing of hundreds takes milliseconds.
 WATCH_EVERY_S = 2.0
+# Of a content's hash, what people see.
+VERSION_CHARS = 12
 
 
 async def serve_found(
@@ -68,7 +70,7 @@ def info_of(record: AdapterRecord, place: AdapterPlace) -> AdapterInfo:
         num_bytes=record.num_bytes,
         target_modules=record.target_modules,
         base_model=record.base_model,
-        version=record.content_hash[:12],
+        version=record.content_hash[:VERSION_CHARS],
         place=place,
         is_pinned=record.is_pinned,
         num_uses=record.num_uses,

@@ -1,0 +1,279 @@
+"""The adapters of several nodes behind one gateway: one list, the gateway's; every node serves all of it.
+
+Clients load, unload and pin for all nodes. What is loaded is loaded by all nodes that are in step, or by none: a version that one of them cannot
+have is taken back from the others, and the client is told why. A node that comes later, or comes back, is brought up to date by itself; what it
+cannot have is in its `failures`, tried again now and then, and served by the others meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed
+from engine_bridge.adapters.watch import Folder
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.errors import EngineUnavailable
+from engine_bridge.node import AdapterInfo, JsonReply
+from engine_bridge.node_adapters import WATCH_EVERY_S, find_adapters
+from engine_bridge.policy import adapter_places
+from gateway.adapter_keeper import Keeper, reason_of, refused
+from gateway.wanted_adapters import Wanted, WantedAdapters
+
+log = logging.getLogger(__name__)
+
+
+class AdapterSync:
+    """All methods are called from one event loop.
+
+    Args:
+        nodes: those that there are, by name; they come and go.
+        state_dir: where the list's registry is kept; None: in memory.
+        folder: whose adapters are served, now and as they come, change and go. given: (name, path) of others that are served from the start.
+    """
+
+    def __init__(
+        self,
+        nodes: Callable[[], Mapping[str, RemoteNode]],
+        state_dir: Path | None = None,
+        folder: Path | None = None,
+        given: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        self._nodes = nodes
+        self._list = WantedAdapters(state_dir)
+        self._folder, self._given = folder, tuple(given)
+        self._is_started = False
+        self._keepers: dict[str, Keeper] = {}
+        self._pending: dict[str, Wanted] = {}
+        """What is being loaded everywhere, and in the list when that has worked."""
+        self._changing = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._merged: tuple[object, list[AdapterInfo]] = (None, [])
+
+    async def start(self) -> None:
+        """Serve what there is on all nodes that are ready; an adapter that fails is left out. Raises RegistryFailed."""
+        await asyncio.to_thread(self._list.open)
+        self._is_started = True
+        await self._catch_up(self._open())
+        for name, path in (*self._given, *await asyncio.to_thread(find_adapters, self._folder)):
+            await self._serve_found(name, path)
+        self._looking = asyncio.create_task(self._look_after(), name="adapters of all nodes")
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *([self._looking] if self._looking is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._is_started:
+            await asyncio.to_thread(self._list.close)
+
+    # -- what clients see ----------------------------------------------------------------------------------------------
+
+    def merged(self) -> list[AdapterInfo]:
+        """The list, and where each adapter is. Also while no node is there."""
+        nodes = {node_id: node for node_id, node in self._nodes().items() if node.is_up}
+        state = (
+            self._list.num_changes,
+            [(node_id, id(node), node.num_adapter_reports) for node_id, node in nodes.items()],
+        )
+        if self._merged[0] != state:
+            served = {node_id: node.adapters_by_name() for node_id, node in nodes.items()}
+            self._merged = (state, adapter_places.merged(self._list.infos(), served))
+        return list(self._merged[1])
+
+    def loads(self, name: str) -> dict[str, float]:
+        """`Ask.adapter_load_s` of an adapter; an ask for one has `usual_load_s=None`."""
+        wanted = self._list.wanted.get(name)
+        if wanted is None:
+            return {}
+        nodes = (
+            (node_id, node.adapters_by_name(), adapter_places.rates_of(node.adapter_stats()))
+            for node_id, node in self._nodes().items()
+            if node.is_up
+        )
+        return adapter_places.loads(name, wanted.served.version, nodes)
+
+    def failures(self, node_id: str) -> dict[str, str]:
+        """By adapter, why this node does not serve it as it should."""
+        keeper = self._keepers.get(node_id)
+        return {name: failed.reason for name, failed in keeper.failures.items()} if keeper is not None else {}
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    async def joined(self, node_id: str) -> None:
+        """A node is ready, the first time or again. Returns when it serves all that it can; nothing happens where it does already."""
+        keeper = self._all().get(node_id)
+        if keeper is not None and keeper.is_open:
+            await keeper.catch_up(is_list_whole=self._looking is not None)
+
+    def _all(self) -> dict[str, Keeper]:
+        nodes = self._nodes()
+        kept = {
+            node_id: keeper for node_id, keeper in self._keepers.items() if nodes.get(node_id) is keeper.node
+        }
+        self._keepers = {
+            node_id: kept.get(node_id) or Keeper(node_id, node, self._wanted)
+            for node_id, node in nodes.items()
+        }
+        return self._keepers
+
+    def _wanted(self) -> dict[str, Wanted]:
+        return {**self._list.wanted, **self._pending}
+
+    def _open(self) -> list[Keeper]:
+        return [keeper for keeper in self._all().values() if keeper.is_open]
+
+    def _in_step(self) -> list[Keeper]:
+        """Raises EngineUnavailable if there are none."""
+        keepers = [keeper for keeper in self._all().values() if keeper.is_in_step]
+        if not keepers:
+            raise EngineUnavailable("no node is ready yet; try again in a moment", code="starting")
+        return keepers
+
+    async def _catch_up(self, keepers: Iterable[Keeper]) -> None:
+        is_whole = self._looking is not None
+        await asyncio.gather(*(keeper.catch_up(is_list_whole=is_whole) for keeper in keepers))
+
+    # -- changes for all -----------------------------------------------------------------------------------------------
+
+    async def load(self, body: Any) -> JsonReply:
+        """Load on all nodes that are in step, or on none. body: of vLLM's `/v1/load_lora_adapter`, its path one of this machine's.
+
+        Raises EngineUnavailable while no node is there.
+        """
+        async with self._changing:
+            keepers = self._in_step()
+            name, path = _text(body, "lora_name"), _text(body, "lora_path")
+            is_again = name in self._list.wanted and not body.get("load_inplace")
+            if not name or not path or is_again:
+                # A node says best what is wrong with it.
+                return await keepers[0].node.load_adapter(body)
+            reply = await self._serve(name, path, body)
+        if reply is None:
+            raise EngineUnavailable("the nodes have failed and are started again; try again in a moment")
+        return reply
+
+    async def unload(self, body: Any) -> JsonReply:
+        """Raises EngineUnavailable while no node is there."""
+        async with self._changing:
+            keepers = self._in_step()
+            name = _text(body, "lora_name")
+            if name not in self._list.wanted:
+                return await keepers[0].node.unload_adapter(body)
+            try:
+                await self._drop(name)
+            except RegistryFailed as error:
+                return refused(error)
+        return _done(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def pin(self, name: str, is_pinned: bool) -> AdapterInfo | None:
+        """None for a name that is not in the list. Raises RegistryFailed."""
+        async with self._changing:
+            if name not in self._list.wanted:
+                return None
+            await asyncio.to_thread(self._list.set_pinned, name, is_pinned)
+            await self._catch_up(self._open())
+        return next((info for info in self.merged() if info.name == name), None)
+
+    async def _drop(self, name: str, *, is_missing: bool = False) -> None:
+        """Raises RegistryFailed."""
+        await asyncio.to_thread(lambda: self._list.remove(name, is_missing=is_missing))
+        await self._catch_up(self._open())
+
+    async def _serve(self, name: str, path: str, options: Mapping[str, Any]) -> JsonReply | None:
+        """Load on all nodes that are in step, and put it into the list if that worked; None if none of them is there any more."""
+        try:
+            wanted = await asyncio.to_thread(self._list.read, name, path, options)
+        except (AdapterRejected, RegistryFailed) as error:
+            return refused(error)
+        keepers = [keeper for keeper in self._all().values() if keeper.is_in_step]
+        self._pending[name] = wanted
+        try:
+            replies = await asyncio.gather(*(keeper.load(name) for keeper in keepers))
+            reply = _common(dict(zip((keeper.node_id for keeper in keepers), replies, strict=True)))
+            if reply is not None and reply.status < 400:
+                await asyncio.to_thread(self._list.add, wanted)
+        except RegistryFailed as error:
+            reply = refused(error)
+        finally:
+            del self._pending[name]
+        # Pins that were the old version's; or, where it failed, what was there before.
+        await self._catch_up(keepers)
+        return reply
+
+    # -- what comes and goes by itself ---------------------------------------------------------------------------------
+
+    async def _serve_found(self, name: str, path: str) -> None:
+        async with self._changing:
+            reply = await self._serve(name, path, {})
+        if reply is None:
+            log.error("adapter %s is left out for now: no node is there", name)
+        elif reply.status >= 400:
+            log.error("adapter %s is left as it was: %s", name, reason_of(reply))
+
+    async def _look_after(self) -> None:
+        folder = self._folder
+        watched = Folder(folder, self._list.signatures_under(folder)) if folder is not None else None
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            try:
+                if watched is not None:
+                    await self._follow(watched)
+                for keeper in self._all().values():
+                    if keeper.needs_work():
+                        self._begin(keeper)
+            except Exception:
+                log.exception("looking after the adapters failed; it is tried again")
+
+    async def _follow(self, watched: Folder) -> None:
+        changes = await asyncio.to_thread(watched.changes, time.time())
+        for name, path in (*changes.added, *changes.changed):
+            await self._serve_found(name, str(path))
+        for name in changes.removed:
+            log.info("adapter %s has gone from its folder", name)
+            async with self._changing:
+                await self._drop(name, is_missing=True)
+
+    def _begin(self, keeper: Keeper) -> None:
+        task = asyncio.create_task(self._bring_up(keeper))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _bring_up(keeper: Keeper) -> None:
+        try:
+            await keeper.catch_up()
+        except Exception:
+            log.exception(
+                "the adapters of %s could not be brought up to date; it is tried again", keeper.node_id
+            )
+
+
+def _text(body: Any, field: str) -> str:
+    value = body.get(field) if isinstance(body, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _done(text: str) -> JsonReply:
+    return JsonReply(200, msgspec.json.encode({"status": text}))
+
+
+def _common(replies: Mapping[str, JsonReply | None]) -> JsonReply | None:
+    """What a client is told of several nodes' replies: the first error, or the first success; None of nodes that have all gone."""
+    there = {node_id: reply for node_id, reply in replies.items() if reply is not None}
+    failed = {node_id: reply for node_id, reply in there.items() if reply.status >= 400}
+    if not failed:
+        return next(iter(there.values()), None)
+    node_id, reply = next(iter(failed.items()))
+    if len(failed) == len(there):
+        return reply
+    error = msgspec.json.decode(reply.body)
+    error["error"]["message"] += f" ({node_id} cannot load it; so no node serves it.)"
+    return JsonReply(reply.status, msgspec.json.encode(error))

@@ -1,0 +1,114 @@
+"""Which adapters all nodes should serve: the gateway's list, with versions and pins in its registry. Of one node alone the node itself keeps it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine_bridge.adapters.catalog import open_registry
+from engine_bridge.adapters.contents import Contents, contents_of
+from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.node import AdapterInfo
+from engine_bridge.node_adapters import VERSION_CHARS, info_of
+from engine_bridge.policy.adapter_places import Served
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An adapter that nodes should serve. options: what else of the client's body goes to each node. record: None until it is in the list."""
+
+    name: str
+    contents: Contents
+    options: Mapping[str, Any]
+    record: AdapterRecord | None = None
+
+    @property
+    def served(self) -> Served:
+        is_pinned = self.record is not None and self.record.is_pinned
+        return Served(self.contents.content_hash[:VERSION_CHARS], is_pinned)
+
+
+class WantedAdapters:
+    """`open`, `read`, `add`, `remove`, `set_pinned` and `close` wait for the disk: for worker threads, one at a time."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """folder: the data folder; None: in memory. Nothing is read before `open`."""
+        self._folder = folder
+        self.wanted: Mapping[str, Wanted] = {}
+        self.num_changes = 0
+
+    def open(self) -> None:
+        """Before anything else. Raises RegistryFailed."""
+        self._registry = open_registry(self._folder)
+
+    def read(self, name: str, path: str, options: Mapping[str, Any]) -> Wanted:
+        """What lies at a path of this machine: "~" is the home of the server's user, relative paths count from where it was started.
+
+        Raises AdapterRejected, RegistryFailed.
+        """
+        folder = Path(os.path.abspath(os.path.expanduser(path)))
+        return Wanted(name, contents_of(folder, self._known), options)
+
+    def _known(self, path: str, signature: str) -> tuple[str, int] | None:
+        record = self._registry.known(path, signature)
+        return (record.content_hash, record.crc32) if record is not None else None
+
+    def add(self, wanted: Wanted) -> None:
+        """In place of another of its name, with the pin of that. Raises RegistryFailed."""
+        contents = wanted.contents
+        record = self._registry.register(
+            wanted.name,
+            str(contents.path),
+            content_hash=contents.content_hash,
+            crc32=contents.crc32,
+            signature=contents.signature,
+            rank=contents.rank,
+            num_bytes=contents.num_bytes,
+            target_modules=contents.target_modules,
+            base_model=contents.base_model,
+            now=time.time(),
+        )
+        self._put(replace(wanted, record=record))
+
+    def remove(self, name: str, *, is_missing: bool = False) -> None:
+        """is_missing: its files went by themselves and may come again. Raises RegistryFailed."""
+        wanted = self.wanted.get(name)
+        if wanted is None or wanted.record is None:
+            return
+        if is_missing:
+            self._registry.mark_missing(wanted.record.version_id)
+        else:
+            self._registry.remove(name, time.time())
+        # Another one each time: the event loop may be going through the old one.
+        self.wanted = {other: each for other, each in self.wanted.items() if other != name}
+        self.num_changes += 1
+
+    def set_pinned(self, name: str, is_pinned: bool) -> None:
+        """Raises RegistryFailed."""
+        record = self._registry.set_pinned(name, is_pinned)
+        if record is not None and name in self.wanted:
+            self._put(replace(self.wanted[name], record=record))
+
+    def _put(self, wanted: Wanted) -> None:
+        self.wanted = {**self.wanted, wanted.name: wanted}
+        self.num_changes += 1
+
+    def infos(self) -> list[AdapterInfo]:
+        """What the list itself knows, as on disk and never used."""
+        records = (wanted.record for wanted in self.wanted.values())
+        return [info_of(record, "disk") for record in records if record is not None]
+
+    def signatures_under(self, folder: Path) -> dict[str, str]:
+        """Of those that lie in this folder under their own names."""
+        return {
+            name: wanted.contents.signature
+            for name, wanted in self.wanted.items()
+            if wanted.contents.path == folder / name
+        }
+
+    def close(self) -> None:
+        self._registry.close()

@@ -1,0 +1,338 @@
+"""Adapters of several nodes: one list that all of them follow, whoever comes, goes, fails or comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine_bridge.adapters.store import AdapterStore
+from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.errors import EngineUnavailable
+from engine_bridge.node import JsonReply
+from gateway.adapter_sync import AdapterSync
+from tests.adapter_corpus import make_adapter
+from tests.unit.cluster.catalog_node import MODULES, CatalogNode, connected, store_at, until
+
+
+class Cluster:
+    """Nodes by name, each with a store of its own, and the gateway's ends of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.remotes: dict[str, RemoteNode] = {}
+        self.nodes: dict[str, CatalogNode] = {}
+        self.links: dict[str, Link] = {}
+        self._stack = AsyncExitStack()
+
+    async def add(
+        self, name: str, node: CatalogNode | None = None, store: AdapterStore | None = None
+    ) -> CatalogNode:
+        """A node joins, or comes back in another process."""
+        node = self.nodes[name] = node or CatalogNode()
+        remote = self.remotes.get(name) or RemoteNode("fake-model")
+        made = connected(node, store or store_at(self.folder / name), remote)
+        _, self.links[name] = await self._stack.enter_async_context(made)
+        self.remotes[name] = remote
+        return node
+
+    async def lose(self, name: str) -> None:
+        self.links[name].abort()
+        await until(lambda: not self.remotes[name].is_up)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    def adapter(self, name: str, **fields: Any) -> Path:
+        return make_adapter(self.folder / "adapters" / name, modules=MODULES, **fields)
+
+
+@asynccontextmanager
+async def synced(cluster: Cluster, **fields: Any) -> AsyncIterator[AdapterSync]:
+    sync = AdapterSync(lambda: cluster.remotes, **fields)
+    await sync.start()
+    try:
+        yield sync
+    finally:
+        await sync.close()
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    await cluster.add("n1")
+    await cluster.add("n2")
+    yield cluster
+    await cluster.close()
+
+
+def loading(name: str, path: Path, **fields: Any) -> dict[str, Any]:
+    return {"lora_name": name, "lora_path": str(path)} | fields
+
+
+def error_of(reply: JsonReply) -> str:
+    return str(msgspec.json.decode(reply.body)["error"]["message"])
+
+
+def shown(sync: AdapterSync, name: str) -> Any:
+    return next(info for info in sync.merged() if info.name == name)
+
+
+async def everywhere(cluster: Cluster, sync: AdapterSync, name: str) -> None:
+    """Until the nodes' reports show it."""
+    await until(lambda: set(shown(sync, name).nodes) == set(cluster.remotes))
+
+
+# -- loads, unloads, pins ----------------------------------------------------------------------------------------------
+
+
+async def test_what_a_client_loads_all_nodes_serve(cluster: Cluster) -> None:
+    async with synced(cluster) as sync:
+        path = cluster.adapter("pirate")
+        assert (await sync.load(loading("pirate", path))).status == 200
+        assert all(node.served() == {"pirate": str(path)} for node in cluster.nodes.values())
+        cluster.nodes["n2"].places["pirate"] = "slot"
+        await until(lambda: shown(sync, "pirate").nodes == {"n1": "disk", "n2": "slot"})
+        assert shown(sync, "pirate").place == "slot"
+        cost = sync.loads("pirate")
+        assert cost["n2"] == 0.0 < cost["n1"]
+        assert sync.loads("nobody") == {}
+
+
+async def test_a_node_elsewhere_is_sent_the_files(cluster: Cluster) -> None:
+    class Elsewhere(AdapterStore):
+        def find(self, content_hash: str, path: str) -> str:
+            return super().find(content_hash, "/not/on/this/machine")
+
+    far = await cluster.add("n3", store=Elsewhere(cluster.folder / "n3", free_bytes=0))
+    async with synced(cluster) as sync:
+        assert (await sync.load(loading("pirate", cluster.adapter("pirate")))).status == 200
+        (path,) = far.served().values()
+        assert Path(path).parent == cluster.folder / "n3"
+        await everywhere(cluster, sync, "pirate")
+
+
+async def test_what_is_unloaded_goes_from_all_nodes(cluster: Cluster) -> None:
+    async with synced(cluster) as sync:
+        await sync.load(loading("pirate", cluster.adapter("pirate")))
+        assert (await sync.unload({"lora_name": "pirate"})).status == 200
+        assert [node.served() for node in cluster.nodes.values()] == [{}, {}]
+        assert sync.merged() == []
+        assert (await sync.unload({"lora_name": "pirate"})).status == 404
+
+
+async def test_a_pin_holds_on_all_nodes_and_for_later_versions(cluster: Cluster) -> None:
+    async with synced(cluster) as sync:
+        await sync.load(loading("pirate", cluster.adapter("pirate")))
+        info = await sync.pin("pirate", True)
+        assert info is not None and info.is_pinned
+        new = cluster.adapter("pirate-2", seed=2)
+        assert (await sync.load(loading("pirate", new, load_inplace=True))).status == 200
+        late = await cluster.add("n3")
+        await sync.joined("n3")
+        for node in cluster.nodes.values():
+            (record,) = node.catalog.served()
+            assert (record.path, record.is_pinned) == (str(new), True)
+        assert late.calls == [("load", "pirate"), ("pin", "pirate")]
+        info = await sync.pin("pirate", False)
+        assert info is not None and not info.is_pinned
+        assert not any(
+            record.is_pinned for node in cluster.nodes.values() for record in node.catalog.served()
+        )
+        assert await sync.pin("nobody", True) is None
+
+
+async def test_what_is_wrong_with_an_adapter_is_told_as_a_node_tells_it(cluster: Cluster) -> None:
+    async with synced(cluster) as sync:
+        missing = await sync.load(loading("pirate", cluster.folder / "nowhere"))
+        assert (missing.status, "no folder" in error_of(missing)) == (404, True)
+        large = await sync.load(loading("pirate", cluster.adapter("large", rank=65)))
+        assert (large.status, "rank" in error_of(large)) == (400, True)
+        await sync.load(loading("pirate", cluster.adapter("pirate")))
+        again = await sync.load(loading("pirate", cluster.adapter("another", seed=1)))
+        assert (again.status, "already been loaded" in error_of(again)) == (400, True)
+        assert [info.name for info in sync.merged()] == ["pirate"]
+
+
+async def test_what_one_node_cannot_load_none_serves(cluster: Cluster) -> None:
+    small = await cluster.add("n3", CatalogNode(max_rank=8))
+    async with synced(cluster) as sync:
+        old = cluster.adapter("pirate")
+        await sync.load(loading("pirate", old))
+        for name in ("pirate", "robot"):
+            path = cluster.adapter(f"{name}-large", rank=16)
+            reply = await sync.load(loading(name, path, load_inplace=True))
+            assert (reply.status, "n3 cannot load it" in error_of(reply)) == (400, True)
+            for node in cluster.nodes.values():
+                assert node.served() == {"pirate": str(old)}
+        assert [info.name for info in sync.merged()] == ["pirate"]
+        assert ("unload", "robot") not in small.calls, "what it never had is not taken back"
+        assert sync.failures("n3") == {}
+
+
+async def test_without_a_node_a_client_is_told_to_come_again(cluster: Cluster) -> None:
+    async with synced(cluster) as sync:
+        path = cluster.adapter("pirate")
+        await sync.load(loading("pirate", path))
+        for name in cluster.remotes:
+            await cluster.lose(name)
+        for change in (sync.load(loading("robot", path)), sync.unload({"lora_name": "pirate"})):
+            with pytest.raises(EngineUnavailable):
+                await change
+        assert [info.name for info in sync.merged()] == ["pirate"], "it is still to be served"
+        assert sync.loads("pirate") == {}
+
+
+# -- nodes that come and go --------------------------------------------------------------------------------------------
+
+
+async def test_a_node_that_comes_later_gets_all_there_is_and_one_that_comes_back_what_it_lacks(
+    cluster: Cluster,
+) -> None:
+    async with synced(cluster) as sync:
+        for name in ("pirate", "robot"):
+            await sync.load(loading(name, cluster.adapter(name, seed=len(name))))
+        late = await cluster.add("n3")
+        assert set(sync.loads("pirate")) == {"n1", "n2"}, "what it lacks is not asked of it"
+        await sync.joined("n3")
+        assert set(late.served()) == {"pirate", "robot"}
+
+        await cluster.lose("n2")
+        await sync.unload({"lora_name": "robot"})
+        await sync.load(loading("shout", cluster.adapter("shout", seed=9)))
+        back = await cluster.add("n2")
+        await sync.joined("n2")
+        assert set(back.served()) == {"pirate", "shout"}
+        calls = list(back.calls)
+        await sync.joined("n2")
+        assert back.calls == calls, "it lacks nothing"
+
+
+async def test_a_node_whose_connection_was_lost_for_a_while_catches_up(cluster: Cluster) -> None:
+    async with synced(cluster) as sync:
+        for name in ("pirate", "robot"):
+            await sync.load(loading(name, cluster.adapter(name, seed=len(name))))
+        await cluster.lose("n2")
+        await sync.unload({"lora_name": "robot"})
+        new = cluster.adapter("pirate-2", seed=2)
+        await sync.load(loading("pirate", new, load_inplace=True))
+        await cluster.add("n2", cluster.nodes["n2"])
+        await sync.joined("n2")
+        assert cluster.nodes["n2"].served() == {"pirate": str(new)}
+
+
+async def test_a_node_that_dies_while_all_load_is_no_reason_to_refuse(cluster: Cluster) -> None:
+    class Dying(CatalogNode):
+        async def load_adapter(self, body: Any) -> JsonReply:
+            cluster.links["n3"].abort()
+            return await super().load_adapter(body)
+
+    await cluster.add("n3", Dying())
+    async with synced(cluster) as sync:
+        assert (await sync.load(loading("pirate", cluster.adapter("pirate")))).status == 200
+        back = await cluster.add("n3", CatalogNode())
+        await sync.joined("n3")
+        assert set(back.served()) == {"pirate"}
+
+
+async def test_what_a_later_node_cannot_have_is_shown_and_served_by_the_others(cluster: Cluster) -> None:
+    async with synced(cluster) as sync:
+        await sync.load(loading("large", cluster.adapter("large", rank=16)))
+        await sync.load(loading("pirate", cluster.adapter("pirate")))
+        small = await cluster.add("n3", CatalogNode(max_rank=8))
+        await sync.joined("n3")
+        assert set(small.served()) == {"pirate"}
+        assert "rank" in sync.failures("n3")["large"]
+        assert sync.failures("n1") == sync.failures("who") == {}
+        await until(lambda: set(sync.loads("pirate")) == {"n1", "n2", "n3"})
+        assert set(sync.loads("large")) == {"n1", "n2"}
+        assert (await sync.unload({"lora_name": "large"})).status == 200
+        assert sync.failures("n3") == {}
+
+
+async def test_a_node_that_drains_is_let_be(cluster: Cluster) -> None:
+    async with synced(cluster) as sync:
+        cluster.nodes["n2"].state = "draining"
+        await until(lambda: cluster.remotes["n2"].progress.state == "draining")
+        assert (await sync.load(loading("pirate", cluster.adapter("pirate")))).status == 200
+        assert cluster.nodes["n2"].calls == []
+
+
+async def test_a_node_that_joins_while_all_load_has_it_too(cluster: Cluster) -> None:
+    class Joining(CatalogNode):
+        async def load_adapter(self, body: Any) -> JsonReply:
+            if "n4" not in cluster.remotes:
+                await cluster.add("n4", await asyncio.to_thread(CatalogNode))
+                await sync.joined("n4")
+            return await super().load_adapter(body)
+
+    await cluster.add("n3", Joining())
+    async with synced(cluster) as sync:
+        assert (await sync.load(loading("pirate", cluster.adapter("pirate")))).status == 200
+        assert set(cluster.nodes["n4"].served()) == {"pirate"}
+
+
+# -- what comes by itself ----------------------------------------------------------------------------------------------
+
+
+async def test_the_folder_is_served_from_the_start_and_followed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.adapter_sync.WATCH_EVERY_S", 0.01)
+    pirate = cluster.adapter("pirate")
+    (cluster.folder / "adapters" / "broken").mkdir()
+    (cluster.folder / "adapters" / "broken" / "adapter_config.json").write_text("{")
+    given = make_adapter(cluster.folder / "given", modules=MODULES, seed=4)
+    async with synced(cluster, folder=cluster.folder / "adapters", given=[("given", str(given))]) as sync:
+        assert [info.name for info in sync.merged()] == ["given", "pirate"]
+        assert all(set(node.served()) == {"given", "pirate"} for node in cluster.nodes.values())
+        robot = cluster.adapter("robot", seed=1)
+        for path in (robot, *robot.iterdir()):
+            os.utime(path, (1.0, 1.0))  # left alone for long enough
+        await until(lambda: all("robot" in node.served() for node in cluster.nodes.values()))
+        pirate.rename(cluster.folder / "moved")
+        await until(lambda: all("pirate" not in node.served() for node in cluster.nodes.values()))
+        late = await cluster.add("n3")
+        await until(lambda: set(late.served()) == {"given", "robot"})
+
+
+async def test_a_restart_knows_pins_and_reads_no_weights_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, state = cluster.adapter("pirate"), cluster.folder / "state"
+    given = [("pirate", str(path))]
+    async with synced(cluster, state_dir=state, given=given) as sync:
+        await sync.pin("pirate", True)
+    read: list[object] = []
+    monkeypatch.setattr("engine_bridge.adapters.contents._hashes", lambda *args: read.append(args))
+    for name in cluster.remotes:
+        await cluster.lose(name)
+        await cluster.add(name, store=Trusting(None))
+    async with synced(cluster, state_dir=state, given=given) as sync:
+        assert all(record.is_pinned for node in cluster.nodes.values() for record in node.catalog.served())
+        assert shown(sync, "pirate").is_pinned
+    assert read == []
+
+
+class Trusting(AdapterStore):
+    def find(self, content_hash: str, path: str) -> str:
+        return path
+
+
+async def test_what_a_node_lost_or_serves_otherwise_than_it_should_is_mended(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.adapter_sync.WATCH_EVERY_S", 0.01)
+    path, other = cluster.adapter("pirate"), cluster.adapter("other", seed=1)
+    async with synced(cluster, given=[("pirate", str(path))]) as sync:
+        cluster.nodes["n1"].catalog.add("pirate", str(other))
+        cluster.nodes["n2"].catalog.remove("pirate")
+        await until(lambda: shown(sync, "pirate").other_versions != {} or bool(cluster.nodes["n1"].calls[1:]))
+        await until(lambda: all(node.served() == {"pirate": str(path)} for node in cluster.nodes.values()))
