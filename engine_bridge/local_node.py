@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from engine_bridge.adapters.catalog import Catalog, NoCatalog, open_registry
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.engine_client import BridgeEngineClient
     from engine_bridge.driver.serving import Serving, ServingOptions
+    from engine_bridge.driver.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -258,8 +260,11 @@ class LocalNode:
         )
 
     def facts(self) -> NodeFacts | None:
-        driver = self._thread.driver
-        return driver.facts() if driver is not None else None
+        # One that is being closed stands for nothing any more.
+        standing: Standing | None = getattr(self._thread.driver, "standing", None)
+        if standing is None:
+            return None
+        return msgspec.structs.replace(standing.facts(), is_open=self.state == "ready")
 
     def kv_tiers(self) -> TierStats | None:
         return self._tiers.stats() if self._tiers is not None else None

@@ -26,6 +26,7 @@ from bench.sim.core.links import SharedLink
 from bench.sim.core.requests import Arrival, Guesser, Timed
 from bench.sim.core.steps import StepCost
 from engine_bridge.core.refits import Work
+from engine_bridge.core.step_times import StepSeconds, StepTimes
 from engine_bridge.driver.adapters.residency import lora_ids
 from engine_bridge.driver.engine import PREFIX_HALF_LIFE_S
 from engine_bridge.driver.scheduling.pace import Pace
@@ -163,7 +164,13 @@ class EmulatedNode:
             num_cached_tokens=self._num_cached_tokens,
             adapters=self.adapters,  # type: ignore[arg-type]  # asks the same of it as of the driver's own
             # Its table learns; the device's stays as it is.
-            pace=Pace(scheduler, StepTable(table.grid()), engine.max_step_s, now)
+            pace=Pace(
+                scheduler,
+                StepTable(table.grid()),
+                StepTimes(StepSeconds.from_table(table), "mbgmv"),
+                engine.max_step_s,
+                now,
+            )
             if table is not None
             else None,
             ways=self.tiers.way_counts if self.tiers is not None else None,

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.core.guess_errors import Guess, GuessErrors
+from engine_bridge.core.load import Counted, Load
 from engine_bridge.core.pacer import Pacer, Progress, StepBounds
 from engine_bridge.core.refits import Refits, Sizes
 from engine_bridge.core.unready import Unready
@@ -140,6 +141,20 @@ class Known:
     is_bypasser: bool = False
     looked_up_s: float = -math.inf
 
+    @property
+    def counted(self) -> Counted | None:
+        arrival = self.arrival
+        if arrival.is_background:
+            return None  # it makes way for all others
+        return Counted(
+            arrival.request_id,
+            arrival.rank,
+            self.num_tokens,
+            self.base.num_prefill_tokens or self.num_tokens,  # nobody has looked yet
+            self.charged_tokens - arrival.adapter_tokens,
+            arrival.priority < 0,
+        )
+
 
 class _OnDemand(Mapping[str, Facts]):
     """Facts of known requests, worked out for those that are looked up."""
@@ -189,6 +204,7 @@ class Dispatcher:
         self.counts: Counter[str] = Counter()
         self.decide_s = 0.0
         self.guess_errors = GuessErrors()
+        self.load = Load()
         self.token_s = PRIOR_TOKEN_S
         self.unready = Unready()
         self.sizes = WeightedSize()
@@ -230,7 +246,10 @@ class Dispatcher:
             weight=arrival.weight,
             adapter_id=arrival.adapter_id,
         )
-        self._known[arrival.request_id] = Known(arrival, base, sizes, tokens, num_prompt, num_prompt + 1)
+        known = self._known[arrival.request_id] = Known(
+            arrival, base, sizes, tokens, num_prompt, num_prompt + 1
+        )
+        self.load.waits(known.counted)
         self.unready.add(arrival.request_id, arrival.waits_for)
 
     def squashed(self, request_id: str) -> None:
@@ -257,6 +276,7 @@ class Dispatcher:
         known.looked_up_s = -math.inf  # its answer so far has to be computed, too
         self.unready.add(request_id, known.arrival.waits_for)
         self.counts["preempted"] += 1
+        self.load.waits(known.counted)
 
     def ended(self, request_id: str, num_output_tokens: int, is_finished: bool, now: float) -> None:
         """It left, from the queue or from running. is_finished: by itself or by its bound. Unknown ones are ignored."""
@@ -267,6 +287,7 @@ class Dispatcher:
         self._running.pop(request_id, None)
         self._squashing.discard(request_id)
         self.policy.ended(request_id)
+        self.load.ended(request_id, num_output_tokens if is_finished else None)
         if is_finished and not known.arrival.is_background:
             self._learn(known, num_output_tokens, now)
         else:
@@ -307,6 +328,7 @@ class Dispatcher:
             known.next_look_tokens = known.num_tokens + 1
             known.is_bypasser = request_id in self.last.bypassed
             self._running[request_id] = known
+            self.load.runs(known.counted)
             self.counts["admitted"] += 1
             if known.is_bypasser:
                 self._note_bypass(self.last.bypassed[request_id])
@@ -382,6 +404,7 @@ class Dispatcher:
         size = num_prompt + bound + known.arrival.adapter_tokens
         if size > known.charged_tokens:
             known.charged_tokens = size
+            self.load.runs(known.counted)
             self.policy.outgrew(known.arrival.request_id, size)
 
     def _note_bypass(self, head_id: str) -> None:
@@ -407,6 +430,7 @@ class Dispatcher:
                 num_prefill_tokens=num_prefill,
                 is_warm=2 * num_cached >= num_tokens,
             )
+            self.load.waits(known.counted)
         adapter_id = known.arrival.adapter_id
         if adapter_id is not None:
             missing = engine.missing_adapter_bytes(adapter_id)
@@ -495,3 +519,4 @@ class Dispatcher:
         assert not any(request_id in self.unready for request_id in self._running), "not ready, and runs"
         assert all(self._known[each] is known for each, known in self._running.items()), "doubled"
         assert self._squashing <= self._running.keys(), "squashed and does not run"
+        self.load.check_invariants()

@@ -24,7 +24,6 @@ from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import TablePrefill
 from engine_bridge.policy.fading import FadingRate
 from engine_bridge.policy.registry import POLICIES
-from engine_bridge.policy.routing import NodeFacts
 from kvtiers.keys import BlockKey
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.scheduling.record import LogWriter
     from engine_bridge.driver.scheduling.report import Report
     from engine_bridge.driver.scheduling.scheduling import Scheduling
+    from engine_bridge.driver.standing import Speeds, Standing
     from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
     from engine_bridge.predict.length import LengthPredictor
     from engine_bridge.profile import MachineProfile
@@ -114,8 +114,10 @@ class VllmDriver:
         for record in adapters:
             self.adapters.add(record)
         self._link_measuring = (self._use_tiers(tiers) if tiers is not None else None) or Idle()
+        self.speeds = self._make_speeds()
         self.scheduling = self._make_scheduling(config) if config.scheduling_policy != "vllm" else None
         self.report = self._make_report()
+        self.standing = self._make_standing()
 
     # -- the bridge's side -------------------------------------------------------------------------------------------
 
@@ -250,10 +252,6 @@ class VllmDriver:
             block_size=self._block_size,
         )
 
-    def facts(self) -> NodeFacts:
-        """From any thread."""
-        return self.report.facts(self._block_pool.get_num_free_blocks() * self._block_size)
-
     def _make_promoter(self, scheduler: Any) -> Promoter | None:
         """None where there are no tiers to bring KV from."""
         from engine_bridge.driver.promoter import Promoter
@@ -298,7 +296,7 @@ class VllmDriver:
             num_cached_tokens=self._num_cached_tokens,
             adapters=None if isinstance(self.adapters, NoAdapters) else self.adapters,
             ways=self._tiers.way_counts if self._tiers is not None else None,
-            pace=Pace(self._scheduler, self.steps, config.max_step_ms / 1e3),
+            pace=Pace(self._scheduler, self.steps, self.speeds.times, config.max_step_ms / 1e3),
             decision_log=_open_log(config),
             predictor=self._predictor,
             refit_every_s=config.lane_refit_s,
@@ -323,6 +321,18 @@ class VllmDriver:
         outputs = self.engine.output_processor if knows_why else None
         places = self.adapters.places
         return Report(self._scheduler, self.scheduling, outputs, places, knows_why=knows_why)
+
+    def _make_speeds(self) -> Speeds:
+        from engine_bridge.driver.standing import Speeds
+
+        worth = self.adapters.core.worth if not isinstance(self.adapters, NoAdapters) else None
+        return Speeds(self.steps, self.profile, self._tiers, worth)
+
+    def _make_standing(self) -> Standing:
+        from engine_bridge.driver.standing import Standing
+
+        load = self.scheduling.dispatcher.load if self.scheduling is not None else None
+        return Standing(self._scheduler, load, self._block_size, self.speeds)
 
     def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
         from engine_bridge.driver.adapters.build import make_residency

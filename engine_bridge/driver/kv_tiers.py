@@ -244,6 +244,14 @@ class KvTiers:
             self._copied = (num_bytes, seconds)
         return self._host_rate.at(self.clock())
 
+    def kv_token_s(self) -> tuple[float, float]:
+        """Of a token's KV: seconds from host memory to the device, and from disk to host memory; 0 where there is nothing. From any thread."""
+        namespace, store = self._namespace, self.store
+        if namespace is None or store is None:
+            return 0.0, 0.0
+        token_bytes = namespace.shape.block_bytes / namespace.block_size_tokens
+        return token_bytes / self._host_rate.at(self.clock()), token_bytes / store.disk_bytes_per_s()
+
     def way_counts(self) -> dict[str, int]:
         """Of requests that were preempted: `predicted:` and then `preempted:` by the way back, as it was chosen and as it came to be."""
         return {f"predicted:{way}": num for way, num in list(self.chosen.items())} | {

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+from engine_bridge.core.step_times import StepWork
+from engine_bridge.policy.routing import Ranks
 
 if TYPE_CHECKING:
     from engine_bridge.driver.vllm_api import SchedulerOutput
@@ -29,3 +33,26 @@ def work_of(scheduler_output: SchedulerOutput) -> tuple[int, int, int]:
         num_drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
         num_decodes += num_outputs > 0 and scheduled[request_id] - num_drafts == 1
     return scheduler_output.total_num_scheduled_tokens - num_decodes, num_decodes, num_context
+
+
+def with_ranks(
+    output: SchedulerOutput, work: tuple[int, int, int], running: Ranks, rank_of: Callable[[str], int]
+) -> StepWork:
+    """The same with adapters. running: ranks of all that run; rank_of: of a running request's adapter, asked of those whose prompts are computed."""
+    num_prefill, num_decodes, num_context = work
+    if not num_prefill:
+        return StepWork(Ranks(num_decodes, running.total, running.most), num_context, 0)
+    found = [(rank_of(request_id), num) for request_id, num in _prefills(output)]
+    total = max(running.total - sum(rank for rank, _ in found), 0)
+    decodes = Ranks(num_decodes, total, running.most) if num_decodes else Ranks()
+    return StepWork(decodes, num_context, num_prefill, sum(rank * num for rank, num in found))
+
+
+def _prefills(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Whose prompts the step computes, and how many tokens of them."""
+    scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    for request in output.scheduled_new_reqs:
+        yield request.req_id, scheduled[request.req_id]
+    for request_id, num_outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+        if num_outputs == 0 or scheduled[request_id] > 1:
+            yield request_id, scheduled[request_id]

@@ -10,7 +10,7 @@ How long a batch takes is told by a `PerfModel`, which `fit` makes of measured s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -25,11 +25,13 @@ PENALTY_S = 60.0
 # How much more a second counts by which an answer is later than its SLO. Chosen. Weighing what is late, not whether it is, keeps a node that is late
 # already from being given everything.
 LATE_WEIGHT = 10.0
+# An SLO that nobody has set, by what a request takes alone. Source: CaraServe §7.5, 1.5 times.
+SLO_TIMES, MIN_SLO_S = 1.5, 1e-4
 # Singular values of measured steps, of the largest one, below which they count as none. Chosen: far above rounding, far below what steps differ by.
 MIN_SINGULAR = 1e-9
 
 
-# -- facts -------------------------------------------------------------------------------------------------------------
+# -- performance models ------------------------------------------------------------------------------------------------
 
 
 class Ranks(Struct, frozen=True, gc=False):
@@ -47,12 +49,130 @@ class Ranks(Struct, frozen=True, gc=False):
         return Ranks(self.num + other.num, self.total + other.total, most)
 
 
+@dataclass(frozen=True, slots=True)
+class PerfModel:
+    """Seconds of a step over a batch, 0 of nobody.
+
+    rank_s · (ranks as the kernel reads them) + token_s · (tokens of KV) + request_s · (requests) + fixed_s.
+    BGMV pads all ranks to the largest, MBGMV does not. Source: CaraServe §5; departs in tokens and requests, which its models leave out (0 s each).
+    """
+
+    kernel: KernelName
+    rank_s: float
+    fixed_s: float
+    token_s: float = 0.0
+    request_s: float = 0.0
+
+    def seconds(self, ranks: Ranks, num_tokens: int = 0) -> float:
+        if ranks.num == 0:
+            return 0.0
+        read = ranks.num * ranks.most if self.kernel == "bgmv" else ranks.total
+        return self.rank_s * read + self.token_s * num_tokens + self.request_s * ranks.num + self.fixed_s
+
+
+class NodePerf(Struct, frozen=True, kw_only=True, gc=False):
+    """How fast a node is, as it knows itself. Everything in seconds.
+
+    decode, prefill, prompt_token_s, prefill_step_s: as in `Settings`. answer_tokens: the usual answer there. kv_token_s, kv_disk_token_s: a
+    token's KV from host memory to the device, and from disk to host memory. adapter_byte_s, adapter_disk_byte_s: a byte of an adapter on the same
+    ways. error: mean share by which steps have differed from what was predicted lately.
+    """
+
+    decode: PerfModel
+    prefill: PerfModel
+    prompt_token_s: float
+    answer_tokens: float
+    prefill_step_s: float = 0.0
+    kv_token_s: float = 0.0
+    kv_disk_token_s: float = 0.0
+    adapter_byte_s: float = 0.0
+    adapter_disk_byte_s: float = 0.0
+    error: float = 0.0
+
+    def kv_load_s(self, num_host_tokens: int, num_disk_tokens: int = 0) -> float:
+        """Until KV that lies there is on the device."""
+        num_tokens = num_host_tokens + num_disk_tokens
+        return self.kv_token_s * num_tokens + self.kv_disk_token_s * num_disk_tokens
+
+    def adapter_load_s(self, place: str, num_bytes: int) -> float:
+        """Until steps compute with an adapter. place: as in `engine_bridge.node.AdapterPlace`."""
+        match place:
+            case "slot":
+                return 0.0
+            case "disk":
+                return (self.adapter_disk_byte_s + self.adapter_byte_s) * num_bytes
+            case _:
+                return self.adapter_byte_s * num_bytes
+
+
+# A node that has not said anything yet. Chosen: a small GPU. All that are unknown are alike, so that only their loads decide.
+UNKNOWN = NodePerf(
+    decode=PerfModel("mbgmv", 0.0, 0.03, 1e-7, 1e-4),
+    prefill=PerfModel("mbgmv", 0.0, 0.03, 0.0, 0.05),
+    prompt_token_s=2e-4,
+    answer_tokens=256.0,
+)
+# By which nodes are compared. Chosen: some chats.
+TYPICAL, TYPICAL_TOKENS = Ranks(8), 8_192
+
+
+class Measured(Struct, frozen=True, gc=False):
+    """A step that was timed."""
+
+    ranks: Ranks
+    num_tokens: int
+    seconds: float
+
+
+class Fit(Struct, frozen=True):
+    """r2: the share of the times' variance that the model explains, 1 is all."""
+
+    model: PerfModel
+    r2: float
+
+
+def fit(kernel: KernelName, steps: Sequence[Measured], *, with_tokens: bool = False) -> Fit:
+    """The model with the least squared error over these steps. with_tokens: it counts tokens of KV, too, else ranks alone as the paper's do.
+
+    Raises:
+        ValueError: fewer steps than unknowns, or steps that do not tell them apart (all of one batch, say).
+    """
+    probe = PerfModel(kernel, 1.0, 0.0)
+    rows = [[1.0, probe.seconds(step.ranks)] + [float(step.num_tokens)] * with_tokens for step in steps]
+    weights = _least_squares(rows, [step.seconds for step in steps])
+    model = PerfModel(kernel, weights[1], weights[0], weights[2] if with_tokens else 0.0)
+    mean_s = sum(step.seconds for step in steps) / len(steps)
+    spread = sum((step.seconds - mean_s) ** 2 for step in steps)
+    error = sum((step.seconds - model.seconds(step.ranks, step.num_tokens)) ** 2 for step in steps)
+    return Fit(model, 1.0 - error / spread if spread else 1.0)
+
+
+def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Weights of the columns. Columns are scaled to their largest value first, so that rounding does not decide. Raises ValueError as `fit` does."""
+    import numpy as np
+
+    num = len(rows[0]) if rows else 1
+    if len(rows) < num:
+        raise ValueError("too few steps: they do not tell what a rank takes")
+    table = np.array(rows)
+    scales = np.abs(table).max(axis=0)
+    scales[scales == 0] = 1.0
+    weights, _, rank, _ = np.linalg.lstsq(table / scales, np.array(values), rcond=MIN_SINGULAR)
+    if rank < num:
+        raise ValueError("the steps are too much alike: they do not tell what a rank takes")
+    return [float(weight) for weight in weights / scales]
+
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+
+
 class NodeFacts(Struct, frozen=True, kw_only=True, gc=False):
     """A node, as it last reported itself.
 
     running, queued: ranks of requests that have begun, and of those that have not. num_tokens: of KV that all of them hold or will take when they
-    begin. queued_tokens: of the prompts of those that are queued. free_tokens: of KV, that more requests could take. num_urgent: requests of urgent
-    sessions. is_open: takes requests.
+    begin. queued_tokens: of the prompts of those that are queued, what has to be computed. answer_tokens: that all of them are predicted to answer
+    still, None where nobody foretells it. free_tokens: of KV, that more requests could take when all of those have what they will need.
+    num_urgent: requests of urgent sessions. is_open: takes requests. perf: None: as `Settings` have it for all nodes.
     """
 
     node_id: str
@@ -61,8 +181,10 @@ class NodeFacts(Struct, frozen=True, kw_only=True, gc=False):
     num_tokens: int
     queued_tokens: int
     free_tokens: int
+    answer_tokens: int | None = None
     num_urgent: int = 0
     is_open: bool = True
+    perf: NodePerf | None = None
 
     @property
     def num_requests(self) -> int:
@@ -124,81 +246,12 @@ class Route(Struct, frozen=True, kw_only=True):
     cost: Cost | None = None
 
 
-# -- performance models ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PerfModel:
-    """Seconds of a step over a batch: rank_s · (ranks as the kernel reads them) + token_s · (tokens of KV) + fixed_s; 0 of nobody.
-
-    BGMV pads all ranks to the largest, MBGMV does not. Source: CaraServe §5; departs in the tokens, which its models leave out (token_s 0).
-    """
-
-    kernel: KernelName
-    rank_s: float
-    fixed_s: float
-    token_s: float = 0.0
-
-    def seconds(self, ranks: Ranks, num_tokens: int = 0) -> float:
-        if ranks.num == 0:
-            return 0.0
-        read = ranks.num * ranks.most if self.kernel == "bgmv" else ranks.total
-        return self.rank_s * read + self.token_s * num_tokens + self.fixed_s
-
-
-class Measured(Struct, frozen=True, gc=False):
-    """A step that was timed."""
-
-    ranks: Ranks
-    num_tokens: int
-    seconds: float
-
-
-class Fit(Struct, frozen=True):
-    """r2: the share of the times' variance that the model explains, 1 is all."""
-
-    model: PerfModel
-    r2: float
-
-
-def fit(kernel: KernelName, steps: Sequence[Measured], *, with_tokens: bool = False) -> Fit:
-    """The model with the least squared error over these steps. with_tokens: it counts tokens of KV, too, else ranks alone as the paper's do.
-
-    Raises:
-        ValueError: fewer steps than unknowns, or steps that do not tell them apart (all of one batch, say).
-    """
-    probe = PerfModel(kernel, 1.0, 0.0)
-    rows = [[1.0, probe.seconds(step.ranks)] + [float(step.num_tokens)] * with_tokens for step in steps]
-    weights = _least_squares(rows, [step.seconds for step in steps])
-    model = PerfModel(kernel, weights[1], weights[0], weights[2] if with_tokens else 0.0)
-    mean_s = sum(step.seconds for step in steps) / len(steps)
-    spread = sum((step.seconds - mean_s) ** 2 for step in steps)
-    error = sum((step.seconds - model.seconds(step.ranks, step.num_tokens)) ** 2 for step in steps)
-    return Fit(model, 1.0 - error / spread if spread else 1.0)
-
-
-def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Weights of the columns. Columns are scaled to their largest value first, so that rounding does not decide. Raises ValueError as `fit` does."""
-    import numpy as np
-
-    num = len(rows[0]) if rows else 1
-    if len(rows) < num:
-        raise ValueError("too few steps: they do not tell what a rank takes")
-    table = np.array(rows)
-    scales = np.abs(table).max(axis=0)
-    scales[scales == 0] = 1.0
-    weights, _, rank, _ = np.linalg.lstsq(table / scales, np.array(values), rcond=MIN_SINGULAR)
-    if rank < num:
-        raise ValueError("the steps are too much alike: they do not tell what a rank takes")
-    return [float(weight) for weight in weights / scales]
-
-
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the nodes have in common, and what is asked of them.
+    """What the nodes have in common, where they do not say of themselves how fast they are, and what is asked of them.
 
     decode, prefill: seconds of a step that decodes, and of one that computes prompts of the usual length. prompt_token_s: of a token of a prompt.
     prefill_step_s: of a step with prompts, whatever they are; 0 for an engine that computes them beside those that decode. slo_s: per token of an
@@ -365,7 +418,8 @@ class RankAware:
     def cost_s(self, rank: int, node: NodeFacts) -> float:
         """For one request that is there: Algorithm 1's CalcCost."""
         settings, there = self.settings, node.running + node.queued
-        prefill, decode = settings.prefill.seconds, settings.decode.seconds
+        model = node.perf or settings
+        prefill, decode = model.prefill.seconds, model.decode.seconds
         added_prefill_s = prefill(node.queued.plus(rank)) - prefill(node.queued)
         after_s = decode(there.plus(rank))
         cost_s = added_prefill_s / settings.answer_tokens + after_s - decode(there)
@@ -391,7 +445,8 @@ class Priority:
             return Route(node_id=min(found, key=order).node_id, reason=reason)
         node = min(found, key=lambda node: (node.num_urgent, _num_requests(node), node.node_id != ask.home))
         there = (node.running + node.queued).plus(ask.rank)
-        after_s = self.settings.decode.seconds(there, node.num_tokens + ask.num_prompt_tokens)
+        model = node.perf or self.settings
+        after_s = model.decode.seconds(there, node.num_tokens + ask.num_prompt_tokens)
         return Route(node_id=node.node_id, reason=reason, pauses_others=after_s > self.settings.slo_s)
 
 
@@ -411,19 +466,22 @@ class Overture:
         found, reason = candidates(ask, nodes)
         if not found:
             return Route(node_id=None, reason=reason)
-        usual = self._prefill(ask, "")
+        usual = self._prefill(ask, "", self.settings)
         best, best_s, best_at = None, 0.0, found[0]
         for node in found:
-            prefill = self._prefill(ask, node.node_id) if node.node_id in ask.kv else usual
+            prefill = usual
+            if node.perf is not None or node.node_id in ask.kv:
+                prefill = self._prefill(ask, node.node_id, node.perf or self.settings)
             cost = self.cost(ask, node, prefill)
             total_s = cost.total_s
             if best is None or total_s < best_s:
                 best, best_s, best_at = cost, total_s, node
         return Route(node_id=best_at.node_id, reason=reason, cost=best)
 
-    def _prefill(self, ask: Ask, node_id: str) -> tuple[float, float]:
+    @staticmethod
+    def _prefill(ask: Ask, node_id: str, model: NodePerf | Settings) -> tuple[float, float]:
         """Seconds of computing what is not cached on a node, and of bringing what is to its device."""
-        token_s = self.settings.prompt_token_s
+        token_s = model.prompt_token_s
         here = ask.kv.get(node_id, CachedKv(0))
         compute_s = (ask.num_prompt_tokens - here.num_tokens) * token_s
         if here.load_s + compute_s > ask.num_prompt_tokens * token_s:
@@ -432,20 +490,21 @@ class Overture:
 
     def cost(self, ask: Ask, node: NodeFacts, prefill: tuple[float, float]) -> Cost:
         """prefill: as `_prefill` gives it."""
-        settings = self.settings
+        settings, model = self.settings, node.perf or self.settings
         compute_s, bring_s = prefill
         load_s = ask.adapter_load_s.get(node.node_id, ask.usual_load_s or 0.0)
         running, queued = node.running, node.queued
         num = running.num + queued.num
         total, most = running.total + queued.total, max(running.most, queued.most)
-        before_s = settings.decode.seconds(Ranks(num, total, most), node.num_tokens)
+        before_s = model.decode.seconds(Ranks(num, total, most), node.num_tokens)
         with_it = Ranks(num + 1, total + ask.rank, max(most, ask.rank))
-        after_s = settings.decode.seconds(with_it, node.num_tokens + ask.num_prompt_tokens)
+        after_s = model.decode.seconds(with_it, node.num_tokens + ask.num_prompt_tokens)
         # A step under way is half done; then whoever is queued is computed in one step with it, and for them that step is to come anyway.
-        step_s = settings.prefill_step_s + node.queued_tokens * settings.prompt_token_s + compute_s
-        stall_s = compute_s + settings.prefill_step_s * (queued.num == 0) + load_s * settings.loads_block
-        # Those that are there have half of their answers before them.
-        overlap = min(ask.num_answer_tokens, settings.answer_tokens / 2)
+        step_s = model.prefill_step_s + node.queued_tokens * model.prompt_token_s + compute_s
+        stall_s = compute_s + model.prefill_step_s * (queued.num == 0) + load_s * settings.loads_block
+        # Of those that are there; where nobody foretells it, half of the usual answer is before them.
+        left = settings.answer_tokens / 2 if node.answer_tokens is None else node.answer_tokens / max(num, 1)
+        overlap = min(ask.num_answer_tokens, left)
         late_s = max(after_s - settings.slo_s, 0.0)
         more_late_s = late_s - max(before_s - settings.slo_s, 0.0)
         return Cost(
@@ -454,6 +513,25 @@ class Overture:
             num * (stall_s + overlap * (after_s - before_s)),
             ask.num_answer_tokens * late_s + num * overlap * more_late_s,
         )
+
+
+def settings_of(facts: Iterable[NodeFacts], slo_s: float | None = None) -> Settings:
+    """For nodes that say of themselves how fast they are: what the one in the middle is like goes for those that do not say it yet.
+
+    slo_s: per token of an answer; None: SLO_TIMES what one request alone takes there.
+    """
+    perfs = [node.perf for node in facts if node.perf is not None] or [UNKNOWN]
+    middle = sorted(perfs, key=lambda perf: perf.decode.seconds(TYPICAL, TYPICAL_TOKENS))[len(perfs) // 2]
+    answer_tokens = max(sum(perf.answer_tokens for perf in perfs) / len(perfs), 1.0)
+    alone_s = middle.decode.seconds(Ranks(1), round(answer_tokens))
+    return Settings(
+        decode=middle.decode,
+        prefill=middle.prefill,
+        slo_s=slo_s or max(SLO_TIMES * alone_s, MIN_SLO_S),
+        answer_tokens=answer_tokens,
+        prompt_token_s=middle.prompt_token_s,
+        prefill_step_s=middle.prefill_step_s,
+    )
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------

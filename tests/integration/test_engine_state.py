@@ -22,6 +22,7 @@ from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node_adapters import find_adapters
 from engine_bridge.policy.decision_log import replay
+from engine_bridge.policy.routing import NodeFacts
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
 from gateway.app import Server, build_services
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
@@ -135,6 +136,7 @@ async def test_lanes_reasons_and_only_ones_own_requests_and_a_log_that_replays(
         asked = traffic(first, "first", 4) + traffic(second, "second", 4)
         state = await busy_state(second)
         check_busy(state)
+        check_facts(server.services.node.facts(), state)
         few = await state_of(first, "?limit=1")
         assert len(few["waiting"]["requests"]) <= 1 and few["waiting"]["total"] >= 1
         assert (await metrics_of(first))["overture_lane_quota_tokens" + '{lane="0"}'] > 0
@@ -142,6 +144,12 @@ async def test_lanes_reasons_and_only_ones_own_requests_and_a_log_that_replays(
         while not (state := await state_of(first))["counts"].get("refits"):
             await ask(first, "more", 20, 2, MODEL)
         check_after(state, await metrics_of(second))
+        facts = server.services.node.facts()
+        assert facts is not None and (facts.num_requests, facts.num_tokens, facts.answer_tokens) == (0, 0, 0)
+        assert facts.free_tokens == (state["engine"]["num_kv_blocks"] - 1) * state["engine"]["block_size"]
+        await server.services.node.drain(0)
+        draining = server.services.node.facts()
+        assert draining is not None and not draining.is_open
     result = check_log(tmp_path / "decisions.jsonl")
     assert result["preempted"] == state["counts"]["preempted"] > 0, "or there was too much memory"
     assert result["admitted"] == state["counts"]["admitted"]
@@ -167,6 +175,21 @@ def check_busy(state: dict[str, Any]) -> None:
     )
     assert sum(lanes["used_tokens"]) > 0
     assert state["engine"]["num_free_kv_blocks"] < state["engine"]["num_kv_blocks"]
+
+
+def check_facts(facts: NodeFacts | None, state: dict[str, Any]) -> None:
+    """Taken just after the state, in which some of eight long requests run and others wait; none of them has ended."""
+    assert facts is not None and facts.is_open
+    assert state["engine"]["num_waiting"] + state["engine"]["num_running"] <= facts.num_requests <= 8
+    # Prompts of 497 to 500 tokens, and answers that are foretold to be of two, whatever they are.
+    assert 490 * facts.queued.num < facts.queued_tokens < facts.num_tokens < 8 * 650
+    assert facts.answer_tokens is not None and facts.free_tokens < 60 * state["engine"]["block_size"]
+    both = facts.running + facts.queued
+    assert both.most == 64 and both.total <= 2 * (16 + 64)
+    perf = facts.perf
+    assert perf is not None and 0 < perf.decode.seconds(facts.running, facts.num_tokens) < 10
+    assert 0 < perf.prompt_token_s < 1
+    assert 0 < perf.adapter_load_s("host", 1 << 20) < perf.adapter_load_s("disk", 1 << 20)
 
 
 def check_after(state: dict[str, Any], metrics: dict[str, float]) -> None:
@@ -211,6 +234,9 @@ async def test_vllms_own_queue_tells_what_it_knows(tmp_path: Path) -> None:
         assert state["policy"] == "vllm" and state["lanes"] is state["length_errors"] is None
         assert state["waiting"]["total"] == state["engine"]["num_waiting"]
         assert all("any" in name for name in names(state["waiting"]["requests"]))
+        facts = server.services.node.facts()
+        assert facts is not None and 0 < facts.num_requests <= 5
+        assert facts.answer_tokens == 0, "nobody foretells answers"
         assert {each["defer_reason"] for each in state["waiting"]["requests"]} == set(state["num_by_reason"])
         await asyncio.gather(*asked)
         metrics = await metrics_of(http)

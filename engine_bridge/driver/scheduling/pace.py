@@ -9,15 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_bridge.core.pacer import Pacer, StepBounds
-from engine_bridge.driver.step_work import work_of
+from engine_bridge.core.step_times import StepTimes, StepWork
+from engine_bridge.driver.scheduling.facts import facts_of
+from engine_bridge.driver.step_work import with_ranks, work_of
 from engine_bridge.policy.costs import StepTable, TablePrefill
+from engine_bridge.policy.routing import Ranks
 
 
 class Pace:
     """The bounds of one scheduler's steps.
 
     Args:
-        table: what steps take; corrected by each real one.
+        table, times: what steps take, without and with adapters; corrected by each real one.
         target_s: how long a step may take; 0: as long as it does.
         clock: that steps are timed by.
     """
@@ -26,10 +29,11 @@ class Pace:
         self,
         scheduler: Any,
         table: StepTable,
+        times: StepTimes,
         target_s: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.table = table
+        self.table, self.times = table, times
         self.prefill_s = TablePrefill(table, scheduler.max_num_scheduled_tokens).prefill_s
         """What computing so many tokens of a prompt is predicted to take, in as many steps as it takes."""
         self._clock = clock
@@ -42,7 +46,7 @@ class Pace:
             self.pacer = Pacer(table, target_s, scheduler.max_num_scheduled_tokens)
         self._threshold = config.long_prefill_token_threshold
         # Steps that run or wait for the one before: what vLLM scheduled, its work, and when. Scheduling ahead, there are two.
-        self._under_way: deque[tuple[Any, tuple[int, int, int], float]] = deque()
+        self._under_way: deque[tuple[Any, tuple[int, int, int], StepWork, float]] = deque()
         self._last_end_s = -math.inf
 
     def set_bounds(self, bounds: StepBounds) -> None:
@@ -55,16 +59,23 @@ class Pace:
 
     # -- what steps take ---------------------------------------------------------------------------------------------
 
-    def scheduled(self, output: Any) -> None:
-        """vLLM has scheduled a step."""
-        self._under_way.append((output, work_of(output), self._clock()))
+    def scheduled(self, output: Any, running: Ranks) -> None:
+        """vLLM has scheduled a step. running: adapter ranks of all that run."""
+        work = work_of(output)
+        ranked = with_ranks(output, work, running, self._rank_of)
+        self._under_way.append((output, work, ranked, self._clock()))
+
+    def _rank_of(self, request_id: str) -> int:
+        return facts_of(self._scheduler.requests[request_id]).rank
 
     def ended(self, output: Any) -> None:
         """That step has run: for as long as it was alone on the device. One that never ends (it failed) is forgotten with the next."""
         now = self._clock()
         while self._under_way:
-            scheduled, work, began_s = self._under_way.popleft()
+            scheduled, work, ranked, began_s = self._under_way.popleft()
             if scheduled is output:
-                self.table.observe(*work, now - max(began_s, self._last_end_s))
+                seconds = now - max(began_s, self._last_end_s)
+                self.table.observe(*work, seconds)
+                self.times.observe(ranked, seconds)
                 break
         self._last_end_s = now

@@ -14,7 +14,6 @@ from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.driver.vllm_api import RequestStatus
 from engine_bridge.node import LaneStats, LengthErrors, RequestState, SchedulingStats, WaitReason
-from engine_bridge.policy.routing import NodeFacts, Ranks
 
 Places = Mapping[int, str]
 
@@ -61,20 +60,6 @@ class Report:
             length_errors=_length_errors(own.dispatcher.guess_errors) if own is not None else None,
         )
 
-    def facts(self, num_free_tokens: int) -> NodeFacts:
-        """What routing reckons with. From any thread."""
-        running, waiting = _copy(self._scheduler.running), self._waiting()
-        queued_tokens = sum(each.num_prompt_tokens for each in waiting)
-        return NodeFacts(
-            node_id="",
-            running=_ranks(running),
-            queued=_ranks(waiting),
-            num_tokens=sum(each.num_tokens for each in running) + queued_tokens,
-            queued_tokens=queued_tokens,
-            free_tokens=max(num_free_tokens - queued_tokens, 0),
-            num_urgent=sum(each.priority < 0 for each in running + waiting),
-        )
-
     def requests(self, tenant: str, limit: int) -> tuple[list[RequestState], list[RequestState], int, int]:
         """(waiting, running, how many wait, how many run) of a tenant; the first `limit` of each. On the engine thread."""
         own = self._scheduling
@@ -90,8 +75,8 @@ class Report:
         )
 
     def _waiting(self) -> list[Any]:
-        beside = _copy(self._scheduler.kv_holding_waiting) if self._knows_why else []
-        return _copy(self._scheduler.waiting) + beside
+        beside = copy_of(self._scheduler.kv_holding_waiting) if self._knows_why else []
+        return copy_of(self._scheduler.waiting) + beside
 
     def _reasons(self) -> _Reasons | _NoReasons:
         if not self._knows_why:
@@ -193,18 +178,13 @@ class _Reasons:
         return len(running) >= config.max_loras and request.lora_request.lora_int_id not in running
 
 
-def _copy(queue: Iterable[Any]) -> list[Any]:
+def copy_of(queue: Iterable[Any]) -> list[Any]:
     """What is in a queue of the engine thread, from any thread."""
     while True:
         try:
             return list(queue)
         except RuntimeError:  # it changed after its iterator was made and before that was used up: as good as never, and then not twice
             continue
-
-
-def _ranks(requests: Iterable[Any]) -> Ranks:
-    ranks = [facts_of(each).rank for each in requests]
-    return Ranks(len(ranks), sum(ranks), max(ranks, default=0))
 
 
 def _is_compiling(request: Any) -> bool:

@@ -47,7 +47,7 @@ class _Planned:
         finally:
             self.scheduling.end_step()
         if self.scheduling.pace is not None:
-            self.scheduling.pace.scheduled(output)
+            self.scheduling.pace.scheduled(output, self.scheduling.dispatcher.load.running)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

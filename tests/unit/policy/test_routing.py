@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from engine_bridge.policy.routing import (
     LATE_WEIGHT,
     POLICIES,
+    SLO_TIMES,
     Ask,
     CachedKv,
     Cost,
@@ -23,6 +25,7 @@ from engine_bridge.policy.routing import (
     Measured,
     MostIdle,
     NodeFacts,
+    NodePerf,
     Overture,
     PerfModel,
     Priority,
@@ -34,6 +37,7 @@ from engine_bridge.policy.routing import (
     Sticky,
     candidates,
     fit,
+    settings_of,
 )
 
 BGMV, MBGMV = PerfModel("bgmv", 0.001, 0.01), PerfModel("mbgmv", 0.001, 0.01)
@@ -315,6 +319,81 @@ def test_a_node_that_is_late_already_is_not_given_everything() -> None:
     ours = Overture(replace(OURS.settings, slo_s=0.1))
     nodes = [busy("late", 20), busy("on the brink", 11)]
     assert ours.route(ask(), nodes).node_id == "on the brink"
+
+
+# -- nodes of unequal speed --------------------------------------------------------------------------------------------
+
+
+def perf(times: float = 1.0, **more: float) -> NodePerf:
+    """As SETTINGS, so many times slower."""
+    return NodePerf(
+        decode=PerfModel("mbgmv", 0.001 * times, 0.01 * times),
+        prefill=PerfModel("mbgmv", 0.002 * times, 0.02 * times),
+        prompt_token_s=0.001 * times,
+        **({"answer_tokens": 10.0} | more),
+    )
+
+
+@pytest.mark.parametrize("name", ["overture", "rank_aware"])
+def test_a_node_at_half_the_speed_is_given_less(name: str) -> None:
+    policy = POLICIES[name](replace(SETTINGS, decode=MBGMV))
+    counts = Counter[str]()
+    for _ in range(60):
+        nodes = [
+            msgspec.structs.replace(busy(node_id, counts[node_id]), perf=perf(times))
+            for node_id, times in (("slow", 2.0), ("fast", 1.0))
+        ]
+        counts[str(policy.route(ask(), nodes).node_id)] += 1
+    assert 1.3 < counts["fast"] / counts["slow"] < 3.5
+
+
+def test_a_node_that_says_how_fast_it_is_counts_by_that_and_the_others_by_the_settings() -> None:
+    ours = Overture(replace(SETTINGS, decode=MBGMV))
+    nodes = [busy("unknown", 3), msgspec.structs.replace(busy("slow", 2), perf=perf(3.0))]
+    assert ours.route(ask(), nodes).node_id == "unknown"
+    assert ours.route(ask(), [nodes[0], busy("alike", 2)]).node_id == "alike"
+    same = msgspec.structs.replace(busy("unknown", 3), perf=perf())
+    assert ours.route(ask(), [same]).cost == ours.route(ask(), nodes[:1]).cost
+
+
+def test_an_urgent_request_pauses_others_by_its_own_nodes_pace() -> None:
+    policy = Priority(replace(SETTINGS, slo_s=0.05))
+    slow = msgspec.structs.replace(busy("a", 2), perf=perf(2.0))
+    assert policy.route(ask(is_urgent=True), [slow]).pauses_others
+    assert not policy.route(ask(is_urgent=True), [busy("a", 2)]).pauses_others
+
+
+def test_settings_are_those_of_the_node_in_the_middle() -> None:
+    nodes = [
+        msgspec.structs.replace(busy(str(at), 0), perf=perf(times, answer_tokens=answer))
+        for at, (times, answer) in enumerate([(1.0, 10.0), (9.0, 30.0), (2.0, 20.0)])
+    ]
+    found = settings_of([busy("silent", 0), *nodes])
+    assert (found.decode, found.prefill) == (nodes[2].perf.decode, nodes[2].perf.prefill)  # type: ignore[union-attr]
+    assert (found.prompt_token_s, found.answer_tokens) == pytest.approx((0.002, 20.0))
+    assert found.slo_s == pytest.approx(SLO_TIMES * 0.02), "one of rank 0 alone"
+    assert settings_of(nodes, slo_s=0.3).slo_s == 0.3
+
+
+def test_before_any_node_has_said_anything_there_are_settings_all_the_same() -> None:
+    ours = Overture(settings_of([]))
+    assert ours.route(ask(), [busy("a", 2), busy("b", 1)]).node_id == "b"
+
+
+def test_kv_and_adapters_take_longer_from_further_away() -> None:
+    node = perf(kv_token_s=1e-5, kv_disk_token_s=3e-5, adapter_byte_s=1e-9, adapter_disk_byte_s=4e-9)
+    assert node.kv_load_s(100) == pytest.approx(1e-3)
+    assert node.kv_load_s(100, 50) == pytest.approx(1.5e-3 + 1.5e-3)
+    loads = [node.adapter_load_s(place, 10**6) for place in ("slot", "cached", "host", "disk")]
+    assert loads == pytest.approx([0.0, 1e-3, 1e-3, 5e-3])
+
+
+def test_those_who_are_there_count_with_what_they_have_left_to_answer() -> None:
+    """Where it is foretold; else with half of the usual answer."""
+    nearly_done, long = (OURS.route(ask(), [busy("a", 4, answer_tokens=tokens)]).cost for tokens in (4, 400))
+    unknown = OURS.route(ask(), [busy("a", 4)]).cost
+    assert nearly_done is not None and long is not None and unknown is not None
+    assert nearly_done.others_s < unknown.others_s < long.others_s
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,117 @@
+"""What a node has to do: what is counted as requests come and go, against looking at all of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine_bridge.core.load import PRIOR_ANSWER_TOKENS, SMOOTHING, Counted, Load
+from engine_bridge.policy.routing import Ranks
+
+from .fake_engine import BLOCK_TOKENS, NUM_BLOCKS, FakeEngine, arrival
+
+
+def one(
+    name: str, rank: int = 0, tokens: int = 100, prefill: int = 100, answer: int = 50, **more: bool
+) -> Counted:
+    return Counted(name, rank, tokens, prefill, tokens + answer, **more)
+
+
+def test_what_waits_takes_its_prompt_and_what_runs_has_it() -> None:
+    load = Load()
+    load.waits(one("a", rank=8))
+    load.waits(one("b", rank=16, prefill=20, is_urgent=True))
+    load.runs(one("a", rank=8))
+    facts = load.facts(held_tokens=110, num_free_tokens=1000)
+    assert (facts.running, facts.queued) == (Ranks(1, 8, 8), Ranks(1, 16, 16))
+    assert facts.num_tokens == 110 + 100, "what is held, and what the start of the other takes"
+    assert facts.queued_tokens == 20, "what of its prompt is to be computed"
+    assert facts.answer_tokens == 40 + 50, "ten tokens of the running one's answer are there"
+    assert facts.free_tokens == 1000 - 100 - 90
+    assert (facts.num_urgent, facts.node_id) == (1, "")
+
+
+def test_nothing_is_free_below_zero_and_nothing_is_to_come_of_an_answer_that_is_longer_than_foretold() -> (
+    None
+):
+    load = Load()
+    load.runs(one("a"))
+    facts = load.facts(held_tokens=900, num_free_tokens=0)
+    assert (facts.answer_tokens, facts.free_tokens) == (0, 0)
+
+
+def test_all_of_what_came_is_forgotten_when_it_has_left() -> None:
+    load, rng = Load(), random.Random(1)
+    empty = load.facts(0, 500)
+    names = [str(number) for number in range(50)]
+    for _ in range(2000):
+        how = rng.choice((load.waits, load.runs))
+        how(one(rng.choice(names), rng.choice((0, 8, 64)), rng.randrange(500), rng.randrange(500)))
+        if rng.random() < 0.3:
+            load.ended(rng.choice(names))
+        load.check_invariants()
+    for name in names:
+        load.ended(name)
+    assert load.facts(0, 500) == empty
+
+
+def test_usual_sizes_follow_what_is_seen() -> None:
+    load = Load()
+    for number in range(300):
+        load.waits(one(str(number), prefill=40))
+        load.runs(one(str(number), prefill=40))
+        load.ended(str(number), num_answer_tokens=30)
+    assert load.prompt_tokens == pytest.approx(40, rel=0.05) and load.answer_tokens == pytest.approx(
+        30, rel=0.1
+    )
+
+
+def test_an_answer_that_was_cut_off_says_nothing_of_others() -> None:
+    load = Load()
+    load.runs(one("a"))
+    load.ended("a")
+    load.ended("unknown", 1)
+    assert load.answer_tokens == PRIOR_ANSWER_TOKENS
+    load.runs(one("a"))
+    load.ended("a", 0)
+    assert load.answer_tokens == PRIOR_ANSWER_TOKENS * (1 - SMOOTHING)
+
+
+# -- as the dispatcher tells it ----------------------------------------------------------------------------------------
+
+
+def test_the_dispatcher_counts_what_is_cached_as_soon_as_it_knows() -> None:
+    engine = FakeEngine(num_slots=0)
+    engine.cached["b"] = 48
+    engine.ask(arrival("a", 100, rank=8, priority=-1))
+    engine.ask(arrival("b", 64, p50=10))
+    assert engine.own.load.facts(0, 0).queued_tokens == 164, "nobody has looked yet"
+    engine.step()
+    facts = engine.own.load.facts(0, 1000)
+    assert facts.queued_tokens == 100 + 16
+    assert (facts.num_tokens, facts.answer_tokens, facts.num_urgent) == (164, 16 + 10, 1)
+    assert facts.queued == Ranks(2, 8, 8)
+
+
+def test_what_computes_ahead_is_no_load() -> None:
+    engine = FakeEngine()
+    engine.ask(arrival("a", 100, is_background=True))
+    engine.step()
+    assert engine.own.load.facts(0, 0).num_requests == 0
+
+
+def test_whatever_happens_the_load_is_that_of_those_who_are_there() -> None:
+    engine, rng = FakeEngine(), random.Random(3)
+    for number in range(200):
+        engine.ask(arrival(str(number), rng.randrange(1, 200), rng.randrange(1, 60), rank=rng.choice((0, 8))))
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        for name in list(engine.running):
+            if rng.random() < 0.2:
+                engine.end(name)
+        engine.own.check_invariants()
+        facts = engine.own.load.facts(
+            sum(engine.tokens[name] for name in engine.running), NUM_BLOCKS * BLOCK_TOKENS
+        )
+        assert (facts.running.num, facts.queued.num) == (engine.own.num_running, engine.own.num_waiting)

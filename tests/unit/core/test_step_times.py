@@ -1,0 +1,133 @@
+"""What steps of a machine take: learned from made-up machines, whose times are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_bridge.core.step_times import StepSeconds, StepTimes, StepWork
+from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.routing import Ranks
+
+replace = msgspec.structs.replace
+# A small GPU, and the same with everything taking twice as long.
+MACHINE = StepSeconds(
+    fixed_s=0.02, request_s=2e-4, rank_s=1e-5, token_s=2e-7, prompt_token_s=1e-4, prompt_rank_s=1e-6
+)
+SLOW = StepSeconds(**{name: 2 * value for name, value in msgspec.structs.asdict(MACHINE).items()})
+NOISE = 0.05
+
+
+def works(seed: int, num: int, most: int = 32) -> Iterable[StepWork]:
+    """Batches of a busy node: some decode, one step of four has some of a prompt."""
+    rng = random.Random(seed)
+    for _ in range(num):
+        ranks = rng.choices((0, 8, 16, 64), k=rng.randrange(1, most + 1))
+        prefill = rng.randrange(16, 512) if rng.random() < 0.25 else 0
+        context = sum(rng.randrange(50, 2000) for _ in ranks)
+        yield StepWork(
+            Ranks(len(ranks), sum(ranks), max(ranks)), context, prefill, prefill * rng.choice((0, 8, 64))
+        )
+
+
+def took(machine: StepSeconds, work: StepWork) -> float:
+    decodes = work.decodes
+    amounts = (1, decodes.num, decodes.total, *work[1:])
+    return sum(a * b for a, b in zip(machine.all, amounts, strict=True))
+
+
+def show(
+    times: StepTimes,
+    machine: StepSeconds,
+    num: int,
+    seed: int = 0,
+    late: Callable[[random.Random], float] = lambda rng: 1.0,
+) -> None:
+    rng = random.Random(f"noise {seed}")
+    for work in works(seed, num):
+        times.observe(work, took(machine, work) * rng.lognormvariate(0, NOISE) * late(rng))
+
+
+def r2(times: StepTimes, machine: StepSeconds) -> float:
+    """Of steps that were not shown."""
+    pairs = [(took(machine, work), times.predict(work)) for work in works(99, 300)]
+    mean = sum(real for real, _ in pairs) / len(pairs)
+    return 1 - sum((a - b) ** 2 for a, b in pairs) / sum((a - mean) ** 2 for a, _ in pairs)
+
+
+def test_a_machine_of_which_nothing_was_known_is_known_after_some_hundred_steps() -> None:
+    times = StepTimes(StepSeconds(fixed_s=0.1), "mbgmv")
+    show(times, MACHINE, 600)
+    assert r2(times, MACHINE) > 0.96
+    found = times.seconds.perf("mbgmv", prompt_tokens=100, answer_tokens=50, error=times.error)
+    batch = Ranks(16, 16 * 16, 64)
+    real = took(MACHINE, StepWork(batch, 16_000, 0))
+    assert found.decode.seconds(batch, 16_000) == pytest.approx(real, rel=0.05)
+    assert found.prompt_token_s == pytest.approx(MACHINE.prompt_token_s, rel=0.2)
+    assert times.error < 2 * NOISE
+
+
+@pytest.mark.parametrize("after", [SLOW, replace(MACHINE, fixed_s=0.005)])
+def test_a_machine_that_changes_is_followed(after: StepSeconds) -> None:
+    times = StepTimes(MACHINE, "mbgmv", error=0.05)
+    show(times, MACHINE, 1000)
+    assert r2(times, MACHINE) > 0.96 > r2(times, after)
+    show(times, after, 4000, seed=1)
+    assert r2(times, after) > 0.96
+
+
+def test_stalls_move_little() -> None:
+    times = StepTimes(MACHINE, "mbgmv", error=0.05)
+    show(times, MACHINE, 2000, late=lambda rng: 50.0 if rng.random() < 0.03 else 1.0)
+    assert r2(times, MACHINE) > 0.9
+
+
+def test_what_no_step_tells_stays_as_it_was_measured_ahead_but_for_the_pace_of_the_machine() -> None:
+    """Nobody uses an adapter, every step has one request, and the machine is half as fast as its profile says."""
+    times = StepTimes(MACHINE, "mbgmv", error=0.05)
+    for number in range(3000):
+        work = StepWork(Ranks(1), 500 + number % 100, 0)
+        times.observe(work, took(SLOW, work))
+    assert times.seconds.rank_s == pytest.approx(SLOW.rank_s, rel=0.1)
+    assert times.seconds.prompt_token_s == pytest.approx(SLOW.prompt_token_s, rel=0.1)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, 300),
+            st.integers(0, 64),
+            st.integers(0, 100_000),
+            st.integers(0, 4096),
+            st.one_of(st.floats(1e-6, 100.0), st.sampled_from([0.0, -1.0, float("inf"), float("nan")])),
+        ),
+        max_size=80,
+    ),
+    kernel=st.sampled_from(["bgmv", "mbgmv"]),
+)
+def test_no_steps_whatever_make_a_prediction_negative_or_endless(steps: list, kernel: str) -> None:
+    times = StepTimes(StepSeconds(fixed_s=0.01), kernel)  # type: ignore[arg-type]
+    for num, rank, context, prefill, seconds in steps:
+        times.observe(StepWork(Ranks(num, num * rank, rank), context, prefill, prefill * rank), seconds)
+    assert all(0 <= value < 1e6 for value in times.seconds.all)
+
+
+def test_bgmv_reads_the_largest_rank_for_all() -> None:
+    times = StepTimes(StepSeconds(fixed_s=0.0, rank_s=1.0), "bgmv")
+    assert times.predict(StepWork(Ranks(3, 80, 64), 0, 0)) == 3 * 64
+
+
+def test_a_table_of_step_times_is_where_it_begins() -> None:
+    def predict(points: Iterable[tuple[int, int, int]]) -> list[float]:
+        return [
+            took(MACHINE, StepWork(Ranks(decodes), context, prefill)) for prefill, decodes, context in points
+        ]
+
+    table = StepTable.of(predict, (0, 64, 512, 2048), (0, 1, 8, 64), (0, 8192, 65536))
+    found = StepSeconds.from_table(table, rank_s=1e-5)
+    assert found.all == pytest.approx(replace(MACHINE, prompt_rank_s=0.0).all, rel=1e-6)
