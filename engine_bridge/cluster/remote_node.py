@@ -100,6 +100,7 @@ class RemoteNode:
         return list(self._adapters.values())
 
     def adapters_by_name(self) -> Mapping[str, AdapterInfo]:
+        """The same object until they change. Not to be changed."""
         return self._adapters
 
     def adapter_stats(self) -> AdapterStats | None:
@@ -130,6 +131,21 @@ class RemoteNode:
     def incarnation(self) -> str:
         """Another one after each start of the node's process; "" while it is away."""
         return self._link.incarnation if self._link is not None and self._link.is_up else ""
+
+    @property
+    def report(self) -> wire.NodeReport | None:
+        """The last one; another object after each. None before the first."""
+        return self._report
+
+    @property
+    def reported_s(self) -> float:
+        """When the last report came, on the loop's clock; 0 while it is away."""
+        return self._link.reported_s if self._link is not None and self._link.is_up else 0.0
+
+    def cut(self) -> None:
+        """End the connection: it has not been heard of for too long. What is under way on it ends."""
+        if self._link is not None:
+            self._link.abort()
 
     # -- work ----------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from bench.sim.core.conversations import Chats, Session
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.tiers import SessionKv
+from engine_bridge.policy.homes import Doors, Homes, Sent, SessionKey
 from engine_bridge.policy.routing import Ask, NodeFacts, Ranks, RoutingPolicy
 
 
@@ -36,16 +37,8 @@ def ask_of(session_id: str, home: str, is_urgent: bool = False) -> Ask:
     )
 
 
-@dataclass(slots=True)
-class _Counts:
-    """num_expected: announced, not come yet. num_urgent: of these and of those that came and have not ended."""
-
-    num_expected: int = 0
-    num_urgent: int = 0
-
-
 class SessionCluster:
-    """Sends advisories and requests to nodes; a request goes where its advisory went.
+    """Sends advisories and requests to nodes as the live router's `Homes` says, which hears of a node at the moment of each choice.
 
     Args:
         routing: of what is announced, which counts among a node's requests from then on; unannounced: of all other requests. second: asked again
@@ -60,72 +53,51 @@ class SessionCluster:
         second: RoutingPolicy | None = None,
     ) -> None:
         self.nodes = nodes
-        self._routing, self._unannounced, self._second = routing, unannounced, second
-        self._counts = [_Counts() for _ in nodes]
         self._ids = [str(at) for at in range(len(nodes))]
-        self._home: dict[str, int] = {}
-        self._expected: dict[str, int] = {}
+        self._homes = Homes(Doors(routing, unannounced, unannounced, second), settle_s=0.0)
 
     def place(self, kv: SessionKv, num_blocks: int, at: int) -> None:
         """A session that went on there before the run began."""
-        self._home[kv.session_id] = at
+        self._homes.placed(_key(kv), self._ids[at])
         host = self.nodes[at].host
         if host is not None:
             host.place(kv, num_blocks)
 
     def advise(self, kv: SessionKv, arrival_s: float | None, priority: int, now: float) -> None:
-        at = self._choose(self._routing, kv, priority)
-        self._expected[kv.session_id] = at
-        self._counts[at].num_expected += 1
-        self.nodes[at].advise(kv, arrival_s, priority, now)
+        self._look(now)
+        sent = self._homes.advised(_key(kv), kv.session_id, ask_of(kv.session_id, "", priority < 0))
+        self.nodes[_place(sent)].advise(kv, arrival_s, priority, now)
 
     def submit(self, turn: Turn) -> None:
-        name = turn.kv.session_id
-        at = self._expected.pop(name, None)
-        if at is None:
-            at = self._choose(self._unannounced, turn.kv, turn.priority)
-        else:
-            self._counts[at].num_expected -= 1
-            at = self._again(turn, at)
-        self._home[name] = at
-        self.nodes[at].arrive(turn)
+        self._look(turn.at_s)
+        ask = ask_of(turn.request_id, "", turn.priority < 0)
+        sent = self._homes.requested(_key(turn.kv), ask, turn.at_s)
+        if sent.over is not None:
+            self.nodes[int(sent.over[0])].retract(turn.kv)
+        self.nodes[_place(sent)].arrive(turn)
 
-    def _again(self, turn: Turn, announced: int) -> int:
-        if self._second is None:
-            return announced
-        self._home[turn.kv.session_id] = announced
-        at = self._choose(self._second, turn.kv, turn.priority)
-        self._counts[announced].num_urgent -= turn.priority < 0
-        if at != announced:
-            self.nodes[announced].retract(turn.kv)
-        return at
-
-    def _choose(self, routing: RoutingPolicy, kv: SessionKv, priority: int) -> int:
-        counts_expected = routing is not self._second
-        facts = [
-            node_facts(
-                node_id,
-                len(node.running),
-                node.num_requests - len(node.running) + counts.num_expected * counts_expected,
-                counts.num_urgent,
-            )
-            for node_id, node, counts in zip(self._ids, self.nodes, self._counts, strict=True)
-        ]
-        home = self._home.get(kv.session_id)
-        ask = ask_of(kv.session_id, "" if home is None else self._ids[home], priority < 0)
-        route = routing.route(ask, facts)
-        assert route.node_id is not None, "all nodes are open"
-        at = int(route.node_id)
-        self._counts[at].num_urgent += priority < 0
-        return at
+    def _look(self, now: float) -> None:
+        for node_id, node in zip(self._ids, self.nodes, strict=True):
+            num_running = len(node.running)
+            facts = node_facts(node_id, num_running, node.num_requests - num_running)
+            self._homes.reported(node_id, facts, now)
 
     def ended(self, turn: Turn) -> None:
         """A request ended where it was sent."""
-        self._counts[self._home[turn.kv.session_id]].num_urgent -= turn.priority < 0
+        self._homes.ended(turn.request_id)
 
     def forget(self, kv: SessionKv) -> None:
         """Its session goes on no more. What is stored of it stays: nobody says so to a node."""
-        self._home.pop(kv.session_id, None)
+        self._homes.forgotten(_key(kv))
+
+
+def _key(kv: SessionKv) -> SessionKey:
+    return "", kv.session_id
+
+
+def _place(sent: Sent) -> int:
+    assert sent.node_id is not None, "all nodes are open"
+    return int(sent.node_id)
 
 
 @dataclass(slots=True)

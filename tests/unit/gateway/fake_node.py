@@ -249,8 +249,14 @@ class FakeNode:
         return None
 
     def facts(self) -> NodeFacts | None:
+        running = sum(not (answer.is_over or answer.is_closed) for answer in self.answers)
         return NodeFacts(
-            node_id="", running=Ranks(), queued=Ranks(), num_tokens=0, queued_tokens=0, free_tokens=10**6
+            node_id="",
+            running=Ranks(running),
+            queued=Ranks(),
+            num_tokens=0,
+            queued_tokens=0,
+            free_tokens=10**6,
         )
 
     def grammar_stats(self) -> GrammarStats | None:
