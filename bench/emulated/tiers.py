@@ -158,6 +158,7 @@ class EmulatedTiers(KvTiers):
             block_size_tokens=block_tokens,
             layout="",
             hash_algorithm="",
+            hash_seed="",
             shape=shape,
         )
         self.steps_clock, self.link_in = clock, link

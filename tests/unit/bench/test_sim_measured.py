@@ -146,13 +146,13 @@ HISTORY = [[20 + number % 50, 10 + number % 20, None] for number in range(300)]
 @pytest.mark.parametrize("policy", emulated.POLICIES)
 def test_the_bench_plays_its_requests_in_virtual_time(policy: str) -> None:
     asks = [Ask(at_s=0.0, prompt=[1] * 50, max_tokens=3), Ask(at_s=9.0, prompt=[1] * 30, max_tokens=1)]
-    first, second = emulated.emulate(policy, asks, HISTORY, 1.0, table().grid(), 0.01)
+    first, second = emulated.emulate(policy, asks, HISTORY, 1.0, table().grid(), 0.01, lambda at_s: 1.0)
     assert first.first_s == pytest.approx(0.060)
     assert first.end_s == pytest.approx(0.060 + 2 * 0.012 + (51 + 52) * CONTEXT_S, abs=1e-4)
     assert (second.at_s, second.first_s, second.num_tokens) == (9.0, pytest.approx(9.040), 1)
     steps = [(100, 0, 0, 5.0, 5.2), (100, 0, 0, 13.9, 14.2)]  # twice as slow at first, three times in the end
     slow = emulated.Slowness(steps, table().grid(), 5.0)
-    first, second = emulated.emulate(policy, asks, HISTORY, 1.0, table().grid(), 0.01, slow)
+    first, second = emulated.emulate(policy, asks, HISTORY, 1.0, table().grid(), 0.01, slow.at)
     assert (first.first_s, second.first_s) == (pytest.approx(0.110), pytest.approx(9.100))
 
 
