@@ -179,7 +179,8 @@ class AdapterStats(Struct, frozen=True, kw_only=True):
 class Advisory(Struct, frozen=True, kw_only=True):
     """Word that a request of this session will come. Source: SYMPHONY §3.1, plus the adapter.
 
-    `expected_arrival_s` is a lower bound from now, or None when nobody can tell (a person typing). `probability`: that the request comes,
+    `expected_arrival_s` is a lower bound from now, or None when nobody can tell (a person typing). `priority`: lower first, as of requests; None is
+    0, as any other. `probability`: that the request comes,
     as far as the gateway has learned. `token_ids`: what its prompt will begin with, packed; without them a node goes by what the session's
     last request left. `tenant`, `kv_from`: as in `RequestContext`.
     """

@@ -27,6 +27,7 @@ from gateway.errors import GatewayError
 from gateway.metrics import Metrics
 from gateway.policy.precision import Precision
 from gateway.sessions import Outlook, SessionStore
+from gateway.standing import checked_priority
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +53,14 @@ OnChange = Callable[["Record"], None]
 
 class Wanted(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /v1/advisories`, and the payload of a hint. ordered: SYMPHONY's word that advisories come in the order of their requests;
-    taken, and not acted on: arrival, priority and probability order the copies.
+    taken, and not acted on: arrival, priority and probability order the copies. priority: lower first, as of requests.
     """
 
     session_id: SessionName
     model: str | None = None
     expected_arrival_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None
     ordered: bool = False
-    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    priority: int | None = None
     ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | None = None
     draft: str | None = None
 
@@ -138,6 +139,7 @@ class Advisories:
     """Takes advisories in, hands them to the node, and keeps the accounts.
 
     Args:
+        may_hurry: clients may go before others (`--client-priority`).
         clock: monotonic seconds, for lifetimes and rates.
     """
 
@@ -147,12 +149,15 @@ class Advisories:
         store: SessionStore,
         metrics: Metrics,
         drafts: Drafts,
+        *,
+        may_hurry: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
         self._store = store
         self._metrics = metrics
         self._drafts = drafts
+        self._may_hurry = may_hurry
         self._clock = clock
         self._precision = Precision()
         self._records: OrderedDict[str, Record] = OrderedDict()
@@ -168,8 +173,9 @@ class Advisories:
         """Act on an advisory, or renew the one that it repeats. Returns at once.
 
         source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. Raises
-        `rate_limited`, `unknown_model`.
+        `bad_request` (a priority that is not this client's to set), `rate_limited`, `unknown_model`.
         """
+        checked_priority(wanted.priority, may_hurry=self._may_hurry)
         adapter = self._adapter_of(wanted.model)
         now = self._clock()
         live = self._live.get((owner, wanted.session_id))

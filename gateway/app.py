@@ -126,7 +126,7 @@ async def build_services(
     metrics.registry.register(GrammarCollector(node.grammar_stats))
     metrics.registry.register(TokenizerCollector(node.tokenizer_stats))
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
-    advisories = Advisories(node, store, metrics, drafts)
+    advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = RequestBudgets.of(config, metrics)
     turns = Turns(
         node,

@@ -32,6 +32,7 @@ from engine_bridge.policy.queue import (
 )
 from engine_bridge.policy.quotas import overcharged_tokens
 from engine_bridge.policy.sizes import Scale, WeightedSize
+from engine_bridge.policy.urgency import is_urgent
 
 # Seconds of a token before any was measured. Chosen.
 PRIOR_TOKEN_S, SMOOTHING = 0.02, 0.1
@@ -152,7 +153,7 @@ class Known:
             self.num_tokens,
             self.base.num_prefill_tokens or self.num_tokens,  # nobody has looked yet
             self.charged_tokens - arrival.adapter_tokens,
-            arrival.priority < 0,
+            is_urgent(arrival.priority),
         )
 
 

@@ -17,11 +17,13 @@ from typing import Protocol
 
 from engine_bridge.node import Advisory, AdvisoryReport, AdvisoryState
 from engine_bridge.policy.guesses import GuessFacts, Target, due_s, plan
+from engine_bridge.policy.urgency import is_urgent
 from kvtiers.blocks import Block, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 
 # Copying to the device between two steps may take so long: with nobody waiting, and while requests run. Chosen. Where copies take the engine
-# thread's own time (on a CPU), nothing is copied while requests run: they would wait now for what another may not wait for later.
+# thread's own time (on a CPU), nothing is copied while requests run: they would wait now for what another may not wait for later. But for urgent
+# sessions: others wait for them.
 IDLE_SLICE_S, BUSY_SLICE_S = 0.005, 0.002
 # Promoted blocks are looked after this often: what was used meanwhile may have pushed them out.
 LOOK_EVERY_S = 0.5
@@ -107,6 +109,8 @@ class _Guess:
     ) -> None:
         self.advisory = advisory
         self.whose: Whose = (advisory.session_id, salt)
+        self.priority = advisory.priority or 0
+        self.is_urgent = is_urgent(self.priority)
         self.hashes = hashes
         self.on_change = on_change
         self.issued_s = now
@@ -309,34 +313,49 @@ class Promotions:
         if not self.has_work(now):
             return
         self._has_news = False
-        room = self._num_blocks_to_copy(beside)
-        if room > 0:
-            yield from self._bring_up(room, now)
+        only_urgent = beside.is_busy and not beside.overlaps
+        has_urgent = any(guess.is_urgent for guess in self._guesses.values())
+        self._look_at_s = None
+        if beside.can_copy and (has_urgent or not only_urgent):
+            yield from self._bring_up(self._num_blocks_to_copy(beside), now, only_urgent=only_urgent)
             self._look_at_s = self._next_look(now, beside)
-        else:
+        if only_urgent or not beside.can_copy:
             # The engine's thread has better to do than to look after every guess: only let the disk begin with new ones.
             self._stage_new(now)
-            self._look_at_s = None
 
     def _num_blocks_to_copy(self, beside: Beside) -> int:
         """Between these two steps."""
-        if not beside.can_copy or (beside.is_busy and not beside.overlaps):
-            return 0
         slice_s = BUSY_SLICE_S if beside.is_busy else IDLE_SLICE_S
         return max(int(slice_s * self._host_bytes_per_s() / self._store.shape.block_bytes), 1)
 
-    def _bring_up(self, room: int, now: float) -> Iterator[Copy | Refresh]:
+    def _bring_up(self, room: int, now: float, *, only_urgent: bool) -> Iterator[Copy | Refresh]:
         """Move every guess towards its target, with at most `room` blocks copied."""
         num_staged = 0
+        urgent: list[_Guess] = []  # those before, which keep their place
         for target in self._plan(now):
             guess = self._guesses[target.name]
+            if guess.is_urgent:
+                urgent.append(guess)
+            elif only_urgent:
+                break
             for move in self._move(guess, target, room, now, may_stage=num_staged < self._max_staged()):
+                if isinstance(move, Copy):
+                    if not guess.is_urgent:
+                        yield from self._refreshed(urgent)
+                        urgent = []
+                    room -= len(move.sources)
                 yield move
-                room -= len(move.sources) if isinstance(move, Copy) else 0
             num_staged += guess.num_staged
 
+    def _refreshed(self, guesses: Sequence[_Guess]) -> Iterator[Refresh]:
+        """Put what the device has of them behind what a copy takes room from."""
+        for guess in guesses:
+            num_there = self._resident(guess).num_blocks
+            if num_there:
+                yield Refresh(guess.hashes, num_there)
+
     def _stage_new(self, now: float) -> None:
-        guesses = list(self._guesses.values())
+        guesses = sorted(self._guesses.values(), key=lambda guess: not guess.is_urgent)
         num_staged = sum(guess.num_staged for guess in guesses)
         for guess in guesses:
             if guess.looked_s < guess.issued_s and num_staged < self._max_staged():
@@ -362,7 +381,7 @@ class Promotions:
             tenant=advisory.tenant,
             num_blocks=guess.limit,
             probability=advisory.probability,
-            priority=advisory.priority or 0,
+            priority=guess.priority,
             arrival_s=guess.arrival_s,
             issued_s=guess.issued_s,
             saved_s=copy_s + read_s,

@@ -12,6 +12,7 @@ from engine_bridge.core.step_times import UNKNOWN_ERROR, StepSeconds, StepTimes
 from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.driver.scheduling.report import copy_of
 from engine_bridge.policy.routing import KernelName, NodeFacts, NodePerf
+from engine_bridge.policy.urgency import is_urgent
 
 if TYPE_CHECKING:
     from engine_bridge.core.adapter_worth import Worth
@@ -92,5 +93,5 @@ class Standing:
 
 def _counted(request: Any) -> Counted:
     num_tokens: int = request.num_tokens
-    rank, is_urgent = facts_of(request).rank, request.priority < 0
-    return Counted(request.request_id, rank, num_tokens, num_tokens, num_tokens, is_urgent)
+    rank = facts_of(request).rank
+    return Counted(request.request_id, rank, num_tokens, num_tokens, num_tokens, is_urgent(request.priority))

@@ -141,7 +141,7 @@ class OvertureClient:
             model: as the request will name it.
             expected_arrival_s: a lower bound from now; None if unknown.
             ordered: this client's advisories come in the order of their requests.
-            priority: larger goes first; None is as any other.
+            priority: lower goes first; None is as any other. Below 0, where the server allows it, its KV goes to the device at once.
             ttl_s: how long to keep the KV ready; None leaves it to the gateway.
 
         Returns the gateway's receipt, or None where there is none: down, slow, refused, or too many under way. Each kind of failure is logged once.

@@ -279,11 +279,14 @@ async def an_arrival_time_is_waited_for(node: LocalNode, tiers: KvTiers) -> None
     warm = await watch.until("warm")  # by itself, while nothing runs
     assert time.monotonic() - issued_s > 0.3
     assert warm.device_tokens == HISTORY_TOKENS
-    low, _ = await advise(node, "arrival", priority=-1)
+    low, _ = await advise(node, "arrival", priority=1)
     await low.until("warm")  # it is there already
     await wash(node)
-    low, name = await advise(node, "arrival", priority=-1)
+    low, name = await advise(node, "arrival", priority=1)
     assert (await low.until("host")).device_tokens == 0
+    node.retract(name, is_expired=False)
+    urgent, name = await advise(node, "arrival", priority=-1, expected_arrival_s=600.0)
+    assert (await urgent.until("warm")).device_tokens == HISTORY_TOKENS
     node.retract(name, is_expired=False)
 
 

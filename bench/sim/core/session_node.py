@@ -162,7 +162,7 @@ class SessionNode(Node):
             tenant="",
             num_blocks=guess.kv.saved_blocks,
             probability=1.0,
-            priority=-guess.priority,  # of advisories, higher is more urgent
+            priority=guess.priority,
             arrival_s=guess.arrival_s,
             issued_s=guess.issued_s,
             saved_s=copy_s + coming.left_bytes / coming.bytes_per_s,

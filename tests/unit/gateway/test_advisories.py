@@ -16,6 +16,7 @@ from gateway.advisories import (
     MAX_LIFETIMES,
     MAX_LIVE,
     MAX_PER_S,
+    Advisories,
     Record,
     Wanted,
 )
@@ -88,6 +89,26 @@ async def test_the_base_model_by_name_is_no_adapter_and_an_unknown_one_is_refuse
     submit(parts, model="fake-model")
     assert (await parts.node.told()).advisory.adapter is None
     assert code_of(submit, parts, "t", model="nobody") == "unknown_model"
+
+
+@pytest.mark.parametrize("priority", [-1, 1001])
+async def test_a_priority_that_is_not_its_client_s_to_set_is_refused(parts: Parts, priority: int) -> None:
+    assert code_of(submit, parts, priority=priority) == "bad_request"
+    await passes(1)
+    assert not parts.node.advisories
+
+
+async def test_where_the_operator_allows_it_an_advisory_may_be_urgent(parts: Parts) -> None:
+    parts.advisories = Advisories(
+        parts.node,
+        parts.store,
+        parts.metrics,
+        parts.drafts,
+        may_hurry=True,
+        clock=asyncio.get_running_loop().time,
+    )
+    submit(parts, priority=-1)
+    assert (await parts.node.told()).advisory.priority == -1
 
 
 # -- merging, replacing, ending --------------------------------------------------------------------------------------

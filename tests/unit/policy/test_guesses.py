@@ -49,7 +49,9 @@ def test_guesses_get_no_more_than_is_free_and_each_is_told(
     wanted = {fact.name: fact for fact in facts}
     for target in targets:
         assert 0 <= target.num_device_blocks <= wanted[target.name].num_blocks
-        assert wanted[target.name].priority >= 0 or target.num_device_blocks == 0
+        assert wanted[target.name].priority <= 0 or target.num_device_blocks == 0
+    is_urgent = [wanted[target.name].priority < 0 for target in targets]
+    assert is_urgent == sorted(is_urgent, reverse=True)
 
 
 def names(facts: list[GuessFacts], now: float = 0.0) -> list[str]:
@@ -63,15 +65,31 @@ def test_what_saves_more_for_its_size_goes_first() -> None:
     assert names([guess("new", issued_s=2.0), guess("old", issued_s=1.0)]) == ["old", "new"]
 
 
-def test_a_high_priority_goes_first_and_at_once() -> None:
-    far, high = guess("far", arrival_s=100.0), guess("high", arrival_s=100.0, priority=1, saved_s=0.0)
-    first, second = plan([far, high], 100, 100, now=0.0)
-    assert (first.name, first.num_device_blocks) == ("high", 10)
+def test_an_urgent_one_goes_first_and_at_once() -> None:
+    far, urgent = guess("far", arrival_s=100.0), guess("urgent", arrival_s=100.0, priority=-1, saved_s=0.0)
+    first, second = plan([far, urgent], 100, 100, now=0.0)
+    assert (first.name, first.num_device_blocks) == ("urgent", 10)
     assert (second.name, second.num_device_blocks) == ("far", 0)
 
 
+def test_an_urgent_one_goes_before_the_better_guesses_of_other_tenants() -> None:
+    urgent = guess("urgent", tenant="a", priority=-1, probability=0.01, saved_s=0.0)
+    assert names([guess("likely", tenant="b", probability=1.0, saved_s=9.0), urgent]) == ["urgent", "likely"]
+
+
+def test_of_urgent_ones_no_tenant_s_flood_goes_before_the_first_of_another() -> None:
+    flood = [guess(f"flood{n}", tenant="loud", priority=-5, saved_s=9.0) for n in range(50)]
+    order = names([*flood, guess("modest", tenant="quiet", priority=-1)])
+    assert order.index("modest") <= 1
+
+
+def test_one_that_can_wait_stays_in_host_memory_behind_its_tenant_s_others() -> None:
+    targets = plan([guess("later", priority=1, saved_s=9.0), guess("usual")], 100, 100, now=0.0)
+    assert [(each.name, each.num_device_blocks) for each in targets] == [("usual", 10), ("later", 0)]
+
+
 def test_a_flood_of_one_tenant_goes_behind_the_first_of_another() -> None:
-    flood = [guess(f"flood{n}", tenant="loud", priority=1, saved_s=9.0) for n in range(50)]
+    flood = [guess(f"flood{n}", tenant="loud", saved_s=9.0) for n in range(50)]
     order = names([*flood, guess("modest", tenant="quiet")])
     assert order.index("modest") <= 1
 
