@@ -287,11 +287,11 @@ class TokenizerStats(Struct, frozen=True):
 
 
 class SchedulingStats(Struct, frozen=True, kw_only=True):
-    """Who starts next, in figures.
+    """Who starts next, in figures, and how full the device is.
 
     `counts`: since the engine's start, `admitted`, `bypassed`, `squashed`, `preempted[:KIND]`, `refits`, `decisions`, `log_bytes`, and
     `log_cut:REASON` where a decision log ended early. `seconds`: of the engine thread, deciding (`decide`) and all about it (`step`). lanes,
-    length_errors: None where there are none.
+    length_errors: None where there are none. num_answer_tokens: generated since the engine's start. block_size: tokens of a KV block.
     """
 
     policy: str
@@ -302,6 +302,10 @@ class SchedulingStats(Struct, frozen=True, kw_only=True):
     counts: dict[str, int]
     seconds: dict[str, float]
     length_errors: LengthErrors | None
+    num_answer_tokens: int = 0
+    num_kv_blocks: int = 0
+    num_free_kv_blocks: int = 0
+    block_size: int = 0
 
 
 class RequestState(Struct, frozen=True, kw_only=True):

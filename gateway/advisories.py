@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ from gateway.drafts import Drafts
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
 from gateway.policy.precision import Precision
+from gateway.policy.trails import Trail, Trails
 from gateway.sessions import Outlook, SessionStore
 from gateway.standing import checked_priority
 
@@ -98,6 +99,17 @@ class Record:
     def key(self) -> tuple[str, str]:
         return self.owner, self.wanted.session_id
 
+    @property
+    def trail(self) -> Trail:
+        """Its beginning."""
+        return Trail(
+            id=self.id,
+            session_id=self.wanted.session_id,
+            model=self.adapter,
+            source=self.source,
+            began_s=self.issued_s,
+        )
+
     def is_like(self, wanted: Wanted, adapter: str | None) -> bool:
         """Whether a new advisory says no more than this one."""
         mine, other = self.wanted.expected_arrival_s, wanted.expected_arrival_s
@@ -160,6 +172,9 @@ class Advisories:
         self._may_hurry = may_hurry
         self._clock = clock
         self._precision = Precision()
+        self._num_ended: Counter[str] = Counter()
+        self.trails = Trails()
+        """The states that each owner's last ones went through."""
         self._records: OrderedDict[str, Record] = OrderedDict()
         self._live: dict[tuple[str, str], Record] = {}
         self._by_owner: dict[str, dict[str, Record]] = {}
@@ -228,6 +243,10 @@ class Advisories:
         report = self._scored.pop((owner, session_id), None)
         return outcome_of(report) if report is not None else None
 
+    def counts(self) -> dict[str, int]:
+        """Of all owners: those under way (`live`), and those that ended since the start, by how."""
+        return {"live": len(self._live)} | self._num_ended
+
     # -- the life of one ---------------------------------------------------------------------------------------------
 
     def _begin(self, record: Record) -> Record:
@@ -241,6 +260,7 @@ class Advisories:
                 break
             del self._records[oldest]
         self._metrics.advisories.labels(record.source).inc()
+        self.trails.begin(record.owner, record.trail)
         self._renew(record, record.expires_s)
         task = asyncio.create_task(self._start(record))
         self._tasks.add(task)
@@ -304,6 +324,7 @@ class Advisories:
 
     def _changed(self, record: Record, report: AdvisoryReport) -> None:
         record.report = report
+        self.trails.passed(record.owner, record.id, report.state, outcome_of(report), self._clock())
         followers = list(record.followers)
         if report.state in ADVISORY_ENDS and not record.is_over:
             self._settle(record, report)
@@ -326,6 +347,7 @@ class Advisories:
         if not own:
             self._by_owner.pop(record.owner, None)
         self._metrics.advisory_ended(record.source, report)
+        self._num_ended[report.state] += 1
         if report.state in ("hit", "late", "wasted", "expired"):
             self._precision.note(record.owner, report.state in ("hit", "late"), self._clock())
         if report.lead_s is not None:

@@ -24,6 +24,8 @@ from gateway.api_bodies import (
     SessionPage,
 )
 from gateway.engine_routes import DEFAULT_LIMIT, MAX_LIMIT
+from gateway.node_routes import NodeChange
+from gateway.nodes import NodeList, NodeStanding
 from gateway.rest import CreateSession, PatchSession
 from gateway.sessions import Session, SessionSummary
 
@@ -113,6 +115,7 @@ SESSION_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "patter
 _TEXT = {"type": "string"}
 _SESSION = Parameter("id", "path", _TEXT, "The session's id.")
 _ADVISORY = Parameter("id", "path", _TEXT, "The advisory's id.")
+_NODE = Parameter("id", "path", _TEXT, "The node's id, as the list of nodes gives it.")
 _ADAPTER = Parameter("name", "path", _TEXT, "The adapter's name.")
 _CALL_HEADERS = (
     Parameter(
@@ -387,6 +390,39 @@ OPERATIONS: tuple[Operation, ...] = (
         ),
         replies={200: Reply(description="One moment between two steps.", shape=EngineStanding)},
         errors=(400, 503),
+    ),
+    Operation(
+        "get",
+        "/v1/nodes",
+        "list_nodes",
+        OPERATE,
+        "List nodes and what each one does",
+        "Of everybody's KV and of failures only operators are told: for others these are null.",
+        replies={200: Reply(description="The nodes, in the order in which they joined.", shape=NodeList)},
+    ),
+    Operation(
+        "post",
+        "/v1/nodes/{id}/drain",
+        "drain_node",
+        OPERATE,
+        "Give a node no new work",
+        "Running answers end there. It goes on after the reply: the list of nodes tells how far it is.",
+        parameters=(_NODE,),
+        body=Body(shape=NodeChange, example={"timeout_s": 60}, is_required=False),
+        replies={202: Reply(description="It has begun.", shape=NodeStanding)},
+        errors=(404, 409, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/nodes/{id}/restart",
+        "restart_node",
+        OPERATE,
+        "Drain a node and start it again",
+        "It goes on after the reply. The node is back when it is `ready` with another `incarnation`.",
+        parameters=(_NODE,),
+        body=Body(shape=NodeChange, example={"timeout_s": 60}, is_required=False),
+        replies={202: Reply(description="It has begun.", shape=NodeStanding)},
+        errors=(404, 409, 503),
     ),
     Operation(
         "get",

@@ -23,6 +23,7 @@ from gateway import (
     chat_socket,
     engine_process,
     engine_routes,
+    node_routes,
     openai_routes,
     openapi,
     rest,
@@ -40,6 +41,8 @@ from gateway.grammar_metrics import GrammarCollector
 from gateway.kv_metrics import KvCollector
 from gateway.learned import Learned
 from gateway.metrics import Metrics
+from gateway.node_metrics import NodeCollector
+from gateway.nodes import OneNode, Steward
 from gateway.open_calls import OpenCalls
 from gateway.policy.connections import MOST_AT_ONCE
 from gateway.revocation import follow_key_file
@@ -120,11 +123,6 @@ async def build_services(
     node = node or _make_node(await asyncio.to_thread(node_config, config), config)
     metrics = metrics or Metrics()
     metrics.session_wal_lost_frames.set(store.wal_lost_frames)
-    metrics.registry.register(KvCollector(node.kv_tiers))
-    metrics.registry.register(AdapterCollector(node.adapter_stats))
-    metrics.registry.register(SchedulingCollector(node.scheduling_stats))
-    metrics.registry.register(GrammarCollector(node.grammar_stats))
-    metrics.registry.register(TokenizerCollector(node.tokenizer_stats))
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = RequestBudgets.of(config, metrics)
@@ -153,7 +151,21 @@ async def build_services(
         budgets,
         gatekeeper,
         OpenCalls(),
+        Steward(OneNode(node), config.drain_timeout_s),
+        _tell_of(node, metrics),
     )
+
+
+def _tell_of(node: Node, metrics: Metrics) -> NodeCollector:
+    """Have the node's figures among the metrics."""
+    metrics.registry.register(KvCollector(node.kv_tiers))
+    metrics.registry.register(AdapterCollector(node.adapter_stats))
+    metrics.registry.register(SchedulingCollector(node.scheduling_stats))
+    metrics.registry.register(GrammarCollector(node.grammar_stats))
+    metrics.registry.register(TokenizerCollector(node.tokenizer_stats))
+    by_node = NodeCollector()
+    metrics.registry.register(by_node)
+    return by_node
 
 
 def _make_node(settings: LocalNodeConfig, config: Config) -> Node:
@@ -176,6 +188,7 @@ def build_app(services: Services) -> web.Application:
     advisory_routes.add_routes(app)
     adapter_routes.add_routes(app)
     engine_routes.add_routes(app)
+    node_routes.add_routes(app)
     openapi.add_routes(app)
     app.add_routes([web.get("/ws", chat_socket.chat_socket)])
     app.on_response_prepare.append(web_policy.add_stream_headers)
@@ -259,6 +272,8 @@ class Server:
         services = self.services
         deadline = time.monotonic() + services.config.drain_timeout_s
         draining = asyncio.create_task(services.node.drain(services.config.drain_timeout_s))
+        await services.engine_watch.close()
+        await services.steward.close()
         await services.drafts.close()
         await services.turns.drain(services.config.drain_timeout_s)
         await asyncio.wait({draining}, timeout=max(deadline - time.monotonic(), 0.1))

@@ -49,11 +49,15 @@ class Typing(Struct, frozen=True, tag="typing"):
     draft: str | None = None
 
 
+class WatchEngine(Struct, frozen=True, tag="watch_engine"):
+    on: bool = True
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     t: Any = None
 
 
-ClientFrame = Hello | Message | Stop | Typing | Ping
+ClientFrame = Hello | Message | Stop | Typing | WatchEngine | Ping
 
 _decoder: msgspec.json.Decoder[ClientFrame] = msgspec.json.Decoder(ClientFrame)
 _encoder = msgspec.json.Encoder()

@@ -23,6 +23,7 @@ from gateway.chat_protocol import (
     Ping,
     Stop,
     Typing,
+    WatchEngine,
     decode,
     encode,
     frame_id,
@@ -160,6 +161,8 @@ class ChatConnection:
                 await self._on_stop(frame)
             elif isinstance(frame, Typing):
                 self._on_typing(frame)
+            elif isinstance(frame, WatchEngine):
+                self._on_watch_engine(frame)
         except GatewayError as error:
             await self._fail(error, turn_id)
         except Exception as error:
@@ -244,6 +247,13 @@ class ChatConnection:
         except GatewayError:
             self._send({"type": "advisory", "session_id": frame.session_id, "state": "unknown"})
 
+    def _on_watch_engine(self, frame: WatchEngine) -> None:
+        watch = self._services.engine_watch
+        if frame.on:
+            watch.add(self)
+        else:
+            watch.remove(self)
+
     @property
     def _new_chat(self) -> str:
         """What a draft is kept under while its conversation has no id."""
@@ -292,6 +302,13 @@ class ChatConnection:
         self._outbox.append(data)
         self._queued_bytes += len(data)
         self._start_writer()
+
+    def show(self, picture: bytes) -> None:
+        """What the engine does, for one who watches. While the peer has not taken all that came before, it is left out: the next one is newer."""
+        if self._writer is None:
+            self._outbox.append(picture)
+            self._queued_bytes += len(picture)
+            self._start_writer()
 
     def _send_error(self, error: GatewayError, turn_id: str | None = None) -> None:
         self._services.metrics.socket_errors.labels(error.code).inc()
@@ -361,6 +378,11 @@ class ChatConnection:
         """Whose socket this is; None before a hello with a good key."""
         return self._principal.owner if self._principal is not None else None
 
+    @property
+    def principal(self) -> Principal | None:
+        """Who this is, as of its last hello or message."""
+        return self._principal
+
     async def revoke(self) -> None:
         """The key was withdrawn: say so and close."""
         await self._fail(withdrawn(), None)
@@ -368,6 +390,7 @@ class ChatConnection:
     def leave(self) -> None:
         """Let go of everything; the turns go on for a while without this socket."""
         self._is_gone = True
+        self._services.engine_watch.remove(self)
         if self._writer is not None:
             self._writer.cancel()
         for turn in list(self._sent):

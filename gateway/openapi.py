@@ -44,6 +44,7 @@ ERRORS = {
     403: "The key is no operator's, where one is needed, or a page of an origin asks that may not use this server.",
     404: "There is no such thing here (for this key).",
     408: "The body did not come in time.",
+    409: "It cannot be done as things are now; the message says why.",
     413: "The body is larger than the server takes.",
     422: "The request was understood, and cannot be carried out as it is.",
     429: "Too many requests: send it again later.",

@@ -245,6 +245,7 @@ async def metrics(request: web.Request) -> web.Response:
     services.check_operator(services.principal(request), "/metrics is")
     services.metrics.engine_steps.set(services.node.num_steps)
     services.metrics.engine_rebuilds.set(services.node.num_rebuilds)
+    services.node_metrics.note(services.steward.states())
     return web.Response(body=await services.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 

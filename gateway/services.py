@@ -14,9 +14,12 @@ from gateway.auth import KeyRing, Principal, extract_key
 from gateway.budgets import Gatekeeper, RequestBudgets
 from gateway.config import Config
 from gateway.drafts import Drafts
+from gateway.engine_watch import EngineWatch
 from gateway.errors import GatewayError
 from gateway.learned import Learned
 from gateway.metrics import Metrics
+from gateway.node_metrics import NodeCollector
+from gateway.nodes import Steward
 from gateway.open_calls import OpenCalls
 from gateway.sessions import SessionStore
 from gateway.turns import Turns
@@ -64,9 +67,14 @@ class Services:
     budgets: RequestBudgets
     gatekeeper: Gatekeeper
     calls: OpenCalls
+    steward: Steward
+    node_metrics: NodeCollector
     connections: set[OpenSocket] = field(default_factory=set)
     upgrading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPGRADES_AT_ONCE))
     look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now
+
+    def __post_init__(self) -> None:
+        self.engine_watch = EngineWatch(self.steward, self.advisories, self.keys)
 
     def principal(self, request: web.Request) -> Principal:
         """Who asks. Raises GatewayError `unauthorized`, `rate_limited` (wrong keys)."""

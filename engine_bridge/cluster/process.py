@@ -46,6 +46,7 @@ class ProcessNode(RemoteNode):
         self._keeping: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._num_deaths = 0
+        self._is_end_wanted = False
         self._since_s = time.monotonic()
         self._first_start: asyncio.Future[None] | None = None
 
@@ -79,6 +80,19 @@ class ProcessNode(RemoteNode):
         self._keeping = asyncio.create_task(self._keep(), name="engine process")
         await self._first_start
 
+    async def restart(self) -> None:
+        """End the child, which was drained, and start it again. Returns when its engine is ready; raises EngineUnavailable if it has failed."""
+        before = self._link
+        if before is not None and before.is_up:
+            self._is_end_wanted = True
+            before.notice("close")
+        while self._link in (before, None) or self.progress.state != "ready":
+            if self._closing.is_set() or self.progress.state == "failed":
+                raise EngineUnavailable(
+                    self.progress.error or "the engine's process could not be started again"
+                )
+            await asyncio.sleep(LOOK_EVERY_S / 4)
+
     async def close(self) -> None:
         self._closing.set()
         if self._keeping is None:
@@ -108,6 +122,10 @@ class ProcessNode(RemoteNode):
                 break
             self._num_deaths += 1
             self._since_s = time.monotonic()
+            if self._is_end_wanted:
+                self._is_end_wanted = False
+                log.info("the engine's process is started again, as was asked")
+                continue
             log.error("the engine's process %s; it is started again", why)
             if self._first_start is not None and not self._first_start.done():
                 # It never served: what is wrong with it will be so the next time.

@@ -46,6 +46,7 @@ def configure_environment(config: EngineConfig) -> None:
 def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
     """An in-process `LLMEngine` with parts of ours in the places of vLLM's. Raises SeamMoved and whatever vLLM raises."""
     from engine_bridge.driver import grammars
+    from engine_bridge.driver.kv_keys import hash_by_content
     from engine_bridge.driver.vllm_api import LLMEngine
 
     mends_lora = config.device == "cpu" and config.enable_lora
@@ -59,6 +60,8 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
         seam.install()
     grammars.install()
     engine = LLMEngine.from_engine_args(_engine_args(config, tiers), enable_multiprocessing=False)
+    core = engine.engine_core.engine_core
+    core.request_block_hasher = hash_by_content(core.request_block_hasher)
     if mends_lora:
         lora.check_engine(engine)
     if config.device == "cpu" and config.cpu_threads is not None:

@@ -320,7 +320,15 @@ class VllmDriver:
         knows_why = REPORT not in self._off
         outputs = self.engine.output_processor if knows_why else None
         places = self.adapters.places
-        return Report(self._scheduler, self.scheduling, outputs, places, knows_why=knows_why)
+        return Report(
+            self._scheduler,
+            self.scheduling,
+            outputs,
+            places,
+            self._block_pool,
+            self._block_size,
+            knows_why=knows_why,
+        )
 
     def _make_speeds(self) -> Speeds:
         from engine_bridge.driver.standing import Speeds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import threading
@@ -168,7 +169,7 @@ class KvTiers:
         assert self._io is not None
         return self._io.start(
             DiskLog.open(
-                config.folder / namespace.fingerprint,
+                namespace.folder_in(config.folder),
                 namespace.fingerprint,
                 namespace.shape,
                 config.disk_bytes,
@@ -274,7 +275,7 @@ def _namespace(tensors: list[Any], layer_bytes: int, vllm_config: Any) -> Namesp
     """What must be equal for stored KV to be this engine's. The layout names the CPU's instruction set where attention packs keys for it."""
     import torch
 
-    from engine_bridge.driver.vllm_api import vllm_version
+    from engine_bridge.driver.vllm_api import get_none_hash_seed, vllm_version
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     tensor = tensors[0]
@@ -282,11 +283,13 @@ def _namespace(tensors: list[Any], layer_bytes: int, vllm_config: Any) -> Namesp
     if tensor.device.type == "cpu":
         layout += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
     return Namespace(
-        model=model.model,
-        revision=revision_of(model),
+        model=Path(model.model).name,
+        # A digest of a folder's files says enough; a commit is one of some model's on a hub.
+        revision=("" if Path(model.model).is_dir() else f"{model.model}@") + revision_of(model),
         dtype=f"{model.dtype} {tensor.dtype}",
         block_size_tokens=cache.block_size,
         layout=layout,
         hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_seed=hashlib.sha256(get_none_hash_seed().encode()).hexdigest()[:16],
         shape=BlockShape(len(tensors), layer_bytes),
     )

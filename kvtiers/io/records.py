@@ -53,7 +53,7 @@ _SEGMENT_HEADER = struct.Struct(
     "<8sHH108sQ"
 )  # magic, version, length of the fingerprint, fingerprint, checksum
 _RECORD_HEADER = struct.Struct("<4sHHQIIII")  # magic, version, 0, checksum, n, L, B, owner
-_MAX_FINGERPRINT_BYTES = 108  # Chosen: makes the header 128 bytes; `Namespace.fingerprint` is 57 at most.
+_MAX_FINGERPRINT_BYTES = 108  # Chosen: makes the header 128 bytes; `Namespace.fingerprint` has 32.
 _CHECKED_FROM = 16  # The record's checksum covers what follows it: n, L, B, the owner and the keys.
 _SUM_BYTES = 8
 ALIGNMENT_BYTES = 4096  # of records and of writes: what O_DIRECT asks for on any disk

@@ -204,6 +204,9 @@ def check_after(state: dict[str, Any], metrics: dict[str, float]) -> None:
     assert 0 < state["seconds"]["decide"] < state["seconds"]["step"]
     assert metrics["overture_scheduling_admitted_total"] == state["counts"]["admitted"]
     assert metrics['overture_scheduling_preempted_total{kind="recompute"}'] == state["counts"]["preempted"]
+    # 8 of 150 and one or more of 2 tokens.
+    assert metrics['overture_node_answer_tokens_total{node="local"}'] >= 8 * 150 + 2
+    assert metrics['overture_node_kv_blocks{node="local"}'] == 60
     assert metrics["overture_length_error_tokens_count"] == state["length_errors"]["num_answers"]
     assert metrics["overture_scheduling_refits_total"] >= 1
     assert (

@@ -28,6 +28,7 @@ class Report:
         scheduling: None where vLLM's own queue decides.
         places: where adapters are, by id.
         outputs: vLLM's output processor, which knows requests by the ids that they came with.
+        blocks: vLLM's pool of KV blocks, of block_size tokens each.
         knows_why: False where vLLM has moved so that we cannot tell why requests wait: then all of them are just queued.
     """
 
@@ -37,27 +38,35 @@ class Report:
         scheduling: Scheduling | None,
         outputs: Any,
         places: Callable[[], Places],
+        blocks: Any,
+        block_size: int,
         *,
         knows_why: bool = True,
     ) -> None:
         self._scheduler, self._scheduling = scheduler, scheduling
+        self._blocks, self._block_size = blocks, block_size
         self._outputs, self._places = outputs, places
         self._knows_why = knows_why
 
     def stats(self) -> SchedulingStats:
         """From any thread."""
         own = self._scheduling
-        waiting = self._waiting()
+        running, waiting = copy_of(self._scheduler.running), self._waiting()
         reasons = self._reasons()
+        under_way = sum(each.num_output_tokens for each in running + waiting)
         return SchedulingStats(
             policy=own.dispatcher.policy.name if own is not None else "vllm",
-            num_running=len(self._scheduler.running),
+            num_running=len(running),
             num_waiting=len(waiting),
             num_by_reason=dict(Counter(map(reasons.of, waiting))),
             lanes=_lanes(own.dispatcher) if own is not None else None,
             counts=own.all_counts() if own is not None else {"preempted": self._scheduler.num_preempted},
             seconds=own.seconds() if own is not None else {},
             length_errors=_length_errors(own.dispatcher.guess_errors) if own is not None else None,
+            num_answer_tokens=self._scheduler.num_ended_tokens + under_way,
+            num_kv_blocks=self._blocks.num_gpu_blocks,
+            num_free_kv_blocks=self._blocks.get_num_free_blocks(),
+            block_size=self._block_size,
         )
 
     def requests(self, tenant: str, limit: int) -> tuple[list[RequestState], list[RequestState], int, int]:

@@ -33,6 +33,8 @@ class _Planned:
 
     scheduling: Scheduling | None = None
     num_preempted = 0
+    num_ended_tokens = 0
+    """Generated for requests that are over."""
 
     def use(self, scheduling: Scheduling) -> None:
         """From now on; nothing waits yet."""
@@ -57,6 +59,7 @@ class _Planned:
         return outputs
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.num_ended_tokens += request.num_output_tokens
         if self.scheduling is not None:
             self.scheduling.ended(request)
         return super()._free_request(request, *args, **kwargs)

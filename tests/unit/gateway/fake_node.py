@@ -10,6 +10,7 @@ from engine_bridge.errors import BridgeError, EngineUnavailable, NotSupported
 from engine_bridge.node import (
     ADVISORY_ENDS,
     AdapterInfo,
+    AdapterPlace,
     AdapterStats,
     Advisory,
     AdvisoryReport,
@@ -126,6 +127,7 @@ class FakeNode:
         script: pieces that every answer has at once; None lets the test write each answer.
         refusal: raised by `generate` before anything else. advise_error, prefill_error: by those.
         gate: while it is not set, `advise` and `prefill` hang (a rebuild, a busy engine).
+        scheduling, tiers: what it says of its engine and of its KV tiers.
         answers, advisories, retracted, prefills, ended_sessions: what came, in order.
     """
 
@@ -134,6 +136,7 @@ class FakeNode:
         self.state: NodeState = "ready"
         self.model_name = "fake-model"
         self.adapter_names = ["shout", "pirate"]
+        self.adapter_place: AdapterPlace = "disk"
         self.refusal: BaseException | None = None
         self.advise_error: BridgeError | None = None
         self.prefill_error: BridgeError | None = None
@@ -147,6 +150,8 @@ class FakeNode:
         self.ended_sessions: list[tuple[str, str]] = []
         self.max_model_len = 4096
         self.num_steps = self.num_rebuilds = 0
+        self.scheduling: SchedulingStats | None = None
+        self.tiers: TierStats | None = None
         self._changed = asyncio.Event()
 
     # -- for tests ---------------------------------------------------------------------------------------------------
@@ -237,16 +242,16 @@ class FakeNode:
         self.ended_sessions.append((tenant, session_id))
 
     def adapters(self) -> list[AdapterInfo]:
-        return [AdapterInfo(name, 8) for name in self.adapter_names]
+        return [AdapterInfo(name, 8, place=self.adapter_place) for name in self.adapter_names]
 
     def kv_tiers(self) -> TierStats | None:
-        return None
+        return self.tiers
 
     def adapter_stats(self) -> AdapterStats | None:
         return None
 
     def scheduling_stats(self) -> SchedulingStats | None:
-        return None
+        return self.scheduling
 
     def facts(self) -> NodeFacts | None:
         running = sum(not (answer.is_over or answer.is_closed) for answer in self.answers)

@@ -16,6 +16,8 @@ from gateway.auth import KeyRing
 from gateway.budgets import Gatekeeper, RequestBudgets
 from gateway.config import Config
 from gateway.learned import Learned
+from gateway.node_metrics import NodeCollector
+from gateway.nodes import Nodes, OneNode, Steward
 from gateway.open_calls import OpenCalls
 from gateway.services import Services
 from gateway.sessions import SessionStore
@@ -32,11 +34,15 @@ class Gateway(Parts):
     def __init__(self, store: SessionStore, config: Config) -> None:
         super().__init__(store, accepts_drafts=config.draft_prefill)
         learned = Learned(self.node, self.advisories, is_on=False)
-        keys = KeyRing(config.api_keys)
+        keys = KeyRing(config.api_keys, operator_keys=config.operator_keys)
         node: Any = self.node  # Services names the class that production has
         parts = (self.turns, keys, self.metrics, self.drafts, self.advisories, learned)
         bounds = (RequestBudgets.of(config, self.metrics), Gatekeeper(keys, self.metrics), OpenCalls())
-        self.server = Server(Services(config, node, store, *parts, *bounds))
+        self.nodes: Nodes = OneNode(node)
+        steward = Steward(self.nodes, config.drain_timeout_s)
+        node_metrics = NodeCollector()
+        self.metrics.registry.register(node_metrics)
+        self.server = Server(Services(config, node, store, *parts, *bounds, steward, node_metrics))
 
     @contextlib.asynccontextmanager
     async def socket(self, *, key: str | None = None, hello: Frame | None = None) -> AsyncIterator[Socket]:

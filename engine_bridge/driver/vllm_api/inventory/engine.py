@@ -9,7 +9,7 @@ from engine_bridge.driver.vllm_api.features import (
     PROMOTION,
     REPORT,
 )
-from engine_bridge.driver.vllm_api.uses import builds, calls, owner, reads, tags, writes
+from engine_bridge.driver.vllm_api.uses import builds, calls, looks_up, owner, reads, tags, writes
 
 OWNERS = (
     owner(
@@ -38,6 +38,8 @@ OWNERS = (
         ENGINE,
         reads("model_executor scheduler"),
         reads("request_block_hasher", PROMOTION),
+        writes("request_block_hasher", KV_TIERS),
+        looks_up("preprocess_add_request", "request_block_hasher", KV_TIERS),
         at="engine_core.engine_core",
     ),
     owner(
@@ -106,6 +108,7 @@ OWNERS = (
         ),
         reads("structured_output_request"),
         reads("skip_reading_prefix_cache", KV_TIERS),
+        writes("lora_request", KV_TIERS),
     ),
     owner(
         "vllm.outputs:RequestOutput",

@@ -102,5 +102,6 @@ OWNERS = (
     owner(
         "vllm._custom_ops", CUDA_COPIES, calls("swap_blocks(src, dst, block_size_in_bytes, block_mapping)")
     ),
+    owner("vllm.v1.core.kv_cache_utils", KV_TIERS, calls("get_none_hash_seed()")),
     owner("vllm", KV_TIERS, reads("__version__")),
 )

@@ -1,0 +1,1 @@
+"""Two nodes against one, live: `python -m bench.live.cluster`."""

@@ -1,0 +1,98 @@
+"""People who read and type, on two nodes: with advisories, which may move a session, and without, when sessions stay where they are."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from typing import Any
+
+import aiohttp
+
+from bench.live.cluster.servers import MODEL, Server, complete
+from bench.live.peers.play import text
+from bench.measures import quantile
+
+NUM_PEOPLE, FIRST_TOKENS, QUESTION_TOKENS, LEAD_S = 16, 192, 48, 1.0
+# Logarithm's spread of how often people ask. Chosen: the busiest of sixteen ask some ten times as often as the least busy ones.
+SPREAD = 1.0
+# Mean seconds between an answer's end and the next question. Chosen so that two cores are busy for some two thirds of the time.
+THINK_S = 6.0
+
+
+class People:
+    """The same people, questions and pauses for each arm, but for how long answers take."""
+
+    def __init__(self, http: aiohttp.ClientSession, server: Server, name: str, *, advises: bool) -> None:
+        self._http, self._server, self._name, self._advises = http, server, name, advises
+        self.ttft_s: list[float] = []
+        self.loads: list[list[int]] = []
+
+    async def live(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        watching = asyncio.create_task(self._watch(until_s))
+        await asyncio.gather(*(self._person(number, until_s) for number in range(NUM_PEOPLE)))
+        await watching
+
+    async def _person(self, number: int, until_s: float) -> None:
+        rng = random.Random(f"person {number}")
+        session_id = f"{self._name}-{number}"
+        mean_s = THINK_S * rng.lognormvariate(-(SPREAD**2) / 2, SPREAD)
+        history = text(FIRST_TOKENS, self._name, number)
+        await asyncio.sleep(rng.uniform(0, mean_s))
+        while time.monotonic() < until_s:
+            first_s, answer, _ = await complete(
+                self._http, self._server, history, rng.randint(8, 64), session_id
+            )
+            self.ttft_s.append(first_s)
+            history = (history + answer + text(QUESTION_TOKENS, self._name, number, len(history)))[-3500:]
+            pause_s = rng.expovariate(1 / mean_s) + LEAD_S
+            await asyncio.sleep(min(pause_s - LEAD_S, max(until_s - time.monotonic(), 0)))
+            if self._advises:
+                await self._advise(session_id)
+            await asyncio.sleep(LEAD_S)
+
+    async def _advise(self, session_id: str) -> None:
+        body = {"session_id": session_id, "model": MODEL, "expected_arrival_s": LEAD_S}
+        async with self._http.post(f"{self._server.url}/v1/advisories", json=body) as reply:
+            await reply.read()
+
+    async def _watch(self, until_s: float) -> None:
+        while time.monotonic() < until_s:
+            nodes = await self._server.nodes(self._http)
+            self.loads.append([node["num_running"] + node["num_waiting"] for node in nodes])
+            await asyncio.sleep(0.25)
+
+
+async def advised_vs_sticky(
+    http: aiohttp.ClientSession, server: Server, repeats: int, seconds: float
+) -> dict[str, Any]:
+    """P99 of the time to the first token with advisories over that without; the most requests at a node over the median node's, both over the run."""
+    arms: dict[str, list[People]] = {"advised": [], "sticky": []}
+    for repeat in range(repeats):
+        names = list(arms) if repeat % 2 else list(reversed(arms))
+        for name in names:
+            people = People(http, server, f"{name}-{repeat}", advises=name == "advised")
+            await people.live(seconds)
+            arms[name].append(people)
+    found: dict[str, Any] = {}
+    for name, plays in arms.items():
+        ttft_s = [each for play in plays for each in play.ttft_s]
+        loads = [
+            statistics.fmean(node)
+            for node in zip(*(row for play in plays for row in play.loads), strict=True)
+        ]
+        found[name] = {
+            "num": len(ttft_s),
+            "ttft_p50_ms": round(quantile(ttft_s, 0.5) * 1e3, 1),
+            "ttft_p99_ms": round(quantile(ttft_s, 0.99) * 1e3, 1),
+            "imbalance": round(max(loads) / statistics.median(loads), 3),
+        }
+    return {
+        "advised_vs_sticky_ttft_p99": round(
+            found["advised"]["ttft_p99_ms"] / found["sticky"]["ttft_p99_ms"], 3
+        ),
+        "imbalance_max_vs_median": found["advised"]["imbalance"],
+        "routing": found,
+    }

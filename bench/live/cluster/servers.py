@@ -1,0 +1,123 @@
+"""The servers of the cluster bench: one engine in its process, or several nodes, each with the same memory; and what their nodes say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import orjson
+import psutil
+
+from bench.live.models import ModelShape, model_folder
+from bench.live.peers.client import QUIET_OPENMP, ROOT
+from bench.live.soak.server import HOST, free_port
+
+START_TIMEOUT_S, CLOSE_TIMEOUT_S = 300.0, 60.0
+MODEL = "cluster-bench"
+SHAPE = ModelShape(max_model_len=4096)
+# A node's memory in tokens is what sessions are counted by: some 5,400 on the device, as many in host memory. No disk: it would hold everything.
+MEMORY_GIB = 0.125
+
+
+class Server:
+    """One gateway of this checkout, until the block ends.
+
+    Args:
+        num_nodes: 1: the engine in the gateway's process.
+    """
+
+    def __init__(self, name: str, folder: Path, num_nodes: int, flags: tuple[str, ...] = ()) -> None:
+        self.name, self.num_nodes, self.port = name, num_nodes, free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self.log = folder / f"{name}.log"
+        command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(self.port)]
+        command += ["--model", str(model_folder(SHAPE)), "--served-model-name", MODEL, "--dtype", SHAPE.dtype]
+        command += ["--max-model-len", str(SHAPE.max_model_len), "--data-dir", str(folder / name)]
+        command += ["--kv-cache-gib", str(MEMORY_GIB), "--kv-host-gib", str(MEMORY_GIB), "--kv-disk-gib", "0"]
+        command += ["--nodes", str(num_nodes), *flags] if num_nodes > 1 else flags
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                env=os.environ | QUIET_OPENMP | {"PYTHONPATH": str(ROOT)},
+                start_new_session=True,  # Ctrl-C is the bench's to handle
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    async def until_ready(self, http: aiohttp.ClientSession) -> None:
+        """All nodes. Raises RuntimeError."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(aiohttp.ClientError):
+                states = [node["state"] for node in await self.nodes(http)]
+                if states.count("ready") == self.num_nodes:
+                    return
+            await asyncio.sleep(0.2)
+        raise RuntimeError(f"{self.name} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
+
+    async def nodes(self, http: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        """As `GET /v1/nodes` has them; none while nobody answers there."""
+        async with http.get(f"{self.url}/v1/nodes") as reply:
+            found: list[dict[str, Any]] = (await reply.json())["nodes"] if reply.status == 200 else []
+            return found
+
+    async def node(self, http: aiohttp.ClientSession, node_id: str, what: str, **body: Any) -> None:
+        """Drain or restart a node. Raises RuntimeError."""
+        async with http.post(f"{self.url}/v1/nodes/{node_id}/{what}", json=body) as reply:
+            if reply.status >= 300:
+                raise RuntimeError(f"{what} of {node_id}: {reply.status} {await reply.text()}")
+
+    def engine_processes(self) -> list[psutil.Process]:
+        """Those of nodes, largest first: each has a model in it."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        found = sorted(children, key=lambda each: each.memory_info().rss, reverse=True)
+        return found[: self.num_nodes]
+
+
+async def complete(
+    http: aiohttp.ClientSession, server: Server, token_ids: list[int], num_tokens: int, session_id: str = ""
+) -> tuple[float, list[int], int]:
+    """Seconds to the first token, the answer's token ids, and how many of the prompt's tokens were cached. Raises RuntimeError."""
+    body: dict[str, Any] = {"model": MODEL, "prompt": token_ids, "max_tokens": num_tokens, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body["stream_options"] = {"include_usage": True}
+    headers = {"X-Session-Id": session_id} if session_id else {}
+    began_s, first_s, answer, num_cached = time.perf_counter(), 0.0, list[int](), 0
+    async with http.post(f"{server.url}/v1/completions", json=body, headers=headers) as reply:
+        if reply.status != 200:
+            raise RuntimeError(f"{server.name}: {reply.status} {await reply.text()}")
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = orjson.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"{server.name}: {event['error']}")
+            if event["choices"]:
+                first_s = first_s or time.perf_counter() - began_s
+                answer += event["choices"][0].get("token_ids") or []
+            if event.get("usage"):
+                num_cached = (event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return first_s, answer, num_cached

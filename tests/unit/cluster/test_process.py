@@ -1,0 +1,41 @@
+"""A node in a child process, without a model: started again when somebody asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from engine_bridge.cluster.child import serve
+from engine_bridge.cluster.process import ProcessNode
+from engine_bridge.node import ChatMessage, GenerateRequest, RequestId
+from tests.unit.gateway.fake_node import PATIENCE_S, FakeNode
+
+
+class Teller(FakeNode):
+    """Says which process it is."""
+
+    def __init__(self) -> None:
+        super().__init__([str(os.getpid())])
+
+
+async def answer_of(node: ProcessNode) -> str:
+    request = GenerateRequest(request_id=RequestId("a"), messages=(ChatMessage("user", "Who are you?"),))
+    return "".join([delta.text async for delta in node.generate(request)])
+
+
+async def test_a_child_that_is_started_again_is_another_process_and_takes_requests() -> None:
+    node = ProcessNode([sys.executable, "-m", __name__], b"", "fake-model")
+    async with asyncio.timeout(3 * PATIENCE_S):
+        await node.start()
+        first, before = await answer_of(node), node.incarnation
+        assert await node.drain(1.0) and node.progress.state != "failed"
+        await node.restart()
+        assert (node.progress.state, node.num_rebuilds) == ("ready", 1)
+        assert await answer_of(node) != first and node.incarnation != before != ""
+        await node.close()
+    assert node.incarnation == ""
+
+
+if __name__ == "__main__":
+    serve(Teller(), int(sys.argv[1]))
