@@ -12,12 +12,24 @@ it since: until one can, `Homes` counts it itself.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from .routing import Ask, CachedKv, NodeFacts, Ranks, Route, RoutingPolicy
+from .routing import (
+    POLICIES,
+    Ask,
+    CachedKv,
+    LoadBalance,
+    NodeFacts,
+    Ranks,
+    Relieve,
+    Route,
+    RoutingPolicy,
+    Sticky,
+    settings_of,
+)
 
 SessionKey = tuple[str, str]
 """Tenant and session id. One with an empty session id belongs to no session, and nothing is kept of it."""
@@ -41,6 +53,19 @@ class Doors:
     unannounced: RoutingPolicy
     new: RoutingPolicy
     second: RoutingPolicy | None = None
+
+
+def doors_of(name: str, nodes: Sequence[NodeFacts]) -> Doors:
+    """Of a policy's name, for nodes as fast as these say.
+
+    `auto`: `overture` once a node says how fast it is; before that by numbers of requests, moving a session only where that relieves its node.
+    """
+    if name == "auto":
+        if all(node.perf is None for node in nodes):
+            return Doors(Relieve(), Sticky(), LoadBalance())
+        name = "overture"
+    policy = POLICIES[name](settings_of(nodes))
+    return Doors(policy, Sticky(), policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +116,7 @@ class _Load:
     num: int = 0
     num_urgent: int = 0
     num_tokens: int = 0
+    answer_tokens: int = 0
     ranks: Counter[int] = field(default_factory=Counter)
 
     def count(self, ask: Ask, sign: int) -> None:
@@ -98,6 +124,7 @@ class _Load:
         self.num += sign
         self.num_urgent += sign * ask.is_urgent
         self.num_tokens += sign * ask.num_prompt_tokens
+        self.answer_tokens += sign * ask.num_answer_tokens
         self.ranks[ask.rank] += sign
         if not self.ranks[ask.rank]:
             del self.ranks[ask.rank]
@@ -161,9 +188,11 @@ class _Node:
             queued=queued,
             num_tokens=num_tokens,
             queued_tokens=facts.queued_tokens + sent.num_tokens,
-            free_tokens=max(facts.free_tokens - sent.num_tokens, 0),
+            answer_tokens=None if facts.answer_tokens is None else facts.answer_tokens + sent.answer_tokens,
+            free_tokens=max(facts.free_tokens - sent.num_tokens - sent.answer_tokens, 0),
             num_urgent=max(facts.num_urgent, self.num_urgent) + expected.num_urgent,
             is_open=self.is_open and facts.is_open,
+            perf=facts.perf,
         )
 
 

@@ -10,8 +10,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_bridge.policy.homes import Doors, Homes, Sent
-from engine_bridge.policy.routing import Ask, CachedKv, LoadBalance, NodeFacts, Ranks, Relieve, Route, Sticky
+from engine_bridge.policy.homes import Doors, Homes, Sent, doors_of
+from engine_bridge.policy.routing import (
+    POLICIES,
+    UNKNOWN,
+    Ask,
+    CachedKv,
+    LoadBalance,
+    NodeFacts,
+    Ranks,
+    Relieve,
+    Route,
+    Sticky,
+)
 
 DOORS = Doors(LoadBalance(), Sticky(), LoadBalance())
 KEY = ("t", "s")
@@ -131,6 +142,25 @@ def test_a_request_of_no_session_leaves_nothing_behind() -> None:
     own.check_invariants()
 
 
+def test_by_itself_the_policy_that_reckons_with_speeds_takes_over_once_a_node_knows_its_own() -> None:
+    unknown = doors_of("auto", [facts(), facts()])
+    assert (unknown.announced.name, unknown.new.name) == ("relieve", "load_balance")
+    known = doors_of("auto", [facts(), facts(perf=UNKNOWN)])
+    assert (known.announced.name, known.unannounced.name, known.new.name) == (
+        "overture",
+        "sticky",
+        "overture",
+    )
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_can_be_had_by_name_before_any_node_has_said_a_word(name: str) -> None:
+    own = Homes(doors_of(name, ()))
+    own.reported("n0", facts(), 0.0)
+    assert own.advised(KEY, "a", ask()).node_id == "n0"
+    assert own.doors.new.name == name
+
+
 # -- what reports cannot tell yet --------------------------------------------------------------------------------------
 
 
@@ -139,7 +169,7 @@ def test_requests_count_at_their_node_until_its_report_can_tell_of_them() -> Non
     own.requested(KEY, ask(num_prompt_tokens=100, rank=8, is_urgent=True), 1.0)
     (seen,) = own.facts()
     assert (seen.queued, seen.num_tokens, seen.queued_tokens) == (Ranks(1, 8, 8), 100, 100)
-    assert (seen.free_tokens, seen.num_urgent) == (9_900, 1)
+    assert (seen.free_tokens, seen.num_urgent) == (9_890, 1)
     own.reported("n0", facts(0), 1.05)
     assert own.facts()[0].queued.num == 1, "it was sent only just before"
     own.reported("n0", facts(1), 1.1)
@@ -159,6 +189,13 @@ def test_announced_requests_count_where_they_are_expected() -> None:
     assert placed == {"n0": 2, "n1": 2}
     assert [each.queued for each in own.facts()] == [Ranks(2, 2, 2), Ranks(2, 4, 3)]
     assert [each.queued.num for each in own.facts(with_expected=False)] == [0, 0]
+
+
+def test_what_a_node_says_of_its_speed_is_passed_on_and_answers_to_come_are_counted() -> None:
+    own = Homes(DOORS)
+    own.reported("n0", facts(perf=UNKNOWN, answer_tokens=5), 0.0)
+    own.requested(KEY, ask(), 1.0)
+    assert (own.facts()[0].perf, own.facts()[0].answer_tokens) == (UNKNOWN, 15)
 
 
 def test_a_request_that_has_ended_counts_no_more() -> None:

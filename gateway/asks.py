@@ -1,0 +1,109 @@
+"""What routing is told of a request: about how long it is, and which nodes have its adapter. Estimates, for nothing is tokenised here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.node import TOKEN_ID_BYTES, Advisory, GenerateRequest
+from engine_bridge.policy import adapter_places
+from engine_bridge.policy.routing import Ask
+from engine_bridge.request_context import RequestContext
+
+# English text. Chosen.
+CHARS_PER_TOKEN = 4
+# An answer before any was seen, and how much each one changes what is expected of the next. Chosen.
+FIRST_ANSWER_TOKENS, SMOOTHING = 256.0, 0.05
+# Where the calls of OpenAI's and Anthropic's APIs have their texts, and their bounds of answers.
+_TEXTS = ("messages", "input", "prompt", "system", "instructions")
+_BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+# Text lies no deeper: a list of messages, each with a list of parts, of which one is a tool's result with parts of its own.
+_MAX_DEPTH = 8
+
+
+class Asks:
+    """Makes them, and learns how long answers are."""
+
+    def __init__(self) -> None:
+        self._answer_tokens = FIRST_ANSWER_TOKENS
+
+    def answered(self, num_tokens: int) -> None:
+        """An answer had so many."""
+        self._answer_tokens += SMOOTHING * (num_tokens - self._answer_tokens)
+
+    def of_request(self, name: str, request: GenerateRequest, nodes: Mapping[str, RemoteNode]) -> Ask:
+        num_tokens = len(request.prompt_token_ids or ())
+        if request.messages:
+            history = len(request.history_token_ids) // TOKEN_ID_BYTES
+            # With its ids, all but the question is known; else the texts have to tell.
+            texts = request.messages[-1:] if history else request.messages
+            num_tokens = history + sum(len(message.content) for message in texts) // CHARS_PER_TOKEN
+        return self._ask(name, num_tokens, request.context, request.sampling.max_tokens, nodes)
+
+    def of_body(
+        self, name: str, body: object, context: RequestContext, nodes: Mapping[str, RemoteNode]
+    ) -> Ask:
+        fields: dict[str, Any] = body if isinstance(body, dict) else {}
+        num_tokens = int(sum(_tokens(fields.get(field)) for field in _TEXTS))
+        bounds = [fields[name] for name in _BOUNDS if isinstance(fields.get(name), int)]
+        return self._ask(name, num_tokens, context, min(bounds, default=None), nodes)
+
+    def of_advisory(self, advisory: Advisory, nodes: Mapping[str, RemoteNode]) -> Ask:
+        context = RequestContext(adapter=advisory.adapter or "", priority=advisory.priority or 0)
+        num_tokens = len(advisory.token_ids) // TOKEN_ID_BYTES
+        return self._ask(advisory.advisory_id, num_tokens, context, None, nodes)
+
+    def _ask(
+        self,
+        name: str,
+        num_tokens: int,
+        context: RequestContext,
+        max_tokens: int | None,
+        nodes: Mapping[str, RemoteNode],
+    ) -> Ask:
+        num_answer = int(self._answer_tokens)
+        rank, load_s = adapter_at(context.adapter, nodes)
+        return Ask(
+            request_id=name,
+            num_prompt_tokens=num_tokens,
+            num_answer_tokens=num_answer if max_tokens is None else max(min(num_answer, max_tokens), 1),
+            rank=rank,
+            is_urgent=context.priority < 0,
+            adapter_load_s=load_s,
+            # What nobody has is for any node to refuse, in words of its own.
+            usual_load_s=None if load_s else 0.0,
+        )
+
+
+def adapter_at(name: str, nodes: Mapping[str, RemoteNode]) -> tuple[int, dict[str, float]]:
+    """An adapter's rank, and what it takes to each node that has it, in seconds; no node for the base model, and for one that there is not.
+
+    Of several versions the one that most nodes have; of those that equally many have, the first node's: versions change on one node after the other.
+    """
+    found = [info for node in nodes.values() if name and (info := node.adapters_by_name().get(name))]
+    if not found:
+        return 0, {}
+    [(version, _)] = Counter(info.version for info in found).most_common(1)
+    rank = next(info.rank for info in found if info.version == version) or 0
+    served = (
+        (node_id, node.adapters_by_name(), adapter_places.rates_of(node.adapter_stats()))
+        for node_id, node in nodes.items()
+    )
+    return rank, adapter_places.loads(name, version, served)
+
+
+def _tokens(value: Any, depth: int = 0) -> float:
+    """About how many tokens a JSON value's texts are; lists of numbers are ids."""
+    if isinstance(value, str):
+        return len(value) / CHARS_PER_TOKEN
+    if depth > _MAX_DEPTH or not value:
+        return 0.0
+    if isinstance(value, list):
+        if isinstance(value[0], int):
+            return len(value)
+        return sum(_tokens(item, depth + 1) for item in value)
+    if isinstance(value, dict):
+        return sum(_tokens(value.get(field), depth + 1) for field in ("content", "text", "input", "output"))
+    return 0.0

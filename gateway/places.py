@@ -1,0 +1,124 @@
+"""Where each request goes: `Homes` decides, here its decision becomes a node to call, until the request has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from msgspec import structs
+
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.errors import BridgeError, EngineUnavailable
+from engine_bridge.node import GenerateRequest
+from engine_bridge.policy.homes import Homes, Sent, SessionKey
+from engine_bridge.policy.routing import Ask
+from engine_bridge.request_context import RequestContext
+from gateway.members import Members
+
+MakeAsk = Callable[[str, Mapping[str, RemoteNode]], Ask]
+"""Takes the name that the request gets, and the nodes that take requests."""
+
+
+class Place:
+    """A node that works on a request.
+
+    Attributes:
+        is_cut: the node failed it. num_tokens: that its session has KV of there when it is over, 0 if nobody knows.
+    """
+
+    def __init__(self, node_id: str, node: RemoteNode, name: str, kv_from: str) -> None:
+        self.node_id, self.node, self.name, self.kv_from = node_id, node, name, kv_from
+        self.is_cut = False
+        self.num_tokens = 0
+
+    def context(self, context: RequestContext) -> RequestContext:
+        """As it is sent to the node."""
+        return structs.replace(context, kv_from=self.kv_from) if self.kv_from else context
+
+    def request(self, request: GenerateRequest) -> GenerateRequest:
+        return structs.replace(request, context=self.context(request.context)) if self.kv_from else request
+
+
+class Places:
+    """Of one router."""
+
+    def __init__(self, members: Members, homes: Homes) -> None:
+        self._members, self._homes = members, homes
+        self._names = map(str, itertools.count(1))
+        self._somebody_left = asyncio.Event()
+        self.is_closed = False
+
+    # -- in and out ----------------------------------------------------------------------------------------------------
+
+    def enter(self, key: SessionKey, make_ask: MakeAsk, failed: Mapping[str, BridgeError]) -> Place:
+        """For a request; `leave` must follow.
+
+        failed: what the nodes raised that have failed it. Raises the first of these, or EngineUnavailable, where no other node takes it.
+        """
+        ask = self._ask(make_ask)
+        sent = self._homes.requested(key, ask, asyncio.get_running_loop().time(), failed.keys())
+        return self._place(sent, ask.request_id, next(iter(failed.values()), None))
+
+    @contextmanager
+    def ahead(self, key: SessionKey, make_ask: MakeAsk) -> Iterator[Place]:
+        """For what is computed ahead of a request. Raises EngineUnavailable."""
+        ask = self._ask(make_ask)
+        sent = self._homes.prepared(key, ask, asyncio.get_running_loop().time())
+        place = self._place(sent, ask.request_id)
+        try:
+            yield place
+        except BridgeError:
+            place.is_cut = True
+            raise
+        finally:
+            self.leave(place)
+
+    def expect(self, key: SessionKey, advisory_id: str, make_ask: MakeAsk) -> Place:
+        """For an advisory, which is at no place and need not leave. Raises EngineUnavailable."""
+        ask = self._ask(make_ask)
+        return self._place(self._homes.advised(key, advisory_id, ask), advisory_id)
+
+    def leave(self, place: Place) -> None:
+        self._homes.ended(place.name, num_tokens=place.num_tokens, is_cut=place.is_cut)
+        self._somebody_left.set()
+
+    async def until_empty(self, node_id: str, timeout_s: float) -> bool:
+        """Whether all that was sent to a node has ended, in this time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._homes.num_requests(node_id):
+                    self._somebody_left.clear()
+                    await self._somebody_left.wait()
+        return not self._homes.num_requests(node_id)
+
+    # -- choosing ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, make_ask: MakeAsk) -> Ask:
+        if self.is_closed:
+            raise EngineUnavailable("the server is going down; try again in a moment", code="draining")
+        self._members.look()
+        return make_ask(next(self._names), self._members.open())
+
+    def _place(self, sent: Sent, name: str, instead: BridgeError | None = None) -> Place:
+        if sent.over is not None:
+            self._take_back(*sent.over)
+        node = self._members.node(sent.node_id) if sent.node_id is not None else None
+        if sent.node_id is None or node is None:
+            raise instead or self.nobody()
+        return Place(sent.node_id, node, name, self._members.address(sent.kv_at))
+
+    def _take_back(self, node_id: str, advisory_id: str) -> None:
+        """An advisory elsewhere that is of no use any more."""
+        node = self._members.node(node_id)
+        if node is not None:
+            node.retract(advisory_id, is_expired=False)
+
+    def nobody(self) -> EngineUnavailable:
+        """For what no node takes."""
+        state = self._members.progress().state
+        code = state if state in ("starting", "draining") else "engine_failed"
+        return EngineUnavailable(
+            f"no node takes requests now ({self._members.in_words()}); try again in a moment", code=code
+        )

@@ -1,0 +1,110 @@
+"""A call of OpenAI's or Anthropic's APIs on one of several nodes, and on another one if the first fails before there is anything to pass on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping
+
+from engine_bridge.errors import BridgeError, EngineUnavailable
+from engine_bridge.node import Api, JsonReply
+from engine_bridge.request_context import RequestContext
+from gateway.asks import Asks
+from gateway.places import Place, Places
+
+log = logging.getLogger(__name__)
+
+
+class RoutedCall:
+    """As `Node.serve` has it. Where the reply is streamed it is its events, too; closing them before the first is read stops the call."""
+
+    def __init__(
+        self,
+        places: Places,
+        asks: Asks,
+        api: Api,
+        body: object,
+        headers: Mapping[str, str],
+        context: RequestContext,
+    ) -> None:
+        self._places, self._asks = places, asks
+        self._api, self._body, self._headers, self._context = api, body, headers, context
+        self._place: Place | None = None
+        self._events: AsyncIterator[bytes] | None = None
+        self._failed: dict[str, BridgeError] = {}
+        self._has_begun = False
+
+    async def begin(self) -> JsonReply | None:
+        """The whole reply; None for one whose events follow."""
+        while True:
+            place = self._place = self._enter()
+            try:
+                reply = await place.node.serve(
+                    self._api, self._body, self._headers, place.context(self._context)
+                )
+            except EngineUnavailable as error:
+                self._cut(error)
+                continue
+            except BaseException:
+                self._leave()
+                raise
+            if isinstance(reply, JsonReply):
+                self._leave()
+                return reply
+            self._events = reply.events
+            return None
+
+    def __aiter__(self) -> RoutedCall:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while True:
+            if self._events is None:
+                raise StopAsyncIteration
+            try:
+                event = await anext(self._events)
+            except EngineUnavailable as error:
+                self._events = None
+                self._cut(error)
+                if await self.begin() is not None:
+                    raise  # a whole reply, where a stream was promised
+            except BaseException:
+                self._events = None
+                self._leave()
+                raise
+            else:
+                self._has_begun = True
+                return event
+
+    async def aclose(self) -> None:
+        events, self._events = self._events, None
+        try:
+            if events is not None:
+                await events.aclose()  # type: ignore[attr-defined]
+        finally:
+            self._leave()
+
+    def _enter(self) -> Place:
+        context, body = self._context, self._body
+        # Counting belongs to no conversation, and must not move one.
+        session_id = context.session_id if self._api != "count_tokens" else ""
+        return self._places.enter(
+            (context.tenant, session_id),
+            lambda name, nodes: self._asks.of_body(name, body, context, nodes),
+            self._failed,
+        )
+
+    def _cut(self, error: EngineUnavailable) -> None:
+        """Its node failed it: another one may be tried, once and as long as nothing was passed on. Else raises the error."""
+        place = self._place
+        assert place is not None
+        place.is_cut = True
+        self._leave()
+        if self._has_begun or self._failed:
+            raise error
+        self._failed[place.node_id] = error
+        log.warning("node %s failed a call before it was answered: it is tried elsewhere", place.node_id)
+
+    def _leave(self) -> None:
+        if self._place is not None:
+            self._places.leave(self._place)
+            self._place = None

@@ -1,0 +1,144 @@
+"""Figures of several nodes as those of one. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from msgspec import Struct, structs
+
+from engine_bridge.node import (
+    EngineState,
+    GrammarStats,
+    LaneStats,
+    LengthErrors,
+    NodeState,
+    NodeStats,
+    SchedulingStats,
+    TokenizerStats,
+)
+from kvtiers.stats import TierStats
+
+S = TypeVar("S", bound=Struct)
+K = TypeVar("K")
+
+
+def _sum(parts: Sequence[S], **others: Callable[[list[Any]], Any]) -> S:
+    """Field by field; others: how those are put together that are no sums."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    values = {name: [getattr(part, name) for part in parts] for name in first.__struct_fields__}
+    summed = {name: others[name](value) if name in others else sum(value) for name, value in values.items()}
+    return type(first)(**summed)
+
+
+def _counts(dicts: Iterable[dict[K, Any]]) -> dict[K, Any]:
+    total: Counter[K] = Counter()
+    for each in dicts:
+        total.update(each)
+    return dict(total)
+
+
+def _first(values: list[Any]) -> Any:
+    return values[0]
+
+
+def _any(values: list[Any]) -> Any:
+    """The first that says something."""
+    return next((value for value in values if value), None)
+
+
+def tiers_of(parts: Sequence[TierStats]) -> TierStats | None:
+    if not parts:
+        return None
+    return TierStats(
+        host=_sum([part.host for part in parts]),
+        disk=_sum(
+            [part.disk for part in parts],
+            is_on=any,
+            write_lag_s=max,
+            # Of one node's disk, as whoever reckons with it means to read from one.
+            bytes_per_s=lambda rates: _mean([rate for rate in rates if rate]),
+        ),
+        problem=_any([part.problem for part in parts]),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def tokenizers_of(parts: Sequence[TokenizerStats]) -> TokenizerStats | None:
+    return _sum(parts) if parts else None
+
+
+def grammars_of(parts: Sequence[GrammarStats]) -> GrammarStats | None:
+    return _sum(parts) if parts else None
+
+
+def scheduling_of(parts: Sequence[SchedulingStats]) -> SchedulingStats | None:
+    if not parts:
+        return None
+    return _sum(
+        parts,
+        policy=_first,
+        block_size=_first,
+        num_by_reason=_counts,
+        lanes=_lanes,
+        counts=_counts,
+        seconds=_counts,
+        length_errors=_length_errors,
+    )
+
+
+def _lanes(lanes: list[LaneStats | None]) -> LaneStats | None:
+    """None where nodes have different numbers of lanes, which nobody can put together; boundaries are the first node's."""
+    found = [each for each in lanes if each is not None]
+    if not found or len({len(each.quota_tokens) for each in found}) > 1:
+        return None
+    return _sum(
+        found,
+        boundaries=_first,
+        num_waiting=_side_by_side,
+        quota_tokens=_side_by_side,
+        used_tokens=_side_by_side,
+    )
+
+
+def _side_by_side(rows: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*rows, strict=True)))
+
+
+def _length_errors(errors: list[LengthErrors | None]) -> LengthErrors | None:
+    found = [each for each in errors if each is not None]
+    return _sum(found, num_within=_counts) if found else None
+
+
+def engine_state_of(parts: Sequence[EngineState], state: NodeState, limit: int) -> EngineState:
+    """state: of all together. Of each kind at most `limit` requests, those of the first node first."""
+    scheduling = scheduling_of([part.scheduling for part in parts])
+    assert scheduling is not None
+    return EngineState(
+        engine=_engines([part.engine for part in parts], state),
+        scheduling=scheduling,
+        waiting=[request for part in parts for request in part.waiting][:limit],
+        running=[request for part in parts for request in part.running][:limit],
+        num_waiting=sum(part.num_waiting for part in parts),
+        num_running=sum(part.num_running for part in parts),
+    )
+
+
+def _engines(parts: Sequence[NodeStats], state: NodeState) -> NodeStats:
+    return structs.replace(
+        _sum(
+            parts,
+            state=_first,
+            model=_first,
+            max_model_len=min,
+            block_size=_first,
+            kv_tiers=lambda tiers: tiers_of([each for each in tiers if each is not None]),
+        ),
+        state=state,
+    )
