@@ -321,6 +321,10 @@ class Router:
         """What all nodes should serve, and where it is."""
         return self._adapters.merged()
 
+    def failed_adapters(self, node_id: str) -> dict[str, str]:
+        """By name, why a node does not serve what it should."""
+        return self._adapters.failures(node_id)
+
     async def load_adapter(self, body: object) -> JsonReply:
         return await self._adapters.load(body)
 
