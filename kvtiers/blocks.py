@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kvtiers.keys import BlockKey
 
+Origin = Literal["host", "disk", "peer"]
+"""Where a stage found a block."""
 GroupId = tuple[str, str]
 """A tenant, and the name of a session: tenants choose the names of their sessions themselves, so two may have the same."""
 
@@ -57,12 +59,20 @@ class Task(Protocol):
     def cancel(self) -> object: ...
 
 
+class Supply(Protocol):
+    """One that reads for stages: the disk, or a peer. `jobs`: what is being read; `bytes_done`: ever."""
+
+    jobs: set[ReadJob]
+    bytes_done: int
+
+
 class ReadJob:
     """Blocks that are being read from `first_layer` on, for as many stages as want them. num_left: layers of blocks that have not come."""
 
-    __slots__ = ("blocks", "first_layer", "num_left", "num_users", "task")
+    __slots__ = ("blocks", "first_layer", "num_left", "num_users", "supply", "task")
 
-    def __init__(self, blocks: list[Block], first_layer: int, num_layers: int) -> None:
+    def __init__(self, supply: Supply, blocks: list[Block], first_layer: int, num_layers: int) -> None:
+        self.supply = supply
         self.blocks = blocks
         self.first_layer = first_layer
         self.num_left = len(blocks) * (num_layers - first_layer)
@@ -95,17 +105,17 @@ class Save:
 class Stage:
     """Consecutive blocks held in host memory, or on their way there. Lives until `KvStore.release`.
 
-    `slots[i][l]` is the slot of layer `l` of block `i`; `is_from_disk[i]` whether it had to be read.
+    `slots[i][l]` is the slot of layer `l` of block `i`; `origins[i]` where it was; `bytes_before` what each of its supplies had read before it.
     """
 
-    __slots__ = ("blocks", "disk_bytes_at_start", "is_from_disk", "jobs", "started_s")
+    __slots__ = ("blocks", "bytes_before", "jobs", "origins", "started_s")
 
-    def __init__(self, started_s: float, disk_bytes_at_start: int) -> None:
+    def __init__(self, started_s: float) -> None:
         self.blocks: list[Block] = []
-        self.is_from_disk: list[bool] = []
+        self.origins: list[Origin] = []
         self.jobs: set[ReadJob] = set()
+        self.bytes_before: dict[Supply, int] = {}
         self.started_s = started_s
-        self.disk_bytes_at_start = disk_bytes_at_start
 
     @property
     def slots(self) -> list[list[int]]:
@@ -117,7 +127,8 @@ class StageProgress:
     """How much of a stage is in host memory.
 
     `num_blocks`: leading blocks that are not known to be bad; `num_ready_blocks`: leading ones with all layers; `num_ready_layers`: layers that
-    all `num_blocks` have. `disk_bytes_ahead`: what other stages are waiting for.
+    all `num_blocks` have. `disk_bytes_…`: of what must be read, from disk or from a peer, by whichever it waits for; `disk_bytes_ahead`: what other
+    stages are waiting for there.
     """
 
     num_blocks: int

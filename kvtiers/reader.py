@@ -1,59 +1,83 @@
-"""Reads staged blocks from disk into host memory, layer by layer, on the I/O thread."""
+"""Reads staged blocks from disk or from peers into host memory, layer by layer, on the I/O thread."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from kvtiers.blocks import Block, ReadJob, Stage
+from kvtiers.blocks import Block, Origin, ReadJob, Stage
 from kvtiers.host_tier import HostTier
-from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.io_thread import IoThread
+from kvtiers.io.records import Part
+from kvtiers.keys import BlockKey
 from kvtiers.policy.rates import Rate
-from kvtiers.policy.restore import PRIOR_DISK_BYTES_PER_S
+from kvtiers.policy.restore import PRIOR_DISK_BYTES_PER_S, PRIOR_PEER_BYTES_PER_S
 
 log = logging.getLogger(__name__)
 
+# Speeds of so many peers are remembered. Chosen: many more than talk to one node at a time.
+MAX_PEERS = 64
 
-class Reader:
-    """What is being read, and how fast that goes.
 
-    Args:
-        disk: None: nothing will have to be read.
-        arrived: the store's lock, and who waits there for layers.
-        on_progress: called when layers have come, without the lock.
+class BlockSource(Protocol):
+    """Where blocks can be read. See `kvtiers.io.disk_log.DiskLog.read` for what each argument promises; what does not come is a bad block."""
+
+    async def read(
+        self,
+        keys: Sequence[BlockKey],
+        part: Part,
+        *,
+        first_layer: int,
+        on_layer: Callable[[int], None],
+        on_bad: Callable[[int], None],
+    ) -> object: ...
+
+
+FindPeer = Callable[[str], BlockSource | None]
+"""By its address; None where it is not to be asked now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all readers of a store share.
+
+    arrived: the store's lock, and who waits there for layers. on_progress: called when layers have come, without the lock. on_fetched: called, under
+    the lock, with blocks that a peer gave and this store's disk does not have.
     """
 
-    def __init__(
-        self,
-        host: HostTier,
-        disk: DiskLog | None,
-        io: IoThread,
-        arrived: threading.Condition,
-        on_progress: Callable[[], None],
-        clock: Callable[[], float],
-    ) -> None:
+    host: HostTier
+    io: IoThread
+    arrived: threading.Condition
+    on_progress: Callable[[], None]
+    on_fetched: Callable[[list[Block]], None]
+    clock: Callable[[], float]
+
+
+class Reader:
+    """What is being read from one source, and how fast that goes.
+
+    Args:
+        source: None: nothing will have to be read.
+    """
+
+    def __init__(self, source: BlockSource | None, origin: Origin, around: Surroundings) -> None:
+        self.source, self.origin = source, origin
         self.jobs: set[ReadJob] = set()
         self.bytes_done = 0
         self.num_hits = 0
         """Blocks that stages had read."""
-        self.rate = Rate(PRIOR_DISK_BYTES_PER_S)
-        self._host, self._disk, self._io = host, disk, io
-        self._arrived, self._on_progress, self._clock = arrived, on_progress, clock
+        self.rate = Rate(PRIOR_DISK_BYTES_PER_S if origin == "disk" else PRIOR_PEER_BYTES_PER_S)
+        self._around, self._host = around, around.host
+        self._arrived, self._on_progress = around.arrived, around.on_progress
         self._busy_since: tuple[float, int] = (0.0, 0)
 
-    def start(self, jobs: list[ReadJob]) -> None:
+    def start(self, job: ReadJob) -> None:
         """Without the lock."""
-        for job in jobs:
-            self._io.start(self._read(job))
-
-    def stop_unwanted(self, jobs: set[ReadJob]) -> None:
-        """What nobody waits for any more is not read further. Without the lock."""
-        for job in jobs:
-            if job.num_users == 0 and job in self.jobs:
-                self._io.loop.call_soon_threadsafe(job.stop_if_unwanted)
+        self._around.io.start(self._read(job))
 
     # -- under the lock ----------------------------------------------------------------------------------------------
 
@@ -61,31 +85,23 @@ class Reader:
         """Of all that is being read."""
         return sum(job.num_left for job in self.jobs) * self._host.shape.layer_bytes
 
-    def plan(self, stage: Stage) -> list[ReadJob]:
-        """One job per number of layers that blocks have already; blocks under way are left to their jobs."""
+    def plan(self, blocks: list[Block]) -> list[ReadJob]:
+        """Give blocks that are to be read their slots: one job per number of layers that they have already."""
         num_layers = self._host.shape.num_layers
-        unread: dict[int, list[Block]] = {}
-        for block in stage.blocks:
-            stage.is_from_disk.append(block.ready < num_layers)
-            if len(block.slots) < num_layers:
-                unread.setdefault(len(block.slots), []).append(block)
+        by_layers: dict[int, list[Block]] = {}
+        for block in blocks:
+            by_layers.setdefault(len(block.slots), []).append(block)
         jobs = []
-        for first_layer, blocks in unread.items():
-            self._host.deal(blocks, first_layer)
-            job = ReadJob(blocks, first_layer, num_layers)
-            for block in blocks:
+        for first_layer, unread in by_layers.items():
+            self._host.deal(unread, first_layer)
+            job = ReadJob(self, unread, first_layer, num_layers)
+            for block in unread:
                 block.job = job
                 block.pins += 1
             jobs.append(job)
         if jobs and not self.jobs:
-            self._busy_since = (self._clock(), self.bytes_done)
+            self._busy_since = (self._around.clock(), self.bytes_done)
         self.jobs.update(jobs)
-        stage.jobs = {block.job for block in stage.blocks if block.job is not None}
-        for job in stage.jobs:
-            job.num_users += 1
-        num_read = sum(stage.is_from_disk)
-        self.num_hits += num_read
-        self._host.stats.num_hits += len(stage.blocks) - num_read
         return jobs
 
     def check_invariants(self) -> None:
@@ -97,8 +113,8 @@ class Reader:
     # -- on the I/O thread -------------------------------------------------------------------------------------------
 
     async def _read(self, job: ReadJob) -> None:
-        disk = self._disk
-        assert disk is not None
+        source = self.source
+        assert source is not None
         blocks = job.blocks
 
         def part(index: int, layer: int) -> memoryview:
@@ -106,14 +122,7 @@ class Reader:
 
         def on_layer(layer: int) -> None:
             with self._arrived:
-                num_good = 0
-                for block in blocks:
-                    if not block.is_bad:
-                        block.ready = layer + 1
-                        num_good += 1
-                job.num_left -= num_good
-                self.bytes_done += num_good * self._host.shape.layer_bytes
-                self._arrived.notify_all()
+                self._note_layer(job, layer)
             self._on_progress()
 
         def on_bad(index: int) -> None:
@@ -128,27 +137,153 @@ class Reader:
         try:
             if job.num_users:
                 keys = [block.key for block in blocks]
-                await disk.read(keys, part, first_layer=job.first_layer, on_layer=on_layer, on_bad=on_bad)
+                await source.read(keys, part, first_layer=job.first_layer, on_layer=on_layer, on_bad=on_bad)
         except Exception:
             log.exception("reading %d KV blocks failed", len(blocks))
         finally:
             self._end_read(job)
+
+    def _note_layer(self, job: ReadJob, layer: int) -> None:
+        good = [block for block in job.blocks if not block.is_bad]
+        for block in good:
+            block.ready = layer + 1
+        job.num_left -= len(good)
+        self.bytes_done += len(good) * self._host.shape.layer_bytes
+        if self.origin == "peer" and layer + 1 == self._host.shape.num_layers:
+            self._around.on_fetched(good)
+        self._arrived.notify_all()
 
     def _end_read(self, job: ReadJob) -> None:
         with self._arrived:
             for block in job.blocks:
                 block.job = None
                 if not block.is_bad and block.ready < self._host.shape.num_layers:
-                    # Unread to the end (nobody wanted it any more, or the log is closed): keep what came, if nobody holds the rest.
-                    if block.pins > 1 or block.ready == 0:
+                    # Unread to the end (nobody wanted it any more, or the source is gone): keep what came, if nobody holds the rest and
+                    # the disk has that, too.
+                    if block.pins > 1 or block.ready == 0 or self.origin == "peer":
                         self._host.spoil(block)
                     else:
                         self._host.trim(block, block.ready)
                 self._host.unpin(block)
             self.jobs.discard(job)
             if not self.jobs:
-                now = self._clock()
+                now = self._around.clock()
                 since, bytes_then = self._busy_since
                 self.rate.note(self.bytes_done - bytes_then, now - since, now)
             self._arrived.notify_all()
         self._on_progress()
+
+
+class Readers:
+    """The disk's reader, and one for each peer that was asked. All but `start` and `stop_unwanted` under the lock."""
+
+    def __init__(self, disk: BlockSource | None, around: Surroundings) -> None:
+        self.disk = Reader(disk, "disk", around)
+        self.find_peer: FindPeer = lambda address: None
+        self._around, self._host = around, around.host
+        self._peers: dict[str, Reader] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(reader.jobs for reader in self._all())
+
+    def _all(self) -> list[Reader]:
+        return [self.disk, *self._peers.values()]
+
+    def peer(self, address: str) -> Reader | None:
+        """Who reads from the peer at this address; None where it is not to be asked."""
+        source = self.find_peer(address) if address else None
+        if source is None:
+            return None
+        reader = self._peers.pop(address, None) or Reader(source, "peer", self._around)
+        reader.source = source
+        self._peers[address] = reader  # asked last, so forgotten last
+        if len(self._peers) > MAX_PEERS:
+            idle = next((each for each, known in self._peers.items() if not known.jobs), None)
+            if idle is not None and idle != address:
+                del self._peers[idle]
+        return reader
+
+    def plan(self, stage: Stage, peer: Reader | None) -> list[ReadJob]:
+        """Jobs for what no reader is reading yet, and where the stage found each of its blocks."""
+        num_layers = self._host.shape.num_layers
+        from_disk: list[Block] = []
+        from_peer: list[Block] = []
+        for block in stage.blocks:
+            if len(block.slots) < num_layers:
+                is_here = peer is None or self._host.is_held(block.key)
+                (from_disk if is_here else from_peer).append(block)
+        jobs = self.disk.plan(from_disk) + (peer.plan(from_peer) if peer is not None else [])
+        self._note_origins(stage)
+        return jobs
+
+    def _note_origins(self, stage: Stage) -> None:
+        num_layers = self._host.shape.num_layers
+        for block in stage.blocks:
+            reader = block.job.supply if block.job is not None else self.disk
+            assert isinstance(reader, Reader)
+            origin = reader.origin if block.ready < num_layers else "host"
+            stage.origins.append(origin)
+            if origin == "host":
+                self._host.stats.num_hits += 1
+            else:
+                reader.num_hits += 1
+        stage.jobs = {block.job for block in stage.blocks if block.job is not None}
+        for job in stage.jobs:
+            job.num_users += 1
+        stage.bytes_before = {
+            reader: reader.bytes_done for reader in (self.disk, *(j.supply for j in stage.jobs))
+        }
+
+    def start(self, jobs: list[ReadJob]) -> None:
+        for job in jobs:
+            assert isinstance(job.supply, Reader)
+            job.supply.start(job)
+
+    def stop_unwanted(self, jobs: set[ReadJob]) -> None:
+        """What nobody waits for any more is not read further."""
+        for job in jobs:
+            if job.num_users == 0 and job in job.supply.jobs:
+                self._around.io.loop.call_soon_threadsafe(job.stop_if_unwanted)
+
+    def outlook(self, stage: Stage, num_blocks: int) -> Outlook:
+        """How the reading of a stage's first blocks stands."""
+        shape, now = self._host.shape, self._around.clock()
+        left: dict[Reader, int] = {}
+        for block in stage.blocks[:num_blocks]:
+            if block.ready < shape.num_layers:
+                reader = block.job.supply if block.job is not None else self.disk
+                assert isinstance(reader, Reader)
+                left[reader] = left.get(reader, 0) + (shape.num_layers - block.ready) * shape.layer_bytes
+        readers = list(left) or [self.disk]
+        ahead = {each: max(each.bytes_left() - left.get(each, 0), 0) for each in readers}
+        # Of two that read at once, one after the other is the cautious guess.
+        rates = {each: each.rate.at(now) for each in readers}
+        seconds = sum((left.get(each, 0) + ahead[each]) / rates[each] for each in readers)
+        num_bytes = sum(left.values()) + sum(ahead.values())
+        return Outlook(
+            bytes_done=sum(
+                each.bytes_done - stage.bytes_before.get(each, each.bytes_done) for each in readers
+            ),
+            bytes_left=sum(left.values()),
+            bytes_ahead=sum(ahead.values()),
+            bytes_per_s=num_bytes / seconds if seconds else rates[readers[0]],
+        )
+
+    def num_queued(self) -> int:
+        """Blocks that the disk reads or will."""
+        return sum(len(job.blocks) for job in self.disk.jobs)
+
+    def check_invariants(self) -> None:
+        for reader in self._all():
+            reader.check_invariants()
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """See the `disk_…` fields of `StageProgress`."""
+
+    bytes_done: int
+    bytes_left: int
+    bytes_ahead: int
+    bytes_per_s: float

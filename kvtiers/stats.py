@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 
 class HostStats(Struct, kw_only=True):
@@ -52,9 +52,30 @@ class DiskTierStats(Struct, kw_only=True):
     """Measured rate of recent reads; 0 before the first."""
 
 
+class PeerStats(Struct, kw_only=True):
+    """KV that came from other nodes, and that was lent to them. Counts are since the start."""
+
+    is_on: bool = False
+    num_asked: int = 0
+    """Questions to peers."""
+    num_fetched: int = 0
+    """Blocks that came whole."""
+    bytes_fetched: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+    """Questions that brought nothing, or less than was offered, by reason."""
+    bytes_per_s: float = 0.0
+    """Measured rate of the last answer; 0 before the first."""
+    num_lent: int = 0
+    """Blocks."""
+    bytes_lent: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+    """Others' questions that were cut off, by reason."""
+
+
 class TierStats(Struct, kw_only=True):
-    """Both tiers behind the device. `problem` says in words why a tier is off, if one is."""
+    """Both tiers behind the device, and the other nodes. `problem` says in words why a tier is off, if one is."""
 
     host: HostStats
     disk: DiskTierStats
+    peers: PeerStats = field(default_factory=PeerStats)
     problem: str | None = None

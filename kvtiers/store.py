@@ -19,8 +19,9 @@ from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.io_thread import IoThread
 from kvtiers.io.records import owner_tag
 from kvtiers.keys import BlockKey, BlockShape
+from kvtiers.lending import Loan
 from kvtiers.policy.eviction import EvictionPolicy
-from kvtiers.reader import Reader
+from kvtiers.reader import FindPeer, Readers, Surroundings
 from kvtiers.stats import DiskTierStats, TierStats
 from kvtiers.write_behind import WriteBehind
 
@@ -64,7 +65,12 @@ class KvStore:
         is_on_disk = disk.__contains__ if disk is not None else None
         self._host = HostTier(shape, host_bytes, eviction, is_on_disk, clock)
         self.pool = self._host.pool
-        self._reader = Reader(self._host, disk, io, self._arrived, lambda: self.on_progress(), clock)
+        self._readers = Readers(
+            disk,
+            Surroundings(
+                self._host, io, self._arrived, lambda: self.on_progress(), self._keep_fetched, clock
+            ),
+        )
         self._writer = WriteBehind(self._host, disk, io, self._lock) if disk is not None else None
 
     @property
@@ -112,18 +118,22 @@ class KvStore:
 
     # -- restoring (engine thread) -----------------------------------------------------------------------------------
 
-    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Stage:
+    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage:
         """Hold the leading `keys` that any tier has in host memory, and begin to read what is only on disk.
 
         Blocks that another stage is reading already are shared with it. The stage is shorter than `keys` where a block is nowhere, or where
-        memory for what must be read cannot be had.
+        memory for what must be read cannot be had. peer: the address of a node that is asked for all that is nowhere here; what it does not
+        have turns out to be bad.
         """
         num_layers = self.shape.num_layers
         with self._lock:
-            stage = Stage(self._clock(), self._reader.bytes_done)
+            stage = Stage(self._clock())
             owner = self._host.touch(tenant, group)
             owner.num_uses += 1
             num_wanted = next((i for i, key in enumerate(keys) if not self._host.is_held(key)), len(keys))
+            reader = self._readers.peer(peer) if num_wanted < len(keys) else None
+            if reader is not None:
+                num_wanted = len(keys)
             self._host.stats.num_misses += len(keys) - num_wanted
             num_wanted = min(num_wanted, self.pool.num_slots // num_layers)
             for key in keys[
@@ -135,8 +145,8 @@ class KvStore:
                 self._host.move(block, owner)
             self._host.make_room(sum(num_layers - len(block.slots) for block in stage.blocks), tenant)
             self._host.cut_to_room(stage)
-            jobs = self._reader.plan(stage)
-        self._reader.start(jobs)
+            jobs = self._readers.plan(stage, reader)
+        self._readers.start(jobs)
         return stage
 
     def num_held(self, keys: Sequence[BlockKey]) -> int:
@@ -162,19 +172,18 @@ class KvStore:
         """How far a stage has come."""
         num_layers = self.shape.num_layers
         with self._lock:
-            now = self._clock()
             num_blocks = count_while(not block.is_bad for block in stage.blocks)
             ready = [block.ready for block in stage.blocks[:num_blocks]]
-            left = sum(num_layers - r for r in ready) * self.shape.layer_bytes
+            outlook = self._readers.outlook(stage, num_blocks)
             return StageProgress(
                 num_blocks=num_blocks,
                 num_ready_blocks=count_while(r == num_layers for r in ready),
                 num_ready_layers=min(ready, default=num_layers),
-                waited_s=now - stage.started_s,
-                disk_bytes_done=self._reader.bytes_done - stage.disk_bytes_at_start,
-                disk_bytes_left=left,
-                disk_bytes_ahead=max(self._reader.bytes_left() - left, 0),
-                disk_bytes_per_s=self._reader.rate.at(now),
+                waited_s=self._clock() - stage.started_s,
+                disk_bytes_done=outlook.bytes_done,
+                disk_bytes_left=outlook.bytes_left,
+                disk_bytes_ahead=outlook.bytes_ahead,
+                disk_bytes_per_s=outlook.bytes_per_s,
             )
 
     def wait_for_layer(self, stage: Stage, num_blocks: int, layer: int, timeout_s: float) -> int:
@@ -195,18 +204,61 @@ class KvStore:
                 self._host.unpin(block)
             for job in stage.jobs:
                 job.num_users -= 1
-        self._reader.stop_unwanted(stage.jobs)
+        self._readers.stop_unwanted(stage.jobs)
         stage.blocks, stage.jobs = [], set()
 
     def assume_disk_rate(self, bytes_per_s: float) -> None:
         """Until it is seen at work, and again long after a time when it was slower."""
         with self._lock:
-            self._reader.rate.prior = bytes_per_s
+            self._readers.disk.rate.prior = bytes_per_s
 
     def disk_bytes_per_s(self) -> float:
         """What the disk has delivered lately while it was read."""
         with self._lock:
-            return self._reader.rate.at(self._clock())
+            return self._readers.disk.rate.at(self._clock())
+
+    # -- other nodes (any thread) ------------------------------------------------------------------------------------
+
+    def use_peers(self, find: FindPeer) -> None:
+        """Have stages that name a peer ask it."""
+        with self._lock:
+            self._readers.find_peer = find
+
+    def peer_bytes_per_s(self, address: str) -> float | None:
+        """What a peer has delivered lately while it was read, or is expected to; None: it is not to be asked."""
+        with self._lock:
+            reader = self._readers.peer(address)
+            return reader.rate.at(self._clock()) if reader is not None else None
+
+    def lend(self, keys: Sequence[BlockKey]) -> Loan:
+        """The leading `keys` that host memory or disk has, for another node to read. Nothing becomes "latest used" by it, nothing is evicted."""
+        num_layers = self.shape.num_layers
+        blocks: list[Block | None] = []
+        with self._lock:
+            for key in keys:
+                block = self._host.blocks.get(key)
+                if block is not None and block.ready == num_layers:
+                    block.pins += 1
+                    blocks.append(block)
+                elif self._disk is not None and key in self._disk:
+                    blocks.append(None)
+                else:
+                    break
+        lent = [block for block in blocks if block is not None]
+        return Loan(keys, blocks, self.pool, self._disk, num_layers, lambda: self._take_back(lent))
+
+    def _take_back(self, lent: list[Block]) -> None:
+        with self._lock:
+            for block in lent:
+                self._host.unpin(block)
+
+    def _keep_fetched(self, blocks: list[Block]) -> None:
+        """A peer gave them, under the lock: one copy belongs on our own disk, too."""
+        if self._writer is not None and blocks:
+            now = self._clock()
+            for block in blocks:
+                self._writer.add(block, now)
+            self._writer.wake()
 
     # -- what is known of sessions (any thread) ----------------------------------------------------------------------
 
@@ -258,7 +310,7 @@ class KvStore:
     def wait_for_reads(self, timeout_s: float) -> bool:
         """Wait until nothing is being read any more. For benches and tests."""
         with self._arrived:
-            return self._arrived.wait_for(lambda: not self._reader.jobs, timeout_s)
+            return self._arrived.wait_for(lambda: self._readers.is_idle, timeout_s)
 
     def close(self) -> None:
         """Write what waits, then close the disk tier. Nothing may be staged or saved afterwards."""
@@ -279,14 +331,14 @@ class KvStore:
         """A snapshot; takes the lock for microseconds."""
         with self._lock:
             now = self._clock()
-            host, reader, writer = self._host.snapshot(), self._reader, self._writer
+            host, reader, writer = self._host.snapshot(), self._readers.disk, self._writer
             disk = DiskTierStats(
                 is_on=self._disk is not None,
                 num_hits=reader.num_hits,
                 num_skipped_writes=writer.num_skipped if writer is not None else 0,
                 num_unwritten=writer.num_unwritten if writer is not None else 0,
                 write_lag_s=writer.lag_s(now) if writer is not None else 0.0,
-                num_reads_queued=sum(len(job.blocks) for job in reader.jobs),
+                num_reads_queued=self._readers.num_queued(),
                 bytes_per_s=reader.rate.value or 0.0,
             )
         if self._disk is not None:
@@ -300,6 +352,6 @@ class KvStore:
         """For tests: memory adds up and nothing is held twice. Raises AssertionError."""
         with self._lock:
             self._host.check_invariants()
-            self._reader.check_invariants()
+            self._readers.check_invariants()
             num_unwritten = self._writer.num_unwritten if self._writer is not None else 0
             assert num_unwritten == sum(block.is_unwritten for block in self._host.blocks.values())

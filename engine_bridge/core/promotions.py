@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine_bridge.core.fetching import peer_to_ask
 from engine_bridge.node import Advisory, AdvisoryReport, AdvisoryState
 from engine_bridge.policy.guesses import GuessFacts, Target, due_s, plan
 from engine_bridge.policy.urgency import is_urgent
-from kvtiers.blocks import Block, Stage, StageProgress
+from kvtiers.blocks import Block, Origin, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 
 # Copying to the device between two steps may take so long: with nobody waiting, and while requests run. Chosen. Where copies take the engine
@@ -66,7 +67,8 @@ class KvBlocks(Protocol):
     def shape(self) -> BlockShape: ...
     @property
     def num_host_blocks(self) -> int: ...
-    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Stage: ...
+    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage: ...
+    def peer_bytes_per_s(self, address: str) -> float | None: ...
     def progress(self, stage: Stage) -> StageProgress: ...
     def release(self, stage: Stage) -> None: ...
     def expect(self, group: str, at_s: float | None, *, tenant: str = "") -> None: ...
@@ -186,6 +188,7 @@ class Promotions:
         device: where promoted KV goes.
         store: where it comes from.
         host_bytes_per_s: of copies between the two, as measured.
+        prefill_s_per_token: of computing KV instead; None before it was measured.
     """
 
     def __init__(
@@ -194,11 +197,13 @@ class Promotions:
         store: KvBlocks,
         block_size: int,
         host_bytes_per_s: Callable[[], float],
+        prefill_s_per_token: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._device = device
         self._store = store
         self._block_size = block_size
         self._host_bytes_per_s = host_bytes_per_s
+        self._prefill_s_per_token = prefill_s_per_token
         self._guesses: dict[str, _Guess] = {}  # by advisory id
         self._expected: dict[Whose, _Guess] = {}  # the same
         self._memory = _Memory()
@@ -374,7 +379,7 @@ class Promotions:
     def _facts(self, guess: _Guess) -> GuessFacts:
         advisory, block_bytes = guess.advisory, self._store.shape.block_bytes
         copy_s = guess.limit * block_bytes / self._host_bytes_per_s()
-        on_disk = guess.limit if guess.stage is None else sum(guess.stage.is_from_disk)
+        on_disk = guess.limit if guess.stage is None else _num_read(guess.stage.origins)
         read_s = on_disk * block_bytes / self._store.disk_bytes_per_s()
         return GuessFacts(
             name=advisory.advisory_id,
@@ -431,7 +436,7 @@ class Promotions:
 
     def _promote(self, guess: _Guess, stage: Stage, start: int, num_blocks: int) -> Copy:
         offset = start - guess.first
-        num_from_disk = sum(stage.is_from_disk[offset : offset + num_blocks])
+        num_from_disk = _num_read(stage.origins[offset : offset + num_blocks])
         guess.disk_blocks += num_from_disk
         guess.host_blocks += num_blocks - num_from_disk
         return Copy(guess.hashes, start, stage.blocks[offset : offset + num_blocks])
@@ -453,8 +458,10 @@ class Promotions:
     def _restage(self, guess: _Guess, first: int) -> None:
         self._release(guess)
         session_id, tenant = guess.advisory.session_id, guess.advisory.tenant
+        seconds = self._prefill_s_per_token()
+        peer = peer_to_ask(guess.advisory.kv_from, self._store, self._block_size, seconds)
         keys = [BlockKey(bytes(block_hash)) for block_hash in guess.hashes[first:]]
-        guess.stage, guess.first = self._store.stage(session_id, keys, tenant=tenant), first
+        guess.stage, guess.first = self._store.stage(session_id, keys, tenant=tenant, peer=peer), first
         self._store.expect(session_id, guess.arrival_s or guess.issued_s, tenant=tenant)
 
     # -- how it ends -------------------------------------------------------------------------------------------------
@@ -504,6 +511,11 @@ class Promotions:
         late_s: float | None = None,
     ) -> None:
         guess.report(state, self._block_size, self._store.shape.block_bytes, lead_s=lead_s, late_s=late_s)
+
+
+def _num_read(origins: Sequence[Origin]) -> int:
+    """How many were not in host memory."""
+    return len(origins) - origins.count("host")
 
 
 def _count_common(first: Hashes, second: Hashes) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine_bridge.core.fetching import peer_to_ask
 from engine_bridge.policy.preemption import is_still_right
 from engine_bridge.policy.ways_back import LossDecision, LossFacts, SwapOrRecompute, Way
 from kvtiers.blocks import Save, Stage, StageProgress
@@ -30,7 +31,8 @@ class KvBlocks(Protocol):
     def shape(self) -> BlockShape: ...
     def enter(self, group: str, *, tenant: str = "", weight: float = 1.0) -> None: ...
     def leave(self, group: str, *, tenant: str = "") -> None: ...
-    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Stage: ...
+    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage: ...
+    def peer_bytes_per_s(self, address: str) -> float | None: ...
     def progress(self, stage: Stage) -> StageProgress: ...
     def release(self, stage: Stage) -> None: ...
     def num_held(self, keys: Sequence[BlockKey]) -> int: ...
@@ -100,6 +102,7 @@ class Sources:
     device: int
     host: int = 0
     disk: int = 0
+    peer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class NewRequest:
 
     session: what its KV is kept together with; None: with whatever began with the same block. is_saved: its KV goes to the tiers: not for what
     nobody has asked yet (a draft), which is to be nowhere but on the device. may_load: not for one that wants what only computing gives, such as
-    log probabilities of its prompt.
+    log probabilities of its prompt. kv_from: the address of a node that may have its KV; "" for none.
     """
 
     request_id: str
@@ -118,6 +121,7 @@ class NewRequest:
     weight: float = 1.0
     is_saved: bool = True
     may_load: bool = True
+    kv_from: str = ""
 
     @property
     def group(self) -> str:
@@ -235,12 +239,20 @@ class Restores:
         known.has_looked, known.restore = True, None
         if first < last:
             request = known.request
-            stage = store.stage(request.group, request.block_keys(first, last), tenant=request.tenant)
+            keys, peer = request.block_keys(first, last), self._peer_of(known, store)
+            stage = store.stage(request.group, keys, tenant=request.tenant, peer=peer)
             if stage.blocks:
                 known.restore = _Restore(stage, first)
             else:
                 store.release(stage)
         return known.restore
+
+    def _peer_of(self, known: _Known, store: KvBlocks) -> str:
+        """Who is asked for what this node lacks. What ran here has left its KV here."""
+        if known.num_offered is not None:
+            return ""
+        seconds = self._tiers.prefill_s_per_token()
+        return peer_to_ask(known.request.kv_from, store, self._block_size, seconds)
 
     def _facts(self, restore: _Restore, num_tokens: int) -> RestoreFacts:
         store, tiers = self._store, self._tiers
@@ -289,9 +301,9 @@ class Restores:
         )
         sources = self._sources.get(request_id)
         if sources is not None and not is_resumed:
-            num_read = sum(restore.stage.is_from_disk[skipped : skipped + num_blocks])
-            sources.disk = num_read * self._block_size
-            sources.host = num_loaded_tokens - sources.disk
+            origins = Counter(restore.stage.origins[skipped : skipped + num_blocks])
+            sources.disk, sources.peer = (origins[each] * self._block_size for each in ("disk", "peer"))
+            sources.host = num_loaded_tokens - sources.disk - sources.peer
 
     def _way_back(self, restore: _Restore | None, num_loaded_tokens: int, num_tokens: int) -> str:
         if restore is None or not num_loaded_tokens:
@@ -399,6 +411,7 @@ class Restores:
             loaded = max(num_good_blocks * self._block_size - sources.device, 0)
             sources.host = min(sources.host, loaded)
             sources.disk = min(sources.disk, loaded - sources.host)
+            sources.peer = min(sources.peer, loaded - sources.host - sources.disk)
 
     @property
     def _store(self) -> KvBlocks:

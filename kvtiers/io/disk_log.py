@@ -195,24 +195,28 @@ class DiskLog:
         part: Part,
         *,
         first_layer: int = 0,
+        end_layer: int | None = None,
         on_layer: Callable[[int], None] = ignore,
         on_bad: Callable[[int], None] = ignore,
         max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
+        is_use: bool = True,
     ) -> ReadResult:
-        """Fill `part(i, layer)`, a writable view of `layer_bytes` bytes, for every key i and every layer from `first_layer` on, in that order.
+        """Fill `part(i, layer)`, a writable view of `layer_bytes` bytes, for every key i and every layer from `first_layer` to before `end_layer`
+        (None: to the last), in that order.
 
         `part` is called in worker threads. All its memory belongs to the read until this returns or raises, also that of bad blocks; a cancelled
         read waits for the threads that still write into it. on_layer(l): layer l of all blocks that are not bad is there and verified; called
         once for each layer, in order. on_bad(i): block i will not come; the store has forgotten it. Both are called on the loop. What they
-        or `part` raise ends the read and comes out, in an ExceptionGroup if other reads were under way.
+        or `part` raise ends the read and comes out, in an ExceptionGroup if other reads were under way. is_use: whether it counts for what
+        stays; not for another node's sake.
         """
         started_s = self._now()
         entries = [self._contents.index.get(key) for key in keys]
         for entry in entries:
-            if entry is not None:
+            if entry is not None and is_use:
                 entry.last_read_s = self._contents.used_s[entry.record.owner] = started_s
         return await self._reader.read(
-            keys, entries, part, first_layer, on_layer, on_bad, max_bytes_in_flight
+            keys, entries, part, first_layer, end_layer, on_layer, on_bad, max_bytes_in_flight
         )
 
     # Writing.

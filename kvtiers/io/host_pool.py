@@ -39,7 +39,8 @@ class HostPool:
             self._memory, dtype=np.uint8, count=self.num_slots * slot_bytes
         ).reshape(self.num_slots, slot_bytes)
         """All slots, shape (num_slots, slot_bytes). Who holds a slot may read and write its row."""
-        self._view = memoryview(self._memory)
+        self.memory = memoryview(self._memory)
+        """The same as bytes."""
         self._free = _Runs()
         if self.num_slots:
             self._free.add(0, self.num_slots)
@@ -75,7 +76,7 @@ class HostPool:
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot, writable."""
         start = index * self.slot_bytes
-        return self._view[start : start + self.slot_bytes]
+        return self.memory[start : start + self.slot_bytes]
 
     def check_invariants(self) -> None:
         self._free.check_invariants()

@@ -40,8 +40,7 @@ class _Reading:
         self,
         reader: BlockReader,
         batches: list[list[ReadOp]],
-        num_layers: int,
-        first_layer: int,
+        layers: range,
         on_layer: Callable[[int], None],
         on_bad: Callable[[int], None],
     ) -> None:
@@ -49,11 +48,11 @@ class _Reading:
         self.batches = iter(batches)
         self.num_batches = len(batches)
         self.bytes_read = 0
-        self._ops_left = [0] * num_layers
+        self._ops_left = [0] * layers.stop
         for op in itertools.chain.from_iterable(batches):
             for layer in op.layers:
                 self._ops_left[layer] += 1
-        self._next_layer = first_layer
+        self._next_layer = layers.start
         self._on_layer = on_layer
         self._on_bad = on_bad
 
@@ -99,6 +98,7 @@ class LogReader:
         entries: Sequence[Entry | None],
         part: Part,
         first_layer: int = 0,
+        end_layer: int | None = None,
         on_layer: Callable[[int], None] = ignore,
         on_bad: Callable[[int], None] = ignore,
         max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
@@ -107,10 +107,11 @@ class LogReader:
         places = [None if entry is None else BlockPlace(entry.record, entry.position) for entry in entries]
         records = {place.record for place in places if place is not None}
         max_read_bytes = max(1, min(max_bytes_in_flight // READS_IN_FLIGHT, MAX_READ_BYTES))
-        batches = plan_reads(places, self._shape, max_read_bytes, first_layer)
+        batches = plan_reads(places, self._shape, max_read_bytes, first_layer, end_layer)
         with self.pinned({record.segment for record in records}) as segments:
             reader = BlockReader(self._files, self._shape, segments, records, keys, part, self._now)
-            reading = _Reading(reader, batches, self._shape.num_layers, first_layer, on_layer, on_bad)
+            layers = range(first_layer, end_layer or self._shape.num_layers)
+            reading = _Reading(reader, batches, layers, on_layer, on_bad)
             for block, place in enumerate(places):
                 if place is None:
                     reading.mark_bad(block)

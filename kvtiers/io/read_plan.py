@@ -59,9 +59,14 @@ class ReadOp(Struct, frozen=True, gc=False):
 
 
 def plan_reads(
-    places: Sequence[BlockPlace | None], shape: BlockShape, max_read_bytes: int, first_layer: int = 0
+    places: Sequence[BlockPlace | None],
+    shape: BlockShape,
+    max_read_bytes: int,
+    first_layer: int = 0,
+    end_layer: int | None = None,
 ) -> list[list[ReadOp]]:
-    """Cover every part from `first_layer` on of every block exactly once; returns batches, each for one worker, in the order to start them.
+    """Cover every part from `first_layer` to before `end_layer` (None: to the last) of every block exactly once; returns batches, each for one
+    worker, in the order to start them.
 
     places: where each of the caller's blocks lies; None for those to leave out. A batch has one op, or several small ones that are not worth
     a hand-over to a thread each; it has at most `max_read_bytes` unless a single part is larger.
@@ -69,7 +74,7 @@ def plan_reads(
     ops = [
         op
         for run in _runs(places, shape, max_read_bytes)
-        for op in _bands(*run, shape, max_read_bytes, first_layer)
+        for op in _bands(*run, shape, max_read_bytes, range(first_layer, end_layer or shape.num_layers))
     ]
     ops.sort(key=lambda op: (op.first_layer, op.record, op.first_position))
     return list(_batches(ops, shape, max_read_bytes))
@@ -111,13 +116,13 @@ def _bands(
     blocks: tuple[int, ...],
     shape: BlockShape,
     max_read_bytes: int,
-    first_layer: int,
+    layers: range,
 ) -> Iterator[ReadOp]:
     """Cut the layers into bands; a small record is one band, read whole in the first pass."""
     band = max_read_bytes // (len(blocks) * shape.layer_bytes)
     step = max(1, min(band, IOV_MAX // len(blocks)))
-    for first in range(first_layer, shape.num_layers, step):
-        yield ReadOp(record, first_position, blocks, first, min(step, shape.num_layers - first))
+    for first in layers[::step]:
+        yield ReadOp(record, first_position, blocks, first, min(step, layers.stop - first))
 
 
 def _batches(ops: Iterable[ReadOp], shape: BlockShape, max_read_bytes: int) -> Iterator[list[ReadOp]]:

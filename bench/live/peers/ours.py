@@ -369,8 +369,10 @@ def time_disk_read(tiers: KvTiers, keys: Sequence[BlockKey]) -> dict[str, Any]:
     try:
         num_read = store.wait_for_layer(stage, len(keys), store.shape.num_layers - 1, READ_TIMEOUT_S)
         seconds = time.perf_counter() - started_s
-        if num_read < len(keys) or not all(stage.is_from_disk):
-            raise RuntimeError(f"{num_read} of {len(keys)} blocks came, {sum(stage.is_from_disk)} from disk")
+        if num_read < len(keys) or set(stage.origins) != {"disk"}:
+            raise RuntimeError(
+                f"{num_read} of {len(keys)} blocks came, {stage.origins.count('disk')} from disk"
+            )
     finally:
         store.release(stage)
     return {"bytes": len(keys) * store.shape.block_bytes, "seconds": seconds}

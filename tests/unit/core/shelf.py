@@ -27,6 +27,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self.on_disk: dict[BlockKey, bool] = {}  # whether a block must be read first
+        self.peers: dict[str, float] = {}  # bytes per second, by address; each has whatever is asked
         self.stages: list[Stage] = []
         self.saves: list[Save] = []
         self.live: Counter[tuple[str, str]] = Counter()
@@ -46,17 +47,21 @@ class Shelf:
     def expect(self, group: str, at_s: float | None, *, tenant: str = "") -> None:
         self.expected[tenant, group] = at_s
 
-    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Stage:
-        stage = Stage(0.0, 0)
+    def peer_bytes_per_s(self, address: str) -> float | None:
+        return self.peers.get(address)
+
+    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage:
+        stage = Stage(0.0)
         owner = Group(tenant, group)
         for key in keys:
-            if key not in self.on_disk:
+            if key not in self.on_disk and not peer:
                 break
             block = Block(key, owner)
             block.slots = [0] * SHAPE.num_layers
-            block.ready = 0 if self.on_disk[key] else SHAPE.num_layers
+            is_read = self.on_disk.get(key, True)
+            block.ready = 0 if is_read else SHAPE.num_layers
             stage.blocks.append(block)
-            stage.is_from_disk.append(self.on_disk[key])
+            stage.origins.append("host" if not is_read else "disk" if key in self.on_disk else "peer")
         self.stages.append(stage)
         return stage
 

@@ -239,6 +239,20 @@ def test_all_sessions_together_get_one_slice() -> None:
     assert bench.states.count("warm") == 3
 
 
+def test_what_another_node_has_is_fetched_at_once_and_comes_up_like_what_was_on_disk() -> None:
+    bench = Bench()
+    bench.shelf.peers["home"] = 1e6
+    bench.advise(num_blocks=2, kv_from="home", expected_arrival_s=50.0)
+    bench.advance()
+    assert [stage.origins for stage in bench.shelf.stages] == [["peer", "peer"]]
+    bench.shelf.read_one()
+    bench.shelf.read_one()
+    bench.now += 49.0
+    bench.promotions.staged()
+    assert bench.advance() == 2
+    assert bench.states[-1] == "warm"
+
+
 def test_an_arrival_time_is_waited_for_in_host_memory() -> None:
     bench = Bench()
     bench.shelf.put(keys_of("a", 4))

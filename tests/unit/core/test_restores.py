@@ -84,6 +84,32 @@ def test_a_request_waits_for_its_disk_and_says_what_came_from_there() -> None:
     assert bench.restores.take_sources("a") == Sources(device=0, host=4, disk=8)
 
 
+def test_a_moved_request_waits_for_its_peer_and_says_what_came_from_there() -> None:
+    bench = Bench()
+    bench.shelf.peers["home"] = 1e6
+    bench.shelf.put(keys_of("a", 1))
+    bench.enter("a", kv_from="home")
+    assert bench.match("a") is None
+    for _ in range(4):
+        bench.shelf.read_one()
+    assert bench.match("a") == 5 * BLOCK_TOKENS
+    bench.admit("a", 5)
+    assert bench.restores.take_sources("a") == Sources(device=0, host=4, peer=16)
+
+
+def test_a_peer_is_not_asked_where_computing_is_faster_or_it_is_away_or_after_a_preemption() -> None:
+    bench = Bench()
+    bench.shelf.peers |= {"slow": 499.0, "quick": 501.0}  # a block of 2,000 bytes is computed in 4 s
+    for name, kv_from, waits in (("a", "slow", False), ("b", "quick", True), ("c", "away", False)):
+        bench.enter(name, kv_from=kv_from)
+        assert (bench.match(name) is None) is waits, kv_from
+    bench.enter("d", kv_from="quick")
+    bench.match("d")
+    bench.admit("d", 0)
+    bench.step(d=22)
+    assert bench.match("d", is_resumed=True) == 0
+
+
 def test_what_the_device_came_to_hold_meanwhile_is_skipped_and_what_it_lost_is_staged_anew() -> None:
     bench = Bench()
     bench.shelf.put(keys_of("a", 5))

@@ -68,7 +68,7 @@ class Tiers:
         """(blocks that came, those of them that the disk gave); every byte of them is checked."""
         stage = self.store.stage(group, keys, tenant=tenant)
         num_blocks = self.check(stage, keys)
-        num_read = sum(stage.is_from_disk[:num_blocks])
+        num_read = stage.origins[:num_blocks].count("disk")
         self.store.release(stage)
         return num_blocks, num_read
 
