@@ -17,6 +17,7 @@ from msgspec import Struct
 from engine_bridge.adapters.catalog import Catalog, NoCatalog, open_registry
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
+from engine_bridge.cluster.peers import PeerConfig, Peering
 from engine_bridge.driver.absent import NoAdapters
 from engine_bridge.driver.engine import EngineCounts, VllmDriver
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
@@ -72,7 +73,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
 
     adapters: (name, folder) pairs that are served from the start. adapters_dir: a folder whose adapters are served, now and as they come, change and
     go. state_dir: where the registry of adapters and what is known of answer lengths are kept; None: in memory. length_predictor: `module:Name` of
-    a user's own, which is asked before ours. limits: of what one request may ask.
+    a user's own, which is asked before ours. limits: of what one request may ask. peers: where KV is lent to other nodes; None: to none.
     """
 
     engine: EngineConfig
@@ -84,6 +85,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     tool_parser: str | None = None
     reasoning_parser: str = ""
     chat_template: str | None = None
+    peers: PeerConfig | None = None
 
 
 class LocalNode:
@@ -93,7 +95,7 @@ class LocalNode:
         self._config = config
         self._streams = Streams()
         self._thread = EngineThread(self._make_driver, self._streams.deliver, self._fail)
-        self._tiers = tiers or make_tiers(config.engine)
+        self._tiers = tiers or make_tiers(config)
         if self._tiers is not None:
             self._tiers.on_progress = self._thread.wake
         self._client: BridgeEngineClient | None = None
@@ -223,18 +225,7 @@ class LocalNode:
         return Progress(self.state, self._stage, time.monotonic() - self._since, error)
 
     async def stats(self) -> NodeStats:
-        return self._stats(await self._thread.call(lambda driver: driver.counts()))
-
-    def _stats(self, counts: EngineCounts) -> NodeStats:
-        return NodeStats(
-            state=self.state,
-            model=self._config.engine.served_model_name,
-            max_model_len=self.max_model_len,
-            **asdict(counts),
-            num_steps=self._thread.num_steps,
-            num_rebuilds=self._thread.num_rebuilds,
-            kv_tiers=self.kv_tiers(),
-        )
+        return _stats(self, await self._thread.call(lambda driver: driver.counts()))
 
     def grammar_stats(self) -> GrammarStats | None:
         return self._grammars.stats()
@@ -251,7 +242,7 @@ class LocalNode:
         )
         waiting, running, num_waiting, num_running = requests
         return EngineState(
-            engine=self._stats(counts),
+            engine=_stats(self, counts),
             scheduling=scheduling,
             waiting=waiting,
             running=running,
@@ -272,6 +263,11 @@ class LocalNode:
     def end_session(self, tenant: str, session_id: str) -> None:
         if self._tiers is not None and self._tiers.store is not None:
             self._tiers.store.end(session_id, tenant=tenant)
+
+    @property
+    def peer_address(self) -> str:
+        """Where other nodes may ask it for KV, from now on; "" for nowhere. Raises OSError."""
+        return self._tiers.peer_address() if self._tiers is not None else ""
 
     @property
     def max_model_len(self) -> int:
@@ -435,6 +431,18 @@ class LocalNode:
         return EngineUnavailable(f"the engine is starting ({self._stage})", code="starting")
 
 
+def _stats(node: LocalNode, counts: EngineCounts) -> NodeStats:
+    return NodeStats(
+        state=node.state,
+        model=node.model_name,
+        max_model_len=node.max_model_len,
+        **asdict(counts),
+        num_steps=node.num_steps,
+        num_rebuilds=node.num_rebuilds,
+        kv_tiers=node.kv_tiers(),
+    )
+
+
 async def _open_lengths(config: LocalNodeConfig, report: Callable[[str], None]) -> NodeLengths | None:
     """None: vLLM's own queue asks for no lengths. Raises what a user's own predictor does when it is loaded."""
     if config.engine.scheduling_policy == "vllm":
@@ -483,8 +491,9 @@ def _grammar_checker(engine: Any, limits: RequestLimits) -> GrammarChecker:
     return checker
 
 
-def make_tiers(config: EngineConfig) -> KvTiers | None:
+def make_tiers(node: LocalNodeConfig) -> KvTiers | None:
     """The KV tiers that a configuration asks for; None for none."""
+    config = node.engine
     if not config.kv_host_gib:
         return None
     return KvTiers(
@@ -492,5 +501,6 @@ def make_tiers(config: EngineConfig) -> KvTiers | None:
             host_bytes=int(config.kv_host_gib * GIB),
             disk_bytes=int(config.kv_disk_gib * GIB),
             folder=config.kv_dir,
-        )
+        ),
+        peering=Peering(node.peers) if node.peers is not None else None,
     )

@@ -91,12 +91,13 @@ class Usage(Struct, frozen=True):
 
 
 class KvSources(Struct, frozen=True):
-    """Where the KV of the prompt came from, in tokens; the four add up to the prompt."""
+    """Where the KV of the prompt came from, in tokens; together the prompt. peer: fetched from another node for this request."""
 
     device: int
     host: int
     disk: int
     recomputed: int
+    peer: int = 0
 
 
 class Timings(Struct, frozen=True):
@@ -209,8 +210,8 @@ class AdvisoryReport(Struct, frozen=True, kw_only=True):
     """How an advisory stands.
 
     `num_tokens`: of the prefix, as far as any tier holds it; `missing_tokens`: what follows and must be computed; `device_tokens`: on the device.
-    `host_bytes`, `disk_bytes`: copied to the device for it, by where they were. `lead_s`: from the advisory to its request. `late_s`: what moving
-    the rest would have taken, as predicted.
+    `host_bytes`, `disk_bytes`: copied to the device for it, by where they were; what another node gave counts as read. `lead_s`: from the advisory to
+    its request. `late_s`: what moving the rest would have taken, as predicted.
     """
 
     advisory_id: str

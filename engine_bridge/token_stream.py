@@ -125,10 +125,13 @@ class TokenStream:
     def _sources(self) -> KvSources:
         """As the connector noted them on the first output; without KV tiers all that was cached was on the device."""
         noted = self._kv_sources
-        device, host, disk = (
-            (noted.device, noted.host, noted.disk) if noted is not None else (self._cached_tokens, 0, 0)
+        device, host, disk, peer = (
+            (noted.device, noted.host, noted.disk, noted.peer)
+            if noted is not None
+            else (self._cached_tokens, 0, 0, 0)
         )
-        return KvSources(device, host, disk, recomputed=self._prompt_tokens - device - host - disk)
+        recomputed = self._prompt_tokens - device - host - disk - peer
+        return KvSources(device, host, disk, recomputed, peer)
 
 
 def _rounded(value_ms: float | None) -> float | None:

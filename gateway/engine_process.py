@@ -45,7 +45,8 @@ def main() -> None:
     logs.setup(settings.log_format, settings.log_level)
     # Before anything imports torch: it reads its environment once.
     configure_environment(settings.node.engine)
-    child.serve(LocalNode(settings.node), int(sys.argv[1]))
+    node = LocalNode(settings.node)
+    child.serve(node, int(sys.argv[1]), node.peer_address)
 
 
 if __name__ == "__main__":

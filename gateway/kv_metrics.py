@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from gateway.snapshots import SnapshotCollector
-from kvtiers.stats import TierStats
+from kvtiers.stats import PeerStats, TierStats
 
 # (metric, help, {tier: field}); counts are blocks unless the name says otherwise.
 _GAUGES = (
@@ -60,3 +60,43 @@ class KvCollector(SnapshotCollector[TierStats]):
                 for tier, field in fields.items():
                     metric.add_metric([tier], getattr(tiers[tier], field))
                 yield metric
+        if stats.peers.is_on:
+            yield from _peer_metrics(stats.peers)
+
+
+def _peer_metrics(peers: PeerStats) -> Iterator[Metric]:
+    for name, documentation, fetched, lent in (
+        (
+            "overture_kv_peer_bytes",
+            "KV that came from other nodes or was lent to them",
+            peers.bytes_fetched,
+            peers.bytes_lent,
+        ),
+        (
+            "overture_kv_peer_blocks",
+            "Blocks that came whole from other nodes or were lent to them",
+            peers.num_fetched,
+            peers.num_lent,
+        ),
+    ):
+        counter = CounterMetricFamily(name, documentation, labels=["direction"])
+        counter.add_metric(["in"], fetched)
+        counter.add_metric(["out"], lent)
+        yield counter
+    for name, documentation, reasons in (
+        (
+            "overture_kv_peer_misses",
+            "Questions to other nodes that brought nothing, or less than was offered",
+            peers.misses,
+        ),
+        ("overture_kv_peer_refusals", "Other nodes' questions that were cut off", peers.refusals),
+    ):
+        counter = CounterMetricFamily(name, documentation, labels=["reason"])
+        for reason, count in reasons.items():
+            counter.add_metric([reason], count)
+        yield counter
+    yield GaugeMetricFamily(
+        "overture_kv_peer_bytes_per_second",
+        "Measured speed of the last answer; 0 before the first",
+        peers.bytes_per_s,
+    )

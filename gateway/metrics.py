@@ -144,7 +144,9 @@ class Metrics:
             self._kept_tokens.inc(final.prompt.num_kept_tokens)
         if final is None or final.timings is None:
             return
-        kv = {name: getattr(final.timings.kv, name) for name in ("device", "host", "disk", "recomputed")}
+        kv = {
+            name: getattr(final.timings.kv, name) for name in ("device", "host", "disk", "peer", "recomputed")
+        }
         for source, num_tokens in kv.items():
             self._prompt_tokens.labels(source).inc(num_tokens)
         if final.timings.ttft_ms is not None:

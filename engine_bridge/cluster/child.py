@@ -24,8 +24,11 @@ CLOSE_S = 20.0
 OOM_SCORE = 500
 
 
-def serve(node: Node, fd: int) -> None:
-    """Until the parent has gone or asks for the end. Runs its own event loop; does not return before the process may end."""
+def serve(node: Node, fd: int, peer_address: str = "") -> None:
+    """Until the parent has gone or asks for the end. Runs its own event loop; does not return before the process may end.
+
+    peer_address: where other nodes may ask it for KV.
+    """
     import uvloop
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -34,12 +37,13 @@ def serve(node: Node, fd: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
-    uvloop.run(_serve(node, fd))
+    uvloop.run(_serve(node, fd, peer_address))
 
 
-async def _serve(node: Node, fd: int) -> None:
+async def _serve(node: Node, fd: int, peer_address: str) -> None:
     over = asyncio.Event()
     server = NodeServer(node, node_id="local", on_close=over.set)
+    server.peer_address = peer_address
     transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
         server.connection, socket.socket(fileno=fd)
     )

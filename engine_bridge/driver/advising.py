@@ -30,9 +30,11 @@ async def advise(
         loop.call_soon_threadsafe(on_change, state)
 
     hashes: Hashes = ()
-    if advisory.token_ids and not await thread.call(
+    # Where the session has gone on elsewhere, what it left here is only how it began.
+    is_known = not advisory.kv_from and await thread.call(
         lambda driver: driver.promoter.remembers(advisory.session_id, salt)
-    ):
+    )
+    if advisory.token_ids and not is_known:
         token_ids = unpack_token_ids(advisory.token_ids)
         hashes = await asyncio.to_thread(client.versions.hashes_of, token_ids, salt, adapter)
     thread.submit(lambda driver: driver.promoter.advise(advisory, hashes, salt, report))

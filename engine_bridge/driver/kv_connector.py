@@ -87,6 +87,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 weight=context.weight,
                 is_saved=has_asker,
                 may_load=not request.skip_reading_prefix_cache,
+                kv_from=context.kv_from,
             )
         )
         if self._tiers.listener is not None and has_asker:

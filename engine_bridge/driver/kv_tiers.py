@@ -28,7 +28,7 @@ from kvtiers.keys import BlockShape, Namespace
 from kvtiers.policy.eviction import ByValue, EvictionPolicy
 from kvtiers.policy.rates import Rate
 from kvtiers.policy.restore import PRIOR_HOST_BYTES_PER_S, FasterWins, RestorePolicy
-from kvtiers.stats import TierStats
+from kvtiers.stats import PeerStats, TierStats
 from kvtiers.store import KvStore
 
 if TYPE_CHECKING:
@@ -61,11 +61,22 @@ class RequestListener(Protocol):
     def close(self) -> None: ...
 
 
+class Peering(Protocol):
+    """Other nodes, as far as the tiers know them: see `engine_bridge.cluster.peers.Peering`."""
+
+    def open(self) -> str: ...
+    def attach(self, store: KvStore, fingerprint: str, io: IoThread) -> None: ...
+    def detach(self) -> None: ...
+    def close(self) -> None: ...
+    def snapshot(self) -> PeerStats: ...
+
+
 class KvTiers:
     """What the two halves of the connector and the driver share.
 
     Args:
         policies, files and clock: other than the default ones for benches and tests.
+        peering: with other nodes; None: neither lends nor asks.
     """
 
     def __init__(
@@ -76,11 +87,13 @@ class KvTiers:
         eviction: EvictionPolicy | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
+        peering: Peering | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
         self.policy = policy or FasterWins()
         self.store: KvStore | None = None
+        self.peering = peering
         self.copier: BlockCopier | None = None
         self.restores: Restores | None = None
         self.on_progress: Callable[[], None] = lambda: None
@@ -143,7 +156,13 @@ class KvTiers:
     def close(self) -> None:
         """Write what waits for the disk and give all memory back."""
         self._close_store()
+        if self.peering is not None:
+            self.peering.close()
         _known.pop(self.name, None)
+
+    def peer_address(self) -> str:
+        """Where other nodes may ask for KV, from now on; "" for nowhere. Raises OSError."""
+        return self.peering.open() if self.peering is not None else ""
 
     def _open_store(self, namespace: Namespace) -> None:
         self._io = IoThread()
@@ -157,6 +176,8 @@ class KvTiers:
         self.store.problem = problem
         self.store.on_progress = self._on_progress
         self._namespace = namespace
+        if self.peering is not None:
+            self.peering.attach(self.store, namespace.fingerprint, self._io)
         pool, io = self.store.pool, self._io
         threading.Thread(
             target=pool.populate, args=(lambda: self._io is io,), name="kv-populate", daemon=True
@@ -180,6 +201,8 @@ class KvTiers:
 
     def _close_store(self) -> None:
         if self.store is not None:
+            if self.peering is not None:
+                self.peering.detach()
             self.store.close()
             self.store = None
         if self._io is not None:
@@ -260,7 +283,12 @@ class KvTiers:
         }
 
     def stats(self) -> TierStats | None:
-        return self.store.stats() if self.store is not None else None
+        if self.store is None:
+            return None
+        stats = self.store.stats()
+        if self.peering is not None:
+            stats.peers = self.peering.snapshot()
+        return stats
 
 
 def find_tiers(name: str) -> KvTiers:

@@ -76,7 +76,9 @@ class Promoter:
         self._block_size = block_size
         self._count_requests = count_requests
         self._clock = clock
-        self._core = Promotions(self._cache, tiers.store, block_size, tiers.host_bytes_per_s)
+        self._core = Promotions(
+            self._cache, tiers.store, block_size, tiers.host_bytes_per_s, tiers.prefill_s_per_token
+        )
 
     # -- what comes in -----------------------------------------------------------------------------------------------
 

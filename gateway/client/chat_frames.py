@@ -32,6 +32,8 @@ class KvSources(Struct, frozen=True):
     host: int = 0
     disk: int = 0
     recomputed: int = 0
+    peer: int = 0
+    """Fetched from another node."""
 
 
 class Usage(Struct, frozen=True):

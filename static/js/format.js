@@ -66,6 +66,7 @@ export function timingRows({ adapter, timings, usage, advisory, finishReason }) 
   if (usage) rows.push(['Tokens', `${count(usage.prompt_tokens)} in, ${count(usage.completion_tokens)} out`]);
   if (kv) {
     for (const tier of TIERS) rows.push([`Reused from ${tier}`, count(kv[tier])]);
+    if (kv.peer) rows.push(['Fetched from another node', count(kv.peer)]);
     rows.push(['Computed anew', count(kv.recomputed)]);
   }
   if (advisory) rows.push(['Made ready while you typed', readiness(advisory)]);

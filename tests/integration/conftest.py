@@ -29,6 +29,7 @@ ALONE = (
     "test_mixed_batch.py",
     "test_kv_pressure.py",
     "test_promotion.py",
+    "test_peers.py",
     "test_adapters.py",
     "test_scheduling.py",
     "test_priority_api.py",

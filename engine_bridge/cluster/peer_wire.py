@@ -1,0 +1,322 @@
+"""What crosses between two nodes, one of which asks the other for KV blocks. Bytes in, messages out; no sockets here.
+
+A frame is the length of its message (u32, little-endian), the length of the raw bytes behind that (u32), the message in msgpack, and those bytes.
+Who takes a connection speaks first; a connection serves one question:
+
+  lender   Challenge        asker   Hello, with a proof that it knows the cluster's token, and a challenge of its own
+  lender   PeerWelcome, with its own proof, and what its blocks are
+                            asker   Ask, for blocks by their keys, from a layer on
+  lender   Offer, of the first of them; then layer by layer, within a layer in the order of the keys, Parts, each with its blocks' raw bytes.
+           Cut: of the offered blocks only the first so many will come. Done. Or Refused in the place of any.
+
+The asker has made the keys from tokens, tenant and adapter of its own. A lender can only give what was asked for, or not; what it gives is checked
+against the sum that stands with it. Whether those are the bytes that were computed nobody can check: that is what the token is for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from engine_bridge.cluster.wire import Challenge, Hello, Message, WireError, is_proof, proof_of
+from kvtiers.io.records import checksum
+from kvtiers.keys import KEY_BYTES, BlockKey, BlockShape
+from kvtiers.lending import CHUNK_BYTES
+
+PEER_PROTOCOL = 1
+MAX_GREETING_BYTES = 4096
+# That one question may name. Chosen: a million tokens in blocks of 32.
+MAX_KEYS = 1 << 15
+_HEAD = struct.Struct("<II")
+_SUM_BYTES = 8
+# Whose proof it is, so that none can be sent back.
+ASKER, LENDER = "kv asker", "kv lender"
+
+MissReason = Literal["dead", "late", "token", "foreign", "busy", "malformed", "damaged", "absent"]
+"""Why a peer gave nothing, or less than it offered: it cannot be reached or was cut off; it took too long; it does not know the token; its blocks are
+not of our kind; it has too much to do; it does not keep to the protocol; a block's bytes are not those of its sum; it has none of the blocks."""
+
+
+class PeerFault(Exception):
+    """The other end is of no use. Nobody but this connection is concerned."""
+
+    def __init__(self, reason: MissReason, text: str) -> None:
+        super().__init__(text)
+        self.reason: MissReason = reason
+
+
+class PeerWelcome(Message, frozen=True):
+    proof: bytes
+    fingerprint: str
+    num_layers: int
+    layer_bytes: int
+
+
+class Ask(Message, frozen=True):
+    """keys: back to back."""
+
+    fingerprint: str
+    first_layer: int
+    keys: bytes
+
+
+class Offer(Message, frozen=True):
+    """keys: the first of those that were asked for, back to back."""
+
+    keys: bytes
+
+
+class Parts(Message, frozen=True):
+    """A layer of the blocks `first ..`: sums of 8 bytes each; their bytes follow."""
+
+    layer: int
+    first: int
+    sums: bytes
+
+
+class Cut(Message, frozen=True):
+    num_blocks: int
+
+
+class Done(Message, frozen=True):
+    pass
+
+
+class Refused(Message, frozen=True):
+    reason: str
+
+
+ToLender = Hello | Ask
+ToAsker = Challenge | PeerWelcome | Offer | Parts | Cut | Done | Refused
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message, num_raw_bytes: int = 0) -> bytes:
+    """A frame up to its raw bytes."""
+    body = _encoder.encode(message)
+    return _HEAD.pack(len(body), num_raw_bytes) + body
+
+
+def sums_of(blocks: Sequence[memoryview]) -> bytes:
+    return struct.pack(f"<{len(blocks)}Q", *map(checksum, blocks))
+
+
+def split(views: Sequence[memoryview], size: int) -> list[memoryview]:
+    """Views of one or several blocks, block by block."""
+    return [view[start : start + size] for view in views for start in range(0, len(view), size)]
+
+
+def keys_of(packed: bytes) -> list[BlockKey]:
+    """Raises WireError."""
+    if len(packed) % KEY_BYTES or len(packed) > MAX_KEYS * KEY_BYTES:
+        raise WireError("keys of a wrong size, or too many")
+    return [BlockKey(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES)]
+
+
+class Frames:
+    """Bytes as they come, in one buffer of a bounded size. For `asyncio.BufferedProtocol`: `space` is what to read into.
+
+    Args:
+        direction: `ToLender` or `ToAsker`, what the other end may say.
+    """
+
+    def __init__(self, direction: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(direction)
+        self._max_bytes = MAX_GREETING_BYTES
+        self._memory = memoryview(bytearray(2 * self._max_bytes))
+        self._start = self._end = 0
+
+    def allow(self, max_bytes: int) -> None:
+        """Frames may be so large from now on."""
+        memory = memoryview(bytearray(2 * (max_bytes + _HEAD.size)))
+        kept = self._end - self._start
+        memory[:kept] = self._memory[self._start : self._end]
+        self._memory, self._max_bytes, self._start, self._end = memory, max_bytes, 0, kept
+
+    def space(self) -> memoryview:
+        """Where the next bytes go; never empty."""
+        kept = self._end - self._start
+        if not kept:
+            self._start = self._end = 0
+        elif self._start and len(self._memory) - self._end < self._max_bytes:
+            self._memory[:kept] = bytes(self._memory[self._start : self._end])
+            self._start, self._end = 0, kept
+        return self._memory[self._end :]
+
+    def received(self, num_bytes: int) -> None:
+        """So many have come."""
+        self._end += num_bytes
+
+    def next(self) -> tuple[Any, memoryview] | None:
+        """The next frame that is whole: its message and its raw bytes, which are to be read before `space` is asked for. Raises WireError."""
+        have = self._end - self._start
+        if have < _HEAD.size:
+            return None
+        size, num_raw = _HEAD.unpack_from(self._memory, self._start)
+        if size == 0 or size + num_raw > self._max_bytes:
+            raise WireError(f"a frame of {size} and {num_raw} bytes")
+        if have < _HEAD.size + size + num_raw:
+            return None
+        body = self._start + _HEAD.size
+        raw = body + size
+        self._start = raw + num_raw
+        try:
+            message = self._decoder.decode(self._memory[body:raw])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise WireError("a frame that holds no message of ours") from error
+        if num_raw and not isinstance(message, Parts):
+            raise WireError("raw bytes behind a message that has none")
+        return message, self._memory[raw : self._start]
+
+
+class Question:
+    """An asker's side of one connection. Frames come in by `take`.
+
+    Args:
+        keys: of the blocks that are wanted.
+        part: `part(i, layer)`: where a block's layer goes. Written to only with bytes that were checked.
+        on_layer, on_bad: as of `kvtiers.reader.BlockSource`.
+        nonce: random bytes.
+
+    Attributes:
+        num_blocks: that will come, as far as is known; None before the offer.
+        is_over: nothing more will come.
+        num_bytes: of blocks that came and were whole.
+        num_damaged: blocks.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        nonce: bytes,
+        fingerprint: str,
+        shape: BlockShape,
+        keys: Sequence[BlockKey],
+        part: Callable[[int, int], memoryview],
+        first_layer: int,
+        on_layer: Callable[[int], None],
+        on_bad: Callable[[int], None],
+    ) -> None:
+        self._token, self._nonce = token, nonce
+        self._fingerprint, self._shape, self._keys = fingerprint, shape, keys
+        self._asked = b"".join(keys[:MAX_KEYS])
+        self._part, self._on_layer, self._on_bad = part, on_layer, on_bad
+        self._first_layer = self._layer = first_layer
+        self._place = 0
+        self._bad: set[int] = set()
+        self._turn: type[Message] = Challenge
+        self.num_blocks: int | None = None
+        self.is_over = False
+        self.num_bytes = 0
+
+    @property
+    def has_just_greeted(self) -> bool:
+        """Whether the other end is looking at our proof."""
+        return self._turn is PeerWelcome
+
+    @property
+    def num_damaged(self) -> int:
+        return len(self._bad)
+
+    def take(self, message: Any, raw: memoryview, frames: Frames) -> bytes:
+        """Returns what is to be sent. Raises PeerFault, WireError."""
+        match message:
+            case Refused():
+                raise PeerFault("foreign" if message.reason == "foreign" else "busy", "it has refused")
+            case Challenge() if self._turn is Challenge:
+                return self._greet(message)
+            case PeerWelcome() if self._turn is PeerWelcome:
+                return self._ask(message, frames)
+            case Offer() if self._turn is Offer:
+                self._offered(message)
+            case Parts() if self._turn is Parts:
+                self._parts(message, raw)
+            case Cut() if self._turn is Parts and self._layer < self._shape.num_layers:
+                self._cut(message.num_blocks)
+            case Done() if self._turn is Parts and self._layer == self._shape.num_layers:
+                self.is_over = True
+            case _:
+                raise WireError(f"{type(message).__name__} out of turn")
+        return b""
+
+    def _greet(self, message: Challenge) -> bytes:
+        if message.protocol != PEER_PROTOCOL:
+            raise PeerFault(
+                "foreign", f"it speaks version {message.protocol} of the protocol, this is {PEER_PROTOCOL}"
+            )
+        self._turn = PeerWelcome
+        return encode(Hello(proof_of(self._token, ASKER, message.nonce), self._nonce))
+
+    def _ask(self, message: PeerWelcome, frames: Frames) -> bytes:
+        if not is_proof(message.proof, self._token, LENDER, self._nonce):
+            raise PeerFault("token", "it does not know the token")
+        shape = BlockShape(message.num_layers, message.layer_bytes)
+        if (message.fingerprint, shape) != (self._fingerprint, self._shape):
+            raise PeerFault("foreign", "it serves another model, or computes KV in another way")
+        frames.allow(max_frame_bytes(self._shape, len(self._keys)))
+        self._turn = Offer
+        return encode(Ask(self._fingerprint, self._first_layer, self._asked))
+
+    def _offered(self, message: Offer) -> None:
+        num_blocks = len(message.keys) // KEY_BYTES
+        if len(message.keys) % KEY_BYTES or not self._asked.startswith(message.keys):
+            raise WireError("an offer of what was not asked for")
+        self._turn, self.num_blocks = Parts, len(self._keys)
+        self._cut(num_blocks, is_offer=True)
+
+    def _cut(self, num_blocks: int, *, is_offer: bool = False) -> None:
+        assert self.num_blocks is not None
+        if not 0 <= num_blocks < self.num_blocks + is_offer:
+            raise WireError("a cut that is none")
+        for index in range(num_blocks, self.num_blocks):
+            self._on_bad(index)
+        self.num_blocks = num_blocks
+        if num_blocks == 0:
+            self.is_over = True
+        elif self._place >= num_blocks:
+            self._end_layer()
+
+    def _parts(self, message: Parts, raw: memoryview) -> None:
+        size = self._shape.layer_bytes
+        num = len(message.sums) // _SUM_BYTES
+        is_next = (message.layer, message.first) == (self._layer, self._place)
+        assert self.num_blocks is not None
+        is_fit = num > 0 and len(message.sums) % _SUM_BYTES == 0 and len(raw) == num * size
+        if not (
+            is_next
+            and is_fit
+            and self._layer < self._shape.num_layers
+            and self._place + num <= self.num_blocks
+        ):
+            raise WireError("parts that are not the next ones")
+        for at, wanted in enumerate(struct.unpack(f"<{num}Q", message.sums)):
+            view, block = raw[at * size : (at + 1) * size], message.first + at
+            if block in self._bad:
+                continue
+            if checksum(view) != wanted:
+                self._bad.add(block)
+                self._on_bad(block)
+                continue
+            self._part(block, message.layer)[:] = view
+            self.num_bytes += size
+        self._place += num
+        if self._place == self.num_blocks:
+            self._end_layer()
+
+    def _end_layer(self) -> None:
+        self._on_layer(self._layer)
+        self._layer, self._place = self._layer + 1, 0
+
+
+def max_frame_bytes(shape: BlockShape, num_keys: int) -> int:
+    """The largest that a lender sends: parts with their sums, or an offer of so many keys."""
+    num_blocks = max(CHUNK_BYTES // shape.layer_bytes, 1)
+    parts = num_blocks * (shape.layer_bytes + _SUM_BYTES)
+    return max(parts, num_keys * KEY_BYTES) + MAX_GREETING_BYTES
+
+
+def max_ask_bytes() -> int:
+    return MAX_KEYS * KEY_BYTES + MAX_GREETING_BYTES

@@ -1,5 +1,0 @@
-/** Starts the engine room. */
-
-import { Room } from './room.js';
-
-new Room().start();

@@ -1,0 +1,180 @@
+"""KV from one real engine to another, in two processes whose models and adapters lie in different folders.
+
+Runs before the shared engine starts (conftest): one of the two is in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from engine_bridge.cluster.peers import PeerConfig, Peering
+from engine_bridge.cluster.process import ProcessNode
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.engine_config import EngineConfig
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.node import (
+    Advisory,
+    AdvisoryReport,
+    GenerateRequest,
+    KvSources,
+    RequestId,
+    Sampling,
+    pack_token_ids,
+)
+from engine_bridge.node_adapters import find_adapters
+from engine_bridge.request_context import RequestContext
+from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+from gateway.engine_process import make_node
+
+from .conftest import WaitsForTheDisk
+
+TOKEN = "of this test's cluster"
+HISTORY_TOKENS = 512
+_ids = itertools.count()
+
+
+@dataclass
+class Pair:
+    """`home` in a child process; `away` in this one, which waits for a peer however slow the machine is."""
+
+    home: ProcessNode
+    away: LocalNode
+    tiers: KvTiers
+
+    def misses(self) -> dict[str, int]:
+        stats = self.tiers.stats()
+        assert stats is not None
+        return stats.peers.misses
+
+
+def config(model: Path, adapters: Path, kv: Path) -> LocalNodeConfig:
+    engine = EngineConfig(
+        model=str(model),
+        served_model_name="demo",
+        dtype="float32",
+        cpu_threads=1,
+        max_model_len=1024,
+        max_num_seqs=8,
+        kv_host_gib=0.25,
+        kv_disk_gib=0.5,
+        kv_dir=kv,
+    )
+    return LocalNodeConfig(engine=engine, adapters=find_adapters(adapters), peers=PeerConfig(token=TOKEN))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    model, adapters = folder / "somewhere" / "else", folder / "other-adapters"
+    shutil.copytree(DEMO_MODEL_DIR, model)
+    shutil.copytree(DEMO_ADAPTERS_DIR, adapters)
+    home = make_node(config(model, adapters, folder / "home"), "text", "info")
+    tiers = KvTiers(
+        TiersConfig(host_bytes=256 << 20, disk_bytes=512 << 20, folder=folder / "away"),
+        policy=WaitsForTheDisk(),
+        peering=Peering(PeerConfig(token=TOKEN)),
+    )
+    away = LocalNode(config(DEMO_MODEL_DIR, DEMO_ADAPTERS_DIR, folder / "away"), tiers)
+    try:
+        await asyncio.gather(home.start(), away.start())
+        yield Pair(home, away, tiers)
+    finally:
+        await asyncio.gather(home.close(), away.close())
+
+
+def text(seed: object, length: int) -> list[int]:
+    chance = random.Random(repr(seed))
+    return [chance.randrange(20, 900) for _ in range(length)]
+
+
+async def generate(
+    node: LocalNode | RemoteNode, token_ids: list[int], session: str, **context: str
+) -> tuple[list[int], KvSources]:
+    request = GenerateRequest(
+        request_id=RequestId(f"p{next(_ids)}"),
+        prompt_token_ids=tuple(token_ids),
+        context=RequestContext(session_id=session, **context),  # type: ignore[arg-type]
+        sampling=Sampling(temperature=0, max_tokens=8, ignore_eos=True),
+    )
+    answer: list[int] = []
+    kv = None
+    async for delta in node.generate(request):
+        answer.extend(delta.token_ids)
+        kv = delta.timings.kv if delta.timings else kv
+    assert kv is not None
+    return answer, kv
+
+
+async def begun_at_home(pair: Pair, session: str, adapter: str = "") -> list[int]:
+    """The prompt with which a session goes on."""
+    history = text(session, HISTORY_TOKENS)
+    answer, _ = await generate(pair.home, history, session, adapter=adapter)
+    return [*history, *answer, *text("more", 40)]
+
+
+async def test_a_moved_session_goes_on_with_its_peers_kv_token_for_token(pair: Pair) -> None:
+    """With an adapter, whose files lie elsewhere there, as the model's do."""
+    for adapter in ("", "pirate"):
+        session = f"moved-{adapter}"
+        prompt = await begun_at_home(pair, session, adapter)
+        at_home, _ = await generate(pair.home, prompt, session, adapter=adapter)
+        moved, kv = await generate(
+            pair.away, prompt, session, adapter=adapter, kv_from=pair.home.peer_address
+        )
+        assert (kv.peer, kv.device, kv.host, kv.disk) == (HISTORY_TOKENS + 32, 0, 0, 0)
+        assert kv.peer + kv.recomputed == len(prompt)
+        anew, kv = await generate(pair.away, prompt, session, adapter=adapter, tenant="somebody else")
+        assert kv.recomputed == len(prompt)
+        assert moved == at_home == anew
+    stats = pair.tiers.stats()
+    assert stats is not None and stats.peers.num_fetched == 2 * (HISTORY_TOKENS + 32) // 32
+    assert pair.misses() == {}
+
+
+async def test_nobody_meets_another_tenants_kv_by_way_of_a_peer(pair: Pair) -> None:
+    prompt = await begun_at_home(pair, "private")
+    _, kv = await generate(pair.away, prompt, "private", tenant="t", kv_from=pair.home.peer_address)
+    assert kv.peer == 0 and kv.recomputed == len(prompt)
+    assert pair.misses() == {"absent": 1}
+
+
+async def test_an_advisory_brings_a_peers_kv_to_the_device(pair: Pair) -> None:
+    prompt = await begun_at_home(pair, "announced")
+    warm: asyncio.Future[AdvisoryReport] = asyncio.get_running_loop().create_future()
+
+    def note(report: AdvisoryReport) -> None:
+        if report.state == "warm" and not warm.done():
+            warm.set_result(report)
+
+    advisory = Advisory(
+        advisory_id="a",
+        session_id="announced",
+        token_ids=pack_token_ids(prompt),
+        kv_from=pair.home.peer_address,
+    )
+    async with asyncio.timeout(60):
+        await pair.away.advise(advisory, note)
+        report = await warm
+    assert report.device_tokens == HISTORY_TOKENS
+    _, kv = await generate(pair.away, prompt, "announced", kv_from=pair.home.peer_address)
+    assert (kv.device, kv.peer) == (HISTORY_TOKENS, 0)
+
+
+async def test_a_peer_that_has_died_costs_a_recomputation(pair: Pair) -> None:
+    prompt = await begun_at_home(pair, "orphan")
+    at_home, _ = await generate(pair.home, prompt, "orphan")
+    address = pair.home.peer_address
+    await pair.home.close()
+    moved, kv = await generate(pair.away, prompt, "orphan", kv_from=address)
+    assert kv.recomputed == len(prompt) and moved == at_home
+    assert pair.misses()["dead"] == 1

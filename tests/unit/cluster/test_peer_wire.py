@@ -1,0 +1,217 @@
+"""The asker's side of the protocol between peers, without a socket: nothing that a peer sends is believed, and none of it gets far."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_bridge.cluster import peer_wire
+from engine_bridge.cluster.peer_wire import (
+    Ask,
+    Challenge,
+    Cut,
+    Done,
+    Frames,
+    Message,
+    Offer,
+    Parts,
+    PeerFault,
+    PeerWelcome,
+    Question,
+    Refused,
+    WireError,
+    encode,
+    sums_of,
+)
+from kvtiers.keys import BlockKey, BlockShape
+
+SHAPE = BlockShape(num_layers=2, layer_bytes=16)
+KEYS = [BlockKey(hashlib.sha256(bytes([number])).digest()) for number in range(4)]
+TOKEN, NONCE = b"token", b"nonce"
+
+
+class Asking:
+    """A question, and what it makes of messages."""
+
+    def __init__(self) -> None:
+        self.memory = {(block, layer): bytearray(16) for block in range(4) for layer in range(2)}
+        self.layers: list[int] = []
+        self.bad: list[int] = []
+        self.frames = Frames(peer_wire.ToAsker)
+        self.question = Question(
+            TOKEN, NONCE, "same", SHAPE, KEYS, self._part, 0, self.layers.append, self.bad.append
+        )
+
+    def _part(self, block: int, layer: int) -> memoryview:
+        return memoryview(self.memory[block, layer])
+
+    def take(self, message: Message, raw: bytes = b"") -> bytes:
+        return self.question.take(message, memoryview(raw), self.frames)
+
+    def welcome(self, **other: Any) -> PeerWelcome:
+        proof = peer_wire.proof_of(TOKEN, peer_wire.LENDER, NONCE)
+        return PeerWelcome(
+            **{"proof": proof, "fingerprint": "same", "num_layers": 2, "layer_bytes": 16} | other
+        )
+
+    def offered(self, num_blocks: int = 4) -> Asking:
+        self.take(Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
+        assert self.take(self.welcome()) == encode(Ask("same", 0, b"".join(KEYS)))
+        self.take(Offer(b"".join(KEYS[:num_blocks])))
+        return self
+
+    def parts(self, layer: int, first: int, num: int, fault: int | None = None) -> None:
+        blocks = [bytes([first + at, layer]) * 8 for at in range(num)]
+        sums = sums_of([memoryview(block) for block in blocks])
+        raw = bytearray(b"".join(blocks))
+        if fault is not None:
+            raw[fault * 16] ^= 1
+        self.take(Parts(layer, first, sums), bytes(raw))
+
+
+def test_blocks_come_layer_by_layer_and_then_it_is_over() -> None:
+    asking = Asking().offered()
+    asking.parts(0, 0, 3)
+    assert asking.layers == []
+    asking.parts(0, 3, 1)
+    assert asking.layers == [0] and not asking.question.is_over
+    asking.parts(1, 0, 4)
+    asking.take(Done())
+    assert asking.layers == [0, 1] and asking.question.is_over and asking.bad == []
+    assert all(bytes(data) == bytes(place) * 8 for place, data in asking.memory.items())
+    assert asking.question.num_bytes == 4 * SHAPE.block_bytes
+
+
+def test_a_damaged_block_is_written_nowhere_and_the_others_come() -> None:
+    asking = Asking().offered()
+    asking.parts(0, 0, 4, fault=2)
+    asking.parts(1, 0, 4)
+    assert asking.bad == [2] and asking.layers == [0, 1] and asking.question.num_damaged == 1
+    assert asking.memory[2, 0] == asking.memory[2, 1] == bytes(16)
+
+
+def test_blocks_that_are_not_offered_or_cut_off_are_bad_at_once() -> None:
+    asking = Asking().offered(3)
+    assert asking.bad == [3]
+    asking.parts(0, 0, 2)
+    asking.take(Cut(2))
+    assert asking.bad == [3, 2] and asking.layers == [0]
+    asking.parts(1, 0, 2)
+    asking.take(Done())
+    assert asking.layers == [0, 1]
+
+
+def test_an_offer_of_nothing_is_the_end() -> None:
+    asking = Asking().offered(0)
+    assert asking.question.is_over and asking.bad == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"proof": b"a guess"}, "token"),
+        ({"fingerprint": "another"}, "foreign"),
+        ({"num_layers": 3}, "foreign"),
+        ({"layer_bytes": 1 << 40}, "foreign"),
+    ],
+)
+def test_who_is_not_of_our_cluster_or_kind_is_told_no_key(message: dict[str, Any], reason: str) -> None:
+    asking = Asking()
+    asking.take(Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
+    with pytest.raises(PeerFault) as fault:
+        asking.take(asking.welcome(**message))
+    assert fault.value.reason == reason
+
+
+def test_an_asker_s_own_proof_is_none_of_a_lender_s() -> None:
+    asking = Asking()
+    asking.take(Challenge(NONCE, peer_wire.PEER_PROTOCOL))
+    with pytest.raises(PeerFault):
+        asking.take(asking.welcome(proof=peer_wire.proof_of(TOKEN, peer_wire.ASKER, NONCE)))
+
+
+@pytest.mark.parametrize(
+    ("message", "num_raw"),
+    [
+        (Parts(0, 1, bytes(8)), 16),  # not the next
+        (Parts(1, 0, bytes(8)), 16),
+        (Parts(0, 0, bytes(40)), 80),  # more than there are
+        (Parts(0, 0, bytes(8)), 15),  # of another size
+        (Parts(0, 0, bytes(7)), 16),
+        (Parts(0, 0, b""), 0),
+        (Cut(4), 0),
+        (Cut(-1), 0),
+        (Done(), 0),
+        (Offer(KEYS[0]), 0),
+        (Challenge(b"again"), 0),
+    ],
+)
+def test_what_is_out_of_turn_or_does_not_fit_is_refused(message: Message, num_raw: int) -> None:
+    asking = Asking().offered()
+    with pytest.raises(WireError):
+        asking.take(message, bytes(num_raw))
+    assert asking.layers == [] and all(data == bytes(16) for data in asking.memory.values())
+
+
+@pytest.mark.parametrize("keys", [KEYS[1], KEYS[0][:-1], b"".join((*KEYS, KEYS[0]))])
+def test_an_offer_of_what_was_not_asked_for_is_refused(keys: bytes) -> None:
+    asking = Asking()
+    asking.take(Challenge(b"theirs", peer_wire.PEER_PROTOCOL))
+    asking.take(asking.welcome())
+    with pytest.raises(WireError):
+        asking.take(Offer(keys))
+
+
+@pytest.mark.parametrize(("said", "reason"), [("foreign", "foreign"), ("whatever", "busy")])
+def test_a_refusal_has_a_reason(said: str, reason: str) -> None:
+    with pytest.raises(PeerFault) as fault:
+        Asking().take(Refused(said))
+    assert fault.value.reason == reason
+
+
+def test_a_peer_of_another_protocol_is_foreign() -> None:
+    with pytest.raises(PeerFault) as fault:
+        Asking().take(Challenge(b"", 99))
+    assert fault.value.reason == "foreign"
+
+
+def fed(frames: Frames, data: bytes, sizes: list[int]) -> list[tuple[Any, bytes]]:
+    found = []
+    while data:
+        room = frames.space()
+        size = min(len(room), len(data), sizes.pop(0) if sizes else len(data))
+        room[:size] = data[:size]
+        data = data[size:]
+        frames.received(size)
+        while (frame := frames.next()) is not None:
+            found.append((frame[0], bytes(frame[1])))
+    return found
+
+
+@given(st.lists(st.integers(0, 900), max_size=40), st.lists(st.integers(1, 700)))
+def test_frames_are_the_same_however_their_bytes_come(raws: list[int], sizes: list[int]) -> None:
+    messages = [(Parts(number, 0, b"s"), bytes([number]) * size) for number, size in enumerate(raws)]
+    data = b"".join(encode(message, len(raw)) + raw for message, raw in messages)
+    frames = Frames(peer_wire.ToAsker)
+    frames.allow(1000)
+    assert fed(frames, data, sizes) == messages
+
+
+@given(st.binary(max_size=3000), st.lists(st.integers(1, 700)))
+def test_any_bytes_are_frames_or_an_error_and_never_more_memory(data: bytes, sizes: list[int]) -> None:
+    frames = Frames(peer_wire.ToLender)
+    try:
+        fed(frames, data, sizes)
+    except WireError:
+        pass
+    assert len(frames._memory) == 2 * peer_wire.MAX_GREETING_BYTES
+
+
+def test_a_frame_that_is_too_large_is_refused_before_it_comes() -> None:
+    frames = Frames(peer_wire.ToLender)
+    with pytest.raises(WireError):
+        fed(frames, (1 << 20).to_bytes(4, "little") + bytes(4), [])
