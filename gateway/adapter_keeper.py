@@ -50,6 +50,7 @@ class Keeper:
         self._incarnation = ""
         self._has_caught_up = False
         self._kept_s = float("-inf")
+        self._compared = (-1, -1)
         self.failures: dict[str, Failed] = {}
 
     @property
@@ -61,13 +62,18 @@ class Keeper:
         """It serves what it should, but for `failures`."""
         return self._has_caught_up and self.is_open and self.node.incarnation == self._incarnation
 
-    def needs_work(self) -> bool:
-        """Whether `catch_up` would do something now."""
+    def needs_work(self, num_changes: int) -> bool:
+        """Whether `catch_up` would do something now. num_changes: of what is wanted; lists are compared when one of them is another one."""
         if not self.is_open or self._lock.locked():
             return False
         self._look()
-        is_due = _now() - self._kept_s > KEEP_EVERY_S
-        return not self.is_in_step or is_due or bool(self._todo())
+        if not self.is_in_step or _now() - self._kept_s > KEEP_EVERY_S:
+            return True
+        state = (num_changes, self.node.num_adapter_reports)
+        if state == self._compared and not self.failures:
+            return False
+        self._compared = state
+        return bool(self._todo())
 
     async def catch_up(self, *, is_list_whole: bool = True) -> None:
         """Returns when the node is in step, or has gone. is_list_whole: what is not wanted now was not wanted before."""

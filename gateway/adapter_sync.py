@@ -23,10 +23,14 @@ from engine_bridge.errors import EngineUnavailable
 from engine_bridge.node import AdapterInfo, JsonReply
 from engine_bridge.node_adapters import WATCH_EVERY_S, find_adapters
 from engine_bridge.policy import adapter_places
+from engine_bridge.policy.adapter_places import AdapterAt
 from gateway.adapter_keeper import Keeper, reason_of, refused
 from gateway.wanted_adapters import Wanted, WantedAdapters
 
 log = logging.getLogger(__name__)
+
+# How often nodes are looked at that may lack something. Chosen: until then a node that came back is not asked for what it lacks.
+LOOK_EVERY_S = 0.5
 
 
 class AdapterSync:
@@ -88,17 +92,17 @@ class AdapterSync:
             self._merged = (state, adapter_places.merged(self._list.infos(), served))
         return list(self._merged[1])
 
-    def loads(self, name: str) -> dict[str, float]:
-        """`Ask.adapter_load_s` of an adapter; an ask for one has `usual_load_s=None`."""
+    def find(self, name: str) -> AdapterAt | None:
+        """Which nodes can serve an adapter, and how soon; None for one that is not in the list."""
         wanted = self._list.wanted.get(name)
         if wanted is None:
-            return {}
+            return None
         nodes = (
             (node_id, node.adapters_by_name(), adapter_places.rates_of(node.adapter_stats()))
             for node_id, node in self._nodes().items()
             if node.is_up
         )
-        return adapter_places.loads(name, wanted.served.version, nodes)
+        return AdapterAt(wanted.contents.rank, adapter_places.loads(name, wanted.served.version, nodes))
 
     def failures(self, node_id: str) -> dict[str, str]:
         """By adapter, why this node does not serve it as it should."""
@@ -221,14 +225,17 @@ class AdapterSync:
     async def _look_after(self) -> None:
         folder = self._folder
         watched = Folder(folder, self._list.signatures_under(folder)) if folder is not None else None
+        loop = asyncio.get_running_loop()
+        followed_s = loop.time()
         while True:
-            await asyncio.sleep(WATCH_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
             try:
-                if watched is not None:
-                    await self._follow(watched)
                 for keeper in self._all().values():
-                    if keeper.needs_work():
+                    if keeper.needs_work(self._list.num_changes):
                         self._begin(keeper)
+                if watched is not None and loop.time() - followed_s >= WATCH_EVERY_S:
+                    followed_s = loop.time()
+                    await self._follow(watched)
             except Exception:
                 log.exception("looking after the adapters failed; it is tried again")
 

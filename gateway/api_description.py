@@ -464,6 +464,15 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "get",
+        "/engine",
+        "engine_page",
+        PAGE,
+        "The engine room: what the nodes do, live",
+        replies={200: Reply(description="HTML.", media=("text/html",))},
+        is_public=True,
+    ),
+    Operation(
+        "get",
         "/docs",
         "docs",
         PAGE,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.node import TOKEN_ID_BYTES, Advisory, GenerateRequest
-from engine_bridge.policy import adapter_places
+from engine_bridge.policy.adapter_places import AdapterAt
 from engine_bridge.policy.routing import Ask
 from engine_bridge.request_context import RequestContext
 
@@ -24,36 +22,39 @@ _MAX_DEPTH = 8
 
 
 class Asks:
-    """Makes them, and learns how long answers are."""
+    """Makes them, and learns how long answers are.
 
-    def __init__(self) -> None:
+    Args:
+        find_adapter: where an adapter is; None for the base model, and for one that there is not.
+    """
+
+    def __init__(self, find_adapter: Callable[[str], AdapterAt | None]) -> None:
+        self._find_adapter = find_adapter
         self._answer_tokens = FIRST_ANSWER_TOKENS
 
     def answered(self, num_tokens: int) -> None:
         """An answer had so many."""
         self._answer_tokens += SMOOTHING * (num_tokens - self._answer_tokens)
 
-    def of_request(self, name: str, request: GenerateRequest, nodes: Mapping[str, RemoteNode]) -> Ask:
+    def of_request(self, name: str, request: GenerateRequest) -> Ask:
         num_tokens = len(request.prompt_token_ids or ())
         if request.messages:
             history = len(request.history_token_ids) // TOKEN_ID_BYTES
             # With its ids, all but the question is known; else the texts have to tell.
             texts = request.messages[-1:] if history else request.messages
             num_tokens = history + sum(len(message.content) for message in texts) // CHARS_PER_TOKEN
-        return self._ask(name, num_tokens, request.context, request.sampling.max_tokens, nodes)
+        return self._ask(name, num_tokens, request.context, request.sampling.max_tokens)
 
-    def of_body(
-        self, name: str, body: object, context: RequestContext, nodes: Mapping[str, RemoteNode]
-    ) -> Ask:
+    def of_body(self, name: str, body: object, context: RequestContext) -> Ask:
         fields: dict[str, Any] = body if isinstance(body, dict) else {}
         num_tokens = int(sum(_tokens(fields.get(field)) for field in _TEXTS))
         bounds = [fields[name] for name in _BOUNDS if isinstance(fields.get(name), int)]
-        return self._ask(name, num_tokens, context, min(bounds, default=None), nodes)
+        return self._ask(name, num_tokens, context, min(bounds, default=None))
 
-    def of_advisory(self, advisory: Advisory, nodes: Mapping[str, RemoteNode]) -> Ask:
+    def of_advisory(self, advisory: Advisory) -> Ask:
         context = RequestContext(adapter=advisory.adapter or "", priority=advisory.priority or 0)
         num_tokens = len(advisory.token_ids) // TOKEN_ID_BYTES
-        return self._ask(advisory.advisory_id, num_tokens, context, None, nodes)
+        return self._ask(advisory.advisory_id, num_tokens, context, None)
 
     def _ask(
         self,
@@ -61,37 +62,19 @@ class Asks:
         num_tokens: int,
         context: RequestContext,
         max_tokens: int | None,
-        nodes: Mapping[str, RemoteNode],
     ) -> Ask:
         num_answer = int(self._answer_tokens)
-        rank, load_s = adapter_at(context.adapter, nodes)
+        found = self._find_adapter(context.adapter)
         return Ask(
             request_id=name,
             num_prompt_tokens=num_tokens,
             num_answer_tokens=num_answer if max_tokens is None else max(min(num_answer, max_tokens), 1),
-            rank=rank,
+            rank=found.rank if found is not None else 0,
             is_urgent=context.priority < 0,
-            adapter_load_s=load_s,
-            # What nobody has is for any node to refuse, in words of its own.
-            usual_load_s=None if load_s else 0.0,
+            adapter_load_s=found.load_s if found is not None else {},
+            # What there is not is for any node to refuse, in words of its own.
+            usual_load_s=None if found is not None else 0.0,
         )
-
-
-def adapter_at(name: str, nodes: Mapping[str, RemoteNode]) -> tuple[int, dict[str, float]]:
-    """An adapter's rank, and what it takes to each node that has it, in seconds; no node for the base model, and for one that there is not.
-
-    Of several versions the one that most nodes have; of those that equally many have, the first node's: versions change on one node after the other.
-    """
-    found = [info for node in nodes.values() if name and (info := node.adapters_by_name().get(name))]
-    if not found:
-        return 0, {}
-    [(version, _)] = Counter(info.version for info in found).most_common(1)
-    rank = next(info.rank for info in found if info.version == version) or 0
-    served = (
-        (node_id, node.adapters_by_name(), adapter_places.rates_of(node.adapter_stats()))
-        for node_id, node in nodes.items()
-    )
-    return rank, adapter_places.loads(name, version, served)
 
 
 def _tokens(value: Any, depth: int = 0) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -71,10 +71,13 @@ class ResidentAdapter(Struct, frozen=True, kw_only=True):
 
 
 class NodeAdapters(Struct, frozen=True, kw_only=True):
-    """A node's adapters. num_by_place: by the nearest place of each. resident: the first of those in memory, by name."""
+    """A node's adapters. num_by_place: by the nearest place of each. resident: the first of those in memory, by name. failed: by name, why the node
+    does not serve what it should, for operators.
+    """
 
     num_by_place: dict[AdapterPlace, int]
     resident: list[ResidentAdapter]
+    failed: dict[str, str]
 
 
 class NodeStanding(Struct, frozen=True, kw_only=True):
@@ -143,7 +146,9 @@ def listed(standings: Iterable[NodeStanding], *, to_operator: bool) -> NodeList:
     nodes = list(standings)
     totals = totals_of(nodes)
     if not to_operator:
-        nodes = [replace(node, kv=None, error=None) for node in nodes]
+        nodes = [
+            replace(node, kv=None, error=None, adapters=replace(node.adapters, failed={})) for node in nodes
+        ]
     return NodeList(nodes=nodes, totals=totals)
 
 
@@ -164,8 +169,17 @@ def totals_of(nodes: list[NodeStanding]) -> NodeTotals:
 # -- of a `Node` -------------------------------------------------------------------------------------------------------
 
 
-def standing_of(node_id: str, node: Node, *, incarnation: str, is_draining: bool = False) -> NodeStanding:
-    """What a node says of itself. is_draining: whoever routes gives it no new work, whatever the node knows of that."""
+def standing_of(
+    node_id: str,
+    node: Node,
+    *,
+    incarnation: str,
+    is_draining: bool = False,
+    failed_adapters: Mapping[str, str] = {},
+) -> NodeStanding:
+    """What a node says of itself. is_draining: whoever routes gives it no new work, whatever the node knows of that. failed_adapters: as in
+    `NodeAdapters`.
+    """
     progress = node.progress
     is_draining = is_draining or progress.state == "draining"
     return NodeStanding(
@@ -179,7 +193,7 @@ def standing_of(node_id: str, node: Node, *, incarnation: str, is_draining: bool
         num_rebuilds=node.num_rebuilds,
         load=_load(node),
         kv=_kv(node),
-        adapters=_adapters(node),
+        adapters=_adapters(node, failed_adapters),
         error=progress.error,
     )
 
@@ -216,14 +230,15 @@ def _kv(node: Node) -> NodeKv | None:
     )
 
 
-def _adapters(node: Node) -> NodeAdapters:
+def _adapters(node: Node, failed: Mapping[str, str]) -> NodeAdapters:
     num_by_place: dict[AdapterPlace, int] = {}
     resident: list[ResidentAdapter] = []
     for info in node.adapters():
         num_by_place[info.place] = num_by_place.get(info.place, 0) + 1
         if info.place != "disk" and len(resident) < MAX_RESIDENT:
             resident.append(ResidentAdapter(name=info.name, place=info.place, is_pinned=info.is_pinned))
-    return NodeAdapters(num_by_place=num_by_place, resident=resident)
+    shown = {name: failed[name] for name in sorted(failed)[:MAX_RESIDENT]}
+    return NodeAdapters(num_by_place=num_by_place, resident=resident, failed=shown)
 
 
 # -- one node ----------------------------------------------------------------------------------------------------------

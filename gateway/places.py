@@ -17,8 +17,8 @@ from engine_bridge.policy.routing import Ask
 from engine_bridge.request_context import RequestContext
 from gateway.members import Members
 
-MakeAsk = Callable[[str, Mapping[str, RemoteNode]], Ask]
-"""Takes the name that the request gets, and the nodes that take requests."""
+MakeAsk = Callable[[str], Ask]
+"""Takes the name that the request gets."""
 
 
 class Place:
@@ -99,7 +99,7 @@ class Places:
         if self.is_closed:
             raise EngineUnavailable("the server is going down; try again in a moment", code="draining")
         self._members.look()
-        return make_ask(next(self._names), self._members.open())
+        return make_ask(next(self._names))
 
     def _place(self, sent: Sent, name: str, instead: BridgeError | None = None) -> Place:
         if sent.over is not None:

@@ -256,6 +256,10 @@ async def page(request: web.Request) -> web.FileResponse:
     return web.FileResponse(STATIC_DIR / "index.html", headers=PAGE_HEADERS)
 
 
+async def engine_page(request: web.Request) -> web.FileResponse:
+    return web.FileResponse(STATIC_DIR / "engine.html", headers=PAGE_HEADERS)
+
+
 async def static_file(request: web.Request) -> web.FileResponse:
     """A file under static/."""
     # In a thread: a file system may be slow, and every socket would wait with it.
@@ -280,6 +284,7 @@ def add_routes(app: web.Application) -> None:
     app.add_routes(
         [
             web.get("/", page),
+            web.get("/engine", engine_page),
             web.get("/static/{path:.+}", static_file),
             web.get("/api/sessions", in_place(list_sessions)),
             web.post("/api/sessions", in_place(create_session)),

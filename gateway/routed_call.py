@@ -89,7 +89,7 @@ class RoutedCall:
         session_id = context.session_id if self._api != "count_tokens" else ""
         return self._places.enter(
             (context.tenant, session_id),
-            lambda name, nodes: self._asks.of_body(name, body, context, nodes),
+            lambda name: self._asks.of_body(name, body, context),
             self._failed,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
@@ -42,6 +42,7 @@ from engine_bridge.policy import adapter_places
 from engine_bridge.policy.homes import Homes, doors_of
 from engine_bridge.request_context import NOBODY, RequestContext
 from gateway import router_figures
+from gateway.adapter_sync import AdapterSync
 from gateway.asks import Asks
 from gateway.members import Members, MemberStanding
 from gateway.places import Place, Places
@@ -66,21 +67,23 @@ class Router:
 
     Args:
         placement: whose nodes these are; started and closed with the router.
+        adapters: of these nodes; started and closed with the router, too.
         policy: who chooses, by name: `auto` or one of `routing.POLICIES`.
     """
 
-    def __init__(self, placement: Placement, policy: str = "auto") -> None:
+    def __init__(self, placement: Placement, adapters: AdapterSync, policy: str = "auto") -> None:
         self._policy = policy
         self.homes = Homes(doors_of(policy, ()))
         self._placement = placement
         self._members = Members(placement, self.homes)
         self._places = Places(self._members, self.homes)
-        self._asks = Asks()
+        self._asks = Asks(adapters.find)
+        self._adapters = adapters
         self._answers: dict[RequestId, _Answer] = {}
         self._advised: dict[str, str] = {}
         self._watching: asyncio.Task[None] | None = None
         self._end: NodeState | None = None
-        self._merged: tuple[dict[str, Mapping[str, AdapterInfo]], list[AdapterInfo]] = ({}, [])
+        self._has_adapters = False
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -88,6 +91,8 @@ class Router:
         self._watching = asyncio.create_task(self._members.watch(self._choose_doors), name="nodes")
         await self._placement.start()
         self._members.look()
+        await self._adapters.start()
+        self._has_adapters = True
 
     def _choose_doors(self) -> None:
         """Anew, as nodes learn how fast they are."""
@@ -103,6 +108,7 @@ class Router:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        await self._adapters.close()
         await self._placement.close()
 
     # -- one node's life -----------------------------------------------------------------------------------------------
@@ -187,7 +193,7 @@ class Router:
         context = request.context
         return self._places.enter(
             (context.tenant, context.session_id),
-            lambda name, nodes: self._asks.of_request(name, request, nodes),
+            lambda name: self._asks.of_request(name, request),
             failed,
         )
 
@@ -216,9 +222,7 @@ class Router:
 
     async def prefill(self, request: GenerateRequest) -> int:
         key = (request.context.tenant, request.context.session_id)
-        with self._places.ahead(
-            key, lambda name, nodes: self._asks.of_request(name, request, nodes)
-        ) as place:
+        with self._places.ahead(key, lambda name: self._asks.of_request(name, request)) as place:
             place.num_tokens = await place.node.prefill(place.request(request))
             return place.num_tokens
 
@@ -229,7 +233,7 @@ class Router:
         place = self._places.expect(
             (advisory.tenant, advisory.session_id),
             name,
-            lambda _, nodes: self._asks.of_advisory(advisory, nodes),
+            lambda _: self._asks.of_advisory(advisory),
         )
         self._advised[name] = place.node_id
 
@@ -262,6 +266,8 @@ class Router:
         told = self._members.progress()
         if self._end is not None and told.state != "failed":
             return Progress(self._end, told.stage, told.elapsed_s)
+        if told.state == "ready" and not self._has_adapters:
+            return Progress("starting", "loading adapters on all nodes", told.elapsed_s)
         return told
 
     @property
@@ -285,7 +291,7 @@ class Router:
 
     def adapter_stats(self) -> AdapterStats | None:
         stats = _known(node.adapter_stats() for node in self._members.all())
-        return adapter_places.merged_stats(stats, self._merged[1])
+        return adapter_places.merged_stats(stats, self._adapters.merged())
 
     def tokenizer_stats(self) -> TokenizerStats | None:
         return router_figures.tokenizers_of(_known(node.tokenizer_stats() for node in self._members.all()))
@@ -312,30 +318,21 @@ class Router:
     # -- adapters ------------------------------------------------------------------------------------------------------
 
     def adapters(self) -> list[AdapterInfo]:
-        """What any node serves that takes requests; while none does, what any node has served."""
-        self._members.look()
-        nodes = {
-            name: node.adapters_by_name()
-            for name, node in (self._members.open() or self._placement.nodes).items()
-        }
-        before, merged = self._merged
-        # Their objects are others when what they say is: with many adapters this is asked more often than it changes.
-        if before.keys() != nodes.keys() or any(nodes[name] is not before[name] for name in nodes):
-            listed = {name: info for served in nodes.values() for name, info in served.items()}
-            merged = adapter_places.merged(list(listed.values()), nodes)
-            self._merged = (nodes, merged)
-        return list(merged)
+        """What all nodes should serve, and where it is."""
+        return self._adapters.merged()
+
+    def failed_adapters(self, node_id: str) -> dict[str, str]:
+        """By name, why a node does not serve what it should."""
+        return self._adapters.failures(node_id)
 
     async def load_adapter(self, body: object) -> JsonReply:
-        """On all nodes; the reply is that of one that refused, if one did."""
-        return _worst(await self._of_open(lambda node: node.load_adapter(body)))
+        return await self._adapters.load(body)
 
     async def unload_adapter(self, body: object) -> JsonReply:
-        return _worst(await self._of_open(lambda node: node.unload_adapter(body)))
+        return await self._adapters.unload(body)
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
-        infos = _known(await self._of_open(lambda node: node.pin_adapter(name, is_pinned)))
-        return infos[0] if infos else None
+        return await self._adapters.pin(name, is_pinned)
 
     # -- asking them ---------------------------------------------------------------------------------------------------
 
@@ -370,7 +367,3 @@ class Router:
 
 def _known(parts: Iterable[T | None]) -> list[T]:
     return [part for part in parts if part is not None]
-
-
-def _worst(replies: Sequence[JsonReply]) -> JsonReply:
-    return max(replies, key=lambda reply: reply.status)

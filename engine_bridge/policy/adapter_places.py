@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -46,6 +47,13 @@ def load_s(info: AdapterInfo, rates: LoadRates) -> float:
         return 0.0
     from_disk_s = info.num_bytes / rates.disk_bytes_s if info.place == "disk" else 0.0
     return from_disk_s + info.num_bytes / rates.copy_bytes_s
+
+
+class AdapterAt(NamedTuple):
+    """Where an adapter is, for routing. load_s: as `loads` gives it."""
+
+    rank: int
+    load_s: Mapping[str, float]
 
 
 def loads(

@@ -223,6 +223,9 @@ export class App {
     } else if (chord && event.shiftKey && key === 'o') {
       event.preventDefault();
       this.#newChat();
+    } else if (chord && event.shiftKey && key === 'e') {
+      event.preventDefault();
+      byId('engine-link').click();
     } else if (key === 'escape') {
       this.#stop();
     } else if (key === '?' && !event.target.closest('input, textarea, select')) {

@@ -222,6 +222,22 @@ def in_trouble(camera: Camera) -> None:
         camera.take(chat, "failed-turn")
 
 
+def engine_room(camera: Camera) -> None:
+    """After some chats, beside an answer that is under way."""
+    looks = {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}
+    for name, options in looks.items():
+        with camera.chat(**options) as (chat, line):
+            chat.ask("Hello!")
+            chat.question.press_sequentially("And then?")
+            line.sampling = {"max_tokens": 3000, "ignore_eos": True}
+            chat.question.press("Enter")
+            room = chat.page.context.new_page()
+            room.goto(f"{camera.url}/engine")
+            expect(room.locator("#advisories table")).to_be_visible()
+            room.wait_for_timeout(5000)  # for something to see in the lines
+            camera.take(Chat(room, camera.url), f"engine-{name}")
+
+
 def refuse(line: Line, frame: dict) -> None:
     line.inject(
         {"type": "error", "id": frame["id"], "code": "overloaded", "retryable": True}
@@ -246,7 +262,8 @@ def main() -> None:
         expect.set_options(timeout=ANSWER_MS)
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
         camera = Camera(browser, url.rstrip("/"), arguments.folder)
-        for scene in (first_screens, conversations, details, pickers, long_answer, many_sessions, in_trouble):
+        scenes = (first_screens, conversations, details, pickers, long_answer, many_sessions, in_trouble)
+        for scene in (*scenes, engine_room):
             if arguments.only in (None, scene.__name__):
                 scene(camera)
         browser.close()

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,18 @@ class CatalogNode(FakeNode):
 
     def __init__(self, *, max_rank: int = 64) -> None:
         super().__init__(["hello"])
-        self.catalog = Catalog(Registry(None), contract(max_rank), 1 << 30)
+        self._max_rank = max_rank
         self.places: dict[str, AdapterPlace] = {}
         self.calls: list[tuple[str, str]] = []
 
+    @cached_property
+    def catalog(self) -> Catalog:
+        """Waits for a database, if only in memory: first asked for on a worker thread."""
+        return Catalog(Registry(None), contract(self._max_rank), 1 << 30)
+
     def adapters(self) -> list[AdapterInfo]:
-        return [info_of(record, self.places.get(record.name, "disk")) for record in self.catalog.served()]
+        records = self.catalog.served() if "catalog" in self.__dict__ else []
+        return [info_of(record, self.places.get(record.name, "disk")) for record in records]
 
     async def load_adapter(self, body: Any) -> JsonReply:
         if self.state != "ready":
@@ -71,25 +78,29 @@ class CatalogNode(FakeNode):
         if body["lora_name"] in self.served() and not body.get("load_inplace"):
             return _error(400, "has already been loaded")
         try:
-            await asyncio.to_thread(self.catalog.add, body["lora_name"], body["lora_path"])
+            await asyncio.to_thread(lambda: self.catalog.add(body["lora_name"], body["lora_path"]))
         except AdapterRejected as error:
             return _error(404 if error.code == "adapter_not_found" else 400, str(error))
         return JsonReply(200, msgspec.json.encode({"status": "Success"}))
 
     async def unload_adapter(self, body: Any) -> JsonReply:
         self.calls.append(("unload", str(body.get("lora_name"))))
-        if await asyncio.to_thread(self.catalog.remove, body.get("lora_name")) is None:
+        if await asyncio.to_thread(lambda: self.catalog.remove(body.get("lora_name"))) is None:
             return _error(404, "cannot be found")
         return JsonReply(200, msgspec.json.encode({"status": "Success"}))
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
         self.calls.append(("pin", name))
-        record = await asyncio.to_thread(self.catalog.set_pinned, name, is_pinned)
+        record = await asyncio.to_thread(lambda: self.catalog.set_pinned(name, is_pinned))
         return info_of(record, "host") if record is not None else None
 
     def served(self) -> dict[str, str]:
         """Name -> path."""
-        return {record.name: record.path for record in self.catalog.served()}
+        return (
+            {record.name: record.path for record in self.catalog.served()}
+            if "catalog" in self.__dict__
+            else {}
+        )
 
 
 def _error(status: int, message: str) -> JsonReply:

@@ -13,8 +13,10 @@ from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.node import Api, JsonReply, SseReply
 from engine_bridge.request_context import NOBODY, RequestContext
+from gateway.adapter_sync import AdapterSync
 from gateway.router import Router
-from tests.unit.gateway.fake_node import PATIENCE_S, FakeNode
+from tests.unit.cluster.catalog_node import CatalogNode
+from tests.unit.gateway.fake_node import PATIENCE_S
 
 
 class Call:
@@ -35,17 +37,18 @@ class Call:
             self.is_closed = True
 
 
-class PlacedNode(FakeNode):
-    """Serves API calls, too: streamed ones as `calls`, others with its own name once the gate is open.
+class PlacedNode(CatalogNode):
+    """Serves API calls, too: streamed ones as `streams`, others with its own name once the gate is open.
 
     Attributes:
         contexts: of all calls, in order.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
+    def __init__(self, name: str, *, max_rank: int = 64) -> None:
+        super().__init__(max_rank=max_rank)
+        self.script = None
         self.name = name
-        self.calls: list[Call] = []
+        self.streams: list[Call] = []
         self.contexts: list[RequestContext] = []
 
     async def serve(
@@ -54,15 +57,15 @@ class PlacedNode(FakeNode):
         self.contexts.append(context)
         self._changed.set()
         if body.get("stream"):
-            self.calls.append(Call(context))
+            self.streams.append(Call(context))
             self._changed.set()
-            return SseReply(self.calls[-1].sent())
+            return SseReply(self.streams[-1].sent())
         await self.gate.wait()
         return JsonReply(200, self.name.encode())
 
     async def called(self, number: int = 0) -> Call:
-        await self.until(lambda: len(self.calls) > number)
-        return self.calls[number]
+        await self.until(lambda: len(self.streams) > number)
+        return self.streams[number]
 
     async def models(self) -> JsonReply:
         return JsonReply(200, self.name.encode())
@@ -124,7 +127,7 @@ class TestPlacement:
 async def routed(*names: str, policy: str = "auto") -> AsyncIterator[tuple[Router, TestPlacement]]:
     """A router that is up over nodes of these names."""
     placement = TestPlacement(*names)
-    router = Router(placement, policy)
+    router = Router(placement, AdapterSync(lambda: placement.nodes), policy)
     async with asyncio.timeout(PATIENCE_S):
         await router.start()
         try:

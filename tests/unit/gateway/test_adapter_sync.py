@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.errors import EngineUnavailable
 from engine_bridge.node import JsonReply
+from engine_bridge.policy.adapter_places import AdapterAt
 from gateway.adapter_sync import AdapterSync
 from tests.adapter_corpus import make_adapter
 from tests.unit.cluster.catalog_node import MODULES, CatalogNode, connected, store_at, until
@@ -85,6 +86,13 @@ def shown(sync: AdapterSync, name: str) -> Any:
     return next(info for info in sync.merged() if info.name == name)
 
 
+def costs(sync: AdapterSync, name: str) -> Mapping[str, float]:
+    """By node that can serve it."""
+    found = sync.find(name)
+    assert found is not None
+    return found.load_s
+
+
 async def everywhere(cluster: Cluster, sync: AdapterSync, name: str) -> None:
     """Until the nodes' reports show it."""
     await until(lambda: set(shown(sync, name).nodes) == set(cluster.remotes))
@@ -101,9 +109,9 @@ async def test_what_a_client_loads_all_nodes_serve(cluster: Cluster) -> None:
         cluster.nodes["n2"].places["pirate"] = "slot"
         await until(lambda: shown(sync, "pirate").nodes == {"n1": "disk", "n2": "slot"})
         assert shown(sync, "pirate").place == "slot"
-        cost = sync.loads("pirate")
+        cost = costs(sync, "pirate")
         assert cost["n2"] == 0.0 < cost["n1"]
-        assert sync.loads("nobody") == {}
+        assert sync.find("nobody") is None
 
 
 async def test_a_node_elsewhere_is_sent_the_files(cluster: Cluster) -> None:
@@ -187,7 +195,7 @@ async def test_without_a_node_a_client_is_told_to_come_again(cluster: Cluster) -
             with pytest.raises(EngineUnavailable):
                 await change
         assert [info.name for info in sync.merged()] == ["pirate"], "it is still to be served"
-        assert sync.loads("pirate") == {}
+        assert sync.find("pirate") == AdapterAt(8, {})
 
 
 # -- nodes that come and go --------------------------------------------------------------------------------------------
@@ -200,7 +208,7 @@ async def test_a_node_that_comes_later_gets_all_there_is_and_one_that_comes_back
         for name in ("pirate", "robot"):
             await sync.load(loading(name, cluster.adapter(name, seed=len(name))))
         late = await cluster.add("n3")
-        assert set(sync.loads("pirate")) == {"n1", "n2"}, "what it lacks is not asked of it"
+        assert set(costs(sync, "pirate")) == {"n1", "n2"}, "what it lacks is not asked of it"
         await sync.joined("n3")
         assert set(late.served()) == {"pirate", "robot"}
 
@@ -251,8 +259,8 @@ async def test_what_a_later_node_cannot_have_is_shown_and_served_by_the_others(c
         assert set(small.served()) == {"pirate"}
         assert "rank" in sync.failures("n3")["large"]
         assert sync.failures("n1") == sync.failures("who") == {}
-        await until(lambda: set(sync.loads("pirate")) == {"n1", "n2", "n3"})
-        assert set(sync.loads("large")) == {"n1", "n2"}
+        await until(lambda: set(costs(sync, "pirate")) == {"n1", "n2", "n3"})
+        assert set(costs(sync, "large")) == {"n1", "n2"}
         assert (await sync.unload({"lora_name": "large"})).status == 200
         assert sync.failures("n3") == {}
 
@@ -286,6 +294,7 @@ async def test_the_folder_is_served_from_the_start_and_followed(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.adapter_sync.WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr("gateway.adapter_sync.LOOK_EVERY_S", 0.01)
     pirate = cluster.adapter("pirate")
     (cluster.folder / "adapters" / "broken").mkdir()
     (cluster.folder / "adapters" / "broken" / "adapter_config.json").write_text("{")
@@ -330,6 +339,7 @@ async def test_what_a_node_lost_or_serves_otherwise_than_it_should_is_mended(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.adapter_sync.WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr("gateway.adapter_sync.LOOK_EVERY_S", 0.01)
     path, other = cluster.adapter("pirate"), cluster.adapter("other", seed=1)
     async with synced(cluster, given=[("pirate", str(path))]) as sync:
         cluster.nodes["n1"].catalog.add("pirate", str(other))

@@ -13,7 +13,7 @@ import pytest
 from engine_bridge.node import LaneStats, SchedulingStats
 from gateway.engine_watch import PUSH_EVERY_S
 from gateway.errors import GatewayError
-from gateway.nodes import NodeList, NodeStanding, OneNode, Steward, standing_of
+from gateway.nodes import NodeList, NodeStanding, OneNode, Steward, listed, standing_of
 from kvtiers.stats import DiskTierStats, HostStats, TierStats
 
 from .fake_node import PATIENCE_S, FakeNode
@@ -104,6 +104,16 @@ async def test_everybodys_kv_and_what_failed_are_for_operators(gateways: Gateway
         nobody.get("/v1/nodes") as reply,
     ):
         assert reply.status == 401
+
+
+def test_what_a_node_cannot_load_is_shown_to_operators() -> None:
+    why = {f"adapter-{number:03}": "too large" for number in range(100)}
+    node = standing_of("node-2", FakeNode(), incarnation="x", failed_adapters=why)
+    assert next(iter(node.adapters.failed.items())) == ("adapter-000", "too large")
+    assert len(node.adapters.failed) == 64
+    assert listed([node], to_operator=True).nodes[0].adapters == node.adapters
+    (seen,) = listed([node], to_operator=False).nodes
+    assert seen.adapters.failed == {} and seen.adapters.num_by_place == node.adapters.num_by_place
 
 
 # -- draining and restarting -------------------------------------------------------------------------------------------

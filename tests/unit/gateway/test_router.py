@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.node import (
-    AdapterInfo,
     Advisory,
     AdvisoryReport,
     ChatMessage,
@@ -22,7 +22,10 @@ from engine_bridge.node import (
 )
 from engine_bridge.request_context import RequestContext
 from gateway import members
+from gateway.adapter_sync import AdapterSync
 from gateway.router import Router
+from tests.adapter_corpus import make_adapter
+from tests.unit.cluster.catalog_node import MODULES
 from tests.unit.gateway.fake_node import new_name
 from tests.unit.gateway.nodes import PlacedNode, TestPlacement, routed
 
@@ -263,7 +266,7 @@ async def test_a_streamed_call_that_has_begun_ends_with_the_error() -> None:
         with pytest.raises(EngineUnavailable):
             await anext(reply.events)
         await reply.events.aclose()  # type: ignore[attr-defined]
-        assert placement.inner["b"].calls == []
+        assert placement.inner["b"].streams == []
 
 
 async def test_closing_a_call_that_nobody_has_read_stops_it() -> None:
@@ -398,7 +401,7 @@ async def test_it_is_ready_as_soon_as_one_node_is_and_failed_when_all_are() -> N
 
 
 async def test_before_any_node_it_is_starting() -> None:
-    router = Router(TestPlacement())
+    router = Router(TestPlacement(), AdapterSync(dict))
     assert router.progress.state == "starting"
     with pytest.raises(EngineUnavailable, match="there are none yet") as refused:
         await asking(router, question())
@@ -406,34 +409,27 @@ async def test_before_any_node_it_is_starting() -> None:
     assert router.max_model_len == 0
 
 
-async def test_adapters_are_those_of_all_nodes_and_requests_go_where_theirs_is() -> None:
+async def test_adapters_are_loaded_by_all_nodes_and_requests_go_where_theirs_is(tmp_path: Path) -> None:
     async with routed("a", "b") as (router, placement):
-        placement.inner["b"].adapter_names = ["shout", "pirate", "robot"]
-        await until(lambda: "robot" in {info.name for info in router.adapters()})
-        assert sorted(info.name for info in router.adapters()) == ["pirate", "robot", "shout"]
+        path = make_adapter(tmp_path / "large", modules=MODULES, rank=16)
+        reply = await router.load_adapter({"lora_name": "large", "lora_path": str(path)})
+        assert reply.status == 200
+        (info,) = router.adapters()
+        assert (info.name, info.nodes) == ("large", {"a": "disk", "b": "disk"})
+        placement.kill("a")
+        placement.inner["a"] = PlacedNode("a", max_rank=8)
+        again = await placement.connect("a")
+        await until(lambda: ("load", "large") in again.calls)
+        assert router.progress.state == "ready"
         for at in range(3):
-            asking(router, question(f"{at}", adapter="robot"))
+            asking(router, question(f"{at}", adapter="large"))
             await placement.inner["b"].asked(at)
+        assert again.answers == []
+        placement.kill("b")
+        with pytest.raises(EngineUnavailable):
+            await asking(router, question("nowhere", adapter="large"))
         asking(router, question("unknown", adapter="nobody"))
-        await placement.inner["a"].asked()
-
-
-async def test_of_two_versions_of_an_adapter_the_one_that_most_have_is_served() -> None:
-    class Versioned(PlacedNode):
-        version = "new"
-
-        def adapters(self) -> list[AdapterInfo]:
-            return [AdapterInfo("shout", 8, version=self.version)]
-
-    async with routed() as (router, placement):
-        for name in ("a", "b", "c"):
-            placement.nodes[name] = type(placement)("x").nodes["x"]
-            node = placement.inner[name] = Versioned(name)
-            node.version = "old" if name == "a" else "new"
-            await placement.connect(name)
-        asking(router, question(adapter="shout"))
-        await placement.inner["b"].asked()
-        assert placement.inner["a"].answers == []
+        await again.asked()
 
 
 async def test_models_come_from_any_node_that_is_there() -> None:

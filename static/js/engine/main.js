@@ -1,0 +1,5 @@
+/** Starts the engine room. */
+
+import { Room } from './room.js';
+
+new Room().start();

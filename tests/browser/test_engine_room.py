@@ -1,0 +1,149 @@
+"""The engine room in a real browser: live on a real gateway, and what only a fleet has by frames that a test makes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+LANES = {"boundaries": [0.4], "num_waiting": [2, 0], "quota_tokens": [400, 800], "used_tokens": [100, 0]}
+LOAD = {
+    "policy": "mlq",
+    "num_running": 3,
+    "num_waiting": 2,
+    "num_by_reason": {"lane_quota": 2},
+    "lanes": LANES,
+    "num_kv_blocks": 61,
+    "num_free_kv_blocks": 45,
+    "block_size": 32,
+    "num_steps": 100,
+    "num_answer_tokens": 1000,
+}
+KV = {
+    "host": {"bytes": 1 << 30, "capacity_bytes": 2 << 30, "num_hits": 12},
+    "disk": {"bytes": 3 << 30, "capacity_bytes": 8 << 30, "num_hits": 4},
+    "problem": None,
+}
+
+
+def node(name: str, **changes: object) -> dict:
+    resident = [{"name": "pirate", "place": "slot", "is_pinned": True}] if name == "one" else []
+    known = {
+        "id": name,
+        "model": "demo",
+        "state": "ready",
+        "stage": "ready",
+        "elapsed_s": 90,
+        "incarnation": "1",
+    }
+    figures = {"is_draining": False, "num_rebuilds": 0, "load": LOAD, "kv": KV, "error": None}
+    adapters = {"num_by_place": {"slot": len(resident), "disk": 4}, "resident": resident}
+    return known | figures | {"adapters": adapters} | changes
+
+
+def frame(*nodes: dict, at_s: float = 10.0, **changes: object) -> dict:
+    loads = [each["load"] for each in nodes if each["load"]]
+    sums = {
+        name: sum(load[name] for load in loads)
+        for name in LOAD
+        if name.startswith("num_") and "by" not in name
+    }
+    totals = {"num_nodes": len(nodes), "num_open": sum(each["state"] == "ready" for each in nodes), **sums}
+    shown = {"type": "engine", "at_s": at_s, "nodes": list(nodes), "totals": totals}
+    return shown | {"advisories": [], "advisory_counts": {"live": 0}} | changes
+
+
+@pytest.fixture
+def fleet(wired):
+    """A page whose frames the test makes, and the hand on its socket."""
+    chat, line = wired()
+    line.on_frame = lambda each: None if each["type"] == "engine" else each
+    chat.page.goto(f"{chat.url}/engine")
+    expect(chat.page.locator("#live")).to_have_text("live")
+    return chat.page, line
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_one_node_is_seen_live_and_what_one_types_makes_ready(
+    open_page, make_chat, gateway_url, audit, scheme: str, width: int
+) -> None:
+    options = {
+        "viewport": {"width": width, "height": 800},
+        "color_scheme": scheme,
+        "reduced_motion": "reduce",
+    }
+    page = open_page(**options)
+    chat = make_chat(page, gateway_url).open()
+    chat.ask("My secret word is marzipan.")
+    title = page.locator("h1").inner_text()
+    chat.question.press_sequentially("What")
+    page.keyboard.press("Control+Shift+E")
+    expect(page).to_have_title("Engine room · Overture")
+    expect(page.get_by_role("table", name="Nodes and what each one does")).to_contain_text("ready")
+    row = page.get_by_role("table", name="Your last advisories").get_by_role("row").nth(1)
+    expect(row.get_by_role("link", name=title)).to_be_visible()
+    expect(row.locator(".trail")).to_have_text(re.compile("staging|host|warm|unknown"))
+    expect(page.get_by_role("table", name="Memory of local, by tier")).to_contain_text("256 MiB")
+    expect(page.get_by_role("table", name="Lanes of local")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert audit(page) == []
+    page.keyboard.press("Control+Shift+E")
+    expect(chat.picker).to_be_enabled()
+
+
+def test_every_node_has_its_row_its_memory_and_its_lanes(fleet) -> None:
+    page, line = fleet
+    line.inject(frame(node("one"), node("two", state="starting", stage="loading demo", load=None, kv=None)))
+    table = page.get_by_role("table", name="Nodes and what each one does")
+    expect(table.get_by_role("row").nth(1)).to_contain_text("480 of 1,920 tokens")
+    expect(table.get_by_role("row").nth(2)).to_contain_text("starting")
+    expect(table.get_by_role("row").nth(2)).to_contain_text("loading demo")
+    expect(page.get_by_role("table", name="Memory of one, by tier")).to_contain_text("1.0 GiB of 2.0 GiB")
+    expect(page.get_by_role("table", name="Lanes of one").get_by_role("row").nth(1)).to_contain_text(
+        "100 of 400"
+    )
+    expect(page.locator("#lanes")).to_contain_text("its lane holds all its tokens")
+    expect(page.get_by_role("table", name="Adapters in memory").get_by_role("row").nth(1)).to_contain_text(
+        "slot"
+    )
+    expect(page.locator("#figures")).to_contain_text("1 of 2 nodes take requests")
+
+
+def test_rates_are_what_two_frames_tell_and_a_new_engine_begins_from_nothing(fleet) -> None:
+    page, line = fleet
+    later = LOAD | {"num_steps": 150, "num_answer_tokens": 1800}
+    line.inject(frame(node("one"), node("two"), at_s=10))
+    line.inject(frame(node("one", load=later), node("two", load=later, incarnation="2"), at_s=12))
+    rows = page.get_by_role("table", name="Nodes and what each one does").get_by_role("row")
+    expect(rows.nth(1).get_by_role("cell").nth(4)).to_have_text("400")
+    expect(rows.nth(2).get_by_role("cell").nth(4)).to_have_text("0.0")
+    expect(page.locator(".figure-value").first).to_have_text("400")
+
+
+def test_without_an_operators_key_others_memory_is_not_there(fleet) -> None:
+    page, line = fleet
+    line.inject(frame(node("one", kv=None), advisory_counts=None))
+    expect(page.locator("#tiers")).to_contain_text("an operator’s key shows them")
+    expect(page.locator("#advisories")).not_to_contain_text("everybody")
+
+
+def test_a_page_in_the_background_is_sent_nothing_and_a_lost_server_is_said(fleet, page_watch) -> None:
+    page, line = fleet
+    line.inject(frame(node("one")))
+    for is_hidden in ("true", "false"):
+        page.evaluate(
+            f"Object.defineProperty(document, 'hidden', {{ configurable: true, get: () => {is_hidden} }})"
+        )
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait_for_function("document.querySelector('#live').textContent === 'live'")
+    watched = [each["on"] for each in line.sent if each["type"] == "watch_engine"]
+    assert watched == [True, False, True]
+    page_watch.forgive()
+    line.refuse = True
+    line.drop()
+    expect(page.locator("#banner")).to_contain_text("Next try in")
+    line.refuse = False
+    page.get_by_role("button", name="Retry now").click()
+    expect(page.locator("#live")).to_have_text("live")
