@@ -17,6 +17,7 @@ from engine_bridge.driver.building import configure_environment
 from engine_bridge.engine_config import Device, EngineConfig, EngineSettings
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import Node
+from engine_bridge.policy.homes import MAX_SESSIONS
 from gateway import (
     adapter_routes,
     advisory_routes,
@@ -31,7 +32,7 @@ from gateway import (
 )
 from gateway.adapter_metrics import AdapterCollector
 from gateway.advisories import Advisories
-from gateway.auth import KeyRing
+from gateway.auth import KeyRing, tenant_of
 from gateway.budgets import Gatekeeper, RequestBudgets
 from gateway.config import MIB, Config, ConfigError
 from gateway.connections import CONNECTIONS, Connections, Runner, max_open_files, raise_open_files, watched
@@ -46,6 +47,7 @@ from gateway.nodes import OneNode, Steward
 from gateway.open_calls import OpenCalls
 from gateway.policy.connections import MOST_AT_ONCE
 from gateway.revocation import follow_key_file
+from gateway.router import Router
 from gateway.scheduling_metrics import SchedulingCollector
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
@@ -121,6 +123,8 @@ async def build_services(
         data_dir / "sessions.sqlite3", max_owner_bytes=config.max_stored_mib * MIB
     )
     node = node or _make_node(await asyncio.to_thread(node_config, config), config)
+    if isinstance(node, Router):
+        node.remember((tenant_of(owner), name, home) for owner, name, home in await store.homes(MAX_SESSIONS))
     metrics = metrics or Metrics()
     metrics.session_wal_lost_frames.set(store.wal_lost_frames)
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
@@ -135,6 +139,7 @@ async def build_services(
         budgets=budgets,
         prompt_chars=lambda: config.request_limits.prompt_chars(node.max_model_len),
         keeps_questions=config.length_predictor is not None,
+        home_of=node.home_of if isinstance(node, Router) else lambda tenant, session_id: "",
     )
     learned = Learned(node, advisories, is_on=config.learned_advisories)
     gatekeeper = Gatekeeper(keys, metrics)

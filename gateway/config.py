@@ -8,12 +8,13 @@ import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from engine_bridge.engine_config import KIB, EngineSettings, ModelName, NonEmpty, Positive, setting
+from engine_bridge.policy import routing
 from engine_bridge.policy.request_limits import RequestLimits
 from gateway.data_folder import tighten
 from gateway.errors import StartupError
@@ -33,6 +34,10 @@ MIN_JSON_VALUES = 50_000
 SCHEDULING_SETTINGS = ("length_predictor", "tenant_weights", "client_priority", "decision_log")
 EnginePlace = Literal["in-process", "process"]
 LogFormat = Literal["plain", "json"]
+if TYPE_CHECKING:
+    RoutingChoice = str
+else:  # mypy wants to read the words
+    RoutingChoice = Literal[("auto", *routing.POLICIES)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -119,6 +124,14 @@ class Config(EngineSettings, frozen=True, kw_only=True):
         bool,
         setting("Scheduling", "Let clients put requests before others' (priority below 0), not only behind."),
     ] = False
+
+    routing_policy: Annotated[
+        RoutingChoice,
+        setting(
+            "Scheduling",
+            "Of several nodes, which one serves; auto: the least time added to all answers, once a node knows its speed.",
+        ),
+    ] = "auto"
 
     adapters_dir: Annotated[
         Path | None, setting("Adapters", "Folder with one LoRA adapter (PEFT format) in each subfolder.")

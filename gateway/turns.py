@@ -127,6 +127,7 @@ class Turns:
         now: wall clock in seconds, for what is stored.
         prompt_chars: the longest prompt that is accepted, in characters.
         budgets: turns count among the requests of their owner that are under way; None: there is no bound.
+        home_of: the node that has the KV of a tenant's session, "" where nobody knows.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Turns:
         prompt_chars: Callable[[], int] = lambda: sys.maxsize,
         budgets: RequestBudgets | None = None,
         keeps_questions: bool = False,
+        home_of: Callable[[str, str], str] = lambda tenant, session_id: "",
     ) -> None:
         self._node = node
         self._store = store
@@ -150,6 +152,7 @@ class Turns:
         self._prompt_chars = prompt_chars
         self._budgets = budgets
         self._keeps_questions = keeps_questions
+        self._home_of = home_of
         self._live: dict[tuple[str, str], LiveTurn] = {}
         self._asking: dict[tuple[str, str], asyncio.Task[LiveTurn]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -386,6 +389,7 @@ class Turns:
                 usage=to_builtins(final.usage) if final and final.usage else None,
                 timings=to_builtins(final.timings) if final and final.timings else None,
                 token_ids=_token_ids(live, final) if final and not error else b"",
+                home=self._home_of(tenant_of(live.owner), live.session_id),
                 now=self._now(),
             )
         except GatewayError as failure:

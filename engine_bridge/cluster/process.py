@@ -103,6 +103,8 @@ class ProcessNode(RemoteNode):
                 await asyncio.wait_for(asyncio.shield(self._keeping), CLOSE_S)
         self._kill()
         await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._process is not None:
+            await self._process.wait()
 
     # -- the child -----------------------------------------------------------------------------------------------------
 

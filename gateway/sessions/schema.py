@@ -101,7 +101,9 @@ _SCHEMA_2 = (
         BEGIN {_ADD_TO_OWNER.format("new.num_bytes - old.num_bytes", "new")} END""",
     f"CREATE TRIGGER sessions_delete AFTER DELETE ON sessions BEGIN {_ADD_TO_OWNER.format('(-old.num_bytes)', 'old')} END",
 )
-_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2)
+# Version 3: the node that has a session's KV, as far as is known.
+_SCHEMA_3 = ("ALTER TABLE sessions ADD COLUMN home TEXT",)
+_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3)
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 
 # Of version 1, beside its tables: one search index for all owners.

@@ -260,11 +260,13 @@ class SessionStore:
         usage: dict[str, Any] | None = None,
         timings: dict[str, Any] | None = None,
         token_ids: bytes = b"",
+        home: str = "",
         now: float,
     ) -> Turn | None:
         """Store how a running turn ended (status ``done``, ``stopped`` or ``failed``); on disk when this returns.
 
-        token_ids: all that the engine read and wrote up to the end of this turn, as little-endian uint32 (b"": not known).
+        token_ids: all that the engine read and wrote up to the end of this turn, as little-endian uint32 (b"": not known). home: the node that has
+        the session's KV now ("": as before).
         Returns the turn, unchanged if it was over already. Returns None if the session or the turn was deleted meanwhile; a session that
         can still be restored keeps the answer, but stays deleted.
         """
@@ -276,8 +278,13 @@ class SessionStore:
             turn_id,
             End(answer, checked_end(status), finish_reason, encoded(usage), encoded(timings)),
             token_ids,
+            home,
             now,
         )
+
+    async def homes(self, limit: int) -> list[tuple[str, SessionId, str]]:
+        """(owner, session, node) where ``finish_turn`` was told a home, of the sessions that went on last; the last of them comes last."""
+        return await self._reader.transact(transactions.homes, limit)
 
     async def record_turn(
         self,

@@ -360,6 +360,7 @@ def finish(
     turn_id: str,
     end: End,
     token_ids: bytes,
+    home: str,
     now: float,
 ) -> Turn | None:
     sql = """SELECT t.seq, t.status, s.row, s.deleted_at IS NOT NULL, o.row, o.is_indexed FROM turns t JOIN sessions s ON s.row = t.session
@@ -379,7 +380,8 @@ def finish(
         if token_ids and end.status != "failed":
             store_token_ids(conn, row, seq, token_ids)
         search.add_turns(conn, search.Owner(keeper, bool(is_indexed)), "seq = ?", (seq,))
-        conn.execute("UPDATE sessions SET updated_at = max(updated_at, ?) WHERE row = ?", (now, row))
+        sql = "UPDATE sessions SET updated_at = max(updated_at, ?), home = ifnull(?, home) WHERE row = ?"
+        conn.execute(sql, (now, home or None, row))
     if is_deleted:
         return None
     return _turn(conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone())
@@ -415,6 +417,11 @@ def record(
     adapter = row.adapter if isinstance(message.adapter, UnsetType) else message.adapter
     _touch(conn, row, row.title or title_from(content), adapter, message.now)
     return _known(conn, row.row, message.id, content)
+
+
+def homes(conn: sqlite3.Connection, limit: int) -> list[tuple[str, SessionId, str]]:
+    sql = """SELECT owner, id, home FROM sessions WHERE home IS NOT NULL AND deleted_at IS NULL ORDER BY updated_at DESC LIMIT ?"""
+    return conn.execute(sql, (limit,)).fetchall()[::-1]
 
 
 _FIND_NAME = """SELECT s.id, t.id FROM turn_names n JOIN turns t ON t.seq = n.seq JOIN sessions s ON s.row = t.session

@@ -1,0 +1,188 @@
+"""One gateway over two engines in processes of their own: sessions stay with theirs, and what happens to one costs as little as it can."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+import pytest_asyncio
+from msgspec import structs
+from prometheus_client import CollectorRegistry
+
+from engine_bridge.cluster.process import ProcessNode
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.local_node import LocalNodeConfig
+from gateway import engine_process
+from gateway.adapter_sync import AdapterSync
+from gateway.app import Server, build_services, node_config
+from gateway.client.chat import ChatClient
+from gateway.client.chat_frames import ChatError, Delta
+from gateway.metrics import Metrics
+from gateway.router import Router
+from tests.integration.conftest import MODEL, demo_config
+from tests.integration.test_process import LONG, QUESTION, SECRET, ask
+
+pytestmark = pytest.mark.slow
+
+
+class Processes:
+    """A placement of two nodes on this machine, each with a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processes = {
+            name: engine_process.make_node(_config(folder / name), "plain", "warning") for name in ("a", "b")
+        }
+
+    @property
+    def nodes(self) -> dict[str, RemoteNode]:
+        return dict(self.processes)
+
+    async def start(self) -> None:
+        await asyncio.gather(*(node.start() for node in self.processes.values()))
+
+    async def restart(self, node_id: str) -> None:
+        await self.processes[node_id].restart()
+
+    async def remove(self, node_id: str) -> None:
+        await self.processes.pop(node_id).close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(node.close() for node in self.processes.values()))
+
+
+def _config(folder: Path) -> LocalNodeConfig:
+    """Without adapters, which the gateway keeps."""
+    return structs.replace(node_config(demo_config(folder, max_num_seqs=8)), adapters_dir=None)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def router(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    # Others go by how fast a node is, which on a busy machine is anybody's guess.
+    placement = Processes(tmp_path_factory.mktemp("nodes"))
+    router = Router(placement, AdapterSync(lambda: placement.nodes), "load_balance")
+    await router.start()
+    yield router
+    await router.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def server(router: Router, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    config = demo_config(tmp_path_factory.mktemp("gateway"))
+    services = await build_services(config, node=router, metrics=Metrics(CollectorRegistry()))
+    async with Server(services) as server:
+        yield server
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def chat(server: Server) -> AsyncIterator[ChatClient]:
+    async with ChatClient(server.url) as client:
+        yield client
+
+
+def process_of(router: Router, node_id: str) -> psutil.Process:
+    """The one that a node's engine runs in, among all that were started here."""
+    node = router._placement.nodes[node_id]  # type: ignore[attr-defined]
+    assert isinstance(node, ProcessNode) and node._process is not None
+    return psutil.Process(node._process.pid)
+
+
+async def until_ready(router: Router, node_id: str, not_as: str = "") -> None:
+    async with asyncio.timeout(120):
+        while not any(
+            state.node_id == node_id and state.state == "ready" and state.incarnation != not_as
+            for state in router.nodes_state()
+        ):
+            await asyncio.sleep(0.05)
+
+
+async def first_words(client: ChatClient, session_id: str | None, words: asyncio.Event) -> ChatError:
+    """Ask for a long story; what ends it."""
+    with pytest.raises(ChatError) as failed:
+        async for event in client.ask("Tell me a long story.", session_id=session_id, sampling=LONG):
+            if isinstance(event, Delta):
+                words.set()
+    return failed.value
+
+
+async def test_new_sessions_spread_and_go_on_where_they_began(
+    router: Router, server: Server, chat: ChatClient
+) -> None:
+    first, second = await asyncio.gather(ask(chat, SECRET), ask(chat, SECRET))
+    assert first[0] == second[0], "both nodes say the same"
+    homes = {done.session_id: router.home_of("", done.session_id) for _, done in (first, second)}
+    assert sorted(homes.values()) == ["a", "b"]
+    for session_id, home in homes.items():
+        _, done = await ask(chat, QUESTION, session_id)
+        assert done.timings.kv.device >= 32, "its KV is there"
+        assert router.home_of("", session_id) == home
+    stored = await server.services.store.homes(10)
+    assert {session_id: home for _, session_id, home in stored} == homes
+
+
+async def test_the_death_of_a_node_costs_begun_answers_a_retry_and_nothing_else(
+    router: Router, server: Server, chat: ChatClient
+) -> None:
+    _, other = await ask(chat, SECRET)
+    undisturbed, _ = await ask(chat, QUESTION, other.session_id)
+    (_, begun), (_, waiting) = await ask(chat, SECRET), await ask(chat, SECRET)
+    home = router.home_of("", begun.session_id)
+    router.remember([("", waiting.session_id, home)])
+    incarnation = next(state.incarnation for state in router.nodes_state() if state.node_id == home)
+
+    words = asyncio.Event()
+    telling = asyncio.create_task(first_words(chat, begun.session_id, words))
+    await asyncio.wait_for(words.wait(), 60)
+    process = process_of(router, home)
+    process.suspend()  # so that the next one cannot begin
+    async with ChatClient(server.url) as client:
+        served = asyncio.create_task(ask(client, QUESTION, waiting.session_id))
+        async with asyncio.timeout(4):
+            while router.homes.num_requests(home) < 2:
+                await asyncio.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        error = await asyncio.wait_for(telling, 5)
+        assert (error.code, error.retryable) == ("engine_failed", True)
+        text, _ = await asyncio.wait_for(served, 60)
+    assert text == undisturbed
+    assert router.home_of("", waiting.session_id) != home
+    again, _ = await ask(chat, "Are you there?", begun.session_id)
+    assert again, "the session goes on"
+    await until_ready(router, home, not_as=incarnation)
+
+
+async def test_a_node_is_started_again_under_load_without_a_failed_request(
+    router: Router, server: Server
+) -> None:
+    await until_ready(router, "a")
+    await until_ready(router, "b")
+    is_over = asyncio.Event()
+    statuses: list[int] = []
+
+    async def asks(number: int) -> None:
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "Tell me a story."}],
+            "max_tokens": 40,
+            "stream": number % 2 == 0,
+        }
+        async with aiohttp.ClientSession(server.url) as http:
+            while not is_over.is_set():
+                headers = {"X-Session-Id": f"load-{number}"}
+                async with http.post("/v1/chat/completions", json=body, headers=headers) as reply:
+                    text = await reply.text()
+                    statuses.append(reply.status if '"error"' not in text else 500)
+
+    asking = [asyncio.create_task(asks(number)) for number in range(4)]
+    before, standing = (state.incarnation for state in router.nodes_state())
+    await router.restart_node("a", 60.0)
+    is_over.set()
+    await asyncio.gather(*asking)
+    again, still = (state.incarnation for state in router.nodes_state())
+    assert again != before and still == standing
+    assert set(statuses) == {200}
