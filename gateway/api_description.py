@@ -425,6 +425,16 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(404, 409, 503),
     ),
     Operation(
+        "post",
+        "/v1/nodes/{id}/reopen",
+        "reopen_node",
+        OPERATE,
+        "Give a drained node work again",
+        parameters=(_NODE,),
+        replies={200: Reply(description="The node as it is now.", shape=NodeStanding)},
+        errors=(404, 409),
+    ),
+    Operation(
         "get",
         "/metrics",
         "metrics",

@@ -39,11 +39,11 @@ from gateway.connections import CONNECTIONS, Connections, Runner, max_open_files
 from gateway.drafts import Drafts
 from gateway.errors import GatewayError, StartupError
 from gateway.grammar_metrics import GrammarCollector
+from gateway.known_nodes import nodes_of
 from gateway.kv_metrics import KvCollector
 from gateway.learned import Learned
 from gateway.metrics import Metrics
 from gateway.node_metrics import NodeCollector
-from gateway.nodes import OneNode, Steward
 from gateway.open_calls import OpenCalls
 from gateway.policy.connections import MOST_AT_ONCE
 from gateway.revocation import follow_key_file
@@ -52,6 +52,7 @@ from gateway.scheduling_metrics import SchedulingCollector
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
 from gateway.standing import parse_weights
+from gateway.steward import Steward
 from gateway.tokenizer_metrics import TokenizerCollector
 from gateway.turns import Turns
 
@@ -156,7 +157,7 @@ async def build_services(
         budgets,
         gatekeeper,
         OpenCalls(),
-        Steward(OneNode(node), config.drain_timeout_s),
+        Steward(nodes_of(node), config.drain_timeout_s),
         _tell_of(node, metrics),
     )
 

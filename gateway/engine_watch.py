@@ -15,7 +15,8 @@ from gateway.advisories import Advisories
 from gateway.auth import KeyRing, Principal
 from gateway.chat_protocol import encode
 from gateway.errors import GatewayError
-from gateway.nodes import Steward, listed
+from gateway.nodes import listed
+from gateway.steward import Steward
 
 log = logging.getLogger(__name__)
 

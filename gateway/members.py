@@ -199,8 +199,11 @@ class Members:
 
     # -- draining ------------------------------------------------------------------------------------------------------
 
-    def set_draining(self, node_id: str, is_draining: bool) -> None:
-        """Whether this gateway sends it nothing new. Raises InvalidRequest for one that there is not, and before the last open one drains."""
+    def set_draining(self, node_id: str, is_draining: bool, *, is_forced: bool = False) -> None:
+        """Whether this gateway sends it nothing new.
+
+        Raises InvalidRequest for one that there is not, and, unless it is forced, before the last open one drains.
+        """
         self.look()
         member = self._members.get(node_id)
         if member is None:
@@ -208,7 +211,7 @@ class Members:
                 f"There is no node named {node_id[:100]!r} here.", param="node_id", code="not_found"
             )
         others = [other for other in self._members.values() if other.is_open and other is not member]
-        if is_draining and member.is_open and not others:
+        if is_draining and member.is_open and not (others or is_forced):
             raise InvalidRequest(
                 f"{node_id} is the only node that takes requests: wait until another one does, or end the server.",
                 param="node_id",

@@ -8,10 +8,11 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine_bridge.node import NodeState
+from gateway.members import MemberState
 from gateway.nodes import NodeKv, NodeLoad, NodeStanding
 from gateway.snapshots import SnapshotCollector
 
-_STATES: tuple[NodeState, ...] = get_args(NodeState)
+_STATES: tuple[MemberState, ...] = (*get_args(NodeState), "away", "quiet")
 # (family, metric, help, field of NodeLoad)
 _LOAD = (
     (GaugeMetricFamily, "overture_node_running", "Requests that run on a node", "num_running"),
@@ -44,7 +45,9 @@ class NodeCollector(SnapshotCollector[Sequence[NodeStanding]]):
         yield _states(stats)
         loads = {node.id: node.load for node in stats if node.load is not None}
         yield from _of_loads(loads)
-        yield from _of_tiers({node.id: node.kv for node in stats if node.kv is not None})
+        tiers = {node.id: node.kv for node in stats if node.kv is not None}
+        yield from _of_tiers(tiers)
+        yield _of_peers(tiers)
 
 
 def _states(nodes: Sequence[NodeStanding]) -> Metric:
@@ -73,3 +76,16 @@ def _of_tiers(tiers: dict[str, NodeKv]) -> Iterator[Metric]:
                 if use is not None:
                     metric.add_metric([node_id, tier], getattr(use, field))
         yield metric
+
+
+def _of_peers(tiers: dict[str, NodeKv]) -> Metric:
+    metric = CounterMetricFamily(
+        "overture_node_peer_bytes",
+        "KV that a node fetched from others (in), and lent to them (out)",
+        labels=["node", "direction"],
+    )
+    for node_id, kv in tiers.items():
+        if kv.peers is not None:
+            metric.add_metric([node_id, "in"], kv.peers.bytes_fetched)
+            metric.add_metric([node_id, "out"], kv.peers.bytes_lent)
+    return metric

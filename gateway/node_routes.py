@@ -15,6 +15,7 @@ from gateway.services import SERVICES
 
 # Chosen: a day; answers do not take longer.
 MAX_TIMEOUT_S = 86_400.0
+CHANGING = "Draining and restarting nodes is"
 
 
 class NodeChange(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -44,10 +45,16 @@ async def restart(request: web.Request) -> web.Response:
     return json_reply(node, status=202)
 
 
+async def reopen(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    services.check_operator(services.admit(request), CHANGING)
+    return json_reply(services.steward.reopen(request.match_info["id"]))
+
+
 async def _change(request: web.Request) -> NodeChange:
     """Raises GatewayError `unauthorized`, `forbidden`, `bad_request`."""
     services = request.app[SERVICES]
-    services.check_operator(services.admit(request), "Draining and restarting nodes is")
+    services.check_operator(services.admit(request), CHANGING)
     try:
         return msgspec.convert(await json_body(request) if request.can_read_body else {}, NodeChange)
     except msgspec.ValidationError as error:
@@ -60,5 +67,6 @@ def add_routes(app: web.Application) -> None:
             web.get("/v1/nodes", list_nodes),
             web.post("/v1/nodes/{id}/drain", drain),
             web.post("/v1/nodes/{id}/restart", restart),
+            web.post("/v1/nodes/{id}/reopen", reopen),
         ]
     )

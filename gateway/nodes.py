@@ -1,31 +1,19 @@
-"""The nodes behind this gateway, as people see and steer them: what each one does, draining it, starting it again."""
+"""The nodes behind this gateway, as people see them: what is told of each one, and who may see it."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import secrets
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.errors import BridgeError
-from engine_bridge.node import AdapterPlace, LaneStats, Node, NodeState, WaitReason
-from gateway.errors import GatewayError
+from engine_bridge.node import AdapterPlace, LaneStats, Node, WaitReason
+from gateway.members import MemberState
 
-log = logging.getLogger(__name__)
-
-# The name of the one node of a server that has no others.
-LOCAL = "local"
 # Adapters in memory that are named one by one. Chosen: a screenful; the counts by place tell of all.
 MAX_RESIDENT = 64
-# What is refused at once is refused within this time. Chosen: far more than a refusal takes, and nobody minds waiting so long.
-REFUSAL_S = 0.1
-MAX_QUOTED_CHARS = 100
 
 
 # -- what is told of a node --------------------------------------------------------------------------------------------
@@ -54,11 +42,21 @@ class TierUse(Struct, frozen=True, kw_only=True):
     num_hits: int
 
 
+class PeerUse(Struct, frozen=True, kw_only=True):
+    """KV that a node fetched from others, and that it lent to them, since its start."""
+
+    bytes_fetched: int
+    num_fetched: int
+    bytes_lent: int
+    num_lent: int
+
+
 class NodeKv(Struct, frozen=True, kw_only=True):
-    """The KV tiers of a node. disk: null where there is none. problem: why a tier is off, in words."""
+    """The KV tiers of a node. disk, peers: null where there are none. problem: why a tier is off, in words."""
 
     host: TierUse
     disk: TierUse | None
+    peers: PeerUse | None
     problem: str | None
 
 
@@ -83,14 +81,14 @@ class NodeAdapters(Struct, frozen=True, kw_only=True):
 class NodeStanding(Struct, frozen=True, kw_only=True):
     """A node as it is now.
 
-    elapsed_s: since it was started, or since its engine failed. incarnation: another one after each start of its process, "" while it cannot be
-    reached. load: null until its engine is up. kv: null where there are no tiers, and without an operator's key. error: what went wrong with it
-    last, for operators.
+    state: `away`: there is no connection to it; `quiet`: nothing was heard of it for some seconds. elapsed_s: since it was started, or since its
+    engine failed. incarnation: another one after each start of its process, "" while it cannot be reached. load: null until its engine is up.
+    kv: null where there are no tiers, and without an operator's key. error: what went wrong with it last, for operators.
     """
 
     id: str
     model: str
-    state: NodeState
+    state: MemberState
     stage: str
     elapsed_s: float
     incarnation: str
@@ -132,12 +130,19 @@ class Nodes(Protocol):
 
     def states(self) -> list[NodeStanding]: ...
 
-    async def drain(self, node_id: str, timeout_s: float) -> bool:
-        """Give it no new work. True when all that ran there has ended in time."""
+    async def drain(self, node_id: str, timeout_s: float, *, is_forced: bool) -> bool:
+        """Give it no new work. True when all that ran there has ended in time. Raises InvalidRequest for the last one that takes requests."""
         ...
 
-    async def restart(self, node_id: str, timeout_s: float) -> None:
-        """Drain it for so long at most, and start it again. Returns when it is ready; raises GatewayError `conflict` where it cannot be done."""
+    async def restart(self, node_id: str, timeout_s: float, *, is_forced: bool) -> None:
+        """Drain it for so long at most, and start it again. Returns when it is ready.
+
+        Raises InvalidRequest as `drain` does, and GatewayError `conflict` where it cannot be started again.
+        """
+        ...
+
+    def reopen(self, node_id: str) -> None:
+        """A node that was drained may be given work again. Raises GatewayError `conflict` where that cannot be."""
         ...
 
 
@@ -171,25 +176,23 @@ def totals_of(nodes: list[NodeStanding]) -> NodeTotals:
 
 def standing_of(
     node_id: str,
-    node: Node,
+    node: Node | RemoteNode,
     *,
     incarnation: str,
-    is_draining: bool = False,
+    state: MemberState | None = None,
     failed_adapters: Mapping[str, str] = {},
 ) -> NodeStanding:
-    """What a node says of itself. is_draining: whoever routes gives it no new work, whatever the node knows of that. failed_adapters: as in
-    `NodeAdapters`.
-    """
+    """What a node says of itself. state: what whoever routes knows better. failed_adapters: as in `NodeAdapters`."""
     progress = node.progress
-    is_draining = is_draining or progress.state == "draining"
+    state = state or progress.state
     return NodeStanding(
         id=node_id,
         model=node.model_name,
-        state="draining" if is_draining and progress.state == "ready" else progress.state,
+        state=state,
         stage=progress.stage,
         elapsed_s=round(progress.elapsed_s, 3),
         incarnation=incarnation,
-        is_draining=is_draining,
+        is_draining=state == "draining",
         num_rebuilds=node.num_rebuilds,
         load=_load(node),
         kv=_kv(node),
@@ -198,7 +201,7 @@ def standing_of(
     )
 
 
-def _load(node: Node) -> NodeLoad | None:
+def _load(node: Node | RemoteNode) -> NodeLoad | None:
     stats = node.scheduling_stats()
     if stats is None:
         return None
@@ -216,21 +219,29 @@ def _load(node: Node) -> NodeLoad | None:
     )
 
 
-def _kv(node: Node) -> NodeKv | None:
+def _kv(node: Node | RemoteNode) -> NodeKv | None:
     stats = node.kv_tiers()
     if stats is None:
         return None
-    host, disk = stats.host, stats.disk
+    host, disk, peers = stats.host, stats.disk, stats.peers
     return NodeKv(
         host=TierUse(bytes=host.bytes, capacity_bytes=host.capacity_bytes, num_hits=host.num_hits),
         disk=TierUse(bytes=disk.bytes, capacity_bytes=disk.capacity_bytes, num_hits=disk.num_hits)
         if disk.is_on
         else None,
+        peers=PeerUse(
+            bytes_fetched=peers.bytes_fetched,
+            num_fetched=peers.num_fetched,
+            bytes_lent=peers.bytes_lent,
+            num_lent=peers.num_lent,
+        )
+        if peers.is_on
+        else None,
         problem=stats.problem,
     )
 
 
-def _adapters(node: Node, failed: Mapping[str, str]) -> NodeAdapters:
+def _adapters(node: Node | RemoteNode, failed: Mapping[str, str]) -> NodeAdapters:
     num_by_place: dict[AdapterPlace, int] = {}
     resident: list[ResidentAdapter] = []
     for info in node.adapters():
@@ -239,126 +250,3 @@ def _adapters(node: Node, failed: Mapping[str, str]) -> NodeAdapters:
             resident.append(ResidentAdapter(name=info.name, place=info.place, is_pinned=info.is_pinned))
     shown = {name: failed[name] for name in sorted(failed)[:MAX_RESIDENT]}
     return NodeAdapters(num_by_place=num_by_place, resident=resident, failed=shown)
-
-
-# -- one node ----------------------------------------------------------------------------------------------------------
-
-
-class OneNode:
-    """The node of a server that has no others."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._incarnation = secrets.token_hex(8)
-
-    def states(self) -> list[NodeStanding]:
-        node = self._node
-        incarnation = node.incarnation if isinstance(node, RemoteNode) else self._incarnation
-        return [standing_of(LOCAL, node, incarnation=incarnation)]
-
-    async def drain(self, node_id: str, timeout_s: float) -> bool:
-        return await self._node.drain(timeout_s)
-
-    async def restart(self, node_id: str, timeout_s: float) -> None:
-        if not isinstance(self._node, ProcessNode):
-            raise GatewayError(
-                "conflict",
-                "This engine runs in the server's own process: restart the server, or run it with --engine process.",
-            )
-        await self._node.drain(timeout_s)
-        await self._node.restart()
-
-
-# -- changes -----------------------------------------------------------------------------------------------------------
-
-
-class Steward:
-    """Drains and restarts nodes while others go on. One thing at a time is done to a node.
-
-    Args:
-        timeout_s: how long a node's running answers get to end, where nobody says otherwise.
-    """
-
-    def __init__(self, nodes: Nodes, timeout_s: float) -> None:
-        self._nodes, self._timeout_s = nodes, timeout_s
-        self._work: dict[str, tuple[str, asyncio.Task[Any]]] = {}
-        self._failures: dict[str, str] = {}
-
-    def states(self) -> list[NodeStanding]:
-        """As the nodes say, with what failed of the last thing that was done to them."""
-        return [
-            replace(node, error=node.error or self._failures.get(node.id)) for node in self._nodes.states()
-        ]
-
-    async def drain(self, node_id: str, timeout_s: float | None, *, is_forced: bool) -> NodeStanding:
-        """Begin. Raises GatewayError `not_found`, `conflict` (other work on it is under way; it is the only one that takes requests)."""
-        return await self._begin("drain", node_id, timeout_s, is_forced)
-
-    async def restart(self, node_id: str, timeout_s: float | None, *, is_forced: bool) -> NodeStanding:
-        """As `drain`."""
-        return await self._begin("restart", node_id, timeout_s, is_forced)
-
-    async def close(self) -> None:
-        """What is under way is left as it is: the server goes down."""
-        tasks = [task for _, task in self._work.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _begin(self, what: str, node_id: str, timeout_s: float | None, is_forced: bool) -> NodeStanding:
-        before = self._standing(node_id)
-        under_way = self._work.get(node_id)
-        if under_way is None:
-            if not is_forced:
-                self._check_others(node_id)
-            under_way = self._start(what, node_id, self._timeout_s if timeout_s is None else timeout_s)
-        elif under_way[0] != what:
-            raise GatewayError("conflict", f"A {under_way[0]} of this node is under way.", param="id")
-        # What cannot be done is mostly known at once; all else is seen in the node's state.
-        done, _ = await asyncio.wait({under_way[1]}, timeout=REFUSAL_S)
-        if done and (error := under_way[1].exception()) is not None:
-            raise error
-        return self._find(node_id) or replace(before, state="closed", is_draining=True)
-
-    def _start(self, what: str, node_id: str, timeout_s: float) -> tuple[str, asyncio.Task[Any]]:
-        log.info("node %s: a %s begins", node_id, what)
-        self._failures.pop(node_id, None)
-        action = self._nodes.drain if what == "drain" else self._nodes.restart
-        task = asyncio.create_task(action(node_id, timeout_s), name=f"{what} of a node")
-        self._work[node_id] = what, task
-        task.add_done_callback(lambda task: self._over(what, node_id, task))
-        return what, task
-
-    def _over(self, what: str, node_id: str, task: asyncio.Task[Any]) -> None:
-        del self._work[node_id]
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is None:
-            log.info("node %s: the %s is over", node_id, what)
-            return
-        is_told = isinstance(error, (GatewayError, BridgeError))
-        self._failures[node_id] = str(error) if is_told else f"the {what} failed; the server's log says why"
-        log.error("node %s: the %s failed", node_id, what, exc_info=None if is_told else error)
-
-    def _find(self, node_id: str) -> NodeStanding | None:
-        return next((node for node in self.states() if node.id == node_id), None)
-
-    def _standing(self, node_id: str) -> NodeStanding:
-        """Raises GatewayError `not_found`."""
-        node = self._find(node_id)
-        if node is None:
-            name = node_id[:MAX_QUOTED_CHARS]
-            raise GatewayError("not_found", f"There is no node named {name!r}.", param="id")
-        return node
-
-    def _check_others(self, node_id: str) -> None:
-        """Raises GatewayError `conflict` where nobody would be left to take requests."""
-        nodes = {node.id: node for node in self.states()}
-        if nodes[node_id].is_open and sum(node.is_open for node in nodes.values()) == 1:
-            raise GatewayError(
-                "conflict",
-                "This is the only node that takes requests: all would be refused meanwhile. "
-                'Send {"force": true} (--force) to do it all the same.',
-                param="force",
-            )

@@ -118,24 +118,29 @@ class Router:
         self._members.look()
         return list(self._members.standing())
 
-    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
+    @property
+    def nodes(self) -> Mapping[str, RemoteNode]:
+        """By name."""
+        return self._placement.nodes
+
+    async def drain_node(self, node_id: str, timeout_s: float, *, is_forced: bool = False) -> bool:
         """Send a node nothing new, and wait until what runs there has ended. True if all did in time.
 
-        Raises InvalidRequest for a node that there is not, and for the last one that takes requests.
+        Raises InvalidRequest for a node that there is not, and, unless it is forced, for the last one that takes requests.
         """
-        self._members.set_draining(node_id, True)
+        self._members.set_draining(node_id, True, is_forced=is_forced)
         return await self._places.until_empty(node_id, timeout_s)
 
     def reopen_node(self, node_id: str) -> None:
         """A drained node may be sent requests again. Raises InvalidRequest for one that there is not."""
         self._members.set_draining(node_id, False)
 
-    async def restart_node(self, node_id: str, timeout_s: float) -> None:
+    async def restart_node(self, node_id: str, timeout_s: float, *, is_forced: bool = False) -> None:
         """Drain a node, end its process and start it again under its name; returns when it is ready.
 
         timeout_s: after which what still runs there is cut off. Raises as `drain_node`, and EngineUnavailable if it cannot be started again.
         """
-        await self.drain_node(node_id, timeout_s)
+        await self.drain_node(node_id, timeout_s, is_forced=is_forced)
         try:
             await self._placement.restart(node_id)
         finally:

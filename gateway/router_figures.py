@@ -60,14 +60,19 @@ def tiers_of(parts: Sequence[TierStats]) -> TierStats | None:
             is_on=any,
             write_lag_s=max,
             # Of one node's disk, as whoever reckons with it means to read from one.
-            bytes_per_s=lambda rates: _mean([rate for rate in rates if rate]),
+            bytes_per_s=_rate,
+        ),
+        peers=_sum(
+            [part.peers for part in parts], is_on=any, misses=_counts, refusals=_counts, bytes_per_s=_rate
         ),
         problem=_any([part.problem for part in parts]),
     )
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _rate(rates: list[float]) -> float:
+    """The mean of those that are known."""
+    known = [rate for rate in rates if rate]
+    return sum(known) / len(known) if known else 0.0
 
 
 def tokenizers_of(parts: Sequence[TokenizerStats]) -> TokenizerStats | None:

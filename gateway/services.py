@@ -19,9 +19,9 @@ from gateway.errors import GatewayError
 from gateway.learned import Learned
 from gateway.metrics import Metrics
 from gateway.node_metrics import NodeCollector
-from gateway.nodes import Steward
 from gateway.open_calls import OpenCalls
 from gateway.sessions import SessionStore
+from gateway.steward import Steward
 from gateway.turns import Turns
 
 # Chosen: one takes about a third of a millisecond.

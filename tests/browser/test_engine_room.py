@@ -24,6 +24,7 @@ LOAD = {
 KV = {
     "host": {"bytes": 1 << 30, "capacity_bytes": 2 << 30, "num_hits": 12},
     "disk": {"bytes": 3 << 30, "capacity_bytes": 8 << 30, "num_hits": 4},
+    "peers": {"bytes_fetched": 5 << 20, "num_fetched": 9, "bytes_lent": 0, "num_lent": 0},
     "problem": None,
 }
 
@@ -39,7 +40,7 @@ def node(name: str, **changes: object) -> dict:
         "incarnation": "1",
     }
     figures = {"is_draining": False, "num_rebuilds": 0, "load": LOAD, "kv": KV, "error": None}
-    adapters = {"num_by_place": {"slot": len(resident), "disk": 4}, "resident": resident}
+    adapters = {"num_by_place": {"slot": len(resident), "disk": 4}, "resident": resident, "failed": {}}
     return known | figures | {"adapters": adapters} | changes
 
 
@@ -101,6 +102,7 @@ def test_every_node_has_its_row_its_memory_and_its_lanes(fleet) -> None:
     expect(table.get_by_role("row").nth(2)).to_contain_text("starting")
     expect(table.get_by_role("row").nth(2)).to_contain_text("loading demo")
     expect(page.get_by_role("table", name="Memory of one, by tier")).to_contain_text("1.0 GiB of 2.0 GiB")
+    expect(page.get_by_role("table", name="Memory of one, by tier")).to_contain_text("5.0 MiB fetched")
     expect(page.get_by_role("table", name="Lanes of one").get_by_role("row").nth(1)).to_contain_text(
         "100 of 400"
     )

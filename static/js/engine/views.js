@@ -94,6 +94,7 @@ export function tiers({ nodes: list, advisory_counts: sums }) {
       rows.push(['Host memory', tierOf(node.kv.host), used(node.kv.host)]);
       rows.push(node.kv.disk ? ['Disk', tierOf(node.kv.disk), used(node.kv.disk)] : ['Disk', h('span', { class: 'aside' }, 'off'), '']);
     }
+    if (node.kv?.peers) rows.push(['Other nodes', peersOf(node.kv.peers), count(node.kv.peers.num_fetched)]);
     const columns = [['Tier'], ['In use', 'bar-cell'], ['Blocks given', 'number']];
     return h('div', { class: 'part' }, list.length > 1 && h('h3', {}, node.id),
       table(`Memory of ${node.id}, by tier`, columns, rows), node.kv?.problem && h('p', { class: 'aside below wrong' }, node.kv.problem),
@@ -104,6 +105,7 @@ export function tiers({ nodes: list, advisory_counts: sums }) {
   return parts;
 }
 
+const peersOf = ({ bytes_fetched: fetched, bytes_lent: lent }) => h('span', { class: 'meter-words' }, `${size(fetched)} fetched, ${size(lent)} lent`);
 const tierOf = ({ bytes, capacity_bytes: most }) => meter(bytes, most, `${size(bytes)} of ${size(most)}`);
 const used = ({ num_hits: num }) => count(num);
 
@@ -136,15 +138,17 @@ export function adapters({ nodes: list }) {
       found.get(name).places.set(node.id, where);
     }
   }
+  const failed = list.flatMap(({ id, adapters: { failed: own } }) => Object.entries(own).map(([name, why]) =>
+    h('p', { class: 'aside below wrong' }, `${name}${list.length > 1 ? ` on ${id}` : ''}: ${why}`)));
   const onDisk = Math.max(0, ...list.map((node) => node.adapters.num_by_place.disk ?? 0));
   const rest = onDisk ? `${count(onDisk)} on disk only: each is loaded when it is asked.` : '';
-  if (!found.size) return [empty(['No adapter is in memory.', rest].filter(Boolean).join(' '))];
+  if (!found.size) return [empty(['No adapter is in memory.', rest].filter(Boolean).join(' ')), ...failed];
   const several = list.length > 1;
   const rows = [...found].sort(([one], [other]) => one.localeCompare(other)).map(([name, { isPinned, places }]) =>
     [[dotOf(name), ` ${name}`, isPinned && h('span', { class: 'aside' }, ' pinned')].filter(Boolean),
       ...list.map(({ id }) => (places.has(id) ? mark(places.get(id) === 'slot' ? 'good' : 'under-way', place(places.get(id))) : '–'))]);
   return [table('Adapters in memory, and where', [['Adapter'], ...list.map(({ id }) => [several ? id : 'Where'])], rows),
-    rest && h('p', { class: 'note' }, rest)].filter(Boolean);
+    rest && h('p', { class: 'note' }, rest), ...failed].filter(Boolean);
 }
 
 function dotOf(adapter) {

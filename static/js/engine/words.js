@@ -37,6 +37,8 @@ const NODE_STATES = {
   rebuilding: 'fair',
   draining: 'fair',
   failed: 'bad',
+  away: 'bad',
+  quiet: 'fair',
   closed: 'plain',
 };
 

@@ -15,12 +15,14 @@ from gateway.app import Server
 from gateway.auth import KeyRing
 from gateway.budgets import Gatekeeper, RequestBudgets
 from gateway.config import Config
+from gateway.known_nodes import OneNode
 from gateway.learned import Learned
 from gateway.node_metrics import NodeCollector
-from gateway.nodes import Nodes, OneNode, Steward
+from gateway.nodes import Nodes
 from gateway.open_calls import OpenCalls
 from gateway.services import Services
 from gateway.sessions import SessionStore
+from gateway.steward import Steward
 
 from .fake_node import PATIENCE_S
 from .parts import Parts

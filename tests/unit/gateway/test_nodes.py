@@ -13,11 +13,14 @@ import pytest
 from engine_bridge.node import LaneStats, SchedulingStats
 from gateway.engine_watch import PUSH_EVERY_S
 from gateway.errors import GatewayError
-from gateway.nodes import NodeList, NodeStanding, OneNode, Steward, listed, standing_of
-from kvtiers.stats import DiskTierStats, HostStats, TierStats
+from gateway.known_nodes import OneNode, nodes_of
+from gateway.nodes import NodeList, NodeStanding, listed, standing_of
+from gateway.steward import Steward
+from kvtiers.stats import DiskTierStats, HostStats, PeerStats, TierStats
 
 from .fake_node import PATIENCE_S, FakeNode
 from .front import Frame, Gateway, Gateways, Socket
+from .nodes import routed
 from .parts import passes, settled
 
 OPERATOR, TENANT, OTHER = (
@@ -44,6 +47,7 @@ SCHEDULING = SchedulingStats(
 TIERS = TierStats(
     host=HostStats(bytes=10, capacity_bytes=100, num_hits=7),
     disk=DiskTierStats(is_on=True, bytes=20, capacity_bytes=200, num_hits=3),
+    peers=PeerStats(is_on=True, bytes_fetched=40, num_fetched=2),
 )
 
 
@@ -62,7 +66,7 @@ def bearer(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-async def nodes_of(gateway: Gateway, key: str | None = None) -> NodeList:
+async def list_of(gateway: Gateway, key: str | None = None) -> NodeList:
     async with (
         aiohttp.ClientSession(gateway.server.url, headers=bearer(key)) as http,
         http.get("/v1/nodes") as reply,
@@ -75,7 +79,7 @@ async def nodes_of(gateway: Gateway, key: str | None = None) -> NodeList:
 
 
 async def test_one_node_is_told_of_with_its_load_its_tiers_and_its_adapters(gateway: Gateway) -> None:
-    listed = await nodes_of(busy(gateway))
+    listed = await list_of(busy(gateway))
     (node,) = listed.nodes
     assert (node.id, node.model, node.state, node.is_draining) == ("local", "fake-model", "ready", False)
     assert node.load is not None and node.load.lanes == LANES
@@ -84,20 +88,20 @@ async def test_one_node_is_told_of_with_its_load_its_tiers_and_its_adapters(gate
     assert (node.kv.host.bytes, node.kv.host.num_hits, node.kv.disk.capacity_bytes) == (10, 7, 200)
     assert node.adapters.num_by_place == {"disk": 2} and node.adapters.resident == []
     assert (listed.totals.num_open, listed.totals.num_running, listed.totals.num_kv_blocks) == (1, 4, 60)
-    assert (await nodes_of(gateway)).nodes[0].incarnation == node.incarnation != ""
+    assert (await list_of(gateway)).nodes[0].incarnation == node.incarnation != ""
 
 
 async def test_a_node_without_an_engine_has_no_load_yet(gateway: Gateway) -> None:
     gateway.node.state = "starting"
-    listed = await nodes_of(gateway)
+    listed = await list_of(gateway)
     assert (listed.nodes[0].state, listed.nodes[0].load, listed.nodes[0].kv) == ("starting", None, None)
     assert (listed.totals.num_nodes, listed.totals.num_open, listed.totals.num_running) == (1, 0, 0)
 
 
 async def test_everybodys_kv_and_what_failed_are_for_operators(gateways: Gateways) -> None:
     gateway = busy(await gateways(**KEYS))
-    assert (await nodes_of(gateway, OPERATOR)).nodes[0].kv is not None
-    seen = (await nodes_of(gateway, TENANT)).nodes[0]
+    assert (await list_of(gateway, OPERATOR)).nodes[0].kv is not None
+    seen = (await list_of(gateway, TENANT)).nodes[0]
     assert seen.kv is None and seen.load is not None
     async with (
         aiohttp.ClientSession(gateway.server.url) as nobody,
@@ -151,6 +155,8 @@ async def test_an_engine_of_the_servers_own_process_is_not_started_again(
     [
         ("/v1/nodes/nowhere/drain", None, 404),
         ("/v1/nodes/nowhere/restart", {"force": True}, 404),
+        ("/v1/nodes/nowhere/reopen", None, 404),
+        ("/v1/nodes/local/reopen", None, 409),
         ("/v1/nodes/local/drain", {"forced": True}, 400),
         ("/v1/nodes/local/drain", {"timeout_s": -1}, 400),
         ("/v1/nodes/local/drain", [], 400),
@@ -183,16 +189,19 @@ class TwoNodes:
     def states(self) -> list[NodeStanding]:
         return [standing_of(name, node, incarnation="1") for name, node in self.nodes.items()]
 
-    async def drain(self, node_id: str, timeout_s: float) -> bool:
+    async def drain(self, node_id: str, timeout_s: float, *, is_forced: bool) -> bool:
         self.asked.append(("drain", node_id, timeout_s))
         await self.nodes[node_id].drain(timeout_s)
         await self._end()
         del self.nodes[node_id]
         return True
 
-    async def restart(self, node_id: str, timeout_s: float) -> None:
+    async def restart(self, node_id: str, timeout_s: float, *, is_forced: bool) -> None:
         self.asked.append(("restart", node_id, timeout_s))
         await self._end()
+
+    def reopen(self, node_id: str) -> None:
+        self.nodes[node_id].state = "ready"
 
     async def _end(self) -> None:
         if (error := await self.ends.get()) is not None:
@@ -243,6 +252,28 @@ async def test_the_one_node_of_a_server_says_what_the_node_says() -> None:
     assert [standing.is_open for standing in OneNode(node).states()] == [False]
 
 
+async def test_nodes_behind_a_router_are_told_of_drained_restarted_and_reopened() -> None:
+    async with routed("a", "b") as (router, placement):
+        steward = Steward(nodes_of(router), 5.0)
+        first, second = steward.states()
+        assert (first.id, first.state, second.id) == ("a", "ready", "b") and first.incarnation != ""
+        assert (await steward.drain("a", None, is_forced=False)).is_draining
+        assert [node.state for node in steward.states()] == ["draining", "ready"]
+        with pytest.raises(GatewayError, match="only node"):
+            await steward.drain("b", None, is_forced=False)
+        assert steward.reopen("a").is_open
+        await steward.restart("a", None, is_forced=False)
+        async with asyncio.timeout(PATIENCE_S):
+            while not steward.states()[0].is_open:
+                await asyncio.sleep(0.01)
+        assert placement.restarted == ["a"] and steward.states()[0].incarnation != first.incarnation
+        await steward.drain("a", None, is_forced=True)
+        assert (await steward.drain("b", None, is_forced=True)).is_draining, "by force"
+        placement.kill("b")
+        await settled()
+        assert not steward.states()[1].is_open and steward.states()[1].incarnation == ""
+
+
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +290,7 @@ async def test_metrics_tell_of_each_node(gateway: Gateway, http: aiohttp.ClientS
     assert metrics['overture_node_kv_free_blocks{node="local"}'] == 20
     assert metrics['overture_node_answer_tokens_total{node="local"}'] == 70
     assert metrics['overture_node_tier_bytes{node="local",tier="disk"}'] == 20
+    assert metrics['overture_node_peer_bytes_total{direction="in",node="local"}'] == 40
 
 
 # -- live on the socket ------------------------------------------------------------------------------------------------
@@ -355,7 +387,7 @@ async def test_a_tenant_sees_its_own_advisories_and_no_sums_of_others(gateways: 
 
 async def test_who_has_not_taken_the_last_picture_gets_no_further_one(gateway: Gateway) -> None:
     """A peer that reads nothing costs what its socket holds, however long it watches."""
-    gateway.node.adapter_names = [f"{number}-{'x' * 4000}" for number in range(64)]
+    gateway.node.adapter_names = [f"{number}-{'x' * 40_000}" for number in range(64)]
     gateway.node.adapter_place = "host"
     async with gateway.socket(hello={}) as socket:
         await socket.send(type="watch_engine")
