@@ -1,8 +1,9 @@
 # `make serve` and `make test` set everything up first; both are quick when nothing has changed.
-# Variables: HOST= PORT= MODEL= DEVICE=cpu|cuda PYTHON= ARGS= (more flags for overture serve, pytest or the bench)
+# Variables: HOST= PORT= MODEL= DEVICE=cpu|cuda NODES= PYTHON= ARGS= (more flags for overture serve, pytest or the bench)
 
 SHELL := bash
 DEVICE ?= cpu
+NODES ?= 1
 PY := .venv/bin/python
 
 # The first start compiles what it imports; without the compiled files every start would take a minute.
@@ -12,27 +13,33 @@ unexport PYTHONDONTWRITEBYTECODE
 sum = $(firstword $(shell cat $(1) | cksum))
 RUNTIME := .venv/.runtime-$(DEVICE)-$(call sum,requirements/$(DEVICE).txt pyproject.toml)
 TESTING := .venv/.testing-$(call sum,requirements/test.txt)
+# What places several nodes; one node needs none of it.
+RAY := .venv/.ray-$(call sum,requirements/ray.txt)
 
 # Some shells export HOST as the machine's name: take it from make's own command line only.
 ifneq ($(origin HOST),command line)
 HOST :=
 endif
 FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) --device $(DEVICE)
+SEVERAL := $(filter-out 1,$(NODES))
 
 # Two processes, a file's tests all in one of them (they share an engine), in the order that the engines need.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv serve test fuzz lint format bench bench-sim results pins browser clean
+.PHONY: help venv serve node test fuzz lint format bench bench-sim results pins browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 venv: $(RUNTIME) ## make .venv with everything that serving needs
 
-serve: $(RUNTIME) ## start the gateway (HOST= PORT= MODEL= DEVICE=cuda ARGS=)
-	@exec .venv/bin/overture serve $(FLAGS) $(ARGS)
+serve: $(RUNTIME) $(if $(SEVERAL),$(RAY)) ## start the gateway (HOST= PORT= MODEL= DEVICE=cuda NODES=2 ARGS=)
+	@exec .venv/bin/overture serve $(FLAGS) $(if $(SEVERAL),--nodes $(NODES)) $(ARGS)
 
-test: $(RUNTIME) $(TESTING) browser ## lint and all tests (ARGS='-k name' for some)
+node: $(RUNTIME) $(RAY) ## add this machine to a gateway's cluster (ARGS='--ray-address HOST:PORT …'; docs/operations.md)
+	@exec .venv/bin/overture node $(if $(MODEL),--model $(MODEL)) --device $(DEVICE) $(ARGS)
+
+test: $(RUNTIME) $(TESTING) $(RAY) browser ## lint and all tests (ARGS='-k name' for some)
 	@status=0; $(MAKE) --no-print-directory lint || status=$$?; $(PY) -m pytest $(TWO) $(ARGS) || status=$$?; exit $$status
 
 fuzz: $(RUNTIME) $(TESTING) ## others' test suites against a server: eight minutes, the websocket's needs Python 2.7 (docs/conformance.md)
@@ -76,3 +83,8 @@ $(TESTING): $(RUNTIME)
 	@echo "installing the test tools"
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-input --no-deps --require-hashes -r requirements/test.txt
 	@rm -f .venv/.testing-*; touch $@
+
+$(RAY): $(RUNTIME)
+	@echo "installing Ray (75 MB to fetch)"
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-input --no-compile --no-deps --require-hashes -r requirements/ray.txt
+	@rm -f .venv/.ray-*; touch $@

@@ -53,3 +53,7 @@ class NotSupported(BridgeError):
 
 class SeamMoved(RuntimeError):
     """A name or signature of vLLM that the driver stands on has changed. Raised at start-up, never in the middle of work."""
+
+
+class ClusterError(Exception):
+    """Nodes cannot be placed, or do not trust each other. The text is the operator's: what is wrong, and what to do."""

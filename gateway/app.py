@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import uvloop
 from aiohttp import web
@@ -31,9 +31,11 @@ from gateway import (
     web_policy,
 )
 from gateway.adapter_metrics import AdapterCollector
+from gateway.adapter_sync import AdapterSync
 from gateway.advisories import Advisories
 from gateway.auth import KeyRing, tenant_of
 from gateway.budgets import Gatekeeper, RequestBudgets
+from gateway.cluster import make_placement
 from gateway.config import MIB, Config, ConfigError
 from gateway.connections import CONNECTIONS, Connections, Runner, max_open_files, raise_open_files, watched
 from gateway.drafts import Drafts
@@ -123,7 +125,7 @@ async def build_services(
     store = await SessionStore.open(
         data_dir / "sessions.sqlite3", max_owner_bytes=config.max_stored_mib * MIB
     )
-    node = node or _make_node(await asyncio.to_thread(node_config, config), config)
+    node = node or await _make_node(config)
     if isinstance(node, Router):
         node.remember((tenant_of(owner), name, home) for owner, name, home in await store.homes(MAX_SESSIONS))
     metrics = metrics or Metrics()
@@ -174,7 +176,12 @@ def _tell_of(node: Node, metrics: Metrics) -> NodeCollector:
     return by_node
 
 
-def _make_node(settings: LocalNodeConfig, config: Config) -> Node:
+async def _make_node(config: Config) -> Node:
+    settings = await asyncio.to_thread(node_config, config)
+    if config.is_cluster:
+        placement = await asyncio.to_thread(make_placement, config, settings, _stage_sayer())
+        adapters = AdapterSync(lambda: placement.nodes, config.data_dir, config.adapters_dir)
+        return Router(placement, adapters, config.routing_policy)
     if config.engine == "process":
         return engine_process.make_node(settings, config.log_format, config.log_level)
     return LocalNode(settings)
@@ -299,7 +306,7 @@ class Server:
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit code."""
-    if config.engine == "in-process":
+    if config.engine == "in-process" and not config.is_cluster:
         # Before anything imports torch: it reads its environment once.
         configure_environment(engine_config(config))
     raise_open_files()
@@ -312,7 +319,7 @@ async def _serve(config: Config) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, stop, number)
+        loop.add_signal_handler(number, on_signal, stop, number)
     try:
         services = await build_services(config)
         async with Server(services) as server:
@@ -329,7 +336,7 @@ async def _serve(config: Config) -> int:
         return 2
 
 
-def _on_signal(stop: asyncio.Event, number: int) -> None:
+def on_signal(stop: asyncio.Event, number: int) -> None:
     if stop.is_set():  # the second one: the user does not want to wait
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
@@ -367,7 +374,8 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
             {starting, stopping}, timeout=PROGRESS_EVERY_S, return_when=asyncio.FIRST_COMPLETED
         )
         progress = services.node.progress
-        if progress.stage != last_stage and progress.state == "starting":
+        # Several nodes say it for themselves, each with its name.
+        if progress.stage != last_stage and progress.state == "starting" and not services.config.is_cluster:
             last_stage = progress.stage
             say(f"  {time.monotonic() - started_s:5.1f} s  {last_stage}")
     if stopping.done() and not starting.done():
@@ -385,6 +393,16 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
         + (f" with {adapters}" if adapters else "")
     )
     return not stop.is_set()
+
+
+def _stage_sayer() -> Callable[[str, str], None]:
+    """Says how far each node has come, and with the name "" what all of them wait for."""
+    started_s = time.monotonic()
+
+    def say_stage(node_id: str, stage: str) -> None:
+        say(f"  {time.monotonic() - started_s:5.1f} s  {f'{node_id}: ' if node_id else ''}{stage}")
+
+    return say_stage
 
 
 def say(line: str) -> None:

@@ -24,6 +24,11 @@ EXIT_USAGE = 2  # as click has it
 _METAVARS = {
     "api_keys": "KEY",
     "body_timeout_s": "SECONDS",
+    "cluster_cert": "FILE",
+    "cluster_host": "ADDRESS",
+    "cluster_key": "FILE",
+    "cluster_port": "PORT",
+    "cluster_token_file": "FILE",
     "cors_origins": "ORIGIN",
     "decision_log": "FILE",
     "decision_log_mib": "MIB",
@@ -41,6 +46,7 @@ _METAVARS = {
     "length_predictor": "MODULE:NAME",
     "operator_keys": "KEY",
     "port": "PORT",
+    "ray_address": "HOST:PORT",
     "tenant_weights": "NAME=WEIGHT",
     "trusted_proxies": "ADDRESS",
 }
@@ -103,6 +109,7 @@ def cli() -> None:
 
     \b
     Start the server        overture serve
+    Add a machine to it     overture node
     Talk to it              overture chat
     Ask one thing           overture chat "What is a sonnet?"
     Let only some in        overture keys new --name alice
@@ -135,6 +142,35 @@ def serve(config_file: str | None, **flags: Any) -> None:
     from gateway.app import run
 
     sys.exit(run(config))
+
+
+@cli.command(
+    cls=SettingsCommand,
+    epilog="""\b
+Give it the model and the settings that the gateway's own nodes have, and the
+cluster's token, certificate and key (docs/operations.md, "Several nodes").
+
+\b
+Examples:
+  overture node --ray-address 10.0.0.1:6379 --cluster-host 10.0.0.2 \\
+      --cluster-token-file token --cluster-cert cluster.crt --cluster-key cluster.key
+""",
+)
+@config_file_option
+def node(config_file: str | None, **flags: Any) -> None:
+    """Add this machine to a cluster as a node, until Ctrl+C or SIGTERM.
+
+    Then it takes no new work, ends what runs, and leaves.
+    """
+    config = _load(config_file, flags)
+    if config.ray_address is None:
+        raise click.UsageError("which cluster? Give --ray-address HOST:PORT")
+    from gateway import logs
+
+    logs.setup(config.log_format, config.log_level)
+    from gateway import node_command
+
+    sys.exit(node_command.run(config))
 
 
 @cli.command(cls=SettingsCommand)

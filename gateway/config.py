@@ -82,6 +82,48 @@ class Config(EngineSettings, frozen=True, kw_only=True):
     ] = "plain"
     log_level: Annotated[LogLevel, setting("Server", "Least severe message that is logged.")] = "info"
 
+    nodes: Annotated[
+        int,
+        setting(
+            "Cluster",
+            "Engines on this machine, which share its cores and memory; above 1 each is a process that Ray places. 0: only those that join.",
+            ge=0,
+            le=1024,
+        ),
+    ] = 1
+    ray_address: Annotated[
+        str | None,
+        setting("Cluster", "Ray cluster to join, HOST:PORT; unset: with several nodes one is started."),
+    ] = None
+    cluster_host: Annotated[
+        NonEmpty,
+        setting("Cluster", "Address of this machine that its nodes listen on for gateways and each other."),
+    ] = "127.0.0.1"
+    cluster_port: Annotated[
+        int,
+        setting(
+            "Cluster", "Port where other machines join the Ray that this one starts; 0: any.", ge=0, le=65535
+        ),
+    ] = 0
+    cluster_token_file: Annotated[
+        Path | None,
+        setting(
+            "Cluster",
+            "File of the cluster's secret, the same on all machines; unset: cluster-token in the data folder, made if missing.",
+        ),
+    ] = None
+    cluster_cert: Annotated[
+        Path | None,
+        setting("Cluster", "TLS certificate (PEM) of the cluster; needed when nodes listen beyond loopback."),
+    ] = None
+    cluster_key: Annotated[
+        Path | None, setting("Cluster", "Private key of that certificate (PEM), on all machines, too.")
+    ] = None
+    node_name: Annotated[
+        str,
+        setting("Cluster", "Name of the node that `overture node` starts; empty: this machine's host name."),
+    ] = ""
+
     chat_template: Annotated[
         Path | None, setting("Model", "Jinja file to use in place of the model's own template.")
     ] = None
@@ -258,6 +300,8 @@ class Config(EngineSettings, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "served_model_name", name)
         if self.adapters_dir is None and self.is_demo_model:
             msgspec.structs.force_setattr(self, "adapters_dir", DEMO_ADAPTERS_DIR)
+        if self.cluster_token_file is None:
+            msgspec.structs.force_setattr(self, "cluster_token_file", self.data_dir / "cluster-token")
         if self.kv_dir is None:
             msgspec.structs.force_setattr(self, "kv_dir", self.data_dir / "kv")
         if self.cpu_threads is None and self.is_demo_model:
@@ -272,6 +316,11 @@ class Config(EngineSettings, frozen=True, kw_only=True):
     def json_values(self, max_model_len: int) -> int:
         """Most values in one JSON body, for a model that reads so many tokens: a prompt may come as numbers."""
         return self.max_json_values or max(MIN_JSON_VALUES, 4 * max_model_len)
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether nodes are placed by Ray; else there is one, which needs none of it."""
+        return self.nodes != 1 or self.ray_address is not None or not _is_loopback(self.cluster_host)
 
     @property
     def is_demo_model(self) -> bool:

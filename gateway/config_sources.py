@@ -29,6 +29,8 @@ DEFAULT_CONFIG_FILE = "overture.toml"
 # Read by `overture chat` and by `--config`, so they are no misspelt settings.
 OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFIG"})
 _MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
+_NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 _TRUE_WORDS = {"1", "true", "yes", "on"}
 _FALSE_WORDS = {"0", "false", "no", "off"}
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -68,7 +70,8 @@ def load_config(
 
 def _check(config: Config) -> None:
     """What no single setting shows: files that are named but missing, and settings that do not go together."""
-    for name in ("chat_template", "api_key_file"):
+    _check_cluster(config)
+    for name in ("chat_template", "api_key_file", "cluster_cert", "cluster_key"):
         path = getattr(config, name)
         if path is not None and not path.is_file():
             raise ConfigError(f"{name}: there is no file {path} ({config.sources[name]})")
@@ -103,6 +106,33 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"length_predictor: expected module:Name, got {config.length_predictor!r} ({config.sources['length_predictor']})"
         )
+
+
+def _check_cluster(config: Config) -> None:
+    if config.ray_address is not None and not _HOST_AND_PORT.fullmatch(config.ray_address):
+        raise ConfigError(
+            f"ray_address: expected HOST:PORT, got {config.ray_address!r} ({config.sources['ray_address']})"
+        )
+    if config.node_name and not _NODE_NAME.fullmatch(config.node_name):
+        raise ConfigError(
+            f"node_name: expected up to 63 letters, digits, dots and dashes, got {config.node_name!r} ({config.sources['node_name']})"
+        )
+    try:
+        is_loopback = ipaddress.ip_address(config.cluster_host).is_loopback
+        is_any = ipaddress.ip_address(config.cluster_host).is_unspecified
+    except ValueError as error:
+        raise ConfigError(f"cluster_host: {error} ({config.sources['cluster_host']})") from error
+    if is_any:
+        raise ConfigError("cluster_host: name one address of this machine, at which the others reach it")
+    if (config.cluster_cert is None) is not (config.cluster_key is None):
+        raise ConfigError("cluster_cert and cluster_key go together: give both, or neither")
+    if not is_loopback and config.cluster_cert is None:
+        raise ConfigError(
+            f"cluster_host: nodes on {config.cluster_host} need TLS: give --cluster-cert and --cluster-key, "
+            'the same on all machines (docs/operations.md, "Several nodes")'
+        )
+    if config.nodes == 0 and config.ray_address is None and is_loopback:
+        raise ConfigError("nodes: 0 is for a cluster that others join: give --ray-address or --cluster-host")
 
 
 _Layer = dict[str, tuple[Any, str]]

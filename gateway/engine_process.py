@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what the gateway starts, and what that process does first."""
+"""The engine in a process of its own: what the gateway or Ray starts, and what that process does first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway import logs
 
 
 class ChildSettings(Struct, frozen=True):
-    """What the child reads before anything else."""
+    """What the process reads before anything else."""
 
     node: LocalNodeConfig
     log_format: str
@@ -25,9 +25,14 @@ class ChildSettings(Struct, frozen=True):
 
 
 def make_node(node: LocalNodeConfig, log_format: str, log_level: str) -> ProcessNode:
-    settings = msgspec.msgpack.encode(ChildSettings(node, log_format, log_level), enc_hook=str)
     command = (sys.executable, "-m", "gateway.engine_process")
-    return ProcessNode(command, settings, node.engine.served_model_name)
+    return ProcessNode(
+        command, pack_settings(ChildSettings(node, log_format, log_level)), node.engine.served_model_name
+    )
+
+
+def pack_settings(settings: ChildSettings) -> bytes:
+    return msgspec.msgpack.encode(settings, enc_hook=str)
 
 
 def read_settings(packed: bytes) -> ChildSettings:
@@ -40,13 +45,19 @@ def _as(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"no {kind} is sent")
 
 
-def main() -> None:
-    settings = read_settings(sys.stdin.buffer.read())
+def make_local_node(packed: bytes) -> tuple[LocalNode, str]:
+    """Of packed `ChildSettings`, in a process that has no engine yet; and where other nodes may ask it for KV, "" for nowhere."""
+    settings = read_settings(packed)
     logs.setup(settings.log_format, settings.log_level)
     # Before anything imports torch: it reads its environment once.
     configure_environment(settings.node.engine)
     node = LocalNode(settings.node)
-    child.serve(node, int(sys.argv[1]), node.peer_address)
+    return node, node.peer_address
+
+
+def main() -> None:
+    node, peer_address = make_local_node(sys.stdin.buffer.read())
+    child.serve(node, int(sys.argv[1]), peer_address)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import msgspec
 ENV_PREFIX = "OVERTURE_"
 SECRET_SETTINGS = frozenset({"api_keys", "operator_keys"})
 # In the order of the help.
-GROUPS = ("Server", "Model", "Engine", "KV tiers", "Scheduling", "Adapters", "Access", "Limits")
+GROUPS = ("Server", "Cluster", "Model", "Engine", "KV tiers", "Scheduling", "Adapters", "Access", "Limits")
 # A repeatable flag reads better in the singular: `--api-key A --api-key B`.
 _SINGULAR_FLAGS = {
     "api_keys": "--api-key",

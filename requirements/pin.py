@@ -27,6 +27,7 @@ from pip._vendor.packaging.version import InvalidVersion, Version
 
 HERE = Path(__file__).resolve().parent
 HEADER = "# Pinned by `make pins` from {source}; installed with --no-deps and --require-hashes{how}.\n"
+EXTRAS = ("test", "ray")
 # What CONTRIBUTING.md and pyproject.toml say is supported: every file that pip may choose there is in the lists.
 PYTHON_MINORS, MACHINES = (11, 12, 13), ("x86_64", "aarch64")
 # As pip asks. In this form an index gives all files of a package with their hashes (PEP 691).
@@ -143,9 +144,9 @@ def pin_cuda(cpu: dict[str, str]) -> None:
     (HERE / "cuda.txt").write_text(header + "\n".join(pins) + "\n", encoding="utf-8")
 
 
-def resolve_test(cpu: dict[str, str]) -> dict[str, str]:
-    """What the tests need on top of a runtime list, at versions that agree with it."""
-    full, _, _ = read("test.in")
+def resolve_on_top(source: str, cpu: dict[str, str]) -> dict[str, str]:
+    """What a .in file needs on top of a runtime list, at versions that agree with it."""
+    full, _, _ = read(source)
     with tempfile.NamedTemporaryFile("w", suffix=".txt", dir=HERE) as known:
         # A list with hashes would have pip ask for hashes of everything.
         known.write("\n".join(f"{name}=={version}" for name, version in cpu.items()))
@@ -157,16 +158,22 @@ def resolve_test(cpu: dict[str, str]) -> dict[str, str]:
 
 def main(only_hashes: bool) -> None:
     full, alone, cpu_markers = read("cpu.in")
-    _, _, test_markers = read("test.in")
     if only_hashes:
-        cpu, test = pinned("cpu.txt"), pinned("test.txt")
+        cpu = pinned("cpu.txt")
     else:
         cpu = resolve(full) | resolve(alone, "--no-deps")
-        test = resolve_test(cpu)
         pin_cuda(cpu)
     header = HEADER.format(source="cpu.in", how=". torch comes first, from install.sh")
     write("cpu.txt", header, cpu, cpu_markers)
-    write("test.txt", HEADER.format(source="test.in", how=" on top of a runtime list"), test, test_markers)
+    for name in EXTRAS:
+        pin_extra(name, cpu, only_hashes)
+
+
+def pin_extra(name: str, cpu: dict[str, str], only_hashes: bool) -> None:
+    """Write the list of an extra."""
+    _, _, markers = read(f"{name}.in")
+    pins = pinned(f"{name}.txt") if only_hashes else resolve_on_top(f"{name}.in", cpu)
+    write(f"{name}.txt", HEADER.format(source=f"{name}.in", how=" on top of a runtime list"), pins, markers)
 
 
 if __name__ == "__main__":

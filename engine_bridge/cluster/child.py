@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
 import logging
 import os
@@ -66,11 +67,16 @@ async def _start(node: Node) -> None:
         await node.start()
     except Exception:
         log.exception("the engine could not be started")
-    _tell_crashes_quickly()
+    tell_crashes_quickly()
 
 
-def _tell_crashes_quickly() -> None:
-    """Python's own traceback takes no time; a handler that came with torch looks up native symbols for 3 s, in which clients wait (measured)."""
+def tell_crashes_quickly() -> None:
+    """Python's own traceback takes no time; a handler that came with torch looks up native symbols for 3 s, in which clients wait (measured).
+
+    From whatever thread: Python's `signal` would want the main one.
+    """
+    faulthandler.disable()
+    libc = ctypes.CDLL(None)
     for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT):
-        signal.signal(number, signal.SIG_DFL)
+        libc.signal(int(number), None)  # SIG_DFL
     faulthandler.enable(all_threads=False)

@@ -46,3 +46,9 @@ def test_the_client_loads_nothing_of_the_server(module: str) -> None:
     ours = {name for name in loaded if name.split(".")[0] in {"gateway", "engine_bridge", "kvtiers"}}
     assert {name for name in ours if not name.startswith("gateway.client.")} <= {"gateway", "gateway.client"}
     assert loaded & (ENGINE | {"aiohttp"}) == set()
+
+
+@pytest.mark.parametrize("module", ["gateway.app", "gateway.node_command"])
+def test_no_gateway_loads_ray(module: str) -> None:
+    """Nor with several nodes: a process of its own drives it."""
+    assert "ray" not in {name.split(".")[0] for name in loaded_by(module)}

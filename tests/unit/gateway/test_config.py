@@ -127,6 +127,14 @@ def test_a_data_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         ({"adapters_dir": "gone"}, "adapters_dir: there is no folder"),
         ({"model": "./gone"}, "model: there is no folder"),
         ({"prot": "1"}, "did you mean port"),
+        ({"nodes": "0"}, "nodes: 0 is for a cluster that others join"),
+        ({"ray_address": "somewhere"}, "ray_address: expected HOST:PORT, got 'somewhere'"),
+        ({"cluster_host": "0.0.0.0"}, "cluster_host: name one address of this machine"),
+        ({"cluster_host": "gateway.example"}, "cluster_host: 'gateway.example' does not appear to be"),
+        ({"cluster_host": "10.0.0.1"}, "nodes on 10.0.0.1 need TLS: give --cluster-cert and --cluster-key"),
+        ({"cluster_cert": __file__}, "cluster_cert and cluster_key go together"),
+        ({"cluster_cert": "gone", "cluster_key": "gone"}, "cluster_cert: there is no file"),
+        ({"node_name": "../x"}, "node_name: expected up to 63 letters"),
     ],
 )
 def test_a_wrong_flag_is_named_with_what_is_expected(flags: dict[str, str], expected: str) -> None:
@@ -242,3 +250,17 @@ def test_every_setting_of_the_engine_reaches_it_as_it_was_set(tmp_path: Path) ->
     made = engine_config(config)
     assert {name: getattr(made, name) for name in changed} == changed
     assert all(getattr(made, name) == getattr(config, name) for name in EngineSettings.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_cluster"),
+    [
+        ({}, False),
+        ({"nodes": "1"}, False),
+        ({"nodes": "2"}, True),
+        ({"ray_address": "10.0.0.1:6379"}, True),
+        ({"cluster_host": "10.0.0.1", "cluster_cert": __file__, "cluster_key": __file__}, True),
+    ],
+)
+def test_one_node_that_nobody_joins_needs_no_cluster(flags: dict[str, str], is_cluster: bool) -> None:
+    assert load(flags).is_cluster is is_cluster

@@ -1,0 +1,434 @@
+"""Nodes as Ray actors; nothing else imports ray. `drive` is the life of the process that drives Ray for a gateway, `NodeActor` runs in the actors'.
+
+Ray gives nodes their names, starts them again, and tells of those of other machines. It carries no work: that goes over sockets of ours. The
+driver is no part of the gateway's process, since Ray's native code ends a process whose raylet has gone, and takes its signal handlers. Nodes run
+on the machine of whoever asked for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import os
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+from msgspec import Struct
+
+from engine_bridge.cluster import orders
+from engine_bridge.cluster.guard import descendants, die_with_parent
+from engine_bridge.cluster.host import CLOSE_S, NodeHost, Place
+from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
+from engine_bridge.cluster.ray_settings import environment_of
+from engine_bridge.cluster.trust import Trust
+from engine_bridge.errors import ClusterError
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "overture"
+PREFIX = "overture-"
+LOOK_EVERY_S = 0.5
+# Between two attempts to start a node that cannot be started. Chosen.
+PAUSE_S = 5.0
+CONNECT_S = 5.0
+JOIN_S = 60.0
+# Nothing of ours goes through Ray's object store; it takes no less.
+OBJECT_STORE_BYTES = 80 << 20
+JOINED = "Ray runtime started"
+CORE_PROCESSES = {"raylet", "gcs_server"}
+
+
+# -- in the actor's process --------------------------------------------------------------------------------------------
+
+
+class ActorSettings(Struct, frozen=True, kw_only=True):
+    """Lies in a file that only we can read: an actor's arguments go through Ray, and this holds the token.
+
+    num_threads_given: OMP_NUM_THREADS as the driver found it; Ray sets it for actors.
+    """
+
+    node: NodeToStart
+    host: str
+    trust: Trust
+    make_node: str
+    num_threads_given: str | None
+
+
+class NodeActor:
+    """A node. Ray runs this again when the process has died."""
+
+    def __init__(self, path: str) -> None:
+        die_with_parent()
+        folder = Path(path).parent
+        _take_stderr(folder)
+        settings = msgspec.json.decode(Path(path).read_bytes(), type=ActorSettings)
+        _settle(settings)
+        module, _, name = settings.make_node.partition(":")
+        node = settings.node
+
+        def make_node() -> Any:
+            return getattr(importlib.import_module(module), name)(node.settings)
+
+        self._host = NodeHost(
+            make_node, node.node_id, settings.host, settings.trust, adapters=node.adapters, turns=node.turns
+        )
+        self._place = self._host.start()
+
+    def where(self) -> bytes:
+        """Its `Place` as JSON."""
+        return msgspec.json.encode(self._place)
+
+    def leave(self) -> None:
+        """Who made this actor is to end it."""
+        self._place = msgspec.structs.replace(self._place, is_leaving=True)
+
+    def close(self) -> None:
+        self._host.close()
+
+
+def _settle(settings: ActorSettings) -> None:
+    """What Ray has set for its actors, and a node wants otherwise."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if settings.num_threads_given is not None:
+        os.environ["OMP_NUM_THREADS"] = settings.num_threads_given
+    if settings.node.cores:
+        # Of all threads that are there already: others take after the one that makes them.
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), settings.node.cores)
+
+
+def _take_stderr(folder: Path) -> None:
+    """What a node logs goes where the gateway's log goes; Ray would keep it in a file."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as there:
+        there.connect(str(folder / "log"))
+        _, (fd, *_), _, _ = socket.recv_fds(there, 1, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+
+
+# -- in the driver's process -------------------------------------------------------------------------------------------
+
+
+def drive(control: socket.socket, log_to: int) -> None:
+    """Until the gateway says so or has gone. Whoever started this process sees to it that nothing of Ray is left; it does not return.
+
+    Args:
+        log_to: where actors log; this process's own standard streams are Ray's to write to.
+    """
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    lines = control.makefile("rb")
+
+    def tell(news: orders.News) -> None:
+        # A gateway that has gone is noticed by what it does not send.
+        with suppress(OSError):
+            control.sendall(orders.line_of(news))
+
+    begin = orders.order_of(lines.readline())
+    assert isinstance(begin, orders.Begin)
+    try:
+        _lend_stderr(Path(begin.settings.folder), log_to)
+        driver = _Driver(begin.settings, tell)
+        asyncio.run(driver.run(lines))
+    except Exception as error:
+        if not isinstance(error, ClusterError):
+            log.exception("Ray could not be driven")
+        tell(orders.Failed(str(error) if isinstance(error, ClusterError) else _told(error)))
+    # Ray's own way out takes seconds, and may hang.
+    os._exit(0)
+
+
+def _told(error: Exception) -> str:
+    """The last line of a text of Ray's, which is the cause's."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _lend_stderr(folder: Path, fd: int) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "log"))
+    listener.listen()
+
+    def lend() -> None:
+        while True:
+            there, _ = listener.accept()
+            with there, suppress(OSError):
+                socket.send_fds(there, [b"."], [fd])
+
+    threading.Thread(target=lend, name="log", daemon=True).start()
+
+
+class _Driver:
+    """Connects to Ray when it is made. Raises ClusterError, and whatever Ray raises."""
+
+    def __init__(self, settings: ClusterSettings, tell: Callable[[orders.News], None]) -> None:
+        self._settings, self._tell = settings, tell
+        self._num_threads_given = os.environ.get("OMP_NUM_THREADS")
+        os.environ.update(environment_of(settings, os.environ))
+        self._joining: subprocess.Popen[bytes] | None = None
+        # What it prints of its own accord is for who runs Ray by hand.
+        import ray
+
+        self._ray = ray
+        self._raylet = self._connect()
+        self._handles: dict[str, Any] = {}
+        self._places: dict[str, Place | None] = {}
+        self._ours = {node.node_id for node in settings.nodes}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over = asyncio.Event()
+
+    # -- Ray -----------------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> str:
+        """Start Ray, or join one; returns the id of this machine's part."""
+        settings = self._settings
+        options: dict[str, Any] = {
+            "namespace": NAMESPACE,
+            "log_to_driver": False,
+            "configure_logging": False,
+            "_node_ip_address": settings.host,
+            "_temp_dir": settings.folder,
+        }
+        if not settings.address:
+            self._tell(orders.Stage("starting Ray"))
+            self._ray.init(
+                address="local",
+                num_cpus=0,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                **options,
+            )
+            return str(self._ray.get_runtime_context().get_node_id())
+        self._tell(orders.Stage(f"joining the Ray cluster at {settings.address}"))
+        _check_reachable(settings.address)
+        mark = f"{PREFIX}{secrets.token_hex(8)}"
+        self._joining = _join(settings, mark)
+        self._ray.init(address=settings.address, **options)
+        return str(next(node["NodeID"] for node in self._ray.nodes() if mark in node["Resources"]))
+
+    def _start(self, node: NodeToStart) -> Any:
+        """An actor's handle; whether it comes up shows when it is asked something."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        path = Path(self._settings.folder) / f"{node.node_id}.json"
+        settings = ActorSettings(
+            node=node,
+            host=self._settings.host,
+            trust=self._settings.trust,
+            make_node=self._settings.make_node,
+            num_threads_given=self._num_threads_given,
+        )
+        _write_privately(path, msgspec.json.encode(settings))
+        return (
+            self._ray.remote(NodeActor)
+            .options(
+                name=PREFIX + node.node_id,
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=4,
+                num_cpus=0,
+                num_gpus=node.num_gpus,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._raylet, soft=False),
+            )
+            .remote(str(path))
+        )
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    async def run(self, lines: IO[bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(lines, loop), name="orders", daemon=True).start()
+        self._watch_core(loop)
+        for node in self._settings.nodes:
+            self._do(self._keep(node))
+        if self._settings.follows_all:
+            self._do(self._look_for_others())
+        await self._over.wait()
+        await asyncio.gather(*(self._end(node_id) for node_id in self._ours))
+        if self._joining is not None:
+            self._joining.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._joining.wait, CONNECT_S)
+
+    def _read(self, lines: IO[bytes], loop: asyncio.AbstractEventLoop) -> None:
+        """On a thread of its own: the gateway's orders, until it has gone."""
+        with suppress(OSError):
+            for line in lines:
+                loop.call_soon_threadsafe(self._obey, orders.order_of(line))
+        loop.call_soon_threadsafe(self._over.set)
+
+    def _watch_core(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Without its raylet this process can do nothing: the gateway has all of it started again."""
+        for pid in descendants(os.getpid()):
+            with suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name in CORE_PROCESSES:
+                    loop.add_reader(os.pidfd_open(pid), self._core_ended, name)
+
+    def _core_ended(self, name: str) -> None:
+        self._tell(orders.Failed(f"Ray's {name} has ended"))
+        os._exit(1)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("Ray could not be driven", exc_info=error)
+            self._tell(orders.Failed(_told(error) if isinstance(error, Exception) else repr(error)))
+            os._exit(1)
+
+    async def _keep(self, node: NodeToStart) -> None:
+        """A node of ours, from now on: Ray restarts what dies, and what cannot even be made is tried again."""
+        while node.node_id in self._ours:
+            try:
+                self._handles[node.node_id] = self._start(node)
+                problem = await self._follow(node.node_id)
+            except ValueError as error:  # the name is taken
+                problem = _told(error)
+            if node.node_id not in self._ours:
+                break
+            self._tell(orders.Placed(node.node_id, None, problem))
+            await asyncio.sleep(PAUSE_S)
+        self._tell(orders.Left(node.node_id))
+
+    async def _follow(self, node_id: str) -> str:
+        """Tell where a node is, whenever that changes, until it is gone for good; returns why."""
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+        handle = self._handles[node_id]
+        self._place(node_id, None)
+        while True:
+            try:
+                place = msgspec.json.decode(await handle.where.remote(), type=Place)
+                self._place(node_id, place)
+                if place.is_leaving and node_id in self._ours:
+                    self._do(self._end(node_id))
+            except ActorUnavailableError:
+                self._place(node_id, None)
+            except ActorDiedError as error:
+                del self._handles[node_id]
+                return _told(error)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _place(self, node_id: str, place: Place | None) -> None:
+        if node_id not in self._places or self._places[node_id] != place:
+            self._places[node_id] = place
+            self._tell(orders.Placed(node_id, place))
+
+    async def _look_for_others(self) -> None:
+        """Nodes that others have started."""
+        while True:
+            names = await asyncio.to_thread(self._ray.util.list_named_actors)
+            for name in names:
+                node_id = name.removeprefix(PREFIX)
+                if name.startswith(PREFIX) and node_id not in self._handles.keys() | self._ours:
+                    with suppress(ValueError):  # it has gone meanwhile
+                        self._handles[node_id] = await asyncio.to_thread(self._ray.get_actor, name)
+                        self._do(self._follow_other(node_id))
+            await asyncio.sleep(2 * LOOK_EVERY_S)
+
+    async def _follow_other(self, node_id: str) -> None:
+        await self._follow(node_id)
+        del self._places[node_id]
+        self._tell(orders.Left(node_id))
+
+    # -- orders --------------------------------------------------------------------------------------------------------
+
+    def _obey(self, order: orders.Order) -> None:
+        match order:
+            case orders.Kill(node_id=node_id):
+                self._do(self._kill(node_id, is_final=False))
+            case orders.Restart(node_id=node_id):
+                self._do(self._restart(node_id))
+            case orders.Remove(node_id=node_id) if node_id in self._ours:
+                self._do(self._end(node_id))
+            case orders.Remove(node_id=node_id) if node_id in self._handles:
+                self._handles[node_id].leave.remote()
+            case orders.Close():
+                self._over.set()
+
+    async def _restart(self, node_id: str) -> None:
+        await self._close(node_id)
+        await self._kill(node_id, is_final=False)
+
+    async def _end(self, node_id: str) -> None:
+        self._ours.discard(node_id)
+        await self._close(node_id)
+        await self._kill(node_id, is_final=True)
+
+    async def _close(self, node_id: str) -> None:
+        handle = self._handles.get(node_id)
+        # One that has no place yet has nothing to close.
+        if handle is not None and self._places.get(node_id) is not None:
+            with suppress(TimeoutError, self._ray.exceptions.RayError):
+                await asyncio.wait_for(handle.close.remote(), CLOSE_S + 1)
+
+    async def _kill(self, node_id: str, *, is_final: bool) -> None:
+        handle = self._handles.get(node_id)
+        if handle is None:
+            return
+        if is_final or node_id not in self._ours:
+            with suppress(self._ray.exceptions.RayError):
+                await asyncio.to_thread(self._ray.kill, handle, no_restart=is_final)
+        elif (place := self._places.get(node_id)) is not None:
+            # Ray asks a process to kill itself, and one that is stopped would not.
+            with suppress(ProcessLookupError):
+                os.kill(place.pid, signal.SIGKILL)
+
+
+def _check_reachable(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"ray_address: no Ray cluster can be reached at {address}: {error}. Start one there with: overture serve "
+            "--cluster-host ADDRESS --cluster-port PORT, and let machines of the cluster reach each other."
+        ) from error
+
+
+def _join(settings: ClusterSettings, mark: str) -> subprocess.Popen[bytes]:
+    """A raylet of this machine in the cluster, which ends with the process that is returned. Raises ClusterError."""
+    path = Path(settings.folder) / "join"
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    command += ["--address", settings.address, "--node-ip-address", settings.host, "--num-cpus", "0"]
+    command += ["--resources", json.dumps({mark: 1}), "--object-store-memory", str(OBJECT_STORE_BYTES)]
+    command += ["--temp-dir", settings.folder]
+    with path.open("wb") as output:
+        joining = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+    deadline_s = time.monotonic() + JOIN_S
+    while JOINED not in (said := path.read_text(errors="replace")):
+        if joining.poll() is not None or time.monotonic() > deadline_s:
+            log.error("joining the Ray cluster failed: %s", said[-2000:])
+            raise ClusterError(
+                f"ray_address: this machine could not join the Ray cluster at {settings.address}. The log has what Ray said; "
+                "the cluster's token must be the same on all machines (--cluster-token-file), and so must Python and Ray."
+            )
+        time.sleep(LOOK_EVERY_S / 5)
+    return joining
+
+
+def _write_privately(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(content)

@@ -1,0 +1,132 @@
+"""A node on a thread and an event loop of its own, served on a TCP port: for processes that are not ours to arrange, such as a Ray actor's."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from msgspec import Struct
+
+from engine_bridge.adapters.store import AdapterStore
+from engine_bridge.cluster.child import tell_crashes_quickly
+from engine_bridge.cluster.server import NodeServer
+from engine_bridge.cluster.trust import Trust
+from engine_bridge.node import Node
+
+log = logging.getLogger(__name__)
+
+TURN_EVERY_S = 0.2
+# As in `child`: KV that is not on disk yet goes there; whatever still hangs after that is cut off.
+CLOSE_S = 20.0
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where a node can be reached. incarnation: another one after each start of its process. is_leaving: whoever started it is asked to end it."""
+
+    host: str
+    port: int
+    incarnation: str
+    pid: int
+    is_leaving: bool = False
+
+
+class NodeHost:
+    """`start` it, and `close` it from whatever thread.
+
+    Args:
+        make_node: called on the node's own thread, since what it imports is slow. Gives the node, and where others may ask it for KV.
+        listen_on: an address of this machine; a free port is taken.
+        adapters: folder for those that gateways send.
+        turns: a file that all nodes of this machine lock while they start, one after another: each looks at how much memory is free, and takes it.
+    """
+
+    def __init__(
+        self,
+        make_node: Callable[[], tuple[Node, str]],
+        node_id: str,
+        listen_on: str,
+        trust: Trust,
+        *,
+        adapters: str,
+        turns: str,
+    ) -> None:
+        self._make_node, self._node_id, self._adapters = make_node, node_id, Path(adapters)
+        self._listen_on, self._trust, self._turns = listen_on, trust, turns
+        self._place: Future[Place] = Future()
+        self._thread = threading.Thread(target=self._run, name="node", daemon=True)
+
+    def start(self) -> Place:
+        """Returns when it can be connected to; the engine is brought up meanwhile. Raises what stopped it."""
+        self._thread.start()
+        return self._place.result()
+
+    def close(self) -> None:
+        """Returns when the engine has ended and its KV is on disk, or after CLOSE_S."""
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        import uvloop
+
+        try:
+            uvloop.run(self._serve())
+        except BaseException as error:
+            if not self._place.done():
+                self._place.set_exception(error)
+                return
+            log.exception("the node's thread has ended")
+            # Nobody could be answered any more; whoever placed this process starts it again.
+            os._exit(1)
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        node, peer_address = self._make_node()
+        server = NodeServer(node, self._node_id, self._trust.token, store=AdapterStore(self._adapters))
+        server.peer_address = peer_address
+        listener = await self._loop.create_server(
+            server.connection, self._listen_on, 0, ssl=self._trust.server_tls()
+        )
+        starting = asyncio.create_task(self._bring_up(node))
+        host, port = listener.sockets[0].getsockname()[:2]
+        self._place.set_result(Place(host=host, port=port, incarnation=server.incarnation, pid=os.getpid()))
+        await self._over.wait()
+        listener.close()
+        starting.cancel()
+        await node.drain(0.0)
+        await node.close()
+
+    async def _bring_up(self, node: Node) -> None:
+        """What goes wrong is in the node's reports."""
+        try:
+            async with _turn(self._turns):
+                await node.start()
+        except Exception:
+            log.exception("the engine could not be started")
+        tell_crashes_quickly()
+
+
+@asynccontextmanager
+async def _turn(path: str) -> AsyncIterator[None]:
+    """Holds the lock of a file; the kernel lets go of it when the process ends."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while not _is_locked(fd):  # noqa: ASYNC110 (the kernel tells nobody)
+            await asyncio.sleep(TURN_EVERY_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

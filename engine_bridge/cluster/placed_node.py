@@ -1,0 +1,166 @@
+"""A node whose process somebody else starts: it has an address for as long as that process lives, and then another one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from engine_bridge.cluster.host import Place
+from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.process import LOOK_EVERY_S, SILENT_S
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.cluster.wire import NodeReport
+from engine_bridge.node import NodeState, Progress
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+# Between two attempts to reach a node that should be there. Chosen: a node whose connection alone broke is away no longer than this.
+RETRY_S = 0.25
+
+
+class PlacedNode(RemoteNode):
+    """Stays connected, from `keep` on, to where the node was last said to be.
+
+    Args:
+        on_change: called when what is known of it has changed, so with each report.
+        on_silent: called when a connected node has sent nothing for SILENT_S.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        served_model_name: str,
+        token: bytes,
+        on_change: Callable[[], None],
+        on_silent: Callable[[str], None],
+    ) -> None:
+        super().__init__(served_model_name)
+        self.node_id, self.stage = node_id, "waiting"
+        # Of its last process, also while that is away.
+        self.last_incarnation = ""
+        self.problem = ""
+        self._expected_model, self._token = served_model_name, token
+        self._on_change, self._on_silent = on_change, on_silent
+        self._place: Place | None = None
+        self._is_placed = asyncio.Event()
+        self._since_s = time.monotonic()
+        self._num_deaths, self._was_ready, self._is_closed = 0, False, False
+
+    # -- what is known of it -------------------------------------------------------------------------------------------
+
+    @property
+    def num_rebuilds(self) -> int:
+        """Of engines in one process, and of processes."""
+        return super().num_rebuilds + self._num_deaths
+
+    @property
+    def progress(self) -> Progress:
+        if self._is_closed:
+            return self._so("closed", "closed")
+        if self.problem and not self._was_ready:
+            return Progress("failed", "failed", time.monotonic() - self._since_s, self.problem)
+        if not self.is_up:
+            return self._so("rebuilding" if self._was_ready else "starting", self.stage)
+        told = super().progress
+        if told.state == "starting" and self._was_ready:
+            return Progress("rebuilding", told.stage, told.elapsed_s)
+        return told
+
+    def _so(self, state: NodeState, stage: str) -> Progress:
+        return Progress(state, stage, time.monotonic() - self._since_s)
+
+    def take_report(self, report: NodeReport) -> None:
+        super().take_report(report)
+        self._note_ready()
+        self._on_change()
+
+    def _note_ready(self) -> None:
+        """A report comes before it is known whether the node is fit for us."""
+        if self.is_up and super().progress.state == "ready":
+            self._was_ready = True
+
+    # -- where it is ---------------------------------------------------------------------------------------------------
+
+    def move_to(self, place: Place | None, stage: str, problem: str = "") -> None:
+        """place: None: nowhere now. stage: what it is doing meanwhile, in a phrase. problem: why it is nowhere."""
+        self._place, self.stage, self.problem = place, stage, problem
+        if place is not None:
+            self._is_placed.set()
+            if self.incarnation not in ("", place.incarnation):
+                # The machine of the last one has gone without a word.
+                self.cut()
+        else:
+            self._is_placed.clear()
+        self._on_change()
+
+    def end(self) -> None:
+        """It will not come back."""
+        self._is_closed = True
+        self.move_to(None, "closed")
+
+    async def keep(self, tls: ssl.SSLContext | None) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._is_placed.wait()
+            assert self._place is not None
+            try:
+                await self._live(self._place, tls)
+            except (OSError, TimeoutError, ssl.SSLError) as error:
+                log.debug("%s cannot be reached: %s", self.node_id, error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _live(self, place: Place, tls: ssl.SSLContext | None) -> None:
+        """One connection's life. Raises OSError, TimeoutError for one that does not come about."""
+        loop, lost = asyncio.get_running_loop(), asyncio.Event()
+        async with asyncio.timeout(CONNECT_S):
+            transport, link = await loop.create_connection(
+                lambda: Link(self._token, self.take_report, lost.set), place.host, place.port, ssl=tls
+            )
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await link.greeted
+            if self._is_fit(link):
+                await self._serve(link, lost)
+            else:
+                await lost.wait()
+        finally:
+            self.detach()
+            transport.abort()
+            self._on_change()
+
+    def _is_fit(self, link: Link) -> bool:
+        """Clients ask for one model: a node that serves another is none of ours."""
+        if self.model_name == self._expected_model:
+            return True
+        self.problem = (
+            f"it serves {self.model_name}, and this gateway serves {self._expected_model}: "
+            "give both the same --model (or --served-model-name)"
+        )
+        log.error("%s gets no work: %s", link.node_id, self.problem)
+        self._on_change()
+        return False
+
+    async def _serve(self, link: Link, lost: asyncio.Event) -> None:
+        if self.last_incarnation not in ("", link.incarnation):
+            self._num_deaths += 1
+        self.last_incarnation, self.problem = link.incarnation, ""
+        self.attach(link)
+        self._note_ready()
+        self._on_change()
+        num_quiet = 0
+        # A little less than the router gives it, which only ends its answers.
+        while not lost.is_set() and (num_quiet + 1) * LOOK_EVERY_S < SILENT_S:
+            before_s = link.reported_s
+            with suppress(TimeoutError):
+                await asyncio.wait_for(lost.wait(), LOOK_EVERY_S)
+            # Looks are counted, not seconds: where this loop itself stood still, that is no silence of the node's.
+            num_quiet = num_quiet + 1 if link.reported_s == before_s else 0
+        if num_quiet * LOOK_EVERY_S >= SILENT_S / 2:
+            log.error("%s has said nothing for %.0f s: its process is killed", self.node_id, SILENT_S)
+            self._on_silent(self.node_id)
+        self._since_s = time.monotonic()

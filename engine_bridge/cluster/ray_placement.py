@@ -1,0 +1,273 @@
+"""Nodes that Ray places: the gateway's side. Does not import ray, and so neither does the gateway: a process of its own drives it (`actors.drive`).
+
+That process and all of Ray's live under a guard (`guard`), and end with it when the gateway ends, however it ended. When Ray itself fails, all of
+it is started again; nodes come back under their names, with what they have on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import tempfile
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from engine_bridge.cluster import guard, orders
+from engine_bridge.cluster.orders import ClusterSettings
+from engine_bridge.cluster.placed_node import PlacedNode
+from engine_bridge.cluster.process import CLOSE_S, FIRST_PAUSE_S, HEALTHY_S, MOST_PAUSE_S
+from engine_bridge.errors import EngineUnavailable
+
+log = logging.getLogger(__name__)
+
+GUARD = (sys.executable, "-m", "engine_bridge.cluster.guard")
+# Ray's unix sockets lie below its folder, and a socket's path has 107 characters at most. Source: unix(7).
+MAX_TEMP_DIR_CHARS = 24
+
+
+class RayPlacement:
+    """See `engine_bridge.cluster.placement.Placement` for what each method promises.
+
+    Args:
+        command: of the process that calls `actors.drive`; the number of its socket is put behind it.
+        settings: without a folder: each start gets a new one.
+        on_stage: called with a node's name, or "", and each phrase of how far it has come.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: ClusterSettings,
+        served_model_name: str,
+        on_stage: Callable[[str, str], None] = lambda node_id, stage: None,
+    ) -> None:
+        self._command, self._settings = command, settings
+        self._served_model_name, self._on_stage = served_model_name, on_stage
+        self._nodes = {node.node_id: self._make_node(node.node_id) for node in settings.nodes}
+        self._ours = set(self._nodes)
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._stages: dict[str, str] = {}
+        self._changed, self._closing = asyncio.Event(), asyncio.Event()
+        self._problem = ""
+        self._orders: asyncio.StreamWriter | None = None
+        self._life: int | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def nodes(self) -> Mapping[str, PlacedNode]:
+        return self._nodes
+
+    async def start(self) -> None:
+        """Raises EngineUnavailable, ClusterError."""
+        self._tls = await asyncio.to_thread(self._settings.trust.client_tls)
+        for node in self._nodes.values():
+            self._look_after(node)
+        self._keeping = asyncio.create_task(self._keep(), name="Ray")
+        await self._until(lambda: bool(self._problem) or self._is_decided())
+        if not any(node.progress.state == "ready" for node in self._nodes.values()):
+            told = (f"{node.node_id}: {node.progress.error}" for node in self._nodes.values())
+            raise EngineUnavailable(self._problem or "; ".join(told))
+
+    def _is_decided(self) -> bool:
+        states = [node.progress.state for node in self._nodes.values()]
+        return "ready" in states or (bool(states) and set(states) == {"failed"})
+
+    async def restart(self, node_id: str) -> None:
+        """Raises EngineUnavailable if it does not come up again, KeyError for a node that is not here."""
+        node = self._nodes[node_id]
+        before = node.last_incarnation
+        self._order(orders.Restart(node_id))
+        await self._until(
+            lambda: (
+                node.progress.state in ("closed", "failed")
+                or (node.last_incarnation != before and node.progress.state == "ready")
+            )
+        )
+        if node.progress.state != "ready":
+            raise EngineUnavailable(
+                f"{node_id} did not come up again: {node.progress.error or 'it has left'}"
+            )
+
+    async def remove(self, node_id: str) -> None:
+        """Raises KeyError for a node that is not here."""
+        if node_id not in self._nodes:
+            raise KeyError(node_id)
+        self._order(orders.Remove(node_id))
+        await self._until(lambda: node_id not in self._nodes)
+
+    async def emptied(self) -> None:
+        """Returns when there is no node any more."""
+        await self._until(lambda: not self._nodes)
+
+    async def close(self) -> None:
+        self._closing.set()
+        if self._keeping is not None:
+            has_served = any(node.last_incarnation for node in self._nodes.values())
+            if has_served and self._orders is not None:
+                self._order(orders.Close())
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(self._keeping), CLOSE_S)
+            self._kill()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        for node_id in list(self._nodes):
+            self._drop(node_id)
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def _make_node(self, node_id: str) -> PlacedNode:
+        return PlacedNode(
+            node_id,
+            self._served_model_name,
+            self._settings.trust.token,
+            on_change=lambda: self._node_changed(node_id),
+            on_silent=lambda node_id: self._order(orders.Kill(node_id)),
+        )
+
+    def _look_after(self, node: PlacedNode) -> None:
+        task = self._keepers[node.node_id] = asyncio.create_task(node.keep(self._tls), name=node.node_id)
+        task.add_done_callback(_say_why)
+
+    def _drop(self, node_id: str) -> None:
+        self._nodes.pop(node_id).end()
+        self._keepers.pop(node_id).cancel()
+
+    def _node_changed(self, node_id: str) -> None:
+        self._changed.set()
+        if (node := self._nodes.get(node_id)) is not None:
+            self._say(node_id, node.progress.stage)
+
+    def _say(self, node_id: str, stage: str) -> None:
+        if self._stages.get(node_id) != stage and not self._closing.is_set():
+            self._stages[node_id] = stage
+            self._on_stage(node_id, stage)
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self._changed.clear()
+            await self._changed.wait()
+
+    # -- the process that drives Ray -----------------------------------------------------------------------------------
+
+    def _order(self, order: orders.Order) -> None:
+        """While Ray is being started again, nobody is there to obey; nodes are new then anyway."""
+        if self._orders is not None:
+            self._orders.write(orders.line_of(order))
+
+    def _kill(self) -> None:
+        """End Ray and everything under it at once."""
+        if self._life is not None:
+            with suppress(OSError):
+                os.write(self._life, b"k")
+
+    async def _keep(self) -> None:
+        """Start it, listen to it, and start it again when it has ended."""
+        pause_s = FIRST_PAUSE_S
+        while not self._closing.is_set():
+            began_s = time.monotonic()
+            problem = "could not be looked after"
+            try:
+                problem = await self._live()
+            except Exception:
+                log.exception("Ray could not be looked after")
+            if self._closing.is_set():
+                break
+            is_new = not any(node.last_incarnation for node in self._nodes.values())
+            self._forget_places()
+            if is_new:
+                # What is wrong with it will be so the next time.
+                self._problem = problem
+                self._changed.set()
+                return
+            log.error("Ray has ended (%s) and is started again", problem)
+            pause_s = FIRST_PAUSE_S if time.monotonic() - began_s > HEALTHY_S else pause_s * 2
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), min(pause_s, MOST_PAUSE_S))
+
+    def _forget_places(self) -> None:
+        """Our own nodes went with Ray. Others' may be there still; those that are not will be told of again."""
+        for node_id, node in list(self._nodes.items()):
+            if node_id in self._ours:
+                node.move_to(None, "starting Ray again")
+            elif not node.is_up:
+                self._drop(node_id)
+
+    async def _live(self) -> str:
+        """One life of Ray's; returns what ended it."""
+        ours, theirs = socket.socketpair()
+        life, self._life = os.pipe()
+        try:
+            with theirs:
+                folder = await asyncio.to_thread(_make_folder)
+                process = await self._spawn(life, theirs, folder)
+            reader, self._orders = await asyncio.open_connection(sock=ours)
+            # Not those that were removed meanwhile.
+            nodes = tuple(node for node in self._settings.nodes if node.node_id in self._nodes)
+            self._order(orders.Begin(msgspec.structs.replace(self._settings, folder=folder, nodes=nodes)))
+            listening = asyncio.create_task(self._listen(reader))
+            # The guard is the last to go.
+            if await process.wait() != 0:
+                await asyncio.to_thread(guard.clear, process.pid, folder)
+            return await listening
+        finally:
+            if self._orders is not None:
+                self._orders.close()
+            self._orders = None
+            os.close(life)
+            os.close(self._life)
+            self._life = None
+
+    async def _listen(self, reader: asyncio.StreamReader) -> str:
+        """Until nothing comes any more; returns why."""
+        problem = "its process has ended"
+        with suppress(ConnectionError):  # it has gone before it was told anything
+            while line := await reader.readline():
+                problem = self._hear(orders.news_of(line)) or problem
+        return problem
+
+    async def _spawn(self, life: int, theirs: socket.socket, folder: str) -> Process:
+        return await asyncio.create_subprocess_exec(
+            *(*GUARD, str(life), folder, *self._command, str(theirs.fileno())),
+            pass_fds=(life, theirs.fileno()),
+            stdin=DEVNULL,
+            start_new_session=True,
+        )
+
+    def _hear(self, news: orders.News) -> str:
+        """Returns what ends it, if that is the news."""
+        match news:
+            case orders.Stage(text=text):
+                for node in self._nodes.values():
+                    node.stage = text
+                self._say("", text)
+            case orders.Placed(node_id=node_id, place=place, problem=problem):
+                if node_id not in self._nodes:
+                    log.info("%s has joined", node_id)
+                    self._nodes[node_id] = self._make_node(node_id)
+                    self._look_after(self._nodes[node_id])
+                self._nodes[node_id].move_to(place, "starting its process", problem)
+            case orders.Left(node_id=node_id):
+                if node_id in self._nodes:
+                    log.info("%s has left", node_id)
+                    self._drop(node_id)
+                self._changed.set()
+            case orders.Failed(problem=problem):
+                return problem
+        return ""
+
+
+def _make_folder() -> str:
+    """Only we can read it; the guard removes it."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="ov-", dir=base if len(base) <= MAX_TEMP_DIR_CHARS else "/tmp")
+
+
+def _say_why(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a node is no longer looked after", exc_info=error)

@@ -1,0 +1,58 @@
+"""How the nodes of one machine share it. Pure: what there is goes in, what each gets comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from engine_bridge.engine_config import EngineConfig
+from engine_bridge.errors import ClusterError
+
+GIB = 1 << 30
+# What a node's process takes beside weights and KV: Python, torch, vLLM and helper processes. Measured: 1.3 GiB with the demo model on a CPU.
+NODE_BYTES = int(1.3 * GIB)
+# Settings that are said for the machine, and divided among its nodes.
+DIVIDED = ("kv_cache_gib", "kv_host_gib", "kv_disk_gib", "adapter_host_gib")
+
+
+def divide_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
+    """A set of its own for each node, neighbours together, sizes one apart at most. Raises ClusterError where some would get none."""
+    if num_nodes > len(cores):
+        raise ClusterError(
+            f"{num_nodes} nodes need as many cores, and this process may use {len(cores)}. Start fewer with --nodes."
+        )
+    ordered = sorted(cores)
+    starts = [number * len(ordered) // num_nodes for number in range(num_nodes + 1)]
+    return [tuple(ordered[low:high]) for low, high in pairwise(starts)]
+
+
+def divide_engine(engine: EngineConfig, num_nodes: int, num_cores: int) -> EngineConfig:
+    """One node's part of settings that are meant for a machine of `num_nodes`; num_cores: it gets. A GPU belongs to one node whole."""
+    parts = {name: getattr(engine, name) / num_nodes for name in DIVIDED}
+    if engine.device == "cpu":
+        parts["cpu_threads"] = min(engine.cpu_threads or num_cores, num_cores)
+    return msgspec.structs.replace(engine, **parts)
+
+
+def check_memory(engine: EngineConfig, num_nodes: int, weights_bytes: int, available_bytes: int) -> None:
+    """Whether so many nodes of these settings, each with its part, fit into the memory that is free. Raises ClusterError."""
+    on_cpu = engine.device == "cpu"
+    # vLLM's CPU build counts its cache in whole GiB.
+    cache_bytes = max(1, round(engine.kv_cache_gib)) * GIB if on_cpu else 0
+    node_bytes = NODE_BYTES + (weights_bytes if on_cpu else 0) + cache_bytes + int(engine.kv_host_gib * GIB)
+    if num_nodes * node_bytes <= available_bytes:
+        return
+    raise ClusterError(
+        f"{num_nodes} nodes need {num_nodes * node_bytes / GIB:.1f} GiB of memory, and {available_bytes / GIB:.1f} GiB are free. "
+        "Start fewer with --nodes, or give them less with --kv-host-gib and --kv-cache-gib."
+    )
+
+
+def check_gpus(num_nodes: int, num_gpus: int) -> None:
+    """Raises ClusterError."""
+    if num_nodes > num_gpus:
+        raise ClusterError(
+            f"{num_nodes} nodes need a GPU each, and this machine shows {num_gpus}. Start fewer with --nodes."
+        )

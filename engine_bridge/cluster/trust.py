@@ -1,0 +1,87 @@
+"""How gateways and nodes of a cluster know each other: by a token that none of them sends, and off this machine by TLS."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import ssl
+import stat
+from pathlib import Path
+
+from msgspec import Struct
+
+from engine_bridge.errors import ClusterError
+
+TOKEN_BYTES = 32
+# Below this a token that a person made up can be guessed from one recorded greeting. Chosen.
+MIN_TOKEN_CHARS = 32
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+class Trust(Struct, frozen=True, kw_only=True):
+    """cert, key: PEM files, the same on all machines of the cluster; both or neither. Without them connections are in the clear."""
+
+    token: bytes
+    cert: str = ""
+    key: str = ""
+
+    def server_tls(self) -> ssl.SSLContext | None:
+        """For who listens. Raises ClusterError."""
+        return self._mutual(ssl.PROTOCOL_TLS_SERVER)
+
+    def client_tls(self) -> ssl.SSLContext | None:
+        """For who connects. Raises ClusterError."""
+        return self._mutual(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _mutual(self, side: int) -> ssl.SSLContext | None:
+        """Each end shows the cluster's certificate and takes no other. Names do not count: a node may have any address."""
+        if not self.cert:
+            return None
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        # The certificate itself is the anchor, whoever has signed it.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        try:
+            context.load_cert_chain(self.cert, self.key)
+            context.load_verify_locations(self.cert)
+        except (OSError, ssl.SSLError) as error:
+            reason = getattr(error, "reason", None) or error.strerror or error
+            raise ClusterError(
+                f"cluster_cert, cluster_key: cannot use {self.cert} with {self.key}: {reason}. "
+                "Both are PEM files; make them with: openssl req -x509 -newkey ed25519 -nodes -days 3650 "
+                "-subj /CN=overture -keyout cluster.key -out cluster.crt"
+            ) from error
+        return context
+
+
+def read_token(path: Path) -> bytes:
+    """The token in a file of one line, which is made if it is missing. Raises ClusterError for one that others can read, or could guess."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return _read(path)
+    except OSError as error:
+        raise ClusterError(f"cluster_token_file: cannot make {path}: {error.strerror}") from error
+    with open(fd, "w", encoding="ascii") as file:
+        token = secrets.token_hex(TOKEN_BYTES)
+        file.write(token + "\n")
+    return token.encode()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            is_open = os.fstat(file.fileno()).st_mode & _OTHERS
+            token = file.read(4096).strip()
+    except OSError as error:
+        raise ClusterError(f"cluster_token_file: cannot read {path}: {error.strerror}") from error
+    if is_open:
+        raise ClusterError(f"cluster_token_file: others can read {path}. Run: chmod 600 {path}")
+    if len(token) < MIN_TOKEN_CHARS:
+        raise ClusterError(
+            f"cluster_token_file: {path} holds fewer than {MIN_TOKEN_CHARS} characters. "
+            "Delete it, and it is made anew; every machine of the cluster needs a copy of it."
+        )
+    return token

@@ -1,0 +1,146 @@
+"""Several nodes behind one gateway, as settings: what each gets of this machine, where it keeps its things, how all of them know each other."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from engine_bridge import machine
+from engine_bridge.cluster import shares
+from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
+from engine_bridge.cluster.peers import PeerConfig
+from engine_bridge.cluster.ray_placement import RayPlacement
+from engine_bridge.cluster.trust import Trust, read_token
+from engine_bridge.errors import ClusterError
+from engine_bridge.local_node import LocalNodeConfig
+from gateway.config import Config
+from gateway.engine_process import ChildSettings, pack_settings
+from gateway.errors import StartupError
+
+MAKE_NODE = "gateway.engine_process:make_local_node"
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+# Below that a node's threads share one core with its engine, and two nodes had better share both. Chosen.
+MIN_CORES_TO_KEEP_TO = 2
+
+
+def make_placement(
+    config: Config,
+    settings: LocalNodeConfig,
+    on_stage: Callable[[str, str], None],
+    *,
+    names: tuple[str, ...] | None = None,
+    follows_all: bool = True,
+) -> RayPlacement:
+    """Nodes on this machine, and unless told otherwise those that others have started in the same cluster. Reads and makes files.
+
+    settings: of one node that has the machine to itself. names: of the nodes; None: `node-1` and so on, as many as `config.nodes`.
+    Raises StartupError.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise StartupError(
+            "several nodes need Ray, which is not installed. `make serve NODES=2` installs it, and so does: "
+            "python -m pip install --no-deps --require-hashes -r requirements/ray.txt"
+        )
+    names = names if names is not None else tuple(f"node-{number + 1}" for number in range(config.nodes))
+    command = (sys.executable, "-m", "gateway.cluster_process", config.log_format, config.log_level)
+    try:
+        cluster = ClusterSettings(
+            address=config.ray_address or "",
+            host=config.cluster_host,
+            port=config.cluster_port,
+            folder="",
+            trust=_trust(config),
+            nodes=nodes_of(config, settings, names),
+            make_node=MAKE_NODE,
+            follows_all=follows_all,
+        )
+    except ClusterError as error:
+        raise StartupError(str(error)) from error
+    return RayPlacement(command, cluster, config.served_model_name, on_stage)
+
+
+def default_name() -> str:
+    """Of this machine's node. Names of hosts may hold what names of nodes may not."""
+    host = socket.gethostname().partition(".")[0]
+    return "".join(mark if mark.isalnum() else "-" for mark in host).strip("-")[:63] or "node"
+
+
+def _trust(config: Config) -> Trust:
+    assert config.cluster_token_file is not None  # filled in by Config
+    trust = Trust(
+        token=read_token(config.cluster_token_file),
+        cert=str(config.cluster_cert or ""),
+        key=str(config.cluster_key or ""),
+    )
+    trust.server_tls()  # What is wrong with the files is said now, not by each node.
+    return trust
+
+
+def nodes_of(config: Config, settings: LocalNodeConfig, names: tuple[str, ...]) -> tuple[NodeToStart, ...]:
+    """Nodes that have this machine to themselves. Makes their folders. Raises ClusterError."""
+    if not names:
+        return ()
+    engine = settings.engine
+    cores = shares.divide_cores(sorted(os.sched_getaffinity(0)), len(names))
+    here = machine.look()
+    parts = [shares.divide_engine(engine, len(names), len(own)) for own in cores]
+    shares.check_memory(parts[0], len(names), _weights_bytes(engine.model), here.available_bytes)
+    if engine.device == "cuda":
+        shares.check_gpus(len(names), len(here.gpus))
+    keeps_cores = len(names) > 1 and len(cores[0]) >= MIN_CORES_TO_KEEP_TO
+    turns = config.data_dir / "nodes" / "turns"
+    return tuple(
+        NodeToStart(
+            node_id=name,
+            settings=pack_settings(
+                ChildSettings(
+                    _with_own_folders(config, msgspec.structs.replace(settings, engine=part), name),
+                    config.log_format,
+                    config.log_level,
+                )
+            ),
+            adapters=str(config.data_dir / "nodes" / name / "adapters"),
+            cores=own if keeps_cores else (),
+            num_gpus=1 if engine.device == "cuda" else 0,
+            turns=str(turns),
+        )
+        for name, own, part in zip(names, cores, parts, strict=True)
+    )
+
+
+def _with_own_folders(config: Config, settings: LocalNodeConfig, name: str) -> LocalNodeConfig:
+    """Two engines cannot write to one store, one registry of adapters, one log."""
+    state_dir = config.data_dir / "nodes" / name
+    try:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(f"data_dir: cannot make {state_dir}: {error.strerror}") from error
+    engine, log = settings.engine, settings.engine.decision_log
+    assert config.cluster_token_file is not None  # filled in by Config
+    peers = PeerConfig(
+        token=read_token(config.cluster_token_file).decode(),
+        host=config.cluster_host,
+        certificate=config.cluster_cert,
+        key=config.cluster_key,
+    )
+    engine = msgspec.structs.replace(
+        engine,
+        kv_dir=engine.kv_dir / name if engine.kv_dir is not None else None,
+        decision_log=log.with_name(f"{log.name}.{name}") if log is not None else None,
+    )
+    # Its adapters are those that gateways bring it.
+    return msgspec.structs.replace(
+        settings, engine=engine, state_dir=state_dir, adapters_dir=None, peers=peers
+    )
+
+
+def _weights_bytes(model: str) -> int:
+    """0 for a model that is not in a folder here: it is not known before it is fetched."""
+    folder = Path(model)
+    return max((sum(path.stat().st_size for path in folder.glob(form)) for form in WEIGHTS), default=0)

@@ -1,0 +1,76 @@
+"""`overture node`: one node on this machine, for the gateways of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+import uvloop
+
+from engine_bridge.cluster.ray_placement import RayPlacement
+from engine_bridge.errors import ClusterError, EngineUnavailable
+from gateway.app import node_config, on_signal, say
+from gateway.cluster import default_name, make_placement
+from gateway.config import Config, ConfigError
+from gateway.errors import StartupError
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> int:
+    """Until SIGTERM, SIGINT, or a gateway removes the node; returns the process's exit code."""
+    return uvloop.run(_run(config))
+
+
+async def _run(config: Config) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, stop, number)
+    name = config.node_name or default_name()
+    try:
+        placement = await asyncio.to_thread(_place, config, name)
+    except (ConfigError, StartupError) as error:
+        say(f"error: {error}")
+        return 2
+    try:
+        return await _serve(config, placement, name, stop)
+    finally:
+        await placement.close()
+
+
+def _place(config: Config, name: str) -> RayPlacement:
+    config.prepare_data_dir()
+    return make_placement(
+        config,
+        node_config(config),
+        lambda node_id, stage: say(f"  {node_id or name}: {stage}"),
+        names=(name,),
+        follows_all=False,
+    )
+
+
+async def _serve(config: Config, placement: RayPlacement, name: str, stop: asyncio.Event) -> int:
+    say(f"{name} joins the cluster at {config.ray_address}")
+    stopping = asyncio.create_task(stop.wait())
+    starting = asyncio.create_task(placement.start())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        return 0
+    try:
+        await starting
+    except (EngineUnavailable, ClusterError) as error:
+        say(f"error: the node could not be started: {error}")
+        return 1
+    say(f"{name} serves {config.served_model_name} to the gateways of this cluster")
+    removed = asyncio.create_task(placement.emptied())
+    await asyncio.wait({removed, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if removed.done():
+        say("a gateway has removed this node")
+        return 0
+    removed.cancel()
+    say("leaving: running answers may finish; interrupt again to cut them off")
+    await asyncio.gather(*(node.drain(config.drain_timeout_s) for node in placement.nodes.values()))
+    return 0

@@ -1,0 +1,73 @@
+"""Stands in for the process that drives Ray: places nodes without a model, on threads of its own. A node's settings say how it fares."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+from engine_bridge.cluster import orders
+from engine_bridge.cluster.host import NodeHost
+from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
+from tests.unit.gateway.fake_node import FakeNode
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    lines = control.makefile("rb")
+
+    def tell(news: orders.News) -> None:
+        control.sendall(orders.line_of(news))
+
+    begin = orders.order_of(lines.readline())
+    assert isinstance(begin, orders.Begin)
+    settings = begin.settings
+    tell(orders.Stage("starting the stand-in"))
+    nodes = {node.node_id: node for node in settings.nodes}
+    for node in nodes.values():
+        place(node, settings, tell)
+    if settings.follows_all:
+        place(
+            NodeToStart(
+                node_id="of-others", settings=b"", adapters=settings.folder, turns=f"{settings.folder}/t"
+            ),
+            settings,
+            tell,
+        )
+    for line in lines:
+        match orders.order_of(line):
+            case orders.Restart(node_id=node_id) | orders.Kill(node_id=node_id):
+                tell(orders.Placed(node_id, None))
+                place(nodes[node_id], settings, tell)
+            case orders.Remove(node_id=node_id):
+                tell(orders.Left(node_id))
+            case orders.Close():
+                break
+
+
+hosts: dict[str, NodeHost] = {}
+
+
+def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: ignore[no-untyped-def]
+    if node.settings == b"no cluster":
+        tell(orders.Failed("there is no cluster"))
+        os._exit(1)
+    if node.settings == b"cannot be made":
+        tell(orders.Placed(node.node_id, None, "it has no model"))
+        return
+    fake = FakeNode(["I am ", node.node_id])
+    if node.settings == b"another model":
+        fake.model_name = "another-model"
+    hosts[node.node_id] = NodeHost(
+        lambda: (fake, ""),
+        node.node_id,
+        settings.host,
+        settings.trust,
+        adapters=node.adapters,
+        turns=node.turns,
+    )
+    tell(orders.Placed(node.node_id, hosts[node.node_id].start()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Whatever runs under a guard ends with it, also what has left its parent, its group and its session."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from engine_bridge.cluster import guard
+from tests.conftest import ROOT
+
+PATIENCE_S = 10.0
+
+
+class Watched:
+    """A process that is looked at from outside; it has ended when the system says so, whoever takes note of that and when."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._fd = pid, os.pidfd_open(pid)
+
+    def has_ended(self, within_s: float = PATIENCE_S) -> bool:
+        return bool(select.select([self._fd], [], [], within_s)[0])
+
+
+# Starts one that lost its parent and has a session of its own, tells its number, and waits for the end of its own input.
+STRAYS = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def guarded(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Watched, int]]:
+    """A guard, the stray under it, and the pipe whose end is the gateway's."""
+    life, held = os.pipe()
+    with subprocess.Popen(
+        [
+            *(sys.executable, "-m", "engine_bridge.cluster.guard", str(life), str(folder)),
+            *(sys.executable, "-c", STRAYS),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(life,),
+        start_new_session=True,
+        cwd=ROOT,
+    ) as process:
+        os.close(life)
+        assert process.stdout is not None
+        stray = Watched(int(process.stdout.readline()))
+        try:
+            yield process, stray, held
+        finally:
+            os.close(held)
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def test_strays_end_when_the_command_has_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    with guarded(folder) as (process, stray, _):
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
+        assert stray.has_ended()
+    assert not folder.exists()
+
+
+def test_one_byte_ends_all_of_it_at_once(tmp_path: Path) -> None:
+    with guarded(tmp_path) as (process, stray, held):
+        os.write(held, b"k")
+        assert process.wait(PATIENCE_S) == 0
+        assert stray.has_ended()
+
+
+def test_a_command_outlives_the_gateway_only_to_put_its_things_in_order(tmp_path: Path) -> None:
+    with guarded(tmp_path) as (process, stray, held):
+        os.dup2(os.open(os.devnull, os.O_RDONLY), held)  # the gateway's end of the pipe has gone
+        assert process.poll() is None and not stray.has_ended(within_s=0)
+        assert process.stdin is not None
+        process.stdin.close()  # the command has noticed for itself
+        assert process.wait(PATIENCE_S) == 0
+        assert stray.has_ended()
+
+
+def test_signals_of_a_terminal_do_not_end_a_guard(tmp_path: Path) -> None:
+    with guarded(tmp_path) as (process, stray, held):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            process.send_signal(number)
+        os.write(held, b"k")
+        assert process.wait(PATIENCE_S) == 0, "it ended for the byte"
+        assert stray.has_ended()
+
+
+def test_what_a_dead_guard_left_in_its_session_can_be_cleared(tmp_path: Path) -> None:
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    with guarded(folder) as (process, stray, _):
+        command = Watched(psutil.Process(process.pid).children()[0].pid)
+        process.kill()
+        process.wait(PATIENCE_S)
+        guard.clear(process.pid, str(folder))
+        assert command.has_ended()
+        os.kill(stray.pid, signal.SIGKILL)  # in a session of its own: nobody could tell whose it was
+    assert not folder.exists()
+
+
+def test_processes_below_one_are_found_at_every_depth() -> None:
+    with subprocess.Popen(
+        ["sh", "-c", "sh -c 'echo $$; read x; true'; true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as outer:
+        assert outer.stdout is not None
+        inner = int(outer.stdout.readline())
+        assert {outer.pid, inner} <= set(guard.descendants(os.getpid()))
+        assert outer.stdin is not None
+        outer.stdin.close()

@@ -1,0 +1,102 @@
+"""A node on a thread of its own answers over TCP, waits for its turn to start, and closes when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine_bridge.cluster.host import NodeHost, Place
+from engine_bridge.cluster.link import Link
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.cluster.trust import Trust
+from engine_bridge.node import ChatMessage, GenerateRequest, RequestId
+from tests.unit.gateway.fake_node import FakeNode
+
+PATIENCE_S = 10.0
+TRUST = Trust(token=b"of this cluster")
+
+
+class StartedNode(FakeNode):
+    """Tells other threads when it was started and closed."""
+
+    def __init__(self) -> None:
+        super().__init__(["one ", "two"])
+        self.was_started, self.was_closed = threading.Event(), threading.Event()
+
+    async def start(self) -> None:
+        self.was_started.set()
+
+    async def close(self) -> None:
+        self.was_closed.set()
+
+
+def hosted(node: FakeNode, folder: Path) -> NodeHost:
+    return NodeHost(
+        lambda: (node, "127.0.0.1:7"),
+        "n1",
+        "127.0.0.1",
+        TRUST,
+        adapters=str(folder),
+        turns=str(folder / "turns"),
+    )
+
+
+@asynccontextmanager
+async def linked(place: Place, token: bytes = TRUST.token) -> AsyncIterator[RemoteNode]:
+    remote = RemoteNode()
+    transport, link = await asyncio.get_running_loop().create_connection(
+        lambda: Link(token, remote.take_report), place.host, place.port
+    )
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await link.greeted
+            assert link.incarnation == place.incarnation
+            remote.attach(link)
+            yield remote
+    finally:
+        transport.abort()
+
+
+async def test_it_answers_over_tcp_and_closes(tmp_path: Path) -> None:
+    node = StartedNode()
+    host = hosted(node, tmp_path)
+    async with linked(await asyncio.to_thread(host.start)) as remote:
+        request = GenerateRequest(request_id=RequestId("r"), messages=(ChatMessage("user", "hi"),))
+        assert "".join([delta.text async for delta in remote.generate(request)]) == "one two"
+        assert remote.peer_address == "127.0.0.1:7"
+    await asyncio.to_thread(host.close)
+    assert node.was_closed.is_set()
+
+
+async def test_who_does_not_know_the_token_is_cut_off(tmp_path: Path) -> None:
+    host = hosted(StartedNode(), tmp_path)
+    place = await asyncio.to_thread(host.start)
+    with pytest.raises(ConnectionError):
+        async with linked(place, b"of another one"):
+            pass
+    await asyncio.to_thread(host.close)
+
+
+async def test_it_can_be_reached_while_another_node_of_the_machine_starts(tmp_path: Path) -> None:
+    node = StartedNode()
+    with (tmp_path / "turns").open("w") as turns:
+        fcntl.flock(turns, fcntl.LOCK_EX)
+        host = hosted(node, tmp_path)
+        async with linked(await asyncio.to_thread(host.start)):
+            assert not node.was_started.is_set()
+    assert await asyncio.to_thread(node.was_started.wait, PATIENCE_S)
+    await asyncio.to_thread(host.close)
+
+
+def test_what_keeps_it_from_listening_is_raised(tmp_path: Path) -> None:
+    host = NodeHost(
+        lambda: (StartedNode(), ""), "n1", "192.0.2.1", TRUST, adapters="", turns=str(tmp_path / "turns")
+    )
+    with pytest.raises(OSError):
+        host.start()

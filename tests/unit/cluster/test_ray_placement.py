@@ -1,0 +1,170 @@
+"""The gateway's side of placed nodes, with a stand-in for the process that drives Ray: nodes come, die, are told apart, and none stays."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
+from engine_bridge.cluster.placed_node import PlacedNode
+from engine_bridge.cluster.ray_placement import RayPlacement
+from engine_bridge.cluster.trust import Trust
+from engine_bridge.errors import EngineUnavailable
+from engine_bridge.node import ChatMessage, GenerateRequest, RequestId
+
+PATIENCE_S = 20.0
+DRIVER = (sys.executable, "-m", "tests.unit.cluster.fake_driver")
+
+
+@asynccontextmanager
+async def placement_of(
+    folder: Path, *, follows_all: bool = False, **nodes: bytes
+) -> AsyncIterator[tuple[RayPlacement, list[tuple[str, str]]]]:
+    """With what it said of its progress. nodes: by name, how each fares (`fake_driver`)."""
+    said: list[tuple[str, str]] = []
+    settings = ClusterSettings(
+        address="",
+        host="127.0.0.1",
+        folder="",
+        trust=Trust(token=b"of this cluster"),
+        nodes=tuple(
+            NodeToStart(node_id=name, settings=how, adapters=str(folder), turns=str(folder / "turns"))
+            for name, how in nodes.items()
+        ),
+        make_node="",
+        follows_all=follows_all,
+    )
+    placement = RayPlacement(DRIVER, settings, "fake-model", lambda *stage: said.append(stage))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield placement, said
+    finally:
+        await placement.close()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.01)
+
+
+async def answer_of(node: PlacedNode) -> str:
+    request = GenerateRequest(request_id=RequestId("r"), messages=(ChatMessage("user", "who?"),))
+    return "".join([delta.text async for delta in node.generate(request)])
+
+
+def below() -> list[psutil.Process]:
+    """All processes that this test has started, and theirs."""
+    return psutil.Process().children(recursive=True)
+
+
+def process_of(module: str) -> psutil.Process:
+    """The one that runs it."""
+    return next(process for process in below() if process.cmdline()[1:3] == ["-m", module])
+
+
+async def test_nodes_answer_come_again_when_they_are_restarted_and_leave(tmp_path: Path) -> None:
+    async with placement_of(tmp_path, a=b"", b=b"") as (placement, said):
+        await placement.start()
+        await until(lambda: all(node.is_up for node in placement.nodes.values()))
+        assert [await answer_of(node) for node in placement.nodes.values()] == ["I am a", "I am b"]
+        assert ("", "starting the stand-in") in said
+
+        node, before = placement.nodes["a"], placement.nodes["a"].last_incarnation
+        await placement.restart("a")
+        assert placement.nodes["a"] is node and node.last_incarnation != before
+        assert await answer_of(node) == "I am a"
+
+        await placement.remove("a")
+        assert list(placement.nodes) == ["b"]
+        assert node.progress.state == "closed"
+        with pytest.raises(KeyError):
+            await placement.remove("a")
+        ours = below()
+        await placement.close()
+        assert not any(process.is_running() for process in ours)
+
+
+@pytest.mark.parametrize("victim", ["tests.unit.cluster.fake_driver", "engine_bridge.cluster.guard"])
+async def test_when_the_driving_process_or_its_guard_dies_all_is_started_again(
+    tmp_path: Path, victim: str
+) -> None:
+    async with placement_of(tmp_path, a=b"") as (placement, _):
+        await placement.start()
+        node, before = placement.nodes["a"], placement.nodes["a"].last_incarnation
+        process_of(victim).kill()
+        await until(lambda: not node.is_up)
+        assert node.progress.state == "rebuilding"
+        with pytest.raises(EngineUnavailable):
+            await answer_of(node)
+        await until(lambda: node.is_up)
+        assert node.last_incarnation != before and node.num_rebuilds == 1
+        assert await answer_of(node) == "I am a"
+
+
+async def test_what_is_wrong_with_the_cluster_is_raised(tmp_path: Path) -> None:
+    async with placement_of(tmp_path, a=b"no cluster") as (placement, _):
+        with pytest.raises(EngineUnavailable, match="there is no cluster"):
+            await placement.start()
+
+
+async def test_one_node_that_is_ready_is_enough(tmp_path: Path) -> None:
+    async with placement_of(tmp_path, a=b"cannot be made", b=b"") as (placement, _):
+        await placement.start()
+        failed = placement.nodes["a"].progress
+        assert (failed.state, failed.error) == ("failed", "it has no model")
+
+
+async def test_when_no_node_can_be_made_each_ones_reason_is_raised(tmp_path: Path) -> None:
+    async with placement_of(tmp_path, a=b"cannot be made", b=b"cannot be made") as (placement, _):
+        with pytest.raises(EngineUnavailable, match="a: it has no model; b: it has no model"):
+            await placement.start()
+
+
+async def test_a_node_that_serves_another_model_gets_no_work_and_is_named(tmp_path: Path) -> None:
+    async with placement_of(tmp_path, a=b"another model", b=b"") as (placement, _):
+        await placement.start()
+        node = placement.nodes["a"]
+        await until(lambda: node.progress.state == "failed")
+        assert node.progress.error is not None and "it serves another-model" in node.progress.error
+        with pytest.raises(EngineUnavailable):
+            await answer_of(node)
+
+
+async def test_nodes_of_others_appear_and_vanish(tmp_path: Path) -> None:
+    async with placement_of(tmp_path, a=b"", follows_all=True) as (placement, _):
+        await placement.start()
+        await until(lambda: "of-others" in placement.nodes and placement.nodes["of-others"].is_up)
+        assert await answer_of(placement.nodes["of-others"]) == "I am of-others"
+        await placement.remove("of-others")
+        assert list(placement.nodes) == ["a"]
+
+
+async def test_a_placement_that_is_closed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    async with placement_of(tmp_path, a=b"cannot be made", follows_all=False) as (placement, said):
+        starting = asyncio.create_task(placement.start())
+        await until(lambda: bool(said))
+        ours = below()
+        await placement.close()
+        assert not any(process.is_running() for process in ours)
+        starting.cancel()
+
+
+async def test_a_node_that_hangs_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_bridge.cluster.placed_node.SILENT_S", 0.6)
+    monkeypatch.setattr("engine_bridge.cluster.placed_node.LOOK_EVERY_S", 0.3)
+    async with placement_of(tmp_path, a=b"") as (placement, _):
+        await placement.start()
+        node = placement.nodes["a"]
+        driver, before = process_of(DRIVER[-1]), node.last_incarnation
+        driver.suspend()
+        await until(lambda: not node.is_up)
+        driver.resume()
+        await until(lambda: node.is_up and node.last_incarnation != before)

@@ -1,0 +1,73 @@
+"""Several nodes of one machine: what each is told to be, and where it keeps its things."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_bridge.cluster.ray_placement import RayPlacement
+from gateway import cluster
+from gateway.app import node_config
+from gateway.config import Config
+from gateway.engine_process import read_settings
+from gateway.errors import StartupError
+
+NUM_CORES = len(os.sched_getaffinity(0))
+pytestmark = pytest.mark.skipif(NUM_CORES < 2, reason="two nodes need two cores")
+
+
+def config_of(folder: Path, **settings: Any) -> Config:
+    return Config(data_dir=folder, device="cpu", kv_host_gib=0.5, **{"nodes": 2} | settings)
+
+
+def placement_of(config: Config, **options: Any) -> RayPlacement:
+    return cluster.make_placement(config, node_config(config), lambda node_id, stage: None, **options)
+
+
+def test_each_node_has_folders_of_its_own_and_half_of_the_memory(tmp_path: Path) -> None:
+    config = config_of(tmp_path, decision_log=tmp_path / "log")
+    first, second = cluster.nodes_of(config, node_config(config), ("node-1", "node-2"))
+    for node in (first, second):
+        made = read_settings(node.settings).node
+        assert made.state_dir == tmp_path / "nodes" / node.node_id and made.state_dir.is_dir()
+        assert made.engine.kv_dir == tmp_path / "kv" / node.node_id
+        assert made.engine.decision_log == tmp_path / f"log.{node.node_id}"
+        assert made.engine.kv_host_gib == 0.25
+        assert made.adapters_dir is None, "gateways bring them"
+        assert made.engine.profile_dir == tmp_path / "profiles", "one profile is for all of them"
+    assert first.turns == second.turns
+    assert not set(first.cores) & set(second.cores)
+
+
+@pytest.mark.skipif(NUM_CORES > 3, reason="two nodes get two cores each")
+def test_a_node_with_one_core_keeps_to_none(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    first, _ = cluster.nodes_of(config, node_config(config), ("node-1", "node-2"))
+    assert first.cores == ()
+
+
+def test_nodes_are_named_by_number_and_share_a_token_that_is_made_once(tmp_path: Path) -> None:
+    assert list(placement_of(config_of(tmp_path)).nodes) == ["node-1", "node-2"]
+    token = (tmp_path / "cluster-token").read_bytes()
+    assert list(placement_of(config_of(tmp_path), names=("b",)).nodes) == ["b"]
+    assert (tmp_path / "cluster-token").read_bytes() == token
+
+
+def test_more_nodes_than_the_machine_has_cores_for_is_an_error_of_the_operators(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="--nodes"):
+        placement_of(config_of(tmp_path, nodes=NUM_CORES + 1))
+
+
+def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StartupError, match="make serve NODES=2"):
+        placement_of(config_of(tmp_path))
+
+
+def test_a_machines_name_makes_a_nodes_name() -> None:
+    name = cluster.default_name()
+    assert name and all(mark.isalnum() or mark == "-" for mark in name)
