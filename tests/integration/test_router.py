@@ -23,6 +23,7 @@ from gateway.adapter_sync import AdapterSync
 from gateway.app import Server, build_services, node_config
 from gateway.client.chat import ChatClient
 from gateway.client.chat_frames import ChatError, Delta
+from gateway.config import DEMO_ADAPTERS_DIR
 from gateway.metrics import Metrics
 from gateway.router import Router
 from tests.integration.conftest import MODEL, demo_config
@@ -156,17 +157,42 @@ async def test_the_death_of_a_node_costs_begun_answers_a_retry_and_nothing_else(
     await until_ready(router, home, not_as=incarnation)
 
 
-async def test_a_node_is_started_again_under_load_without_a_failed_request(
+async def test_an_adapter_is_loaded_by_both_engines_which_answer_alike(
     router: Router, server: Server
 ) -> None:
     await until_ready(router, "a")
     await until_ready(router, "b")
+    body = {"lora_name": "pirate", "lora_path": str(DEMO_ADAPTERS_DIR / "pirate")}
+    assert (await router.load_adapter(body)).status == 200
+    assert (await router.pin_adapter("pirate", True)) is not None
+    question = {"model": "pirate", "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
+    answers = []
+    async with aiohttp.ClientSession(server.url) as http:
+        for home in ("a", "b"):
+            router.remember([("", f"pirate-{home}", home)])
+            headers = {"X-Session-Id": f"pirate-{home}"}
+            async with http.post("/v1/chat/completions", json=question, headers=headers) as reply:
+                assert reply.status == 200, await reply.text()
+                answers.append((await reply.json())["choices"][0]["message"]["content"])
+        async with asyncio.timeout(30):
+            while [info.num_uses for info in router.adapters()] != [2]:
+                await asyncio.sleep(0.05)
+        async with http.get("/v1/adapters") as reply:
+            (shown,) = (await reply.json())["adapters"]
+    assert answers[0] == answers[1]
+    assert set(shown["nodes"]) == {"a", "b"} and "disk" not in shown["nodes"].values()
+
+
+async def test_a_node_is_started_again_under_load_without_a_failed_request(
+    router: Router, server: Server
+) -> None:
+    """With half of the requests for the adapter of the test before, pinned, which the node has again by itself."""
     is_over = asyncio.Event()
     statuses: list[int] = []
 
     async def asks(number: int) -> None:
         body = {
-            "model": MODEL,
+            "model": MODEL if number < 2 else "pirate",
             "messages": [{"role": "user", "content": "Tell me a story."}],
             "max_tokens": 40,
             "stream": number % 2 == 0,
@@ -186,3 +212,6 @@ async def test_a_node_is_started_again_under_load_without_a_failed_request(
     again, still = (state.incarnation for state in router.nodes_state())
     assert again != before and still == standing
     assert set(statuses) == {200}
+    async with asyncio.timeout(30):
+        while [(set(info.nodes), info.is_pinned) for info in router.adapters()] != [({"a", "b"}, True)]:
+            await asyncio.sleep(0.05)
