@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from engine_bridge.cluster.placement import Placement
 from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.cluster.silence import Silence
 from engine_bridge.cluster.wire import NodeReport
 from engine_bridge.errors import InvalidRequest
 from engine_bridge.node import NodeState, Progress
@@ -72,12 +73,14 @@ class Members:
     def __init__(self, placement: Placement, homes: Homes) -> None:
         self.placement, self.homes = placement, homes
         self._members: dict[str, _Member] = {}
+        self._silence = Silence(LOOK_EVERY_S)
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Take over what has changed."""
         now = asyncio.get_running_loop().time()
+        self._silence.look(now)
         nodes = self.placement.nodes
         for node_id in self._members.keys() - nodes.keys():
             del self._members[node_id]
@@ -107,7 +110,7 @@ class Members:
         progress = member.node.progress
         if not member.node.is_up:
             return "away" if progress.state == "ready" else progress.state
-        if now - member.node.reported_s > QUIET_S:
+        if self._silence.seconds(member.node.reported_s, now) > QUIET_S:
             return "quiet"
         return "draining" if member.is_draining and progress.state == "ready" else progress.state
 
@@ -119,9 +122,10 @@ class Members:
             try:
                 self.look()
                 for node_id, member in self._members.items():
-                    if member.node.is_up and loop.time() - member.node.reported_s > SILENT_S:
+                    silent_s = self._silence.seconds(member.node.reported_s, loop.time())
+                    if member.node.is_up and silent_s > SILENT_S:
                         log.error(
-                            "node %s has said nothing for %.0f s: its answers are ended", node_id, SILENT_S
+                            "node %s has said nothing for %.0f s: its answers are ended", node_id, silent_s
                         )
                         member.node.cut()
                 then()

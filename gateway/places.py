@@ -84,8 +84,8 @@ class Places:
         self._homes.ended(place.name, num_tokens=place.num_tokens, is_cut=place.is_cut)
         self._somebody_left.set()
 
-    async def until_empty(self, node_id: str, timeout_s: float) -> bool:
-        """Whether all that was sent to a node has ended, in this time."""
+    async def until_empty(self, node_id: str | None, timeout_s: float) -> bool:
+        """Whether all that was sent to a node (None: to any) has ended, in this time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._homes.num_requests(node_id):

@@ -99,9 +99,9 @@ class Router:
         self.homes.doors = doors_of(self._policy, self.homes.facts())
 
     async def drain(self, timeout_s: float) -> bool:
+        """The nodes themselves are not told: they may serve other gateways, and this one when it is back."""
         self._end, self._places.is_closed = "draining", True
-        drained = await asyncio.gather(*(node.drain(timeout_s) for node in self._members.all()))
-        return all(drained)
+        return await self._places.until_empty(None, timeout_s)
 
     async def close(self) -> None:
         self._end, self._places.is_closed = "closed", True

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.cluster.silence import Silence
 from engine_bridge.errors import EngineUnavailable
 from engine_bridge.node import NodeState, Progress
 
@@ -172,14 +173,14 @@ class ProcessNode(RemoteNode):
 
     async def _look_after(self, link: Link) -> None:
         loop = asyncio.get_running_loop()
+        silence = Silence(LOOK_EVERY_S / 4)
         while True:
             await asyncio.sleep(LOOK_EVERY_S / 4)
             self._note_start(link)
-            if loop.time() - link.reported_s > SILENT_S:
-                log.error(
-                    "the engine's process has said nothing for %.0f s: it is killed",
-                    loop.time() - link.reported_s,
-                )
+            silence.look(loop.time())
+            silent_s = silence.seconds(link.reported_s, loop.time())
+            if silent_s > SILENT_S:
+                log.error("the engine's process has said nothing for %.0f s: it is killed", silent_s)
                 self._kill()
                 return
 

@@ -342,8 +342,10 @@ class Homes:
         """At home there."""
         return self._num_homes[node_id]
 
-    def num_requests(self, node_id: str) -> int:
-        """Sent there that have not ended."""
+    def num_requests(self, node_id: str | None) -> int:
+        """Sent there that have not ended; None: sent anywhere."""
+        if node_id is None:
+            return len(self._requests)
         node = self._nodes.get(node_id)
         return node.num_requests if node is not None else 0
 

@@ -376,9 +376,15 @@ async def test_nodes_may_join_and_leave() -> None:
         assert [standing.node_id for standing in router.nodes_state()] == ["b"]
 
 
-async def test_after_its_drain_the_router_takes_nothing() -> None:
+async def test_after_its_drain_the_router_takes_nothing_and_its_nodes_still_serve_others() -> None:
     async with routed("a") as (router, placement):
+        running = asking(router, question())
+        answer = await placement.inner["a"].asked()
+        assert not await router.drain(0.01)
+        answer.finish("end")
+        assert text(await running) == "end"
         assert await router.drain(1.0)
+        assert placement.inner["a"].state == "ready"
         assert router.progress.state == "draining"
         with pytest.raises(EngineUnavailable, match="going down") as refused:
             await asking(router, question())
