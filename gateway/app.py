@@ -50,6 +50,7 @@ from gateway.open_calls import OpenCalls
 from gateway.policy.connections import MOST_AT_ONCE
 from gateway.revocation import follow_key_file
 from gateway.router import Router
+from gateway.router_metrics import RouterCollector
 from gateway.scheduling_metrics import SchedulingCollector
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
@@ -171,6 +172,8 @@ def _tell_of(node: Node, metrics: Metrics) -> NodeCollector:
     metrics.registry.register(SchedulingCollector(node.scheduling_stats))
     metrics.registry.register(GrammarCollector(node.grammar_stats))
     metrics.registry.register(TokenizerCollector(node.tokenizer_stats))
+    if isinstance(node, Router):
+        metrics.registry.register(RouterCollector(node.counts))
     by_node = NodeCollector()
     metrics.registry.register(by_node)
     return by_node

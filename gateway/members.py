@@ -147,9 +147,11 @@ class Members:
         return member.node if member is not None else None
 
     def address(self, node_id: str) -> str:
-        """Where a node's KV can be asked for; "" for nowhere."""
+        """Where a node's KV can be asked for; "" for nowhere. One that says nothing would answer nobody."""
         member = self._members.get(node_id)
-        return member.node.peer_address if member is not None else ""
+        if member is None or self._state(member, asyncio.get_running_loop().time()) == "quiet":
+            return ""
+        return member.node.peer_address
 
     def standing(self) -> Iterator[MemberStanding]:
         now = asyncio.get_running_loop().time()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -16,6 +18,11 @@ from engine_bridge.policy.homes import Homes, Sent, SessionKey
 from engine_bridge.policy.routing import Ask
 from engine_bridge.request_context import RequestContext
 from gateway.members import Members
+
+log = logging.getLogger(__name__)
+
+# To the node where it was announced; where its session was; elsewhere, though its session has a home; without a home.
+HOW = ("announced", "home", "moved", "new")
 
 MakeAsk = Callable[[str], Ask]
 """Takes the name that the request gets."""
@@ -42,13 +49,18 @@ class Place:
 
 
 class Places:
-    """Of one router."""
+    """Of one router.
+
+    Attributes:
+        counts: requests, by how they came to their node (one of HOW), `tried_again` on another node, and `cut`: whose answers ended with their node.
+    """
 
     def __init__(self, members: Members, homes: Homes) -> None:
         self._members, self._homes = members, homes
         self._names = map(str, itertools.count(1))
         self._somebody_left = asyncio.Event()
         self.is_closed = False
+        self.counts: Counter[str] = Counter()
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
@@ -58,8 +70,11 @@ class Places:
         failed: what the nodes raised that have failed it. Raises the first of these, or EngineUnavailable, where no other node takes it.
         """
         ask = self._ask(make_ask)
+        home = self._homes.home(key)
         sent = self._homes.requested(key, ask, asyncio.get_running_loop().time(), failed.keys())
-        return self._place(sent, ask.request_id, next(iter(failed.values()), None))
+        place = self._place(sent, ask.request_id, next(iter(failed.values()), None))
+        self.counts["tried_again" if failed else _how(sent, home)] += 1
+        return place
 
     @contextmanager
     def ahead(self, key: SessionKey, make_ask: MakeAsk) -> Iterator[Place]:
@@ -79,6 +94,20 @@ class Places:
         """For an advisory, which is at no place and need not leave. Raises EngineUnavailable."""
         ask = self._ask(make_ask)
         return self._place(self._homes.advised(key, advisory_id, ask), advisory_id)
+
+    def fail(
+        self, place: Place, failed: dict[str, BridgeError], error: EngineUnavailable, *, has_begun: bool
+    ) -> None:
+        """A node failed a request, which another one may take: once, and as long as nothing was passed on. Else raises the error.
+
+        failed: as for `enter`; the node is added.
+        """
+        place.is_cut = True
+        if has_begun or failed:
+            self.counts["cut"] += 1
+            raise error
+        failed[place.node_id] = error
+        log.warning("node %s failed before an answer began: it is tried elsewhere", place.node_id)
 
     def leave(self, place: Place) -> None:
         self._homes.ended(place.name, num_tokens=place.num_tokens, is_cut=place.is_cut)
@@ -122,3 +151,11 @@ class Places:
         return EngineUnavailable(
             f"no node takes requests now ({self._members.in_words()}); try again in a moment", code=code
         )
+
+
+def _how(sent: Sent, home: str) -> str:
+    if sent.route is None:
+        return "announced"
+    if not home:
+        return "new"
+    return "home" if sent.node_id == home else "moved"

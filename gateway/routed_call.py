@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Mapping
 
 from engine_bridge.errors import BridgeError, EngineUnavailable
@@ -10,8 +9,6 @@ from engine_bridge.node import Api, JsonReply
 from engine_bridge.request_context import RequestContext
 from gateway.asks import Asks
 from gateway.places import Place, Places
-
-log = logging.getLogger(__name__)
 
 
 class RoutedCall:
@@ -95,14 +92,11 @@ class RoutedCall:
 
     def _cut(self, error: EngineUnavailable) -> None:
         """Its node failed it: another one may be tried, once and as long as nothing was passed on. Else raises the error."""
-        place = self._place
-        assert place is not None
-        place.is_cut = True
-        self._leave()
-        if self._has_begun or self._failed:
-            raise error
-        self._failed[place.node_id] = error
-        log.warning("node %s failed a call before it was answered: it is tried elsewhere", place.node_id)
+        assert self._place is not None
+        try:
+            self._places.fail(self._place, self._failed, error, has_begun=self._has_begun)
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         if self._place is not None:

@@ -7,7 +7,6 @@ with the error, which may be retried. What concerns no request (progress, adapte
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import TypeVar
@@ -49,9 +48,9 @@ from gateway.places import Place, Places
 from gateway.routed_call import RoutedCall
 from kvtiers.stats import TierStats
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
+# How long somebody who stops an answer waits for its node to say so. Chosen: a node that is well takes milliseconds.
+CANCEL_S = 2.0
 
 
 class _Answer:
@@ -146,6 +145,10 @@ class Router:
         finally:
             self.reopen_node(node_id)
 
+    def counts(self) -> dict[str, int]:
+        """As `Places.counts` has them. From any thread."""
+        return dict(self._places.counts)
+
     # -- sessions ------------------------------------------------------------------------------------------------------
 
     def home_of(self, tenant: str, session_id: str) -> str:
@@ -180,16 +183,12 @@ class Router:
                             yield delta
                     return
                 except EngineUnavailable as error:
-                    place.is_cut = True
-                    if has_begun or failed:
-                        raise
-                    failed[place.node_id] = error
+                    self._places.fail(place, failed, error, has_begun=has_begun)
                 finally:
                     self._places.leave(place)
                 if answer.is_stopped:
                     yield Delta("", finish_reason="stopped", usage=Usage(0, 0, 0))
                     return
-                log.warning("node %s failed before an answer began: it is tried elsewhere", place.node_id)
         finally:
             if self._answers.get(request.request_id) is answer:
                 del self._answers[request.request_id]
@@ -213,9 +212,9 @@ class Router:
             return False
         answer.is_stopped = True
         if answer.place is not None:
-            # Where the node has just gone, the answer's next try sees that it was stopped.
-            with suppress(EngineUnavailable):
-                await answer.place.node.cancel(request_id)
+            # Where the node has just gone, the answer's next try sees that it was stopped; one that is silent may never say that it has heard.
+            with suppress(EngineUnavailable, TimeoutError):
+                await asyncio.wait_for(answer.place.node.cancel(request_id), CANCEL_S)
         return True
 
     async def serve(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.node import (
@@ -23,7 +24,9 @@ from engine_bridge.node import (
 from engine_bridge.request_context import RequestContext
 from gateway import members
 from gateway.adapter_sync import AdapterSync
+from gateway.places import HOW
 from gateway.router import Router
+from gateway.router_metrics import RouterCollector
 from tests.adapter_corpus import make_adapter
 from tests.unit.cluster.catalog_node import MODULES
 from tests.unit.gateway.fake_node import new_name
@@ -144,6 +147,7 @@ async def test_an_answer_that_had_not_begun_is_served_elsewhere_and_nobody_hears
         (await placement.inner["b"].asked()).finish("here")
         assert text(await task) == "here"
         assert router.home_of("t", "s") == "b"
+        assert router.counts() == {"new": 1, "tried_again": 1}
 
 
 async def test_an_answer_that_had_begun_ends_once_and_may_be_sent_again() -> None:
@@ -159,6 +163,7 @@ async def test_an_answer_that_had_begun_ends_once_and_may_be_sent_again() -> Non
         task = asking(router, question())
         (await placement.inner["b"].asked()).finish("again")
         assert text(await task) == "again"
+        assert router.counts()["cut"] == 1
 
 
 async def test_a_second_failure_is_not_hidden() -> None:
@@ -443,6 +448,24 @@ async def test_models_come_from_any_node_that_is_there() -> None:
         assert await router.models() == JsonReply(200, b"a")
         placement.kill("a")
         assert await router.models() == JsonReply(200, b"b")
+
+
+async def test_it_is_told_how_requests_came_to_their_nodes() -> None:
+    async with routed("a", "b") as (router, placement):
+        for node in placement.inner.values():
+            node.script = ["fine"]
+        await asking(router, question())
+        await asking(router, question())
+        await router.advise(Advisory(advisory_id="adv", session_id="s", tenant="t"), lambda report: None)
+        await asking(router, question())
+        await router.drain_node(router.home_of("t", "s"), 1.0)
+        await asking(router, question())
+        assert router.counts() == {"new": 1, "home": 1, "announced": 1, "moved": 1}
+        registry = CollectorRegistry()
+        registry.register(RouterCollector(router.counts))
+        for how in HOW:
+            assert registry.get_sample_value("overture_router_requests_total", {"how": how}) == 1
+        assert registry.get_sample_value("overture_router_cut_total") == 0
 
 
 async def until(is_so: Any) -> None:
