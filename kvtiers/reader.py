@@ -15,12 +15,19 @@ from kvtiers.io.io_thread import IoThread
 from kvtiers.io.records import Part
 from kvtiers.keys import BlockKey
 from kvtiers.policy.rates import Rate
-from kvtiers.policy.restore import PRIOR_DISK_BYTES_PER_S, PRIOR_PEER_BYTES_PER_S
+from kvtiers.policy.restore import (
+    PEER_HALF_LIFE_S,
+    PRIOR_DISK_BYTES_PER_S,
+    PRIOR_PEER_BYTES_PER_S,
+    READ_BYTES,
+)
 
 log = logging.getLogger(__name__)
 
 # Speeds of so many peers are remembered. Chosen: many more than talk to one node at a time.
 MAX_PEERS = 64
+# What takes a peer less says nothing of its speed unless much has come. Chosen: many round trips on one continent.
+MIN_SAMPLE_S = 0.1
 
 
 class BlockSource(Protocol):
@@ -70,7 +77,11 @@ class Reader:
         self.bytes_done = 0
         self.num_hits = 0
         """Blocks that stages had read."""
-        self.rate = Rate(PRIOR_DISK_BYTES_PER_S if origin == "disk" else PRIOR_PEER_BYTES_PER_S)
+        self.rate = (
+            Rate(PRIOR_DISK_BYTES_PER_S)
+            if origin == "disk"
+            else Rate(PRIOR_PEER_BYTES_PER_S, half_life_s=PEER_HALF_LIFE_S)
+        )
         self._around, self._host = around, around.host
         self._arrived, self._on_progress = around.arrived, around.on_progress
         self._busy_since: tuple[float, int] = (0.0, 0)
@@ -167,11 +178,21 @@ class Reader:
                 self._host.unpin(block)
             self.jobs.discard(job)
             if not self.jobs:
-                now = self._around.clock()
-                since, bytes_then = self._busy_since
-                self.rate.note(self.bytes_done - bytes_then, now - since, now)
+                self._note_rate()
             self._arrived.notify_all()
         self._on_progress()
+
+    def _note_rate(self) -> None:
+        """Nothing is read any more: how fast has it been since something was?"""
+        now = self._around.clock()
+        since, bytes_then = self._busy_since
+        num_bytes, seconds = self.bytes_done - bytes_then, now - since
+        if self.origin == "peer":
+            # A few blocks tell how far it is, not how much goes through; but when little has come in a long time, that is what goes through.
+            if num_bytes < READ_BYTES and seconds < MIN_SAMPLE_S:
+                return
+            num_bytes = max(num_bytes, 1)
+        self.rate.note(num_bytes, seconds, now)
 
 
 class Readers:
@@ -239,6 +260,16 @@ class Readers:
         for job in jobs:
             assert isinstance(job.supply, Reader)
             job.supply.start(job)
+
+    def give_up_unwanted(self, jobs: set[ReadJob]) -> None:
+        """What nobody waits for any more and only a peer has: whoever computes it now is to save it, though its reading has not ended yet."""
+        num_layers = self._host.shape.num_layers
+        for job in jobs:
+            if job.num_users == 0 and job in job.supply.jobs and job.supply is not self.disk:
+                job.num_left = 0
+                for block in job.blocks:
+                    if not block.is_bad and block.ready < num_layers:
+                        self._host.spoil(block)
 
     def stop_unwanted(self, jobs: set[ReadJob]) -> None:
         """What nobody waits for any more is not read further."""

@@ -204,6 +204,7 @@ class KvStore:
                 self._host.unpin(block)
             for job in stage.jobs:
                 job.num_users -= 1
+            self._readers.give_up_unwanted(stage.jobs)
         self._readers.stop_unwanted(stage.jobs)
         stage.blocks, stage.jobs = [], set()
 

@@ -201,7 +201,7 @@ class Question:
         on_bad: Callable[[int], None],
     ) -> None:
         self._token, self._nonce = token, nonce
-        self._fingerprint, self._shape, self._keys = fingerprint, shape, keys
+        self._fingerprint, self._shape, self.keys = fingerprint, shape, keys
         self._asked = b"".join(keys[:MAX_KEYS])
         self._part, self._on_layer, self._on_bad = part, on_layer, on_bad
         self._first_layer = self._layer = first_layer
@@ -256,7 +256,7 @@ class Question:
         shape = BlockShape(message.num_layers, message.layer_bytes)
         if (message.fingerprint, shape) != (self._fingerprint, self._shape):
             raise PeerFault("foreign", "it serves another model, or computes KV in another way")
-        frames.allow(max_frame_bytes(self._shape, len(self._keys)))
+        frames.allow(max_frame_bytes(self._shape, len(self.keys)))
         self._turn = Offer
         return encode(Ask(self._fingerprint, self._first_layer, self._asked))
 
@@ -264,7 +264,7 @@ class Question:
         num_blocks = len(message.keys) // KEY_BYTES
         if len(message.keys) % KEY_BYTES or not self._asked.startswith(message.keys):
             raise WireError("an offer of what was not asked for")
-        self._turn, self.num_blocks = Parts, len(self._keys)
+        self._turn, self.num_blocks = Parts, len(self.keys)
         self._cut(num_blocks, is_offer=True)
 
     def _cut(self, num_blocks: int, *, is_offer: bool = False) -> None:

@@ -43,14 +43,14 @@ log = logging.getLogger(__name__)
 GREETING_S = 2.0
 # Nothing has come, or gone, for so long: the other end hangs. Chosen.
 STALL_S = 2.0
-# Who cannot be reached, does not know the token or is another kind of node is left alone for so long. Chosen: a node comes back in tens of seconds.
+# Who cannot be reached, hangs, does not know the token or is of another kind is left alone for so long. Chosen: nodes come back in tens of seconds.
 REST_S = 5.0
 # Questions that one node has under way at one peer, and answers that a node gives at once, and connections that may wait for that. Chosen: a few
 # fill a network, and more would only share it.
 MAX_ASKED, MAX_LENT, MAX_CONNECTIONS = 4, 4, 64
-# An answer takes so long, and no reader is so slow. Chosen: what is lent stays in host memory meanwhile.
-LEND_S, MIN_BYTES_PER_S = 10.0, 4e6
-_RESTING: frozenset[MissReason] = frozenset(("dead", "token", "foreign", "malformed"))
+# An answer takes so long and is no slower, whoever sends or reads it. Chosen: what is lent or awaited stays in host memory meanwhile.
+ANSWER_S, MIN_BYTES_PER_S = 10.0, 4e6
+_RESTING: frozenset[MissReason] = frozenset(("dead", "late", "token", "foreign", "malformed"))
 
 
 class PeerConfig(Struct, frozen=True, kw_only=True):
@@ -66,6 +66,9 @@ class PeerConfig(Struct, frozen=True, kw_only=True):
     name: str = ""
     certificate: Path | None = None
     key: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"PeerConfig(host={self.host!r}, port={self.port})"
 
 
 class Peering:
@@ -90,10 +93,17 @@ class Peering:
         """Listen, if that has not begun. Returns the address for others, host:port. Raises OSError; FileNotFoundError, ssl.SSLError for TLS."""
         if self._listening is None:
             self._server_ssl, self._client_ssl = _contexts(self._config)
-            self._listening = socket.create_server(
-                (self._config.host, self._config.port), backlog=MAX_CONNECTIONS
-            )
+            self._listening = self._listen()
         return self.address
+
+    def _listen(self) -> socket.socket:
+        place = (self._config.host, self._config.port)
+        try:
+            return socket.create_server(place, backlog=MAX_CONNECTIONS)
+        except OSError as error:
+            where = f"{place[0]}:{place[1]}"
+            text = f"{error.strerror or error}: other nodes' questions for KV cannot be taken at {where}; name another"
+            raise OSError(error.errno, text) from error
 
     @property
     def address(self) -> str:
@@ -232,7 +242,10 @@ class Peer:
         except (OSError, TimeoutError) as error:
             raise PeerFault("dead", str(error) or "it takes no connection") from error
         try:
-            await asking.end()
+            async with asyncio.timeout(_patience_s(len(question.keys) * self._shape.block_bytes)):
+                await asking.end()
+        except TimeoutError as error:
+            raise PeerFault("late", "it sends too slowly") from error
         finally:
             asking.ignore()
             transport.abort()
@@ -413,8 +426,7 @@ class _Lending(asyncio.BufferedProtocol):
         peering = self._lender.peering
         try:
             keys = wire.keys_of(ask.keys)
-            size = len(keys) * self._lender.store.shape.block_bytes
-            async with asyncio.timeout(LEND_S + size / MIN_BYTES_PER_S):
+            async with asyncio.timeout(_patience_s(len(keys) * self._lender.store.shape.block_bytes)):
                 async with self._lender.turns:
                     await self._lend(ask, keys)
         except (PeerFault, WireError) as error:
@@ -476,6 +488,11 @@ class _Lending(asyncio.BufferedProtocol):
             await self._can_write.wait()
         # Else whoever reads as fast as we write would keep everybody else here from their turn.
         await asyncio.sleep(0)
+
+
+def _patience_s(num_bytes: int) -> float:
+    """For an answer of so many at most."""
+    return ANSWER_S + num_bytes / MIN_BYTES_PER_S
 
 
 def _contexts(config: PeerConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:

@@ -165,6 +165,7 @@ class KvTiers:
         return self.peering.open() if self.peering is not None else ""
 
     def _open_store(self, namespace: Namespace) -> None:
+        self.peer_address()  # what is wrong with it stops the start before anything is open
         self._io = IoThread()
         disk, problem = None, None
         try:

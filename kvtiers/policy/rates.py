@@ -14,11 +14,13 @@ class Rate:
 
     Args:
         prior: assumed before the first sample, and again long after the last one.
+        half_life_s: of a sample below that.
     """
 
     prior: float
     value: float | None = None
     updated_s: float = 0.0
+    half_life_s: float = HALF_LIFE_S
 
     def note(self, amount: float, seconds: float, now: float) -> None:
         """Take a sample; one without amount or time is ignored."""
@@ -35,5 +37,5 @@ class Rate:
         if self.value >= self.prior:
             return self.value
         # Only pessimism fades: it keeps its own subject from being measured again.
-        trust: float = 0.5 ** (max(now - self.updated_s, 0.0) / HALF_LIFE_S)
+        trust: float = 0.5 ** (max(now - self.updated_s, 0.0) / self.half_life_s)
         return self.prior + (self.value - self.prior) * trust

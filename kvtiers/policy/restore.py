@@ -14,8 +14,11 @@ from typing import Protocol
 # Chosen priors, replaced by measurements: an SSD or better; a quarter of a laptop's memory bandwidth.
 PRIOR_DISK_BYTES_PER_S = 500e6
 PRIOR_HOST_BYTES_PER_S = 4e9
-# Chosen: a network of 10 Gbit/s, half used; one machine's own gave 1.5 GB/s (measured).
-PRIOR_PEER_BYTES_PER_S = 500e6
+# Chosen high (one machine's own network gives 1.5 GB/s, measured): a peer that is never asked is never measured, and to find out that it is slower
+# costs a request a few per cent of its prefill.
+PRIOR_PEER_BYTES_PER_S = 10e9
+# How fast it is forgotten that a peer was slow. Chosen: networks change seldom.
+PEER_HALF_LIFE_S = 600.0
 # Until a prefill was measured, take it for slow: loading is the safe guess on all machines known to us.
 PRIOR_PREFILL_S_PER_TOKEN = 0.01
 # One read from disk is about this large, or a layer of all blocks if that is more: before one has come back, nothing is known about its speed.

@@ -297,6 +297,30 @@ def test_who_says_nothing_or_nonsense_is_given_up(
     other.store.check_invariants()
 
 
+def test_what_is_computed_after_all_is_saved_though_its_fetch_has_not_ended(other: Node) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        stage = other.stage(KEYS[:3], f"127.0.0.1:{listening.getsockname()[1]}")
+        connection, _ = listening.accept()
+        with connection:
+            other.store.release(stage)
+            other.save(KEYS[:3])
+        assert other.store.wait_for_reads(SETTLE_S)
+    assert other.fetch(KEYS[:3]) == ["host"] * 3
+
+
+def test_a_peer_that_trickles_is_given_up(home: Node, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "ANSWER_S", 0.0)
+    monkeypatch.setattr(peers, "MIN_BYTES_PER_S", 1e12)
+    assert other.fetch(KEYS[:10], home.address) == []
+    assert other.figures.misses == {"late": 1}
+
+
+def test_an_address_that_is_taken_is_told_with_what_to_do(home: Node) -> None:
+    _, _, port = home.address.rpartition(":")
+    with pytest.raises(OSError, match=f"127.0.0.1:{port}; name another"):
+        Peering(PeerConfig(token=TOKEN, port=int(port))).open()
+
+
 def test_what_nobody_waits_for_any_more_is_not_read_on(other: Node) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         stage = other.stage(KEYS[:3], f"127.0.0.1:{listening.getsockname()[1]}")
@@ -465,3 +489,18 @@ def test_over_tls_the_same_comes_and_plain_bytes_are_refused(
     assert second.fetch(KEYS[:10], first.address) == ["peer"] * 10
     monkeypatch.setattr(peers, "STALL_S", 0.05)
     assert other.fetch(KEYS[:10], first.address) == []
+
+
+# -- how fast it is ----------------------------------------------------------------------------------------------------
+
+
+def test_little_tells_nothing_of_a_peer_s_speed_and_much_does(
+    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assumed = other.store.peer_bytes_per_s(home.address)
+    other.fetch(KEYS[:5], home.address)
+    assert other.store.peer_bytes_per_s(home.address) == assumed
+    monkeypatch.setattr("kvtiers.reader.READ_BYTES", 1)
+    other.fetch(KEYS[5:10], home.address)
+    measured = other.store.peer_bytes_per_s(home.address)
+    assert assumed is not None and measured is not None and measured < assumed
