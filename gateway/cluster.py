@@ -78,7 +78,9 @@ def _trust(config: Config) -> Trust:
         cert=str(config.cluster_cert or ""),
         key=str(config.cluster_key or ""),
     )
-    trust.server_tls()  # What is wrong with the files is said now, not by each node.
+    # What is wrong with the files is said now, not by each node.
+    trust.server_tls()
+    trust.check_name(config.cluster_host)
     return trust
 
 

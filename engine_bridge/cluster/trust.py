@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import ssl
@@ -15,6 +16,10 @@ from engine_bridge.errors import ClusterError
 TOKEN_BYTES = 32
 # Below this a token that a person made up can be guessed from one recorded greeting. Chosen.
 MIN_TOKEN_CHARS = 32
+HOW_TO_MAKE = (
+    "; for machines 10.0.0.1 and 10.0.0.2: openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 "
+    "-subj /CN=overture -addext subjectAltName=IP:10.0.0.1,IP:10.0.0.2 -keyout cluster.key -out cluster.crt"
+)
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -49,11 +54,26 @@ class Trust(Struct, frozen=True, kw_only=True):
         except (OSError, ssl.SSLError) as error:
             reason = getattr(error, "reason", None) or error.strerror or error
             raise ClusterError(
-                f"cluster_cert, cluster_key: cannot use {self.cert} with {self.key}: {reason}. "
-                "Both are PEM files; make them with: openssl req -x509 -newkey ed25519 -nodes -days 3650 "
-                "-subj /CN=overture -keyout cluster.key -out cluster.crt"
+                f"cluster_cert, cluster_key: cannot use {self.cert} with {self.key}: {reason}. Both are PEM files{HOW_TO_MAKE}"
             ) from error
         return context
+
+    def check_name(self, host: str) -> None:
+        """Whether the certificate names this machine's address, which Ray looks at. Raises ClusterError."""
+        if not self.cert:
+            return
+        from cryptography import x509  # takes a while to load
+
+        try:
+            found = x509.load_pem_x509_certificate(Path(self.cert).read_bytes())
+            names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            addresses = names.get_values_for_type(x509.IPAddress)
+        except (OSError, ValueError, x509.ExtensionNotFound):
+            addresses = []
+        if ipaddress.ip_address(host) not in addresses:
+            raise ClusterError(
+                f"cluster_cert: {self.cert} does not name {host}: it must name the address of each machine of the cluster{HOW_TO_MAKE}"
+            )
 
 
 def read_token(path: Path) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import ipaddress
 import ssl
 import stat
 from pathlib import Path
@@ -20,13 +21,16 @@ from engine_bridge.errors import ClusterError
 PATIENCE_S = 10.0
 
 
-def certified(folder: Path, name: str) -> Trust:
-    """A cluster of its own, with a certificate that it signed itself."""
+def certified(folder: Path, name: str, *addresses: str) -> Trust:
+    """A cluster of its own, with a certificate that it signed itself. addresses: of its machines."""
     key, subject = Ed25519PrivateKey.generate(), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     begin = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
     made = x509.CertificateBuilder(
         subject, subject, key.public_key(), 1, begin, begin + datetime.timedelta(36500)
     )
+    if addresses:
+        named = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
+        made = made.add_extension(x509.SubjectAlternativeName(named), critical=False)
     cert_path, key_path = folder / f"{name}.crt", folder / f"{name}.key"
     cert_path.write_bytes(made.sign(key, None).public_bytes(Encoding.PEM))
     key_path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
@@ -81,6 +85,20 @@ def test_files_that_are_no_certificate_are_named_with_what_makes_one(tmp_path: P
     (tmp_path / "c").write_text("no certificate")
     with pytest.raises(ClusterError, match=r"cluster_cert.*openssl req"):
         Trust(token=b"t", cert=str(tmp_path / "c"), key=str(tmp_path / "c")).client_tls()
+
+
+def test_a_certificate_names_the_address_of_each_machine(tmp_path: Path) -> None:
+    trust = certified(tmp_path, "two", "10.0.0.1", "fd00::2")
+    trust.check_name("10.0.0.1")
+    trust.check_name("fd00::2")
+    with pytest.raises(ClusterError, match=r"does not name 10\.0\.0\.3.*subjectAltName"):
+        trust.check_name("10.0.0.3")
+    with pytest.raises(ClusterError, match="does not name"):
+        certified(tmp_path, "none").check_name("10.0.0.1")
+
+
+def test_without_a_certificate_no_name_is_asked_for() -> None:
+    Trust(token=b"t").check_name("127.0.0.1")
 
 
 def test_a_missing_token_is_made_for_its_owner_only_and_stays(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Nodes that Ray places, as a user runs them: both answer, one that is killed comes back under its name, and nothing outlives the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.integration.test_process import free_port, output_until, serving
+
+PATIENCE_S = 60.0
+STORY: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me a long story."}], "temperature": 0}
+
+
+async def nodes_of(http: aiohttp.ClientSession) -> dict[str, Any]:
+    """Each node's standing, by its name."""
+    async with http.get("/v1/nodes") as reply:
+        return {node["id"]: node for node in (await reply.json())["nodes"]}
+
+
+async def until_ready(http: aiohttp.ClientSession, name: str, *, other_than: str = "") -> None:
+    """Until a node takes requests; other_than: the incarnation that is not meant."""
+    async with asyncio.timeout(4 * PATIENCE_S):
+        while True:
+            node = (await nodes_of(http))[name]
+            if node["state"] == "ready" and node["incarnation"] != other_than:
+                return
+            await asyncio.sleep(0.2)
+
+
+async def busy_node(http: aiohttp.ClientSession) -> dict[str, Any]:
+    """The one that works."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            for node in (await nodes_of(http)).values():
+                if node["load"]["num_running"]:
+                    return dict(node)
+
+
+async def story(http: aiohttp.ClientSession) -> str:
+    async with http.post("/v1/chat/completions", json=STORY | {"max_tokens": 24}) as reply:
+        return str((await reply.json())["choices"][0]["message"]["content"])
+
+
+def below(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def process_of(gateway_pid: int, node_id: str) -> psutil.Process:
+    """A node's: it has files open in its folder."""
+    actors = (process for process in below(gateway_pid) if "ray::NodeActor" in process.cmdline()[0])
+    return next(
+        actor for actor in actors if any(f"/nodes/{node_id}/" in file.path for file in actor.open_files())
+    )
+
+
+@pytest.mark.slow
+async def test_two_nodes_answer_one_that_is_killed_comes_back_and_nothing_outlives_the_gateway(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    async with (
+        serving(port, tmp_path, "--nodes", "2") as gateway,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+    ):
+        said = b"".join(await output_until(gateway, b" ready: "))
+        assert b"node-1: importing vLLM" in said or b"node-2: importing vLLM" in said
+        for name in ("node-1", "node-2"):
+            await until_ready(http, name)
+        texts = await asyncio.gather(*(story(http) for _ in range(4)))
+        assert len(set(texts)) == 1, "two nodes say what one would"
+        for name, node in (await nodes_of(http)).items():
+            assert node["load"]["num_answer_tokens"], f"{name} has answered"
+
+        endless = STORY | {"max_tokens": 4000, "ignore_eos": True, "stream": True}
+        async with http.post("/v1/chat/completions", json=endless) as reply:
+            await reply.content.readline()
+            dead = await busy_node(http)
+            process_of(gateway.pid, dead["id"]).kill()
+            async with asyncio.timeout(PATIENCE_S):
+                assert b"engine_failed" in await reply.content.read(), "it may be asked for again"
+        assert await story(http) == texts[0], "the other one answers meanwhile"
+        await until_ready(http, dead["id"], other_than=dead["incarnation"])
+        assert list(await nodes_of(http)) == ["node-1", "node-2"]
+
+        watched = {os.pidfd_open(process.pid): process for process in below(gateway.pid)}
+        gateway.kill()
+        await gateway.wait()
+        for fd, process in watched.items():
+            ended, _, _ = await asyncio.to_thread(select.select, [fd], [], [], PATIENCE_S)
+            os.close(fd)
+            assert ended, f"{process} has outlived the gateway"
