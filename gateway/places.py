@@ -32,11 +32,12 @@ class Place:
     """A node that works on a request.
 
     Attributes:
-        is_cut: the node failed it. num_tokens: that its session has KV of there when it is over, 0 if nobody knows.
+        num_prompt_tokens: as estimated. is_cut: the node failed it. num_tokens: that its session has KV of there when it is over, 0 if nobody knows.
     """
 
-    def __init__(self, node_id: str, node: RemoteNode, name: str, kv_from: str) -> None:
-        self.node_id, self.node, self.name, self.kv_from = node_id, node, name, kv_from
+    def __init__(self, node_id: str, node: RemoteNode, ask: Ask, kv_from: str) -> None:
+        self.node_id, self.node, self.kv_from = node_id, node, kv_from
+        self.name, self.num_prompt_tokens = ask.request_id, ask.num_prompt_tokens
         self.is_cut = False
         self.num_tokens = 0
 
@@ -72,7 +73,7 @@ class Places:
         ask = self._ask(make_ask)
         home = self._homes.home(key)
         sent = self._homes.requested(key, ask, asyncio.get_running_loop().time(), failed.keys())
-        place = self._place(sent, ask.request_id, next(iter(failed.values()), None))
+        place = self._place(sent, ask, next(iter(failed.values()), None))
         self.counts["tried_again" if failed else _how(sent, home)] += 1
         return place
 
@@ -81,7 +82,7 @@ class Places:
         """For what is computed ahead of a request. Raises EngineUnavailable."""
         ask = self._ask(make_ask)
         sent = self._homes.prepared(key, ask, asyncio.get_running_loop().time())
-        place = self._place(sent, ask.request_id)
+        place = self._place(sent, ask)
         try:
             yield place
         except BridgeError:
@@ -93,7 +94,7 @@ class Places:
     def expect(self, key: SessionKey, advisory_id: str, make_ask: MakeAsk) -> Place:
         """For an advisory, which is at no place and need not leave. Raises EngineUnavailable."""
         ask = self._ask(make_ask)
-        return self._place(self._homes.advised(key, advisory_id, ask), advisory_id)
+        return self._place(self._homes.advised(key, advisory_id, ask), ask)
 
     def fail(
         self, place: Place, failed: dict[str, BridgeError], error: EngineUnavailable, *, has_begun: bool
@@ -130,13 +131,13 @@ class Places:
         self._members.look()
         return make_ask(next(self._names))
 
-    def _place(self, sent: Sent, name: str, instead: BridgeError | None = None) -> Place:
+    def _place(self, sent: Sent, ask: Ask, instead: BridgeError | None = None) -> Place:
         if sent.over is not None:
             self._take_back(*sent.over)
         node = self._members.node(sent.node_id) if sent.node_id is not None else None
         if sent.node_id is None or node is None:
             raise instead or self.nobody()
-        return Place(sent.node_id, node, name, self._members.address(sent.kv_at))
+        return Place(sent.node_id, node, ask, self._members.address(sent.kv_at))
 
     def _take_back(self, node_id: str, advisory_id: str) -> None:
         """An advisory elsewhere that is of no use any more."""

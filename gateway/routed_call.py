@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from engine_bridge.errors import BridgeError, EngineUnavailable
 from engine_bridge.node import Api, JsonReply
 from engine_bridge.request_context import RequestContext
-from gateway.asks import Asks
+from gateway.asks import CHARS_PER_TOKEN, Asks
 from gateway.places import Place, Places
 
 
@@ -28,7 +28,7 @@ class RoutedCall:
         self._place: Place | None = None
         self._events: AsyncIterator[bytes] | None = None
         self._failed: dict[str, BridgeError] = {}
-        self._has_begun = False
+        self._num_events = 0
 
     async def begin(self) -> JsonReply | None:
         """The whole reply; None for one whose events follow."""
@@ -45,6 +45,8 @@ class RoutedCall:
                 self._leave()
                 raise
             if isinstance(reply, JsonReply):
+                if reply.status == 200:
+                    self._note_end(len(reply.body) // CHARS_PER_TOKEN)
                 self._leave()
                 return reply
             self._events = reply.events
@@ -64,12 +66,17 @@ class RoutedCall:
                 self._cut(error)
                 if await self.begin() is not None:
                     raise  # a whole reply, where a stream was promised
+            except StopAsyncIteration:
+                self._events = None
+                self._note_end(self._num_events)
+                self._leave()
+                raise
             except BaseException:
                 self._events = None
                 self._leave()
                 raise
             else:
-                self._has_begun = True
+                self._num_events += 1
                 return event
 
     async def aclose(self) -> None:
@@ -94,9 +101,15 @@ class RoutedCall:
         """Its node failed it: another one may be tried, once and as long as nothing was passed on. Else raises the error."""
         assert self._place is not None
         try:
-            self._places.fail(self._place, self._failed, error, has_begun=self._has_begun)
+            self._places.fail(self._place, self._failed, error, has_begun=self._num_events > 0)
         finally:
             self._leave()
+
+    def _note_end(self, num_answer_tokens: int) -> None:
+        """About so many tokens were answered: an event or four characters are taken for one."""
+        self._asks.answered(num_answer_tokens)
+        if self._place is not None:
+            self._place.num_tokens = self._place.num_prompt_tokens + num_answer_tokens
 
     def _leave(self) -> None:
         if self._place is not None:

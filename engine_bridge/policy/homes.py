@@ -261,7 +261,8 @@ class Homes:
         """A request of this session is announced: it is expected where this says, and no longer where an earlier advisory's was."""
         session = self._known(key)
         over = self._end_announcement(session)
-        route = self._choose(self.doors.announced, self._asked(ask, session))
+        ask = self._asked(ask, session)
+        route = self._choose(self.doors.announced, ask)
         if route.node_id is None:
             return Sent(None, over=over, route=route)
         if key[1]:
@@ -429,6 +430,9 @@ class Homes:
         """With what is known of its session."""
         if not session.home:
             return ask
+        # Who announces a session of which no ids are kept says nothing of its length: it goes on from what it was.
+        if not ask.num_prompt_tokens:
+            ask = structs.replace(ask, num_prompt_tokens=session.num_tokens)
         num_cached = min(session.num_tokens, ask.num_prompt_tokens)
         kv = {session.home: CachedKv(num_cached)} if num_cached else {}
         return structs.replace(ask, home=session.home, kv=kv)

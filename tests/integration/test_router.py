@@ -203,7 +203,8 @@ async def test_a_node_is_started_again_under_load_without_a_failed_request(
                 async with http.post("/v1/chat/completions", json=body, headers=headers) as reply:
                     text = await reply.text()
                     statuses.append(reply.status if '"error"' not in text else 500)
-                await asyncio.sleep(0.25)  # somebody reads; else the load, and not the start, would take the test's time
+                # Somebody reads; else the load, and not the start, would take the test's time.
+                await asyncio.sleep(0.25)
 
     asking = [asyncio.create_task(asks(number)) for number in range(4)]
     before, standing = (state.incarnation for state in router.nodes_state())

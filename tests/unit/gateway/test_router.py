@@ -274,6 +274,22 @@ async def test_a_streamed_call_that_has_begun_ends_with_the_error() -> None:
         assert placement.inner["b"].streams == []
 
 
+async def test_how_long_sessions_of_calls_are_is_estimated_for_whoever_announces_them() -> None:
+    async with routed("a", "b") as (router, placement):
+        body = {
+            "stream": True,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 400}]}],
+        }
+        reply = await router.serve("chat", body, {}, CONTEXT)
+        assert isinstance(reply, SseReply)
+        call = await placement.inner["a"].called()
+        for event in (b"one", b"two", None):
+            call.events.put_nowait(event)
+        assert [event async for event in reply.events] == [b"one", b"two"]
+        await router.advise(Advisory(advisory_id="adv", session_id="s", tenant="t"), lambda report: None)
+        assert router.homes.facts()[0].num_tokens == 102
+
+
 async def test_closing_a_call_that_nobody_has_read_stops_it() -> None:
     async with routed("a", "b") as (router, placement):
         reply = await router.serve("chat", {"stream": True}, {}, CONTEXT)

@@ -95,6 +95,14 @@ def test_the_policy_is_told_where_the_session_is_and_how_much_of_the_prompt_has_
     assert (heard.asks[0].home, heard.asks[0].kv) == ("n1", {"n1": CachedKv(64)})
 
 
+def test_an_advisory_that_says_nothing_of_its_length_goes_on_from_what_the_session_was() -> None:
+    heard = Heard()
+    own = homes(0, 0, doors=Doors(heard, heard, heard))
+    own.placed(KEY, "n1", 64)
+    own.advised(KEY, "a", ask(num_prompt_tokens=0))
+    assert (heard.asks[0].num_prompt_tokens, heard.asks[0].kv) == (64, {"n1": CachedKv(64)})
+
+
 def test_an_advisory_of_which_nothing_came_moves_no_session() -> None:
     own = homes(5, 0)
     own.placed(KEY, "n0")
