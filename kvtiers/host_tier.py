@@ -119,6 +119,11 @@ class HostTier:
             self.pool.free(block.slots)
             block.slots = []
 
+    def empty(self, block: Block) -> None:
+        """Free the slots of a spoiled block though it is held: nobody has read any of them, or will, and nothing writes to them."""
+        self.pool.free(block.slots)
+        block.slots = []
+
     def unpin(self, block: Block) -> None:
         block.pins -= 1
         if block.pins == 0 and block.is_bad:

@@ -141,6 +141,9 @@ class Reader:
                 if not blocks[index].is_bad:
                     job.num_left -= self._host.shape.num_layers - blocks[index].ready
                 self._host.spoil(blocks[index])
+                if self.origin == "peer" and blocks[index].ready == 0:
+                    # Most are blocks that the peer never had: what they would have taken is wanted for computing them.
+                    self._host.empty(blocks[index])
                 self._arrived.notify_all()
             self._on_progress()
 

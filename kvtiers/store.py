@@ -26,6 +26,8 @@ from kvtiers.stats import DiskTierStats, TierStats
 from kvtiers.write_behind import WriteBehind
 
 FLUSH_TIMEOUT_S = 10.0
+# Blocks that are looked up for a loan under one hold of the lock. Chosen: 0.2 ms.
+LEND_AT_ONCE = 512
 # What the log itself counts.
 _DISK_FIGURES = (
     *("bytes", "capacity_bytes", "num_blocks", "num_evicted", "num_corrupt"),
@@ -235,16 +237,19 @@ class KvStore:
         """The leading `keys` that host memory or disk has, for another node to read. Nothing becomes "latest used" by it, nothing is evicted."""
         num_layers = self.shape.num_layers
         blocks: list[Block | None] = []
-        with self._lock:
-            for key in keys:
-                block = self._host.blocks.get(key)
-                if block is not None and block.ready == num_layers:
-                    block.pins += 1
-                    blocks.append(block)
-                elif self._disk is not None and key in self._disk:
-                    blocks.append(None)
-                else:
-                    break
+        for start in range(0, len(keys), LEND_AT_ONCE):
+            with self._lock:  # not for long: the engine may be waiting
+                for key in keys[start : start + LEND_AT_ONCE]:
+                    block = self._host.blocks.get(key)
+                    if block is not None and block.ready == num_layers:
+                        block.pins += 1
+                        blocks.append(block)
+                    elif self._disk is not None and key in self._disk:
+                        blocks.append(None)
+                    else:
+                        break
+            if len(blocks) < start + LEND_AT_ONCE:
+                break
         lent = [block for block in blocks if block is not None]
         return Loan(keys, blocks, self.pool, self._disk, num_layers, lambda: self._take_back(lent))
 

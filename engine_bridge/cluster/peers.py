@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from engine_bridge.cluster import peer_wire as wire
 from engine_bridge.cluster.peer_wire import MissReason, PeerFault, Question
+from engine_bridge.cluster.trust import Trust
 from engine_bridge.cluster.wire import (
     CHALLENGE_BYTES,
     Challenge,
@@ -57,7 +58,7 @@ class PeerConfig(Struct, frozen=True, kw_only=True):
     """Where a node lends KV to others, and what they must know.
 
     host, port: to listen at; port 0: any. name: under which others reach it; "": the host. token: the cluster's, never empty. certificate, key: files
-    for TLS, which a network that others can read needs; the peers' certificates are checked against the same file.
+    for TLS, the same on all machines, which a network that others can read needs.
     """
 
     token: str
@@ -66,6 +67,10 @@ class PeerConfig(Struct, frozen=True, kw_only=True):
     name: str = ""
     certificate: Path | None = None
     key: Path | None = None
+
+    @property
+    def trust(self) -> Trust:
+        return Trust(token=self.token.encode(), cert=str(self.certificate or ""), key=str(self.key or ""))
 
     def __repr__(self) -> str:
         return f"PeerConfig(host={self.host!r}, port={self.port})"
@@ -90,16 +95,18 @@ class Peering:
         self._lender: Lender | None = None
 
     def open(self) -> str:
-        """Listen, if that has not begun. Returns the address for others, host:port. Raises OSError; FileNotFoundError, ssl.SSLError for TLS."""
+        """Listen, if that has not begun. Returns the address for others, host:port. Raises OSError, ClusterError."""
         if self._listening is None:
-            self._server_ssl, self._client_ssl = _contexts(self._config)
+            trust = self._config.trust
+            self._server_ssl, self._client_ssl = trust.server_tls(), trust.client_tls()
             self._listening = self._listen()
         return self.address
 
     def _listen(self) -> socket.socket:
         place = (self._config.host, self._config.port)
         try:
-            return socket.create_server(place, backlog=MAX_CONNECTIONS)
+            family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+            return socket.create_server(place, family=family, backlog=MAX_CONNECTIONS)
         except OSError as error:
             where = f"{place[0]}:{place[1]}"
             text = f"{error.strerror or error}: other nodes' questions for KV cannot be taken at {where}; name another"
@@ -493,17 +500,6 @@ class _Lending(asyncio.BufferedProtocol):
 def _patience_s(num_bytes: int) -> float:
     """For an answer of so many at most."""
     return ANSWER_S + num_bytes / MIN_BYTES_PER_S
-
-
-def _contexts(config: PeerConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
-    """For those who ask us, and for asking. The token says who they are, so names in certificates are not looked at."""
-    if config.certificate is None or config.key is None:
-        return None, None
-    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    server.load_cert_chain(config.certificate, config.key)
-    client = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=str(config.certificate))
-    client.check_hostname = False
-    return server, client
 
 
 def _place_of(address: str) -> tuple[str, int] | None:

@@ -149,6 +149,24 @@ def test_what_a_peer_lacks_is_a_miss_and_may_be_saved_here(home: Node, other: No
     assert other.fetch(KEYS[:14]) == ["host"] * 14
 
 
+def test_what_a_peer_lacks_takes_no_memory_while_the_rest_is_waited_for(home: Node, other: Node) -> None:
+    stage = other.stage(KEYS[:14], home.address)
+    assert other.store.wait_for_reads(SETTLE_S)
+    pool = other.store.pool
+    assert pool.num_slots - pool.num_free == 10 * SHAPE.num_layers
+    other.store.release(stage)
+    other.store.check_invariants()
+
+
+def test_a_long_conversation_is_looked_up_in_pieces(
+    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtiers.store.LEND_AT_ONCE", 4)
+    assert other.fetch(KEYS[:14], home.address) == ["peer"] * 10
+    home.save(KEYS[10:16])
+    assert other.fetch(KEYS[:16], home.address) == ["host"] * 10 + ["peer"] * 6
+
+
 def test_what_came_lies_on_our_own_disk_too(home: Node, other: Node) -> None:
     other.fetch(KEYS[:10], home.address)
     other.to_disk()
