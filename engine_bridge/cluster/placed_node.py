@@ -67,7 +67,8 @@ class PlacedNode(RemoteNode):
         if not self.is_up:
             return self._so("rebuilding" if self._was_ready else "starting", self.stage)
         told = super().progress
-        if told.state == "starting" and self._was_ready:
+        # A process that ends says `closed` of itself; whether the node has left is known from who placed it.
+        if told.state == "closed" or (told.state == "starting" and self._was_ready):
             return Progress("rebuilding", told.stage, told.elapsed_s)
         return told
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 
 from engine_bridge.cluster import orders
 from engine_bridge.cluster.host import NodeHost
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
+from engine_bridge.cluster.wire import REPORT_EVERY_S
 from tests.unit.gateway.fake_node import FakeNode
 
 
@@ -37,6 +39,9 @@ def main() -> None:
     for line in lines:
         match orders.order_of(line):
             case orders.Restart(node_id=node_id) | orders.Kill(node_id=node_id):
+                if nodes[node_id].settings == b"takes its time to close":
+                    fakes[node_id].state = "closed"
+                    time.sleep(2 * REPORT_EVERY_S)
                 tell(orders.Placed(node_id, None))
                 place(nodes[node_id], settings, tell)
             case orders.Remove(node_id=node_id):
@@ -46,6 +51,7 @@ def main() -> None:
 
 
 hosts: dict[str, NodeHost] = {}
+fakes: dict[str, FakeNode] = {}
 
 
 def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: ignore[no-untyped-def]
@@ -55,7 +61,7 @@ def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: 
     if node.settings == b"cannot be made":
         tell(orders.Placed(node.node_id, None, "it has no model"))
         return
-    fake = FakeNode(["I am ", node.node_id])
+    fake = fakes[node.node_id] = FakeNode(["I am ", node.node_id])
     if node.settings == b"another model":
         fake.model_name = "another-model"
     hosts[node.node_id] = NodeHost(

@@ -90,6 +90,16 @@ async def test_nodes_answer_come_again_when_they_are_restarted_and_leave(tmp_pat
         assert not any(process.is_running() for process in ours)
 
 
+async def test_a_process_that_says_it_is_closed_before_it_ends_has_not_failed_to_come_again(
+    tmp_path: Path,
+) -> None:
+    async with placement_of(tmp_path, a=b"takes its time to close") as (placement, _):
+        await placement.start()
+        node, before = placement.nodes["a"], placement.nodes["a"].last_incarnation
+        await placement.restart("a")
+        assert node.last_incarnation != before and node.progress.state == "ready"
+
+
 @pytest.mark.parametrize("victim", ["tests.unit.cluster.fake_driver", "engine_bridge.cluster.guard"])
 async def test_when_the_driving_process_or_its_guard_dies_all_is_started_again(
     tmp_path: Path, victim: str

@@ -373,8 +373,10 @@ async def test_a_node_that_says_nothing_gets_nothing_and_then_its_answers_end(
         link.data_received = lambda data: None  # type: ignore[method-assign]
         link.reported_s -= members.QUIET_S
         assert [standing.state for standing in router.nodes_state()] == ["quiet", "ready"]
-        asking(router, question("new"))
-        (await placement.inner["b"].asked()).finish("x")
+        asking(router, question())
+        answer = await placement.inner["b"].asked()
+        assert answer.request.context.kv_from == "", "nor does it give any KV"
+        answer.finish("x")
         link.reported_s -= members.SILENT_S
         with pytest.raises(EngineUnavailable):
             await anext(begun)
