@@ -26,7 +26,7 @@ SEVERAL := $(filter-out 1,$(NODES))
 # Two processes, a file's tests all in one of them (they share an engine), in the order that the engines need.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv serve node test fuzz lint format bench bench-sim results pins browser clean
+.PHONY: help venv serve ray node test fuzz lint format bench bench-sim results pins browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -35,6 +35,8 @@ venv: $(RUNTIME) ## make .venv with everything that serving needs
 
 serve: $(RUNTIME) $(if $(SEVERAL),$(RAY)) ## start the gateway (HOST= PORT= MODEL= DEVICE=cuda NODES=2 ARGS=)
 	@exec .venv/bin/overture serve $(FLAGS) $(if $(SEVERAL),--nodes $(NODES)) $(ARGS)
+
+ray: $(RUNTIME) $(RAY) ## install Ray, for clusters of several machines
 
 node: $(RUNTIME) $(RAY) ## add this machine to a gateway's cluster (ARGS='--ray-address HOST:PORT …'; docs/operations.md)
 	@exec .venv/bin/overture node $(if $(MODEL),--model $(MODEL)) --device $(DEVICE) $(ARGS)

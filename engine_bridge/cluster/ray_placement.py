@@ -185,7 +185,7 @@ class RayPlacement:
                 self._problem = problem
                 self._changed.set()
                 return
-            log.error("Ray has ended (%s) and is started again", problem)
+            log.error("there is no Ray (%s); it is started again", problem)
             pause_s = FIRST_PAUSE_S if time.monotonic() - began_s > HEALTHY_S else pause_s * 2
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), min(pause_s, MOST_PAUSE_S))

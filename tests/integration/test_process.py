@@ -108,6 +108,11 @@ async def ask(client: ChatClient, content: str, session_id: str | None = None) -
     raise AssertionError("no done frame")
 
 
+def libraries(pid: int) -> str:
+    """What a process has in its memory of files, by their paths."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
 @pytest.mark.slow
 async def test_kill_9_loses_no_acknowledged_turn_and_sighup_drains_where_there_is_no_key_file(
     tmp_path: Path,
@@ -117,6 +122,8 @@ async def test_kill_9_loses_no_acknowledged_turn_and_sighup_drains_where_there_i
     async with serving(port, tmp_path) as process:
         lines = await output_until(process, b"ready")
         assert url.encode() in lines[0] and len(lines) >= 3, "progress is shown while the engine starts"
+        loaded = libraries(process.pid)
+        assert "/uvloop/" in loaded and "/ray/" not in loaded, "one node needs no Ray"
         async with ChatClient(url) as client, aiohttp.ClientSession(url) as http:
             _, elsewhere = await ask(client, SECRET)
             undisturbed, _ = await ask(client, QUESTION, elsewhere.session_id)

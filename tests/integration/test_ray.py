@@ -52,6 +52,10 @@ def below(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+def guard_of(gateway_pid: int) -> psutil.Process:
+    return psutil.Process(gateway_pid).children()[0]
+
+
 def process_of(gateway_pid: int, node_id: str) -> psutil.Process:
     """A node's: it has files open in its folder."""
     actors = (process for process in below(gateway_pid) if "ray::NodeActor" in process.cmdline()[0])
@@ -89,6 +93,8 @@ async def test_two_nodes_answer_one_that_is_killed_comes_back_and_nothing_outliv
         await until_ready(http, dead["id"], other_than=dead["incarnation"])
         assert list(await nodes_of(http)) == ["node-1", "node-2"]
 
+        folder = next(Path(word) for word in guard_of(gateway.pid).cmdline() if "/ov-" in word)
+        assert folder.stat().st_mode & 0o077 == 0, "Ray's own folder in it may be written to by everybody"
         watched = {os.pidfd_open(process.pid): process for process in below(gateway.pid)}
         gateway.kill()
         await gateway.wait()
@@ -96,3 +102,4 @@ async def test_two_nodes_answer_one_that_is_killed_comes_back_and_nothing_outliv
             ended, _, _ = await asyncio.to_thread(select.select, [fd], [], [], PATIENCE_S)
             os.close(fd)
             assert ended, f"{process} has outlived the gateway"
+        assert not folder.exists()
