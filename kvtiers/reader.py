@@ -137,13 +137,15 @@ class Reader:
             self._on_progress()
 
         def on_bad(index: int) -> None:
+            block = blocks[index]
             with self._arrived:
-                if not blocks[index].is_bad:
-                    job.num_left -= self._host.shape.num_layers - blocks[index].ready
-                self._host.spoil(blocks[index])
-                if self.origin == "peer" and blocks[index].ready == 0:
+                if block.is_bad:  # nobody waited for it any more
+                    return
+                job.num_left -= self._host.shape.num_layers - block.ready
+                self._host.spoil(block)
+                if self.origin == "peer" and block.ready == 0:
                     # Most are blocks that the peer never had: what they would have taken is wanted for computing them.
-                    self._host.empty(blocks[index])
+                    self._host.empty(block)
                 self._arrived.notify_all()
             self._on_progress()
 

@@ -272,7 +272,8 @@ class Question:
         if not 0 <= num_blocks < self.num_blocks + is_offer:
             raise WireError("a cut that is none")
         for index in range(num_blocks, self.num_blocks):
-            self._on_bad(index)
+            if index not in self._bad:
+                self._on_bad(index)
         self.num_blocks = num_blocks
         if num_blocks == 0:
             self.is_over = True

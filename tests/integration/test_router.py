@@ -15,6 +15,7 @@ import pytest_asyncio
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
+from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.local_node import LocalNodeConfig
@@ -59,7 +60,8 @@ class Processes:
 
 def _config(folder: Path) -> LocalNodeConfig:
     """Without adapters, which the gateway keeps."""
-    return structs.replace(node_config(demo_config(folder, max_num_seqs=8)), adapters_dir=None)
+    config = node_config(demo_config(folder, max_num_seqs=8))
+    return structs.replace(config, adapters_dir=None, peers=PeerConfig(token="of this test's cluster"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -124,6 +126,26 @@ async def test_new_sessions_spread_and_go_on_where_they_began(
         assert router.home_of("", session_id) == home
     stored = await server.services.store.homes(10)
     assert {session_id: home for _, session_id, home in stored} == homes
+
+
+async def test_a_session_whose_node_is_drained_goes_on_elsewhere_and_its_kv_is_asked_for_there(
+    router: Router, chat: ChatClient
+) -> None:
+    """Whether it is also waited for is up to how fast this machine computes at the moment, and what it says to test_peers."""
+    _, begun = await ask(
+        chat, "The word of the day is albatross, and the one of the year is kingfisher. " * 3
+    )
+    home = router.home_of("", begun.session_id)
+    assert await router.drain_node(home, 30.0)
+    try:
+        answer, _ = await ask(chat, QUESTION, begun.session_id)
+        assert answer and router.home_of("", begun.session_id) != home
+    finally:
+        router.reopen_node(home)
+    async with asyncio.timeout(30):
+        while not (stats := router.kv_tiers()) or not stats.peers.num_asked:
+            await asyncio.sleep(0.05)
+    assert stats.peers.misses == {}
 
 
 async def test_the_death_of_a_node_costs_begun_answers_a_retry_and_nothing_else(

@@ -105,6 +105,13 @@ def test_blocks_that_are_not_offered_or_cut_off_are_bad_at_once() -> None:
     assert asking.layers == [0, 1]
 
 
+def test_a_block_is_bad_once() -> None:
+    asking = Asking().offered()
+    asking.parts(0, 0, 4, fault=3)
+    asking.take(Cut(2))
+    assert asking.bad == [3, 2]
+
+
 def test_an_offer_of_nothing_is_the_end() -> None:
     asking = Asking().offered(0)
     assert asking.question.is_over and asking.bad == [0, 1, 2, 3]
@@ -215,3 +222,37 @@ def test_a_frame_that_is_too_large_is_refused_before_it_comes() -> None:
     frames = Frames(peer_wire.ToLender)
     with pytest.raises(WireError):
         fed(frames, (1 << 20).to_bytes(4, "little") + bytes(4), [])
+
+
+small = st.integers(-1, 5)
+MESSAGES: st.SearchStrategy[tuple[Message, bytes]] = st.one_of(
+    st.tuples(
+        st.builds(Parts, layer=small, first=small, sums=st.binary(max_size=40)), st.binary(max_size=70)
+    ),
+    st.tuples(st.builds(Cut, num_blocks=small), st.just(b"")),
+    st.tuples(st.builds(Offer, keys=st.integers(0, 5).map(lambda num: b"".join(KEYS[:num]))), st.just(b"")),
+    st.tuples(st.just(Done()), st.just(b"")),
+)
+
+
+@given(st.integers(0, 4), st.lists(MESSAGES, max_size=12), st.lists(st.booleans(), max_size=12))
+def test_whatever_a_peer_says_nothing_unchecked_is_written_and_each_layer_is_told_once_in_order(
+    num_offered: int, said: list[tuple[Message, bytes]], honest: list[bool]
+) -> None:
+    """Honest parts among nonsense."""
+    asking = Asking().offered(num_offered)
+    place = [0, 0]
+    try:
+        for message, raw in said:
+            if asking.question.is_over:
+                break
+            if honest and honest.pop() and place[0] < 2:
+                asking.parts(place[0], place[1], 1)
+                place = [place[0], place[1] + 1] if place[1] + 1 < num_offered else [place[0] + 1, 0]
+            asking.take(message, raw)
+    except (WireError, PeerFault):
+        pass
+    assert asking.layers == list(range(len(asking.layers))) and len(asking.layers) <= 2
+    assert len(asking.bad) == len(set(asking.bad))
+    for (block, layer), data in asking.memory.items():
+        assert bytes(data) in (bytes(16), bytes([block, layer]) * 8)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from kvtiers.blocks import Stage
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
 from kvtiers.io.io_thread import IoThread
+from kvtiers.io.records import Part
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, GroupFacts, Lru, Victim
 from kvtiers.store import KvStore
@@ -399,6 +402,44 @@ def test_a_damaged_block_shortens_the_prefix(tmp_path: Path) -> None:
     assert tiers.restore("a", KEYS[:4])[0] == 2
     assert tiers.store.stats().disk.num_corrupt == 1
     tiers.close()
+
+
+class GivenUpPeer:
+    """A peer that says what it lacks at the moment at which nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+
+    async def read(
+        self,
+        keys: Sequence[BlockKey],
+        part: Part,
+        *,
+        first_layer: int,
+        on_layer: Callable[[int], None],
+        on_bad: Callable[[int], None],
+    ) -> None:
+        self.is_asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            on_layer(0)
+            for index in range(len(keys)):
+                on_bad(index)
+
+
+def test_what_was_given_up_is_given_back_once_and_may_be_computed_and_saved_at_once(tiers: Tiers) -> None:
+    peer = GivenUpPeer()
+    tiers.store.use_peers(lambda address: peer)
+    stage = tiers.store.stage("a", KEYS[:3], peer="there")
+    assert peer.is_asked.wait(SETTLE_S)
+    tiers.store.release(stage)
+    assert tiers.save("a", KEYS[:3]) == 3
+    assert tiers.store.wait_for_reads(SETTLE_S)
+    tiers.store.check_invariants()
+    assert tiers.restore("a", KEYS[:3]) == (3, 0)
+    pool = tiers.store.pool
+    assert pool.num_slots - pool.num_free == 3 * SHAPE.num_layers
 
 
 class StoreMachine(RuleBasedStateMachine):
