@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -42,11 +42,7 @@ def make_placement(
     settings: of one node that has the machine to itself. names: of the nodes; None: `node-1` and so on, as many as `config.nodes`.
     Raises StartupError.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise StartupError(
-            "several nodes need Ray, which is not installed. `make serve NODES=2` installs it, and so does: "
-            "python -m pip install --no-deps --require-hashes -r requirements/ray.txt"
-        )
+    _check_ray()
     names = names if names is not None else tuple(f"node-{number + 1}" for number in range(config.nodes))
     command = (sys.executable, "-m", "gateway.cluster_process", config.log_format, config.log_level)
     try:
@@ -63,6 +59,16 @@ def make_placement(
     except ClusterError as error:
         raise StartupError(str(error)) from error
     return RayPlacement(command, cluster, config.served_model_name, on_stage)
+
+
+def _check_ray() -> None:
+    try:
+        metadata.version("ray")
+    except metadata.PackageNotFoundError as error:
+        raise StartupError(
+            "several nodes need Ray, which is not installed. `make serve NODES=2` installs it, and so does: "
+            "python -m pip install --no-deps --require-hashes -r requirements/ray.txt"
+        ) from error
 
 
 def default_name() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ def configure_environment(config: EngineConfig) -> None:
             defaults["TORCH_COMPILE_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    # vLLM loads Ray where it is installed, for executors that are not used here: that takes seconds. With this it is not there to be found.
+    sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
 
 
 def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,10 @@ def test_more_nodes_than_the_machine_has_cores_for_is_an_error_of_the_operators(
 
 
 def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(StartupError, match="make serve NODES=2"):
         placement_of(config_of(tmp_path))
 
