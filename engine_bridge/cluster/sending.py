@@ -26,8 +26,13 @@ async def bring(node: RemoteNode, contents: Contents) -> str:
         if path:
             return path
         await node.store("begin", contents.content_hash, contents.sizes)
-        for name, size in contents.sizes.items():
-            await _send(node, contents, name, size)
+        try:
+            for name, size in contents.sizes.items():
+                await _send(node, contents, name, size)
+        except AdapterRejected as error:
+            raise AdapterRejected(
+                "The adapter's files are no longer where it was loaded from. Load it again.", code="changed"
+            ) from error
         path = await node.store("finish", contents.content_hash)
     if path:
         return path

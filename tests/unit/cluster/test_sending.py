@@ -104,6 +104,15 @@ async def test_changed_before_it_was_sent_it_is_refused(tmp_path: Path) -> None:
             await bring(node, contents)
 
 
+async def test_gone_before_it_was_sent_the_client_is_told_what_to_do(tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "source", modules=WIDE)
+    contents = contents_of(folder)
+    folder.rename(tmp_path / "moved")
+    async with connected(CatalogNode(), store_at(tmp_path / "s")) as (node, _):
+        with pytest.raises(AdapterRejected, match="no longer where it was loaded from"):
+            await bring(node, contents)
+
+
 async def test_cut_off_in_the_middle_nothing_is_taken_for_whole(tmp_path: Path, source: Path) -> None:
     contents = contents_of(source)
     store = AwayFrom(tmp_path / "s", free_bytes=0)
