@@ -136,9 +136,13 @@ class AdapterSync:
     def _open(self) -> list[Keeper]:
         return [keeper for keeper in self._all().values() if keeper.is_open]
 
+    def _following(self) -> list[Keeper]:
+        """Of nodes that are in step. Nobody waits for others, which may be being sent gigabytes: they see by themselves what has changed."""
+        return [keeper for keeper in self._all().values() if keeper.is_in_step]
+
     def _in_step(self) -> list[Keeper]:
         """Raises EngineUnavailable if there are none."""
-        keepers = [keeper for keeper in self._all().values() if keeper.is_in_step]
+        keepers = self._following()
         if not keepers:
             raise EngineUnavailable("no node is ready yet; try again in a moment", code="starting")
         return keepers
@@ -157,10 +161,12 @@ class AdapterSync:
         async with self._changing:
             keepers = self._in_step()
             name, path = _text(body, "lora_name"), _text(body, "lora_path")
-            is_again = name in self._list.wanted and not body.get("load_inplace")
-            if not name or not path or is_again:
-                # A node says best what is wrong with it.
+            # A node says best what is wrong with a body, and with loading what it has.
+            if not name or not path:
                 return await keepers[0].node.load_adapter(body)
+            has_it = (keeper for keeper in keepers if name in keeper.node.adapters_by_name())
+            if not body.get("load_inplace") and (keeper := next(has_it, None)) is not None:
+                return await keeper.node.load_adapter(body)
             reply = await self._serve(name, path, body)
         if reply is None:
             raise EngineUnavailable("the nodes have failed and are started again; try again in a moment")
@@ -185,13 +191,13 @@ class AdapterSync:
             if name not in self._list.wanted:
                 return None
             await asyncio.to_thread(self._list.set_pinned, name, is_pinned)
-            await self._catch_up(self._open())
+            await self._catch_up(self._following())
         return next((info for info in self.merged() if info.name == name), None)
 
     async def _drop(self, name: str, *, is_missing: bool = False) -> None:
         """Raises RegistryFailed."""
         await asyncio.to_thread(lambda: self._list.remove(name, is_missing=is_missing))
-        await self._catch_up(self._open())
+        await self._catch_up(self._following())
 
     async def _serve(self, name: str, path: str, options: Mapping[str, Any]) -> JsonReply | None:
         """Load on all nodes that are in step, and put it into the list if that worked; None if none of them is there any more."""
@@ -199,7 +205,7 @@ class AdapterSync:
             wanted = await asyncio.to_thread(self._list.read, name, path, options)
         except (AdapterRejected, RegistryFailed) as error:
             return refused(error)
-        keepers = [keeper for keeper in self._all().values() if keeper.is_in_step]
+        keepers = self._following()
         self._pending[name] = wanted
         try:
             replies = await asyncio.gather(*(keeper.load(name) for keeper in keepers))

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -265,6 +266,33 @@ async def test_what_a_later_node_cannot_have_is_shown_and_served_by_the_others(c
         assert sync.failures("n3") == {}
 
 
+async def test_nobody_waits_for_a_node_that_is_still_being_brought_up_to_date(cluster: Cluster) -> None:
+    class Slow(CatalogNode):
+        is_let_go = asyncio.Event()
+
+        async def load_adapter(self, body: Any) -> JsonReply:
+            await self.is_let_go.wait()
+            return await super().load_adapter(body)
+
+    async with synced(cluster) as sync:
+        await sync.load(loading("pirate", cluster.adapter("pirate")))
+        await sync.load(loading("robot", cluster.adapter("robot", seed=1)))
+        slow = Slow()
+        await cluster.add("n3", slow)
+        joining = asyncio.create_task(sync.joined("n3"))
+        async with asyncio.timeout(10):
+            assert (await sync.load(loading("shout", cluster.adapter("shout", seed=2)))).status == 200
+            assert (await sync.unload({"lora_name": "robot"})).status == 200
+            assert await sync.pin("pirate", True) is not None
+        assert not joining.done()
+        slow.is_let_go.set()
+        await joining
+        assert [(info.name, info.is_pinned) for info in slow.adapters()] == [
+            ("pirate", True),
+            ("shout", False),
+        ]
+
+
 async def test_a_node_that_drains_is_let_be(cluster: Cluster) -> None:
     async with synced(cluster) as sync:
         cluster.nodes["n2"].state = "draining"
@@ -285,6 +313,45 @@ async def test_a_node_that_joins_while_all_load_has_it_too(cluster: Cluster) -> 
     async with synced(cluster) as sync:
         assert (await sync.load(loading("pirate", cluster.adapter("pirate")))).status == 200
         assert set(cluster.nodes["n4"].served()) == {"pirate"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_whatever_happens_at_once_all_nodes_end_with_the_list(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr("gateway.adapter_sync.LOOK_EVERY_S", 0.001)
+    random, one_at_a_time = Random(seed), asyncio.Lock()
+    paths = [cluster.adapter(f"source-{number}", seed=number) for number in range(3)]
+    async with synced(cluster) as sync:
+
+        async def load() -> None:
+            body = loading(random.choice("ab"), random.choice(paths), load_inplace=True)
+            assert (await sync.load(body)).status == 200
+
+        async def unload() -> None:
+            assert (await sync.unload({"lora_name": random.choice("ab")})).status in (200, 404)
+
+        async def pin() -> None:
+            await sync.pin(random.choice("ab"), random.random() < 0.5)
+
+        async def lose() -> None:
+            async with one_at_a_time:
+                name = random.choice(["n1", "n2"])
+                await cluster.lose(name)
+                # The same process, or another one.
+                await cluster.add(name, cluster.nodes[name] if random.random() < 0.5 else None)
+
+        for _ in range(15):
+            done = await asyncio.gather(
+                *(random.choice([load, load, unload, pin, lose])() for _ in range(3)), return_exceptions=True
+            )
+            assert all(each is None or isinstance(each, EngineUnavailable) for each in done), done
+        for name in cluster.remotes:
+            await sync.joined(name)
+        expected = {(info.name, info.version, info.is_pinned) for info in sync.merged()}
+        for node in cluster.nodes.values():
+            assert {(info.name, info.version, info.is_pinned) for info in node.adapters()} == expected
+        assert sync.failures("n1") == sync.failures("n2") == {}
 
 
 # -- what comes by itself ----------------------------------------------------------------------------------------------
