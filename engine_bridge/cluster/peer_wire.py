@@ -255,7 +255,10 @@ class Question:
             raise PeerFault("token", "it does not know the token")
         shape = BlockShape(message.num_layers, message.layer_bytes)
         if (message.fingerprint, shape) != (self._fingerprint, self._shape):
-            raise PeerFault("foreign", "it serves another model, or computes KV in another way")
+            raise PeerFault(
+                "foreign",
+                "it serves another model, or computes KV in another way: compare namespace.json in the KV folders of both",
+            )
         frames.allow(max_frame_bytes(self._shape, len(self.keys)))
         self._turn = Offer
         return encode(Ask(self._fingerprint, self._first_layer, self._asked))

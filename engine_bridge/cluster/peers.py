@@ -51,6 +51,8 @@ REST_S = 5.0
 MAX_ASKED, MAX_LENT, MAX_CONNECTIONS = 4, 4, 64
 # An answer takes so long and is no slower, whoever sends or reads it. Chosen: what is lent or awaited stays in host memory meanwhile.
 ANSWER_S, MIN_BYTES_PER_S = 10.0, 4e6
+# Addresses that are remembered; nodes that were started again have new ones. Chosen.
+MAX_KNOWN = 256
 _RESTING: frozenset[MissReason] = frozenset(("dead", "late", "token", "foreign", "malformed"))
 
 
@@ -134,6 +136,8 @@ class Peering:
 
         def find(address: str) -> Peer | None:
             peer = known.get(address)
+            if len(known) > MAX_KNOWN:
+                known.clear()
             if peer is None and (place := _place_of(address)) is not None and address != self.address:
                 peer = known[address] = Peer(self, place, fingerprint, store.shape, self._client_ssl)
             return peer if peer is not None and not peer.is_resting else None
@@ -363,7 +367,8 @@ class _Lending(asyncio.BufferedProtocol):
         lender = self._lender
         if len(lender.connections) >= MAX_CONNECTIONS:
             lender.peering.refused("busy", f"more than {MAX_CONNECTIONS} connections")
-            self._transport.abort()
+            self._send(wire.Refused("busy"))
+            self._transport.close()
             return
         lender.connections.add(self)
         # What was written has left before more is: the memory that it was read from may then be another's.

@@ -450,6 +450,7 @@ def test_there_are_only_so_many_connections(home: Node, other: Node, monkeypatch
     crowd = [Asker(home).greet() for _ in range(3)]
     assert Asker(home).is_cut_off()
     assert other.fetch(KEYS[:3], home.address) == []
+    assert other.figures.misses == {"busy": 1}
     for each in crowd:
         each.socket.close()
     assert until(lambda: not home.peering._lender.connections)  # type: ignore[union-attr]

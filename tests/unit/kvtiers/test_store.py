@@ -428,6 +428,26 @@ class GivenUpPeer:
                 on_bad(index)
 
 
+def test_how_a_stage_stands_is_told_by_the_speeds_of_all_that_it_waits_for(tiers: Tiers) -> None:
+    """Half of it read off the disk at the speed of a disk, half by a peer that says nothing."""
+    tiers.save("a", KEYS[:2])
+    assert tiers.store.flush()
+    tiers.store.drop_host()
+    tiers.store.use_peers(lambda address: GivenUpPeer())
+    tiers.store.assume_disk_rate(1e3)
+    stage = tiers.store.stage("a", KEYS[:4], peer="there")
+    while tiers.store.wait_for_layer(stage, 2, SHAPE.num_layers - 1, SETTLE_S) < 2:
+        pass
+    progress = tiers.store.progress(stage)
+    assert (progress.num_blocks, progress.num_ready_blocks, progress.num_ready_layers) == (4, 2, 0)
+    assert (progress.disk_bytes_left, progress.disk_bytes_done) == (2 * SHAPE.block_bytes, 0)
+    assert progress.disk_bytes_per_s == tiers.store.peer_bytes_per_s("there")
+    assert stage.origins == ["disk"] * 2 + ["peer"] * 2
+    tiers.store.release(stage)
+    assert tiers.store.wait_for_reads(SETTLE_S)
+    tiers.store.check_invariants()
+
+
 def test_what_was_given_up_is_given_back_once_and_may_be_computed_and_saved_at_once(tiers: Tiers) -> None:
     peer = GivenUpPeer()
     tiers.store.use_peers(lambda address: peer)
