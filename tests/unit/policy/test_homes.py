@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
 from engine_bridge.policy.homes import Doors, Homes, Sent, doors_of
 from engine_bridge.policy.routing import (
@@ -18,6 +19,7 @@ from engine_bridge.policy.routing import (
     CachedKv,
     LoadBalance,
     NodeFacts,
+    PerfModel,
     Ranks,
     Relieve,
     Route,
@@ -197,6 +199,19 @@ def test_announced_requests_count_where_they_are_expected() -> None:
     assert placed == {"n0": 2, "n1": 2}
     assert [each.queued for each in own.facts()] == [Ranks(2, 2, 2), Ranks(2, 4, 3)]
     assert [each.queued.num for each in own.facts(with_expected=False)] == [0, 0]
+
+
+def test_a_node_that_has_not_measured_how_fast_it_is_is_taken_for_a_usual_one() -> None:
+    measured = UNKNOWN
+    guessed = structs.replace(UNKNOWN, decode=PerfModel("mbgmv", 0.0, 0.5), error=1.0)
+    own = Homes(DOORS)
+    for name, perf in (("n0", measured), ("n1", guessed)):
+        own.reported(name, facts(perf=perf), 0.0)
+    own.doors = doors_of("auto", own.facts())
+    placed = [own.requested(("t", f"{at}"), ask(f"{at}"), 1.0).node_id for at in range(4)]
+    assert placed == ["n0", "n1", "n0", "n1"]
+    own.reported("n1", facts(perf=structs.replace(guessed, error=0.1)), 2.0)
+    assert own.facts()[1].perf is not None
 
 
 def test_what_a_node_says_of_its_speed_is_passed_on_and_answers_to_come_are_counted() -> None:
