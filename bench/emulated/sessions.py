@@ -43,7 +43,9 @@ class OneNode:
             )
             pool.free_blocks(reversed(blocks))
 
-    def advise(self, kv: SessionKv, arrival_s: float | None, priority: int, now: float) -> None:
+    def advise(
+        self, kv: SessionKv, arrival_s: float | None, priority: int, now: float, adapter_id: int | None = None
+    ) -> None:
         self.node.advise(kv.session_id, arrival_s, priority)
 
     def submit(self, turn: Turn) -> None:

@@ -13,6 +13,7 @@ Arms. All have vLLM's step shape (chunked prompts beside decodes) and, but for t
   sticky     InferCept as the paper has it: KV goes to host memory, no disk, and is loaded when its next request starts. Sticky
   by_load    advisories, three tiers, KV stays on the device. An advisory is routed by load, and its request follows it: the paper's own way
   rerouted   by_load, but where the announced node is much fuller than the emptiest when its request comes, it goes to that one
+  overture   as by_load, but what is announced or new goes where it costs least, as the live router sends it (part `routing`)
   ours       as by_load, but an advisory is routed to where the KV is unless that node is much fuller than the emptiest. Where disk and network are
              fast it costs nothing, where they are slow moving KV for the sake of even numbers costs many times what it saves (part `limits`)
 
@@ -23,9 +24,9 @@ adapters), disks 3 GB/s each way for a machine. Models by their config.json: Lla
 Traffic: sessions drawn to ShareGPT's published quantiles (core/conversations.py). A fixed number of users read and type; a run begins with sessions
 that are under way, and counts requests that end after the warm-up. Normalised latency is E2E over the answer's tokens, as the paper has it.
 
-Parts: `chat8b` Fig. 12 and 14. `agents` Fig. 15. `missing` Fig. 17 (the paper says 6%, and 21.3 to 24.4 ms,
-which is 15%). `priority` Fig. 18. `limits`: where advisories stop paying, against the better of two systems without them (KV loaded on demand, routed
-sticky or by load). `scale`: a coarser node, see bench/sim/symphony_scale.py; only if asked for.
+Parts: `chat8b` Fig. 12 and 14. `agents` Fig. 15. `missing` Fig. 17 (the paper says 6%, and 21.3 to 24.4 ms, which is 15%). `priority` Fig. 18.
+`routing`: policies of the live router on few nodes, with adapters, alike and unlike. `limits`: where advisories stop paying, against the better of
+two systems without them (KV loaded on demand, routed sticky or by load). `scale`: a coarser node, see bench/sim/symphony_scale.py; only if asked for.
 
 Users at equal latency: at 20.5/18 of what `recompute` has with 64 users, the paper's own pair. Imbalance: requests at the fullest node over those at
 the median one, each averaged over a look a second. The last line is JSON. Of each figure: median over seeds; `spread` has least and most,
@@ -44,11 +45,10 @@ from bench.data import MT_BENCH
 from bench.sim import symphony_scale
 from bench.sim.core.conversations import Chats, LogNormal, recorded
 from bench.sim.core.hardware import GB
-from bench.sim.core.session_cluster import (
-    Company,
-)
+from bench.sim.core.session_cluster import Company
 from bench.sim.core.tables import Figure, Part, Workers, crossing, parser_for, report_parts, seeds_of
 from bench.sim.symphony_runs import (
+    ADAPTER_RANKS,
     BY_LOAD,
     CHAT,
     DEMAND,
@@ -58,6 +58,7 @@ from bench.sim.symphony_runs import (
     PAPER_USERS,
     RECOMPUTE,
     REROUTED,
+    ROUTED,
     SPAN_S,
     Arm,
     Point,
@@ -186,7 +187,7 @@ def chat_part(bench: Bench, setting: Setting, loads: Sequence[int], paper: dict[
 
 def _curve(bench: Bench, arm: Arm, setting: Setting, loads: Sequence[int]) -> dict[str, Any]:
     """Medians over seeds."""
-    names = "latency_s tpot_s ttft_s ttft_p99_s imbalance most median least device_share loaded_share stalled_share"
+    names = "latency_s tpot_s ttft_s ttft_p99_s tpot_p99_s imbalance most median least device_share loaded_share stalled_share"
     return {
         str(load): {
             name: round(statistics.median(bench.values(arm, setting, load, name)), 5)
@@ -294,6 +295,58 @@ def priority_part(bench: Bench) -> Part:
     return figures, {"priority": {figure.what: round(figure.median, 4) for figure in figures}}
 
 
+# -- routing -----------------------------------------------------------------------------------------------------------
+
+ROUTES = {"sticky": DEMAND, "load_balance": BY_LOAD, "relieve": OURS, "overture": ROUTED}
+USERS_PER_NODE = 128
+
+
+def routing_settings(bench: Bench) -> dict[str, Setting]:
+    """Nodes of one device and its own host memory, so that most KV lies there or on disk; everybody uses an adapter."""
+    habits = replace(bench.setting.habits, num_adapters=len(ADAPTER_RANKS))
+    span_s = min(bench.setting.span_s, 200.0)
+    four = replace(
+        bench.setting,
+        num_hosts=4,
+        num_devices=1,
+        host_bytes=64 * GB,
+        habits=habits,
+        span_s=span_s,
+        warm_up_s=60.0,
+    )
+    return {
+        "2 nodes": replace(four, num_hosts=2),
+        "4 nodes": four,
+        "8 nodes": replace(four, num_hosts=8),
+        "2 nodes, one at half the speed": replace(four, num_hosts=2, slow_share=0.5),
+        "4 nodes, one at half the speed": replace(four, slow_share=0.5),
+        "4 nodes, no adapters": replace(four, habits=replace(habits, num_adapters=0)),
+        "4 nodes, 30% unannounced": replace(four, habits=replace(habits, missing=0.3)),
+        "4 nodes, none announced": replace(four, habits=replace(habits, missing=1.0)),
+        "4 nodes, network 1.25 GB/s": replace(four, network_bytes_per_s=1.25e9),
+        "4 nodes, slow disks": replace(four, disk_bytes_per_s=0.5e9, host_bytes=16 * GB),
+    }
+
+
+def routing_part(bench: Bench) -> Part:
+    """Which policy is the default: people with adapters on few nodes. No figures of a paper but the balance."""
+    figures: list[Figure] = []
+    result: dict[str, Any] = {}
+    for name, setting in routing_settings(bench).items():
+        load = USERS_PER_NODE * setting.num_hosts
+        bench.run(ROUTES.values(), [setting], [load])
+        result[name] = {
+            route: _curve(bench, arm, setting, [load])[str(load)] for route, arm in ROUTES.items()
+        }
+        for under, key, what in (
+            (DEMAND, "ttft_p99_s", "TTFT p99 over sticky without advisories"),
+            (BY_LOAD, "latency_s", "normalised latency over load_balance"),
+        ):
+            values = bench.ratios(ROUTED, under, setting, load, key)
+            figures.append(_ratio(f"{what}, {name}", values, None, ROUTED, is_less_better=True))
+    return figures, {"routing": result}
+
+
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 LIMIT_USERS = 512
@@ -381,9 +434,7 @@ def _limit(bench: Bench, setting: Setting) -> dict[str, Any]:
 def scale_part(bench: Bench) -> Part:
     """A thousand nodes, a million sessions; no figures of the paper."""
     chats = bench.setting.habits.chats
-    found = symphony_scale.measure(
-        bench.workers, bench.seeds[0], chats, route_of("load_balance", bench.setting)
-    )
+    found = symphony_scale.measure(bench.workers, bench.seeds[0], chats, route_of("load_balance", ()))
     return [], {"scale": found, "made_by": found["made_by"]}
 
 
@@ -392,6 +443,7 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
     "agents": agents_part,
     "missing": missing_part,
     "priority": priority_part,
+    "routing": routing_part,
     "limits": limits_part,
     "scale": scale_part,
 }

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+
+from msgspec import structs
 
 from bench.measures import quantile
 from bench.sim.core.batch import Request
 from bench.sim.core.calibration import A100
 from bench.sim.core.clock import Clock
+from bench.sim.core.conversations import Chats
 from bench.sim.core.hardware import GB, Gpu
 from bench.sim.core.models import LLAMA3_8B, Model
 from bench.sim.core.session_cluster import (
@@ -26,10 +31,11 @@ from bench.sim.core.session_node import SessionNode, StepPrefill
 from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tiers import HostTiers
+from engine_bridge.policy import routing
+from engine_bridge.policy.homes import Doors
 from engine_bridge.policy.registry import POLICIES as QUEUES
 from engine_bridge.policy.routing import POLICIES as ROUTES
-from engine_bridge.policy.routing import PerfModel, RoutingPolicy
-from engine_bridge.policy.routing import Settings as RouteSettings
+from engine_bridge.policy.routing import Measured, NodeFacts, NodePerf, Ranks, RoutingPolicy, fit
 from engine_bridge.policy.ways_back import FullCost
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
@@ -38,15 +44,50 @@ KV_LINK_SHARE = 0.8
 LLAMA31_8B = replace(LLAMA3_8B, name="llama3.1-8b", max_tokens=131_072)
 GPU = replace(A100, link_share=KV_LINK_SHARE)
 PAPER_USERS, PAPER_LIMIT = 64, 20.5 / 18
+# Of the adapters that people of `Habits.num_adapters` ask for. Source: S-LoRA's, as in bench.sim.caraserve.
+ADAPTER_RANKS = (8, 16, 32, 64)
 
 
-def route_of(name: str, setting: Setting) -> RoutingPolicy:
-    """By its name in `routing.POLICIES`. Nodes of these tables never pause anybody, so that `Priority` is only asked where."""
-    cost = StepCost(setting.gpu, setting.model)
-    decode = PerfModel("mbgmv", 0.0, cost.step_s((), 1))
-    return ROUTES[name](
-        RouteSettings(decode=decode, prefill=decode, slo_s=PAPER_LIMIT, answer_tokens=1, prompt_token_s=0.0)
+def slower(gpu: Gpu, share: float) -> Gpu:
+    """The same at a share of its speed."""
+    return replace(
+        gpu,
+        name=f"{gpu.name} at {share:g}",
+        flops=gpu.flops * share,
+        memory_bytes_per_s=gpu.memory_bytes_per_s * share,
+        step_s=gpu.step_s / share,
     )
+
+
+@cache
+def perf_of(gpu: Gpu, model: Model, network_bytes_per_s: float, disk_bytes_per_s: float) -> NodePerf:
+    """How fast a node says it is: fitted to random batches, as a profile would be."""
+    cost, rng = StepCost(gpu, model), random.Random("profile")
+    steps = []
+    for _ in range(400):
+        ranks = rng.choices((0, *ADAPTER_RANKS), k=rng.randrange(1, 97))
+        context = sum(rng.randrange(100, 6000) for _ in ranks)
+        seconds = cost.step_s((), len(ranks), context, sum(ranks))
+        steps.append(Measured(Ranks(len(ranks), sum(ranks), max(ranks)), context, seconds))
+    decode = fit("mbgmv", steps, with_tokens=True).model
+    kv_bytes = model.kv_bytes_per_token
+    return NodePerf(
+        decode=decode,
+        prefill=decode,
+        prompt_token_s=(cost.prefill_s(2048) - cost.prefill_s(512)) / 1536,
+        answer_tokens=Chats().answers.mean,
+        kv_token_s=kv_bytes / gpu.achieved_link_bytes_per_s,
+        kv_disk_token_s=kv_bytes / disk_bytes_per_s,
+        kv_fetch_token_s=kv_bytes / network_bytes_per_s,
+    )
+
+
+def route_of(name: str, perfs: Sequence[NodePerf]) -> RoutingPolicy:
+    """By its name in `routing.POLICIES`. Nodes of these tables never pause anybody, so that `Priority` is only asked where."""
+    empty = NodeFacts(
+        node_id="", running=Ranks(), queued=Ranks(), num_tokens=0, queued_tokens=0, free_tokens=0
+    )
+    return ROUTES[name](routing.settings_of(structs.replace(empty, perf=perf) for perf in perfs))
 
 
 EVICTIONS: dict[str, EvictionPolicy] = {"by_value": ByValue(), "lru": Lru()}
@@ -57,7 +98,8 @@ EVICTIONS: dict[str, EvictionPolicy] = {"by_value": ByValue(), "lru": Lru()}
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One system. route, unannounced, second: names in `routing.POLICIES`, of what is announced, of what is not, and when what was announced comes.
+    """One system. route, unannounced, second, new: names in `routing.POLICIES`, of what is announced, of what is not, when what was announced comes,
+    and of sessions that begin unannounced; "" for the first of these, and nobody in second's place.
 
     eviction: of host memory, "" for none; has_cache: KV stays on the device. queue: a name in `registry.POLICIES`.
     """
@@ -65,6 +107,7 @@ class Arm:
     route: str
     unannounced: str = ""
     second: str = ""
+    new: str = ""
     eviction: str = ""
     has_disk: bool = False
     has_cache: bool = False
@@ -74,8 +117,8 @@ class Arm:
     @property
     def made_by(self) -> str:
         """The policy objects, by class."""
-        names = [name for name in (self.route, self.unannounced, self.second) if name]
-        routes = "/".join(dict.fromkeys(type(route_of(name, Setting())).__name__ for name in names))
+        names = [name for name in (self.route, self.unannounced, self.second, self.new) if name]
+        routes = "/".join(dict.fromkeys(type(route_of(name, ())).__name__ for name in names))
         parts = [routes, type(QUEUES[self.queue](1)).__name__]
         if self.eviction:
             parts += [
@@ -96,12 +139,14 @@ DEMAND_BALANCED = replace(DEMAND, route="load_balance")
 BY_LOAD = replace(DEMAND, route="load_balance", unannounced="sticky", has_advisories=True)
 REROUTED = replace(BY_LOAD, second="relieve")
 OURS = replace(BY_LOAD, route="relieve")
+# As the live router has it (`policy.homes.doors_of`).
+ROUTED = replace(BY_LOAD, route="overture", new="overture")
 CHAT = {"recompute": RECOMPUTE, "prefix": PREFIX, "sticky": STICKY, "ours": OURS}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all arms share. host_bytes, disk_bytes_per_s, network_bytes_per_s: of a machine."""
+    """What all arms share. host_bytes, disk_bytes_per_s, network_bytes_per_s: of a machine. slow_share: the last machine's speed, of the others'."""
 
     gpu: Gpu = GPU
     model: Model = LLAMA31_8B
@@ -110,6 +155,7 @@ class Setting:
     host_bytes: int = 256 * GB
     disk_bytes_per_s: float = 3e9
     network_bytes_per_s: float = 12.5e9
+    slow_share: float = 1.0
     habits: Habits = field(default_factory=Habits)
     span_s: float = SPAN_S
     warm_up_s: float = WARM_UP_S
@@ -123,6 +169,12 @@ class Setting:
     @property
     def made_by(self) -> str:
         return f"{self.engine}, {self.habits.chats.name}"
+
+    def cost(self, host: int) -> StepCost:
+        """Of a machine's devices."""
+        is_slow = self.slow_share != 1 and host == self.num_hosts - 1
+        gpu = slower(self.gpu, self.slow_share) if is_slow else self.gpu
+        return StepCost(gpu, self.model)
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -148,6 +200,7 @@ class Outcome:
     tpot_s: float
     ttft_s: float
     ttft_p99_s: float
+    tpot_p99_s: float
     num_requests: int
     imbalance: float
     most: float
@@ -164,26 +217,29 @@ class Outcome:
 def cluster_of(
     arm: Arm, setting: Setting, clock: Clock, on_end: Callable[[Request, float], None]
 ) -> SessionCluster:
-    cost = StepCost(setting.gpu, setting.model)
-    restore = FullCost(prefill=StepPrefill(cost, VLLM.step_tokens))
-    nodes = []
-    for _ in range(setting.num_hosts):
+    nodes, perfs = [], []
+    for at in range(setting.num_hosts):
+        cost = setting.cost(at)
         host = _host(arm, setting, clock) if arm.eviction else None
+        perf = perf_of(cost.gpu, cost.model, setting.network_bytes_per_s, setting.disk_bytes_per_s)
+        perfs += [perf] * setting.num_devices
         nodes += [
             SessionNode(
                 clock,
                 cost,
                 QUEUES[arm.queue](1),
                 host=host,
-                restore=restore,
+                restore=FullCost(prefill=StepPrefill(cost, VLLM.step_tokens)),
                 has_cache=arm.has_cache,
                 on_end=on_end,
+                adapter_ranks=ADAPTER_RANKS,
             )
             for _ in range(setting.num_devices)
         ]
-    second = route_of(arm.second, setting) if arm.second else None
-    announced, unannounced = (route_of(name, setting) for name in (arm.route, arm.unannounced or arm.route))
-    return SessionCluster(nodes, announced, unannounced, second)
+    second = route_of(arm.second, perfs) if arm.second else None
+    names = (arm.route, arm.unannounced or arm.route, arm.new or arm.unannounced or arm.route)
+    doors = Doors(*(route_of(name, perfs) for name in names), second)
+    return SessionCluster(nodes, doors, perfs, round(setting.habits.chats.answers.mean), ADAPTER_RANKS)
 
 
 def _host(arm: Arm, setting: Setting, clock: Clock) -> HostTiers:
@@ -241,6 +297,7 @@ def _outcome(
         tpot_s=_mean(request.tpot_s for request in requests if request.arrival.num_answer_tokens > 1),
         ttft_s=_mean(request.ttft_s for request in requests),
         ttft_p99_s=quantile([request.ttft_s for request in requests], 0.99),
+        tpot_p99_s=quantile([r.tpot_s for r in requests if r.arrival.num_answer_tokens > 1], 0.99),
         num_requests=len(requests),
         imbalance=most / max(median, 0.5),
         most=most,

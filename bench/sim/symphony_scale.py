@@ -21,12 +21,11 @@ from typing import Any
 from bench.sim.core.calibration import A100
 from bench.sim.core.conversations import Chats, Exchange
 from bench.sim.core.models import LLAMA3_8B
-from bench.sim.core.session_cluster import ask_of, node_facts
 from bench.sim.core.session_node import StepPrefill
 from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
-from engine_bridge.policy.routing import RoutingPolicy
+from engine_bridge.policy.routing import Ask, NodeFacts, Ranks, RoutingPolicy
 from engine_bridge.policy.ways_back import FullCost
 from kvtiers.policy.restore import Action, RestoreFacts
 
@@ -72,6 +71,18 @@ class CellOutcome:
     ttft_mean_s: float
     imbalance: float
     most_live: int
+
+
+def _facts_of(node_id: str, node: _Node) -> NodeFacts:
+    """Numbers of requests, which is all that SYMPHONY's router knows of a node."""
+    return NodeFacts(
+        node_id=node_id,
+        running=Ranks(node.num_running),
+        queued=Ranks(node.num_expected),
+        num_tokens=0,
+        queued_tokens=0,
+        free_tokens=0,
+    )
 
 
 class Cell:
@@ -163,10 +174,9 @@ class Cell:
         places = [int(rng.random() * num) for _ in range(NUM_DRAWN)]
         if session.home >= 0:
             places.append(session.home)
-        facts = [
-            node_facts(str(at), self.nodes[at].num_running, self.nodes[at].num_expected) for at in places
-        ]
-        route = self._routing.route(ask_of("", str(session.home)), facts)
+        facts = [_facts_of(str(at), self.nodes[at]) for at in places]
+        ask = Ask(request_id="", num_prompt_tokens=0, num_answer_tokens=0, home=str(session.home))
+        route = self._routing.route(ask, facts)
         assert route.node_id is not None, "all nodes are open"
         return int(route.node_id)
 

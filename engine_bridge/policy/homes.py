@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from .routing import (
+    NO_KV,
     POLICIES,
     Ask,
     CachedKv,
@@ -114,19 +115,22 @@ class _Request:
 
 @dataclass(slots=True)
 class _Load:
-    """Some requests, summed up."""
+    """Some requests, summed up. num_tokens: of their prompts; num_prefill_tokens: of these, those that have to be computed."""
 
     num: int = 0
     num_urgent: int = 0
     num_tokens: int = 0
+    num_prefill_tokens: int = 0
     answer_tokens: int = 0
     ranks: Counter[int] = field(default_factory=Counter)
 
-    def count(self, ask: Ask, sign: int) -> None:
-        """sign: 1 adds one, -1 takes it away."""
+    def count(self, ask: Ask, node_id: str, sign: int) -> None:
+        """sign: 1 adds one that goes to this node, -1 takes it away."""
         self.num += sign
         self.num_urgent += sign * ask.is_urgent
         self.num_tokens += sign * ask.num_prompt_tokens
+        num_cached = ask.kv.get(node_id, ask.kv_elsewhere).num_tokens
+        self.num_prefill_tokens += sign * max(ask.num_prompt_tokens - num_cached, 0)
         self.answer_tokens += sign * ask.num_answer_tokens
         self.ranks[ask.rank] += sign
         if not self.ranks[ask.rank]:
@@ -153,7 +157,7 @@ class _Node:
 
     def begin(self, request: _Request) -> None:
         self.unreported[request.ask.request_id] = request
-        self.on_the_way.count(request.ask, 1)
+        self.on_the_way.count(request.ask, self.node_id, 1)
         self.num_requests += 1
         self.num_urgent += request.ask.is_urgent
 
@@ -166,7 +170,7 @@ class _Node:
         """Reports tell of it from now on, or nobody needs to."""
         request = self.unreported.pop(request_id, None)
         if request is not None:
-            self.on_the_way.count(request.ask, -1)
+            self.on_the_way.count(request.ask, self.node_id, -1)
 
     def seen(self, *, with_expected: bool) -> NodeFacts | None:
         """What a policy is told of it; None: it has never reported."""
@@ -179,19 +183,23 @@ class _Node:
             and facts.node_id == self.node_id
         ):
             return facts
-        queued, num_tokens = facts.queued, facts.num_tokens + sent.num_tokens
-        if sent.num:
-            queued += sent.as_ranks()
-        if with_expected and expected.num:
-            queued += expected.as_ranks()
+        queued, answer_tokens = facts.queued, facts.answer_tokens
+        num_tokens = facts.num_tokens + sent.num_tokens
+        queued_tokens = facts.queued_tokens + sent.num_prefill_tokens
+        for load in (sent, expected) if with_expected else (sent,):
+            if load.num:
+                queued += load.as_ranks()
+                if answer_tokens is not None:
+                    answer_tokens += load.answer_tokens
+        if with_expected:
             num_tokens += expected.num_tokens
         return NodeFacts(
             node_id=self.node_id,
             running=facts.running,
             queued=queued,
             num_tokens=num_tokens,
-            queued_tokens=facts.queued_tokens + sent.num_tokens,
-            answer_tokens=None if facts.answer_tokens is None else facts.answer_tokens + sent.answer_tokens,
+            queued_tokens=queued_tokens,
+            answer_tokens=answer_tokens,
             free_tokens=max(facts.free_tokens - sent.num_tokens - sent.answer_tokens, 0),
             num_urgent=max(facts.num_urgent, self.num_urgent) + expected.num_urgent,
             is_open=self.is_open and facts.is_open,
@@ -274,7 +282,7 @@ class Homes:
             session = self._remember(key)
             session.announced = _Announced(advisory_id, route.node_id, ask)
             self._by_advisory[advisory_id] = session
-            self._nodes[route.node_id].expected.count(ask, 1)
+            self._nodes[route.node_id].expected.count(ask, route.node_id, 1)
         return Sent(route.node_id, _elsewhere(session, route.node_id), over, route)
 
     def retracted(self, advisory_id: str) -> None:
@@ -302,7 +310,7 @@ class Homes:
         over = told if announced != node_id else None
         if node_id is None:
             return Sent(None, over=over, route=route)
-        return Sent(node_id, self._begin(key, ask, node_id, now), over, route)
+        return Sent(node_id, self._begin(key, asked, node_id, now), over, route)
 
     def prepared(self, key: SessionKey, ask: Ask, now: float) -> Sent:
         """KV of a session is to be computed ahead: where its request is expected, else where it is at home. `ended` must follow as for a request."""
@@ -310,7 +318,7 @@ class Homes:
         announced = session.announced.node_id if session.announced is not None else ""
         for place in (announced, session.home):
             if self._can_serve(place, ask):
-                return Sent(place, self._begin(key, ask, place, now))
+                return Sent(place, self._begin(key, self._asked(ask, session), place, now))
         route = self._choose(self.doors.new, self._asked(ask, session))
         if route.node_id is None:
             return Sent(None, route=route)
@@ -379,8 +387,8 @@ class Homes:
             assert node.num_requests == len(own)
             assert node.num_urgent == sum(request.ask.is_urgent for request in own)
             assert node.unreported.keys() <= {request.ask.request_id for request in own}
-            assert node.on_the_way == _sum(request.ask for request in node.unreported.values())
-            assert node.expected == _sum(each.ask for each in announced if each.node_id == name)
+            assert node.on_the_way == _sum(name, (request.ask for request in node.unreported.values()))
+            assert node.expected == _sum(name, (each.ask for each in announced if each.node_id == name))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -421,7 +429,7 @@ class Homes:
             return None
         session.announced = None
         del self._by_advisory[announced.advisory_id]
-        self._nodes[announced.node_id].expected.count(announced.ask, -1)
+        self._nodes[announced.node_id].expected.count(announced.ask, announced.node_id, -1)
         return announced.node_id, announced.advisory_id
 
     def _can_serve(self, node_id: str, ask: Ask, avoid: Collection[str] = ()) -> bool:
@@ -432,15 +440,25 @@ class Homes:
         return node.is_open and node.facts.is_open and has_adapter
 
     def _asked(self, ask: Ask, session: _Session) -> Ask:
-        """With what is known of its session."""
+        """With what is known of its session: where its KV is, and how long it takes to the device there and elsewhere, as its home has measured."""
         if not session.home:
             return ask
         # Who announces a session of which no ids are kept says nothing of its length: it goes on from what it was.
         if not ask.num_prompt_tokens:
             ask = structs.replace(ask, num_prompt_tokens=session.num_tokens)
         num_cached = min(session.num_tokens, ask.num_prompt_tokens)
-        kv = {session.home: CachedKv(num_cached)} if num_cached else {}
-        return structs.replace(ask, home=session.home, kv=kv)
+        if not num_cached:
+            return structs.replace(ask, home=session.home)
+        node = self._nodes.get(session.home)
+        perf = node.facts.perf if node is not None and node.facts is not None else None
+        load_s = perf.kv_load_s(num_cached) if perf is not None else 0.0
+        elsewhere = NO_KV
+        if perf is not None and perf.kv_fetch_token_s is not None:
+            # Where it goes it is written to disk again, which holds up what is read there.
+            move_s = perf.kv_fetch_token_s + perf.kv_disk_token_s
+            elsewhere = CachedKv(num_cached, load_s + num_cached * move_s)
+        kv = {session.home: CachedKv(num_cached, load_s)}
+        return structs.replace(ask, home=session.home, kv=kv, kv_elsewhere=elsewhere)
 
     def _choose(
         self, door: RoutingPolicy, ask: Ask, avoid: Collection[str] = (), *, with_expected: bool = True
@@ -462,8 +480,8 @@ def _elsewhere(session: _Session, node_id: str) -> str:
     return session.home if session.home != node_id else ""
 
 
-def _sum(asks: Iterable[Ask]) -> _Load:
+def _sum(node_id: str, asks: Iterable[Ask]) -> _Load:
     load = _Load()
     for ask in asks:
-        load.count(ask, 1)
+        load.count(ask, node_id, 1)
     return load

@@ -25,8 +25,12 @@ PENALTY_S = 60.0
 # How much more a second counts by which an answer is later than its SLO. Chosen. Weighing what is late, not whether it is, keeps a node that is late
 # already from being given everything.
 LATE_WEIGHT = 10.0
-# An SLO that nobody has set, by what a request takes alone. Source: CaraServe §7.5, 1.5 times.
-SLO_TIMES, MIN_SLO_S = 1.5, 1e-4
+# An SLO that nobody has set, by what a request takes alone. Chosen in the same way: with less, nodes that are busy are all late and their KV moves.
+SLO_TIMES, MIN_SLO_S = 3.0, 1e-4
+# How much more a second counts that somebody waits for the first token than one within an answer, which is read meanwhile. A session stays at home
+# while that costs no more than such a share beyond the cheapest node. No node takes more than so many times the requests of the emptiest, and so many
+# beyond. All chosen in virtual time: `python -m bench.sim symphony --part routing` (docs/decisions).
+START_WEIGHT, INERTIA, BOUND_SHARE, BOUND_MORE = 5.0, 0.1, 3.0, 6.0
 # Singular values of measured steps, of the largest one, below which they count as none. Chosen: far above rounding, far below what steps differ by.
 MIN_SINGULAR = 1e-9
 
@@ -74,8 +78,9 @@ class NodePerf(Struct, frozen=True, kw_only=True, gc=False):
     """How fast a node is, as it knows itself. Everything in seconds.
 
     decode, prefill, prompt_token_s, prefill_step_s: as in `Settings`. answer_tokens: the usual answer there. kv_token_s, kv_disk_token_s: a
-    token's KV from host memory to the device, and from disk to host memory. adapter_byte_s, adapter_disk_byte_s: a byte of an adapter on the same
-    ways. error: mean share by which steps have differed from what was predicted lately.
+    token's KV from host memory to the device, and from disk to host memory. kv_fetch_token_s: from another node's host memory to this one's; None:
+    it cannot have it. adapter_byte_s, adapter_disk_byte_s: a byte of an adapter on the first two ways. error: mean share by which steps have
+    differed from what was predicted lately.
     """
 
     decode: PerfModel
@@ -85,6 +90,7 @@ class NodePerf(Struct, frozen=True, kw_only=True, gc=False):
     prefill_step_s: float = 0.0
     kv_token_s: float = 0.0
     kv_disk_token_s: float = 0.0
+    kv_fetch_token_s: float | None = None
     adapter_byte_s: float = 0.0
     adapter_disk_byte_s: float = 0.0
     error: float = 0.0
@@ -198,12 +204,15 @@ class CachedKv(Struct, frozen=True, gc=False):
     load_s: float = 0.0
 
 
+NO_KV = CachedKv(0)
+
+
 class Ask(Struct, frozen=True, kw_only=True, gc=False):
     """A request, or an advisory of one.
 
     num_answer_tokens: predicted. rank: of its adapter, 0 for the base model. home: where its session was last. kv: by node, where any of its prompt
-    is. adapter_load_s: by node, what its adapter takes to the device; 0 where it is there. usual_load_s: on nodes that are not named there; None:
-    those cannot serve it.
+    is. kv_elsewhere: what all others can fetch from there. adapter_load_s: by node, what its adapter takes to the device; 0 where it is there.
+    usual_load_s: on nodes that are not named there; None: those cannot serve it.
     """
 
     request_id: str
@@ -213,6 +222,7 @@ class Ask(Struct, frozen=True, kw_only=True, gc=False):
     is_urgent: bool = False
     home: str = ""
     kv: Mapping[str, CachedKv] = {}
+    kv_elsewhere: CachedKv = NO_KV
     adapter_load_s: Mapping[str, float] = {}
     usual_load_s: float | None = 0.0
 
@@ -227,7 +237,7 @@ class Cost(Struct, frozen=True, gc=False):
 
     @property
     def total_s(self) -> float:
-        return self.start_s + self.decode_s + self.others_s + LATE_WEIGHT * self.late_s
+        return START_WEIGHT * self.start_s + self.decode_s + self.others_s + LATE_WEIGHT * self.late_s
 
 
 RouteReason = Literal["policy", "no_memory", "nobody"]
@@ -406,14 +416,18 @@ class RankAware:
     """The least cost to all, by ranks. Source: CaraServe §5, Algorithm 1.
 
     What a request adds to a step of prompts, divided by the usual answer, and to a step of decoding; a penalty if decoding would be slower than the
-    SLO; times the requests that are there.
+    SLO; times the requests that are there. Departs in what is equal (all, without adapters): then the fewest requests.
     """
 
     settings: Settings
     name = "rank_aware"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
-        return _least(ask, nodes, lambda node: self.cost_s(ask.rank, node) * _num_requests(node))
+        def cost(node: NodeFacts) -> tuple[float, int]:
+            num = _num_requests(node)
+            return self.cost_s(ask.rank, node) * num, num
+
+        return _least(ask, nodes, cost)
 
     def cost_s(self, rank: int, node: NodeFacts) -> float:
         """For one request that is there: Algorithm 1's CalcCost."""
@@ -452,14 +466,19 @@ class Priority:
 
 @dataclass(frozen=True, slots=True)
 class Overture:
-    """The fewest seconds that a request adds to all answers together, its own and those that are under way (`Cost`).
+    """The fewest seconds that a request adds to all answers together, its own and those that are under way (`Cost`), among nodes that are not much
+    fuller than the emptiest. It stays at home where that costs little more.
 
-    Knows where the request's KV is and what moving it takes, where its adapter is, the ranks in each batch and the tokens that they hold. What will
-    come later is left out: it goes where it costs least then. Source: CaraServe's Algorithm 1; departs in counting own and others' seconds apart
-    in place of multiplying by the requests, in KV, adapters and tokens, and in a penalty that grows.
+    Knows where the request's KV is and what moving it takes, where its adapter is, the ranks in each batch, the tokens that they hold, and how fast
+    each node is. What will come later is left out: it goes where it costs least then. A sum of seconds alone would put long conversations on one node
+    and short ones on another; `share` and `more` bound by how many requests nodes may differ, of a slow node as many fewer as it is slower. Source:
+    CaraServe's Algorithm 1; departs in counting own and others' seconds apart in place of multiplying by the requests, in KV, adapters and tokens,
+    in a penalty that grows, in bounds and in staying at home.
     """
 
     settings: Settings
+    share: float = BOUND_SHARE
+    more: float = BOUND_MORE
     name = "overture"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
@@ -467,22 +486,37 @@ class Overture:
         if not found:
             return Route(node_id=None, reason=reason)
         usual = self._prefill(ask, "", self.settings)
-        best, best_s, best_at = None, 0.0, found[0]
-        for node in found:
+        best, best_s, best_at, at_home = None, 0.0, found[0], None
+        for node in self._within_bounds(found):
             prefill = usual
             if node.perf is not None or node.node_id in ask.kv:
                 prefill = self._prefill(ask, node.node_id, node.perf or self.settings)
             cost = self.cost(ask, node, prefill)
             total_s = cost.total_s
+            if node.node_id == ask.home:
+                at_home = cost
             if best is None or total_s < best_s:
                 best, best_s, best_at = cost, total_s, node
+        if at_home is not None and at_home.total_s <= best_s * (1 + INERTIA):
+            return Route(node_id=ask.home, reason=reason, cost=at_home)
         return Route(node_id=best_at.node_id, reason=reason, cost=best)
+
+    def _within_bounds(self, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
+        """Without those that have far more to do than the emptiest. A request counts for as many as its node is slower than usual."""
+        usual_s = self.settings.decode.seconds(TYPICAL, TYPICAL_TOKENS)
+        paces = [
+            1.0 if node.perf is None else node.perf.decode.seconds(TYPICAL, TYPICAL_TOKENS) / usual_s
+            for node in nodes
+        ]
+        loads = [_num_requests(node) * pace for node, pace in zip(nodes, paces, strict=True)]
+        limit = min(load * self.share + self.more * pace for load, pace in zip(loads, paces, strict=True))
+        return [node for node, load in zip(nodes, loads, strict=True) if load <= limit]
 
     @staticmethod
     def _prefill(ask: Ask, node_id: str, model: NodePerf | Settings) -> tuple[float, float]:
         """Seconds of computing what is not cached on a node, and of bringing what is to its device."""
         token_s = model.prompt_token_s
-        here = ask.kv.get(node_id, CachedKv(0))
+        here = ask.kv.get(node_id, ask.kv_elsewhere)
         compute_s = (ask.num_prompt_tokens - here.num_tokens) * token_s
         if here.load_s + compute_s > ask.num_prompt_tokens * token_s:
             return ask.num_prompt_tokens * token_s, 0.0
@@ -510,7 +544,8 @@ class Overture:
         return Cost(
             before_s / 2 + load_s + bring_s + step_s,
             ask.num_answer_tokens * after_s,
-            num * (stall_s + overlap * (after_s - before_s)),
+            # Whoever waits for KV of its own waits behind this one's.
+            num * (stall_s + overlap * (after_s - before_s)) + queued.num * bring_s,
             ask.num_answer_tokens * late_s + num * overlap * more_late_s,
         )
 

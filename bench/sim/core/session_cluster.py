@@ -14,77 +14,100 @@ from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.tiers import SessionKv
 from engine_bridge.policy.homes import Doors, Homes, Sent, SessionKey
-from engine_bridge.policy.routing import Ask, NodeFacts, Ranks, RoutingPolicy
+from engine_bridge.policy.routing import Ask, NodeFacts, NodePerf, Ranks
 
 
-def node_facts(node_id: str, num_running: int, num_queued: int, num_urgent: int = 0) -> NodeFacts:
-    """What SYMPHONY's router knows of a node: numbers of requests."""
+def facts_of(
+    node_id: str, node: SessionNode, perf: NodePerf | None = None, adapter_ranks: Sequence[int] = ()
+) -> NodeFacts:
+    """What a node reports. Turns that wait for their KV are queued, too."""
+    waiting, held = node.waiting.values(), node.held
+    start_tokens = sum(node.start_blocks(request) for request in waiting) * BLOCK_TOKENS
+    start_tokens += sum(turn.num_prompt_tokens for turn in held)
     return NodeFacts(
         node_id=node_id,
-        running=Ranks(num_running),
-        queued=Ranks(num_queued),
-        num_tokens=0,
-        queued_tokens=0,
-        free_tokens=0,
-        num_urgent=num_urgent,
+        running=_ranks([request.rank for request in node.running.values()]),
+        queued=_ranks(
+            [request.rank for request in waiting] + [_rank(turn.adapter_id, adapter_ranks) for turn in held]
+        ),
+        num_tokens=node.kv_blocks * BLOCK_TOKENS + start_tokens,
+        queued_tokens=sum(map(node.start_tokens, waiting)) + sum(map(node.tail_tokens, held)),
+        free_tokens=max(node.free_blocks * BLOCK_TOKENS - start_tokens, 0),
+        perf=perf,
     )
 
 
-def ask_of(session_id: str, home: str, is_urgent: bool = False) -> Ask:
-    """A request or an advisory of it, whose sizes its router does not look at."""
-    return Ask(
-        request_id=session_id, num_prompt_tokens=0, num_answer_tokens=0, is_urgent=is_urgent, home=home
-    )
+def _rank(adapter_id: int | None, adapter_ranks: Sequence[int]) -> int:
+    return adapter_ranks[adapter_id] if adapter_id is not None else 0
+
+
+def _ranks(ranks: Sequence[int]) -> Ranks:
+    return Ranks(len(ranks), sum(ranks), max(ranks, default=0))
 
 
 class SessionCluster:
     """Sends advisories and requests to nodes as the live router's `Homes` says, which hears of a node at the moment of each choice.
 
     Args:
-        routing: of what is announced, which counts among a node's requests from then on; unannounced: of all other requests. second: asked again
-            when what was announced comes, and told only of requests that are there; None: it goes where its advisory went.
+        perfs: of each node, as it says of itself.
+        answer_tokens: what is reckoned with for every request: nobody foretells answers here.
+        adapter_ranks: by adapter id.
     """
 
     def __init__(
         self,
         nodes: Sequence[SessionNode],
-        routing: RoutingPolicy,
-        unannounced: RoutingPolicy,
-        second: RoutingPolicy | None = None,
+        doors: Doors,
+        perfs: Sequence[NodePerf | None],
+        answer_tokens: int,
+        adapter_ranks: Sequence[int] = (),
     ) -> None:
         self.nodes = nodes
+        self._ranks = adapter_ranks
         self._ids = [str(at) for at in range(len(nodes))]
-        self._homes = Homes(Doors(routing, unannounced, unannounced, second), settle_s=0.0)
+        self._perfs, self._answer_tokens = perfs, answer_tokens
+        self._homes = Homes(doors, settle_s=0.0)
 
     def place(self, kv: SessionKv, num_blocks: int, at: int) -> None:
         """A session that went on there before the run began."""
-        self._homes.placed(_key(kv), self._ids[at])
+        self._homes.placed(_key(kv), self._ids[at], num_blocks * BLOCK_TOKENS)
         host = self.nodes[at].host
         if host is not None:
             host.place(kv, num_blocks)
 
-    def advise(self, kv: SessionKv, arrival_s: float | None, priority: int, now: float) -> None:
+    def advise(
+        self, kv: SessionKv, arrival_s: float | None, priority: int, now: float, adapter_id: int | None = None
+    ) -> None:
         self._look(now)
-        sent = self._homes.advised(_key(kv), kv.session_id, ask_of(kv.session_id, "", priority < 0))
+        ask = self._ask(kv.session_id, kv.saved_blocks * BLOCK_TOKENS, adapter_id, priority)
+        sent = self._homes.advised(_key(kv), kv.session_id, ask)
         self.nodes[_place(sent)].advise(kv, arrival_s, priority, now)
 
     def submit(self, turn: Turn) -> None:
         self._look(turn.at_s)
-        ask = ask_of(turn.request_id, "", turn.priority < 0)
+        ask = self._ask(turn.request_id, turn.num_prompt_tokens, turn.adapter_id, turn.priority)
         sent = self._homes.requested(_key(turn.kv), ask, turn.at_s)
         if sent.over is not None:
             self.nodes[int(sent.over[0])].retract(turn.kv)
         self.nodes[_place(sent)].arrive(turn)
 
+    def _ask(self, name: str, num_tokens: int, adapter_id: int | None, priority: int) -> Ask:
+        return Ask(
+            request_id=name,
+            num_prompt_tokens=num_tokens,
+            num_answer_tokens=self._answer_tokens,
+            rank=_rank(adapter_id, self._ranks),
+            is_urgent=priority < 0,
+        )
+
     def _look(self, now: float) -> None:
-        for node_id, node in zip(self._ids, self.nodes, strict=True):
-            num_running = len(node.running)
-            facts = node_facts(node_id, num_running, node.num_requests - num_running)
-            self._homes.reported(node_id, facts, now)
+        for node_id, node, perf in zip(self._ids, self.nodes, self._perfs, strict=True):
+            self._homes.reported(node_id, facts_of(node_id, node, perf, self._ranks), now)
 
     def ended(self, turn: Turn) -> None:
         """A request ended where it was sent."""
-        self._homes.ended(turn.request_id)
+        num_tokens = turn.num_prompt_tokens + turn.num_answer_tokens
+        self._homes.ended(turn.request_id, num_tokens=num_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
 
     def forget(self, kv: SessionKv) -> None:
         """Its session goes on no more. What is stored of it stays: nobody says so to a node."""
@@ -131,6 +154,7 @@ class _User:
     place: int
     kv: SessionKv
     priority: int
+    adapter_id: int | None = None
     num_sessions: int = 0
     num_tokens: int = 0  # of the session so far
 
@@ -138,13 +162,14 @@ class _User:
 @dataclass(frozen=True, slots=True)
 class Habits:
     """How people ask. missing: share of turns without an advisory; urgent: share of people of high priority; lead_share: times the leads of
-    advisories, which come later than typing begins if it is below 1."""
+    advisories, which come later than typing begins if it is below 1. num_adapters: of which each person has one; 0: all ask the base model."""
 
     chats: Chats = field(default_factory=Chats)
     has_advisories: bool = True
     missing: float = 0.0
     urgent: float = 0.0
     lead_share: float = 1.0
+    num_adapters: int = 0
 
 
 class Users:
@@ -164,7 +189,8 @@ class Users:
     def _user(self, number: int, session: Session, place: int, seed: int) -> _User:
         rng = random.Random(f"user {seed} {number}")
         priority = -1 if rng.random() < self._habits.urgent else 0
-        user = _User(number, rng, session, place, SessionKv(f"{number}.0"), priority)
+        adapter_id = rng.randrange(self._habits.num_adapters) if self._habits.num_adapters else None
+        user = _User(number, rng, session, place, SessionKv(f"{number}.0"), priority, adapter_id)
         user.num_tokens = sum(e.num_prompt_tokens + e.num_answer_tokens for e in session[:place])
         return user
 
@@ -183,8 +209,11 @@ class Users:
         is_missing = user.rng.random() < habits.missing
         if habits.has_advisories and not is_missing:
             late_s = lead_s * (1 - habits.lead_share)
-            self._clock.at(now + late_s, lambda now: self._cluster.advise(user.kv, None, user.priority, now))
+            self._clock.at(now + late_s, lambda now: self._advise(user, now))
         self._clock.at(now + lead_s, lambda now: self._send(user, now))
+
+    def _advise(self, user: _User, now: float) -> None:
+        self._cluster.advise(user.kv, None, user.priority, now, user.adapter_id)
 
     def _send(self, user: _User, now: float) -> None:
         exchange = user.session[user.place]
@@ -195,6 +224,7 @@ class Users:
             exchange.num_answer_tokens,
             kv=user.kv,
             priority=user.priority,
+            adapter_id=user.adapter_id,
         )
         self._by_request[turn.request_id] = user
         self._cluster.submit(turn)

@@ -9,7 +9,7 @@ and advisories, as engine_bridge/core/promotions.py acts on them. How much of a 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from bench.sim.core.batch import Request
@@ -95,8 +95,9 @@ class SessionNode(Node):
         restore: RestorePolicy,
         has_cache: bool,
         on_end: Callable[[Request, float], None],
+        adapter_ranks: Sequence[int] = (),
     ) -> None:
-        super().__init__(clock, cost, VLLM, policy, _Unasked())
+        super().__init__(clock, cost, VLLM, policy, _Unasked(), adapter_ranks=adapter_ranks)
         self.host = host
         self.link = SharedLink(clock, cost.gpu.achieved_link_bytes_per_s, cost.gpu.load_setup_s)
         self.cached_blocks = 0
@@ -119,6 +120,15 @@ class SessionNode(Node):
     def num_requests(self) -> int:
         """That came and have not ended."""
         return len(self.waiting) + len(self.running) + len(self._held)
+
+    @property
+    def held(self) -> Collection[Turn]:
+        """Turns that came and wait for their KV."""
+        return self._held.values()
+
+    def tail_tokens(self, turn: Turn) -> int:
+        """Of a held turn, that have no KV anywhere."""
+        return max(turn.num_prompt_tokens - turn.kv.saved_blocks * BLOCK_TOKENS, 1)
 
     # -- advisories ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.conversations import Chats, LogNormal, recorded
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.models import LLAMA2_13B, Model
-from bench.sim.core.session_cluster import Company, Habits, SessionCluster, Users
+from bench.sim.core.session_cluster import Company, Habits, SessionCluster, Users, facts_of
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.shapes import ACTIVATION_BYTES, BLOCK_TOKENS
 from bench.sim.core.steps import Chunk, StepCost
@@ -44,6 +44,7 @@ from bench.sim.symphony_runs import (
 )
 from bench.sim.symphony_scale import Cell, measure
 from engine_bridge.policy.baselines import Fcfs
+from engine_bridge.policy.homes import Doors
 from engine_bridge.policy.routing import LoadBalance, Relieve, Sticky
 from engine_bridge.policy.ways_back import FullCost
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
@@ -291,7 +292,8 @@ def served_under_watch(arm: Arm, setting: Setting) -> list[Request]:
 def test_a_request_follows_its_advisory_and_may_be_sent_elsewhere() -> None:
     for second, served_by in ((None, 1), (Relieve(), 0)):
         world = World(num_hosts=2)
-        cluster = SessionCluster(world.nodes, LoadBalance(), Sticky(), second)
+        doors = Doors(LoadBalance(), Sticky(), Sticky(), second)
+        cluster = SessionCluster(world.nodes, doors, [None, None], 338)
         kv = SessionKv("s")
         cluster.place(kv, 20, 1)
         world.clock.at(1.0, lambda now: cluster.advise(kv, None, 0, now))  # noqa: B023
@@ -302,6 +304,20 @@ def test_a_request_follows_its_advisory_and_may_be_sent_elsewhere() -> None:
         world.runs()
         assert [len(node.ended) for node in world.nodes][served_by] == (5 if served_by else 1)
         assert kv.num_pins == 0
+
+
+def test_a_node_reports_what_runs_what_waits_and_what_waits_for_its_kv() -> None:
+    world = World()
+    node, kv = world.nodes[0], SessionKv("s")
+    empty = facts_of("0", node)
+    world.hosts[0].place(kv, 20)
+    world.asks(SessionKv("new"), 0.0, 500, 300, node=0)
+    world.asks(kv, 0.1, 16 * 21, 2, node=0)
+    world.clock.run(0.1)
+    facts = facts_of("0", node)
+    assert facts.num_requests == node.num_requests == 2 and facts.running.num >= 1
+    assert facts.num_tokens >= 500 and facts.free_tokens < empty.free_tokens
+    assert facts.queued_tokens < 16 * 21, "what is in host memory need not be computed"
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
@@ -338,7 +354,7 @@ def test_agents_are_announced_and_all_workflows_end() -> None:
 def test_urgent_people_are_served_first() -> None:
     arm = replace(RECOMPUTE, queue="priority")
     setting = replace(BRIEF, habits=Habits(urgent=0.3), model=LONG)
-    outcome = run(Point(arm, setting, 384, 1))
+    outcome = run(Point(arm, setting, 512, 1))
     assert outcome.urgent_latency_s < outcome.other_latency_s
 
 

@@ -171,6 +171,41 @@ def test_every_policy_can_be_had_by_name_before_any_node_has_said_a_word(name: s
     assert own.doors.new.name == name
 
 
+def test_what_its_kv_takes_to_the_device_is_told_of_its_home_and_of_nodes_that_fetch_it() -> None:
+    perf = structs.replace(UNKNOWN, kv_token_s=1e-5, kv_disk_token_s=3e-5, kv_fetch_token_s=1e-4)
+    for can_fetch in (True, False):
+        heard = Heard()
+        own = homes(0, 0, doors=Doors(heard, heard, heard))
+        told = perf if can_fetch else structs.replace(perf, kv_fetch_token_s=None)
+        own.reported("n1", facts(perf=told), 0.0)
+        own.placed(KEY, "n1", 64)
+        own.advised(KEY, "a", ask())
+        (asked,) = heard.asks
+        assert asked.kv["n1"].load_s == pytest.approx(64e-5)
+        assert asked.kv_elsewhere.num_tokens == 64 * can_fetch
+        # Over the network, to the device, and to disk once more.
+        assert asked.kv_elsewhere.load_s == pytest.approx((64e-5 + 64e-4 + 64 * 3e-5) * can_fetch)
+
+
+def test_of_what_is_on_its_way_only_what_has_no_kv_there_is_to_be_computed() -> None:
+    own = homes(0, 0)
+    own.placed(KEY, "n0", 64)
+    own.requested(KEY, ask(), 1.0)
+    own.requested(("t", "new"), ask("new"), 1.0)
+    first, second = own.facts()
+    assert (first.num_tokens, first.queued_tokens, first.queued.num) == (100, 36, 1)
+    assert (second.num_tokens, second.queued_tokens) == (100, 100)
+
+
+def test_what_a_node_says_of_its_speed_and_of_answers_stays_with_what_is_sent_to_it() -> None:
+    own = homes(0)
+    own.reported("n0", facts(perf=UNKNOWN, answer_tokens=50), 0.0)
+    own.advised(KEY, "a", ask())
+    own.requested(("t", "other"), ask("other"), 1.0)
+    (seen,) = own.facts()
+    assert (seen.perf, seen.answer_tokens, seen.queued.num) == (UNKNOWN, 50 + 10 + 10, 2)
+
+
 # -- what reports cannot tell yet --------------------------------------------------------------------------------------
 
 

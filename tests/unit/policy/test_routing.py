@@ -16,6 +16,7 @@ from engine_bridge.policy.routing import (
     LATE_WEIGHT,
     POLICIES,
     SLO_TIMES,
+    START_WEIGHT,
     Ask,
     CachedKv,
     Cost,
@@ -267,13 +268,14 @@ def test_costs_by_hand() -> None:
     # Decoding goes from 32 + 10 + 5 = 47 ms to 64 + 10 + 15 = 89 ms. Its prompt: half a step, the load, its KV, then one step with 30 + 40 tokens.
     start_s = 0.0235 + 0.5 + 0.005 + 0.02 + 0.030 + 0.040
     # Three others see the load and its own 40 tokens: the step itself comes for the queued one. Half of their ten tokens are still to come.
-    others_s = 3 * (0.5 + 0.040 + 5 * 0.042)
+    # The one that is queued may wait for KV, too, behind this one's.
+    others_s = 3 * (0.5 + 0.040 + 5 * 0.042) + 0.005
     late_s = 10 * 0.039 + 3 * 5 * 0.039
     assert cost is not None
     assert (cost.start_s, cost.decode_s, cost.others_s, cost.late_s) == pytest.approx(
         (start_s, 0.89, others_s, late_s)
     )
-    assert cost.total_s == pytest.approx(start_s + 0.89 + others_s + LATE_WEIGHT * late_s)
+    assert cost.total_s == pytest.approx(START_WEIGHT * start_s + 0.89 + others_s + LATE_WEIGHT * late_s)
 
 
 def test_it_goes_where_its_kv_is_unless_that_costs_others_more() -> None:
@@ -319,6 +321,52 @@ def test_a_node_that_is_late_already_is_not_given_everything() -> None:
     ours = Overture(replace(OURS.settings, slo_s=0.1))
     nodes = [busy("late", 20), busy("on the brink", 11)]
     assert ours.route(ask(), nodes).node_id == "on the brink"
+
+
+def test_it_stays_at_home_unless_that_costs_clearly_more() -> None:
+    nodes = [busy("a", 10), busy("home", 11), busy("b", 12)]
+    assert OURS.route(ask(home="home"), nodes).node_id == "home"
+    assert OURS.route(ask(), nodes).node_id == "a"
+    assert OURS.route(ask(home="home"), [busy("a", 3), busy("home", 11)]).node_id == "a"
+
+
+def test_kv_that_can_be_fetched_makes_other_nodes_cheaper_but_not_as_cheap_as_home() -> None:
+    at_home = {"home": CachedKv(90, 0.001)}
+    nodes = [busy("a", 2), busy("home", 2)]
+    stuck = ask(kv=at_home, home="home")
+    free = msgspec.structs.replace(stuck, kv_elsewhere=CachedKv(90, 0.002))
+    elsewhere = [OURS.route(each, nodes[:1]).cost for each in (free, stuck)]
+    at_its_home = OURS.route(stuck, nodes[1:]).cost
+    assert elsewhere[0] is not None and elsewhere[1] is not None and at_its_home is not None
+    assert at_its_home.total_s < elsewhere[0].total_s < elsewhere[1].total_s
+
+
+def test_no_node_is_given_far_more_requests_than_the_emptiest_however_little_they_cost() -> None:
+    """Long conversations here, short ones there would be the fewest seconds in all, and no balance."""
+    nodes = [busy("long", 2, num_tokens=10**6), busy("short", 13, num_tokens=100)]
+    tokens = replace(OURS.settings, decode=PerfModel("mbgmv", 0.0, 0.01, 1e-7), slo_s=10.0)
+    assert Overture(tokens).route(ask(rank=0), nodes).node_id == "long", (
+        "13 is more than three times two and six"
+    )
+    half = [nodes[0], busy("short", 7, num_tokens=100)]
+    assert Overture(tokens).route(ask(rank=0), half).node_id == "short"
+
+
+def test_a_node_at_half_the_speed_is_full_with_half_as_many() -> None:
+    ours = Overture(replace(SETTINGS, decode=MBGMV))
+    slow = msgspec.structs.replace(busy("slow", 7), perf=perf(2.0))
+    assert ours._within_bounds([slow, busy("fast", 2)]) == [busy("fast", 2)]
+    assert ours._within_bounds([busy("slow", 7), busy("fast", 2)]) == [busy("slow", 7), busy("fast", 2)]
+
+
+@pytest.mark.parametrize("name", ["overture", "rank_aware", "load_balance", "priority"])
+def test_without_adapters_nobody_piles_up_on_one_node(name: str) -> None:
+    policy = POLICIES[name](SETTINGS)
+    counts = Counter[str]()
+    for number in range(40):
+        nodes = [node(node_id, ranks(*[0] * counts[node_id])) for node_id in ("a", "b")]
+        counts[str(policy.route(ask(rank=0, request_id=str(number)), nodes).node_id)] += 1
+    assert counts["a"] == counts["b"]
 
 
 # -- nodes of unequal speed --------------------------------------------------------------------------------------------
@@ -469,4 +517,4 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None
 
 
 def test_a_cost_is_the_sum_of_its_parts() -> None:
-    assert Cost(1.0, 2.0, 3.0, 0.5).total_s == pytest.approx(6.0 + LATE_WEIGHT * 0.5)
+    assert Cost(1.0, 2.0, 3.0, 0.5).total_s == pytest.approx(START_WEIGHT + 5.0 + LATE_WEIGHT * 0.5)
