@@ -108,6 +108,15 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         ),
     ] = 500.0
     """Not for vLLM's own queue."""
+    urgent_tpot_ms: Annotated[
+        float,
+        setting(
+            "Scheduling",
+            "Other requests are paused while urgent ones (priority below 0) would wait longer than this for a token; 0: never.",
+            ge=0,
+        ),
+    ] = 100.0
+    """Two tokens in the time in which people read one (MLPerf Inference, Llama 2 70B: 200 ms a token)."""
     decision_log: Annotated[
         Path | None,
         setting(

@@ -21,6 +21,13 @@ _COUNTERS = (
     ("overture_scheduling_admitted", "Requests started, again after a preemption", "counts", "admitted"),
     ("overture_scheduling_bypassed", "Starts that passed a head without memory", "counts", "bypassed"),
     ("overture_scheduling_squashed", "Bypassers preempted for the head they passed", "counts", "squashed"),
+    (
+        "overture_scheduling_paused",
+        "Requests preempted so that urgent ones decode in time",
+        "counts",
+        "paused",
+    ),
+    ("overture_scheduling_resumed", "Requests let go on after a pause", "counts", "resumed"),
     ("overture_scheduling_refits", "New lanes taken over", "counts", "refits"),
     ("overture_scheduling_decisions", "Decisions on who starts", "counts", "decisions"),
     ("overture_scheduling_decide_seconds", "Engine thread's time for decisions", "seconds", "decide"),

@@ -15,6 +15,7 @@ COMMANDS = {
     "caraserve": "cold adapters: a host that helps, against loads that are waited for",
     "chameleon": "adapters: queues and caches over loads, by the paper's device and requests",
     "symphony": "people who type, on one node: advisories over tiers, tiers over none",
+    "urgent": "urgent requests: others paused for them, or never",
     "exact": "fcfs is vLLM's own order, policies repeat, and what our scheduling costs",
 }
 

@@ -25,6 +25,7 @@ from bench.sim.core.clock import Clock, Event
 from bench.sim.core.links import SharedLink
 from bench.sim.core.requests import Arrival, Guesser, Timed
 from bench.sim.core.steps import StepCost
+from engine_bridge.core.pauses import Pauses
 from engine_bridge.core.refits import Work
 from engine_bridge.core.step_times import StepSeconds, StepTimes
 from engine_bridge.driver.adapters.residency import lora_ids
@@ -93,6 +94,7 @@ class EmulatedNode:
         memory: where they may lie. With a host's help for those on their way, the cost names the host.
         lane_rule: a name in `engine_bridge.policy.lanes.RULES`.
         tiers: host memory for KV that leaves the device; None: there is none.
+        urgent_tpot_s: as `--urgent-tpot-ms`.
         stopwatch: what our scheduling takes is told by it.
     """
 
@@ -108,9 +110,11 @@ class EmulatedNode:
         memory: AdapterMemory | None = None,
         lane_rule: str = "knee",
         tiers: TierSizes | None = None,
+        urgent_tpot_s: float = 0.0,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock, self.cost, self.engine = clock, cost, engine
+        self._urgent_tpot_s = urgent_tpot_s
         self._stopwatch = stopwatch
         self.tally = Tally()
         self.ended: list[Job] = []
@@ -154,7 +158,7 @@ class EmulatedNode:
         self.requests = RequestMaker(engine.block_tokens if has_names else None, guesser)
 
     def _make_scheduling(self, policy: str | MakePolicy, lane_rule: str) -> Scheduling:
-        engine, scheduler, table = self.engine, self.scheduler, self.cost.table
+        engine, scheduler, cost, table = self.engine, self.scheduler, self.cost, self.cost.table
         now: Callable[[], float] = lambda: self.clock.now  # noqa: E731
         scheduling = Scheduling(
             POLICIES[policy] if isinstance(policy, str) else policy,
@@ -173,6 +177,7 @@ class EmulatedNode:
             )
             if table is not None
             else None,
+            pauses=Pauses(lambda num, num_tokens: cost.step_s((), num, num_tokens), self._urgent_tpot_s),
             ways=self.tiers.way_counts if self.tiers is not None else None,
             clock=now,
             stopwatch=self._stopwatch,

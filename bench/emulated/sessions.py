@@ -59,11 +59,12 @@ class OneNode:
 
 @dataclass(frozen=True, slots=True)
 class Talked:
-    """jobs: those that ended after the warm-up. advised: advisories by how they ended."""
+    """jobs: those that ended after the warm-up. advised: advisories by how they ended. counts: what the dispatcher counted."""
 
     jobs: list[Job]
     advised: dict[str, int]
     num_steps: int
+    counts: dict[str, int]
 
 
 def talk_on_node(
@@ -75,10 +76,12 @@ def talk_on_node(
     seed: int,
     span_s: float,
     warm_up_s: float,
+    policy: str = "fcfs",
+    urgent_tpot_s: float = 0.0,
 ) -> Talked:
-    """So many people talk to one node for so long, first come, first served."""
+    """So many people talk to one node for so long."""
     clock = Clock()
-    node = EmulatedNode(clock, cost, engine, "fcfs", tiers=tiers)
+    node = EmulatedNode(clock, cost, engine, policy, tiers=tiers, urgent_tpot_s=urgent_tpot_s)
     users = Users(clock, OneNode(node), habits, num_users, seed)  # type: ignore[arg-type]  # answers what they ask of a cluster
     node.on_end = lambda job: users.ended(job, clock.now)  # type: ignore[arg-type]  # which look at its arrival
     try:
@@ -87,4 +90,6 @@ def talk_on_node(
     finally:
         node.close()
     jobs = [job for job in node.ended if job.ended_s >= warm_up_s]
-    return Talked(jobs, dict(node.tiers.advised) if node.tiers is not None else {}, node.tally.num_steps)
+    advised = dict(node.tiers.advised) if node.tiers is not None else {}
+    counts = dict(node.scheduling.dispatcher.counts) if node.scheduling is not None else {}
+    return Talked(jobs, advised, node.tally.num_steps, counts)

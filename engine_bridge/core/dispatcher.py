@@ -14,6 +14,7 @@ from msgspec import Struct
 from engine_bridge.core.guess_errors import Guess, GuessErrors
 from engine_bridge.core.load import Counted, Load
 from engine_bridge.core.pacer import Pacer, Progress, StepBounds
+from engine_bridge.core.pauses import Pauses, Stint
 from engine_bridge.core.refits import Refits, Sizes
 from engine_bridge.core.unready import Unready
 from engine_bridge.core.victims import by_worth
@@ -77,13 +78,15 @@ class StepView(Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
-    """What to do in a step. request_ids: to start, in this order. squash: to preempt first: tell `squashed` and then `preempted` of each.
+    """What to do in a step. request_ids: to start, in this order. squash: to preempt first: tell `squashed` and then `preempted` of each. pause: to
+    preempt first, too: tell `preempted` of each.
 
     bounds: of the step; None: the engine's own.
     """
 
     request_ids: tuple[str, ...] = ()
     squash: tuple[str, ...] = ()
+    pause: tuple[str, ...] = ()
     bounds: StepBounds | None = None
 
 
@@ -156,6 +159,30 @@ class Known:
             is_urgent(arrival.priority),
         )
 
+    def num_left(self, num_tokens: int) -> int:
+        """Of its answer, as predicted by now."""
+        num_done = num_tokens - self.arrival.num_prompt_tokens
+        return self.arrival.guess.bound(num_done) - num_done
+
+    def lost_its_kv(self, is_swapped: bool) -> None:
+        self.base = replace(self.base, is_swapped=is_swapped, size_tokens=self.charged_tokens)
+        self.started_s, self.is_bypasser = None, False
+        self.looked_up_s = -math.inf  # its answer so far has to be computed, too
+
+    @property
+    def stint(self) -> Stint:
+        return Stint(self.arrival.priority, self.base.arrived_s, self.started_s)
+
+    def for_preemption(self, num_tokens: int, num_blocks: int, now: float) -> RunningFacts:
+        arrival = self.arrival
+        return RunningFacts(
+            request_id=arrival.request_id,
+            fairness=fair_priority(now - self.base.arrived_s, num_tokens, arrival.weight),
+            started_s=self.started_s or now,
+            num_blocks=num_blocks,
+            urgency=arrival.priority,
+        )
+
 
 class _OnDemand(Mapping[str, Facts]):
     """Facts of known requests, worked out for those that are looked up."""
@@ -181,6 +208,7 @@ class Dispatcher:
         num_tokens: that requests may hold together.
         are_copied_back: preempted requests find their KV in host memory.
         pacer: keeps steps short; None: they are as long as the engine makes them.
+        pauses: has others wait for urgent requests, if the policy minds priorities; None: nobody is paused.
         prefill_s: what computing so many tokens of a prompt is predicted to take.
         stopwatch: for `decide_s` alone, in seconds.
     """
@@ -194,6 +222,7 @@ class Dispatcher:
         num_tokens: int,
         are_copied_back: bool = False,
         pacer: Pacer | None = None,
+        pauses: Pauses | None = None,
         prefill_s: Callable[[int], float] = lambda num_tokens: 0.0,
         stopwatch: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -208,6 +237,7 @@ class Dispatcher:
         self.load = Load()
         self.token_s = PRIOR_TOKEN_S
         self.unready = Unready()
+        self.pauses = pauses if pauses is not None and policy.minds_priority else Pauses()
         self.sizes = WeightedSize()
         self._engine, self._pacer, self._stopwatch = engine, pacer, stopwatch
         self._prefill_s = prefill_s
@@ -235,22 +265,12 @@ class Dispatcher:
         if not arrival.is_background:
             self.sizes.seen(*sizes)
             self.refits.arrived(arrival.request_id, sizes, tokens, duration_s, now)
-        base = Waiting(
-            request_id=arrival.request_id,
-            arrived_s=now,
-            wrs=self._wrs(sizes),
-            size_tokens=tokens,
-            num_blocks=0,
-            duration_s=duration_s,
-            priority=arrival.priority,
-            tenant=arrival.tenant,
-            weight=arrival.weight,
-            adapter_id=arrival.adapter_id,
-        )
+        base = _first_facts(arrival, now, self._wrs(sizes), tokens, duration_s)
         known = self._known[arrival.request_id] = Known(
             arrival, base, sizes, tokens, num_prompt, num_prompt + 1
         )
         self.load.waits(known.counted)
+        self.pauses.arrived(arrival.request_id, arrival.priority)
         self.unready.add(arrival.request_id, arrival.waits_for)
 
     def squashed(self, request_id: str) -> None:
@@ -269,13 +289,15 @@ class Dispatcher:
         if known is None:
             return
         self.policy.ended(request_id)
+        is_paused = self.pauses.preempted(request_id, known.stint, known.num_tokens, self._now)
         # One that was squashed made room for a head: it must not go before that one now.
         is_swapped = request_id not in self._squashing
         self._squashing.discard(request_id)
-        known.base = replace(known.base, is_swapped=is_swapped, size_tokens=known.charged_tokens)
-        known.started_s, known.is_bypasser = None, False
-        known.looked_up_s = -math.inf  # its answer so far has to be computed, too
-        self.unready.add(request_id, known.arrival.waits_for)
+        known.lost_its_kv(is_swapped)
+        if is_paused:
+            self.counts["paused"] += 1
+        else:
+            self.unready.add(request_id, known.arrival.waits_for)
         self.counts["preempted"] += 1
         self.load.waits(known.counted)
 
@@ -285,6 +307,7 @@ class Dispatcher:
         if known is None:
             return
         self.unready.remove(request_id)
+        self.pauses.ended(request_id)
         self._running.pop(request_id, None)
         self._squashing.discard(request_id)
         self.policy.ended(request_id)
@@ -300,21 +323,23 @@ class Dispatcher:
         """Decide who starts, and how long the step may be."""
         self._now = now
         self.advance_refits(now)
+        pause = self._pause(view.running, now) if self.pauses.is_on else ()
         self._welcome(now)
         self._note_growth(view.running, now)
         pacer = self._pacer
-        step = pacer.look(view.running) if pacer is not None else None
+        step = pacer.look(view.running, self.pauses.bound_s) if pacer is not None else None
         decision = Decision()
-        if self.num_waiting > len(self.unready):
+        if self.num_waiting > len(self.unready) + len(self.pauses):
             decision = self._decide(view, step, now)
+        squash = tuple(each for each in decision.squash if each not in pause)
         # Who makes room for a head in this step makes it for the next one: its blocks are free only then.
         self.last = Decision(deferred=decision.deferred) if decision.squash else decision
         bounds = None
         if pacer is not None and step is not None:
             known = self._known
             starting = sum(known[each].base.num_prefill_tokens for each in self.last.request_ids)
-            bounds = pacer.bounds(step, len(view.running) - len(decision.squash), starting)
-        return StepPlan(request_ids=self.last.request_ids, squash=decision.squash, bounds=bounds)
+            bounds = pacer.bounds(step, len(view.running) - len(squash) - len(pause), starting)
+        return StepPlan(request_ids=self.last.request_ids, squash=squash, pause=pause, bounds=bounds)
 
     def end_step(self, started: Iterable[str], now: float) -> None:
         """started: who really did, in order. Unknown ones are ignored."""
@@ -329,6 +354,7 @@ class Dispatcher:
             known.next_look_tokens = known.num_tokens + 1
             known.is_bypasser = request_id in self.last.bypassed
             self._running[request_id] = known
+            self.pauses.started(request_id, now)
             self.load.runs(known.counted)
             self.counts["admitted"] += 1
             if known.is_bypasser:
@@ -343,8 +369,21 @@ class Dispatcher:
         for request_id, num_tokens, _ in running:
             known = self._known.get(request_id)
             if known is not None:
-                found.append((known.base.arrived_s, self._facts_for_preemption(known, num_tokens, now)))
+                num_blocks = self._engine.held_blocks(request_id)
+                found.append((known.base.arrived_s, known.for_preemption(num_tokens, num_blocks, now)))
         return by_worth(found, order) if len(found) > 1 else None
+
+    def _pause(self, running: Sequence[Progress], now: float) -> tuple[str, ...]:
+        """Who stands for urgent requests from now on. Those who go on may start in this step."""
+        decision = self.pauses.look(running, self._stint, now)
+        for request_id in decision.resume:
+            self.unready.add(request_id, self._known[request_id].arrival.waits_for)
+        self.counts["resumed"] += len(decision.resume)
+        return decision.pause
+
+    def _stint(self, request_id: str) -> Stint | None:
+        known = self._known.get(request_id)
+        return known.stint if known is not None else None
 
     def _welcome(self, now: float) -> None:
         """Tell the policy of those that may start from now on."""
@@ -362,7 +401,9 @@ class Dispatcher:
             prefill_tokens=step.starting_tokens if step is not None else None,
             is_prefilling=step is not None and step.num_prefilling > 0,
             adapter_bytes=view.adapter_bytes,
-            overcharged_tokens=self._overcharged_tokens() if self.policy.charges_tokens else 0,
+            overcharged_tokens=_overcharged(self._running.values(), self._are_copied_back)
+            if self.policy.charges_tokens
+            else 0,
         )
         started_s = self._stopwatch()
         decision = self.policy.decide(self._waiting_facts, self.running_facts, room, now)
@@ -372,15 +413,10 @@ class Dispatcher:
             if reason == "step_full":
                 known = self._known[request_id]
                 known.base = replace(known.base, times_deferred=known.base.times_deferred + 1)
+        if decision.request_ids and self.pauses.is_on:
+            size_of = self._engine.num_tokens
+            return decision.without(self.pauses.kept_back(decision.request_ids, self._stint, size_of, now))
         return decision
-
-    def _overcharged_tokens(self) -> int:
-        held = []
-        for known in self._running.values():
-            charged = known.charged_tokens
-            left = charged - known.num_tokens - known.arrival.adapter_tokens
-            held.append((charged, left if left > 0 else 0))
-        return overcharged_tokens(held, self._are_copied_back)
 
     def _note_growth(self, running: Sequence[Progress], now: float) -> None:
         own = self._running
@@ -450,21 +486,9 @@ class Dispatcher:
             adapter_bytes=self._engine.adapter_bytes(adapter_id) if adapter_id is not None else 0,
         )
 
-    def _facts_for_preemption(self, known: Known, num_tokens: int, now: float) -> RunningFacts:
-        arrival = known.arrival
-        return RunningFacts(
-            request_id=arrival.request_id,
-            fairness=fair_priority(now - known.base.arrived_s, num_tokens, arrival.weight),
-            started_s=known.started_s or now,
-            num_blocks=self._engine.held_blocks(arrival.request_id),
-            urgency=arrival.priority,
-        )
-
     def _duration_s(self, known: Known, num_tokens: int, num_prefill_tokens: int) -> float:
         """From start to end: what is left of its prompt and of its answer. Its adapter is at hand before it may start."""
-        num_done = num_tokens - known.arrival.num_prompt_tokens
-        num_left = known.arrival.guess.bound(num_done) - num_done
-        return self._prefill_s(num_prefill_tokens) + num_left * self.token_s
+        return self._prefill_s(num_prefill_tokens) + known.num_left(num_tokens) * self.token_s
 
     def _learn(self, known: Known, num_output_tokens: int, now: float) -> None:
         """From one that has ended."""
@@ -512,6 +536,8 @@ class Dispatcher:
 
     def reason(self, request_id: str) -> DeferReason | Literal["not_ready"]:
         """Why a waiting request waits, after the last step."""
+        if request_id in self.pauses:
+            return "paused"
         return "not_ready" if request_id in self.unready else self.last.reason(request_id)
 
     def check_invariants(self) -> None:
@@ -520,4 +546,30 @@ class Dispatcher:
         assert not any(request_id in self.unready for request_id in self._running), "not ready, and runs"
         assert all(self._known[each] is known for each, known in self._running.items()), "doubled"
         assert self._squashing <= self._running.keys(), "squashed and does not run"
+        assert not any(each in self.pauses for each in self._running), "paused, and runs"
+        self.pauses.check_invariants()
         self.load.check_invariants()
+
+
+def _first_facts(arrival: Arrival, now: float, wrs: float, size_tokens: int, duration_s: float) -> Waiting:
+    return Waiting(
+        request_id=arrival.request_id,
+        arrived_s=now,
+        wrs=wrs,
+        size_tokens=size_tokens,
+        num_blocks=0,
+        duration_s=duration_s,
+        priority=arrival.priority,
+        tenant=arrival.tenant,
+        weight=arrival.weight,
+        adapter_id=arrival.adapter_id,
+    )
+
+
+def _overcharged(running: Iterable[Known], are_copied_back: bool) -> int:
+    held = []
+    for known in running:
+        charged = known.charged_tokens
+        left = charged - known.num_tokens - known.arrival.adapter_tokens
+        held.append((charged, left if left > 0 else 0))
+    return overcharged_tokens(held, are_copied_back)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ class Pacer:
     target_s: float
     most_tokens: int
 
-    def look(self, running: Sequence[Progress]) -> StepPace:
+    def look(self, running: Sequence[Progress], bound_s: float = math.inf) -> StepPace:
+        """bound_s: of this step, as of `policy.pacing.pace`."""
         num_decodes = num_context = 0
         under_way = []
         for _, num_tokens, num_computed in running:
@@ -38,7 +40,7 @@ class Pacer:
                 under_way.append(num_tokens - num_computed)
             else:
                 num_decodes += 1
-        return pace(self.table, self.target_s, num_decodes, num_context, under_way, self.most_tokens)
+        return pace(self.table, self.target_s, num_decodes, num_context, under_way, self.most_tokens, bound_s)
 
     def bounds(self, step: StepPace, num_running: int, num_starting_tokens: int) -> StepBounds:
         """num_starting_tokens: of prompts that begin in this step."""

@@ -23,6 +23,7 @@ from engine_bridge.engine_config import EngineConfig
 from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import TablePrefill
 from engine_bridge.policy.fading import FadingRate
+from engine_bridge.policy.pausing import DecodeSeconds
 from engine_bridge.policy.registry import POLICIES
 from kvtiers.keys import BlockKey
 
@@ -285,9 +286,11 @@ class VllmDriver:
         return profile
 
     def _make_scheduling(self, config: EngineConfig) -> Scheduling:
+        from engine_bridge.core.pauses import Pauses
         from engine_bridge.driver.scheduling.pace import Pace
         from engine_bridge.driver.scheduling.scheduling import Scheduling
 
+        decode_s: DecodeSeconds = lambda num, num_tokens: self.steps.step_s(0, num, num_tokens)  # noqa: E731
         scheduling = Scheduling(
             POLICIES[config.scheduling_policy],
             num_tokens=(self._block_pool.num_gpu_blocks - 1) * self._block_size,
@@ -297,6 +300,7 @@ class VllmDriver:
             adapters=None if isinstance(self.adapters, NoAdapters) else self.adapters,
             ways=self._tiers.way_counts if self._tiers is not None else None,
             pace=Pace(self._scheduler, self.steps, self.speeds.times, config.max_step_ms / 1e3),
+            pauses=Pauses(decode_s, config.urgent_tpot_ms / 1e3),
             decision_log=_open_log(config),
             predictor=self._predictor,
             refit_every_s=config.lane_refit_s,

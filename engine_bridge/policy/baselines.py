@@ -20,6 +20,7 @@ class _OneOrder:
     victim_order: Order | None = None
     charges_tokens = False
     has_lanes = False
+    minds_priority = False
     is_timeless = True
 
     def __init__(self) -> None:
@@ -72,6 +73,7 @@ class Priority(_OneOrder):
     """The lowest `priority`, then who came first. vLLM's other policy."""
 
     name = "priority"
+    minds_priority = True
 
     def _key(self, facts: Waiting) -> tuple[float, ...]:
         return (facts.priority,)
@@ -88,6 +90,7 @@ class Fair:
     victim_order = staticmethod(least_fair_first)
     charges_tokens = False
     has_lanes = False
+    minds_priority = True
     is_timeless = False
 
     def __init__(self) -> None:

@@ -229,6 +229,10 @@ class Recorded:
         return self.policy.has_lanes
 
     @property
+    def minds_priority(self) -> bool:
+        return self.policy.minds_priority
+
+    @property
     def is_timeless(self) -> bool:
         return self.policy.is_timeless
 

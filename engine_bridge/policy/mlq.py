@@ -52,6 +52,7 @@ class Mlq:
     victim_order = staticmethod(least_fair_first)
     charges_tokens = True
     has_lanes = True
+    minds_priority = True
     is_timeless = False
 
     def __init__(self, num_tokens: int, settings: MlqSettings | None = None) -> None:

@@ -8,6 +8,7 @@ ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -48,6 +49,7 @@ def pace(
     num_context_tokens: int,
     under_way: Sequence[int],
     most_tokens: int,
+    bound_s: float = math.inf,
 ) -> StepPace:
     """As many prompt tokens as are predicted to keep the step within `target_s`, or to take MIN_PREFILL_TIMES what its decodes do.
 
@@ -55,9 +57,10 @@ def pace(
         num_decodes, num_context_tokens: of the step without prompts.
         under_way: tokens that are left of prompts which have begun.
         most_tokens: the engine's own bound.
+        bound_s: for which prompts have to wait, whatever its decodes take.
     """
     decodes_s = table.step_s(0, num_decodes, num_context_tokens)
-    target_s = max(target_s, (1 + MIN_PREFILL_TIMES) * decodes_s)
+    target_s = min(max(target_s, (1 + MIN_PREFILL_TIMES) * decodes_s), bound_s)
     num = most_prefill_tokens(table, target_s, num_decodes, num_context_tokens, most_tokens)
     kept = min(sum(under_way), max(int(num * UNDER_WAY_SHARE), 1))
     return StepPace(prefill_tokens=num, starting_tokens=num - kept, num_prefilling=len(under_way))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 from msgspec import Struct
@@ -19,7 +19,9 @@ from .lanes import Lanes
 from .preemption import Order
 from .quotas import Ledger
 
-DeferReason = Literal["lane_quota", "no_blocks", "adapter_memory", "behind_head", "no_slot", "step_full"]
+DeferReason = Literal[
+    "lane_quota", "no_blocks", "adapter_memory", "behind_head", "no_slot", "step_full", "paused"
+]
 
 
 class Waiting(Struct, frozen=True, kw_only=True, gc=False):
@@ -104,6 +106,17 @@ class Decision:
     squash: tuple[str, ...] = ()
     otherwise: DeferReason = "behind_head"
 
+    def without(self, paused: Collection[str]) -> Decision:
+        """The same, but that these do not start: they wait for urgent requests."""
+        if not paused:
+            return self
+        return replace(
+            self,
+            request_ids=tuple(each for each in self.request_ids if each not in paused),
+            deferred={**self.deferred, **dict.fromkeys(paused, "paused")},
+            bypassed={each: head for each, head in self.bypassed.items() if each not in paused},
+        )
+
     def reason(self, request_id: str) -> DeferReason:
         """Why a request that waits and does not start now waits."""
         return self.deferred.get(request_id, self.otherwise)
@@ -130,6 +143,11 @@ class QueuePolicy(Protocol):
     @property
     def has_lanes(self) -> bool:
         """It is a `LanedPolicy`."""
+        ...
+
+    @property
+    def minds_priority(self) -> bool:
+        """It looks at `Waiting.priority` or at `RunningFacts.urgency`: others may be paused for urgent requests."""
         ...
 
     @property

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
+from engine_bridge.core.pauses import Pauses
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.engine_config import EngineConfig
@@ -133,6 +134,15 @@ async def tight() -> AsyncIterator[LocalNode]:
         yield node
 
 
+@pytest_asyncio.fixture(scope="class", loop_scope="session")
+async def with_host() -> AsyncIterator[LocalNode]:
+    """Requests that are preempted find their KV in host memory."""
+    async with engine("fcfs", num_kv_blocks=100, kv_host_gib=0.25) as node:
+        assert node._tiers is not None
+        node._tiers.policy = WaitsForTheDisk()
+        yield node
+
+
 async def use(node: LocalNode, policy: str) -> Scheduling:
     """Have the engine start requests in this order, and know nothing of those before."""
 
@@ -195,6 +205,29 @@ async def test_preempted_ones_come_back_from_host_memory_and_go_on_as_they_began
         ways = own.all_counts()
         assert ways["preempted"] > 0 and ways["squashed"] > 0
         assert ways.get("preempted:swap", 0) + ways.get("preempted:split", 0) > 0, "none came back from there"
+
+
+class TestPauses:
+    @pytest.mark.parametrize("policy", ["fair", "mlq"])
+    async def test_answers_that_stood_for_urgent_ones_go_on_as_they_began(
+        self, policy: str, undisturbed: list[list[int]], with_host: LocalNode
+    ) -> None:
+        """Every fourth request is urgent, and a step is said to be fast enough for two alone."""
+        own = await use(with_host, policy)
+        own.dispatcher.pauses = Pauses(lambda num_requests, num_tokens: 0.1 * num_requests, 0.25)
+        asked: dict[int, asyncio.Task[list[int]]] = {}
+        for is_urgent in (False, True):
+            for at, item in enumerate(traffic()):
+                if (at % 4 == 0) is is_urgent:
+                    asked[at] = asyncio.create_task(ask(with_host, *item, priority=-is_urgent))
+            while not is_urgent and own.dispatcher.num_running < 3:
+                await asyncio.sleep(0.005)
+        assert [await asked[at] for at in sorted(asked)] == undisturbed
+        await until_idle(with_host)
+        counts = own.dispatcher.counts
+        assert counts["paused"] > 0, "nobody was paused, and this test could not fail"
+        assert counts["paused"] == counts["resumed"] and not own.dispatcher.pauses.is_on
+        own.dispatcher.check_invariants()
 
 
 async def until_idle(node: LocalNode) -> None:

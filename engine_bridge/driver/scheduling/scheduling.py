@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_bridge.core.dispatcher import Arrival, Dispatcher, StepView
 from engine_bridge.core.pacer import Progress
+from engine_bridge.core.pauses import Pauses
 from engine_bridge.core.refits import REFIT_EVERY_S, Refits, Run
 from engine_bridge.core.victims import most_new_blocks
 from engine_bridge.driver.background import is_background
@@ -42,6 +43,7 @@ class Scheduling:
         adapters: whose memory is bounded, too; None: requests use none.
         ways: counts of how requests that are preempted are to get their KV back, and do. None: they compute it again.
         pace: keeps steps short; None: they are as long as vLLM makes them.
+        pauses: has others wait for urgent requests; None: nobody is paused.
         decision_log: where to write down what the policy is told and decides. Closed with this.
         clock: requests' times are told by it, in seconds.
         stopwatch: what our own work takes is told by it, in seconds.
@@ -60,6 +62,7 @@ class Scheduling:
         adapters: Residency | None = None,
         ways: Callable[[], Mapping[str, int]] | None = None,
         pace: Pace | None = None,
+        pauses: Pauses | None = None,
         predictor: LengthPredictor | None = None,
         decision_log: LogWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -97,6 +100,7 @@ class Scheduling:
             num_tokens=num_tokens,
             are_copied_back=ways is not None,
             pacer=pace.pacer if pace is not None else None,
+            pauses=pauses,
             prefill_s=pace.prefill_s if pace is not None else lambda num_tokens: 0.0,
             stopwatch=stopwatch,
         )
@@ -157,11 +161,15 @@ class Scheduling:
         plan = self.dispatcher.begin_step(view, now)
         for request_id in plan.squash:
             self.squash(scheduler, request_id)
+        for request_id in plan.pause:
+            self._preempt(scheduler, self._requests[request_id])
         self.queue.begin_step(plan.request_ids)
         if self.pace is not None and plan.bounds is not None:
             self.pace.set_bounds(plan.bounds)
         if self.dispatcher.policy.victim_order is not None:
-            self._arrange_victims(scheduler, _progress(scheduler.running) if plan.squash else running, now)
+            self._arrange_victims(
+                scheduler, _progress(scheduler.running) if plan.squash or plan.pause else running, now
+            )
         self.step_s += self._stopwatch() - started_s
 
     def end_step(self) -> None:
@@ -171,11 +179,13 @@ class Scheduling:
         self.step_s += self._stopwatch() - started_s
 
     def squash(self, scheduler: Any, request_id: str) -> None:
-        """As vLLM preempts outside of a step (`reset_prefix_cache`)."""
         request = self._requests[request_id]
-        if request not in scheduler.running:
-            return
-        self.dispatcher.squashed(request_id)
+        if request in scheduler.running:
+            self.dispatcher.squashed(request_id)
+            self._preempt(scheduler, request)
+
+    def _preempt(self, scheduler: Any, request: Any) -> None:
+        """As vLLM preempts outside of a step (`reset_prefix_cache`)."""
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
 
@@ -220,6 +230,7 @@ class Scheduling:
             "policy": own.policy.name,
             "num_waiting": own.num_waiting,
             "num_running": own.num_running,
+            "num_paused": len(own.pauses),
             "reasons": dict(Counter(map(own.reason, own.waiting_ids()))),
             "counts": dict(own.counts),
             "token_s": own.token_s,

@@ -83,6 +83,8 @@ class FakeEngine:
         for request_id in plan.squash:
             self.own.squashed(request_id)
             self.preempt(request_id)
+        for request_id in plan.pause:
+            self.preempt(request_id)
         return plan
 
     def step(self, num_refused: int = 0, num_tokens: int = 1, step_s: float = 0.1) -> StepPlan:

@@ -9,11 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_bridge.core.dispatcher import CACHED_FOR_S, MAX_READY, PRIOR_TOKEN_S
+from engine_bridge.core.dispatcher import CACHED_FOR_S, MAX_READY, PRIOR_TOKEN_S, StepPlan
 from engine_bridge.core.pacer import Pacer
+from engine_bridge.core.pauses import Pauses
 from engine_bridge.policy.costs import StepTable
 from engine_bridge.policy.lanes import MIN_SIZES
 from engine_bridge.policy.mlq import Mlq
+from engine_bridge.policy.pausing import GRACE_S
 from engine_bridge.policy.queue import Waiting
 from engine_bridge.predict.length import LengthGuess
 
@@ -277,6 +279,130 @@ def test_the_speed_of_answers_is_told_without_their_prefill() -> None:
     assert engine.own.token_s == pytest.approx(PRIOR_TOKEN_S + 0.1 * (0.1 - PRIOR_TOKEN_S), rel=1e-3)
 
 
+# -- pauses ------------------------------------------------------------------------------------------------------------
+
+
+def pauses(num_in_time: int = 2) -> Pauses:
+    """So many may decode while an urgent request does, itself among them."""
+    return Pauses(lambda num_requests, num_tokens: 0.1 * num_requests, 0.1 * num_in_time + 0.05)
+
+
+MINDFUL = ["priority", "fair", "mlq"]
+
+
+@pytest.mark.parametrize("policy", MINDFUL)
+def test_others_stand_while_an_urgent_request_decodes_and_go_on_after_it_the_oldest_first(
+    policy: str,
+) -> None:
+    engine = FakeEngine(policy, num_slots=8, pauses=pauses())
+    for name in "abc":
+        engine.ask(arrival(name))
+        engine.step()
+    engine.ask(arrival("urgent", priority=-1))
+    assert engine.step().request_ids == ("urgent",)
+    assert set(engine.step().pause) == {"b", "c"}
+    assert engine.running == ["a", "urgent"]
+    assert [engine.own.reason(name) for name in "bc"] == ["paused", "paused"]
+    assert engine.own.counts["paused"] == 2 and engine.own.num_waiting == 2
+    assert engine.step() == StepPlan()
+    engine.end("urgent")
+    assert engine.step().request_ids == ("b", "c")
+    assert engine.own.counts["resumed"] == 2 and not engine.own.pauses.is_on
+
+
+@pytest.mark.parametrize("policy", MINDFUL)
+def test_what_would_be_paused_at_once_does_not_start_and_says_why(policy: str) -> None:
+    engine = FakeEngine(policy, num_slots=8, pauses=pauses())
+    engine.ask(arrival("urgent", priority=-1))
+    engine.step()
+    for name in "ab":
+        engine.ask(arrival(name))
+    assert engine.step().request_ids == ("a",)
+    assert engine.own.reason("b") == "paused"
+    engine.ask(arrival("urgent too", priority=-1))
+    assert engine.step().request_ids == ("urgent too",)
+    for name in ("urgent", "urgent too"):
+        engine.end(name)
+    assert engine.step().request_ids == ("b",)
+
+
+def test_nobody_stands_for_longer_than_it_has_run_and_a_moment_however_many_urgent_ones_come() -> None:
+    engine = FakeEngine("mlq", num_slots=8, pauses=pauses(1))
+    engine.ask(arrival("a", p50=8))
+    for _ in range(20):
+        engine.step()
+    ran_s, stood_s = 2.0, 0.0
+    for number in range(200):
+        engine.ask(arrival(f"urgent{number}", p50=8, priority=-1))
+        if number > 1:
+            engine.end(f"urgent{number - 2}")
+        engine.step()
+        ran_s, stood_s = (ran_s + 0.1, stood_s) if "a" in engine.running else (ran_s, stood_s + 0.1)
+        assert stood_s <= ran_s + GRACE_S + 0.25, "a step later at most"
+    assert stood_s > GRACE_S + 3.0
+
+
+def test_one_that_is_kept_from_starting_starts_after_a_moment() -> None:
+    engine = FakeEngine("mlq", num_slots=8, pauses=pauses(1))
+    engine.ask(arrival("urgent", p50=200, priority=-1))
+    engine.step()
+    engine.ask(arrival("a"))
+    plans = [engine.step().request_ids for _ in range(25)]
+    assert plans[:20] == [()] * 20 and ("a",) in plans
+
+
+def test_one_that_is_given_up_while_it_stands_is_forgotten() -> None:
+    engine = FakeEngine("mlq", num_slots=8, pauses=pauses(1))
+    engine.ask(arrival("a"))
+    engine.step()
+    engine.ask(arrival("urgent", priority=-1))
+    engine.step()
+    engine.step()
+    assert engine.own.reason("a") == "paused"
+    engine.end("a", is_finished=False)
+    engine.own.check_invariants()
+    engine.end("urgent")
+    assert engine.step() == StepPlan() and not engine.own.pauses.is_on
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf"])
+def test_a_policy_that_minds_no_priority_pauses_nobody(policy: str) -> None:
+    engine = FakeEngine(policy, num_slots=8, pauses=pauses(1))
+    for name, priority in (("a", 0), ("urgent", -1)):
+        engine.ask(arrival(name, priority=priority))
+    assert [engine.step().pause for _ in range(3)] == [(), (), ()]
+    assert not engine.own.pauses.is_on
+
+
+def test_without_urgent_requests_nobody_is_asked_what_steps_take() -> None:
+    def decode_s(num_requests: int, num_tokens: int) -> float:
+        raise AssertionError("asked")
+
+    engine = FakeEngine("mlq", num_slots=2, pauses=Pauses(decode_s, 0.1))
+    for name in "abcd":
+        engine.ask(arrival(name, priority=1))
+    for _ in range(5):
+        engine.step()
+    engine.preempt("a")
+    engine.step()
+
+
+def test_prompts_of_others_get_the_time_that_an_urgent_request_s_slo_leaves_in_a_step() -> None:
+    table = StepTable.of(
+        lambda points: [p * 0.001 + d * 0.001 for p, d, _ in points], (0, 4096), (0, 64), (0, 4096)
+    )
+    own = Pauses(lambda num_requests, num_tokens: table.step_s(0, num_requests, num_tokens), 0.1)
+    engine = FakeEngine("mlq", num_slots=8, pacer=Pacer(table, 0.5, 1000), pauses=own)
+    engine.ask(arrival("urgent", priority=-1))
+    engine.step()
+    engine.step()
+    plan = engine.step()
+    assert plan.bounds is not None and plan.bounds.num_tokens == 100
+    engine.end("urgent")
+    plan = engine.step()
+    assert plan.bounds is not None and plan.bounds.num_tokens == 500
+
+
 # -- any calls ---------------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +411,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(["fcfs", "sjf", "priority", "fair", "mlq"]))
     def begin(self, policy: str) -> None:
-        self.engine = FakeEngine(policy)
+        self.engine = FakeEngine(policy, pauses=pauses())
         self.alive: set[str] = set()
         self.num = 0
 

@@ -43,6 +43,14 @@ def test_prompts_get_their_time_where_decodes_take_long() -> None:
     assert step.prefill_tokens == pytest.approx(MIN_PREFILL_TIMES * 500, abs=1)
 
 
+def test_where_somebody_may_not_wait_prompts_get_no_more_than_what_decodes_leave() -> None:
+    slow = StepTable.of(
+        lambda points: [d * 0.05 + p * 1e-3 for p, d, _ in points], (0, 4096), (0, 64), (0, 1)
+    )
+    assert pace(slow, 2.0, 10, 0, [], 4096, bound_s=0.8).prefill_tokens == pytest.approx(300, abs=1)
+    assert pace(slow, 2.0, 10, 0, [], 4096, bound_s=0.1).prefill_tokens == MIN_PREFILL_TOKENS
+
+
 @given(st.floats(0.1, 2.5), st.integers(MIN_PREFILL_TOKENS, 4096))
 def test_no_more_tokens_would_have_fitted(target_s: float, most_tokens: int) -> None:
     num = most_prefill_tokens(LINEAR, target_s, 4, 0, most_tokens)
