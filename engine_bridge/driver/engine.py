@@ -337,8 +337,7 @@ class VllmDriver:
     def _make_speeds(self) -> Speeds:
         from engine_bridge.driver.standing import Speeds
 
-        worth = self.adapters.core.worth if not isinstance(self.adapters, NoAdapters) else None
-        return Speeds(self.steps, self.profile, self._tiers, worth)
+        return Speeds(self.steps, self.profile, self._tiers)
 
     def _make_standing(self) -> Standing:
         from engine_bridge.driver.standing import Standing

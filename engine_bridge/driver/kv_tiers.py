@@ -27,7 +27,12 @@ from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockShape, Namespace
 from kvtiers.policy.eviction import ByValue, EvictionPolicy
 from kvtiers.policy.rates import Rate
-from kvtiers.policy.restore import PRIOR_HOST_BYTES_PER_S, FasterWins, RestorePolicy
+from kvtiers.policy.restore import (
+    PRIOR_HOST_BYTES_PER_S,
+    PRIOR_PEER_BYTES_PER_S,
+    FasterWins,
+    RestorePolicy,
+)
 from kvtiers.stats import PeerStats, TierStats
 from kvtiers.store import KvStore
 
@@ -269,13 +274,20 @@ class KvTiers:
             self._copied = (num_bytes, seconds)
         return self._host_rate.at(self.clock())
 
-    def kv_token_s(self) -> tuple[float, float]:
-        """Of a token's KV: seconds from host memory to the device, and from disk to host memory; 0 where there is nothing. From any thread."""
+    def kv_token_s(self) -> tuple[float, float, float | None]:
+        """Of a token's KV: seconds from host memory to the device, from disk to host memory, and from another node's; None: nobody is asked.
+
+        As measured lately, else as is assumed of any machine. From any thread.
+        """
         namespace, store = self._namespace, self.store
         if namespace is None or store is None:
-            return 0.0, 0.0
+            return 0.0, 0.0, None
         token_bytes = namespace.shape.block_bytes / namespace.block_size_tokens
-        return token_bytes / self._host_rate.at(self.clock()), token_bytes / store.disk_bytes_per_s()
+        fetch_s = None
+        if self.peering is not None and (peers := self.peering.snapshot()).is_on:
+            fetch_s = token_bytes / (peers.bytes_per_s or PRIOR_PEER_BYTES_PER_S)
+        device_s = token_bytes / self._host_rate.at(self.clock())
+        return device_s, token_bytes / store.disk_bytes_per_s(), fetch_s
 
     def way_counts(self) -> dict[str, int]:
         """Of requests that were preempted: `predicted:` and then `preempted:` by the way back, as it was chosen and as it came to be."""

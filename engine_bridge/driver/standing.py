@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,7 +14,6 @@ from engine_bridge.policy.routing import KernelName, NodeFacts, NodePerf
 from engine_bridge.policy.urgency import is_urgent
 
 if TYPE_CHECKING:
-    from engine_bridge.core.adapter_worth import Worth
     from engine_bridge.driver.kv_tiers import KvTiers
     from engine_bridge.policy.costs import StepTable
     from engine_bridge.profile import MachineProfile
@@ -26,13 +24,11 @@ class Speeds:
 
     Args:
         steps: what steps take, as far as it is known.
-        tiers, worth: what copies of KV and of adapters take; None where there are none.
+        tiers: what moving KV takes; None where there are none.
     """
 
-    def __init__(
-        self, steps: StepTable, profile: MachineProfile | None, tiers: KvTiers | None, worth: Worth | None
-    ) -> None:
-        self._tiers, self._worth = tiers, worth
+    def __init__(self, steps: StepTable, profile: MachineProfile | None, tiers: KvTiers | None) -> None:
+        self._tiers = tiers
         adapters = profile.adapters if profile is not None else None
         # Whichever explains more of what was measured; unmeasured: as our own wrapper computes, each adapter by its own rank.
         kernel: KernelName = "mbgmv"
@@ -48,14 +44,11 @@ class Speeds:
         """prompt_tokens, answer_tokens: the usual ones. From any thread."""
         times = self.times
         perf = times.seconds.perf(times.kernel, prompt_tokens, answer_tokens, times.error)
-        kv_s = self._tiers.kv_token_s() if self._tiers is not None else (0.0, 0.0)
-        now, worth = time.monotonic(), self._worth
+        if self._tiers is None:
+            return perf
+        device_s, disk_s, fetch_s = self._tiers.kv_token_s()
         return msgspec.structs.replace(
-            perf,
-            kv_token_s=kv_s[0],
-            kv_disk_token_s=kv_s[1],
-            adapter_byte_s=1 / worth.copy_rate.at(now) if worth is not None else 0.0,
-            adapter_disk_byte_s=1 / worth.disk_rate.at(now) if worth is not None else 0.0,
+            perf, kv_token_s=device_s, kv_disk_token_s=disk_s, kv_fetch_token_s=fetch_s
         )
 
 

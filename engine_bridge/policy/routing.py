@@ -79,8 +79,7 @@ class NodePerf(Struct, frozen=True, kw_only=True, gc=False):
 
     decode, prefill, prompt_token_s, prefill_step_s: as in `Settings`. answer_tokens: the usual answer there. kv_token_s, kv_disk_token_s: a
     token's KV from host memory to the device, and from disk to host memory. kv_fetch_token_s: from another node's host memory to this one's; None:
-    it cannot have it. adapter_byte_s, adapter_disk_byte_s: a byte of an adapter on the first two ways. error: mean share by which steps have
-    differed from what was predicted lately.
+    it cannot have it. error: mean share by which steps have differed from what was predicted lately.
     """
 
     decode: PerfModel
@@ -91,24 +90,12 @@ class NodePerf(Struct, frozen=True, kw_only=True, gc=False):
     kv_token_s: float = 0.0
     kv_disk_token_s: float = 0.0
     kv_fetch_token_s: float | None = None
-    adapter_byte_s: float = 0.0
-    adapter_disk_byte_s: float = 0.0
     error: float = 0.0
 
     def kv_load_s(self, num_host_tokens: int, num_disk_tokens: int = 0) -> float:
         """Until KV that lies there is on the device."""
         num_tokens = num_host_tokens + num_disk_tokens
         return self.kv_token_s * num_tokens + self.kv_disk_token_s * num_disk_tokens
-
-    def adapter_load_s(self, place: str, num_bytes: int) -> float:
-        """Until steps compute with an adapter. place: as in `engine_bridge.node.AdapterPlace`."""
-        match place:
-            case "slot":
-                return 0.0
-            case "disk":
-                return (self.adapter_disk_byte_s + self.adapter_byte_s) * num_bytes
-            case _:
-                return self.adapter_byte_s * num_bytes
 
 
 # A node that has not said anything yet. Chosen: a small GPU. All that are unknown are alike, so that only their loads decide.

@@ -428,12 +428,10 @@ def test_before_any_node_has_said_anything_there_are_settings_all_the_same() -> 
     assert ours.route(ask(), [busy("a", 2), busy("b", 1)]).node_id == "b"
 
 
-def test_kv_and_adapters_take_longer_from_further_away() -> None:
-    node = perf(kv_token_s=1e-5, kv_disk_token_s=3e-5, adapter_byte_s=1e-9, adapter_disk_byte_s=4e-9)
+def test_kv_takes_longer_from_further_away() -> None:
+    node = perf(kv_token_s=1e-5, kv_disk_token_s=3e-5)
     assert node.kv_load_s(100) == pytest.approx(1e-3)
     assert node.kv_load_s(100, 50) == pytest.approx(1.5e-3 + 1.5e-3)
-    loads = [node.adapter_load_s(place, 10**6) for place in ("slot", "cached", "host", "disk")]
-    assert loads == pytest.approx([0.0, 1e-3, 1e-3, 5e-3])
 
 
 def test_those_who_are_there_count_with_what_they_have_left_to_answer() -> None:
