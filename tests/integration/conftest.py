@@ -12,8 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
+from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.local_node import LocalNode
 from gateway.app import Server, build_services, node_config
 from gateway.client.chat import ChatClient
@@ -24,12 +26,12 @@ from tests.blocking import checked
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 MODEL = "overture-demo"
+PEERS = PeerConfig(token="of the tests' cluster")
 # Files whose engines must be gone before the shared one starts: vLLM keeps the state of its process groups per process.
 ALONE = (
     "test_mixed_batch.py",
     "test_kv_pressure.py",
     "test_promotion.py",
-    "test_peers.py",
     "test_adapters.py",
     "test_scheduling.py",
     "test_priority_api.py",
@@ -80,7 +82,8 @@ class SharedNode(LocalNode):
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedNode]:
-    node = SharedNode(node_config(demo_config(tmp_path_factory.mktemp("node"), max_num_seqs=32)))
+    config = node_config(demo_config(tmp_path_factory.mktemp("node"), max_num_seqs=32))
+    node = SharedNode(structs.replace(config, peers=PEERS))
     await node.start()
     yield node
     await node.really_close()

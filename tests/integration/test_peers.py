@@ -1,7 +1,4 @@
-"""KV from one real engine to another, in two processes whose models and adapters lie in different folders.
-
-Runs before the shared engine starts (conftest): one of the two is in this process.
-"""
+"""KV from one real engine to another, in two processes whose models and adapters lie in different folders."""
 
 from __future__ import annotations
 
@@ -11,17 +8,14 @@ import random
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from msgspec import structs
 
-from engine_bridge.cluster.peers import PeerConfig, Peering
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.engine_config import EngineConfig
-from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.local_node import LocalNode
 from engine_bridge.node import (
     Advisory,
     AdvisoryReport,
@@ -31,14 +25,14 @@ from engine_bridge.node import (
     Sampling,
     pack_token_ids,
 )
-from engine_bridge.node_adapters import find_adapters
 from engine_bridge.request_context import RequestContext
+from gateway.app import node_config
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from gateway.engine_process import make_node
+from kvtiers.stats import PeerStats
 
-from .conftest import WaitsForTheDisk
+from .conftest import PEERS, SharedNode, WaitsForTheDisk, demo_config
 
-TOKEN = "of this test's cluster"
 HISTORY_TOKENS = 512
 _ids = itertools.count()
 
@@ -49,47 +43,31 @@ class Pair:
 
     home: ProcessNode
     away: LocalNode
-    tiers: KvTiers
 
-    def misses(self) -> dict[str, int]:
-        stats = self.tiers.stats()
+    def figures(self) -> PeerStats:
+        stats = self.away.kv_tiers()
         assert stats is not None
-        return stats.peers.misses
-
-
-def config(model: Path, adapters: Path, kv: Path) -> LocalNodeConfig:
-    engine = EngineConfig(
-        model=str(model),
-        served_model_name="demo",
-        dtype="float32",
-        cpu_threads=1,
-        max_model_len=1024,
-        max_num_seqs=8,
-        kv_host_gib=0.25,
-        kv_disk_gib=0.5,
-        kv_dir=kv,
-    )
-    return LocalNodeConfig(engine=engine, adapters=find_adapters(adapters), peers=PeerConfig(token=TOKEN))
+        return stats.peers
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+async def pair(node: SharedNode, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     model, adapters = folder / "somewhere" / "else", folder / "other-adapters"
     shutil.copytree(DEMO_MODEL_DIR, model)
     shutil.copytree(DEMO_ADAPTERS_DIR, adapters)
-    home = make_node(config(model, adapters, folder / "home"), "text", "info")
-    tiers = KvTiers(
-        TiersConfig(host_bytes=256 << 20, disk_bytes=512 << 20, folder=folder / "away"),
-        policy=WaitsForTheDisk(),
-        peering=Peering(PeerConfig(token=TOKEN)),
-    )
-    away = LocalNode(config(DEMO_MODEL_DIR, DEMO_ADAPTERS_DIR, folder / "away"), tiers)
+    config = node_config(demo_config(folder / "data"))
+    engine = structs.replace(config.engine, model=str(model))
+    config = structs.replace(config, engine=engine, adapters_dir=adapters, peers=PEERS)
+    home, tiers = make_node(config, "plain", "warning"), node._tiers
+    assert tiers is not None
+    policy, tiers.policy = tiers.policy, WaitsForTheDisk()
     try:
-        await asyncio.gather(home.start(), away.start())
-        yield Pair(home, away, tiers)
+        await home.start()
+        yield Pair(home, node)
     finally:
-        await asyncio.gather(home.close(), away.close())
+        tiers.policy = policy
+        await home.close()
 
 
 def text(seed: object, length: int) -> list[int]:
@@ -136,16 +114,15 @@ async def test_a_moved_session_goes_on_with_its_peers_kv_token_for_token(pair: P
         anew, kv = await generate(pair.away, prompt, session, adapter=adapter, tenant="somebody else")
         assert kv.recomputed == len(prompt)
         assert moved == at_home == anew
-    stats = pair.tiers.stats()
-    assert stats is not None and stats.peers.num_fetched == 2 * (HISTORY_TOKENS + 32) // 32
-    assert pair.misses() == {}
+    figures = pair.figures()
+    assert figures.num_fetched == 2 * (HISTORY_TOKENS + 32) // 32 and figures.misses == {}
 
 
 async def test_nobody_meets_another_tenants_kv_by_way_of_a_peer(pair: Pair) -> None:
     prompt = await begun_at_home(pair, "private")
     _, kv = await generate(pair.away, prompt, "private", tenant="t", kv_from=pair.home.peer_address)
     assert kv.peer == 0 and kv.recomputed == len(prompt)
-    assert pair.misses() == {"absent": 1}
+    assert pair.figures().misses == {"absent": 1}
 
 
 async def test_an_advisory_brings_a_peers_kv_to_the_device(pair: Pair) -> None:
@@ -177,4 +154,4 @@ async def test_a_peer_that_has_died_costs_a_recomputation(pair: Pair) -> None:
     await pair.home.close()
     moved, kv = await generate(pair.away, prompt, "orphan", kv_from=address)
     assert kv.recomputed == len(prompt) and moved == at_home
-    assert pair.misses()["dead"] == 1
+    assert pair.figures().misses["dead"] == 1

@@ -15,7 +15,6 @@ import pytest_asyncio
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
-from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.local_node import LocalNodeConfig
@@ -27,7 +26,7 @@ from gateway.client.chat_frames import ChatError, Delta
 from gateway.config import DEMO_ADAPTERS_DIR
 from gateway.metrics import Metrics
 from gateway.router import Router
-from tests.integration.conftest import MODEL, demo_config
+from tests.integration.conftest import MODEL, PEERS, demo_config
 from tests.integration.test_process import LONG, QUESTION, SECRET, ask
 
 pytestmark = pytest.mark.slow
@@ -61,7 +60,7 @@ class Processes:
 def _config(folder: Path) -> LocalNodeConfig:
     """Without adapters, which the gateway keeps."""
     config = node_config(demo_config(folder, max_num_seqs=8))
-    return structs.replace(config, adapters_dir=None, peers=PeerConfig(token="of this test's cluster"))
+    return structs.replace(config, adapters_dir=None, peers=PEERS)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
