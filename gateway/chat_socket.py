@@ -412,15 +412,20 @@ async def sweep_slow_readers(services: Services) -> None:
         while True:
             await asyncio.sleep(1.0)
             now = time.monotonic()
-            for connection in services.connections:
-                blocked_since = connection.blocked_since
-                if blocked_since and now - blocked_since > SLOW_READER_S and not connection.is_given_up:
-                    connection.is_given_up = True
-                    services.metrics.slow_readers.inc()
-                    line.add()
-                    closing.create_task(_close_slow(connection))
+            _sweep(services, closing, line, now)
             if num := line.due(now):
                 log.info("closed %d chat sockets that read too slowly", num)
+
+
+def _sweep(services: Services, closing: asyncio.TaskGroup, line: RareLine, now: float) -> None:
+    """Apart from the loop that calls it, whose variables would hold the last socket until another one comes."""
+    for connection in services.connections:
+        blocked_since = connection.blocked_since
+        if blocked_since and now - blocked_since > SLOW_READER_S and not connection.is_given_up:
+            connection.is_given_up = True
+            services.metrics.slow_readers.inc()
+            line.add()
+            closing.create_task(_close_slow(connection))
 
 
 async def _close_slow(connection: OpenSocket) -> None:

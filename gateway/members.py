@@ -87,7 +87,10 @@ class Members:
             self.homes.removed(node_id)
         for node_id, node in nodes.items():
             member = self._members.get(node_id)
-            if member is None or member.node is not node:
+            if member is not None and member.node is not node:
+                self.homes.lost(node_id)
+                member = None
+            if member is None:
                 member = self._members[node_id] = _Member(node)
             self._look_at(node_id, member, now)
 

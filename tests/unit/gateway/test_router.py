@@ -399,6 +399,16 @@ async def test_nodes_may_join_and_leave() -> None:
         assert [standing.node_id for standing in router.nodes_state()] == ["b"]
 
 
+async def test_of_another_node_under_an_old_name_nothing_is_expected() -> None:
+    async with routed("a", "b") as (router, placement):
+        await router.advise(Advisory(advisory_id="adv", session_id="s", tenant="t"), lambda report: None)
+        assert [facts.queued.num for facts in router.homes.facts()] == [1, 0]
+        placement.nodes["a"] = type(placement.nodes["a"])("fake-model")
+        await placement.connect("a")
+        router.nodes_state()
+        assert [facts.queued.num for facts in router.homes.facts()] == [0, 0]
+
+
 async def test_after_its_drain_the_router_takes_nothing_and_its_nodes_still_serve_others() -> None:
     async with routed("a") as (router, placement):
         running = asking(router, question())
