@@ -39,11 +39,10 @@ def make_placement(
 ) -> RayPlacement:
     """Nodes on this machine, and unless told otherwise those that others have started in the same cluster. Reads and makes files.
 
-    settings: of one node that has the machine to itself. names: of the nodes; None: `node-1` and so on, as many as `config.nodes`.
-    Raises StartupError.
+    settings: of one node that has the machine to itself. names: of the nodes; None: as many as `config.nodes`. Raises StartupError.
     """
     _check_ray()
-    names = names if names is not None else tuple(f"node-{number + 1}" for number in range(config.nodes))
+    names = names if names is not None else _names(config)
     command = (sys.executable, "-m", "gateway.cluster_process", config.log_format, config.log_level)
     try:
         cluster = ClusterSettings(
@@ -59,6 +58,12 @@ def make_placement(
     except ClusterError as error:
         raise StartupError(str(error)) from error
     return RayPlacement(command, cluster, config.served_model_name, on_stage)
+
+
+def _names(config: Config) -> tuple[str, ...]:
+    """By number; in a cluster that others may have nodes in, after this machine."""
+    before = (config.node_name or default_name()) if config.ray_address is not None else "node"
+    return tuple(f"{before}-{number + 1}" for number in range(config.nodes))
 
 
 def _check_ray() -> None:

@@ -121,7 +121,9 @@ class Config(EngineSettings, frozen=True, kw_only=True):
     ] = None
     node_name: Annotated[
         str,
-        setting("Cluster", "Name of the node that `overture node` starts; empty: this machine's host name."),
+        setting(
+            "Cluster", "Name of this machine's node, or nodes, in a cluster that it joins; empty: the host's."
+        ),
     ] = ""
 
     chat_template: Annotated[

@@ -28,6 +28,8 @@ async def _run(config: Config) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, stop, number)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: it is to survive its terminal
+        loop.add_signal_handler(signal.SIGHUP, stop.set)
     name = config.node_name or default_name()
     try:
         placement = await asyncio.to_thread(_place, config, name)

@@ -314,8 +314,8 @@ class _Driver:
             try:
                 self._handles[node.node_id] = self._start(node)
                 problem = await self._follow(node.node_id)
-            except ValueError as error:  # the name is taken
-                problem = _told(error)
+            except ValueError:
+                problem = f"the cluster has a node called {node.node_id}: give another name with --node-name"
             if node.node_id not in self._ours:
                 break
             self._tell(orders.Placed(node.node_id, None, problem))

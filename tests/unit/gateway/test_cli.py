@@ -29,7 +29,7 @@ def run_process(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize(
-    "argv", [(), ("serve",), ("chat",), ("keys",), ("keys", "new"), ("config",), ("version",)]
+    "argv", [(), ("serve",), ("chat",), ("node",), ("keys",), ("keys", "new"), ("config",), ("version",)]
 )
 def test_every_command_has_help(argv: tuple[str, ...]) -> None:
     result = run(*argv, "--help")
@@ -66,6 +66,12 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2() -> None:
     done = run_process("serve", "--port", "many")
     assert done.returncode == 2
     assert done.stderr == "overture: --port: expected an integer from 0 to 65535, got 'many'\n"
+
+
+def test_a_node_must_be_told_which_cluster_it_joins() -> None:
+    result = run("node")
+    assert result.exit_code == 2
+    assert "--ray-address HOST:PORT" in result.output
 
 
 def test_a_new_key_matches_its_line(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def test_nodes_are_named_by_number_and_share_a_token_that_is_made_once(tmp_path:
     assert (tmp_path / "cluster-token").read_bytes() == token
 
 
+def test_in_a_cluster_that_others_are_in_nodes_are_named_after_their_machine(tmp_path: Path) -> None:
+    joining = config_of(tmp_path, ray_address="127.0.0.1:6379", node_name="left")
+    assert list(placement_of(joining).nodes) == ["left-1", "left-2"]
+
+
 def test_more_nodes_than_the_machine_has_cores_for_is_an_error_of_the_operators(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="--nodes"):
         placement_of(config_of(tmp_path, nodes=NUM_CORES + 1))
