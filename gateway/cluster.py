@@ -13,6 +13,8 @@ import msgspec
 
 from engine_bridge import machine
 from engine_bridge.cluster import shares
+from engine_bridge.cluster.file_locks import wait_until_free
+from engine_bridge.cluster.host import LOCK
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.cluster.ray_placement import RayPlacement
@@ -25,6 +27,8 @@ from gateway.errors import StartupError
 
 MAKE_NODE = "gateway.engine_process:make_local_node"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+# A guard gives the nodes of a gateway that has gone 25 s. Chosen.
+FORMER_S = 30.0
 # Below that a node's threads share one core with its engine, and two nodes had better share both. Chosen.
 MIN_CORES_TO_KEEP_TO = 2
 
@@ -101,6 +105,7 @@ def nodes_of(config: Config, settings: LocalNodeConfig, names: tuple[str, ...]) 
         return ()
     engine = settings.engine
     cores = shares.divide_cores(sorted(os.sched_getaffinity(0)), len(names))
+    _make_folders(config, names)
     here = machine.look()
     parts = [shares.divide_engine(engine, len(names), len(own)) for own in cores]
     shares.check_memory(parts[0], len(names), _weights_bytes(engine.model), here.available_bytes)
@@ -118,7 +123,7 @@ def nodes_of(config: Config, settings: LocalNodeConfig, names: tuple[str, ...]) 
                     config.log_level,
                 )
             ),
-            adapters=str(config.data_dir / "nodes" / name / "adapters"),
+            folder=str(config.data_dir / "nodes" / name),
             cores=own if keeps_cores else (),
             num_gpus=1 if engine.device == "cuda" else 0,
             turns=str(turns),
@@ -127,13 +132,23 @@ def nodes_of(config: Config, settings: LocalNodeConfig, names: tuple[str, ...]) 
     )
 
 
+def _make_folders(config: Config, names: tuple[str, ...]) -> None:
+    """Waits for nodes of a gateway that was killed: they hold memory, and KV that is on its way to the disk."""
+    for name in names:
+        folder = config.data_dir / "nodes" / name
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            is_free = wait_until_free(folder / LOCK, FORMER_S)
+        except OSError as error:
+            raise ClusterError(f"data_dir: cannot make {folder}: {error.strerror}") from error
+        if not is_free:
+            raise ClusterError(
+                f"data_dir: another process runs {name} in {config.data_dir}. Use a folder of its own."
+            )
+
+
 def _with_own_folders(config: Config, settings: LocalNodeConfig, name: str) -> LocalNodeConfig:
     """Two engines cannot write to one store, one registry of adapters, one log."""
-    state_dir = config.data_dir / "nodes" / name
-    try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ClusterError(f"data_dir: cannot make {state_dir}: {error.strerror}") from error
     engine, log = settings.engine, settings.engine.decision_log
     assert config.cluster_token_file is not None  # filled in by Config
     peers = PeerConfig(
@@ -149,7 +164,7 @@ def _with_own_folders(config: Config, settings: LocalNodeConfig, name: str) -> L
     )
     # Its adapters are those that gateways bring it.
     return msgspec.structs.replace(
-        settings, engine=engine, state_dir=state_dir, adapters_dir=None, peers=peers
+        settings, engine=engine, state_dir=config.data_dir / "nodes" / name, adapters_dir=None, peers=peers
     )
 
 

@@ -85,7 +85,12 @@ class NodeActor:
             return getattr(importlib.import_module(module), name)(node.settings)
 
         self._host = NodeHost(
-            make_node, node.node_id, settings.host, settings.trust, adapters=node.adapters, turns=node.turns
+            make_node,
+            node.node_id,
+            settings.host,
+            settings.trust,
+            folder=Path(node.folder),
+            turns=Path(node.turns),
         )
         self._place = self._host.start()
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from msgspec import Struct
 
 from engine_bridge.adapters.store import AdapterStore
 from engine_bridge.cluster.child import tell_crashes_quickly
+from engine_bridge.cluster.file_locks import locked
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.node import Node
 
 log = logging.getLogger(__name__)
 
-TURN_EVERY_S = 0.2
+LOCK = "lock"
 # As in `child`: KV that is not on disk yet goes there; whatever still hangs after that is cut off.
 CLOSE_S = 20.0
 
@@ -43,7 +42,7 @@ class NodeHost:
     Args:
         make_node: called on the node's own thread, since what it imports is slow. Gives the node, and where others may ask it for KV.
         listen_on: an address of this machine; a free port is taken.
-        adapters: folder for those that gateways send.
+        folder: of this node's own, for adapters that gateways send, and a lock: one process at a time works with it.
         turns: a file that all nodes of this machine lock while they start, one after another: each looks at how much memory is free, and takes it.
     """
 
@@ -54,10 +53,10 @@ class NodeHost:
         listen_on: str,
         trust: Trust,
         *,
-        adapters: str,
-        turns: str,
+        folder: Path,
+        turns: Path,
     ) -> None:
-        self._make_node, self._node_id, self._adapters = make_node, node_id, Path(adapters)
+        self._make_node, self._node_id, self._folder = make_node, node_id, folder
         self._listen_on, self._trust, self._turns = listen_on, trust, turns
         self._place: Future[Place] = Future()
         self._thread = threading.Thread(target=self._run, name="node", daemon=True)
@@ -87,8 +86,15 @@ class NodeHost:
 
     async def _serve(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        # A process before this one may still be bringing its KV to the disk.
+        async with locked(self._folder / LOCK):
+            await self._host()
+
+    async def _host(self) -> None:
         node, peer_address = self._make_node()
-        server = NodeServer(node, self._node_id, self._trust.token, store=AdapterStore(self._adapters))
+        server = NodeServer(
+            node, self._node_id, self._trust.token, store=AdapterStore(self._folder / "adapters")
+        )
         server.peer_address = peer_address
         listener = await self._loop.create_server(
             server.connection, self._listen_on, 0, ssl=self._trust.server_tls()
@@ -105,28 +111,8 @@ class NodeHost:
     async def _bring_up(self, node: Node) -> None:
         """What goes wrong is in the node's reports."""
         try:
-            async with _turn(self._turns):
+            async with locked(self._turns):
                 await node.start()
         except Exception:
             log.exception("the engine could not be started")
         tell_crashes_quickly()
-
-
-@asynccontextmanager
-async def _turn(path: str) -> AsyncIterator[None]:
-    """Holds the lock of a file; the kernel lets go of it when the process ends."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while not _is_locked(fd):  # noqa: ASYNC110 (the kernel tells nobody)
-            await asyncio.sleep(TURN_EVERY_S)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _is_locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

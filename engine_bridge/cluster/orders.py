@@ -12,13 +12,13 @@ from engine_bridge.cluster.trust import Trust
 class NodeToStart(Struct, frozen=True, kw_only=True):
     """A node of this machine.
 
-    settings: what `ClusterSettings.make_node` is called with. adapters: folder for those that gateways send. cores: it keeps to these; none: to all
-    that there are. turns: see `NodeHost`.
+    settings: what `ClusterSettings.make_node` is called with. cores: it keeps to these; none: to all that there are. folder, turns: see
+    `NodeHost`.
     """
 
     node_id: str
     settings: bytes
-    adapters: str
+    folder: str
     cores: tuple[int, ...] = ()
     num_gpus: int = 0
     turns: str

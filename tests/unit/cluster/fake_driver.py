@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 from engine_bridge.cluster import orders
 from engine_bridge.cluster.host import NodeHost
@@ -31,7 +32,7 @@ def main() -> None:
     if settings.follows_all:
         place(
             NodeToStart(
-                node_id="of-others", settings=b"", adapters=settings.folder, turns=f"{settings.folder}/t"
+                node_id="of-others", settings=b"", folder=settings.folder, turns=f"{settings.folder}/t"
             ),
             settings,
             tell,
@@ -43,6 +44,7 @@ def main() -> None:
                     fakes[node_id].state = "closed"
                     time.sleep(2 * REPORT_EVERY_S)
                 tell(orders.Placed(node_id, None))
+                hosts[node_id].close()
                 place(nodes[node_id], settings, tell)
             case orders.Remove(node_id=node_id):
                 tell(orders.Left(node_id))
@@ -69,8 +71,8 @@ def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: 
         node.node_id,
         settings.host,
         settings.trust,
-        adapters=node.adapters,
-        turns=node.turns,
+        folder=Path(node.folder),
+        turns=Path(node.turns),
     )
     tell(orders.Placed(node.node_id, hosts[node.node_id].start()))
 

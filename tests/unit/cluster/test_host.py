@@ -42,8 +42,8 @@ def hosted(node: FakeNode, folder: Path) -> NodeHost:
         "n1",
         "127.0.0.1",
         TRUST,
-        adapters=str(folder),
-        turns=str(folder / "turns"),
+        folder=folder,
+        turns=folder / "turns",
     )
 
 
@@ -96,7 +96,17 @@ async def test_it_can_be_reached_while_another_node_of_the_machine_starts(tmp_pa
 
 def test_what_keeps_it_from_listening_is_raised(tmp_path: Path) -> None:
     host = NodeHost(
-        lambda: (StartedNode(), ""), "n1", "192.0.2.1", TRUST, adapters="", turns=str(tmp_path / "turns")
+        lambda: (StartedNode(), ""), "n1", "192.0.2.1", TRUST, folder=tmp_path, turns=tmp_path / "turns"
     )
     with pytest.raises(OSError):
         host.start()
+
+
+async def test_it_waits_until_its_last_process_has_let_go_of_its_folder(tmp_path: Path) -> None:
+    first, second = hosted(StartedNode(), tmp_path), hosted(StartedNode(), tmp_path)
+    await asyncio.to_thread(first.start)
+    starting = asyncio.create_task(asyncio.to_thread(second.start))
+    await asyncio.to_thread(first.close)
+    async with linked(await starting):
+        pass
+    await asyncio.to_thread(second.close)

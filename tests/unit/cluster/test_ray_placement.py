@@ -28,13 +28,15 @@ async def placement_of(
 ) -> AsyncIterator[tuple[RayPlacement, list[tuple[str, str]]]]:
     """With what it said of its progress. nodes: by name, how each fares (`fake_driver`)."""
     said: list[tuple[str, str]] = []
+    for name in nodes:
+        (folder / name).mkdir()
     settings = ClusterSettings(
         address="",
         host="127.0.0.1",
         folder="",
         trust=Trust(token=b"of this cluster"),
         nodes=tuple(
-            NodeToStart(node_id=name, settings=how, adapters=str(folder), turns=str(folder / "turns"))
+            NodeToStart(node_id=name, settings=how, folder=str(folder / name), turns=str(folder / "turns"))
             for name, how in nodes.items()
         ),
         make_node="",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from engine_bridge import machine
+from engine_bridge.cluster import shares
 from engine_bridge.cluster.ray_placement import RayPlacement
 from gateway import cluster
 from gateway.app import node_config
@@ -18,6 +22,13 @@ from gateway.errors import StartupError
 
 NUM_CORES = len(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(NUM_CORES < 2, reason="two nodes need two cores")
+
+
+@pytest.fixture(autouse=True)
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose memory nobody else uses."""
+    here = machine.look()
+    monkeypatch.setattr(machine, "look", lambda: structs.replace(here, available_bytes=64 * shares.GIB))
 
 
 def config_of(folder: Path, **settings: Any) -> Config:
@@ -79,3 +90,16 @@ def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytes
 def test_a_machines_name_makes_a_nodes_name() -> None:
     name = cluster.default_name()
     assert name and all(mark.isalnum() or mark == "-" for mark in name)
+
+
+def test_a_folder_that_another_process_runs_a_node_in_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "FORMER_S", 0.0)
+    config = config_of(tmp_path)
+    placement_of(config)
+    with (tmp_path / "nodes" / "node-2" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(StartupError, match="another process runs node-2"):
+            placement_of(config)
+    placement_of(config)
