@@ -139,6 +139,8 @@ class StageProgress:
     disk_bytes_left: int
     disk_bytes_ahead: int
     disk_bytes_per_s: float
+    is_from_peer: bool = False
+    """Some of what it waits for comes from another node."""
 
 
 def count_while(flags: Iterable[bool]) -> int:

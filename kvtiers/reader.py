@@ -304,6 +304,7 @@ class Readers:
             bytes_left=sum(left.values()),
             bytes_ahead=sum(ahead.values()),
             bytes_per_s=num_bytes / seconds if seconds else rates[readers[0]],
+            is_from_peer=any(each.origin == "peer" for each in readers),
         )
 
     def num_queued(self) -> int:
@@ -323,3 +324,4 @@ class Outlook:
     bytes_left: int
     bytes_ahead: int
     bytes_per_s: float
+    is_from_peer: bool

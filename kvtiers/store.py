@@ -186,6 +186,7 @@ class KvStore:
                 disk_bytes_left=outlook.bytes_left,
                 disk_bytes_ahead=outlook.bytes_ahead,
                 disk_bytes_per_s=outlook.bytes_per_s,
+                is_from_peer=outlook.is_from_peer,
             )
 
     def wait_for_layer(self, stage: Stage, num_blocks: int, layer: int, timeout_s: float) -> int:

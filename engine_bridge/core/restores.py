@@ -273,6 +273,7 @@ class Restores:
             prefill_s_per_token=tiers.prefill_s_per_token(),
             disk_bytes_per_s=progress.disk_bytes_per_s,
             host_bytes_per_s=tiers.host_bytes_per_s(),
+            is_from_peer=progress.is_from_peer,
         )
 
     def admit(

@@ -56,6 +56,8 @@ class RestoreFacts:
     prefill_s_per_token: float | None
     disk_bytes_per_s: float | None
     host_bytes_per_s: float | None
+    is_from_peer: bool = False
+    """Some of it is on its way from another node, of which less is certain than of the own disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class FasterWins:
                 return RestoreDecision(Action.LOAD, 0, "copying is slower", self._cost_of(facts, 0))
             return RestoreDecision(Action.LOAD, facts.num_blocks, "in host memory", all_s)
         left_s = disk_s(facts)
-        if facts.waited_s > self.max_wait_s or left_s + all_s >= now_s:
+        if facts.waited_s > self._longest_wait_s(facts) or left_s + all_s >= now_s:
             num_blocks = facts.num_ready_blocks if now_s < self._cost_of(facts, 0) else 0
             return RestoreDecision(
                 Action.LOAD, num_blocks, "disk is slower", self._cost_of(facts, num_blocks)
@@ -106,6 +108,10 @@ class FasterWins:
         if self.overlaps and self._can_overlap(facts, left_s, all_s):
             return RestoreDecision(Action.LOAD, facts.num_blocks, "layers come in time", all_s)
         return RestoreDecision(Action.WAIT, facts.num_blocks, "on its way from disk", left_s + all_s)
+
+    def _longest_wait_s(self, facts: RestoreFacts) -> float:
+        """For a peer no longer than all of it takes to compute: whatever a peer does, a request takes twice as long as without it at most."""
+        return min(self.max_wait_s, self._cost_of(facts, 0)) if facts.is_from_peer else self.max_wait_s
 
     def _cost_of(self, facts: RestoreFacts, num_blocks: int) -> float:
         """Seconds to the first token when `num_blocks` are loaded from host and the rest is prefilled."""

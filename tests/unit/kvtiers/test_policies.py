@@ -236,6 +236,18 @@ def test_a_disk_that_hangs_is_given_up_within_a_fraction_of_a_prefill() -> None:
     assert waited_s <= prefill_s * (READ_BYTES / (24 * MIB)) + step_s
 
 
+def test_a_peer_that_hangs_is_waited_for_no_longer_than_computing_takes_however_little_it_is_to_bring() -> (
+    None
+):
+    """Of which a prediction from what has come says nothing: a read of a usual size would be more than all of it."""
+    little = {"num_blocks": 2, "disk_bytes_left": MIB // 2}
+    compute_s = (2 * 32 + 32) / 5000
+    assert FasterWins().decide(facts(**little, waited_s=1.1 * compute_s)).action is Action.WAIT
+    for waited, action in ((0.9, Action.WAIT), (1.1, Action.LOAD)):
+        from_peer = facts(**little, waited_s=waited * compute_s, is_from_peer=True)
+        assert FasterWins().decide(from_peer).action is action
+
+
 def test_a_long_restore_is_not_given_up_before_its_first_layer_could_have_come() -> None:
     long = {"num_blocks": 640, "disk_bytes_left": 2400 * MIB, "block_bytes": 3840 << 10}
     layer_s = 2400 * MIB / 12 / 1e9

@@ -442,7 +442,7 @@ def test_how_a_stage_stands_is_told_by_the_speeds_of_all_that_it_waits_for(tiers
     assert (progress.num_blocks, progress.num_ready_blocks, progress.num_ready_layers) == (4, 2, 0)
     assert (progress.disk_bytes_left, progress.disk_bytes_done) == (2 * SHAPE.block_bytes, 0)
     assert progress.disk_bytes_per_s == tiers.store.peer_bytes_per_s("there")
-    assert stage.origins == ["disk"] * 2 + ["peer"] * 2
+    assert progress.is_from_peer and stage.origins == ["disk"] * 2 + ["peer"] * 2
     tiers.store.release(stage)
     assert tiers.store.wait_for_reads(SETTLE_S)
     tiers.store.check_invariants()
