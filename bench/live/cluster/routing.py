@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.live.cluster.servers import MODEL, Server, complete
+from bench.live.cluster.servers import MODEL, Server, complete, num_requests
 from bench.live.peers.play import text
 from bench.measures import quantile
 
@@ -61,7 +61,7 @@ class People:
     async def _watch(self, until_s: float) -> None:
         while time.monotonic() < until_s:
             nodes = await self._server.nodes(self._http)
-            self.loads.append([node["num_running"] + node["num_waiting"] for node in nodes])
+            self.loads.append([num_requests(node) for node in nodes])
             await asyncio.sleep(0.25)
 
 

@@ -26,6 +26,8 @@ MODEL = "cluster-bench"
 SHAPE = ModelShape(max_model_len=4096)
 # A node's memory in tokens is what sessions are counted by: some 5,400 on the device, as many in host memory. No disk: it would hold everything.
 MEMORY_GIB = 0.125
+# Nobody asks for an adapter here: their buffers, made for eight of rank 128, would take five gigabytes of each process.
+SMALL = "--max-num-seqs 16 --max-loras 1 --max-lora-rank 8 --adapter-host-gib 0.0625".split()
 
 
 class Server:
@@ -43,6 +45,7 @@ class Server:
         command += ["--model", str(model_folder(SHAPE)), "--served-model-name", MODEL, "--dtype", SHAPE.dtype]
         command += ["--max-model-len", str(SHAPE.max_model_len), "--data-dir", str(folder / name)]
         command += ["--kv-cache-gib", str(MEMORY_GIB), "--kv-host-gib", str(MEMORY_GIB), "--kv-disk-gib", "0"]
+        command += SMALL
         command += ["--nodes", str(num_nodes), *flags] if num_nodes > 1 else flags
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -95,6 +98,12 @@ class Server:
         children = psutil.Process(self.process.pid).children(recursive=True)
         found = sorted(children, key=lambda each: each.memory_info().rss, reverse=True)
         return found[: self.num_nodes]
+
+
+def num_requests(node: dict[str, Any]) -> int:
+    """Running and waiting; none while nobody knows."""
+    load = node["load"] or {"num_running": 0, "num_waiting": 0}
+    return int(load["num_running"] + load["num_waiting"])
 
 
 async def complete(

@@ -71,7 +71,7 @@ async def moved(http: aiohttp.ClientSession, server: Server, reference: Server, 
 
 
 async def _steps(http: aiohttp.ClientSession, server: Server, node_id: str) -> int:
-    return next(int(node["num_steps"]) for node in await server.nodes(http) if node["id"] == node_id)
+    return next(int(node["load"]["num_steps"]) for node in await server.nodes(http) if node["id"] == node_id)
 
 
 def _ratio(some: list[float], others: list[float]) -> float | None:

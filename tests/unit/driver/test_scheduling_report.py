@@ -24,9 +24,17 @@ class Waits(SimpleNamespace):
         return self is other
 
 
+BLOCKS = SimpleNamespace(num_gpu_blocks=100, get_num_free_blocks=lambda: 40)
+
+
 def request(request_id: str = "a", adapter: int | None = None, **fields: Any) -> Waits:
     lora = SimpleNamespace(lora_int_id=adapter) if adapter is not None else None
-    defaults = {"status": RequestStatus.WAITING, "lora_request": lora, "structured_output_request": None}
+    defaults: dict[str, Any] = {
+        "status": RequestStatus.WAITING,
+        "lora_request": lora,
+        "structured_output_request": None,
+    }
+    defaults["num_output_tokens"] = 0
     return Waits(request_id=request_id, **(defaults | fields))
 
 
@@ -45,6 +53,7 @@ def scheduler(*waiting: Waits, deferred: tuple[Waits, ...] = (), running: tuple[
         deferred_waiting=set(deferred),
         lora_config=SimpleNamespace(max_loras=1),
         num_preempted=3,
+        num_ended_tokens=0,
     )
 
 
@@ -69,7 +78,7 @@ class Ours:
 
 
 def reasons(scheduler: Any, ours: Any = None, places: dict[int, str] | None = None) -> dict[str, int]:
-    stats = Report(scheduler, ours, None, lambda: places or {}).stats()
+    stats = Report(scheduler, ours, None, lambda: places or {}, BLOCKS, 16).stats()
     assert sum(stats.num_by_reason.values()) == stats.num_waiting
     return dict(stats.num_by_reason)
 
@@ -112,7 +121,7 @@ def test_one_that_was_to_start_and_did_not_says_what_stopped_it() -> None:
 
 
 def test_vllms_own_queue_tells_its_preemptions() -> None:
-    stats = Report(scheduler(request()), None, None, dict).stats()
+    stats = Report(scheduler(request()), None, None, dict, BLOCKS, 16).stats()
     assert (stats.policy, stats.counts, stats.lanes) == ("vllm", {"preempted": 3}, None)
 
 
@@ -127,5 +136,7 @@ def test_errors_of_guesses_are_counted_up_to_each_bound() -> None:
 
 def test_where_vllm_no_longer_tells_why_requests_wait_they_are_just_queued() -> None:
     """As `VllmDriver` makes it when the names behind it have moved: none of those is looked at."""
-    bare = SimpleNamespace(waiting=[request("a-1"), compiling(None)], running=[], num_preempted=0)
-    assert Report(bare, None, None, dict, knows_why=False).stats().num_by_reason == {"queued": 2}
+    bare = SimpleNamespace(
+        num_ended_tokens=0, waiting=[request("a-1"), compiling(None)], running=[], num_preempted=0
+    )
+    assert Report(bare, None, None, dict, BLOCKS, 16, knows_why=False).stats().num_by_reason == {"queued": 2}
