@@ -174,7 +174,11 @@ class Connection(asyncio.Protocol):
         while True:
             await asyncio.sleep(wire.REPORT_EVERY_S)
             await self._can_write.wait()
-            self._tell()
+            try:
+                self._tell()
+            except Exception:
+                # An engine that is being closed or built anew may have no figures for a moment; without reports the node would count as dead.
+                log.exception("a report could not be made")
 
     def _tell(self) -> None:
         self._send(wire.Reported(self._server.report(self._changed_adapters())))

@@ -27,7 +27,7 @@ SHAPE = ModelShape(max_model_len=4096)
 # A node's memory in tokens is what sessions are counted by: some 5,400 on the device, as many in host memory. No disk: it would hold everything.
 MEMORY_GIB = 0.125
 # Nobody asks for an adapter here: their buffers, made for eight of rank 128, would take five gigabytes of each process.
-SMALL = "--max-num-seqs 16 --max-loras 1 --max-lora-rank 8 --adapter-host-gib 0.0625".split()
+SMALL = "--max-num-seqs 16 --max-loras 1 --max-lora-rank 8 --adapter-host-gib 0.125".split()
 
 
 class Server:
@@ -44,7 +44,9 @@ class Server:
         command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(self.port)]
         command += ["--model", str(model_folder(SHAPE)), "--served-model-name", MODEL, "--dtype", SHAPE.dtype]
         command += ["--max-model-len", str(SHAPE.max_model_len), "--data-dir", str(folder / name)]
-        command += ["--kv-cache-gib", str(MEMORY_GIB), "--kv-host-gib", str(MEMORY_GIB), "--kv-disk-gib", "0"]
+        # What is said is a machine's: nodes share it.
+        memory_gib = str(MEMORY_GIB * num_nodes)
+        command += ["--kv-cache-gib", memory_gib, "--kv-host-gib", memory_gib, "--kv-disk-gib", "0"]
         command += SMALL
         command += ["--nodes", str(num_nodes), *flags] if num_nodes > 1 else flags
         with self.log.open("wb") as log:

@@ -221,6 +221,22 @@ async def test_what_is_read_at_once_follows_the_nodes_reports() -> None:
         assert [info.name for info in remote.adapters()] == ["robot"]
 
 
+async def test_a_node_that_has_no_figures_for_a_moment_is_heard_of_again() -> None:
+    node = FakeNode()
+    async with pair(node) as (remote, _, _):
+        asked = asyncio.Event()
+
+        def fail() -> None:
+            asked.set()
+            raise AttributeError("the engine is being closed")
+
+        node.scheduling_stats = fail  # type: ignore[method-assign]
+        await asyncio.wait_for(asked.wait(), PATIENCE_S)
+        del node.scheduling_stats
+        node.num_steps = 8
+        await until(lambda: remote.num_steps == 8)
+
+
 @pytest.mark.parametrize(("token", "guess"), [(b"token", b"another"), (b"token", b""), (b"", b"token")])
 async def test_without_the_token_there_is_no_word_but_a_challenge(token: bytes, guess: bytes) -> None:
     node = FakeNode(["secret"])
