@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -24,6 +25,8 @@ from engine_bridge.local_node import LocalNodeConfig
 from gateway.config import Config
 from gateway.engine_process import ChildSettings, pack_settings
 from gateway.errors import StartupError
+
+log = logging.getLogger(__name__)
 
 MAKE_NODE = "gateway.engine_process:make_local_node"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -134,17 +137,26 @@ def nodes_of(config: Config, settings: LocalNodeConfig, names: tuple[str, ...]) 
 
 def _make_folders(config: Config, names: tuple[str, ...]) -> None:
     """Waits for nodes of a gateway that was killed: they hold memory, and KV that is on its way to the disk."""
-    for name in names:
-        folder = config.data_dir / "nodes" / name
-        try:
+    assert config.kv_dir is not None  # filled in by Config
+    folders = [config.data_dir / "nodes" / name for name in names]
+    try:
+        # The nodes would make the KV's for everybody to read.
+        for folder in (config.kv_dir, *folders):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            is_free = wait_until_free(folder / LOCK, FORMER_S)
-        except OSError as error:
-            raise ClusterError(f"data_dir: cannot make {folder}: {error.strerror}") from error
-        if not is_free:
-            raise ClusterError(
-                f"data_dir: another process runs {name} in {config.data_dir}. Use a folder of its own."
-            )
+        is_free = all(_is_free_in_time(folder) for folder in folders)
+    except OSError as error:
+        raise ClusterError(f"data_dir: cannot make {error.filename}: {error.strerror}") from error
+    if not is_free:
+        raise ClusterError(
+            f"data_dir: another process runs {' or '.join(names)} in {config.data_dir}. Use a folder of its own."
+        )
+
+
+def _is_free_in_time(folder: Path) -> bool:
+    if wait_until_free(folder / LOCK, 0.0):
+        return True
+    log.info("%s of the gateway before is still ending; waiting for it", folder.name)
+    return wait_until_free(folder / LOCK, FORMER_S)
 
 
 def _with_own_folders(config: Config, settings: LocalNodeConfig, name: str) -> LocalNodeConfig:

@@ -100,6 +100,6 @@ def test_a_folder_that_another_process_runs_a_node_in_is_refused(
     placement_of(config)
     with (tmp_path / "nodes" / "node-2" / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(StartupError, match="another process runs node-2"):
+        with pytest.raises(StartupError, match="another process runs node-1 or node-2"):
             placement_of(config)
     placement_of(config)
