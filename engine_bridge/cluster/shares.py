@@ -39,8 +39,7 @@ def divide_engine(engine: EngineConfig, num_nodes: int, num_cores: int) -> Engin
 def check_memory(engine: EngineConfig, num_nodes: int, weights_bytes: int, available_bytes: int) -> None:
     """Whether so many nodes of these settings, each with its part, fit into the memory that is free. Raises ClusterError."""
     on_cpu = engine.device == "cpu"
-    # vLLM's CPU build counts its cache in whole GiB.
-    cache_bytes = max(1, round(engine.kv_cache_gib)) * GIB if on_cpu else 0
+    cache_bytes = int(engine.kv_cache_gib * GIB) if on_cpu else 0
     node_bytes = NODE_BYTES + (weights_bytes if on_cpu else 0) + cache_bytes + int(engine.kv_host_gib * GIB)
     if num_nodes * node_bytes <= available_bytes:
         return

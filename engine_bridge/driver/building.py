@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
 # fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
 CPU_BLOCK_SIZE_TOKENS = 32
+GIB = 1 << 30
 
 
 def configure_environment(config: EngineConfig) -> None:
@@ -33,7 +34,6 @@ def configure_environment(config: EngineConfig) -> None:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if config.device == "cpu":
-        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(config.kv_cache_gib)))
         if config.cpu_threads is not None:
             cores = sorted(os.sched_getaffinity(0))[-config.cpu_threads :]
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
@@ -62,7 +62,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
 
         seam.install()
     grammars.install()
-    engine = LLMEngine.from_engine_args(_engine_args(config, tiers), enable_multiprocessing=False)
+    engine = LLMEngine.from_engine_args(engine_args(config, tiers), enable_multiprocessing=False)
     core = engine.engine_core.engine_core
     core.request_block_hasher = hash_by_content(core.request_block_hasher)
     if mends_lora:
@@ -79,7 +79,7 @@ def _compute_on(num_threads: int) -> None:
     torch._C.set_num_threads(num_threads)
 
 
-def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
+def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
     from engine_bridge.driver.scheduling.seam import scheduler_name
     from engine_bridge.driver.vllm_api import EngineArgs, StructuredOutputsConfig
 
@@ -96,6 +96,8 @@ def _engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
         "max_model_len": config.max_model_len,
         "num_gpu_blocks_override": config.num_kv_blocks,
+        # Not by VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB) if on_cpu else None,
         "use_tqdm_on_load": False,
         "scheduler_cls": scheduler_name(config.device),
         # A small model that may put white space between JSON tokens does little else until its tokens run out.

@@ -99,7 +99,7 @@ async def under_load(
         await chats.stop()
     stored: Counter[str] = Counter()
     for session_id in set(ledger.sessions.values()):
-        async with http.get(f"{server.url}/v1/sessions/{session_id}") as reply:
+        async with http.get(f"{server.url}/api/sessions/{session_id}") as reply:
             turns = (await reply.json())["turns"]
             stored.update(turn["id"] for turn in turns if turn["status"] == "done")
     return {

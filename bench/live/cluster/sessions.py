@@ -11,7 +11,7 @@ import aiohttp
 from bench.live.cluster.servers import Server, complete
 from bench.live.peers.play import text
 from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import Delta, Done
+from gateway.client.chat_frames import Done
 
 SESSION_TOKENS, MOST_SESSIONS, ENOUGH_MISSES = 256, 56, 4
 # Of a prompt, in cached tokens, for its session to count as held. The last block and the new question are always computed.
@@ -85,7 +85,7 @@ def _ms(seconds: list[float]) -> float | None:
 
 
 async def ttft_added(one: Server, several: Server, num: int) -> dict[str, Any]:
-    """What nodes in other processes add to the time to the first token, beyond what the node itself takes: the client's time less the node's own.
+    """What nodes in other processes add to an answer of one token: the client's time less what the node itself took until then.
 
     Nodes of a machine share its cores, so their own times say nothing about the way between.
     """
@@ -105,13 +105,9 @@ async def ttft_added(one: Server, several: Server, num: int) -> dict[str, Any]:
 
 
 async def _beyond_ms(client: ChatClient, content: str) -> float:
-    began_s, first_s = time.perf_counter(), 0.0
-    sampling = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
-    async for event in client.ask(content, sampling=sampling):
-        if isinstance(event, Delta):
-            first_s = first_s or time.perf_counter()
+    began_s = time.perf_counter()
+    # One token: it may be no whole character, so that its end is the first that is heard of it.
+    async for event in client.ask(content, sampling={"max_tokens": 1, "temperature": 0, "ignore_eos": True}):
         if isinstance(event, Done):
-            # What was written may be no whole character yet: then the end is the first that is heard.
-            took_ms = ((first_s or time.perf_counter()) - began_s) * 1e3
-            return took_ms - (event.timings.ttft_ms or 0.0)
+            return (time.perf_counter() - began_s) * 1e3 - (event.timings.ttft_ms or 0.0)
     raise RuntimeError("an answer without an end")

@@ -176,7 +176,8 @@ OWNERS = (
         ENGINE,
         builds(
             "*, model, served_model_name, dtype, max_num_seqs, enforce_eager, enable_prefix_caching, disable_log_stats, seed, block_size,"
-            " max_model_len, num_gpu_blocks_override, use_tqdm_on_load, scheduler_cls, structured_outputs_config, gpu_memory_utilization"
+            " max_model_len, num_gpu_blocks_override, kv_cache_memory_bytes, use_tqdm_on_load, scheduler_cls,"
+            " structured_outputs_config, gpu_memory_utilization"
         ),
         reads("kv_transfer_config", KV_TIERS),
         reads("enable_lora max_loras max_lora_rank", LORA),
@@ -187,6 +188,6 @@ OWNERS = (
         "vllm.envs",
         ENVIRONMENT,
         reads("VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL VLLM_LOG_STATS_INTERVAL"),
-        reads("VLLM_MAX_N_SEQUENCES VLLM_NO_USAGE_STATS VLLM_CPU_KVCACHE_SPACE VLLM_CPU_OMP_THREADS_BIND"),
+        reads("VLLM_MAX_N_SEQUENCES VLLM_NO_USAGE_STATS VLLM_CPU_OMP_THREADS_BIND"),
     ),
 )

@@ -1,0 +1,17 @@
+"""What our settings come to as vLLM's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine_bridge.driver.building import engine_args
+from engine_bridge.engine_config import EngineConfig
+from gateway.config import DEMO_MODEL_DIR
+
+
+@pytest.mark.parametrize("gib", [0.125, 1.0, 1.5])
+def test_a_cpus_kv_cache_has_the_size_that_was_said(gib: float, tmp_path: Path) -> None:
+    config = EngineConfig(model=str(DEMO_MODEL_DIR), served_model_name="demo", device="cpu", kv_cache_gib=gib)
+    assert engine_args(config, None).kv_cache_memory_bytes == gib * 2**30
