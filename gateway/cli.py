@@ -15,10 +15,10 @@ from gateway.config import SETTINGS, Config
 from gateway.config_sources import load_config
 from gateway.errors import StartupError
 from gateway.kv_command import kv
+from gateway.nodes_command import nodes
 from gateway.replay_command import replay
-from gateway.settings import Setting
+from gateway.settings import DEFAULT_URL, Setting
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 EXIT_USAGE = 2  # as click has it
 
 _METAVARS = {
@@ -110,6 +110,7 @@ def cli() -> None:
     \b
     Start the server        overture serve
     Add a machine to it     overture node
+    See its nodes           overture nodes
     Talk to it              overture chat
     Ask one thing           overture chat "What is a sonnet?"
     Let only some in        overture keys new --name alice
@@ -311,6 +312,7 @@ def doctor(
 
 
 cli.add_command(kv)
+cli.add_command(nodes)
 cli.add_command(replay)
 
 

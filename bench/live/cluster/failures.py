@@ -147,9 +147,9 @@ async def drain(http: aiohttp.ClientSession, server: Server) -> dict[str, Any]:
     (first, *_) = [node["id"] for node in await server.nodes(http)]
 
     async def act() -> None:
-        await server.node(http, first, "drain")
+        await server.drain(first)
         await asyncio.sleep(2.0)
-        await server.node(http, first, "restart")
+        await server.reopen(first)
 
     found = await under_load(http, server, "drain", act)
     return {"drain_failed": sum(found["errors"].values()) + found["lost"], "drain": found}
@@ -160,8 +160,7 @@ async def rolling_restart(http: aiohttp.ClientSession, server: Server) -> dict[s
     names = [node["id"] for node in await server.nodes(http)]
 
     async def act() -> None:
-        for name in names:
-            await server.node(http, name, "restart")
+        await server.restart(*names)
 
     found = await under_load(http, server, "rolling", act)
     return {"rolling_restart_failed": sum(found["errors"].values()) + found["lost"], "rolling_restart": found}

@@ -20,6 +20,7 @@ import psutil
 from bench.live.models import ModelShape, model_folder
 from bench.live.peers.client import QUIET_OPENMP, ROOT
 from bench.live.soak.server import HOST, free_port
+from gateway.client import nodes
 
 START_TIMEOUT_S, CLOSE_TIMEOUT_S = 300.0, 60.0
 MODEL = "cluster-bench"
@@ -89,11 +90,20 @@ class Server:
             found: list[dict[str, Any]] = (await reply.json())["nodes"] if reply.status == 200 else []
             return found
 
-    async def node(self, http: aiohttp.ClientSession, node_id: str, what: str, **body: Any) -> None:
-        """Drain or restart a node. Raises RuntimeError."""
-        async with http.post(f"{self.url}/v1/nodes/{node_id}/{what}", json=body) as reply:
-            if reply.status >= 300:
-                raise RuntimeError(f"{what} of {node_id}: {reply.status} {await reply.text()}")
+    async def drain(self, node_id: str) -> None:
+        """As `overture nodes drain` does. Raises NodesError."""
+        await asyncio.to_thread(self._changes.drain, node_id)
+
+    async def reopen(self, node_id: str) -> None:
+        await asyncio.to_thread(self._changes.reopen, node_id)
+
+    async def restart(self, *node_ids: str) -> None:
+        """One after the other, as `overture nodes restart` does. Raises NodesError."""
+        await asyncio.to_thread(self._changes.restart, node_ids)
+
+    @property
+    def _changes(self) -> nodes.Changes:
+        return nodes.Changes(nodes.Server(self.url), {}, START_TIMEOUT_S, lambda line: None)
 
     def engine_processes(self) -> list[psutil.Process]:
         """Those of nodes, largest first: each has a model in it."""

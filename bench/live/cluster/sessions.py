@@ -50,7 +50,7 @@ async def moved(http: aiohttp.ClientSession, server: Server, reference: Server, 
             mine.append(number)
         if len(mine) == num:
             break
-    await server.node(http, leaving, "drain", force=False)
+    await server.drain(leaving)
     fetched_s, computed_s, identical = [], [], []
     for number in mine:
         prompt = text(MOVED_TOKENS, "moved", number) + text(32, "turn", number)
@@ -59,7 +59,7 @@ async def moved(http: aiohttp.ClientSession, server: Server, reference: Server, 
         identical.append(answer == (await complete(http, reference, prompt, ANSWER_TOKENS))[1])
         fresh = text(MOVED_TOKENS + 32, "fresh", number)
         computed_s.append((await complete(http, server, fresh, 1))[0])
-    await server.node(http, leaving, "restart")
+    await server.reopen(leaving)
     return {
         "peer_fetch_vs_recompute": _ratio(fetched_s, computed_s),
         "peer_fetch_ms": _ms(fetched_s),
