@@ -3,7 +3,7 @@
     python -m bench.live.cluster [--part NAME ...] [--quick]
 
 Model: bench.live.models, 75 M weights; no disk tier. Parts, in this order:
-  held      how many sessions of 256 tokens go on from KV on two nodes, over one
+  held      how many sessions of 512 tokens go on from KV on two nodes, over one
   moved     a node is drained; the time to the first token of its sessions of 2,048 tokens on the other node, which fetches their KV, over new prompts
             of that length there; answers against those of one node that computed everything
   deltas    processor time that the wire costs for each delta, at both ends (bench.live.cluster.deltas)
@@ -11,7 +11,7 @@ Model: bench.live.models, 75 M weights; no disk tier. Parts, in this order:
   kill      kill -9 of a node under twelve conversations: each question is asked until it is answered
   drain     a node is drained under the same, and comes back
   rolling   all nodes are restarted under the same
-  routing   sixteen people, some ten times as busy as others, with advisories and without
+  routing   32 people, some ten times as busy as others, with advisories and without
 
 The last line is JSON.
 """

@@ -14,8 +14,8 @@ from bench.live.cluster.servers import MODEL, Server, complete, num_requests
 from bench.live.peers.play import text
 from bench.measures import quantile
 
-NUM_PEOPLE, FIRST_TOKENS, QUESTION_TOKENS, LEAD_S = 16, 192, 48, 1.0
-# Logarithm's spread of how often people ask. Chosen: the busiest of sixteen ask some ten times as often as the least busy ones.
+NUM_PEOPLE, FIRST_TOKENS, QUESTION_TOKENS, LEAD_S = 32, 192, 48, 1.0
+# Logarithm's spread of how often people ask. Chosen: the busiest ask some ten times as often as the least busy ones.
 SPREAD = 1.0
 # Mean seconds between an answer's end and the next question. Chosen so that two cores are busy for some two thirds of the time.
 THINK_S = 6.0
@@ -27,6 +27,8 @@ class People:
     def __init__(self, http: aiohttp.ClientSession, server: Server, name: str, *, advises: bool) -> None:
         self._http, self._server, self._name, self._advises = http, server, name, advises
         self.ttft_s: list[float] = []
+        self.answers: list[tuple[float, int, int]] = []
+        """Milliseconds to the first token, tokens of the prompt, and of these in cache."""
         self.loads: list[list[int]] = []
 
     async def live(self, seconds: float) -> None:
@@ -42,10 +44,11 @@ class People:
         history = text(FIRST_TOKENS, self._name, number)
         await asyncio.sleep(rng.uniform(0, mean_s))
         while time.monotonic() < until_s:
-            first_s, answer, _ = await complete(
+            first_s, answer, num_cached = await complete(
                 self._http, self._server, history, rng.randint(8, 64), session_id
             )
             self.ttft_s.append(first_s)
+            self.answers.append((round(first_s * 1e3, 1), len(history), num_cached))
             history = (history + answer + text(QUESTION_TOKENS, self._name, number, len(history)))[-3500:]
             pause_s = rng.expovariate(1 / mean_s) + LEAD_S
             await asyncio.sleep(min(pause_s - LEAD_S, max(until_s - time.monotonic(), 0)))
@@ -88,6 +91,7 @@ async def advised_vs_sticky(
             "ttft_p50_ms": round(quantile(ttft_s, 0.5) * 1e3, 1),
             "ttft_p99_ms": round(quantile(ttft_s, 0.99) * 1e3, 1),
             "imbalance": round(max(loads) / statistics.median(loads), 3),
+            "slowest": sorted((each for play in plays for each in play.answers), reverse=True)[:5],
         }
     return {
         "advised_vs_sticky_ttft_p99": round(

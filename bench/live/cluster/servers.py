@@ -25,8 +25,8 @@ from gateway.client import nodes
 START_TIMEOUT_S, CLOSE_TIMEOUT_S = 300.0, 60.0
 MODEL = "cluster-bench"
 SHAPE = ModelShape(max_model_len=4096)
-# A node's memory in tokens is what sessions are counted by: some 5,400 on the device, as many in host memory. No disk: it would hold everything.
-MEMORY_GIB = 0.125
+# A node's memory in tokens is what sessions are counted by: some 10,900 on the device, as many in host memory. No disk: it would hold everything.
+MEMORY_GIB = 0.25
 # Nobody asks for an adapter here: their buffers, made for eight of rank 128, would take five gigabytes of each process.
 SMALL = "--max-num-seqs 16 --max-loras 1 --max-lora-rank 8 --adapter-host-gib 0.125".split()
 

@@ -13,7 +13,7 @@ from bench.live.peers.play import text
 from gateway.client.chat import ChatClient
 from gateway.client.chat_frames import Done
 
-SESSION_TOKENS, MOST_SESSIONS, ENOUGH_MISSES = 256, 56, 4
+SESSION_TOKENS, MOST_SESSIONS, ENOUGH_MISSES = 512, 56, 4
 # Of a prompt, in cached tokens, for its session to count as held. The last block and the new question are always computed.
 HELD_SHARE = 0.8
 MOVED_TOKENS, ANSWER_TOKENS = 2048, 16
