@@ -127,7 +127,11 @@ class Source:
 
 def _parsed(text: str, module: str) -> ast.Module:
     try:
-        return ast.parse(text)
+        try:
+            return ast.parse(text)
+        except SystemError:
+            # CPython 3.11 counts how deep the parsers of all threads are together, and now and then finds another number than it left.
+            return ast.parse(text)
     except SyntaxError as error:  # a later vLLM may be written for a later Python
         raise NoSource(f"{module}, line {error.lineno}, is no Python {platform.python_version()}") from error
 

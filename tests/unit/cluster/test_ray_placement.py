@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -60,9 +60,15 @@ async def answer_of(node: PlacedNode) -> str:
     return "".join([delta.text async for delta in node.generate(request)])
 
 
-def below() -> list[psutil.Process]:
-    """All processes that this test has started, and theirs."""
-    return psutil.Process().children(recursive=True)
+def below(others: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """All processes that were started here, and theirs; without those of tests before."""
+    return [each for each in psutil.Process().children(recursive=True) if each not in others]
+
+
+async def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended; the kernel may take a moment to let go of one that was killed."""
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, PATIENCE_S)
+    return alive
 
 
 def process_of(module: str) -> psutil.Process:
@@ -71,6 +77,7 @@ def process_of(module: str) -> psutil.Process:
 
 
 async def test_nodes_answer_come_again_when_they_are_restarted_and_leave(tmp_path: Path) -> None:
+    others = below()
     async with placement_of(tmp_path, a=b"", b=b"") as (placement, said):
         await placement.start()
         await until(lambda: all(node.is_up for node in placement.nodes.values()))
@@ -87,9 +94,9 @@ async def test_nodes_answer_come_again_when_they_are_restarted_and_leave(tmp_pat
         assert node.progress.state == "closed"
         with pytest.raises(KeyError):
             await placement.remove("a")
-        ours = below()
+        ours = below(others)
         await placement.close()
-        assert not any(process.is_running() for process in ours)
+        assert await still_there(ours) == []
 
 
 async def test_a_process_that_says_it_is_closed_before_it_ends_has_not_failed_to_come_again(
@@ -158,12 +165,13 @@ async def test_nodes_of_others_appear_and_vanish(tmp_path: Path) -> None:
 
 
 async def test_a_placement_that_is_closed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    others = below()
     async with placement_of(tmp_path, a=b"cannot be made", follows_all=False) as (placement, said):
         starting = asyncio.create_task(placement.start())
         await until(lambda: bool(said))
-        ours = below()
+        ours = below(others)
         await placement.close()
-        assert not any(process.is_running() for process in ours)
+        assert await still_there(ours) == []
         starting.cancel()
 
 
