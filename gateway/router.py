@@ -127,6 +127,11 @@ class Router:
 
         Raises InvalidRequest for a node that there is not, and, unless it is forced, for the last one that takes requests.
         """
+        if not is_forced:
+            # One that came back a moment ago may still be sent adapters which only this one serves.
+            others = (self._adapters.joined(other) for other in self._placement.nodes if other != node_id)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), timeout_s)
         self._members.set_draining(node_id, True, is_forced=is_forced)
         return await self._places.until_empty(node_id, timeout_s)
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -92,6 +93,14 @@ def process_of(router: Router, node_id: str) -> psutil.Process:
     node = router._placement.nodes[node_id]  # type: ignore[attr-defined]
     assert isinstance(node, ProcessNode) and node._process is not None
     return psutil.Process(node._process.pid)
+
+
+async def listed(http: aiohttp.ClientSession) -> dict[str, Any]:
+    """The one adapter there is."""
+    async with http.get("/v1/adapters") as reply:
+        (shown,) = (await reply.json())["adapters"]
+        found: dict[str, Any] = shown
+        return found
 
 
 async def until_ready(router: Router, node_id: str, not_as: str = "") -> None:
@@ -189,6 +198,10 @@ async def test_an_adapter_is_loaded_by_both_engines_which_answer_alike(
     question = {"model": "pirate", "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
     answers = []
     async with aiohttp.ClientSession(server.url) as http:
+        # A node that came back a moment ago is brought in step after the load.
+        async with asyncio.timeout(60):
+            while set((await listed(http))["nodes"]) != {"a", "b"}:
+                await asyncio.sleep(0.05)
         for home in ("a", "b"):
             router.remember([("", f"pirate-{home}", home)])
             headers = {"X-Session-Id": f"pirate-{home}"}
@@ -198,8 +211,7 @@ async def test_an_adapter_is_loaded_by_both_engines_which_answer_alike(
         async with asyncio.timeout(30):
             while [info.num_uses for info in router.adapters()] != [2]:
                 await asyncio.sleep(0.05)
-        async with http.get("/v1/adapters") as reply:
-            (shown,) = (await reply.json())["adapters"]
+        shown = await listed(http)
     assert answers[0] == answers[1]
     assert set(shown["nodes"]) == {"a", "b"} and "disk" not in shown["nodes"].values()
 
