@@ -7,6 +7,7 @@ with the error, which may be retried. What concerns no request (progress, adapte
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import TypeVar
@@ -127,13 +128,21 @@ class Router:
 
         Raises InvalidRequest for a node that there is not, and, unless it is forced, for the last one that takes requests.
         """
+        began_s = time.monotonic()
         if not is_forced:
-            # One that came back a moment ago may still be sent adapters which only this one serves.
-            others = (self._adapters.joined(other) for other in self._placement.nodes if other != node_id)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), timeout_s)
+            await self._bring_in_step(timeout_s, but=node_id)
         self._members.set_draining(node_id, True, is_forced=is_forced)
-        return await self._places.until_empty(node_id, timeout_s)
+        return await self._places.until_empty(node_id, max(timeout_s - (time.monotonic() - began_s), 0.0))
+
+    async def _bring_in_step(self, timeout_s: float, *, but: str) -> None:
+        """Wait until all nodes but this one serve the list of adapters: one that came back may still be sent what only this one serves."""
+        joining = asyncio.gather(
+            *(self._adapters.joined(name) for name in self._placement.nodes if name != but),
+            return_exceptions=True,
+        )
+        with suppress(TimeoutError):
+            # Shielded: what is being sent must not be cut off because nobody waits for it any more.
+            await asyncio.wait_for(asyncio.shield(joining), timeout_s)
 
     def reopen_node(self, node_id: str) -> None:
         """A drained node may be sent requests again. Raises InvalidRequest for one that there is not."""

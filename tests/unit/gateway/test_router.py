@@ -471,6 +471,38 @@ async def test_adapters_are_loaded_by_all_nodes_and_requests_go_where_theirs_is(
         await again.asked()
 
 
+class SlowToLoad(PlacedNode):
+    """Loads no adapter before a test says so."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.may_load, self.is_asked = asyncio.Event(), False
+
+    async def load_adapter(self, body: Any) -> JsonReply:
+        self.is_asked = True
+        await self.may_load.wait()
+        return await super().load_adapter(body)
+
+
+async def test_a_node_is_drained_once_those_that_stay_serve_its_adapters(tmp_path: Path) -> None:
+    async with routed("a", "b") as (router, placement):
+        placement.kill("b")
+        path = make_adapter(tmp_path / "large", modules=MODULES, rank=16)
+        assert (await router.load_adapter({"lora_name": "large", "lora_path": str(path)})).status == 200
+        placement.inner["b"] = back = SlowToLoad("b")
+        await placement.connect("b")
+        draining = asyncio.create_task(router.drain_node("a", 10.0))
+        await until(lambda: back.is_asked)
+        early = asking(router, question("early", adapter="large"))
+        (await placement.inner["a"].asked()).finish("at a")
+        assert text(await early) == "at a"
+        back.may_load.set()
+        assert await draining
+        late = asking(router, question("late", adapter="large"))
+        (await back.asked()).finish("at b")
+        assert text(await late) == "at b"
+
+
 async def test_models_come_from_any_node_that_is_there() -> None:
     async with routed("a", "b") as (router, placement):
         assert await router.models() == JsonReply(200, b"a")
