@@ -8,6 +8,7 @@ from typing import Any
 from engine_bridge.node import TOKEN_ID_BYTES, Advisory, GenerateRequest
 from engine_bridge.policy.adapter_places import AdapterAt
 from engine_bridge.policy.routing import Ask
+from engine_bridge.policy.urgency import is_urgent
 from engine_bridge.request_context import RequestContext
 
 # English text. Chosen.
@@ -70,7 +71,7 @@ class Asks:
             num_prompt_tokens=num_tokens,
             num_answer_tokens=num_answer if max_tokens is None else max(min(num_answer, max_tokens), 1),
             rank=found.rank if found is not None else 0,
-            is_urgent=context.priority < 0,
+            is_urgent=is_urgent(context.priority),
             adapter_load_s=found.load_s if found is not None else {},
             # What there is not is for any node to refuse, in words of its own.
             usual_load_s=None if found is not None else 0.0,

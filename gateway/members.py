@@ -11,6 +11,7 @@ from typing import Literal
 from msgspec import Struct
 
 from engine_bridge.cluster.placement import Placement
+from engine_bridge.cluster.process import SILENT_S
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.silence import Silence
 from engine_bridge.cluster.wire import NodeReport
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 # A node reports four times a second. One that has not for so long gets nothing new; later its answers are ended, for nobody knows whether they go on.
 # Chosen: a machine under load was seen to say nothing for up to three seconds.
-QUIET_S, SILENT_S = 5.0, 15.0
+QUIET_S = 5.0
 LOOK_EVERY_S = 0.5
 # Of a node that is ready and says nothing of itself.
 NO_FACTS = NodeFacts(

@@ -15,6 +15,7 @@ from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.tiers import SessionKv
 from engine_bridge.policy.homes import Doors, Homes, Sent, SessionKey
 from engine_bridge.policy.routing import Ask, NodeFacts, NodePerf, Ranks
+from engine_bridge.policy.urgency import is_urgent
 
 
 def facts_of(
@@ -97,7 +98,7 @@ class SessionCluster:
             num_prompt_tokens=num_tokens,
             num_answer_tokens=self._answer_tokens,
             rank=_rank(adapter_id, self._ranks),
-            is_urgent=priority < 0,
+            is_urgent=is_urgent(priority),
         )
 
     def _look(self, now: float) -> None:
