@@ -221,6 +221,11 @@ class Question:
     def num_damaged(self) -> int:
         return len(self._bad)
 
+    @property
+    def num_whole(self) -> int:
+        """Blocks of which all layers came. Who waited for them may be gone before the other end has said that it is done."""
+        return (self.num_blocks or 0) - self.num_damaged if self._layer == self._shape.num_layers else 0
+
     def take(self, message: Any, raw: memoryview, frames: Frames) -> bytes:
         """Returns what is to be sent. Raises PeerFault, WireError."""
         match message:

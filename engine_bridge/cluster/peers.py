@@ -232,8 +232,7 @@ class Peer:
                 stats.bytes_fetched += question.num_bytes
                 if question.num_bytes:
                     stats.bytes_per_s = question.num_bytes / max(self._peering.clock() - began_s, 1e-9)
-                if question.is_over:
-                    stats.num_fetched += (question.num_blocks or 0) - question.num_damaged
+                stats.num_fetched += question.num_whole
                 if question.num_damaged:
                     self._peering.missed(self._who, "damaged", f"{question.num_damaged} blocks")
 

@@ -78,8 +78,9 @@ def test_blocks_come_layer_by_layer_and_then_it_is_over() -> None:
     asking.parts(0, 0, 3)
     assert asking.layers == []
     asking.parts(0, 3, 1)
-    assert asking.layers == [0] and not asking.question.is_over
+    assert asking.layers == [0] and not asking.question.is_over and asking.question.num_whole == 0
     asking.parts(1, 0, 4)
+    assert asking.question.num_whole == 4, "also for who goes before the other end is done"
     asking.take(Done())
     assert asking.layers == [0, 1] and asking.question.is_over and asking.bad == []
     assert all(bytes(data) == bytes(place) * 8 for place, data in asking.memory.items())
