@@ -11,7 +11,7 @@ Model: bench.live.models, 75 M weights; no disk tier. Parts, in this order:
   kill      kill -9 of a node under twelve conversations: each question is asked until it is answered
   drain     a node is drained under the same, and comes back
   rolling   all nodes are restarted under the same
-  routing   32 people, some ten times as busy as others, with advisories and without
+  routing   32 people, a few of whom ask half of all questions, with advisories and without
 
 The last line is JSON.
 """
@@ -65,7 +65,7 @@ async def run_part(
         case "rolling":
             return await failures.rolling_restart(http, two)
         case _:
-            return await routing.advised_vs_sticky(http, two, *((1, 40.0) if is_quick else (3, 90.0)))
+            return await routing.advised_vs_sticky(http, two, *((2, 35.0) if is_quick else (4, 75.0)))
 
 
 async def measure(parts: list[str], is_quick: bool) -> dict[str, Any]:

@@ -15,41 +15,55 @@ from bench.live.peers.play import text
 from bench.measures import quantile
 
 NUM_PEOPLE, FIRST_TOKENS, QUESTION_TOKENS, LEAD_S = 32, 192, 48, 1.0
-# Logarithm's spread of how often people ask. Chosen: the busiest ask some ten times as often as the least busy ones.
-SPREAD = 1.0
+# Standard deviation of the logarithm of how often people ask. Chosen: the busiest tenth ask about half of all questions.
+SPREAD = 1.3
 # Mean seconds between an answer's end and the next question. Chosen so that two cores are busy for some two thirds of the time.
-THINK_S = 6.0
+THINK_S = 8.0
+# First questions have no KV anywhere. They come spread over this time, which is not counted: it would decide the P99.
+WARM_UP_S = 12.0
+# Whose conversation grows beyond this begins another one.
+MAX_TOKENS = 3400
 
 
 class People:
-    """The same people, questions and pauses for each arm, but for how long answers take."""
+    """The people of one repeat: as busy, with questions and answers as long, in both arms."""
 
-    def __init__(self, http: aiohttp.ClientSession, server: Server, name: str, *, advises: bool) -> None:
-        self._http, self._server, self._name, self._advises = http, server, name, advises
+    def __init__(
+        self, http: aiohttp.ClientSession, server: Server, arm: str, repeat: int, *, advises: bool
+    ) -> None:
+        self._http, self._server, self._repeat, self._advises = http, server, repeat, advises
+        self._name = f"{arm}-{repeat}"
         self.ttft_s: list[float] = []
         self.answers: list[tuple[float, int, int]] = []
         """Milliseconds to the first token, tokens of the prompt, and of these in cache."""
         self.loads: list[list[int]] = []
 
     async def live(self, seconds: float) -> None:
-        until_s = time.monotonic() + seconds
+        """seconds: without those of the warm-up."""
+        self._count_from_s = time.monotonic() + WARM_UP_S
+        until_s = self._count_from_s + seconds
         watching = asyncio.create_task(self._watch(until_s))
         await asyncio.gather(*(self._person(number, until_s) for number in range(NUM_PEOPLE)))
         await watching
 
     async def _person(self, number: int, until_s: float) -> None:
-        rng = random.Random(f"person {number}")
-        session_id = f"{self._name}-{number}"
+        rng = random.Random(f"person {number} of {self._repeat}")
+        session_id, num_sessions = f"{self._name}-{number}", 1
         mean_s = THINK_S * rng.lognormvariate(-(SPREAD**2) / 2, SPREAD)
         history = text(FIRST_TOKENS, self._name, number)
-        await asyncio.sleep(rng.uniform(0, mean_s))
-        while time.monotonic() < until_s:
+        await asyncio.sleep(rng.uniform(0, WARM_UP_S))
+        while (asked_s := time.monotonic()) < until_s:
             first_s, answer, num_cached = await complete(
                 self._http, self._server, history, rng.randint(8, 64), session_id
             )
-            self.ttft_s.append(first_s)
-            self.answers.append((round(first_s * 1e3, 1), len(history), num_cached))
-            history = (history + answer + text(QUESTION_TOKENS, self._name, number, len(history)))[-3500:]
+            if asked_s >= self._count_from_s:
+                self.ttft_s.append(first_s)
+                self.answers.append((round(first_s * 1e3, 1), len(history), num_cached))
+            history = history + answer + text(QUESTION_TOKENS, self._name, number, len(history))
+            if len(history) > MAX_TOKENS:
+                num_sessions += 1
+                session_id = f"{self._name}-{number}-{num_sessions}"
+                history = text(FIRST_TOKENS, session_id)
             pause_s = rng.expovariate(1 / mean_s) + LEAD_S
             await asyncio.sleep(min(pause_s - LEAD_S, max(until_s - time.monotonic(), 0)))
             if self._advises:
@@ -64,7 +78,8 @@ class People:
     async def _watch(self, until_s: float) -> None:
         while time.monotonic() < until_s:
             nodes = await self._server.nodes(self._http)
-            self.loads.append([num_requests(node) for node in nodes])
+            if time.monotonic() >= self._count_from_s:
+                self.loads.append([num_requests(node) for node in nodes])
             await asyncio.sleep(0.25)
 
 
@@ -76,7 +91,7 @@ async def advised_vs_sticky(
     for repeat in range(repeats):
         names = list(arms) if repeat % 2 else list(reversed(arms))
         for name in names:
-            people = People(http, server, f"{name}-{repeat}", advises=name == "advised")
+            people = People(http, server, name, repeat, advises=name == "advised")
             await people.live(seconds)
             arms[name].append(people)
     found: dict[str, Any] = {}
