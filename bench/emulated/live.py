@@ -6,8 +6,8 @@ the same history; its steps take what the profile's table says, and between two 
 answered other requests.
 
     profile     the table as it was measured
-    up to date  times what the steps of the play before took over what the profile says of them (before the first, those of a burst): what a server
-                that keeps its profile up to date knew when the play began. The prediction that counts
+    up to date  the table as a server has it when the play begins: each step of a burst and of the plays before has corrected it, by the method that
+                corrects the table of an engine that serves (`StepTable.observe`). The prediction that counts
     own speed   times what the play's own steps took over what the profile says of them, two seconds at a time. No prediction: the part of the error
                 that is not the machine's speed, which on a shared machine is another one each time, and near capacity decides who waits
 
@@ -58,6 +58,7 @@ METRICS = ("tokens_per_s", "e2e_mean_s", "ttft_mean_s", "tpot_mean_s")
 AIM = 0.15
 PROFILE, UP_TO_DATE, OWN_SPEED = "profile", "up to date", "own speed"
 WINDOW_S = 2.0
+NUM_BOOTSTRAPS = 500
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_STEP_S = 512, 32, 2048, 32, 0.5
 BURST = 48
 ENGINE = Engine(
@@ -202,7 +203,8 @@ class Bench:
         self.capacity_per_s = BURST / max(answer["token_s"][-1] for answer in answers)
         ran = worker.call("steps")
         self.between_s = gap_s(ran["steps"])
-        self.last_slowness = Slowness(ran["steps"], profile, ran["zero_s"]).mean
+        self.table = StepTable(profile)
+        self.learn_steps(ran["steps"])
         print(
             f"{self.capacity_per_s:.2f} requests/s when all are there at once; {self.between_s * 1e3:.1f} ms between steps",
             flush=True,
@@ -222,22 +224,27 @@ class Bench:
         ]
         ran = worker.call("steps")
         slowness = Slowness(ran["steps"], profile, ran["zero_s"])
-        known, self.last_slowness = self.last_slowness, slowness.mean
-        ways: dict[str, Callable[[float], float]] = {
-            PROFILE: lambda at_s: 1.0,
-            UP_TO_DATE: lambda at_s: known,
-            OWN_SPEED: slowness.at,
+        ways: dict[str, tuple[StepGrid, Callable[[float], float]]] = {
+            PROFILE: (profile, lambda at_s: 1.0),
+            UP_TO_DATE: (self.table.grid(), lambda at_s: 1.0),
+            OWN_SPEED: (profile, slowness.at),
         }
         times = {
-            name: emulate(policy, asks, self.traffic.history, rate_per_s, profile, self.between_s, way)
-            for name, way in ways.items()
+            name: emulate(policy, asks, self.traffic.history, rate_per_s, grid, self.between_s, way)
+            for name, (grid, way) in ways.items()
         }
+        self.learn_steps(ran["steps"])
         emulated = {name: metrics_of(each) for name, each in times.items()}
         mean = round(slowness.mean, 4)
         self.plays.append(
             Play(policy, load, metrics_of(live), emulated, mean, tuple(live), tuple(times[UP_TO_DATE]))
         )
         self.say(self.plays[-1])
+
+    def learn_steps(self, steps: Sequence[Sequence[float]]) -> None:
+        """steps: (work…, began, ended)."""
+        for *work, began_s, ended_s in steps:
+            self.table.observe(*work, ended_s - began_s)  # type: ignore[arg-type]
 
     def answer(
         self, worker: Worker, policy: str, asks: Sequence[Ask], rate_per_s: float
@@ -279,6 +286,7 @@ class Bench:
             "between_steps_ms": round(self.between_s * 1e3, 2),
             "capacity_per_s": round(self.capacity_per_s, 3),
             "pooled_errors": pooled_errors(self.plays),
+            "pooled_intervals": pooled_intervals(self.plays),
             "plays": [_kept(play) for play in self.plays],
         }
 
@@ -292,6 +300,25 @@ def pooled_errors(plays: Sequence[Play]) -> dict[str, float]:
         emulated = figures_of([play.emulated_times for play in own])
         for name, value in live.items():
             found[name] = max(found.get(name, 0.0), round(abs(emulated[name] / value - 1), 4))
+    return found
+
+
+def pooled_intervals(plays: Sequence[Play]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Emulated over measured of each of `figures_of`, by policy: from the 5th to the 95th percentile when plays are drawn again."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for policy in sorted({play.policy for play in plays}):
+        own, rng = [play for play in plays if play.policy == policy], random.Random(0)
+        ratios = defaultdict[str, list[float]](list)
+        for _ in range(NUM_BOOTSTRAPS):
+            drawn = rng.choices(own, k=len(own))
+            live = figures_of([play.live_times for play in drawn])
+            emulated = figures_of([play.emulated_times for play in drawn])
+            for name, value in live.items():
+                ratios[name].append(emulated[name] / value)
+        found[policy] = {
+            name: (round(quantile(each, 0.05), 4), round(quantile(each, 0.95), 4))
+            for name, each in ratios.items()
+        }
     return found
 
 

@@ -133,6 +133,17 @@ def test_errors_over_all_plays_are_the_larger_of_the_policies() -> None:
     assert found["ttft_p50"] == pytest.approx(0.2) and found["tokens_per_s"] == 0
 
 
+def test_the_interval_of_an_error_spans_what_the_plays_differ_by() -> None:
+    def play(first_s: float) -> live.Play:
+        measured = (live.Times(0.0, 1.0, 3.0, 3),)
+        return live.Play("mlq", 0.5, {}, {}, 1.0, measured, (live.Times(0.0, first_s, 3.0, 3),))
+
+    same = live.pooled_intervals([play(1.1)] * 6)["mlq"]
+    assert same["ttft_p99"] == (pytest.approx(1.1), pytest.approx(1.1))
+    low, high = live.pooled_intervals([play(0.8)] * 3 + [play(1.2)] * 3)["mlq"]["ttft_p50"]
+    assert (low, high) == (pytest.approx(0.8), pytest.approx(1.2))
+
+
 def with_adapters(
     num_slots: int, policy: str | None, asked: list[tuple[float, int]]
 ) -> list[tuple[float, str]]:
