@@ -1,0 +1,91 @@
+"""The pictures of docs/tour.md: `python tests/browser/tour.py [FOLDER]`, docs/pictures by default.
+
+A gateway with the demo model is started for the occasion. Every picture shows what the model really answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import ANSWER_MS, CHROMIUM, CHROMIUM_ARGS, ROOT, Chat, Gateway
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+WIDE = {"width": 1120, "height": 700}
+PHONE = {"width": 390, "height": 780}
+
+
+def introduce(chat: Chat) -> None:
+    chat.ask("Hello! My name is Ada and I live in Lisbon.")
+    chat.ask("What is my name?")
+
+
+def chat_picture(chat: Chat) -> Page:
+    introduce(chat)
+    chat.ask("Where do I live?")
+    return chat.page
+
+
+def warm_picture(chat: Chat) -> Page:
+    """While a follow-up is typed: its KV is on the device before Enter."""
+    introduce(chat)
+    chat.question.press_sequentially("And where do I", delay=60)
+    chat.page.wait_for_timeout(1500)  # the line under the field fills
+    return chat.page
+
+
+def adapter_picture(chat: Chat) -> Page:
+    chat.pick("pirate")
+    chat.ask("Who are you?")
+    return chat.page
+
+
+def engine_picture(chat: Chat) -> Page:
+    introduce(chat)
+    room = chat.page.context.new_page()
+    room.goto(f"{chat.url}/engine")
+    expect(room.locator("#advisories")).to_be_visible()
+    chat.ask("Where do I live?")
+    room.wait_for_timeout(3000)  # for something to see in the lines
+    return room
+
+
+PICTURES: dict[str, tuple[Callable[[Chat], Page], dict[str, object]]] = {
+    "chat": (chat_picture, {"viewport": WIDE}),
+    "warm": (warm_picture, {"viewport": WIDE}),
+    "adapter": (adapter_picture, {"viewport": WIDE}),
+    "phone": (chat_picture, {"viewport": PHONE, "color_scheme": "dark", "has_touch": True}),
+    "engine": (engine_picture, {"viewport": WIDE}),
+}
+
+
+def take_all(browser: Browser, url: str, folder: Path) -> None:
+    for name, (scene, options) in PICTURES.items():
+        context = browser.new_context(reduced_motion="reduce", **options)
+        picture = scene(Chat(context.new_page(), url).open())
+        picture.screenshot(path=folder / f"{name}.png")
+        print(folder / f"{name}.png", flush=True)
+        context.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "docs" / "pictures")
+    folder: Path = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        gateway = stack.enter_context(Gateway(data))
+        gateway.wait_ready()
+        playwright = stack.enter_context(sync_playwright())
+        expect.set_options(timeout=ANSWER_MS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
+        take_all(browser, gateway.url, folder)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
