@@ -57,8 +57,8 @@ from kvtiers.stats import TierStats
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.engine_client import BridgeEngineClient
+    from engine_bridge.driver.node_load import Standing
     from engine_bridge.driver.serving import Serving, ServingOptions
-    from engine_bridge.driver.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ class LocalNode:
                     context=request.context,
                     lora_request=prepared.lora_request,
                 )
-                await client.foretell(core_request)
+                await client.predict_length(core_request)
                 client.launch(unique_id, core_request, None)
             while True:
                 delta = await stream.next()

@@ -15,7 +15,7 @@ from engine_bridge.cluster.sending import bring
 from engine_bridge.errors import BridgeError, EngineUnavailable
 from engine_bridge.node import JsonReply
 from engine_bridge.policy.adapter_places import Load, Pin, Served, Step, Unload, steps
-from gateway.wanted_adapters import Wanted
+from gateway.wanted_adapters import WantedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,9 @@ class Keeper:
         failures: by adapter, why the node does not serve it.
     """
 
-    def __init__(self, node_id: str, node: RemoteNode, wanted: Callable[[], Mapping[str, Wanted]]) -> None:
+    def __init__(
+        self, node_id: str, node: RemoteNode, wanted: Callable[[], Mapping[str, WantedAdapter]]
+    ) -> None:
         self.node_id, self.node = node_id, node
         self._wanted = wanted
         self._lock = asyncio.Lock()

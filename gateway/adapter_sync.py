@@ -25,7 +25,7 @@ from engine_bridge.node_adapters import WATCH_EVERY_S, find_adapters
 from engine_bridge.policy import adapter_places
 from engine_bridge.policy.adapter_places import AdapterAt
 from gateway.adapter_keeper import Keeper, reason_of, refused
-from gateway.wanted_adapters import Wanted, WantedAdapters
+from gateway.wanted_adapters import WantedAdapter, WantedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class AdapterSync:
         self._folder, self._given = folder, tuple(given)
         self._is_started = False
         self._keepers: dict[str, Keeper] = {}
-        self._pending: dict[str, Wanted] = {}
+        self._pending: dict[str, WantedAdapter] = {}
         """What is being loaded everywhere, and in the list when that has worked."""
         self._changing = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
@@ -130,7 +130,7 @@ class AdapterSync:
         }
         return self._keepers
 
-    def _wanted(self) -> dict[str, Wanted]:
+    def _wanted(self) -> dict[str, WantedAdapter]:
         return {**self._list.wanted, **self._pending}
 
     def _open(self) -> list[Keeper]:

@@ -27,8 +27,8 @@ from gateway.errors import GatewayError
 from gateway.metrics import Metrics
 from gateway.policy.precision import Precision
 from gateway.policy.trails import Trail, Trails
+from gateway.request_priority import checked_priority
 from gateway.sessions import Outlook, SessionStore
-from gateway.standing import checked_priority
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
 OnChange = Callable[["Record"], None]
 
 
-class Wanted(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AdvisoryRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /v1/advisories`, and the payload of a hint. ordered: SYMPHONY's word that advisories come in the order of their requests;
     taken, and not acted on: arrival, priority and probability order the copies. priority: lower first, as of requests.
     """
@@ -80,7 +80,9 @@ class Record:
         followers: called with each change.
     """
 
-    def __init__(self, owner: str, wanted: Wanted, adapter: str | None, source: str, now: float) -> None:
+    def __init__(
+        self, owner: str, wanted: AdvisoryRequest, adapter: str | None, source: str, now: float
+    ) -> None:
         self.id = f"adv-{uuid.uuid4().hex}"
         self.owner = owner
         self.wanted = wanted
@@ -110,7 +112,7 @@ class Record:
             began_s=self.issued_s,
         )
 
-    def is_like(self, wanted: Wanted, adapter: str | None) -> bool:
+    def is_like(self, wanted: AdvisoryRequest, adapter: str | None) -> bool:
         """Whether a new advisory says no more than this one."""
         mine, other = self.wanted.expected_arrival_s, wanted.expected_arrival_s
         is_same_time = mine is other or (
@@ -184,7 +186,9 @@ class Advisories:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def submit(self, owner: str, wanted: Wanted, source: str, follower: OnChange | None = None) -> Record:
+    def submit(
+        self, owner: str, wanted: AdvisoryRequest, source: str, follower: OnChange | None = None
+    ) -> Record:
         """Act on an advisory, or renew the one that it repeats. Returns at once.
 
         source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. Raises
@@ -217,7 +221,9 @@ class Advisories:
         """Act on the advisories of an envelope in the shape of vLLM's KV hints. Raises `bad_request`, `rate_limited`, `unknown_model`."""
         try:
             actions = msgspec.convert(envelope, Envelope).actions
-            wanted = [msgspec.convert(a.payload, Wanted) for a in actions if a.action_type == HINT_ACTION]
+            wanted = [
+                msgspec.convert(a.payload, AdvisoryRequest) for a in actions if a.action_type == HINT_ACTION
+            ]
         except msgspec.ValidationError as error:
             raise GatewayError(
                 "bad_request", f"The hints were not understood: {error}", param="kv_hints"

@@ -7,7 +7,7 @@ import time
 import msgspec
 from aiohttp import web
 
-from gateway.advisories import Wanted
+from gateway.advisories import AdvisoryRequest
 from gateway.errors import GatewayError
 from gateway.rest import json_body, json_reply
 from gateway.services import SERVICES
@@ -23,7 +23,7 @@ async def create(request: web.Request) -> web.Response:
         items = [record.describe(time.monotonic()) for record in records]
         return json_reply({"message_id": body["message_id"], "advisories": items}, status=202)
     try:
-        wanted = msgspec.convert(body, Wanted)
+        wanted = msgspec.convert(body, AdvisoryRequest)
     except msgspec.ValidationError as error:
         raise GatewayError("bad_request", f"The advisory was not understood: {error}") from error
     record = services.advisories.submit(owner, wanted, "rest")

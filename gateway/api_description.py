@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from engine_bridge.node import AdapterInfo
-from gateway.advisories import Envelope, Wanted
+from gateway.advisories import AdvisoryRequest, Envelope
 from gateway.api_bodies import (
     AdapterChanged,
     AdapterList,
@@ -271,7 +271,9 @@ OPERATIONS: tuple[Operation, ...] = (
         ADVISORIES,
         "Tell that a session's request will come",
         "One advisory, or several in an envelope of the shape of vLLM's KV hints.",
-        body=Body(shape=(Wanted, Envelope), example={"session_id": "lisbon", "expected_arrival_s": 2}),
+        body=Body(
+            shape=(AdvisoryRequest, Envelope), example={"session_id": "lisbon", "expected_arrival_s": 2}
+        ),
         replies={202: Reply(description="It is acted on.", shape=(AdvisoryStanding, AdvisoryBatch))},
         errors=(404,),
     ),

@@ -48,13 +48,13 @@ from gateway.metrics import Metrics
 from gateway.node_metrics import NodeCollector
 from gateway.open_calls import OpenCalls
 from gateway.policy.connections import MOST_AT_ONCE
+from gateway.request_priority import parse_weights
 from gateway.revocation import follow_key_file
 from gateway.router import Router
 from gateway.router_metrics import RouterCollector
 from gateway.scheduling_metrics import SchedulingCollector
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
-from gateway.standing import parse_weights
 from gateway.steward import Steward
 from gateway.tokenizer_metrics import TokenizerCollector
 from gateway.turns import Turns

@@ -14,7 +14,7 @@ from msgspec import to_builtins
 from engine_bridge.request_context import RequestContext
 from gateway import __version__
 from gateway import connections as gate
-from gateway.advisories import Record, Wanted, outcome_of
+from gateway.advisories import AdvisoryRequest, Record, outcome_of
 from gateway.auth import Principal, extract_key, withdrawn
 from gateway.chat_protocol import (
     PROTOCOL_VERSION,
@@ -30,8 +30,8 @@ from gateway.chat_protocol import (
 )
 from gateway.errors import CloseCode, GatewayError, as_gateway_error, to_frame
 from gateway.policy.connections import RareLine
+from gateway.request_priority import checked_priority
 from gateway.services import SERVICES, OpenSocket, Services
-from gateway.standing import checked_priority
 from gateway.turns import LiveTurn, unavailable
 from gateway.websocket import MessageTooLarge, StrictWebSocket
 
@@ -242,7 +242,7 @@ class ChatConnection:
                 adapter = services.turns.known_adapter(frame.adapter)
                 services.drafts.update(self._owner, self._new_chat, adapter or None, frame.draft or "")
                 return
-            wanted = Wanted(session_id=frame.session_id, model=frame.adapter, draft=frame.draft)
+            wanted = AdvisoryRequest(session_id=frame.session_id, model=frame.adapter, draft=frame.draft)
             services.advisories.submit(self._owner, wanted, "typing", self._on_advisory)
         except GatewayError:
             self._send({"type": "advisory", "session_id": frame.session_id, "state": "unknown"})

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from gateway.config import SETTINGS, Config, ConfigError, default_data_dir
+from gateway.request_priority import parse_weights
 from gateway.settings import ENV_PREFIX, SECRET_SETTINGS, Setting
-from gateway.standing import parse_weights
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from engine_bridge.node import Node
-from gateway.advisories import GRACE_S, MAX_TTL_S, Advisories, Record, Wanted
+from gateway.advisories import GRACE_S, MAX_TTL_S, Advisories, AdvisoryRequest, Record
 from gateway.errors import GatewayError
 from gateway.policy.followers import Arrival, Followers, Guess, WasteBudget, worth
 
@@ -68,7 +68,7 @@ class Learned:
         num_bytes = int(self._mean_bytes)
         if len(guess.session_id) > 128 or not self._budget.start(num_bytes, now):
             return
-        wanted = Wanted(
+        wanted = AdvisoryRequest(
             session_id=guess.session_id,
             model=guess.adapter,
             expected_arrival_s=min(guess.earliest_s, MAX_TTL_S),

@@ -23,10 +23,10 @@ from gateway.errors import GatewayError
 from gateway.policy.call_size import check_call
 from gateway.policy.connections import RareLine
 from gateway.policy.followers import Arrival
+from gateway.request_priority import checked_priority
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
 from gateway.sessions import checked_id
-from gateway.standing import checked_priority
 from gateway.turns import from_bridge
 from gateway.web_policy import error_body
 

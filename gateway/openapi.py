@@ -33,9 +33,9 @@ from gateway.api_description import (
     Shape,
 )
 from gateway.config import STATIC_DIR
+from gateway.request_priority import MAX_PRIORITY
 from gateway.rest import PAGE_HEADERS
 from gateway.services import SERVICES, Services
-from gateway.standing import MAX_PRIORITY
 
 # What each status says, whatever the route. The body's `code` says more: docs/protocol.md, "Error codes".
 ERRORS = {

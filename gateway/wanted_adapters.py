@@ -18,7 +18,7 @@ from engine_bridge.policy.adapter_places import Served
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedAdapter:
     """An adapter that nodes should serve. options: what else of the client's body goes to each node. record: None until it is in the list."""
 
     name: str
@@ -38,26 +38,26 @@ class WantedAdapters:
     def __init__(self, folder: Path | None) -> None:
         """folder: the data folder; None: in memory. Nothing is read before `open`."""
         self._folder = folder
-        self.wanted: Mapping[str, Wanted] = {}
+        self.wanted: Mapping[str, WantedAdapter] = {}
         self.num_changes = 0
 
     def open(self) -> None:
         """Before anything else. Raises RegistryFailed."""
         self._registry = open_registry(self._folder)
 
-    def read(self, name: str, path: str, options: Mapping[str, Any]) -> Wanted:
+    def read(self, name: str, path: str, options: Mapping[str, Any]) -> WantedAdapter:
         """What lies at a path of this machine: "~" is the home of the server's user, relative paths count from where it was started.
 
         Raises AdapterRejected, RegistryFailed.
         """
         folder = Path(os.path.abspath(os.path.expanduser(path)))
-        return Wanted(name, contents_of(folder, self._known), options)
+        return WantedAdapter(name, contents_of(folder, self._known), options)
 
     def _known(self, path: str, signature: str) -> tuple[str, int] | None:
         record = self._registry.known(path, signature)
         return (record.content_hash, record.crc32) if record is not None else None
 
-    def add(self, wanted: Wanted) -> None:
+    def add(self, wanted: WantedAdapter) -> None:
         """In place of another of its name, with the pin of that. Raises RegistryFailed."""
         contents = wanted.contents
         record = self._registry.register(
@@ -93,7 +93,7 @@ class WantedAdapters:
         if record is not None and name in self.wanted:
             self._put(replace(self.wanted[name], record=record))
 
-    def _put(self, wanted: Wanted) -> None:
+    def _put(self, wanted: WantedAdapter) -> None:
         self.wanted = {**self.wanted, wanted.name: wanted}
         self.num_changes += 1
 

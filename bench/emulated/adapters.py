@@ -101,7 +101,9 @@ class EmulatedAdapters:
             may_displace=lambda adapter_id, num: copies.may_displace(
                 adapter_id, prefix_facts(num), clock.now
             ),
-            worth_less=lambda num: copies.take_worth_less(prefix_facts(num), clock.now),
+            less_valuable_than_blocks=lambda num: copies.take_less_valuable_than_blocks(
+                prefix_facts(num), clock.now
+            ),
             first_to_go=lambda: copies.take_first_to_go(clock.now),
         )
         return self.copies

@@ -20,7 +20,7 @@ their own. KV that was preempted is found on the device as long as nobody took i
 preemption cheaper, the recomputing one most.
 
 Costs: steps by an A800's data sheet, with one calibration from vLLM's published decode rates on an A100 (bench/sim/core/calibration.py); and its
-link. The cost object foretells with the same. OPT-13B and -30B, Llama-13B and -32.5B. The paper's datasets are not beside the project: prompts are
+link. The cost object predicts with the same. OPT-13B and -30B, Llama-13B and -32.5B. The paper's datasets are not beside the project: prompts are
 log-normal with the published means (17.02, 19.66, 340.48 tokens) and the spread of oasst's first turns (standard deviation of the logarithm 0.95;
 chosen for all three), cut at 928 tokens, so that each request fits host memory.
 
@@ -31,7 +31,7 @@ Two readings, as the paper says neither when requests come nor how long answers 
 The paper plays 1,000 requests; here it is fewer, as each step is scheduled for real.
 
 Parts: `main` tables 3 and 4, both readings. `turnaround` Fig. 8, batches of at most 64 and 128, and over time.
-`limits` where swapping stops paying: link speed, host memory, prompt length (OPT-13B; vLLM's queue), with what the cost object foretells beside.
+`limits` where swapping stops paying: link speed, host memory, prompt length (OPT-13B; vLLM's queue), with what the cost object predicts beside.
 
 Throughput: requests over the time until the last is answered. Weighted turnaround: mean of (end - arrival) / (end - first start); it falls also when
 requests start early and are then kept waiting, so the mean turnaround stands beside it. The last line is JSON: ratios and changes are against the
@@ -63,7 +63,7 @@ from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Figure, Part, Workers, add_table_arguments, report_parts, seeds_of
-from engine_bridge.policy.ways_back import LossFacts
+from engine_bridge.policy.restore_method import LossFacts
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts, RestorePolicy
 
 NUM_REQUESTS, QUICK_REQUESTS = 250, 150

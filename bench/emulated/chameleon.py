@@ -109,7 +109,7 @@ def _told(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "link_gb": round(sum(outcome.link_bytes for outcome in outcomes) / GB, 1),
         **{
             name: sum(getattr(outcome, name) for outcome in outcomes)
-            for name in ("num_taken_back", "num_foretold", "num_squashed", "num_preempted")
+            for name in ("num_taken_back", "num_predicted", "num_squashed", "num_preempted")
         },
     }
 

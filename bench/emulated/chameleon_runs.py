@@ -159,7 +159,7 @@ class Outcome:
     """Of requests that came after the warm-up: TTFT in seconds, of all and of those of a rank and of the longest tenth; where adapters were.
 
     hit_share: found on the device, disk_share: on disk alone. copied_share: of KV's blocks, the most that copies of adapters ever had.
-    link_bytes: of adapters, in the whole run. num_taken_back: copies that KV took. num_foretold: forecasts that a request is near.
+    link_bytes: of adapters, in the whole run. num_taken_back: copies that KV took. num_predicted: forecasts that a request is near.
     """
 
     ttft_p50_s: float
@@ -174,7 +174,7 @@ class Outcome:
     copied_share: float
     link_bytes: int
     num_taken_back: int
-    num_foretold: int
+    num_predicted: int
     num_squashed: int
     num_preempted: int
     num_steps: int
@@ -240,7 +240,7 @@ def _outcome(jobs: Sequence[Job], counts: dict[str, int], num_blocks: int, num_p
         copied_share=counts.get("most_copied_blocks", 0) / num_blocks,
         link_bytes=counts["link_bytes"],
         num_taken_back=counts.get("evicted:cached:kv", 0),
-        num_foretold=counts.get("prefetched", 0),
+        num_predicted=counts.get("prefetched", 0),
         num_squashed=counts.get("squashed", 0),
         num_preempted=num_preempted,
         num_steps=0,

@@ -89,7 +89,7 @@ class EmulatedNode:
 
     Args:
         policy: a name in the registry of policies, what makes another one, or "vllm" for vLLM's own queue.
-        guesser: foretells answers' lengths, in place of the node's own predictor; None: the node's own.
+        guesser: predicts answers' lengths, in place of the node's own predictor; None: the node's own.
         ranks: of the adapters that requests may name, by id.
         memory: where they may lie. With a host's help for those on their way, the cost names the host.
         lane_rule: a name in `engine_bridge.policy.lanes.RULES`.

@@ -14,7 +14,7 @@ Parts
   router  prompts have steps of their own, as in the engines of the paper's time, and hold up those that decode
   mixed   vLLM's steps: prompts beside those that decode. At these loads and lengths there is hardly anything left to win by routing; MBGMV alone
 
-Lengths: Alpaca's, drawn about its published means (core/traffic.py): the data is not beside the project. Answers are not foretold: routers reckon
+Lengths: Alpaca's, drawn about its published means (core/traffic.py): the data is not beside the project. Answers are not predicted: routers reckon
 with the mean. Time per token is (end - first token) / (tokens - 1); of answers of one token there is none. The last line is JSON: changes are
 fractions of the other arm on the same seed's requests, -0.3 is 30% less. Of each figure: median over seeds; `spread` has least and most, `seeds` all.
 What falls short of the paper is printed first.

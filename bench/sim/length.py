@@ -1,11 +1,11 @@
-"""How well are answer lengths foretold, and what does a guess cost? Recorded requests in their order: each is predicted, then observed.
+"""How well are answer lengths predicted, and what does a guess cost? Recorded requests in their order: each is predicted, then observed.
 
     python -m bench.sim.length [--folder PATH] [--data azure|ssjf|turns|plain|oasst] [--refit-every N] [--quick] [--seed N]
 
 What runs: `engine_bridge.predict.length`, refitted after every `--refit-every` answers (live, a thread does that now and then; here time stands
 still meanwhile). The first `--warm-up` answers are learned from but not counted; of small data an eighth and a quarter. Data:
   azure   Azure's conversations (2023, CC-BY-4.0, Patel et al., ISCA 2024): 19,366 requests with nothing but prompt and answer lengths; without
-          the trace, log-normal ones of its quantiles, in which nothing can be foretold
+          the trace, log-normal ones of its quantiles, in which nothing can be predicted
   ssjf    answers of a Vicuna 13B (SSJF, Qiu et al., 2024, Apache-2.0), capped near 512, with the guess of its fine-tuned BERT in five classes,
           and nothing else: "+ BERT" gives ours that class as a hint. Left out where it is not there
   turns   MT-Bench-101 (Apache-2.0): conversations with text, in random order, turns in theirs. Tokens are taken as words · 4/3. The task's name is
@@ -407,7 +407,7 @@ def main() -> None:
         "  error     MAE  loss p50    p90  covered  width accuracy  of 2",
         "predict observe      refit",
     )
-    report("Answer lengths, foretold one by one", [head, *map(row_of, runs)], result)
+    report("Answer lengths, predicted one by one", [head, *map(row_of, runs)], result)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python -m bench.sim symphony [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N] [--span-s S] [--recorded PATH]
 
-What runs: `engine_bridge.policy.guesses.plan` (which announced session's KV comes to the device, and when), `engine_bridge.policy.ways_back.FullCost`
-(load, wait or compute) and `kvtiers.policy.eviction` (who leaves host memory) in simulated nodes. A session node (core/session_node.py) is a subclass
-of the core's `Node`: steps, memory of running requests and starting are inherited, and only KV that outlives its request is added; a node of its own
-would have had to repeat continuous batching. Host memory, disk and network (core/tiers.py) belong to machines, whose devices share them.
+What runs in simulated nodes: `engine_bridge.policy.guesses.plan` (which announced session's KV comes to the device, and when),
+`engine_bridge.policy.restore_method.FullCost` (load, wait or compute) and `kvtiers.policy.eviction` (who leaves host memory). A session node
+(core/session_node.py) is a subclass of the core's `Node`: steps, memory of running requests and starting are inherited, and only KV that outlives
+its request is added; a node of its own would have had to repeat continuous batching. Host memory, disk and network (core/tiers.py) belong to
+machines, whose devices share them.
 
 Arms. All have vLLM's step shape (chunked prompts beside decodes) and, but for the part `priority`, its first-come order:
   recompute  vLLM as the paper has it: nothing outlives a request. By load

@@ -34,9 +34,9 @@ from bench.sim.core.tiers import HostTiers
 from engine_bridge.policy import routing
 from engine_bridge.policy.homes import Doors
 from engine_bridge.policy.registry import POLICIES as QUEUES
+from engine_bridge.policy.restore_method import FullCost
 from engine_bridge.policy.routing import POLICIES as ROUTES
 from engine_bridge.policy.routing import Measured, NodeFacts, NodePerf, Ranks, RoutingPolicy, fit
-from engine_bridge.policy.ways_back import FullCost
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 SPAN_S, WARM_UP_S = 420.0, 120.0

@@ -10,7 +10,7 @@ from collections import Counter
 from engine_bridge.core.adapter_moves import DropCopy, WriteCopy
 from engine_bridge.core.adapter_table import AdapterTable, Version
 from engine_bridge.core.adapter_worth import Worth
-from engine_bridge.core.staging import Wanted
+from engine_bridge.core.staging import StagingWishes
 from engine_bridge.policy.adapter_cache import PrefixFacts
 
 # Writing adapters into free blocks takes so much of the engine's thread between two steps. Chosen: a tenth of a step of 15 ms.
@@ -25,7 +25,7 @@ class AdapterCopies:
     """
 
     def __init__(
-        self, table: AdapterTable, worth: Worth, wanted: Wanted, counts: Counter[str], left: list[int]
+        self, table: AdapterTable, worth: Worth, wanted: StagingWishes, counts: Counter[str], left: list[int]
     ) -> None:
         self._table = table
         self._worth = worth
@@ -87,9 +87,13 @@ class AdapterCopies:
         """E3: may it take the place of these prefix blocks?"""
         return self._worth.may_displace(self._table[adapter_id], self._whole(), prefix, now)
 
-    def take_worth_less(self, prefix: PrefixFacts, now: float) -> int | None:
+    def take_less_valuable_than_blocks(self, prefix: PrefixFacts, now: float) -> int | None:
         """E3: one that is worth no more, by the byte, than these prefix blocks: it has gone. None: all are worth more."""
-        victim = self._worth.worth_less(self._whole(), prefix, now) if prefix.reuse_per_s > 0 else None
+        victim = (
+            self._worth.less_valuable_than_blocks(self._whole(), prefix, now)
+            if prefix.reuse_per_s > 0
+            else None
+        )
         if victim is not None:
             self._drop(self._versions[victim], "value")
         return victim

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from engine_bridge.core.adapter_moves import Fill, LeaveSlot, Move
 from engine_bridge.core.adapter_table import AdapterTable, Version
 from engine_bridge.core.adapter_worth import Worth
-from engine_bridge.core.staging import Wanted
+from engine_bridge.core.staging import StagingWishes
 
 
 class AdapterSlots:
@@ -25,7 +25,7 @@ class AdapterSlots:
         self,
         table: AdapterTable,
         worth: Worth,
-        wanted: Wanted,
+        wanted: StagingWishes,
         step_room: int | None,
         fills_from_copies: bool,
         counts: Counter[str],

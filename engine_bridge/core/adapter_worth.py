@@ -89,7 +89,9 @@ class Worth:
         facts = [self._facts(other, "cached", now) for other in (version, *cached)]
         return may_take_prefix(self._device.worths(facts, self._uses.length_s(now), now)[0], prefix)
 
-    def worth_less(self, cached: Iterable[Version], prefix: PrefixFacts, now: float) -> int | None:
+    def less_valuable_than_blocks(
+        self, cached: Iterable[Version], prefix: PrefixFacts, now: float
+    ) -> int | None:
         """E3: of the adapters in KV blocks that no waiting request needs the least, if these prefix blocks are worth no less, by the byte."""
         facts = [self._facts(version, "cached", now) for version in cached]
         worths = self._device.worths(facts, self._uses.length_s(now), now)

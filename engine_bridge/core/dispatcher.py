@@ -265,7 +265,7 @@ class Dispatcher:
         if not arrival.is_background:
             self.sizes.seen(*sizes)
             self.refits.arrived(arrival.request_id, sizes, tokens, duration_s, now)
-        base = _first_facts(arrival, now, self._wrs(sizes), tokens, duration_s)
+        base = _first_facts(arrival, now, self._weighted_size(sizes), tokens, duration_s)
         known = self._known[arrival.request_id] = Known(
             arrival, base, sizes, tokens, num_prompt, num_prompt + 1
         )
@@ -390,7 +390,7 @@ class Dispatcher:
         for request_id in self.unready.take_ready(self._engine.is_ready, MAX_READY):
             known = self._known[request_id]
             # Lanes may have been fitted since it came.
-            known.base = replace(known.base, wrs=self._wrs(known.sizes))
+            known.base = replace(known.base, weighted_size=self._weighted_size(known.sizes))
             self.policy.arrived(self._facts_of_waiting(known), now)
 
     def _decide(self, view: StepView, step: StepPace | None, now: float) -> Decision:
@@ -500,8 +500,8 @@ class Dispatcher:
         took_s = now - known.started_s if known.started_s is not None else 0.0
         self.refits.ended(known.arrival.request_id, num_tokens + known.arrival.adapter_tokens, took_s)
 
-    def _wrs(self, sizes: Sizes) -> float:
-        return (self._scale or self.sizes.scale).wrs(*sizes)
+    def _weighted_size(self, sizes: Sizes) -> float:
+        return (self._scale or self.sizes.scale).weighted_size(*sizes)
 
     # -- lanes -------------------------------------------------------------------------------------------------------
 
@@ -510,7 +510,7 @@ class Dispatcher:
         if self.laned is not None:
             if self._fitted_scale is None and (fitted := self.refits.take()) is not None:
                 self._fitted_scale = scale = fitted.scale
-                sizes = _OnDemand(self._known, lambda known: scale.wrs(*known.sizes))
+                sizes = _OnDemand(self._known, lambda known: scale.weighted_size(*known.sizes))
                 self.laned.begin_refit(fitted.lanes, fitted.quotas, sizes)
             if self._fitted_scale is not None and self.laned.advance_refit(MAX_PLACED):
                 self._scale, self._fitted_scale = self._fitted_scale, None
@@ -551,11 +551,13 @@ class Dispatcher:
         self.load.check_invariants()
 
 
-def _first_facts(arrival: Arrival, now: float, wrs: float, size_tokens: int, duration_s: float) -> Waiting:
+def _first_facts(
+    arrival: Arrival, now: float, weighted_size: float, size_tokens: int, duration_s: float
+) -> Waiting:
     return Waiting(
         request_id=arrival.request_id,
         arrived_s=now,
-        wrs=wrs,
+        weighted_size=weighted_size,
         size_tokens=size_tokens,
         num_blocks=0,
         duration_s=duration_s,

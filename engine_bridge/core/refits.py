@@ -120,7 +120,9 @@ class Refits:
 
     def _fit(self, seen: list[_Seen], now: float, scale: Scale, num_tokens: int) -> None:
         try:
-            requests = [SeenRequest(scale.wrs(*each.sizes), each.tokens, each.duration_s) for each in seen]
+            requests = [
+                SeenRequest(scale.weighted_size(*each.sizes), each.tokens, each.duration_s) for each in seen
+            ]
             lanes, quotas = fitted(requests, now - seen[0].arrived_s, num_tokens, self._rule)
             self._fitted = Fitted(lanes, quotas, scale)
         finally:

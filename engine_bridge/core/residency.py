@@ -20,7 +20,7 @@ from engine_bridge.core.adapter_moves import DropHost, Forget, LeaveSlot, Load, 
 from engine_bridge.core.adapter_slots import AdapterSlots
 from engine_bridge.core.adapter_table import AdapterTable, Version
 from engine_bridge.core.adapter_worth import Worth
-from engine_bridge.core.staging import NoPrefetch, Prefetch, Wanted
+from engine_bridge.core.staging import NoPrefetch, Prefetch, StagingWishes
 from engine_bridge.node import AdapterPlace
 
 # Loads that are under way at once: the layouts of adapters that have come wait behind no more. Chosen.
@@ -52,7 +52,7 @@ class AdapterPlaces:
         self.rules = rules
         self.worth = worth
         self.table = AdapterTable(rules.num_slots)
-        self.wanted = Wanted()
+        self.wanted = StagingWishes()
         self.counts: Counter[str] = Counter()
         """What happened since the start, see `AdapterStats`."""
         self._prefetch = prefetch or NoPrefetch()

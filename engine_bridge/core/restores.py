@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine_bridge.core.fetching import peer_to_ask
 from engine_bridge.policy.preemption import is_still_right
-from engine_bridge.policy.ways_back import LossDecision, LossFacts, SwapOrRecompute, Way
+from engine_bridge.policy.restore_method import LossDecision, LossFacts, SwapOrRecompute, Way
 from kvtiers.blocks import Save, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.restore import Action, RestoreFacts, RestorePolicy, disk_s
@@ -289,7 +289,7 @@ class Restores:
         known = self._known[request_id]
         restore = known.restore
         if is_resumed:
-            self._tiers.resumed[self._way_back(restore, num_loaded_tokens, num_tokens)] += 1
+            self._tiers.resumed[self._restore_method(restore, num_loaded_tokens, num_tokens)] += 1
         num_blocks = num_loaded_tokens // self._block_size
         if restore is None or not num_blocks:
             self._release(known)
@@ -306,7 +306,7 @@ class Restores:
             sources.disk, sources.peer = (origins[each] * self._block_size for each in ("disk", "peer"))
             sources.host = num_loaded_tokens - sources.disk - sources.peer
 
-    def _way_back(self, restore: _Restore | None, num_loaded_tokens: int, num_tokens: int) -> str:
+    def _restore_method(self, restore: _Restore | None, num_loaded_tokens: int, num_tokens: int) -> str:
         if restore is None or not num_loaded_tokens:
             return "recompute"
         num_lacking = (num_tokens - 1) // self._block_size - restore.first - restore.num_skipped

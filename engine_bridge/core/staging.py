@@ -15,7 +15,7 @@ LOOK_EVERY_S, MIN_LEAD_S = 1.0, 1.0
 MIN_PROBABILITY = 0.5
 
 
-class Wanted:
+class StagingWishes:
     """Adapters that are to be staged: those of requests before guesses, both in the order in which they were first wanted."""
 
     def __init__(self) -> None:

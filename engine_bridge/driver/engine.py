@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.kv_tiers import KvTiers
     from engine_bridge.driver.link_measuring import LinkMeasuring
+    from engine_bridge.driver.node_load import Speeds, Standing
     from engine_bridge.driver.promoter import Promoter
     from engine_bridge.driver.scheduling.record import LogWriter
     from engine_bridge.driver.scheduling.report import Report
     from engine_bridge.driver.scheduling.scheduling import Scheduling
-    from engine_bridge.driver.standing import Speeds, Standing
     from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
     from engine_bridge.predict.length import LengthPredictor
     from engine_bridge.profile import MachineProfile
@@ -335,12 +335,12 @@ class VllmDriver:
         )
 
     def _make_speeds(self) -> Speeds:
-        from engine_bridge.driver.standing import Speeds
+        from engine_bridge.driver.node_load import Speeds
 
         return Speeds(self.steps, self.profile, self._tiers)
 
     def _make_standing(self) -> Standing:
-        from engine_bridge.driver.standing import Standing
+        from engine_bridge.driver.node_load import Standing
 
         load = self.scheduling.dispatcher.load if self.scheduling is not None else None
         return Standing(self._scheduler, load, self._block_size, self.speeds)

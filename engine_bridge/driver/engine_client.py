@@ -37,10 +37,10 @@ from engine_bridge.driver.vllm_api import (
 from engine_bridge.errors import EngineUnavailable
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.policy.request_limits import RequestLimits, check_sampling
+from engine_bridge.predict.custom_predictor import PATIENCE_S
 from engine_bridge.predict.hints import setting_hints
 from engine_bridge.predict.length import LengthFeatures
 from engine_bridge.predict.node_lengths import NodeLengths
-from engine_bridge.predict.own import PATIENCE_S
 from engine_bridge.request_context import RequestContext
 
 DEFAULT_LIMITS = RequestLimits()
@@ -147,7 +147,7 @@ class BridgeEngineClient(EngineClient):
             prompt_token_ids=token_ids if is_read else None,
         )
 
-    async def foretell(self, request: EngineCoreRequest) -> None:
+    async def predict_length(self, request: EngineCoreRequest) -> None:
         """Have a user's own predictor say how long the answer will be. This request alone waits for it, PATIENCE_S at most."""
         features = facts_of(request).features
         own = self._lengths.own if self._lengths is not None else None
@@ -289,7 +289,7 @@ class BridgeEngineClient(EngineClient):
             self.check_ready()
             self._streams.register(unique_id, collector)
             await self._check_grammar(request.sampling_params, call.context.tenant)
-            await self.foretell(request)
+            await self.predict_length(request)
             self.launch(unique_id, request, text)
         except Exception as error:
             if call.start is None or call.start.is_known.is_set():

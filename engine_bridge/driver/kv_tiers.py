@@ -19,7 +19,7 @@ from engine_bridge.core.restores import Restores
 from engine_bridge.driver.in_process import revision_of
 from engine_bridge.errors import SeamMoved
 from engine_bridge.policy.costs import KvBlock, Link, PrefillCost
-from engine_bridge.policy.ways_back import FullCost, SwapOrRecompute
+from engine_bridge.policy.restore_method import FullCost, SwapOrRecompute
 from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files

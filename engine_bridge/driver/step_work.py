@@ -1,4 +1,4 @@
-"""How much work a step of vLLM has: the three numbers by which step times are measured, foretold and corrected."""
+"""How much work a step of vLLM has: the three numbers by which step times are measured, predicted and corrected."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which adapters will be asked for soon, by how they were asked for before. Pure: arrivals in, forecasts out.
 
 An adapter that a timer or an agent calls comes back after much the same time; one that people share comes at any time, and nothing can be said of it.
-Each adapter has a histogram of the gaps between its requests. Where the gaps crowd in few bins, it foretells the next request; where they
+Each adapter has a histogram of the gaps between its requests. Where the gaps crowd in few bins, it predicts the next request; where they
 do not, it is silent, and what is worth keeping is left to the eviction policy.
 
 Source: Shahrad et al., Serverless in the Wild, ATC 2020, §4.2, named by Chameleon §4.1. Departs in: bins that grow by a constant factor instead of
@@ -45,7 +45,7 @@ class ArrivalHistogram:
     def window(self) -> tuple[float, float] | None:
         """Seconds after a request between which the next one is expected: load it before the first, keep it until the second.
 
-        None where the gaps foretell nothing: too few of them, too many out of range, or too evenly spread.
+        None where the gaps predict nothing: too few of them, too many out of range, or too evenly spread.
         """
         return self._window
 
@@ -74,7 +74,7 @@ class ArrivalHistogram:
         return math.sqrt(max(NUM_BINS * same - 1, 0.0))
 
     def probability(self, idle_s: float, lead_s: float) -> float:
-        """That the next request comes within `lead_s`, given that none has come for `idle_s`; 0 where the gaps foretell nothing."""
+        """That the next request comes within `lead_s`, given that none has come for `idle_s`; 0 where the gaps predict nothing."""
         if self._window is None or lead_s <= 0 or idle_s > self._window[1]:
             return 0.0
         left = self._num_after(idle_s)

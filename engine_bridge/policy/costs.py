@@ -1,4 +1,4 @@
-"""What a step, a prefill and a swap cost. Pure: facts in, seconds out. What is decided by it: `ways_back`.
+"""What a step, a prefill and a swap cost. Pure: facts in, seconds out. What is decided by it: `restore_method`.
 
 `StepTable` answers in microseconds what a step takes, and learns from each real one; on it stands what a prefill takes.
 """

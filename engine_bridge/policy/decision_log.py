@@ -21,7 +21,7 @@ from .quotas import Ledger
 from .registry import POLICIES
 
 FORMAT: Literal["overture decisions"] = "overture decisions"
-VERSION = 1
+VERSION = 2
 # A decision that starts nobody, while nothing else happens, is written so often at most: it repeats the one before it in every step. Chosen.
 REPEAT_EVERY_S = 1.0
 
@@ -273,14 +273,16 @@ class Recorded:
         self._waiting.pop(request_id, None)
         self._put(_Ended(request_id))
 
-    def refit(self, lanes: Lanes, quotas: Sequence[int], wrs: Mapping[str, float] | None = None) -> None:
-        self.begin_refit(lanes, quotas, wrs)
+    def refit(
+        self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
+    ) -> None:
+        self.begin_refit(lanes, quotas, weighted_sizes)
         self.advance_refit(sum(self._laned().num_waiting()))
 
     def begin_refit(
-        self, lanes: Lanes, quotas: Sequence[int], wrs: Mapping[str, float] | None = None
+        self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
     ) -> None:
-        sizes = _SeenSizes({} if wrs is None else wrs)
+        sizes = _SeenSizes({} if weighted_sizes is None else weighted_sizes)
         self._laned().begin_refit(lanes, quotas, sizes)
         self._sizes = sizes
         self._put(_BeginRefit(lanes.centroids, lanes.boundaries, tuple(quotas)))

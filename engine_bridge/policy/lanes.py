@@ -41,9 +41,9 @@ class Lanes:
     def num_lanes(self) -> int:
         return len(self.centroids)
 
-    def lane_of(self, wrs: float) -> int:
+    def lane_of(self, weighted_size: float) -> int:
         """0 for the lane of the smallest. A size on a boundary belongs to the larger lane; none is too small or too large."""
-        return bisect_right(self.boundaries, wrs)
+        return bisect_right(self.boundaries, weighted_size)
 
 
 ONE_LANE = Lanes()

@@ -75,9 +75,11 @@ class Mlq:
         refuse_twice(facts, self._placing.entries)
         self._service.waits(facts.tenant)
         given = self._service.of(facts.tenant)
-        self._placing.add(facts, facts.wrs, given)
+        self._placing.add(facts, facts.weighted_size, given)
         if self._refit is not None:
-            self._refit.placing.add(facts, self._refit.wrs(facts.request_id, facts.wrs), given)
+            self._refit.placing.add(
+                facts, self._refit.weighted_size(facts.request_id, facts.weighted_size), given
+            )
         insert(self._arrivals, (facts.arrived_s, facts.request_id))
         next(self._leftovers, None)
 
@@ -112,16 +114,18 @@ class Mlq:
         """By which decisions are made."""
         return self._placing.lanes
 
-    def refit(self, lanes: Lanes, quotas: Sequence[int], wrs: Mapping[str, float] | None = None) -> None:
-        self.begin_refit(lanes, quotas, wrs)
+    def refit(
+        self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
+    ) -> None:
+        self.begin_refit(lanes, quotas, weighted_sizes)
         self.advance_refit(len(self._placing.entries))
 
     def begin_refit(
-        self, lanes: Lanes, quotas: Sequence[int], wrs: Mapping[str, float] | None = None
+        self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
     ) -> None:
         if len(quotas) != lanes.num_lanes:
             raise ValueError("each lane has one quota")
-        self._refit = Refit(lanes, quotas, {} if wrs is None else wrs)
+        self._refit = Refit(lanes, quotas, {} if weighted_sizes is None else weighted_sizes)
 
     def advance_refit(self, max_requests: int) -> bool:
         """4 µs for each (measured with 10,000 that wait): all of them in one step would keep every stream waiting."""
@@ -138,7 +142,7 @@ class Mlq:
             if key[1] not in placed:
                 entry = waiting[key[1]]
                 given = self._service.of(entry.facts.tenant)
-                refit.placing.add(entry.facts, refit.wrs(key[1], entry.wrs), given)
+                refit.placing.add(entry.facts, refit.weighted_size(key[1], entry.weighted_size), given)
         if len(placed) < len(waiting):
             return False
         self._finish_refit(refit)
@@ -148,8 +152,8 @@ class Mlq:
         self._leftovers = letting_go(self._placing)
         self._refit, self._placing = None, refit.placing
         for request_id, entry in self._running.items():
-            wrs = refit.wrs(request_id, entry.wrs)
-            self._running[request_id] = Entry(entry.facts, wrs, self.lanes.lane_of(wrs))
+            weighted_size = refit.weighted_size(request_id, entry.weighted_size)
+            self._running[request_id] = Entry(entry.facts, weighted_size, self.lanes.lane_of(weighted_size))
         self.ledger.resize(
             refit.quotas, {request_id: entry.lane for request_id, entry in self._running.items()}
         )

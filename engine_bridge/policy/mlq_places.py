@@ -21,7 +21,7 @@ class Entry(Struct, frozen=True, gc=False):
     """What was fixed at arrival, and where it is kept."""
 
     facts: Waiting
-    wrs: float
+    weighted_size: float
     lane: int
 
 
@@ -53,7 +53,12 @@ class Flow:
         return [self._small, *self._urgency.lists()]
 
     def _key(self, entry: Entry) -> tuple[bool, float, float, str]:
-        return (not entry.facts.is_swapped, entry.wrs, entry.facts.arrived_s, entry.facts.request_id)
+        return (
+            not entry.facts.is_swapped,
+            entry.weighted_size,
+            entry.facts.arrived_s,
+            entry.facts.request_id,
+        )
 
     def order(self, now: float, aging_s: float) -> Iterator[str]:
         given = set()
@@ -166,8 +171,10 @@ class Placing:
         self.queues = [LaneQueue() for _ in range(lanes.num_lanes)]
         self.entries: dict[str, Entry] = {}
 
-    def add(self, facts: Waiting, wrs: float, given: float) -> None:
-        entry = self.entries[facts.request_id] = Entry(facts, wrs, self.lanes.lane_of(wrs))
+    def add(self, facts: Waiting, weighted_size: float, given: float) -> None:
+        entry = self.entries[facts.request_id] = Entry(
+            facts, weighted_size, self.lanes.lane_of(weighted_size)
+        )
         self.queues[entry.lane].add(entry, given)
 
     def remove(self, request_id: str) -> Entry:
@@ -188,7 +195,7 @@ class Refit:
         self.last = (-math.inf, "")
         """All that came before it, in order of arrival, has been placed."""
 
-    def wrs(self, request_id: str, known: float) -> float:
+    def weighted_size(self, request_id: str, known: float) -> float:
         return self._sizes.get(request_id, known)
 
 

@@ -1,7 +1,7 @@
 """Who gives up device memory when the next step's KV does not fit, and whether the way back chosen for it still is the right one. Pure.
 
-The engine preempts one at a time, in a policy's `victim_order`; each one's way back is that of `ways_back.SwapOrRecompute`, and at its restart too if
-`is_still_right`.
+The engine preempts one at a time, in a policy's `victim_order`. `restore_method.SwapOrRecompute` chooses how each one gets its KV back, and that
+choice holds at its restart if `is_still_right`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from engine_bridge.policy.ways_back import LossDecision, Way
+from engine_bridge.policy.restore_method import LossDecision, Way
 
 # A way that was chosen when a request was preempted is left once another is predicted to take so many times less. Chosen: what changes between
 # the two must be more than the noise of predicting, which is a fifth.

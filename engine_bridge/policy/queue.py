@@ -27,18 +27,19 @@ DeferReason = Literal[
 class Waiting(Struct, frozen=True, kw_only=True, gc=False):
     """A request that could start if there were room: its adapter is in host memory or on the device, its grammar is compiled.
 
-    arrived_s: when it first came, also for one that was preempted or squashed. wrs: on the lanes' scale. size_tokens: input + predicted output +
-    adapter in token units. num_blocks: what starting takes from `Room.free_blocks`: new ones, and its own cached ones that nobody holds. Together
-    with adapter_blocks they must fit an empty device: the caller refuses what never can. duration_s: predicted, from start to end. priority:
-    lower first, as in vLLM. weight: its tenant's share against others'. adapter_blocks: device memory that its adapter still needs; requests of
-    one adapter_id need it once. adapter_bytes: the same where adapters have memory of their own. num_prefill_tokens: to be computed before its first
-    token. is_warm: its prefix is on the device. is_swapped: it ran before, and its KV waits in host memory. times_bypassed, times_squashed: as the
-    caller counts them from `Decision.bypassed` and `Decision.squash`. times_deferred: decisions in which a step was too full for it.
+    arrived_s: when it first came, also for one that was preempted or squashed. weighted_size: on the lanes' scale (Chameleon's WRS). size_tokens:
+    input + predicted output + adapter in token units. num_blocks: what starting takes from `Room.free_blocks`: new ones, and its own cached ones
+    that nobody holds. Together with adapter_blocks they must fit an empty device: the caller refuses what never can. duration_s: predicted, from
+    start to end. priority: lower first, as in vLLM. weight: its tenant's share against others'. adapter_blocks: device memory that its adapter
+    still needs; requests of one adapter_id need it once. adapter_bytes: the same where adapters have memory of their own. num_prefill_tokens: to be
+    computed before its first token. is_warm: its prefix is on the device. is_swapped: it ran before, and its KV waits in host memory.
+    times_bypassed, times_squashed: as the caller counts them from `Decision.bypassed` and `Decision.squash`. times_deferred: decisions in which a
+    step was too full for it.
     """
 
     request_id: str
     arrived_s: float
-    wrs: float
+    weighted_size: float
     size_tokens: int
     num_blocks: int
     duration_s: float
@@ -161,7 +162,7 @@ class QueuePolicy(Protocol):
         """Who starts now. Changes no state.
 
         waiting: facts as of now for all that arrived and were not admitted; only those considered are looked up, so a mapping may work
-        them out on demand. What is fixed at arrival (arrived_s, wrs, size_tokens, duration_s, priority, tenant) is taken from there.
+        them out on demand. What is fixed at arrival (arrived_s, weighted_size, size_tokens, duration_s, priority, tenant) is taken from there.
         """
         ...
 
@@ -207,18 +208,22 @@ class LanedPolicy(QueuePolicy, Protocol):
         """The lane of a request that waits or runs."""
         ...
 
-    def refit(self, lanes: Lanes, quotas: Sequence[int], wrs: Mapping[str, float] | None = None) -> None:
+    def refit(
+        self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
+    ) -> None:
         """New lanes and a quota for each, at once: `begin_refit` and all of `advance_refit`."""
         ...
 
     def begin_refit(
-        self, lanes: Lanes, quotas: Sequence[int], wrs: Mapping[str, float] | None = None
+        self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
     ) -> None:
         """New lanes and a quota for each; `advance_refit` must follow. Until that is done, decisions are those of the old lanes.
 
-        wrs: sizes of known requests on the new lanes' scale, also of those that arrive before it is done; others keep theirs. Looked up one by
-        one, so a mapping may work them out on demand. A refit that was not done yet is given up. Raises ValueError if quotas are not as many as
-        lanes.
+        weighted_sizes: those of known requests on the new lanes' scale, by request id, also of those that arrive before the refit is done; others
+        keep theirs. They are looked up one by one, so a mapping may compute them on demand. A refit that was not done yet is given up.
+
+        Raises:
+            ValueError: there is not one quota for each lane.
         """
         ...
 

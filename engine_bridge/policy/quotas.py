@@ -59,9 +59,12 @@ def share(loads: Sequence[LaneLoad], num_tokens: int) -> tuple[int, ...]:
 
 
 class SeenRequest(Struct, frozen=True):
-    """One that came in the recent window. wrs: on the lanes' scale. tokens, duration_s: as they really were, or as predicted until it has ended."""
+    """A request that arrived in the recent window.
 
-    wrs: float
+    weighted_size: on the lanes' scale (Chameleon's WRS). tokens, duration_s: as they really were, or as predicted until it has ended.
+    """
+
+    weighted_size: float
     tokens: int
     duration_s: float
 
@@ -74,7 +77,7 @@ def lane_loads(lanes: Lanes, seen: Sequence[SeenRequest], window_s: float) -> tu
     """
     own: list[list[SeenRequest]] = [[] for _ in range(lanes.num_lanes)]
     for request in seen:
-        own[lanes.lane_of(request.wrs)].append(request)
+        own[lanes.lane_of(request.weighted_size)].append(request)
     return tuple(_load(requests, window_s) for requests in own)
 
 
@@ -94,7 +97,7 @@ def fitted(
     """Lanes for requests that came within `window_s`, and what each lane gets of `num_tokens`. Raises ValueError for none."""
     if not seen:
         raise ValueError("lanes are fitted to requests")
-    lanes = fit([request.wrs for request in seen], rule)
+    lanes = fit([request.weighted_size for request in seen], rule)
     return lanes, share(lane_loads(lanes, seen, max(window_s, 1.0)), num_tokens)
 
 

@@ -164,7 +164,7 @@ class NodeFacts(Struct, frozen=True, kw_only=True, gc=False):
 
     running, queued: ranks of requests that have begun, and of those that have not. num_tokens: of KV that all of them hold or will take when they
     begin. queued_tokens: of the prompts of those that are queued, what has to be computed. answer_tokens: that all of them are predicted to answer
-    still, None where nobody foretells it. free_tokens: of KV, that more requests could take when all of those have what they will need.
+    still, None where nobody predicts it. free_tokens: of KV, that more requests could take when all of those have what they will need.
     num_urgent: requests of urgent sessions. is_open: takes requests. perf: None: as `Settings` have it for all nodes.
     """
 
@@ -523,7 +523,7 @@ class Overture:
         # A step under way is half done; then whoever is queued is computed in one step with it, and for them that step is to come anyway.
         step_s = model.prefill_step_s + node.queued_tokens * model.prompt_token_s + compute_s
         stall_s = compute_s + model.prefill_step_s * (queued.num == 0) + load_s * settings.loads_block
-        # Of those that are there; where nobody foretells it, half of the usual answer is before them.
+        # Of those that are there; where nobody predicts it, half of the usual answer is before them.
         left = settings.answer_tokens / 2 if node.answer_tokens is None else node.answer_tokens / max(num, 1)
         overlap = min(ask.num_answer_tokens, left)
         late_s = max(after_s - settings.slo_s, 0.0)

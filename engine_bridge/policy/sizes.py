@@ -28,7 +28,7 @@ class Scale:
     output_weight: float = OUTPUT_WEIGHT
     rank_weight: float = RANK_WEIGHT
 
-    def wrs(self, input_tokens: float, output_tokens: float, rank: float) -> float:
+    def weighted_size(self, input_tokens: float, output_tokens: float, rank: float) -> float:
         """Weighted request size, from 0 to the sum of the weights (1 by default).
 
         output_tokens: predicted. rank: the adapter's, 0 without one. What exceeds its maximum counts as the maximum.
@@ -73,6 +73,6 @@ class WeightedSize:
         largest = [max(size, old * self._fade, 1.0) for size, old in zip(sizes, self._maxima, strict=True)]
         self._maxima = (largest[0], largest[1], largest[2])
 
-    def wrs(self, input_tokens: float, output_tokens: float, rank: float) -> float:
-        """`Scale.wrs` on the maxima of now. Changes no state."""
-        return self.scale.wrs(input_tokens, output_tokens, rank)
+    def weighted_size(self, input_tokens: float, output_tokens: float, rank: float) -> float:
+        """`Scale.weighted_size` on the maxima of now. Changes no state."""
+        return self.scale.weighted_size(input_tokens, output_tokens, rank)

@@ -11,9 +11,9 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
+from engine_bridge.predict.custom_predictor import CustomPredictor, PredictorContext, load_predictor
 from engine_bridge.predict.hints import HINTS
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
-from engine_bridge.predict.own import OwnPredictor, PredictorContext, load_predictor
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class NodeLengths:
         own: a user's predictor, asked ahead by whoever submits a request.
     """
 
-    def __init__(self, path: Path | None = None, own: OwnPredictor | None = None) -> None:
+    def __init__(self, path: Path | None = None, own: CustomPredictor | None = None) -> None:
         self._path = path
         self._ours = (
             OnlineLengths.load(path, num_hints=len(HINTS)) if path else OnlineLengths(num_hints=len(HINTS))
@@ -57,7 +57,7 @@ class NodeLengths:
         """What was learned of this model. Reads files: not for the event loop. Raises PredictorRefused."""
         own = None
         if own_name is not None:
-            own = OwnPredictor(
+            own = CustomPredictor(
                 load_predictor(own_name, PredictorContext(model=model, folder=folder)), own_name
             )
         if folder is None:
@@ -72,7 +72,7 @@ class NodeLengths:
         return self._ours.num_observed
 
     @property
-    def own(self) -> OwnPredictor | None:
+    def own(self) -> CustomPredictor | None:
         return self._own
 
     def ask(self, features: LengthFeatures) -> Future[LengthGuess] | None:

@@ -1,4 +1,4 @@
-"""Which regressor foretells this machine's step times best, and a `StepTable` made from it. Offline: seconds of work, off the engine's thread.
+"""Which regressor predicts this machine's step times best, and a `StepTable` made from it. Offline: seconds of work, off the engine's thread.
 
 Source: AdaptiveLLM §3.2 and tables 5 and 6 (D1): eight regressors, each on polynomial features of degree 1 to 5, the least error on held-out
 points wins. There it is a random forest on degree 2 with 1.3 to 1.8%, from 64,000 samples. From 580 samples on a grid of two made-up machines

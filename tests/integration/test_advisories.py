@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.advisories import BURST, Wanted
+from gateway.advisories import BURST, AdvisoryRequest
 from gateway.app import Server
 
 from .conftest import KEYS, MODEL, Gateways
@@ -130,11 +130,11 @@ async def test_rest_takes_reads_merges_and_cancels(server: Server, http: aiohttp
     await settled(http, brief["id"], "expired", "wasted")
     # Over before the node has heard of it: it must not live there for ever.
     services = server.services.advisories
-    wish = Wanted(session_id="agent-1")
+    wish = AdvisoryRequest(session_id="agent-1")
     taken_back = services.submit("local", wish, "rest")
     services.cancel("local", taken_back.id)
     await settled(http, taken_back.id, "cancelled")
-    fleeting = services.submit("local", Wanted(session_id="agent-1", ttl_s=1e-9), "rest")
+    fleeting = services.submit("local", AdvisoryRequest(session_id="agent-1", ttl_s=1e-9), "rest")
     await settled(http, fleeting.id, "expired", "wasted")
     async with http.get("/metrics") as reply:
         text = await reply.text()

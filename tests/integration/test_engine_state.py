@@ -181,7 +181,7 @@ def check_facts(facts: NodeFacts | None, state: dict[str, Any]) -> None:
     """Taken just after the state, in which some of eight long requests run and others wait; none of them has ended."""
     assert facts is not None and facts.is_open
     assert state["engine"]["num_waiting"] + state["engine"]["num_running"] <= facts.num_requests <= 8
-    # Prompts of 497 to 500 tokens, and answers that are foretold to be of two, whatever they are.
+    # Prompts of 497 to 500 tokens, and answers that are predicted to be of two, whatever they are.
     assert 490 * facts.queued.num < facts.queued_tokens < facts.num_tokens < 8 * 650
     assert facts.answer_tokens is not None and facts.free_tokens < 60 * state["engine"]["block_size"]
     both = facts.running + facts.queued
@@ -238,7 +238,7 @@ async def test_vllms_own_queue_tells_what_it_knows(tmp_path: Path) -> None:
         assert all("any" in name for name in names(state["waiting"]["requests"]))
         facts = server.services.node.facts()
         assert facts is not None and 0 < facts.num_requests <= 5
-        assert facts.answer_tokens == 0, "nobody foretells answers"
+        assert facts.answer_tokens == 0, "nobody predicts answers"
         assert {each["defer_reason"] for each in state["waiting"]["requests"]} == set(state["num_by_reason"])
         await asyncio.gather(*asked)
         metrics = await metrics_of(http)

@@ -21,8 +21,8 @@ from prometheus_client import CollectorRegistry
 
 from engine_bridge.driver.scheduling.facts import Carried, facts_of
 from engine_bridge.local_node import LocalNode
+from engine_bridge.predict.custom_predictor import PredictorRefused
 from engine_bridge.predict.hints import HINTS, TEXT_HINTS
-from engine_bridge.predict.own import PredictorRefused
 from gateway.app import Server, build_services, node_config
 from gateway.metrics import Metrics
 
@@ -254,7 +254,10 @@ async def test_what_was_learned_outlives_the_engine_and_the_node(
     await node.really_close()
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    for module in ("predict.own", "driver.engine_client"):  # "hang" alone is to be late, not a slow machine
+    for module in (
+        "predict.custom_predictor",
+        "driver.engine_client",
+    ):  # "hang" alone is to be late, not a slow machine
         monkeypatch.setattr(f"engine_bridge.{module}.PATIENCE_S", 1.0)
     config = config_of(folder, length_predictor="mine:Own")
     again = LocalNode(node_config(config))

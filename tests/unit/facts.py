@@ -13,7 +13,7 @@ from engine_bridge.request_context import RequestContext
 def waiting_facts(request_id: str, **fields: Any) -> Waiting:
     defaults: dict[str, Any] = {
         "arrived_s": 0.0,
-        "wrs": 0.1,
+        "weighted_size": 0.1,
         "size_tokens": 100,
         "num_blocks": 10,
         "duration_s": 1.0,

@@ -22,7 +22,7 @@ from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
-from gateway.advisories import Advisories, Record, Wanted, outcome_of
+from gateway.advisories import Advisories, AdvisoryRequest, Record, outcome_of
 from gateway.auth import tenant_of
 from gateway.drafts import Drafts
 from gateway.metrics import Metrics
@@ -153,7 +153,9 @@ class TieredNode(OwnNode, Engine):
     def _advise(self, session: str, **fields: Any) -> None:
         if self._tiers is None:
             return
-        record = self._advisories.submit(owner_of(session), Wanted(session_id=session, **fields), "typing")
+        record = self._advisories.submit(
+            owner_of(session), AdvisoryRequest(session_id=session, **fields), "typing"
+        )
         if record not in self._records:
             self._records.append(record)
 
@@ -202,7 +204,7 @@ class TieredNode(OwnNode, Engine):
     async def _advisory_cost(self, sessions: list[str]) -> float:
         started_s = time.thread_time()
         records = [
-            self._advisories.submit("cost", Wanted(session_id=session, ttl_s=0.2), "typing")
+            self._advisories.submit("cost", AdvisoryRequest(session_id=session, ttl_s=0.2), "typing")
             for session in sessions
         ]
         while not all(record.is_over for record in records):  # noqa: ASYNC110  (waking with each end would be counted)

@@ -63,7 +63,7 @@ class Oracle:
     def refit(self) -> None: ...
 
 
-class Always:
+class FixedRestoreMethod:
     """Load whatever the tiers hold, or nothing."""
 
     def __init__(self, loads: bool) -> None:
@@ -109,7 +109,7 @@ class ScheduledNode(NodeAdapters):
     def _set_way(self, way: str) -> None:
         tiers = self._node._tiers
         self._default_way = getattr(self, "_default_way", tiers.policy)
-        tiers.policy = self._default_way if way == "cheaper" else Always(way == "swap")
+        tiers.policy = self._default_way if way == "cheaper" else FixedRestoreMethod(way == "swap")
 
     def _records(self) -> dict[str, Any]:
         return {record.name: record for record in self._node._catalog.served()}

@@ -18,7 +18,7 @@ class Cluster:
 
     Args:
         ranks: of adapters, by id.
-        answer_tokens: what is reckoned with for every request: nobody foretells answers here.
+        answer_tokens: what is reckoned with for every request: nobody predicts answers here.
     """
 
     def __init__(

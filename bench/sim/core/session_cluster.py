@@ -51,7 +51,7 @@ class SessionCluster:
 
     Args:
         perfs: of each node, as it says of itself.
-        answer_tokens: what is reckoned with for every request: nobody foretells answers here.
+        answer_tokens: what is reckoned with for every request: nobody predicts answers here.
         adapter_ranks: by adapter id.
     """
 

@@ -130,10 +130,10 @@ class AdapterBlocks(LentBlocks[Entry]):
         kv_caches: Sequence[torch.Tensor],
         on_lost: Callable[[int], None],
         may_displace: Callable[[int, int], bool],
-        worth_less: Callable[[int], int | None] = lambda num_blocks: None,
+        less_valuable_than_blocks: Callable[[int], int | None] = lambda num_blocks: None,
         first_to_go: Callable[[], int | None] = lambda: None,
     ) -> None:
-        super().__init__(pool, on_lost, may_displace, worth_less, first_to_go)
+        super().__init__(pool, on_lost, may_displace, less_valuable_than_blocks, first_to_go)
         self._rows = [kv_rows(tensor) for tensor in kv_caches]
         self._row_bytes = self._rows[0].shape[1]
 

@@ -65,7 +65,7 @@ def make_residency(
             kv_caches_of(engine),
             residency.lost,
             residency.may_displace,
-            residency.worth_less,
+            residency.less_valuable_than_blocks,
             residency.first_to_go,
         )
     worker_manager.residency = residency

@@ -45,7 +45,7 @@ class LentBlocks(Generic[AnyLoan]):
         pool: vLLM's block pool; its `get_new_blocks` is wrapped.
         on_lost: called with the id of an adapter whose blocks were taken.
         may_displace: whether an adapter may take the place of prefix blocks that lie in the queue's front.
-        worth_less: of the cached adapters, one that is worth less than so many of those prefix blocks; None if all are worth more.
+        less_valuable_than_blocks: of the cached adapters, one that is worth less than so many of those prefix blocks; None if all are worth more.
         first_to_go: the one that goes where KV needs blocks of some adapter; None: the one that was not used the longest. Both count as gone.
     """
 
@@ -54,13 +54,13 @@ class LentBlocks(Generic[AnyLoan]):
         pool: Any,
         on_lost: Callable[[int], None],
         may_displace: Callable[[int, int], bool],
-        worth_less: Callable[[int], int | None] = lambda num_blocks: None,
+        less_valuable_than_blocks: Callable[[int], int | None] = lambda num_blocks: None,
         first_to_go: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._pool = pool
         self._on_lost = on_lost
         self._may_displace = may_displace
-        self._worth_less = worth_less
+        self._less_valuable_than_blocks = less_valuable_than_blocks
         self._first_to_go = first_to_go
         self._entries: dict[int, AnyLoan] = {}
         self._lent: set[int] = set()
@@ -149,7 +149,7 @@ class LentBlocks(Generic[AnyLoan]):
         while self._entries:
             front = _front(self._pool.free_block_queue, num_blocks)
             num_cached = sum(block.block_hash is not None for block in front)
-            victim = self._worth_less(num_cached) if num_cached else None
+            victim = self._less_valuable_than_blocks(num_cached) if num_cached else None
             if victim is None and any(block.block_id in self._lent for block in front):
                 victim = self._first_to_go()
             if victim is None:

@@ -348,9 +348,9 @@ class Residency:
         """E3: may a cached adapter take the place of so many of the oldest prefix blocks?"""
         return self.core.copies.may_displace(adapter_id, self._prefix_facts(num_blocks), self._clock())
 
-    def worth_less(self, num_blocks: int) -> int | None:
+    def less_valuable_than_blocks(self, num_blocks: int) -> int | None:
         """E3: a cached adapter that is worth no more, by the byte, than so many of the oldest prefix blocks; its blocks are the caller's."""
-        return self.core.copies.take_worth_less(self._prefix_facts(num_blocks), self._clock())
+        return self.core.copies.take_less_valuable_than_blocks(self._prefix_facts(num_blocks), self._clock())
 
     def first_to_go(self) -> int | None:
         """The cached adapter that is worth the least, of those that no request needs from there; its blocks are the caller's."""

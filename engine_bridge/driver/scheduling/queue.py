@@ -12,7 +12,7 @@ from engine_bridge.driver.vllm_api import RequestQueue
 class Listener(Protocol):
     """Who wants to know what vLLM does with the queue; told vLLM's requests."""
 
-    def came(self, request: Any) -> None: ...
+    def on_arrival(self, request: Any) -> None: ...
 
     def preempted(self, request: Any) -> None: ...
 
@@ -47,7 +47,7 @@ class PolicyQueue(RequestQueue):
 
     def add_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
-        self._listener.came(request)
+        self._listener.on_arrival(request)
 
     def peek_request(self) -> Any:
         return self._requests[self._plan[0]]

@@ -107,7 +107,7 @@ class Scheduling:
 
     # -- life of a request, as the queue and the scheduler tell it -----------------------------------------------------
 
-    def came(self, request: Any) -> None:
+    def on_arrival(self, request: Any) -> None:
         facts = facts_of(request)
         features = facts.features or LengthFeatures(
             num_prompt_tokens=request.num_prompt_tokens, max_tokens=request.max_tokens

@@ -36,7 +36,7 @@ from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
 from engine_bridge.policy.baselines import Fair
 from engine_bridge.policy.mlq import Mlq
-from engine_bridge.policy.ways_back import FullCost, SwapOrRecompute
+from engine_bridge.policy.restore_method import FullCost, SwapOrRecompute
 
 FEW = Setting(num_requests=60)
 LONG = replace(FEW, mean_prompt_tokens=340.48)

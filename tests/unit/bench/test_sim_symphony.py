@@ -45,8 +45,8 @@ from bench.sim.symphony_runs import (
 from bench.sim.symphony_scale import Cell, measure
 from engine_bridge.policy.baselines import Fcfs
 from engine_bridge.policy.homes import Doors
+from engine_bridge.policy.restore_method import FullCost
 from engine_bridge.policy.routing import LoadBalance, Relieve, Sticky
-from engine_bridge.policy.ways_back import FullCost
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 TINY = Model("tiny", 4, 16, 16, 1, 1, 16, 10_000)

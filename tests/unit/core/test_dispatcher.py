@@ -211,7 +211,7 @@ def test_sizes_differ_from_the_first_request_on() -> None:
     engine.ask(arrival("large", 400, 300, rank=64))
     engine.ask(arrival("small", 4, 30))
     engine.ask(arrival("adapter", 4, 30, rank=8))
-    sizes = [facts(engine, name).wrs for name in ("small", "adapter", "large")]
+    sizes = [facts(engine, name).weighted_size for name in ("small", "adapter", "large")]
     assert sizes == sorted(sizes) and len({round(size, 3) for size in sizes}) == 3
     assert sizes[-1] == pytest.approx(1.0) and sizes[0] < 0.1
 

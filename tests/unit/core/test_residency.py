@@ -306,10 +306,10 @@ def test_a_policy_is_one_class_and_one_line_and_its_own_score_ranks_adapters_aga
     assert places.copies.may_displace(3, prefix(0.3), 0.0) and not places.copies.may_displace(
         3, prefix(0.4), 0.0
     )
-    assert places.copies.take_worth_less(prefix(0.2), 0.0) is None
-    assert places.copies.take_worth_less(prefix(0.3), 0.0) == 4
+    assert places.copies.take_less_valuable_than_blocks(prefix(0.2), 0.0) is None
+    assert places.copies.take_less_valuable_than_blocks(prefix(0.3), 0.0) == 4
     assert places.places()[4] == "disk"
-    assert places.copies.take_worth_less(prefix(0.6), 0.0) == 2
+    assert places.copies.take_less_valuable_than_blocks(prefix(0.6), 0.0) == 2
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -321,14 +321,14 @@ def test_by_any_policy_kv_takes_first_what_an_adapter_in_need_would_take(policy:
         places.released("r", adapter_id, 10.0 + at)
         places.wanted.drop(adapter_id)
     order = places.worth.order(list(places.table)[:3], "cached", 20.0)
-    assert places.copies.take_worth_less(prefix(1e9), 20.0) == order[0]
+    assert places.copies.take_less_valuable_than_blocks(prefix(1e9), 20.0) == order[0]
 
 
 def test_an_adapter_that_a_request_waits_for_does_not_give_way_to_kv() -> None:
     places = make()
     keep_copy(places, 1)
     places.requested("r", 1, 0.0)
-    assert places.copies.take_worth_less(prefix(1e9), 0.0) is None
+    assert places.copies.take_less_valuable_than_blocks(prefix(1e9), 0.0) is None
 
 
 def test_what_kv_took_is_read_from_disk_again() -> None:
@@ -563,7 +563,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(worth=st.floats(0, 1))
     def kv_is_worth_more(self, worth: float) -> None:
-        victim = self.places.copies.take_worth_less(prefix(worth), self.now)
+        victim = self.places.copies.take_less_valuable_than_blocks(prefix(worth), self.now)
         if victim is not None:
             assert self.copies.pop(victim), "only whole copies"
 

@@ -19,7 +19,7 @@ from engine_bridge.core.restores import (
     StepMoves,
 )
 from engine_bridge.policy.costs import KvBlock, LinearPrefill, Link
-from engine_bridge.policy.ways_back import FullCost, SwapOrRecompute, Way
+from engine_bridge.policy.restore_method import FullCost, SwapOrRecompute, Way
 
 from .shelf import BLOCK_TOKENS, BY_COST, SHAPE, LoadsAll, Shelf, Tiers, keys_of
 

@@ -209,7 +209,7 @@ def test_an_adapter_that_is_worth_less_goes_before_prefixes() -> None:
     assert cache.put_whole(1, make_weights(1, 4)) and cache.put_whole(2, make_weights(2, 4))
     num_lent = len(cache.blocks.entry(2).blocks)
     cheap = [2]
-    cache.blocks._worth_less = lambda num_blocks: cheap.pop() if cheap else None
+    cache.blocks._less_valuable_than_blocks = lambda num_blocks: cheap.pop() if cheap else None
     num_prefixes = sum(block.block_hash is not None for block in cache.pool.blocks)
     taken = cache.pool.get_new_blocks(num_lent)
     assert sum(block.block_hash is not None for block in cache.pool.blocks) == num_prefixes

@@ -16,17 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_bridge.predict.hints import HINTS
-from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
-from engine_bridge.predict.node_lengths import MAX_FILES, PREFIX, NodeLengths, fingerprint, tidy
-from engine_bridge.predict.own import (
+from engine_bridge.predict.custom_predictor import (
     MAX_PENDING,
-    OwnPredictor,
+    CustomPredictor,
     PredictorContext,
     PredictorRefused,
     checked,
     load_predictor,
 )
+from engine_bridge.predict.hints import HINTS
+from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
+from engine_bridge.predict.node_lengths import MAX_FILES, PREFIX, NodeLengths, fingerprint, tidy
 
 from ..facts import features
 
@@ -199,14 +199,14 @@ class Own:
 @pytest.fixture
 def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
     # Logging a first failure reads source files: on a slow disk that alone takes longer than a request would wait.
-    monkeypatch.setattr("engine_bridge.predict.own.PATIENCE_S", 60.0)
+    monkeypatch.setattr("engine_bridge.predict.custom_predictor.PATIENCE_S", 60.0)
     mine = Own()
     yield mine
     mine.go_on.set()
 
 
 def test_it_answers_within_the_client_s_bound(mine: Own) -> None:
-    own = OwnPredictor(mine, "m:Own")
+    own = CustomPredictor(mine, "m:Own")
     future = own.ask(features())
     assert future is not None and future.result(60) == LengthGuess(5, 9, "mine")
     future = own.ask(features(max_tokens=3))
@@ -217,7 +217,7 @@ def test_it_answers_within_the_client_s_bound(mine: Own) -> None:
 def test_what_it_raises_is_logged_once_and_counted(
     mine: Own, caplog: pytest.LogCaptureFixture, question: str
 ) -> None:
-    own = OwnPredictor(mine, "m:Own")
+    own = CustomPredictor(mine, "m:Own")
     for _ in range(3):
         future = own.ask(features(question=question))
         assert future is not None
@@ -230,8 +230,8 @@ def test_what_it_raises_is_logged_once_and_counted(
 def test_one_that_hangs_is_not_asked_and_asked_again_when_it_is_back(
     mine: Own, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_bridge.predict.own.PATIENCE_S", 0.0)
-    own = OwnPredictor(mine, "m:Own")
+    monkeypatch.setattr("engine_bridge.predict.custom_predictor.PATIENCE_S", 0.0)
+    own = CustomPredictor(mine, "m:Own")
     hung = own.ask(features(question="hang"))
     mine.entered.wait(60)
     assert own.ask(features()) is None
@@ -244,7 +244,7 @@ def test_one_that_hangs_is_not_asked_and_asked_again_when_it_is_back(
 
 
 def test_what_waits_for_it_is_bounded_and_what_nobody_waits_for_is_not_asked(mine: Own) -> None:
-    own = OwnPredictor(mine, "m:Own")
+    own = CustomPredictor(mine, "m:Own")
     own.ask(features(question="hang"))
     mine.entered.wait(60)
     own._busy_since_s = None  # as if it had begun just now, and would for as long as this test takes
@@ -260,7 +260,7 @@ def test_what_waits_for_it_is_bounded_and_what_nobody_waits_for_is_not_asked(min
 
 
 def test_ours_learns_whatever_theirs_does(mine: Own) -> None:
-    own = OwnPredictor(mine, "m:Own")
+    own = CustomPredictor(mine, "m:Own")
     lengths = NodeLengths(None, own)
     for num_tokens in (13, 20, 30):
         lengths.observe(features(), num_tokens)

@@ -17,8 +17,8 @@ from gateway.advisories import (
     MAX_LIVE,
     MAX_PER_S,
     Advisories,
+    AdvisoryRequest,
     Record,
-    Wanted,
 )
 from gateway.errors import GatewayError
 
@@ -29,7 +29,7 @@ from .parts import Parts, passes, settled, skip
 def submit(
     parts: Parts, session_id: str = "s", owner: str = "ann", follower: Any = None, **fields: Any
 ) -> Record:
-    return parts.advisories.submit(owner, Wanted(session_id=session_id, **fields), "rest", follower)
+    return parts.advisories.submit(owner, AdvisoryRequest(session_id=session_id, **fields), "rest", follower)
 
 
 def code_of(call: Any, *args: Any, **fields: Any) -> str:

@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from engine_bridge.errors import EngineUnavailable
-from gateway.advisories import Record, Wanted
+from gateway.advisories import AdvisoryRequest, Record
 from gateway.chat_socket import ChatConnection
 from gateway.drafts import _Work
 from gateway.turns import KEEP_FINISHED_S, LiveTurn
@@ -78,7 +78,7 @@ async def test_of_advisories_that_are_over_so_many_are_kept_and_no_more(
     monkeypatch.setattr("gateway.advisories.MAX_ENDED", 10)
     before, timers_before = alive(Record), alive(asyncio.TimerHandle)
     for number in range(100):
-        gateway.advisories.submit("local", Wanted(session_id=f"s{number}", ttl_s=1.0), "rest")
+        gateway.advisories.submit("local", AdvisoryRequest(session_id=f"s{number}", ttl_s=1.0), "rest")
         (await gateway.node.told(number)).report("wasted", lead_s=1.0)
     gateway.node.advisories.clear()
     await passes(2.0)

@@ -34,7 +34,9 @@ def recorded(tmp_path: Path) -> Path:
 
     policy = Recorded(POLICIES["mlq"](1000), 1000, write)
     waiting = {
-        name: Waiting(request_id=name, arrived_s=1.0, wrs=0.1, size_tokens=9, num_blocks=10, duration_s=1.0)
+        name: Waiting(
+            request_id=name, arrived_s=1.0, weighted_size=0.1, size_tokens=9, num_blocks=10, duration_s=1.0
+        )
         for name in "abc"
     }
     for facts in waiting.values():

@@ -1,4 +1,4 @@
-"""Whose next request is foretold by how its earlier ones came, and whose is not."""
+"""Whose next request is predicted by how its earlier ones came, and whose is not."""
 
 from __future__ import annotations
 
@@ -155,16 +155,16 @@ def test_who_is_due_is_told_the_likeliest_first() -> None:
 
 def test_a_memoryless_adapter_is_hardly_ever_due_and_a_regular_one_nearly_always_before_it_comes() -> None:
     rng = random.Random(3)
-    arrivals, told, foretold = Arrivals(), 0, 0
+    arrivals, told, predicted = Arrivals(), 0, 0
     shared = sorted(rng.uniform(0, 30_000) for _ in range(500))
     timed = [60.0 * turn + rng.uniform(-2, 2) for turn in range(500)]
     for at_s, adapter_id in sorted([(at_s, 1) for at_s in shared] + [(at_s, 2) for at_s in timed]):
         due = {each for each, _ in arrivals.due(at_s - 1.0, 10.0)}
         told += 1 in due
-        foretold += adapter_id == 2 and 2 in due
+        predicted += adapter_id == 2 and 2 in due
         arrivals.arrived(adapter_id, at_s)
     assert told < 0.02 * 1000
-    assert foretold > 0.95 * 500
+    assert predicted > 0.95 * 500
 
 
 def test_an_adapter_nobody_asked_for_twice_is_never_due() -> None:

@@ -28,7 +28,7 @@ from engine_bridge.policy.costs import (
     StepTable,
     TablePrefill,
 )
-from engine_bridge.policy.ways_back import (
+from engine_bridge.policy.restore_method import (
     FullCost,
     LossFacts,
     SwapOrRecompute,

@@ -112,7 +112,7 @@ class Halves(Mapping[str, float]):
     def __getitem__(self, request_id: str) -> float:
         if request_id.endswith("7"):
             raise KeyError(request_id)
-        return self._known[request_id].wrs / 2
+        return self._known[request_id].weighted_size / 2
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -123,7 +123,7 @@ class Halves(Mapping[str, float]):
 
 requests = st.fixed_dictionaries(
     {
-        "wrs": st.floats(0, 1),
+        "weighted_size": st.floats(0, 1),
         "size_tokens": st.integers(0, 1500),
         "num_blocks": st.integers(0, 40),
         "duration_s": st.floats(0, 20),
@@ -214,8 +214,8 @@ def test_a_policy_of_its_own_settings_is_made_again_with_them() -> None:
     driven = Driven(
         Recorded(Mlq(NUM_TOKENS, MlqSettings(max_wait_s=3.0, aging_s=10.0)), NUM_TOKENS, log.write)
     )
-    driven.arrive(wrs=0.9, num_blocks=39)
-    driven.arrive(wrs=0.1, arrived_s=1.0)
+    driven.arrive(weighted_size=0.9, num_blocks=39)
+    driven.arrive(weighted_size=0.1, arrived_s=1.0)
     driven.step(3.5, free_blocks=30)
     assert driven.decisions[0].request_ids == (), "the large one is overdue, and nobody passes it"
     assert replay(log.lines).num_different == 0
@@ -251,7 +251,7 @@ def squashing() -> tuple[Log, Driven]:
     driven.arrive(num_blocks=20, duration_s=30.0)
     driven.step(0.1)
     driven.arrive(num_blocks=40)
-    driven.arrive(num_blocks=10, wrs=0.2, duration_s=2.0)
+    driven.arrive(num_blocks=10, weighted_size=0.2, duration_s=2.0)
     assert driven.step(0.1, free_blocks=20).bypassed == {"r42": "r41"}
     driven.grow("r42", 2)
     assert driven.step(3.0, free_blocks=30).squash == ("r42",)
@@ -332,7 +332,7 @@ def test_a_refit_at_once_is_replayed() -> None:
     policy = Recorded(Mlq(NUM_TOKENS), NUM_TOKENS, log.write)
     driven = Driven(policy)
     for at in range(6):
-        driven.arrive(wrs=at / 10, size_tokens=400)
+        driven.arrive(weighted_size=at / 10, size_tokens=400)
     policy.refit(Lanes.around([0.1, 0.9]), [300, 700], Halves(driven.all))
     assert isinstance(policy.policy, Mlq) and policy.policy.num_waiting() == (6, 0)
     assert driven.step(1.0).request_ids == ("r0", "r1"), (
@@ -403,7 +403,7 @@ def test_a_last_line_without_its_newline_counts_if_it_is_whole() -> None:
     assert not result.is_torn and result.num_lines == len(lines)
 
 
-BEGIN = b'{"do":"begin","format":"overture decisions","version":1,"policy":"fcfs","num_tokens":9}\n'
+BEGIN = b'{"do":"begin","format":"overture decisions","version":2,"policy":"fcfs","num_tokens":9}\n'
 
 
 @pytest.mark.parametrize(

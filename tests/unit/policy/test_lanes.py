@@ -34,10 +34,10 @@ ROOT = Path(__file__).parents[3]
 
 def test_a_size_is_weighed_as_in_the_paper() -> None:
     scale = Scale(max_input_tokens=1000, max_output_tokens=500, max_rank=128)
-    assert scale.wrs(1000, 0, 0) == pytest.approx(0.3)
-    assert scale.wrs(0, 500, 0) == pytest.approx(0.5)
-    assert scale.wrs(0, 0, 128) == pytest.approx(0.2)
-    assert scale.wrs(500, 250, 64) == pytest.approx(0.5)
+    assert scale.weighted_size(1000, 0, 0) == pytest.approx(0.3)
+    assert scale.weighted_size(0, 500, 0) == pytest.approx(0.5)
+    assert scale.weighted_size(0, 0, 128) == pytest.approx(0.2)
+    assert scale.weighted_size(500, 250, 64) == pytest.approx(0.5)
 
 
 requests = st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 256))
@@ -51,19 +51,19 @@ def test_sizes_lie_between_0_and_1_and_grow_with_each_part(
     for request in seen:
         sizes.seen(*request)
     large = [part + extra for part, extra in zip(small, more, strict=True)]
-    assert 0 <= sizes.wrs(*small) <= sizes.wrs(*large) <= 1 + 1e-12
+    assert 0 <= sizes.weighted_size(*small) <= sizes.weighted_size(*large) <= 1 + 1e-12
 
 
 def test_a_giant_flattens_the_others_for_a_while_only() -> None:
     sizes = WeightedSize()
     for _ in range(100):
         sizes.seen(100, 100, 8)
-    before = sizes.wrs(100, 100, 8)
+    before = sizes.weighted_size(100, 100, 8)
     sizes.seen(100_000, 100, 8)
-    assert sizes.wrs(100, 100, 8) < before - 0.29
+    assert sizes.weighted_size(100, 100, 8) < before - 0.29
     for _ in range(10 * HALF_LIFE_REQUESTS):  # 1,000 fold is ten halvings
         sizes.seen(100, 100, 8)
-    assert sizes.wrs(100, 100, 8) == pytest.approx(before)
+    assert sizes.weighted_size(100, 100, 8) == pytest.approx(before)
 
 
 def test_a_maximum_that_one_in_a_hundred_has_stays_within_a_third() -> None:
@@ -78,8 +78,8 @@ def test_a_scale_stays_as_it_was_taken() -> None:
     sizes.seen(100, 100, 8)
     taken = sizes.scale
     sizes.seen(1000, 1000, 64)
-    assert taken.wrs(100, 100, 8) == pytest.approx(1.0)
-    assert sizes.wrs(100, 100, 8) < 0.2
+    assert taken.weighted_size(100, 100, 8) == pytest.approx(1.0)
+    assert sizes.weighted_size(100, 100, 8) < 0.2
 
 
 @pytest.mark.parametrize("wrong", [{"a": -0.1}, {"a": 0.0, "b": 0.0, "c": 0.0}, {"half_life_requests": 0}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_bridge.policy.preemption import MAX_REGRET, RunningFacts, is_still_right, least_fair_first
-from engine_bridge.policy.ways_back import LossDecision, Way
+from engine_bridge.policy.restore_method import LossDecision, Way
 
 
 def first_victim(*running: RunningFacts) -> str:

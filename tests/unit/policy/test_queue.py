@@ -176,8 +176,8 @@ def test_priority_is_waiting_time_over_length() -> None:
 
 def test_small_ones_start_beside_a_large_one_that_does_not_fit() -> None:
     waiting = [
-        request("large", wrs=0.9, arrived_s=1.0, num_blocks=500),
-        request("small", wrs=0.1),
+        request("large", weighted_size=0.9, arrived_s=1.0, num_blocks=500),
+        request("small", weighted_size=0.1),
     ]
     decision = decide(mlq(max_wait_s=1e9), waiting, room(free_blocks=100))
     assert decision.request_ids == ("small",)
@@ -186,26 +186,30 @@ def test_small_ones_start_beside_a_large_one_that_does_not_fit() -> None:
 
 def test_a_lane_starts_the_smallest_first_within_its_quota() -> None:
     waiting = [
-        request(name, wrs=wrs, size_tokens=200) for name, wrs in zip("cab", (0.3, 0.1, 0.2), strict=True)
+        request(name, weighted_size=weighted_size, size_tokens=200)
+        for name, weighted_size in zip("cab", (0.3, 0.1, 0.2), strict=True)
     ]
-    waiting.append(request("large", wrs=0.9, size_tokens=450))
+    waiting.append(request("large", weighted_size=0.9, size_tokens=450))
     decision = decide(mlq(), waiting)
     assert decision.request_ids == ("a", "b", "large")
     assert decision.deferred == {"c": "lane_quota"}
 
 
 def test_unused_quota_is_offered_from_the_top_lane_down() -> None:
-    waiting = [request(f"s{at}", size_tokens=200, wrs=0.1 + at / 100) for at in range(4)]
+    waiting = [request(f"s{at}", size_tokens=200, weighted_size=0.1 + at / 100) for at in range(4)]
     decision = decide(mlq(FOUR_LANES, (200, 200, 200, 200)), waiting)
     assert decision.request_ids == ("s0", "s1", "s2", "s3")
 
 
 def test_a_lane_whose_head_can_use_its_quota_does_not_lend_it() -> None:
     policy = mlq()
-    running = request("running", wrs=0.8, size_tokens=300)
+    running = request("running", weighted_size=0.8, size_tokens=300)
     policy.arrived(running, NOW)
     policy.admitted("running", NOW)
-    waiting = [request("large", wrs=0.9, size_tokens=400), request("small", wrs=0.1, size_tokens=600)]
+    waiting = [
+        request("large", weighted_size=0.9, size_tokens=400),
+        request("small", weighted_size=0.1, size_tokens=600),
+    ]
     decision = decide(policy, waiting)
     assert decision.request_ids == ("large",)
     assert decision.deferred == {"small": "lane_quota"}, (
@@ -214,7 +218,10 @@ def test_a_lane_whose_head_can_use_its_quota_does_not_lend_it() -> None:
 
 
 def test_heads_larger_than_their_quotas_do_not_lock_each_other_out() -> None:
-    waiting = [request("one", wrs=0.1, size_tokens=600), request("other", wrs=0.9, size_tokens=600)]
+    waiting = [
+        request("one", weighted_size=0.1, size_tokens=600),
+        request("other", weighted_size=0.9, size_tokens=600),
+    ]
     assert decide(mlq(), waiting).request_ids == ("one",)
 
 
@@ -236,7 +243,7 @@ def test_one_larger_than_all_there_is_runs_alone() -> None:
 
 def test_what_ran_before_a_new_fit_comes_back_after_it() -> None:
     policy = mlq()
-    decide(policy, [request("a", wrs=0.9, size_tokens=300), request("b", wrs=0.6)])
+    decide(policy, [request("a", weighted_size=0.9, size_tokens=300), request("b", weighted_size=0.6)])
     policy.admitted("a", NOW)
     policy.refit(FOUR_LANES, (250, 250, 250, 250), {"b": 0.35})
     assert (policy.lane_of("a"), policy.lane_of("b"), policy.lane_of("nobody")) == (3, 1, None)
@@ -327,16 +334,16 @@ def test_tokens_that_are_never_held_at_one_time_are_lent() -> None:
 
 def test_a_lower_priority_number_goes_first_in_and_between_lanes() -> None:
     waiting = [
-        request("small", wrs=0.1),
-        request("first", wrs=0.2, priority=-1),
-        request("large", wrs=0.9, priority=-2),
+        request("small", weighted_size=0.1),
+        request("first", weighted_size=0.2, priority=-1),
+        request("large", weighted_size=0.9, priority=-2),
     ]
     assert decide(mlq(), waiting).request_ids == ("large", "first", "small")
     assert decide(mlq(), waiting, room(num_slots=1)).request_ids == ("large",)
 
 
 def test_a_flood_of_one_tenant_goes_behind_the_first_of_another() -> None:
-    flood = [request(f"flood{at}", wrs=0.01, tenant="loud") for at in range(50)]
+    flood = [request(f"flood{at}", weighted_size=0.01, tenant="loud") for at in range(50)]
     decision = decide(mlq(), [*flood, request("modest", tenant="quiet")], room(num_slots=2))
     assert "modest" in decision.request_ids
 
@@ -362,14 +369,17 @@ def test_tenants_get_tokens_by_their_weights(weight: float) -> None:
 
 def test_of_a_tenant_that_waits_nothing_is_taken() -> None:
     policy = mlq(FOUR_LANES, (10**9, 1, 1, 1))
-    waiting = {"big": request("big", wrs=0.9, tenant="modest", num_blocks=20_000)}
+    waiting = {"big": request("big", weighted_size=0.9, tenant="modest", num_blocks=20_000)}
     policy.arrived(waiting["big"], NOW)
     for at in range(20):
         policy.arrived(request(f"loud{at}", tenant="loud"), NOW)
         policy.admitted(f"loud{at}", NOW)
     # Its level is nothing still, since it has been waiting all the time: it has as much before it as the other was given.
     for at in range(20):
-        for facts in (request(f"m{at}", wrs=0.15, tenant="modest"), request(f"l{at}", tenant="loud")):
+        for facts in (
+            request(f"m{at}", weighted_size=0.15, tenant="modest"),
+            request(f"l{at}", tenant="loud"),
+        ):
             waiting[facts.request_id] = facts
             policy.arrived(facts, NOW)
     chosen = policy.decide(waiting, {}, room(num_slots=19, num_tokens=10**9), NOW).request_ids
@@ -396,7 +406,7 @@ def test_tenants_take_turns_by_what_they_were_given(
     waiting = {
         str(at): request(
             str(at),
-            wrs=size + at / 100,
+            weighted_size=size + at / 100,
             size_tokens=size,
             priority=priority,
             tenant=str(tenant),
@@ -417,7 +427,8 @@ def test_tenants_take_turns_by_what_they_were_given(
     left = dict(waiting)
     while left and len(expected) < num_slots:
         first = min(
-            left.values(), key=lambda facts: (facts.priority, given[facts.tenant], facts.tenant, facts.wrs)
+            left.values(),
+            key=lambda facts: (facts.priority, given[facts.tenant], facts.tenant, facts.weighted_size),
         )
         given[first.tenant] += first.size_tokens / first.weight
         expected.append(left.pop(first.request_id).request_id)
@@ -442,9 +453,9 @@ def test_idling_saves_nothing_up() -> None:
 
 def test_one_that_has_waited_for_long_goes_before_smaller_ones() -> None:
     waiting = [
-        request("small", wrs=0.1, size_tokens=10),
-        request("old", wrs=0.3, size_tokens=400, arrived_s=NOW - 15),
-        request("older", wrs=0.3, size_tokens=3200, arrived_s=NOW - 20),
+        request("small", weighted_size=0.1, size_tokens=10),
+        request("old", weighted_size=0.3, size_tokens=400, arrived_s=NOW - 15),
+        request("older", weighted_size=0.3, size_tokens=3200, arrived_s=NOW - 20),
     ]
     policy = mlq(quotas=(5000, 5000))
     assert decide(policy, waiting).request_ids == ("old", "older", "small")
@@ -452,21 +463,21 @@ def test_one_that_has_waited_for_long_goes_before_smaller_ones() -> None:
 
 def test_long_is_from_the_very_second_on() -> None:
     waiting = [
-        request("small", wrs=0.1),
-        request("old", wrs=0.3, arrived_s=NOW - MlqSettings().aging_s),
+        request("small", weighted_size=0.1),
+        request("old", weighted_size=0.3, arrived_s=NOW - MlqSettings().aging_s),
     ]
     assert decide(mlq(), waiting).request_ids == ("old", "small")
-    overdue = request("overdue", wrs=0.9, arrived_s=NOW - 60, priority=9)
+    overdue = request("overdue", weighted_size=0.9, arrived_s=NOW - 60, priority=9)
     assert decide(mlq(), [*waiting, overdue]).request_ids == ("overdue", "old", "small")
 
 
 def test_one_that_was_swapped_out_goes_first() -> None:
-    waiting = [request("small", wrs=0.05), request("half done", wrs=0.3, is_swapped=True)]
+    waiting = [request("small", weighted_size=0.05), request("half done", weighted_size=0.3, is_swapped=True)]
     assert decide(mlq(), waiting).request_ids == ("half done", "small")
 
 
 def test_warm_ones_go_first_only_where_all_start() -> None:
-    waiting = [request("small", wrs=0.05), request("warm", wrs=0.2, is_warm=True)]
+    waiting = [request("small", weighted_size=0.05), request("warm", weighted_size=0.2, is_warm=True)]
     assert decide(mlq(), waiting).request_ids == ("warm", "small")
     assert decide(mlq(), waiting, room(num_slots=1)).request_ids == ("small",)
     urgent = [request("urgent", priority=-1), request("warm", is_warm=True)]
@@ -481,7 +492,7 @@ def test_without_a_slot_all_wait_for_one() -> None:
 plain = st.builds(
     request,
     request_id=st.uuids().map(str),
-    wrs=st.floats(0, 1),
+    weighted_size=st.floats(0, 1),
     size_tokens=st.integers(1, 400),
     num_blocks=st.integers(1, 40),
     is_swapped=st.booleans(),
@@ -492,8 +503,8 @@ plain = st.builds(
 def test_a_lane_skips_nobody_but_in_a_bypass(waiting: list[Waiting], free_blocks: int) -> None:
     decision = decide(mlq(), waiting, room(free_blocks=free_blocks))
     for lane in (0, 1):
-        own = [facts for facts in waiting if TWO_LANES.lane_of(facts.wrs) == lane]
-        own.sort(key=lambda facts: (not facts.is_swapped, facts.wrs, facts.request_id))
+        own = [facts for facts in waiting if TWO_LANES.lane_of(facts.weighted_size) == lane]
+        own.sort(key=lambda facts: (not facts.is_swapped, facts.weighted_size, facts.request_id))
         started = [name for name in decision.request_ids if name not in decision.bypassed]
         started = [name for name in started if name in {facts.request_id for facts in own}]
         assert started == [facts.request_id for facts in own[: len(started)]]
@@ -504,9 +515,9 @@ def test_a_lane_skips_nobody_but_in_a_bypass(waiting: list[Waiting], free_blocks
 
 def test_overdue_ones_start_in_order_of_arrival_before_all_others() -> None:
     waiting = [
-        request("urgent", priority=-9, wrs=0.01),
-        request("second", wrs=0.1, arrived_s=NOW - 60, priority=5),
-        request("first", wrs=0.9, arrived_s=NOW - 61, priority=9),
+        request("urgent", priority=-9, weighted_size=0.01),
+        request("second", weighted_size=0.1, arrived_s=NOW - 60, priority=5),
+        request("first", weighted_size=0.9, arrived_s=NOW - 61, priority=9),
     ]
     assert decide(mlq(), waiting).request_ids == ("first", "second", "urgent")
 
@@ -542,12 +553,12 @@ def test_nothing_passes_an_overdue_one(space: Room, reason: str) -> None:
 
 # -- bypass ------------------------------------------------------------------------------------------------------------
 
-HEAD = request("head", wrs=0.1, num_blocks=20, adapter_id=1, adapter_blocks=30)
+HEAD = request("head", weighted_size=0.1, num_blocks=20, adapter_id=1, adapter_blocks=30)
 SOON = runs("soon", num_blocks=40, predicted_end_s=NOW + 5)
 
 
 def passing(policy: Mlq, head: Waiting = HEAD, **fields: Any) -> Decision:
-    follower = request("follower", **({"wrs": 0.2, "duration_s": 4.0} | fields))
+    follower = request("follower", **({"weighted_size": 0.2, "duration_s": 4.0} | fields))
     return decide(policy, [head, follower], room(free_blocks=25), [SOON])
 
 
@@ -576,7 +587,7 @@ def test_a_head_is_passed_so_many_times_at_most() -> None:
     assert passing(mlq(), passed).request_ids == ()
     assert passing(mlq(max_bypassed=17), passed).request_ids == ("follower",)
     once = msgspec.structs.replace(HEAD, times_bypassed=15)
-    small = [request(name, wrs=0.2, num_blocks=5) for name in "ab"]
+    small = [request(name, weighted_size=0.2, num_blocks=5) for name in "ab"]
     assert decide(mlq(), [once, *small], room(free_blocks=25), [SOON]).bypassed == {"a": "head"}
 
 
@@ -597,15 +608,15 @@ def passing_again(policy: Mlq) -> bool:
 
 def test_a_head_without_quota_is_not_passed() -> None:
     policy = mlq()
-    head, follower = request("head", size_tokens=1001), request("follower", wrs=0.2)
-    policy.arrived(request("running", wrs=0.9), NOW)
+    head, follower = request("head", size_tokens=1001), request("follower", weighted_size=0.2)
+    policy.arrived(request("running", weighted_size=0.9), NOW)
     policy.admitted("running", NOW)
     assert decide(policy, [head, follower], running=[SOON]).request_ids == ()
 
 
 def test_warm_ones_are_asked_first_to_pass() -> None:
-    cold = request("cold", wrs=0.2, num_blocks=20)
-    warm = request("warm", wrs=0.3, num_blocks=20, is_warm=True)
+    cold = request("cold", weighted_size=0.2, num_blocks=20)
+    warm = request("warm", weighted_size=0.3, num_blocks=20, is_warm=True)
     decision = decide(mlq(), [HEAD, cold, warm], room(free_blocks=25), [SOON])
     assert decision.bypassed == {"warm": "head"}
     urgent = [msgspec.structs.replace(each, priority=-1) for each in (HEAD, cold)]
@@ -616,15 +627,15 @@ def test_warm_ones_are_asked_first_to_pass() -> None:
 def test_one_that_was_swapped_out_long_ago_is_counted_once() -> None:
     waiting = [
         msgspec.structs.replace(HEAD, is_swapped=True, arrived_s=NOW - 20),
-        request("old", wrs=0.2, is_swapped=True, arrived_s=NOW - 20),
-        request("new", wrs=0.3, num_blocks=15),
+        request("old", weighted_size=0.2, is_swapped=True, arrived_s=NOW - 20),
+        request("new", weighted_size=0.3, num_blocks=15),
     ]
     decision = decide(mlq(), waiting, room(free_blocks=25), [SOON])
     assert decision.bypassed == {"old": "head", "new": "head"}
 
 
 def test_a_head_that_was_passed_goes_before_the_heads_of_other_lanes() -> None:
-    large = request("large", wrs=0.9, num_blocks=20, times_bypassed=1)
+    large = request("large", weighted_size=0.9, num_blocks=20, times_bypassed=1)
     small = request("small", num_blocks=20)
     assert decide(mlq(), [large, small], room(free_blocks=25)).request_ids == ("large",)
 
@@ -673,7 +684,7 @@ def test_no_more_are_squashed_than_needed() -> None:
 
 
 def test_of_two_heads_the_one_that_needs_less_is_helped() -> None:
-    large = request("large", wrs=0.9, num_blocks=90)
+    large = request("large", weighted_size=0.9, num_blocks=90)
     assert decide(mlq(), [HEAD, large], room(free_blocks=25), [LATE]).squash == ("late",)
 
 
@@ -755,7 +766,7 @@ def test_tenants_that_come_and_go_are_forgotten() -> None:
 some_requests = st.builds(
     dict,
     arrived_s=st.floats(0, 50),
-    wrs=st.floats(0, 1),
+    weighted_size=st.floats(0, 1),
     size_tokens=st.integers(0, 1500),
     num_blocks=st.integers(0, 60),
     duration_s=st.floats(0, 30),
@@ -932,7 +943,7 @@ class Job:
     input_tokens: int
     output_tokens: int
     wrong: float
-    wrs: float
+    weighted_size: float
     priority: int = 0
     tenant: str = ""
     done_s: float = 0.0
@@ -988,7 +999,7 @@ class Engine:
         return Waiting(
             request_id=job.name,
             arrived_s=job.arrived_s,
-            wrs=job.wrs,
+            weighted_size=job.weighted_size,
             size_tokens=job.guess_tokens,
             num_blocks=self.blocks_of(job),
             duration_s=job.duration_s * job.wrong,
@@ -1104,7 +1115,7 @@ def traffic(draw: st.DrawFn) -> list[Job]:
                 input_tokens=rng.choice([10, 100, 600]),
                 output_tokens=output,
                 wrong=wrong,
-                wrs=min(output * wrong / 1000, 1.0),
+                weighted_size=min(output * wrong / 1000, 1.0),
                 priority=rng.choice([0, 0, 0, 1, -1]),
                 tenant=rng.choice("ab"),
             )
@@ -1172,8 +1183,11 @@ def test_nobody_waits_beyond_the_bound_where_memory_is_ample(jobs: list[Job]) ->
 
 def stream(wrong: float) -> list[Job]:
     """One large job of low priority, and more small ones than the engine can take, for a minute."""
-    small = [Job(f"s{at}", at / 10, 50, 50, wrong, wrs=0.05, priority=-1, tenant="s") for at in range(600)]
-    return [Job("large", 1.0, 600, 400, 1 / wrong, wrs=0.9, priority=1, tenant="t"), *small]
+    small = [
+        Job(f"s{at}", at / 10, 50, 50, wrong, weighted_size=0.05, priority=-1, tenant="s")
+        for at in range(600)
+    ]
+    return [Job("large", 1.0, 600, 400, 1 / wrong, weighted_size=0.9, priority=1, tenant="t"), *small]
 
 
 @pytest.mark.parametrize("wrong", [0.1, 1.0, 10.0])
@@ -1228,7 +1242,7 @@ def test_the_simulation_preempts_passes_and_squashes() -> None:
                 rng.choice([10, 100, 600]),
                 rng.choice([5, 20, 100, 400]),
                 10 ** rng.uniform(-1, 1),
-                wrs=rng.random(),
+                weighted_size=rng.random(),
             )
             for at in range(40)
         ]
@@ -1270,7 +1284,10 @@ def test_a_decision_looks_at_few_of_those_who_wait(name: str) -> None:
     waiting = {}
     for at in range(1000):
         facts = request(
-            str(at), arrived_s=rng.uniform(60, 100), wrs=rng.random(), num_blocks=rng.randint(1, 100)
+            str(at),
+            arrived_s=rng.uniform(60, 100),
+            weighted_size=rng.random(),
+            num_blocks=rng.randint(1, 100),
         )
         waiting[facts.request_id] = facts
         policy.arrived(facts, NOW)
@@ -1322,8 +1339,8 @@ def test_a_prompt_longer_than_any_step_begins_when_no_other_one_is_computed() ->
 
 def test_nobody_passes_a_prompt_that_has_been_deferred_once() -> None:
     room = msgspec.structs.replace(AMPLE, prefill_tokens=100, is_prefilling=True)
-    small = request("small", wrs=0.1, num_prefill_tokens=10)
-    large = request("large", wrs=0.9, num_prefill_tokens=200)
+    small = request("small", weighted_size=0.1, num_prefill_tokens=10)
+    large = request("large", weighted_size=0.9, num_prefill_tokens=200)
     policy, waiting = mlq_with(small, large)
     first = policy.decide(waiting, {}, room, NOW)
     assert first.request_ids == ("small",) and first.reason("large") == "step_full"
@@ -1336,10 +1353,10 @@ def test_nobody_passes_a_prompt_that_has_been_deferred_once() -> None:
 def test_adapters_with_memory_of_their_own_take_no_blocks() -> None:
     room = msgspec.structs.replace(AMPLE, adapter_bytes=100)
     asked = [
-        request("a", wrs=0.1, adapter_id=1, adapter_bytes=60),
-        request("b", wrs=0.11, adapter_id=1, adapter_bytes=60),  # the same adapter: needed once
-        request("c", wrs=0.12, adapter_id=2, adapter_bytes=60),
-        request("d", wrs=0.9),
+        request("a", weighted_size=0.1, adapter_id=1, adapter_bytes=60),
+        request("b", weighted_size=0.11, adapter_id=1, adapter_bytes=60),  # the same adapter: needed once
+        request("c", weighted_size=0.12, adapter_id=2, adapter_bytes=60),
+        request("d", weighted_size=0.9),
     ]
     policy, waiting = mlq_with(*asked)
     decision = policy.decide(waiting, {}, room, NOW)
@@ -1354,9 +1371,9 @@ def test_who_passes_a_head_that_lacks_adapter_memory_is_gone_by_then() -> None:
         "r": runs("r", predicted_end_s=NOW + 5, adapter_bytes=50),
         "s": runs("s", predicted_end_s=NOW + 8, adapter_bytes=100),
     }
-    head = request("head", wrs=0.01, adapter_id=2, adapter_bytes=60)
-    quick = request("quick", wrs=0.02, duration_s=4)
-    slow = request("slow", wrs=0.03, duration_s=6)
+    head = request("head", weighted_size=0.01, adapter_id=2, adapter_bytes=60)
+    quick = request("quick", weighted_size=0.02, duration_s=4)
+    slow = request("slow", weighted_size=0.03, duration_s=6)
     policy, waiting = mlq_with(head, quick, slow)
     for number in range(100):  # something to squash of
         policy.arrived(request(f"x{number}"), NOW)

@@ -435,7 +435,7 @@ def test_kv_takes_longer_from_further_away() -> None:
 
 
 def test_those_who_are_there_count_with_what_they_have_left_to_answer() -> None:
-    """Where it is foretold; else with half of the usual answer."""
+    """Where it is predicted; else with half of the usual answer."""
     nearly_done, long = (OURS.route(ask(), [busy("a", 4, answer_tokens=tokens)]).cost for tokens in (4, 400))
     unknown = OURS.route(ask(), [busy("a", 4)]).cost
     assert nearly_done is not None and long is not None and unknown is not None

@@ -114,7 +114,7 @@ def checked(guess: Any, max_tokens: int | None) -> LengthGuess:
     return LengthGuess(p50, max(min(p90, most), p50), str(getattr(guess, "source", "own")))
 
 
-class OwnPredictor:
+class CustomPredictor:
     """Asks a user's predictor on a thread of its own, one call at a time.
 
     `ask` and `observe` from any thread; `counts`: `answered`, and what went wrong: `failed`, `late`, `refused` (nobody was asked: the thread

@@ -13,7 +13,7 @@ from gateway.auth import KeyRing, key_file_line
 from gateway.config import ConfigError
 from gateway.config_sources import load_config
 from gateway.errors import GatewayError
-from gateway.standing import MAX_PRIORITY, checked_priority, parse_weights
+from gateway.request_priority import MAX_PRIORITY, checked_priority, parse_weights
 
 
 def load(flags: dict[str, Any] | None = None, environ: dict[str, str] | None = None, **options: Any) -> Any:

@@ -75,7 +75,7 @@ class Standing:
         return load.facts(sum(each.num_tokens for each in running), num_free, perf)
 
     def _counted(self, running: list[Any]) -> Load:
-        """Nobody foretells answers here."""
+        """Nobody predicts answers here."""
         load = Load()
         for each in copy_of(self._scheduler.waiting):
             load.waits(_counted(each))
