@@ -57,7 +57,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     ] = None
     seed: Annotated[int, setting("Model", "Seed of sampling.", ge=0)] = 0
 
-    max_num_seqs: Annotated[int, setting("Engine", "Most requests in one batch.", ge=1)] = 64
+    max_num_seqs: Annotated[int, setting("Engine", "Largest number of requests in one batch.", ge=1)] = 64
     block_size: Annotated[
         Positive | None, setting("Engine", "Tokens of a KV block; unset: vLLM's choice.")
     ] = None
@@ -93,17 +93,20 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     ] = "mlq"
     lane_rule: Annotated[
         LaneRule,
-        setting("Scheduling", "How many lanes mlq has: by a knee, or by the paper's least_squares."),
+        setting(
+            "Scheduling",
+            "How mlq chooses the number of lanes: at the knee of the fit, or by the paper's least_squares.",
+        ),
     ] = "knee"
     lane_refit_s: Annotated[
         float,
-        setting("Scheduling", "Seconds after which lanes and the length predictor are fitted anew.", gt=0),
+        setting("Scheduling", "Seconds between two fits of the lanes and the length predictor.", gt=0),
     ] = 60.0
     max_step_ms: Annotated[
         float,
         setting(
             "Scheduling",
-            "How long a step of the engine may take: longer prompts are computed in parts; 0: as long as it takes.",
+            "Longest step of the engine, in milliseconds; prompts that would take longer are computed in parts; 0: no limit.",
             ge=0,
         ),
     ] = 500.0
@@ -112,7 +115,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         float,
         setting(
             "Scheduling",
-            "Other requests are paused while urgent ones (priority below 0) would wait longer than this for a token; 0: never.",
+            "Pause other requests while urgent ones (priority below 0) would wait longer than this for each token; 0: never pause.",
             ge=0,
         ),
     ] = 100.0
@@ -125,7 +128,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     decision_log_mib: Annotated[
-        int, setting("Scheduling", "Where that recording ends, in MiB.", ge=1, le=KIB * KIB)
+        int, setting("Scheduling", "Largest size of the decision log, in MiB.", ge=1, le=KIB * KIB)
     ] = 64
 
     max_loras: Annotated[
@@ -141,14 +144,18 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         float, setting("Adapters", "Host memory for adapters that are in use or may be soon, in GiB.", gt=0)
     ] = 1.0
     adapters_in_kv: Annotated[
-        bool, setting("Adapters", "Keep unused adapters in KV memory that nobody needs now, too.")
+        bool, setting("Adapters", "Also keep unused adapters in KV memory that is free at the moment.")
     ] = True
     adapter_policy: Annotated[
         AdapterPolicy,
-        setting("Adapters", "Which adapters leave memory first."),
+        setting("Adapters", "Which adapters are evicted from memory first."),
     ] = "expected_gain"
     adapter_prefetch: Annotated[
-        bool, setting("Adapters", "Load adapters ahead, by the times between their last requests.")
+        bool,
+        setting(
+            "Adapters",
+            "Load an adapter before its next request, predicted from the times between its last ones.",
+        ),
     ] = False
     cpu_assist: Annotated[
         bool,
@@ -156,7 +163,11 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     ] = True
     cpu_assist_workers: Annotated[
         int,
-        setting("Adapters", "Processes that compute with such adapters meanwhile; 0: the engine does.", ge=0),
+        setting(
+            "Adapters",
+            "Worker processes that compute for adapters on their way to the device; 0: the engine does it.",
+            ge=0,
+        ),
     ] = 0
 
 

@@ -32,25 +32,42 @@ class _Row:
 
 
 _GAUGES = (
-    ("overture_adapter_host_bytes", "Host memory that adapters take", "host_bytes"),
-    ("overture_adapter_host_capacity_bytes", "What they may take", "host_capacity_bytes"),
-    ("overture_adapter_cached_bytes", "Device memory that KV lends to adapters", "cached_bytes"),
+    ("overture_adapter_host_bytes", "Host memory that adapters occupy", "host_bytes"),
+    ("overture_adapter_host_capacity_bytes", "Host memory that adapters may occupy", "host_capacity_bytes"),
+    (
+        "overture_adapter_cached_bytes",
+        "KV memory on the device that currently holds adapters",
+        "cached_bytes",
+    ),
     ("overture_adapters_waited_for", "Adapters that requests wait for", "num_waiting"),
 )
 _COUNTERS = (
     _Row(
         "overture_adapter_requests",
-        "Requests by where their adapter was; elsewhere than in a slot: a cold start",
+        "Requests by where their adapter was when they arrived; anywhere but in a slot is a cold start",
         "found",
         ("place",),
         tuple((place,) for place in _PLACES),
     ),
     _Row("overture_adapter_loads", "Loads into host memory", "loads", ("source",), _SOURCES),
-    _Row("overture_adapter_load_bytes", "Bytes of these loads", "load_bytes", ("source",), _SOURCES),
-    _Row("overture_adapter_load_seconds", "Time of these loads", "load", ("source",), _SOURCES, of="seconds"),
+    _Row(
+        "overture_adapter_load_bytes",
+        "Bytes of adapters loaded into host memory",
+        "load_bytes",
+        ("source",),
+        _SOURCES,
+    ),
+    _Row(
+        "overture_adapter_load_seconds",
+        "Time spent loading adapters into host memory",
+        "load",
+        ("source",),
+        _SOURCES,
+        of="seconds",
+    ),
     _Row(
         "overture_adapter_evictions",
-        "Adapters that left a tier to make room; `reason`: for whom",
+        "Adapters evicted from a tier, by what needed the memory",
         "evicted",
         ("tier", "reason"),
         _EVICTIONS,
@@ -59,15 +76,17 @@ _COUNTERS = (
     _Row("overture_adapter_slot_bytes", "Bytes put into slots", "slot_bytes"),
     _Row("overture_adapter_cache_written_bytes", "Bytes copied into memory lent by KV", "cache_bytes"),
     _Row("overture_adapter_load_failures", "Adapters that could not be loaded when asked for", "failed"),
-    _Row("overture_adapter_prefetched", "Loads ahead, by the times between requests", "prefetched"),
+    _Row(
+        "overture_adapter_prefetched", "Adapters loaded ahead because a request was predicted", "prefetched"
+    ),
     _Row(
         "overture_adapter_worker_deltas",
-        "Modules' parts that worker processes computed for cold adapters",
+        "LoRA deltas that worker processes computed for cold adapters",
         "worker_deltas",
     ),
     _Row(
         "overture_adapter_step_seconds",
-        "Time that steps spent on adapters: what other requests wait for",
+        "Time that engine steps spent on adapters, while other requests waited",
         "step",
         of="seconds",
     ),

@@ -13,18 +13,22 @@ from kvtiers.stats import PeerStats, TierStats
 _GAUGES = (
     (
         "overture_kv_bytes",
-        "Memory or disk space that KV takes",
+        "Memory or disk space that KV occupies",
         {"host": "bytes", "disk": "bytes"},
     ),
     (
         "overture_kv_capacity_bytes",
-        "What it may take",
+        "Memory or disk space that KV may occupy",
         {"host": "capacity_bytes", "disk": "capacity_bytes"},
     ),
     ("overture_kv_blocks", "KV blocks held", {"host": "num_blocks", "disk": "num_blocks"}),
     ("overture_kv_sessions", "Sessions with KV in host memory", {"host": "num_sessions"}),
     ("overture_kv_write_queue_blocks", "Blocks waiting to be written", {"disk": "num_unwritten"}),
-    ("overture_kv_write_lag_seconds", "How long the oldest of them has waited", {"disk": "write_lag_s"}),
+    (
+        "overture_kv_write_lag_seconds",
+        "How long the oldest block waiting to be written has waited",
+        {"disk": "write_lag_s"},
+    ),
     ("overture_kv_read_queue_blocks", "Blocks being read or waiting to be", {"disk": "num_reads_queued"}),
     (
         "overture_kv_read_bytes_per_second",
@@ -33,8 +37,8 @@ _GAUGES = (
     ),
 )
 _COUNTERS = (
-    ("overture_kv_hits", "Blocks that a tier gave", {"host": "num_hits", "disk": "num_hits"}),
-    ("overture_kv_misses", "Blocks of prompts that no tier held", {"host": "num_misses"}),
+    ("overture_kv_hits", "KV blocks found in a tier", {"host": "num_hits", "disk": "num_hits"}),
+    ("overture_kv_misses", "KV blocks of prompts that were found in no tier", {"host": "num_misses"}),
     ("overture_kv_saved", "Blocks saved", {"host": "num_saved"}),
     ("overture_kv_evicted", "Blocks that left to make room", {"host": "num_evicted", "disk": "num_evicted"}),
     ("overture_kv_trimmed", "Blocks that lost their last layers to make room", {"host": "num_trimmed"}),
@@ -68,13 +72,13 @@ def _peer_metrics(peers: PeerStats) -> Iterator[Metric]:
     for name, documentation, fetched, lent in (
         (
             "overture_kv_peer_bytes",
-            "KV that came from other nodes or was lent to them",
+            "KV received from other nodes or sent to them",
             peers.bytes_fetched,
             peers.bytes_lent,
         ),
         (
             "overture_kv_peer_blocks",
-            "Blocks that came whole from other nodes or were lent to them",
+            "KV blocks received whole from other nodes or sent to them",
             peers.num_fetched,
             peers.num_lent,
         ),
@@ -86,10 +90,10 @@ def _peer_metrics(peers: PeerStats) -> Iterator[Metric]:
     for name, documentation, reasons in (
         (
             "overture_kv_peer_misses",
-            "Questions to other nodes that brought nothing, or less than was offered",
+            "Fetches from other nodes that returned nothing, or less than was offered",
             peers.misses,
         ),
-        ("overture_kv_peer_refusals", "Other nodes' questions that were cut off", peers.refusals),
+        ("overture_kv_peer_refusals", "Fetches by other nodes that were cut off", peers.refusals),
     ):
         counter = CounterMetricFamily(name, documentation, labels=["reason"])
         for reason, count in reasons.items():

@@ -49,7 +49,7 @@ class Metrics:
         )
         self._prompts = Counter(
             "overture_turn_prompts",
-            "Prompts of chat turns, by whether they go on with the session's token ids",
+            "Prompts of chat turns, by whether they continue the session's token ids",
             ["origin"],
             registry=registry,
         )
@@ -126,7 +126,7 @@ class Metrics:
         self.engine_steps = Gauge("overture_engine_steps", "Engine steps since the start", registry=registry)
         self._stall = Histogram(
             "overture_loop_stall_seconds",
-            "How late the event loop ran a timer",
+            "How late the event loop ran a timer: how long something blocked it",
             buckets=STALL_BUCKETS_S,
             registry=registry,
         )

@@ -18,15 +18,25 @@ _LOAD = (
     (GaugeMetricFamily, "overture_node_running", "Requests that run on a node", "num_running"),
     (GaugeMetricFamily, "overture_node_waiting", "Requests that wait there", "num_waiting"),
     (GaugeMetricFamily, "overture_node_kv_blocks", "KV blocks that its device has", "num_kv_blocks"),
-    (GaugeMetricFamily, "overture_node_kv_free_blocks", "Of these, free ones", "num_free_kv_blocks"),
+    (
+        GaugeMetricFamily,
+        "overture_node_kv_free_blocks",
+        "KV blocks of its device that are free",
+        "num_free_kv_blocks",
+    ),
     (CounterMetricFamily, "overture_node_steps", "Steps of its engine", "num_steps"),
     (CounterMetricFamily, "overture_node_answer_tokens", "Tokens that it generated", "num_answer_tokens"),
 )
 # (family, metric, help, field of TierUse)
 _KV = (
     (GaugeMetricFamily, "overture_node_tier_bytes", "KV in a node's host memory or on its disk", "bytes"),
-    (GaugeMetricFamily, "overture_node_tier_capacity_bytes", "What it may take", "capacity_bytes"),
-    (CounterMetricFamily, "overture_node_tier_hits", "Blocks that a tier gave", "num_hits"),
+    (
+        GaugeMetricFamily,
+        "overture_node_tier_capacity_bytes",
+        "Memory or disk space that KV may occupy",
+        "capacity_bytes",
+    ),
+    (CounterMetricFamily, "overture_node_tier_hits", "KV blocks found in a tier", "num_hits"),
 )
 
 

@@ -15,7 +15,7 @@ class RouterCollector(SnapshotCollector[Mapping[str, int]]):
         """stats: as `Router.counts` gives them."""
         routed = CounterMetricFamily(
             "overture_router_requests",
-            "Requests, by how they came to their node: announced, at home, moved from home, new",
+            "Requests by why their node was chosen: announced, at home, moved from home, new",
             labels=["how"],
         )
         for how in HOW:
@@ -23,7 +23,7 @@ class RouterCollector(SnapshotCollector[Mapping[str, int]]):
         yield routed
         yield CounterMetricFamily(
             "overture_router_tried_again",
-            "Requests that another node took over before anything was answered",
+            "Requests that another node took over before any token was sent",
             value=stats.get("tried_again", 0),
         )
         yield CounterMetricFamily(

@@ -14,24 +14,43 @@ _REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 _LANES = (
     ("overture_lane_waiting", "Requests that wait in a lane; 0 is that of the smallest", "num_waiting"),
     ("overture_lane_quota_tokens", "Tokens that a lane's requests may hold", "quota_tokens"),
-    ("overture_lane_used_tokens", "Tokens that they hold, borrowed ones with them", "used_tokens"),
+    (
+        "overture_lane_used_tokens",
+        "Tokens that a lane's requests hold, with those borrowed from other lanes",
+        "used_tokens",
+    ),
 )
 # (metric, help, source, key); told from the start, as 0, where a policy of ours decides.
 _COUNTERS = (
     ("overture_scheduling_admitted", "Requests started, again after a preemption", "counts", "admitted"),
-    ("overture_scheduling_bypassed", "Starts that passed a head without memory", "counts", "bypassed"),
-    ("overture_scheduling_squashed", "Bypassers preempted for the head they passed", "counts", "squashed"),
+    (
+        "overture_scheduling_bypassed",
+        "Requests started before a larger one that did not fit",
+        "counts",
+        "bypassed",
+    ),
+    (
+        "overture_scheduling_squashed",
+        "Requests stopped so that the one that they bypassed can start",
+        "counts",
+        "squashed",
+    ),
     (
         "overture_scheduling_paused",
         "Requests preempted so that urgent ones decode in time",
         "counts",
         "paused",
     ),
-    ("overture_scheduling_resumed", "Requests let go on after a pause", "counts", "resumed"),
-    ("overture_scheduling_refits", "New lanes taken over", "counts", "refits"),
+    ("overture_scheduling_resumed", "Paused requests that were resumed", "counts", "resumed"),
+    ("overture_scheduling_refits", "Times that the lanes were fitted again", "counts", "refits"),
     ("overture_scheduling_decisions", "Decisions on who starts", "counts", "decisions"),
     ("overture_scheduling_decide_seconds", "Engine thread's time for decisions", "seconds", "decide"),
-    ("overture_scheduling_step_seconds", "Its time for all scheduling of ours, with them", "seconds", "step"),
+    (
+        "overture_scheduling_step_seconds",
+        "Engine thread's time for all of Overture's scheduling, decisions included",
+        "seconds",
+        "step",
+    ),
 )
 _CUTS = ("size", "slow", "error")
 
@@ -53,7 +72,9 @@ class SchedulingCollector(SnapshotCollector[SchedulingStats]):
 
 
 def _waiting(stats: SchedulingStats) -> Metric:
-    metric = GaugeMetricFamily("overture_scheduling_waiting", "Requests that wait, by why", labels=["reason"])
+    metric = GaugeMetricFamily(
+        "overture_scheduling_waiting", "Waiting requests, by reason", labels=["reason"]
+    )
     for reason in _REASONS:
         metric.add_metric([reason], stats.num_by_reason.get(reason, 0))
     return metric
@@ -69,7 +90,7 @@ def _preempted(stats: SchedulingStats) -> Metric:
     kinds["recompute"] += max(stats.counts.get("preempted", 0) - sum(kinds.values()), 0)
     metric = CounterMetricFamily(
         "overture_scheduling_preempted",
-        "Running requests that had to wait again, by how they come back",
+        "Preempted requests, by how they got their KV back",
         labels=["kind"],
     )
     for kind, value in sorted(kinds.items()):
@@ -80,7 +101,7 @@ def _preempted(stats: SchedulingStats) -> Metric:
 def _chosen_ways(stats: SchedulingStats) -> Metric:
     metric = CounterMetricFamily(
         "overture_scheduling_preempted_predicted",
-        "The same requests, by the way back that was predicted to be the fastest when they were preempted",
+        "Preempted requests, by the restore method that was predicted to be fastest",
         labels=["kind"],
     )
     for kind in ("recompute", "swap"):
@@ -112,17 +133,19 @@ def _length_errors(errors: LengthErrors) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "overture_length_within_p90",
-        "Finished answers no longer than nine in ten were predicted to be",
+        "Finished answers that were no longer than their predicted 90th percentile",
         value=errors.num_within_p90,
     )
 
 
 def _decision_log(stats: SchedulingStats) -> Iterator[Metric]:
     yield CounterMetricFamily(
-        "overture_decision_log_bytes", "Bytes recorded", value=stats.counts["log_bytes"]
+        "overture_decision_log_bytes", "Bytes written to the decision log", value=stats.counts["log_bytes"]
     )
     cut = CounterMetricFamily(
-        "overture_decision_log_cut", "Recordings that ended before their engine, by why", labels=["reason"]
+        "overture_decision_log_cut",
+        "Decision logs that ended before their engine did, by reason",
+        labels=["reason"],
     )
     for reason in _CUTS:
         cut.add_metric([reason], stats.counts.get(f"log_cut:{reason}", 0))
