@@ -144,6 +144,15 @@ def test_the_interval_of_an_error_spans_what_the_plays_differ_by() -> None:
     assert (low, high) == (pytest.approx(0.8), pytest.approx(1.2))
 
 
+def test_a_figure_is_undecided_where_its_interval_spans_the_aim() -> None:
+    def of(low: float, high: float) -> list[str]:
+        return live.undecided({"mlq": {"ttft_p99": (low, high)}})
+
+    assert of(0.62, 1.38) == of(0.9, 1.2) == of(0.7, 0.95) == ["ttft_p99"]
+    assert of(0.9, 1.1) == [], "within the aim"
+    assert of(1.2, 1.4) == of(0.5, 0.8) == [], "beyond it"
+
+
 def with_adapters(
     num_slots: int, policy: str | None, asked: list[tuple[float, int]]
 ) -> list[tuple[float, str]]:

@@ -414,7 +414,7 @@ BEGIN = b'{"do":"begin","format":"overture decisions","version":2,"policy":"fcfs
         ([b"\xff\xfe"], 1, "not a line"),
         ([b'{"do":"ended","id":"a"}\n'], 1, "does not begin"),
         ([BEGIN[:30]], 1, "not a line"),
-        ([BEGIN.replace(b"1", b"2")], 1, "version 2"),
+        ([BEGIN.replace(b":2", b":3")], 1, "version 3"),
         ([BEGIN.replace(b"fcfs", b"lifo")], 1, "'lifo'"),
         ([BEGIN.replace(b"9}", b'9,"settings":{}}')], 1, "cannot be made"),
         ([BEGIN.replace(b"fcfs", b"mlq").replace(b"9}", b"-9}")], 1, "cannot be made"),
