@@ -90,7 +90,8 @@ async def test_a_check_that_was_cut_short_is_tried_again_later(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have been the machine's fault, where a crash is the grammar's."""
-    grammar = schema({"type": "object"})
+    # One that takes a moment: a small one may be answered before the time is looked at.
+    grammar = schema({"enum": [f"value {number}" for number in range(20_000)]})
     monkeypatch.setattr("engine_bridge.grammars.checker.UNSURE_S", -1.0)
     with monkeypatch.context() as hurry:
         hurry.setattr(checker, "_timeout_s", 0.0)
