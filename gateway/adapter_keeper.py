@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.api_errors import error_body
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.sending import bring
 from engine_bridge.errors import BridgeError, EngineUnavailable
@@ -196,13 +197,12 @@ def _version(served: Served | None) -> str:
 
 def refused(error: BridgeError) -> JsonReply:
     """What a node itself would say of this adapter."""
+    code: str = ""
     if isinstance(error, AdapterRejected):
-        is_missing = error.code == "adapter_not_found"
-        status, kind = (404, "NotFoundError") if is_missing else (400, "BadRequestError")
+        status, code = 404 if error.code == "adapter_not_found" else 400, error.code
     else:
-        status, kind = 500, "InternalServerError"
-    body = {"error": {"message": str(error), "type": kind, "param": None, "code": status}}
-    return JsonReply(status, msgspec.json.encode(body))
+        status = 500
+    return JsonReply(status, msgspec.json.encode(error_body(status, str(error), code=code)))
 
 
 def reason_of(reply: JsonReply) -> str:

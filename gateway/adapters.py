@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import UnsetType
 
+from engine_bridge.api_errors import unknown_model
 from engine_bridge.node import Node
 from gateway.errors import GatewayError
 
@@ -14,8 +15,9 @@ def known_adapter(node: Node, adapter: str | None | UnsetType) -> str | None | U
         return adapter
     if adapter in ("", node.model_name):
         return None
-    if adapter not in {info.name for info in node.adapters()}:
+    names = [info.name for info in node.adapters()]
+    if adapter not in names:
         raise GatewayError(
-            "unknown_model", f"There is no adapter named {adapter[:100]!r} here.", param="adapter"
+            "unknown_model", unknown_model(adapter, [node.model_name, *names]), param="adapter"
         )
     return adapter

@@ -19,12 +19,12 @@ from gateway.sessions import SessionSummary
 
 
 class ErrorInfo(Struct, frozen=True, kw_only=True):
-    """What went wrong. `code`: of docs/protocol.md; from vLLM's own checks it is the status. `param`: the field at fault, where there is one."""
+    """What went wrong. `code`: a word of docs/protocol.md, "Error codes". `param`: the field at fault, where there is one."""
 
     message: str
     type: str
     param: str | None
-    code: str | int | None
+    code: str
 
 
 class Error(Struct, frozen=True):

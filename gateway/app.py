@@ -207,7 +207,7 @@ def build_app(services: Services) -> web.Application:
     node_routes.add_routes(app)
     openapi.add_routes(app)
     app.add_routes([web.get("/ws", chat_socket.chat_socket)])
-    app.on_response_prepare.append(web_policy.add_stream_headers)
+    app.on_response_prepare.append(web_policy.add_headers)
     app.cleanup_ctx.append(_background)
     return app
 

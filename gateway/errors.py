@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from engine_bridge.api_errors import HTTP_CODES
+
 
 class CloseCode(IntEnum):
     """Why the server closes a chat socket. Source: docs/protocol.md, "Close codes"; below 4000 they are those of RFC 6455 §7.4.1."""
@@ -123,7 +125,7 @@ def to_openai_body(err: GatewayError) -> dict[str, Any]:
         "message": err.message,
         "type": KINDS[err.code].openai_type,
         "param": err.param,
-        "code": err.code,
+        "code": HTTP_CODES.get(err.code, err.code),
     }
     return {"error": error}
 

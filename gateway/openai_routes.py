@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from engine_bridge.api_errors import unknown_model
 from engine_bridge.errors import BridgeError
 from engine_bridge.node import Api, JsonReply, SseReply
 from engine_bridge.predict.hints import read_body
@@ -28,7 +29,7 @@ from gateway.rest import json_body
 from gateway.services import SERVICES, Services
 from gateway.sessions import checked_id
 from gateway.turns import from_bridge
-from gateway.web_policy import error_body
+from gateway.web_policy import REQUEST_ID_HEADER, error_body, request_id
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ async def _answer(
     recording: _Recording | None,
     context: RequestContext,
 ) -> web.StreamResponse:
-    reply = await services.node.serve(api, body, request.headers, context)
+    reply = await services.node.serve(api, body, {REQUEST_ID_HEADER: request_id(request)}, context)
     headers = {SESSION_HEADER: recording.session_id} if recording else {}
     reader = AnswerReader(api) if recording else None
     if isinstance(reply, JsonReply):
@@ -268,7 +269,9 @@ async def model(request: web.Request) -> web.Response:
     name = request.match_info["name"]
     card = next((card for card in cards if card["id"] == name), None)
     if card is None:
-        raise GatewayError("unknown_model", f"The model `{name}` does not exist.", param="model")
+        raise GatewayError(
+            "unknown_model", unknown_model(name, [card["id"] for card in cards]), param="model"
+        )
     return web.Response(body=orjson.dumps(card), content_type="application/json")
 
 

@@ -56,6 +56,7 @@ HEADERS = {
     "Retry-After": "Seconds after which to try again.",
     "WWW-Authenticate": "How to send a key.",
     "X-Session-Id": "The session that keeps the call as a turn, where there is one.",
+    "X-Request-Id": "The request's name: what the client sent under it, or one made here.",
 }
 # Either will do.
 KEYS = {

@@ -1,9 +1,11 @@
-"""What every HTTP request passes on its way in and out: errors in the caller's shape, origins, CORS and counts."""
+"""What every HTTP request passes on its way in and out: errors in the caller's shape, origins, CORS, request ids and counts."""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+import re
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +26,13 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RETRY_AFTER_S = 3
 BEGUN = web.RequestKey("begun", web.StreamResponse)  # of a request: the response whose head is on its way
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID = web.RequestKey("request_id", str)
+# A client's own id is repeated if it is short and visible ASCII. Chosen: two UUIDs and a trace id fit.
+_SANE_ID = re.compile(r"[!-~]{1,128}")
+# Names of headers, between commas, as a preflight asks for them (Fetch standard, "CORS-unsafe request-header names").
+_HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?:[ \t]*,[ \t]*[\w!#$%&'*+.^`|~-]+)*", re.ASCII)
+MAX_HEADER_NAMES_CHARS = 4096
 
 
 @web.middleware
@@ -115,31 +124,46 @@ async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
     if is_cross and not _is_allowed(origin, config):
         raise web.HTTPForbidden(reason="Pages of this origin may not use this server (see --cors-origin).")
     if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
-        response: web.StreamResponse = web.Response(status=204)
-    else:
-        response = await handler(request)
-    if is_cross and not response.prepared:
-        response.headers.update(_cors_headers(origin))
-    return response
+        return web.Response(status=204)
+    return await handler(request)
 
 
-async def add_stream_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal handler: CORS headers for responses that are sent while their handler still runs (streams), and that they have begun."""
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler, called before the head of any response is sent: what all of them carry. Also notes that the response has begun."""
     request[BEGUN] = response
+    response.headers[REQUEST_ID_HEADER] = request_id(request)
+    if request.path.startswith("/v1/messages"):
+        response.headers["Request-Id"] = request_id(request)  # where Anthropic's SDKs look for it
     origin = request.headers.get("Origin")
     config = request.app[SERVICES].config
     if origin is not None and _is_cross_origin(origin, request, config) and _is_allowed(origin, config):
-        response.headers.update(_cors_headers(origin))
+        asked = request.headers.get("Access-Control-Request-Headers", "")
+        response.headers.update(cors_headers(origin, asked))
 
 
-def _cors_headers(origin: str) -> dict[str, str]:
+def request_id(request: web.Request) -> str:
+    """The name of a request in the reply, in ids of answers and in `/v1/engine/state`: the client's `X-Request-Id` if it is sane, else ours."""
+    if _REQUEST_ID not in request:
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        request[_REQUEST_ID] = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return request[_REQUEST_ID]
+
+
+def cors_headers(origin: str, asked: str) -> dict[str, str]:
+    """What tells a browser that a page of this origin, which the operator has allowed, may use this server.
+
+    asked: `Access-Control-Request-Headers` of a preflight. The SDKs for browsers send a dozen headers that change with each release
+    (`x-stainless-lang`, `anthropic-version` …). Each of them is allowed, because the origin is what decides here.
+    """
+    usual = f"Authorization, Content-Type, X-Session-Id, {REQUEST_ID_HEADER}, X-Api-Key"
+    is_sane = len(asked) <= MAX_HEADER_NAMES_CHARS and _HEADER_NAMES.fullmatch(asked) is not None
     return {
         "Access-Control-Allow-Origin": origin,
         "Access-Control-Allow-Methods": "GET, POST, PATCH, DELETE, OPTIONS",
-        "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Session-Id, X-Request-Id, X-Api-Key",
-        "Access-Control-Expose-Headers": "X-Session-Id, Retry-After",
+        "Access-Control-Allow-Headers": asked if is_sane else usual,
+        "Access-Control-Expose-Headers": f"X-Session-Id, {REQUEST_ID_HEADER}, Retry-After",
         "Access-Control-Max-Age": "600",
-        "Vary": "Origin",
+        "Vary": "Origin, Access-Control-Request-Headers",
     }
 
 

@@ -22,6 +22,7 @@ from msgspec.structs import asdict
 from pydantic import ValidationError
 
 from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.api_errors import UNKNOWN_MODEL, error_body, is_too_long, unknown_model
 from engine_bridge.continuity import Continued, continue_prompt
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
@@ -89,6 +90,8 @@ SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_pa
 _OURS = (EngineUnavailable, InvalidRequest, VLLMServerError, GracefulHTTPError, OSError, MemoryError)
 # What code raises that did not expect the value it got; vLLM answers some of them as 400, with Python's own text.
 _MISTAKES = (TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
+# How errors begin that vLLM's generators of chat and text completions write themselves.
+_ERROR_EVENT = 'data: {"error":'
 MALFORMED_MESSAGE = "The request cannot be read: one of its fields has a form that does not fit. /openapi.json says which forms they take."
 
 
@@ -231,8 +234,13 @@ class Serving:
             answer = _as_error_response if start.is_queued else _as_malformed
             return _error_reply(answer(error), endpoint)
         if isinstance(result, ErrorResponse):
+            if result.error.code == 404 and result.error.param == "model":
+                result.error.message = self._unknown_model(request.model)
             return _error_reply(result, endpoint)
         return JsonReply(200, result.model_dump_json(**(endpoint.dump or {})).encode())
+
+    def _unknown_model(self, name: str) -> str:
+        return unknown_model(name, [self._options.served_model_name, *sorted(self.models.lora_requests)])
 
     async def load_adapter(self, body: Any) -> JsonReply:
         return await self._adapter_call(LoadLoRAAdapterRequest, self.models.load_lora_adapter, body)
@@ -273,13 +281,12 @@ class Serving:
             result = _as_error_response(error)
         if not isinstance(result, ErrorResponse):
             return JsonReply(200, json.dumps({"status": result}).encode())
+        code = ""
         if failures and isinstance(failures[0], AdapterRejected):
             # vLLM blames itself for an adapter that it cannot have; the engine is well, the files are not.
-            is_missing = failures[0].code == "adapter_not_found"
-            result.error.code, result.error.type = (
-                (404, "NotFoundError") if is_missing else (400, "BadRequestError")
-            )
-        return JsonReply(result.error.code, result.model_dump_json().encode())
+            code = failures[0].code
+            result.error.code = 404 if code == "adapter_not_found" else 400
+        return _openai_error(result, code)
 
     # -- the gateway's own turns -------------------------------------------------------------------------------------
 
@@ -394,9 +401,7 @@ class Serving:
             return None
         lora_request = self.models.lora_requests.get(adapter)
         if lora_request is None:
-            raise InvalidRequest(
-                f"The model `{adapter}` does not exist.", param="adapter", code="unknown_model"
-            )
+            raise InvalidRequest(self._unknown_model(adapter), param="adapter", code="unknown_model")
         return lora_request
 
 
@@ -471,7 +476,16 @@ def _error_reply(response: ErrorResponse, endpoint: _Endpoint) -> JsonReply:
     if endpoint.is_anthropic:
         response.error.type = ANTHROPIC_ERROR_TYPES.get(response.error.code, "api_error")
         return JsonReply(response.error.code, bytes(translate_error_response(response).body))
-    return JsonReply(response.error.code, response.model_dump_json().encode())
+    return _openai_error(response)
+
+
+def _openai_error(response: ErrorResponse, code: str = "") -> JsonReply:
+    """An error of vLLM's in the form that all errors of this server have. code: what is known beyond the status."""
+    error = response.error
+    if not code and error.code == 404 and error.param == "model":
+        code = UNKNOWN_MODEL
+    body = error_body(error.code, error.message, param=error.param, code=code)
+    return JsonReply(error.code, json.dumps(body).encode())
 
 
 async def _in_call(call: Call, events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -495,12 +509,18 @@ async def _encoded(events: AsyncIterator[str], endpoint: _Endpoint) -> AsyncGene
     """Server-sent events as bytes. What a generator lets out after its first byte becomes a last error event."""
     try:
         async for event in events:
-            yield event.encode()
+            yield _in_our_form(event).encode() if event.startswith(_ERROR_EVENT) else event.encode()
     except Exception as error:
         body = _error_reply(_as_error_response(error), endpoint).body.decode()
         yield f"event: error\ndata: {body}\n\n".encode()
     finally:
         await events.aclose()  # type: ignore[attr-defined]
+
+
+def _in_our_form(event: str) -> str:
+    """An error that a generator of vLLM's has written into its stream, as `_openai_error` would write it."""
+    response = ErrorResponse.model_validate_json(event.removeprefix("data: "))
+    return f"data: {_openai_error(response).body.decode()}\n\n"
 
 
 def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
@@ -519,7 +539,6 @@ def _too_long(prompt_len: int, limit: int) -> InvalidRequest:
 
 
 def _too_long_or_invalid(message: str) -> InvalidRequest:
-    is_length = "context length" in message or "longer than the maximum" in message
-    if is_length:
+    if is_too_long(message):
         return InvalidRequest(f"{message} Start a new chat or shorten this one.", code="prompt_too_long")
     return InvalidRequest(message)

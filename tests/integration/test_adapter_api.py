@@ -106,7 +106,7 @@ async def test_an_unknown_name_is_404_in_the_apis_shape(gateways: Gateways, meth
     ):
         assert response.status == 404
         error = await error_of(response)
-    assert error["code"] == "unknown_model" and len(error["message"]) < 300
+    assert error["code"] == "model_not_found" and len(error["message"]) < 300
 
 
 async def test_only_where_the_operator_allows_it(server: Server, gateways: Gateways) -> None:

@@ -232,16 +232,68 @@ async def test_pages_of_other_origins_are_kept_out(
 async def test_an_allowed_origin_may_use_the_api(gateways: Gateways) -> None:
     server = await gateways(cors_origins=("https://app.example",))
     headers = {"Origin": "https://app.example"}
-    preflight = headers | {"Access-Control-Request-Method": "POST"}
+    # As openai's and anthropic's JavaScript SDKs ask in a browser.
+    wanted = "anthropic-dangerous-direct-browser-access,anthropic-version,content-type,x-api-key,x-stainless-arch,x-stainless-lang"
+    preflight = headers | {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": wanted,
+    }
     async with aiohttp.ClientSession(server.url) as http:
         async with http.options(CHAT, headers=preflight) as response:
             assert response.status == 204
             assert response.headers["Access-Control-Allow-Origin"] == "https://app.example"
+            assert response.headers["Access-Control-Allow-Headers"] == wanted
+            assert "X-Request-Id" in response.headers["Access-Control-Expose-Headers"]
         for stream in (False, True):
             async with http.post(CHAT, json=BODY | {"stream": stream}, headers=headers) as response:
                 assert response.status == 200
                 assert response.headers["Access-Control-Allow-Origin"] == "https://app.example"
                 await response.read()
+
+
+async def test_every_reply_names_its_request(http: aiohttp.ClientSession) -> None:
+    """The client's own name if it is sane, and one made here where there is none or an odd one; errors and streams, too."""
+    for path, body, status in ((CHAT, BODY | {"stream": True}, 200), (CHAT, {}, 400), ("/nowhere", {}, 404)):
+        async with http.post(path, json=body, headers={"X-Request-Id": "mine-1"}) as response:
+            assert (response.status, response.headers["X-Request-Id"]) == (status, "mine-1")
+            assert status != 200 or b"chatcmpl-mine-1" in await response.read()
+    for odd in ("two words", "x" * 129):
+        async with http.get("/healthz", headers={"X-Request-Id": odd}) as response:
+            assert response.headers["X-Request-Id"] not in ("", odd)
+    async with http.post("/v1/messages", json={}) as response:
+        assert response.headers["Request-Id"] == response.headers["X-Request-Id"]
+
+
+LONG = [{"role": "user", "content": "Where is the harbour? " * 1500}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind", "code", "part"),
+    [
+        (CHAT, {"model": "nope"}, 404, "invalid_request_error", "model_not_found", "pirate"),
+        (
+            "/v1/completions",
+            {"model": "nope", "prompt": "a"},
+            404,
+            "invalid_request_error",
+            "model_not_found",
+            MODEL,
+        ),
+        (CHAT, {"max_tokens": -1}, 400, "invalid_request_error", "bad_request", "max_tokens"),
+        (CHAT, {"messages": LONG}, 400, "invalid_request_error", "context_length_exceeded", "4096"),
+        (CHAT, {"messages": "x"}, 400, "invalid_request_error", "bad_request", "messages"),
+    ],
+)
+async def test_errors_have_one_form_with_words(
+    http: aiohttp.ClientSession, path: str, body: dict[str, Any], status: int, kind: str, code: str, part: str
+) -> None:
+    """What vLLM refuses looks as what the gateway refuses: OpenAI's clients declare `code` as a string."""
+    async with http.post(path, json=BODY | body) as response:
+        error = await error_of(response)
+    assert (response.status, error["type"], error["code"]) == (status, kind, code)
+    assert part in error["message"]
+    async with http.get("/v1/models/nope") as response:
+        assert "pirate" in (await error_of(response))["message"]
 
 
 async def test_the_page_is_served_with_its_policy(http: aiohttp.ClientSession) -> None:
@@ -313,7 +365,7 @@ async def test_a_body_that_is_not_what_its_encoding_says(http: aiohttp.ClientSes
 
 async def test_an_unknown_adapter_is_not_stored(http: aiohttp.ClientSession) -> None:
     async with http.post("/api/sessions", json={"adapter": "nope"}) as response:
-        assert response.status == 404 and (await error_of(response))["code"] == "unknown_model"
+        assert response.status == 404 and (await error_of(response))["code"] == "model_not_found"
     async with http.post("/api/sessions", json={"adapter": MODEL}) as response:
         assert (await response.json())["adapter"] is None
 

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 # What may be answered while something is broken on purpose, and for how long after it was mended. The socket says the same codes.
 DISTURBANCES: Mapping[str, frozenset[str]] = {
-    # 503: vLLM's own error bodies have the status for a code.
-    "engine": frozenset({"engine_failed", "starting", "503"}),
-    "server": frozenset({"engine_failed", "starting", "draining", "503"}),
+    "engine": frozenset({"engine_failed", "starting"}),
+    "server": frozenset({"engine_failed", "starting", "draining"}),
     "disk": frozenset({"overloaded"}),
 }
 AFTERMATH_S = 15.0

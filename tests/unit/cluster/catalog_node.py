@@ -18,6 +18,7 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import Registry
 from engine_bridge.adapters.store import AdapterStore
+from engine_bridge.api_errors import error_body
 from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
@@ -104,8 +105,7 @@ class CatalogNode(FakeNode):
 
 
 def _error(status: int, message: str) -> JsonReply:
-    error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
-    return JsonReply(status, msgspec.json.encode({"error": error}))
+    return JsonReply(status, msgspec.json.encode(error_body(status, message)))
 
 
 @asynccontextmanager

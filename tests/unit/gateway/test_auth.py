@@ -241,7 +241,7 @@ def test_the_three_forms_of_an_error() -> None:
             "message": "No such model.",
             "type": "invalid_request_error",
             "param": "model",
-            "code": "unknown_model",
+            "code": "model_not_found",
         }
     }
     frame = {"type": "error", "code": "unknown_model", "message": "No such model.", "retryable": False}
