@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import ANSWER_MS, CHROMIUM, CHROMIUM_ARGS, ROOT, Chat, Gateway
+from conftest import ANSWER_MS, CHROMIUM, CHROMIUM_ARGS, ROOT, Chat, Gateway, Line
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 WIDE = {"width": 1120, "height": 700}
@@ -23,13 +23,13 @@ def introduce(chat: Chat) -> None:
     chat.ask("What is my name?")
 
 
-def chat_picture(chat: Chat) -> Page:
+def chat_picture(chat: Chat, line: Line) -> Page:
     introduce(chat)
     chat.ask("Where do I live?")
     return chat.page
 
 
-def warm_picture(chat: Chat) -> Page:
+def warm_picture(chat: Chat, line: Line) -> Page:
     """While a follow-up is typed: its KV is on the device before Enter."""
     introduce(chat)
     chat.question.press_sequentially("And where do I", delay=60)
@@ -37,35 +37,40 @@ def warm_picture(chat: Chat) -> Page:
     return chat.page
 
 
-def adapter_picture(chat: Chat) -> Page:
+def adapter_picture(chat: Chat, line: Line) -> Page:
     chat.pick("pirate")
     chat.ask("Who are you?")
     return chat.page
 
 
-def engine_picture(chat: Chat) -> Page:
+def engine_picture(chat: Chat, line: Line) -> Page:
+    """Beside an answer that is under way."""
     introduce(chat)
+    chat.question.press_sequentially("Where do I live?")
+    line.sampling = {"max_tokens": 3000, "ignore_eos": True}
+    chat.question.press("Enter")
     room = chat.page.context.new_page()
     room.goto(f"{chat.url}/engine")
-    expect(room.locator("#advisories")).to_be_visible()
-    chat.ask("Where do I live?")
-    room.wait_for_timeout(3000)  # for something to see in the lines
+    expect(room.locator("#advisories table")).to_be_visible()
+    room.wait_for_timeout(6000)  # for something to see in the lines
     return room
 
 
-PICTURES: dict[str, tuple[Callable[[Chat], Page], dict[str, object]]] = {
+PICTURES: dict[str, tuple[Callable[[Chat, Line], Page], dict[str, object]]] = {
     "chat": (chat_picture, {"viewport": WIDE}),
     "warm": (warm_picture, {"viewport": WIDE}),
     "adapter": (adapter_picture, {"viewport": WIDE}),
     "phone": (chat_picture, {"viewport": PHONE, "color_scheme": "dark", "has_touch": True}),
-    "engine": (engine_picture, {"viewport": WIDE}),
+    "engine": (engine_picture, {"viewport": {"width": 1120, "height": 1000}}),
 }
 
 
 def take_all(browser: Browser, url: str, folder: Path) -> None:
     for name, (scene, options) in PICTURES.items():
         context = browser.new_context(reduced_motion="reduce", **options)
-        picture = scene(Chat(context.new_page(), url).open())
+        page = context.new_page()
+        line = Line(page)
+        picture = scene(Chat(page, url).open(), line)
         picture.screenshot(path=folder / f"{name}.png")
         print(folder / f"{name}.png", flush=True)
         context.close()

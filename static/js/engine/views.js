@@ -95,7 +95,7 @@ export function tiers({ nodes: list, advisory_counts: sums }) {
       rows.push(node.kv.disk ? ['Disk', tierOf(node.kv.disk), used(node.kv.disk)] : ['Disk', h('span', { class: 'aside' }, 'off'), '']);
     }
     if (node.kv?.peers) rows.push(['Other nodes', peersOf(node.kv.peers), count(node.kv.peers.num_fetched)]);
-    const columns = [['Tier'], ['In use', 'bar-cell'], ['Blocks given', 'number']];
+    const columns = [['Tier'], ['In use', 'bar-cell'], ['Blocks found', 'number']];
     return h('div', { class: 'part' }, list.length > 1 && h('h3', {}, node.id),
       table(`Memory of ${node.id}, by tier`, columns, rows), node.kv?.problem && h('p', { class: 'aside below wrong' }, node.kv.problem),
       !node.kv && isOperator && h('p', { class: 'note' }, 'This node keeps no KV behind the device (--kv-host-gib 0).'));
@@ -116,7 +116,7 @@ export function lanes({ nodes: list }) {
     const waiting = reasons(why);
     return h('div', { class: 'part' }, list.length > 1 && h('h3', {}, node.id),
       own ? lanesOf(node.id, own) : h('p', { class: 'note' }, `One queue, without lanes (--scheduling-policy ${policy}).`),
-      h('p', { class: 'note' }, waiting.length ? `They wait because: ${waiting.join('; ')}.` : 'Nobody waits.'));
+      h('p', { class: 'note' }, waiting.length ? `They wait because: ${waiting.join('; ')}.` : 'No request is waiting.'));
   });
   return parts.length ? parts : [empty('There is no engine yet.')];
 }
