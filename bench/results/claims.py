@@ -429,6 +429,15 @@ OVERTURE_CLAIMS = (
         note="aim: what memory bandwidth allows",
     ),
     _own_claim(
+        "",
+        "emulated node against this machine, by what was known before each play: P99 of TTFT over all plays",
+        SHARE,
+        live=Figure("emulated-agree", "pooled_errors.ttft_p99"),
+        aim=0.15,
+        note="undecided: six plays at capacity decide it, and the interval of predicted over measured is 0.62 to 1.38",
+        better=LOWER,
+    ),
+    _own_claim(
         "E12",
         "follow-up prompt found in the KV of the turn before, ids kept; aim: text encoded again",
         SHARE,
@@ -438,15 +447,15 @@ OVERTURE_CLAIMS = (
     *(
         _own_claim(
             "",
-            f"simulator against this machine, {how}: worst of tokens/s, latency, TTFT and time per token, median error of plays",
+            f"emulated node against this machine, {how}: worst of tokens/s, latency, TTFT and time per token, median error of plays",
             SHARE,
-            live=Figure("live-simulator", path),
+            live=Figure("emulated-agree", path),
             aim=0.15,
             note=note,
             better=LOWER,
         )
         for how, path, note in (
-            ("by a profile made before", "worst_error", "the prediction"),
+            ("by what was known before each play", "worst_error", "the prediction"),
             (
                 "at the speed that it had in each play",
                 "worst_error_at_own_speed",
