@@ -33,7 +33,9 @@ ANTHROPIC_ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-Api = Literal["chat", "completions", "responses", "messages", "count_tokens"]
+Api = Literal["chat", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize"]
+# Calls that generate nothing: they belong to no conversation and leave nothing behind.
+COUNTING_APIS: frozenset[Api] = frozenset(("count_tokens", "tokenize", "detokenize"))
 
 
 TOKEN_ID_BYTES = 4

@@ -47,6 +47,19 @@ class AnthropicError(Struct, frozen=True):
     error: AnthropicErrorInfo
 
 
+class Versions(Struct, frozen=True, kw_only=True):
+    """`version`: vLLM's, null where it is not installed on the gateway's machine."""
+
+    version: str | None
+    overture: str
+
+
+class ServerLoad(Struct, frozen=True, kw_only=True):
+    """Requests that run or wait, of everybody."""
+
+    server_load: int
+
+
 class SessionPage(Struct, frozen=True, kw_only=True):
     """A page of a list. `next`: where the next one begins, to be given as `before`; null on the last page."""
 

@@ -21,7 +21,9 @@ from gateway.api_bodies import (
     EngineStanding,
     NotReady,
     Ready,
+    ServerLoad,
     SessionPage,
+    Versions,
 )
 from gateway.engine_routes import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.node_routes import NodeChange
@@ -132,6 +134,11 @@ _CALL_HEADERS = (
 )
 _MESSAGES = [{"role": "user", "content": "Name three things to see in Lisbon."}]
 EVENT_STREAM = "text/event-stream"
+_PROBES: tuple[tuple[Literal["get", "post"], str, str], ...] = (
+    ("get", "/health", "health"),
+    ("get", "/ping", "ping"),
+    ("post", "/ping", "ping_by_post"),
+)
 
 
 def _call(name: str, path: str, summary: str, example: dict[str, Any], description: str = "") -> Operation:
@@ -464,6 +471,59 @@ OPERATIONS: tuple[Operation, ...] = (
             503: Reply(description="Not now, and how far the engine has come.", shape=NotReady),
         },
         is_public=True,
+    ),
+    *(
+        Operation(
+            method,
+            path,
+            name,
+            OPERATE,
+            "Whether requests are taken now (as vLLM's server has it)",
+            "As `/readyz`, for probes that are set up for `vllm serve` or for SageMaker.",
+            replies={
+                200: Reply(description="They are.", shape=Ready),
+                503: Reply(description="Not now, and how far the engine has come.", shape=NotReady),
+            },
+            is_public=True,
+        )
+        for method, path, name in _PROBES
+    ),
+    Operation(
+        "get",
+        "/version",
+        "version",
+        OPERATE,
+        "The release of vLLM, and of this server",
+        replies={200: Reply(description="Both.", shape=Versions)},
+        is_public=True,
+    ),
+    Operation(
+        "get",
+        "/load",
+        "load",
+        OPERATE,
+        "How many requests run or wait",
+        replies={200: Reply(description="Their number.", shape=ServerLoad)},
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "tokenize",
+        MODELS,
+        "Split a text or a conversation into tokens",
+        body=Body(shape=Engine("request", "tokenize"), example={"model": MODEL, "prompt": "Lisbon is"}),
+        replies={200: Reply(description="Their ids.", shape=Engine("reply", "tokenize"))},
+        errors=(404, 503),
+    ),
+    Operation(
+        "post",
+        "/detokenize",
+        "detokenize",
+        MODELS,
+        "Turn tokens back into text",
+        body=Body(shape=Engine("request", "detokenize"), example={"model": MODEL, "tokens": [5, 6, 7]}),
+        replies={200: Reply(description="The text.", shape=Engine("reply", "detokenize"))},
+        errors=(404, 503),
     ),
     Operation(
         "get",

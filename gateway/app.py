@@ -28,6 +28,7 @@ from gateway import (
     openai_routes,
     openapi,
     rest,
+    vllm_routes,
     web_policy,
 )
 from gateway.adapter_metrics import AdapterCollector
@@ -206,6 +207,7 @@ def build_app(services: Services) -> web.Application:
     engine_routes.add_routes(app)
     node_routes.add_routes(app)
     openapi.add_routes(app)
+    vllm_routes.add_routes(app)
     app.add_routes([web.get("/ws", chat_socket.chat_socket)])
     app.on_response_prepare.append(web_policy.add_headers)
     app.cleanup_ctx.append(_background)

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from engine_bridge.api_errors import unknown_model
 from engine_bridge.errors import BridgeError
-from engine_bridge.node import Api, JsonReply, SseReply
+from engine_bridge.node import COUNTING_APIS, Api, JsonReply, SseReply
 from engine_bridge.predict.hints import read_body
 from engine_bridge.request_context import RequestContext
 from gateway.api_turns import AnswerReader, history_as_input, question_of, session_named
@@ -157,7 +157,7 @@ async def _recording(
 
     With `previous_response_id` the history of that response is put in front of `input`, so it works after a restart too.
     """
-    if not isinstance(body, dict) or api == "count_tokens":
+    if not isinstance(body, dict) or api in COUNTING_APIS:
         return None
     session_id = session_named(header, body)
     previous = body.pop("previous_response_id", None) if api == "responses" else None
@@ -299,6 +299,8 @@ def add_routes(app: web.Application) -> None:
             web.post("/v1/responses", endpoint("responses")),
             web.post("/v1/messages", endpoint("messages")),
             web.post("/v1/messages/count_tokens", endpoint("count_tokens")),
+            web.post("/tokenize", endpoint("tokenize")),
+            web.post("/detokenize", endpoint("detokenize")),
             web.post("/v1/load_lora_adapter", adapter_call("load_adapter")),
             web.post("/v1/unload_lora_adapter", adapter_call("unload_adapter")),
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 
 from engine_bridge.errors import BridgeError, EngineUnavailable
-from engine_bridge.node import Api, JsonReply
+from engine_bridge.node import COUNTING_APIS, Api, JsonReply
 from engine_bridge.request_context import RequestContext
 from gateway.asks import CHARS_PER_TOKEN, Asks
 from gateway.places import Place, Places
@@ -90,7 +90,7 @@ class RoutedCall:
     def _enter(self) -> Place:
         context, body = self._context, self._body
         # Counting belongs to no conversation, and must not move one.
-        session_id = context.session_id if self._api != "count_tokens" else ""
+        session_id = context.session_id if self._api not in COUNTING_APIS else ""
         return self._places.enter(
             (context.tenant, session_id),
             lambda name: self._asks.of_body(name, body, context),

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from engine_bridge.driver.serving import SERVER_FIELDS
+from engine_bridge.driver.tokenize_request import TokenizeBody
 from engine_bridge.driver.vllm_api import (
     AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
@@ -17,11 +18,14 @@ from engine_bridge.driver.vllm_api import (
     ChatCompletionResponse,
     CompletionRequest,
     CompletionResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
     LoadLoRAAdapterRequest,
     ModelCard,
     ModelList,
     ResponsesRequest,
     ResponsesResponse,
+    TokenizeResponse,
     UnloadLoRAAdapterRequest,
 )
 from engine_bridge.node import SCHEMA_REFERENCE, ApiSchemas
@@ -32,6 +36,8 @@ REQUESTS: Mapping[str, Any] = {
     "responses": ResponsesRequest,
     "messages": AnthropicMessagesRequest,
     "count_tokens": AnthropicCountTokensRequest,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeRequest,
     "load_adapter": LoadLoRAAdapterRequest,
     "unload_adapter": UnloadLoRAAdapterRequest,
 }
@@ -41,6 +47,8 @@ REPLIES: Mapping[str, Any] = {
     "responses": ResponsesResponse,
     "messages": AnthropicMessagesResponse,
     "count_tokens": AnthropicCountTokensResponse,
+    "tokenize": TokenizeResponse,
+    "detokenize": DetokenizeResponse,
     "models": ModelList,
     "model": ModelCard,
 }
@@ -66,7 +74,8 @@ def _name_of(reference: Mapping[str, str]) -> str:
 
 
 def _leave_out(schema: dict[str, Any], names: tuple[str, ...]) -> None:
-    schema["properties"] = {key: value for key, value in schema["properties"].items() if key not in names}
+    if "properties" in schema:  # not a choice between classes
+        schema["properties"] = {key: value for key, value in schema["properties"].items() if key not in names}
 
 
 def _reachable(components: Mapping[str, Any], names: list[str]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from engine_bridge.continuity import Continued, continue_prompt
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 from engine_bridge.driver.engine_client import ADAPTER_FAILURES, BridgeEngineClient
+from engine_bridge.driver.tokenize_request import TokenizeBody
 from engine_bridge.driver.vllm_api import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -34,6 +35,7 @@ from engine_bridge.driver.vllm_api import (
     BaseModelPath,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     ErrorResponse,
     GracefulHTTPError,
     LoadLoRAAdapterRequest,
@@ -47,6 +49,7 @@ from engine_bridge.driver.vllm_api import (
     ResponsesRequest,
     RetryableRequestError,
     SamplingParams,
+    ServingTokenization,
     UnloadLoRAAdapterRequest,
     VLLMError,
     VLLMServerError,
@@ -185,6 +188,18 @@ class Serving:
                 is_anthropic=True,
                 dump={"exclude_none": True},
             ),
+        } | self._tokenization()
+
+    def _tokenization(self) -> dict[str, _Endpoint]:
+        tokenization = ServingTokenization(
+            self.models,
+            self._renderer,
+            chat_template=self._options.chat_template,
+            chat_template_content_format="auto",
+        )
+        return {
+            "tokenize": _Endpoint(TokenizeBody, tokenization.create_tokenize),
+            "detokenize": _Endpoint(DetokenizeRequest, tokenization.create_detokenize),
         }
 
     def warm_up(self) -> None:

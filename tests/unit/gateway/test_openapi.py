@@ -18,7 +18,7 @@ from gateway.config import Config
 from gateway.metrics import Metrics
 from gateway.openapi import document
 
-CALLS = [name for name in ("chat", "completions", "responses", "messages", "count_tokens")]
+CALLS = ["chat", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize"]
 # What vLLM's classes would give: the names of the calls are what the gateway goes by.
 SCHEMAS = ApiSchemas(
     requests={name: f"{name}-in" for name in (*CALLS, "load_adapter", "unload_adapter")},

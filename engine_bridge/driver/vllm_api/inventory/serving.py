@@ -110,6 +110,17 @@ OWNERS = (
         calls("create_responses(request, raw_request)"),
     ),
     owner(
+        "vllm.entrypoints.serve.tokenize.serving:ServingTokenization",
+        APIS,
+        builds("models, online_renderer, *, chat_template, chat_template_content_format"),
+        calls("create_tokenize(request, raw_request)", "create_detokenize(request, raw_request)"),
+    ),
+    owner("vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest", APIS),
+    owner("vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest", APIS),
+    owner("vllm.entrypoints.serve.tokenize.protocol:TokenizeResponse", APIS),
+    owner("vllm.entrypoints.serve.tokenize.protocol:DetokenizeRequest", APIS),
+    owner("vllm.entrypoints.serve.tokenize.protocol:DetokenizeResponse", APIS),
+    owner(
         "vllm.entrypoints.openai.responses.api_router",
         APIS,
         calls("_convert_stream_to_sse_events(generator)"),

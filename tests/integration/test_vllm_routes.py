@@ -1,0 +1,76 @@
+"""What tools expect of `vllm serve` beside its APIs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway import __version__
+
+from .conftest import KEYS, MODEL, Gateways
+
+HELLO = [{"role": "user", "content": "Hello, how are you?"}]
+
+
+async def posted(http: aiohttp.ClientSession, path: str, body: Any) -> Any:
+    async with http.post(path, json=body) as response:
+        return await response.json()
+
+
+async def test_probes_and_figures(http: aiohttp.ClientSession) -> None:
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        async with http.request(method, path) as response:
+            assert response.status == 200, path
+    async with http.get("/version") as response:
+        found = await response.json()
+    assert found["overture"] == __version__ and found["version"][0].isdigit()
+    async with http.get("/load") as response:
+        assert await response.json() == {"server_load": 0}
+
+
+async def test_a_text_comes_back_from_its_tokens(http: aiohttp.ClientSession) -> None:
+    text = "Where is the harbour?"
+    found = await posted(http, "/tokenize", {"model": MODEL, "prompt": text, "return_token_strs": True})
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 1
+    assert found["max_model_len"] == 4096
+    assert (await posted(http, "/detokenize", {"tokens": found["tokens"]}))["prompt"] == text
+
+
+async def test_a_conversation_has_the_tokens_of_its_prompt(http: aiohttp.ClientSession) -> None:
+    found = await posted(http, "/tokenize", {"model": "pirate", "messages": HELLO})
+    answer = await posted(http, "/v1/chat/completions", {"model": MODEL, "messages": HELLO, "max_tokens": 1})
+    assert found["count"] == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"messages": "x"}, 400),
+        ("/tokenize", {"model": "nope", "prompt": "x"}, 404),
+        ("/detokenize", {"tokens": "x"}, 400),
+        ("/detokenize", {"tokens": [2**40]}, 400),
+        ("/tokenize", {"prompt": "x" * 100_000}, 400),
+    ],
+)
+async def test_what_cannot_be_tokenised_is_an_error_in_the_usual_form(
+    http: aiohttp.ClientSession, path: str, body: Any, status: int
+) -> None:
+    async with http.post(path, json=body) as response:
+        assert response.status == status
+        assert isinstance((await response.json())["error"]["code"], str)
+
+
+async def test_figures_and_tokens_ask_for_a_key_and_probes_do_not(gateways: Gateways) -> None:
+    server = await gateways(api_keys=KEYS)
+    async with aiohttp.ClientSession(server.url) as http:
+        for method, path, status in (
+            ("GET", "/health", 200),
+            ("GET", "/version", 200),
+            ("GET", "/load", 401),
+            ("POST", "/tokenize", 401),
+        ):
+            async with http.request(method, path) as response:
+                assert response.status == status, path
