@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -58,6 +58,24 @@ class ServerLoad(Struct, frozen=True, kw_only=True):
     """Requests that run or wait, of everybody."""
 
     server_load: int
+
+
+class ResponseDeleted(Struct, frozen=True, kw_only=True):
+    """What OpenAI's API says of a deleted response."""
+
+    id: str
+    object: Literal["response.deleted"]
+    deleted: bool
+
+
+class InputItems(Struct, frozen=True, kw_only=True):
+    """A page of the input of a response. last_id: where the next page begins, to be given as `after`."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 class SessionPage(Struct, frozen=True, kw_only=True):

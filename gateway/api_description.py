@@ -6,8 +6,7 @@ them are those of docs/protocol.md, in short.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from engine_bridge.node import AdapterInfo
 from gateway.advisories import AdvisoryRequest, Envelope
@@ -19,11 +18,26 @@ from gateway.api_bodies import (
     Alive,
     ChatModels,
     EngineStanding,
+    InputItems,
     NotReady,
     Ready,
+    ResponseDeleted,
     ServerLoad,
     SessionPage,
     Versions,
+)
+from gateway.api_operation import (
+    ADVISORIES,
+    GENERATE,
+    MODELS,
+    OPERATE,
+    PAGE,
+    SESSIONS,
+    Body,
+    Engine,
+    Operation,
+    Parameter,
+    Reply,
 )
 from gateway.engine_routes import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.node_routes import NodeChange
@@ -31,84 +45,6 @@ from gateway.nodes import NodeList, NodeStanding
 from gateway.rest import CreateSession, PatchSession
 from gateway.sessions import Session, SessionSummary
 
-# -- how an operation is described -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """A body that vLLM's classes read (`request`) or write (`reply`), by the name in `engine_bridge.node.ApiSchemas`."""
-
-    side: Literal["request", "reply"]
-    name: str
-
-
-Shape = type[Any] | Engine | tuple[type[Any], ...]
-
-
-class Parameter(NamedTuple):
-    """A part of the path, the query or the head. schema: JSON Schema."""
-
-    name: str
-    place: Literal["path", "query", "header"]
-    schema: dict[str, Any]
-    description: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Body:
-    """A JSON body. example: one that works as it stands; the name of the served model takes the place of `MODEL`."""
-
-    shape: Shape
-    example: dict[str, Any]
-    is_required: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """A response. shape: of a JSON body, None for none. media: other types that a body may have."""
-
-    description: str
-    shape: Shape | None = None
-    media: tuple[str, ...] = ()
-    headers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One method of one route. errors: statuses beyond those that all have (see `openapi.errors_of`)."""
-
-    method: Literal["get", "post", "patch", "delete"]
-    path: str
-    name: str
-    tag: str
-    summary: str
-    description: str = ""
-    parameters: tuple[Parameter, ...] = ()
-    body: Body | None = None
-    replies: dict[int, Reply] = field(default_factory=dict)
-    errors: tuple[int, ...] = ()
-    is_public: bool = False
-
-    @property
-    def is_anthropic(self) -> bool:
-        return self.path.startswith("/v1/messages")
-
-    @property
-    def is_model_call(self) -> bool:
-        """Whether the gateway takes its own fields out of the body before vLLM reads it."""
-        return isinstance(self.body, Body) and isinstance(self.body.shape, Engine) and self.tag == GENERATE
-
-
-GENERATE, SESSIONS, ADVISORIES = "Generate", "Sessions", "Advisories"
-MODELS, OPERATE, PAGE = "Models and adapters", "Operate", "Page"
-TAGS = {
-    GENERATE: "The OpenAI and Anthropic APIs. Their SDKs work as they are; what is said here beyond them is optional.",
-    SESSIONS: "Conversations that the server keeps. Each key sees its own.",
-    ADVISORIES: "Word that a request of a session will come, so that what it needs is there in time. Advice only: a wrong one changes no answer.",
-    MODELS: "What is served, and where each adapter is. Changing adapters needs --allow-adapter-loading.",
-    OPERATE: "Health, figures and the engine's own state.",
-    PAGE: "The chat page, its socket (docs/protocol.md) and this document.",
-}
 # Stands in examples for the name of the served model.
 MODEL = "MODEL"
 
@@ -116,6 +52,7 @@ MODEL = "MODEL"
 SESSION_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]+$"}
 _TEXT = {"type": "string"}
 _SESSION = Parameter("id", "path", _TEXT, "The session's id.")
+_RESPONSE = Parameter("id", "path", _TEXT, "The response's id.")
 _ADVISORY = Parameter("id", "path", _TEXT, "The advisory's id.")
 _NODE = Parameter("id", "path", _TEXT, "The node's id, as the list of nodes gives it.")
 _ADAPTER = Parameter("name", "path", _TEXT, "The adapter's name.")
@@ -197,6 +134,68 @@ OPERATIONS: tuple[Operation, ...] = (
         "/v1/messages/count_tokens",
         "Count the tokens of a conversation (Anthropic)",
         {"messages": _MESSAGES},
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{id}",
+        "read_response",
+        GENERATE,
+        "Read a stored response (OpenAI)",
+        "Also one that still runs in the background. With `stream` the events of one that was begun with `background` and `stream`.",
+        parameters=(
+            _RESPONSE,
+            Parameter("stream", "query", {"type": "boolean", "default": False}, "Its events."),
+            Parameter(
+                "starting_after", "query", {"type": "integer"}, "Number of the last event that was seen."
+            ),
+        ),
+        replies={
+            200: Reply(description="The response.", shape=Engine("reply", "responses"), media=(EVENT_STREAM,))
+        },
+        errors=(400, 404, 503),
+    ),
+    Operation(
+        "delete",
+        "/v1/responses/{id}",
+        "delete_response",
+        GENERATE,
+        "Delete a stored response (OpenAI)",
+        "Its turn goes with it, and its session if that holds nothing else. One that still runs is ended.",
+        parameters=(_RESPONSE,),
+        replies={200: Reply(description="It is deleted.", shape=ResponseDeleted)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{id}/cancel",
+        "cancel_response",
+        GENERATE,
+        "Cancel a response in the background (OpenAI)",
+        parameters=(_RESPONSE,),
+        replies={200: Reply(description="The response as it is now.", shape=dict[str, Any])},
+        errors=(400, 404, 503),
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{id}/input_items",
+        "list_input_items",
+        GENERATE,
+        "List the input of a stored response (OpenAI)",
+        parameters=(
+            _RESPONSE,
+            Parameter(
+                "order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "Oldest or newest first."
+            ),
+            Parameter(
+                "limit",
+                "query",
+                {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+                "Most items.",
+            ),
+            Parameter("after", "query", _TEXT, "The `last_id` of the page before."),
+        ),
+        replies={200: Reply(description="The items.", shape=InputItems)},
+        errors=(400, 404, 503),
     ),
     Operation(
         "get",

@@ -9,12 +9,21 @@ import orjson
 
 from engine_bridge.node import Api
 from gateway.errors import GatewayError
-from gateway.sessions import Turn
+from gateway.sessions import StoredResponse, Turn
+
+# Events with which the stream of a response ends. Source: OpenAI's Responses API.
+_ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 
 def session_named(header: str | None, body: dict[str, Any]) -> str | None:
-    """The session that a call names: the header goes before the body's `session_id`. Raises GatewayError for a non-string."""
-    named = header or body.get("session_id")
+    """The session that a call names: in its header, in the body as `session_id`, or in the body's `metadata`, the first of these. Raises
+    GatewayError for a non-string."""
+    metadata = body.get("metadata")
+    named = (
+        header
+        or body.get("session_id")
+        or (metadata.get("session_id") if isinstance(metadata, dict) else None)
+    )
     if named is not None and not isinstance(named, str):
         raise GatewayError("bad_request", "'session_id' must be a string.", param="session_id")
     return named or None
@@ -45,14 +54,86 @@ def text_of(content: Any) -> str:
     )
 
 
-def history_as_input(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Turns as items of a Responses call's `input`."""
-    items = []
-    for turn in turns:
+def as_items(body: dict[str, Any]) -> list[Any]:
+    """`input` of a Responses call as a list of items."""
+    value = body.get("input")
+    return list(value) if isinstance(value, list) else [{"role": "user", "content": value}]
+
+
+def items_of(turns: Sequence[tuple[Turn, StoredResponse | None]]) -> list[Any]:
+    """What a response came from and what it said, as items of a Responses call's `input`. turns: of its session, up to and including it.
+
+    Of turns that were Responses calls these are the very items, calls of tools and their results among them. Such a call without
+    `previous_response_id` was a beginning: what stands before it in the session was not part of it.
+    """
+    items: list[Any] = []
+    for turn, response in turns:
+        if response is not None:
+            if response.previous is None:
+                items = []
+            items += orjson.loads(response.items)
+            items += [_as_input(item) for item in orjson.loads(response.reply).get("output") or []]
+            continue
         items.append({"role": "user", "content": turn.content})
         if turn.answer:
             items.append({"role": "assistant", "content": turn.answer})
     return items
+
+
+def _as_input(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of a response's output, to be given as input."""
+    if item.get("type") == "message":
+        return {"role": "assistant", "content": text_of(item.get("content"))}
+    return item
+
+
+def listed_items(items: Sequence[Any], response_id: str) -> list[dict[str, Any]]:
+    """Input items as `/v1/responses/{id}/input_items` lists them: each with a type and an id, and texts as parts."""
+    listed = []
+    for number, item in enumerate(items):
+        shown = dict(item) if isinstance(item, dict) else {"role": "user", "content": str(item)}
+        shown.setdefault("type", "message")
+        shown["id"] = shown.get("id") or f"item_{response_id}_{number}"
+        if shown["type"] == "message" and isinstance(shown.get("content"), str):
+            kind = "output_text" if shown.get("role") == "assistant" else "input_text"
+            shown["content"] = [{"type": kind, "text": shown["content"]}]
+        listed.append(shown)
+    return listed
+
+
+def reply_of_turn(turn: Turn, response_id: str, model: str) -> dict[str, Any]:
+    """The response object of a turn of which only the texts are stored."""
+    usage = turn.usage or {}
+    num_prompt, num_answer = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    is_done = turn.status == "done"
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(turn.created_at),
+        "status": "completed" if is_done else "incomplete",
+        "model": turn.adapter or model,
+        "output": [_message(turn.answer, response_id, is_done=is_done)] if turn.answer else [],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": usage.get("cached_tokens", 0)},
+            "output_tokens": num_answer,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_prompt + num_answer,
+        },
+    }
+
+
+def _message(text: str, response_id: str, *, is_done: bool) -> dict[str, Any]:
+    return {
+        "type": "message",
+        "id": f"msg_{response_id}",
+        "role": "assistant",
+        "status": "completed" if is_done else "incomplete",
+        "content": [{"type": "output_text", "text": text, "annotations": []}],
+    }
 
 
 class AnswerReader:
@@ -70,6 +151,7 @@ class AnswerReader:
         self.usage: dict[str, Any] | None = None
         self.response_id: str | None = None
         self.is_complete = False
+        self._response: dict[str, Any] | None = None
 
     @property
     def answer(self) -> str:
@@ -78,6 +160,14 @@ class AnswerReader:
     @property
     def has_answer(self) -> bool:
         return bool(self._parts)
+
+    @property
+    def reply(self) -> dict[str, Any] | None:
+        """The response object of a Responses call as far as it is known; None before it began, and for other calls."""
+        if self._response is None or self.is_complete:
+            return self._response
+        output = [_message(self.answer, self.response_id or "", is_done=False)] if self._parts else []
+        return self._response | {"output": output, "status": "incomplete"}
 
     def feed(self, event: bytes) -> None:
         """Take one server-sent event. What is not JSON (comments, `[DONE]`) is passed over."""
@@ -112,10 +202,10 @@ class AnswerReader:
             self.is_complete = True
         elif kind == "response.output_text.delta":
             self._parts.append(value.get("delta") or "")
-        elif kind in ("response.created", "response.completed"):
-            response = value.get("response", {})
+        elif kind in ("response.created", *_ENDS):
+            response = self._response = value.get("response", {})
             self.response_id = response.get("id") or self.response_id
-            if kind == "response.completed":
+            if kind in _ENDS:
                 self.is_complete = True
                 self._note_end("stop", response.get("usage"))
 
@@ -134,6 +224,7 @@ class AnswerReader:
         self._note_end(None, value.get("usage"))
 
     def _on_response(self, value: dict[str, Any]) -> None:
+        self._response = value
         self.response_id = value.get("id")
         for item in value.get("output") or []:
             if item.get("type") == "message":

@@ -27,6 +27,7 @@ from gateway import (
     node_routes,
     openai_routes,
     openapi,
+    response_routes,
     rest,
     vllm_routes,
     web_policy,
@@ -202,6 +203,7 @@ def build_app(services: Services) -> web.Application:
     app[CONNECTIONS] = connections
     rest.add_routes(app)
     openai_routes.add_routes(app)
+    response_routes.add_routes(app)
     advisory_routes.add_routes(app)
     adapter_routes.add_routes(app)
     engine_routes.add_routes(app)
@@ -293,7 +295,10 @@ class Server:
         await services.engine_watch.close()
         await services.steward.close()
         await services.drafts.close()
-        await services.turns.drain(services.config.drain_timeout_s)
+        await asyncio.gather(
+            services.turns.drain(services.config.drain_timeout_s),
+            services.background.drain(services.config.drain_timeout_s),
+        )
         await asyncio.wait({draining}, timeout=max(deadline - time.monotonic(), 0.1))
         with contextlib.suppress(Exception):
             await chat_socket.close_all(services)

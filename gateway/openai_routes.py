@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import orjson
@@ -15,11 +14,13 @@ from aiohttp import web
 
 from engine_bridge.api_errors import unknown_model
 from engine_bridge.errors import BridgeError
-from engine_bridge.node import COUNTING_APIS, Api, JsonReply, SseReply
+from engine_bridge.node import Api, JsonReply, SseReply
 from engine_bridge.predict.hints import read_body
 from engine_bridge.request_context import RequestContext
-from gateway.api_turns import AnswerReader, history_as_input, question_of, session_named
+from gateway.api_recording import Recording, adapter_named, record, recording_of
+from gateway.api_turns import AnswerReader
 from gateway.auth import Principal, tenant_of
+from gateway.background import BackgroundResponse
 from gateway.errors import GatewayError
 from gateway.policy.call_size import check_call
 from gateway.policy.connections import RareLine
@@ -27,7 +28,6 @@ from gateway.policy.followers import Arrival
 from gateway.request_priority import checked_priority
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
-from gateway.sessions import checked_id
 from gateway.turns import from_bridge
 from gateway.web_policy import REQUEST_ID_HEADER, error_body, request_id
 
@@ -39,16 +39,6 @@ SESSION_HEADER = "X-Session-Id"
 AGENT_HEADER, WORKFLOW_HEADER = "X-Agent-Name", "X-Workflow-Id"
 SLOW_READER_S = 20.0  # as for chat sockets: docs/protocol.md, rule 5
 _slow_line = RareLine()
-
-
-@dataclass(frozen=True, slots=True)
-class _Recording:
-    """Where a finished API call is written down as a turn."""
-
-    owner: str
-    session_id: str
-    question: str
-    adapter: str | None
 
 
 def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -85,14 +75,15 @@ async def _handle(
     owner = principal.owner
     body = await json_body(request)
     priority = _take_priority(services, body)
+    is_background = _take_background(api, body)
     _take_hints(services, owner, body)
-    recording = await _recording(services, owner, api, body, request.headers.get(SESSION_HEADER))
+    recording = await recording_of(services, owner, api, body, request.headers.get(SESSION_HEADER))
     _check_size(services, api, body)
     asked = read_body(body)
     context = RequestContext(
         tenant=tenant_of(owner),
         session_id=recording.session_id if recording else "",
-        adapter=_adapter_named(services, body) or "",
+        adapter=adapter_named(services, body) or "",
         weight=principal.weight,
         priority=priority,
         # Text is held only where somebody reads it.
@@ -101,16 +92,70 @@ async def _handle(
     arrival = _arrival(request, owner, recording)
     services.learned.arrived(arrival)
     try:
+        if is_background and recording is not None:
+            return await _answer_in_background(request, services, body, recording, context)
         return await _answer(request, services, api, body, recording, context)
     finally:
         services.learned.ended(arrival)
 
 
-def _arrival(request: web.Request, owner: str, recording: _Recording | None) -> Arrival:
+def _arrival(request: web.Request, owner: str, recording: Recording | None) -> Arrival:
     """Whose request this is, as far as it says."""
     session_id, adapter = (recording.session_id, recording.adapter) if recording else ("", None)
     agent = request.headers.get(AGENT_HEADER, "") if recording else ""
     return Arrival(owner, request.headers.get(WORKFLOW_HEADER, ""), agent, session_id, adapter)
+
+
+async def _answer_in_background(
+    request: web.Request,
+    services: Services,
+    body: dict[str, Any],
+    recording: Recording,
+    context: RequestContext,
+) -> web.StreamResponse:
+    """Begin a response that goes on without its client, and answer as soon as it has begun; a bad request is refused as any other."""
+    owner, is_streamed = recording.owner, body.get("stream") is True
+    with ExitStack() as places:
+        places.enter_context(services.budgets.enter(owner))
+        headers = {REQUEST_ID_HEADER: request_id(request)}
+        # Always as a stream: so its beginning is known when it is over with what can be refused.
+        reply = await services.node.serve("responses", body | {"stream": True}, headers, context)
+        if isinstance(reply, JsonReply):
+            return web.Response(body=reply.body, status=reply.status, content_type="application/json")
+        running = places.pop_all()
+
+    async def scope(reading: Awaitable[None]) -> None:
+        with running:
+            async with services.calls.of(owner):
+                await reading
+
+    async def store(job: BackgroundResponse) -> None:
+        await record(services, recording, job.reader, job.reply())
+
+    job = await services.background.start(owner, reply, is_streamed=is_streamed, scope=scope, record=store)
+    if job.reader.response_id is None:
+        raise job.error or GatewayError("internal", "The response could not be begun.")
+    session = {SESSION_HEADER: recording.session_id}
+    if not is_streamed:
+        reply_now = job.reply() | ({} if job.is_over else {"status": "queued"})
+        return web.Response(body=orjson.dumps(reply_now), content_type="application/json", headers=session)
+    response = web.StreamResponse(headers=SSE_HEADERS | session)
+    await response.prepare(request)
+    await write_events(request, services, response, job.follow(0))
+    await response.write_eof()
+    return response
+
+
+def _take_background(api: Api, body: Any) -> bool:
+    """Whether a call is to go on without its client. Raises GatewayError `bad_request` where it says that its answer is not to be stored."""
+    is_background = api == "responses" and isinstance(body, dict) and body.pop("background", None) is True
+    if is_background and body.get("store") is False:
+        raise GatewayError(
+            "bad_request",
+            "A response in the background is read when it is over, so it must be stored: leave out `store`.",
+            param="background",
+        )
+    return is_background
 
 
 async def _answer(
@@ -118,7 +163,7 @@ async def _answer(
     services: Services,
     api: Api,
     body: Any,
-    recording: _Recording | None,
+    recording: Recording | None,
     context: RequestContext,
 ) -> web.StreamResponse:
     reply = await services.node.serve(api, body, {REQUEST_ID_HEADER: request_id(request)}, context)
@@ -127,7 +172,13 @@ async def _answer(
     if isinstance(reply, JsonReply):
         if reader is not None and recording is not None and reply.status == 200:
             reader.feed_json(reply.body)
-            await _record(services, recording, reader)
+            await record(services, recording, reader)
+            if recording.previous is not None and reader.reply is not None:
+                # The gateway has resolved it, so vLLM does not know of it.
+                whole = reader.reply | {"previous_response_id": recording.previous}
+                return web.Response(
+                    body=orjson.dumps(whole), content_type="application/json", headers=headers
+                )
         return web.Response(
             body=reply.body, status=reply.status, content_type="application/json", headers=headers
         )
@@ -150,56 +201,38 @@ def _take_hints(services: Services, owner: str, body: Any) -> None:
             log.info("the hints of a request were dropped: %s", error.code)
 
 
-async def _recording(
-    services: Services, owner: str, api: Api, body: Any, header: str | None
-) -> _Recording | None:
-    """The session that a call belongs to, in this order: header, body `session_id`, `previous_response_id`.
-
-    With `previous_response_id` the history of that response is put in front of `input`, so it works after a restart too.
-    """
-    if not isinstance(body, dict) or api in COUNTING_APIS:
-        return None
-    session_id = session_named(header, body)
-    previous = body.pop("previous_response_id", None) if api == "responses" else None
-    if previous is not None:
-        found = await services.store.find_response(owner, str(previous))
-        if found is None:
-            raise GatewayError(
-                "not_found", f"There is no response {previous!r} here.", param="previous_response_id"
-            )
-        body["input"] = history_as_input(await services.store.history_until(owner, *found)) + as_items(body)
-        session_id = session_id or found[0]
-    keeps_response = api == "responses" and body.get("store") is not False
-    if session_id is None and not keeps_response:
-        return None
-    session_id = checked_id(session_id, "session_id") if session_id else uuid.uuid4().hex
-    return _Recording(owner, session_id, question_of(api, body), _adapter_named(services, body))
-
-
-def _adapter_named(services: Services, body: Any) -> str | None:
-    """What a body calls its model, unless that is the base model; whether there is such an adapter, the node finds out."""
-    model = body.get("model") if isinstance(body, dict) else None
-    return model if isinstance(model, str) and model not in ("", services.config.served_model_name) else None
-
-
-def as_items(body: dict[str, Any]) -> list[Any]:
-    """`input` of a Responses call as a list of items."""
-    value = body.get("input")
-    return list(value) if isinstance(value, list) else [{"role": "user", "content": value}]
-
-
 async def _stream(
     request: web.Request,
     services: Services,
     reply: SseReply,
     headers: dict[str, str],
-    recording: _Recording | None,
+    recording: Recording | None,
     reader: AnswerReader | None,
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers=SSE_HEADERS | headers)
     try:
         await response.prepare(request)
-        async for event in reply.events:
+        await write_events(request, services, response, reply.events, reader)
+    finally:
+        # Also when the client has gone: closing the events aborts the request in the engine.
+        await reply.events.aclose()  # type: ignore[attr-defined]
+        if reader is not None and recording is not None and (reader.has_answer or reader.response_id):
+            await asyncio.shield(record(services, recording, reader))
+    await response.write_eof()
+    return response
+
+
+async def write_events(
+    request: web.Request,
+    services: Services,
+    response: web.StreamResponse,
+    events: AsyncIterator[bytes],
+    reader: AnswerReader | None = None,
+) -> None:
+    """Send events as they come, and as the last one what ended them if they fail. Raises ConnectionResetError where the client reads too slowly
+    or has gone."""
+    try:
+        async for event in events:
             if reader is not None:
                 reader.feed(event)
             try:
@@ -217,34 +250,6 @@ async def _stream(
         # The head has gone out with 200: the error is the stream's last event.
         body = error_body(request, from_bridge(error))
         await response.write(b"event: error\ndata: " + orjson.dumps(body) + b"\n\n")
-    finally:
-        # Also when the client has gone: closing the events aborts the request in the engine.
-        await reply.events.aclose()  # type: ignore[attr-defined]
-        if reader is not None and recording is not None and (reader.has_answer or reader.response_id):
-            await asyncio.shield(_record(services, recording, reader))
-    await response.write_eof()
-    return response
-
-
-async def _record(services: Services, recording: _Recording, reader: AnswerReader) -> None:
-    """Write the call down as a turn. A full disk or quota must not turn a good answer into an error: it is logged."""
-    try:
-        await services.store.record_turn(
-            recording.owner,
-            recording.session_id,
-            uuid.uuid4().hex,
-            recording.question,
-            answer=reader.answer,
-            status="done" if reader.is_complete else "stopped",
-            adapter=recording.adapter,
-            finish_reason=reader.finish_reason,
-            usage=reader.usage,
-            response_id=reader.response_id,
-            makes_session=True,
-            now=time.time(),
-        )
-    except GatewayError as error:
-        log.error("an API turn could not be stored: %s", error.code)
 
 
 async def models(request: web.Request) -> web.Response:

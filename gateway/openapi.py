@@ -20,18 +20,8 @@ from engine_bridge.node import SCHEMA_REFERENCE, ApiSchemas
 from gateway import __version__
 from gateway.advisories import Envelope
 from gateway.api_bodies import AnthropicError, Error
-from gateway.api_description import (
-    EVENT_STREAM,
-    MODEL,
-    OPERATIONS,
-    SESSION_ID_SCHEMA,
-    TAGS,
-    Body,
-    Engine,
-    Operation,
-    Reply,
-    Shape,
-)
+from gateway.api_description import EVENT_STREAM, MODEL, OPERATIONS, SESSION_ID_SCHEMA
+from gateway.api_operation import TAGS, Body, Engine, Operation, Reply, Shape
 from gateway.config import STATIC_DIR
 from gateway.request_priority import MAX_PRIORITY
 from gateway.rest import PAGE_HEADERS

@@ -11,6 +11,7 @@ from aiohttp import web
 from engine_bridge.node import Node
 from gateway.advisories import Advisories
 from gateway.auth import KeyRing, Principal, extract_key
+from gateway.background import BackgroundResponses
 from gateway.budgets import Gatekeeper, RequestBudgets
 from gateway.config import Config
 from gateway.drafts import Drafts
@@ -69,6 +70,7 @@ class Services:
     calls: OpenCalls
     steward: Steward
     node_metrics: NodeCollector
+    background: BackgroundResponses = field(default_factory=BackgroundResponses)
     connections: set[OpenSocket] = field(default_factory=set)
     upgrading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPGRADES_AT_ONCE))
     look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now

@@ -234,8 +234,6 @@ class Serving:
         raw_request = SimpleNamespace(headers=_passed_on(headers), state=SimpleNamespace())
         try:
             request = await _parse(endpoint.request_class, body)
-            if getattr(request, "background", False):
-                raise InvalidRequest("Responses in the background are not offered here.", param="background")
             result = await start.result_of(endpoint.call(request, raw_request))
             if isinstance(result, AsyncIterator):
                 events = _convert_stream_to_sse_events(result) if endpoint.yields_objects else result

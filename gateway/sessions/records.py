@@ -79,6 +79,23 @@ class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.outcome != "existing"
 
 
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A Responses call as its clients may ask for it again. reply: the response object; items: what the call gave as `input`, a list; both JSON.
+    previous: its `previous_response_id`."""
+
+    reply: bytes
+    items: bytes
+    previous: str | None
+
+
+class ResponseHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """What led to a response: the turns of its session up to and including its own, and the token ids of what the engine has seen of them."""
+
+    session_id: SessionId
+    turns: list[tuple[Turn, StoredResponse | None]]
+    token_ids: bytes
+
+
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """What a session's next prompt begins with: the turns so far, and the token ids of all that the engine has seen of them (packed)."""
 

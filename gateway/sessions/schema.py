@@ -103,7 +103,23 @@ _SCHEMA_2 = (
 )
 # Version 3: the node that has a session's KV, as far as is known.
 _SCHEMA_3 = ("ALTER TABLE sessions ADD COLUMN home TEXT",)
-_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3)
+# Version 4: Responses calls whole, for whoever asks for them by their ids. They count as the session's bytes. `session` stands here once more
+# because the turn is gone already when the trigger of its deletion runs.
+_RESPONSE_SIZE = "length({0}.reply) + length({0}.items)"
+_SCHEMA_4 = (
+    """CREATE TABLE responses (
+        seq INTEGER PRIMARY KEY REFERENCES turns (seq) ON DELETE CASCADE,
+        session INTEGER NOT NULL,
+        reply BLOB NOT NULL,
+        items BLOB NOT NULL,
+        previous TEXT
+    )""",
+    f"""CREATE TRIGGER responses_insert AFTER INSERT ON responses
+        BEGIN {_ADD_TO_SESSION.format(_RESPONSE_SIZE.format("new"), "new")} END""",
+    f"""CREATE TRIGGER responses_delete AFTER DELETE ON responses
+        BEGIN {_ADD_TO_SESSION.format(f"(-({_RESPONSE_SIZE.format('old')}))", "old")} END""",
+)
+_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4)
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 
 # Of version 1, beside its tables: one search index for all owners.

@@ -23,9 +23,11 @@ from gateway.sessions.records import (
     End,
     Message,
     Outlook,
+    ResponseHistory,
     Session,
     SessionId,
     SessionSummary,
+    StoredResponse,
     Turn,
     TurnId,
     TurnStatus,
@@ -300,12 +302,14 @@ class SessionStore:
         usage: dict[str, Any] | None = None,
         timings: dict[str, Any] | None = None,
         response_id: str | None = None,
+        response: StoredResponse | None = None,
         makes_session: bool = False,
         now: float,
     ) -> Turn | None:
         """Store at once a turn that is already over, at the session's end, whether or not another runs (API requests may overlap).
 
-        response_id: the name by which ``find_response`` finds it. The same turn id with the same content is stored once.
+        response_id: the name by which ``find_response`` finds it. response: the call itself, for
+        ``read_response``. The same turn id with the same content is stored once.
         Returns None if the session does not exist or was deleted. makes_session: make one that does not exist in the same transaction; for
         a deleted one that is a ``conflict``.
         Raises ``conflict`` (known id, other content), ``bad_request``, ``quota_exceeded``.
@@ -315,7 +319,15 @@ class SessionStore:
         end = End(answer, checked_end(status), finish_reason, encoded(usage), encoded(timings))
         message = Message(checked_id(turn_id, "id"), content, clean(adapter), UNSET, now)
         return await self._write(
-            owner, transactions.record, owner, session_id, message, end, clean(response_id), makes_session
+            owner,
+            transactions.record,
+            owner,
+            session_id,
+            message,
+            end,
+            clean(response_id),
+            response,
+            makes_session,
         )
 
     async def find_response(self, owner: str, response_id: str) -> tuple[SessionId, TurnId] | None:
@@ -330,9 +342,17 @@ class SessionStore:
         """What the next prompt of a session begins with. Raises ``not_found``."""
         return await self._reader.transact(transactions.outlook, owner, session_id)
 
-    async def history_until(self, owner: str, session_id: str, turn_id: str) -> list[Turn]:
-        """The turns up to and including `turn_id`, oldest first, without those that came to nothing. Raises ``not_found``."""
-        return await self._reader.transact(transactions.history_until, owner, session_id, turn_id)
+    async def read_response(self, owner: str, response_id: str) -> tuple[Turn, StoredResponse | None] | None:
+        """A turn that was recorded under `response_id`, and the call itself, if that was recorded, too. None if there is none, or no longer."""
+        return await self._reader.transact(transactions.read_response, owner, response_id)
+
+    async def response_history(self, owner: str, response_id: str) -> ResponseHistory | None:
+        """The turns up to and including that of `response_id`, oldest first, without those that came to nothing. None if there is none."""
+        return await self._reader.transact(transactions.response_history, owner, response_id)
+
+    async def delete_response(self, owner: str, response_id: str, now: float) -> bool:
+        """Delete the turn of `response_id` for good, and its session if it was the only turn there. False if there is none."""
+        return await self._write(owner, transactions.delete_response, owner, response_id, now)
 
 
 async def _opened(

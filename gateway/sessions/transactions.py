@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -17,9 +18,11 @@ from gateway.sessions.records import (
     End,
     Message,
     Outlook,
+    ResponseHistory,
     Session,
     SessionId,
     SessionSummary,
+    StoredResponse,
     Turn,
     TurnId,
 )
@@ -43,7 +46,7 @@ class _Row(NamedTuple):
 _TURN_COLUMNS = "id, content, answer, status, adapter, finish_reason, usage, timings, created_at"
 
 
-def _turn(columns: tuple[Any, ...]) -> Turn:
+def _turn(columns: Sequence[Any]) -> Turn:
     turn_id, content, answer, status, adapter, finish_reason, usage, timings, created_at = columns
     return Turn(
         id=turn_id,
@@ -394,6 +397,7 @@ def record(
     message: Message,
     end: End,
     response_id: str | None,
+    response: StoredResponse | None,
     makes_session: bool,
 ) -> Turn | None:
     if makes_session:
@@ -407,12 +411,20 @@ def record(
         return known
     clean_end = end._replace(answer=clean_text(end.answer))
     added_bytes = TURN_BYTES + quota.size_of(content) + quota.size_of(clean_end.answer)
+    if response is not None:
+        added_bytes += len(response.reply) + len(response.items)
     quota.check(conn, owner, added_bytes, message.now)
     conn.execute(
         """INSERT INTO turns (session, id, content, adapter, created_at, response_id, answer, status, finish_reason, usage, timings)
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
         (row.row, message.id, content, message.adapter, message.now, response_id, *clean_end),
     )
+    if response is not None:
+        seq = _place(conn, row.row, message.id, "id")
+        added = (seq, row.row, response.reply, response.items, response.previous)
+        conn.execute(
+            "INSERT INTO responses (seq, session, reply, items, previous) VALUES (?, ?, ?, ?, ?)", added
+        )
     search.add_turns(conn, row.owner, "session = ? AND id = ?", (row.row, message.id))
     adapter = row.adapter if isinstance(message.adapter, UnsetType) else message.adapter
     _touch(conn, row, row.title or title_from(content), adapter, message.now)
@@ -434,6 +446,55 @@ def find_response(conn: sqlite3.Connection, owner: str, response_id: str) -> tup
     return None if found is None else (found[0], found[1])
 
 
+def read_response(
+    conn: sqlite3.Connection, owner: str, response_id: str
+) -> tuple[Turn, StoredResponse | None] | None:
+    found = find_response(conn, owner, response_id)
+    if found is None:
+        return None
+    row = _live(conn, owner, found[0])
+    seq = _place(conn, row.row, found[1], "turn_id")
+    (columns,) = conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,))
+    return _turn(columns), _response(conn, seq)
+
+
+def _response(conn: sqlite3.Connection, seq: int) -> StoredResponse | None:
+    columns = conn.execute("SELECT reply, items, previous FROM responses WHERE seq = ?", (seq,)).fetchone()
+    return (
+        None if columns is None else StoredResponse(reply=columns[0], items=columns[1], previous=columns[2])
+    )
+
+
+def delete_response(conn: sqlite3.Connection, owner: str, response_id: str, now: float) -> bool:
+    found = find_response(conn, owner, response_id)
+    if found is None:
+        return False
+    row = _live(conn, owner, found[0])
+    seq = _place(conn, row.row, found[1], "turn_id")
+    search.drop_turns(conn, row.owner, "seq = ?", (seq,))
+    conn.execute("DELETE FROM turns WHERE seq = ?", (seq,))
+    # What stands behind it was added to its ids.
+    conn.execute("UPDATE turns SET token_ids = NULL WHERE session = ? AND seq > ?", (row.row, seq))
+    if conn.execute("SELECT 1 FROM turns WHERE session = ?", (row.row,)).fetchone() is None:
+        delete(conn, owner, row.id, now)
+    return True
+
+
+def response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> ResponseHistory | None:
+    found = find_response(conn, owner, response_id)
+    if found is None:
+        return None
+    row = _live(conn, owner, found[0])
+    last = _place(conn, row.row, found[1], "turn_id")
+    sql = f"SELECT seq, {_TURN_COLUMNS} FROM turns WHERE session = ? AND seq <= ? ORDER BY seq"
+    turns = [(_turn(columns), _response(conn, seq)) for seq, *columns in conn.execute(sql, (row.row, last))]
+    return ResponseHistory(
+        session_id=row.id,
+        turns=[(turn, response) for turn, response in turns if turn.is_history],
+        token_ids=token_ids_before(conn, row.row, last + 1),
+    )
+
+
 def find_turn(conn: sqlite3.Connection, owner: str, turn_id: str) -> SessionId | None:
     found = conn.execute(_FIND_NAME, (owner, 0, clean(turn_id))).fetchone()
     return None if found is None else SessionId(found[0])
@@ -443,9 +504,3 @@ def outlook(conn: sqlite3.Connection, owner: str, session_id: str) -> Outlook:
     row = _live(conn, owner, session_id)
     history = [turn for turn in _turns(conn, row.row) if turn.is_history]
     return Outlook(history=history, token_ids=token_ids_before(conn, row.row, MAX_SEQ))
-
-
-def history_until(conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str) -> list[Turn]:
-    row = _live(conn, owner, session_id)
-    seq = _place(conn, row.row, turn_id, "turn_id")
-    return [turn for turn in _turns(conn, row.row, before=seq + 1) if turn.is_history]

@@ -12,7 +12,8 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from prometheus_client import CollectorRegistry
 
 from engine_bridge.node import ApiSchemas
-from gateway.api_description import OPERATIONS, Engine
+from gateway.api_description import OPERATIONS
+from gateway.api_operation import Engine
 from gateway.app import build_app, build_services
 from gateway.config import Config
 from gateway.metrics import Metrics
@@ -110,7 +111,7 @@ def test_every_call_that_streams_says_so() -> None:
             operation.replies[200].shape, Engine
         ):
             continue
-        is_streamed = operation.name in ("chat", "completions", "responses", "messages")
+        is_streamed = operation.name in ("chat", "completions", "responses", "messages", "read_response")
         assert ("text/event-stream" in operation.replies[200].media) == is_streamed
 
 

@@ -150,7 +150,6 @@ OWNERS = (
     owner(
         "vllm.entrypoints.openai.responses.protocol:ResponsesRequest",
         APIS,
-        reads("background"),
         reads("priority", CLIENT_FIELDS),
     ),
     owner("vllm.entrypoints.openai.responses.protocol:ResponsesResponse", APIS),

@@ -1,0 +1,105 @@
+"""API calls as turns of sessions: which session a call belongs to, what it goes on from, and what is stored once it has been answered."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from engine_bridge.node import COUNTING_APIS, Api
+from gateway.api_turns import AnswerReader, as_items, items_of, question_of, session_named
+from gateway.errors import GatewayError
+from gateway.services import Services
+from gateway.sessions import StoredResponse, checked_id
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Where a finished API call is written down as a turn. items, previous: of a Responses call, what it gave as `input`, and its
+    `previous_response_id`."""
+
+    owner: str
+    session_id: str
+    question: str
+    adapter: str | None
+    items: list[Any] | None = None
+    previous: str | None = None
+
+
+async def recording_of(
+    services: Services, owner: str, api: Api, body: Any, header: str | None
+) -> Recording | None:
+    """The session that a call belongs to: by its header, its body's `session_id` or `metadata.session_id`, or its `previous_response_id`.
+
+    With `previous_response_id` what led to that response is put in front of `input`, so it works after a restart too. Raises GatewayError
+    `not_found` where there is no such response, `bad_request` for an id that no session may have.
+    """
+    if not isinstance(body, dict) or api in COUNTING_APIS:
+        return None
+    session_id = session_named(header, body)
+    items = as_items(body) if api == "responses" else None
+    previous = body.pop("previous_response_id", None) if api == "responses" else None
+    if previous is not None:
+        previous = str(previous)
+        found = await services.store.response_history(owner, previous)
+        if found is None:
+            raise GatewayError(
+                "not_found", f"There is no response {previous!r} here.", param="previous_response_id"
+            )
+        body["input"] = items_of(found.turns) + as_items(body)
+        session_id = session_id or found.session_id
+    keeps_response = api == "responses" and body.get("store") is not False
+    if session_id is None and not keeps_response:
+        return None
+    session_id = checked_id(session_id, "session_id") if session_id else uuid.uuid4().hex
+    adapter = adapter_named(services, body)
+    question = question_of(api, body)
+    return Recording(owner, session_id, question, adapter, items if keeps_response else None, previous)
+
+
+def adapter_named(services: Services, body: Any) -> str | None:
+    """What a body calls its model, unless that is the base model; whether there is such an adapter, the node finds out."""
+    model = body.get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) and model not in ("", services.config.served_model_name) else None
+
+
+async def record(
+    services: Services, recording: Recording, reader: AnswerReader, reply: dict[str, Any] | None = None
+) -> None:
+    """Write the call down as a turn. reply: the response object to keep, where it is another than what the reader has.
+
+    A full disk or quota must not turn a good answer into an error: it is logged.
+    """
+    try:
+        await services.store.record_turn(
+            recording.owner,
+            recording.session_id,
+            uuid.uuid4().hex,
+            recording.question,
+            answer=reader.answer,
+            status="done" if reader.is_complete else "stopped",
+            adapter=recording.adapter,
+            finish_reason=reader.finish_reason,
+            usage=reader.usage,
+            response_id=reader.response_id,
+            response=_stored(recording, reply or reader.reply),
+            makes_session=True,
+            now=time.time(),
+        )
+    except GatewayError as error:
+        log.error("an API turn could not be stored: %s", error.code)
+
+
+def _stored(recording: Recording, reply: dict[str, Any] | None) -> StoredResponse | None:
+    if reply is None or recording.items is None:
+        return None
+    reply = reply | {"previous_response_id": recording.previous}
+    return StoredResponse(
+        reply=orjson.dumps(reply), items=orjson.dumps(recording.items), previous=recording.previous
+    )

@@ -1,0 +1,136 @@
+"""Responses that are read, listed, deleted and cancelled by their ids, and those that run in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from gateway.app import Server
+
+from .conftest import KEYS, MODEL, Gateways, SharedNode, engine_is_empty
+
+LONG: Any = {
+    "model": MODEL,
+    "input": "Tell me a story.",
+    "max_output_tokens": 3000,
+    "extra_body": {"ignore_eos": True},
+}
+OVER = ("completed", "incomplete", "cancelled", "failed")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+async def ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
+    async with asyncio.timeout(60):
+        while (response := await client.responses.retrieve(response_id)).status not in OVER:
+            await asyncio.sleep(0.02)
+    return response
+
+
+async def test_a_stored_response_is_read_listed_and_deleted(client: openai.AsyncOpenAI) -> None:
+    made = await client.responses.create(model=MODEL, input="My secret word is Fezin.", temperature=0)
+    after = await client.responses.create(
+        model=MODEL, input="What is my secret word?", previous_response_id=made.id, temperature=0
+    )
+    assert after.previous_response_id == made.id
+    read = await client.responses.retrieve(made.id)
+    assert (read.id, read.output_text, read.status) == (made.id, made.output_text, "completed")
+    assert read.usage == made.usage
+    (item,) = (await client.responses.input_items.list(made.id)).data
+    assert item.content[0].text == "My secret word is Fezin."  # type: ignore[union-attr]
+    await client.responses.delete(made.id)
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError):
+            await call(made.id)
+    assert (await client.responses.retrieve(after.id)).output_text == after.output_text
+
+
+async def test_results_of_tools_go_on_from_the_calls_that_were_stored(client: openai.AsyncOpenAI) -> None:
+    """What a call of a tool looked like is known only to the response: a follow-up names it, and is understood."""
+    calls: Any = [
+        {"role": "user", "content": "What is the weather in Rome?"},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "Sunny."},
+    ]
+    first = await client.responses.create(model=MODEL, input=calls, temperature=0)
+    listed = (await client.responses.input_items.list(first.id, order="asc")).data
+    assert [item.type for item in listed] == ["message", "function_call", "function_call_output"]
+    second = await client.responses.create(
+        model=MODEL, input="Thanks.", previous_response_id=first.id, temperature=0
+    )
+    assert second.usage is not None and first.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens - 5
+
+
+async def test_one_in_the_background_is_answered_at_once_and_read_later(client: openai.AsyncOpenAI) -> None:
+    made = await client.responses.create(model=MODEL, input="Hello!", background=True, temperature=0)
+    assert made.status == "queued" and made.background and not made.output
+    read = await ended(client, made.id)
+    assert read.status == "completed" and read.output_text and read.background
+    whole = await client.responses.create(model=MODEL, input="Hello!", temperature=0)
+    assert read.output_text == whole.output_text
+    with pytest.raises(openai.BadRequestError, match="background"):
+        await client.responses.cancel(whole.id)
+    with pytest.raises(openai.BadRequestError, match="stored"):
+        await client.responses.create(model=MODEL, input="Hello!", background=True, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.create(model="nope", input="Hello!", background=True)
+
+
+async def test_one_that_is_cancelled_ends_in_the_engine_and_keeps_its_beginning(
+    client: openai.AsyncOpenAI, node: SharedNode
+) -> None:
+    made = await client.responses.create(**LONG, background=True)
+    assert (await client.responses.retrieve(made.id)).status == "in_progress"
+    cancelled = await client.responses.cancel(made.id)
+    assert cancelled.status == "cancelled"
+    await engine_is_empty(node)
+    assert (await client.responses.retrieve(made.id)).status == "cancelled"
+    assert (await client.responses.cancel(made.id)).status == "cancelled", "once more changes nothing"
+
+
+async def test_a_stream_in_the_background_goes_on_where_its_client_left_it(
+    client: openai.AsyncOpenAI,
+) -> None:
+    stream = await client.responses.create(
+        model=MODEL, input="Hello!", background=True, stream=True, temperature=0
+    )
+    seen = [await anext(aiter(stream)) for _ in range(3)]
+    await stream.response.aclose()
+    response_id = seen[0].response.id  # type: ignore[union-attr]
+    last = seen[-1].sequence_number
+    rest = [
+        event
+        async for event in await client.responses.retrieve(response_id, stream=True, starting_after=last)
+    ]
+    assert [event.sequence_number for event in rest] == list(range(last + 1, last + 1 + len(rest)))
+    assert rest[-1].type == "response.completed"
+    with pytest.raises(openai.BadRequestError, match="events"):
+        await client.responses.retrieve("resp_nope", stream=True)
+
+
+async def test_another_key_finds_nothing(gateways: Gateways) -> None:
+    server = await gateways(api_keys=KEYS)
+    url = server.url + "/v1"
+    async with (
+        openai.AsyncOpenAI(base_url=url, api_key=KEYS[0], max_retries=0) as own,
+        openai.AsyncOpenAI(base_url=url, api_key=KEYS[1], max_retries=0) as other,
+    ):
+        made = await own.responses.create(**LONG, background=True)
+        for call in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                await call(made.id)
+        await own.responses.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await own.responses.retrieve(made.id)
