@@ -71,6 +71,41 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         float, setting("Engine", "Share of the GPU's memory to use.", gt=0, le=1)
     ] = 0.9
 
+    max_num_batched_tokens: Annotated[
+        Positive | None,
+        setting("Engine", "Most tokens that one step computes; unset: vLLM's choice."),
+    ] = None
+    quantization: Annotated[
+        NonEmpty | None,
+        setting(
+            "Engine", "How the weights are quantised, such as awq, gptq or fp8; unset: as the model says."
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        NonEmpty, setting("Engine", "Type of the KV cache, such as fp8; auto: that of the model.")
+    ] = "auto"
+    enforce_eager: Annotated[
+        bool, setting("Engine", "Compile nothing and capture no CUDA graphs; on a CPU that is always so.")
+    ] = False
+    trust_remote_code: Annotated[
+        bool, setting("Engine", "Run code that comes with the model. Only for models that you trust.")
+    ] = False
+    revision: Annotated[
+        NonEmpty | None, setting("Engine", "Branch, tag or commit of a model on a hub; unset: its default.")
+    ] = None
+    download_dir: Annotated[
+        Path | None, setting("Engine", "Folder for models that are fetched from a hub; unset: the hub's own.")
+    ] = None
+    speculative_config: Annotated[
+        NonEmpty | None, setting("Engine", "vLLM's speculative decoding, as a JSON object.")
+    ] = None
+    engine_args: Annotated[
+        tuple[NonEmpty, ...],
+        setting(
+            "Engine", "Any other engine argument of vLLM's, as NAME=VALUE; some are refused, with the reason."
+        ),
+    ] = ()
+
     kv_host_gib: Annotated[
         float,
         setting(
@@ -131,6 +166,10 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         int, setting("Scheduling", "Largest size of the decision log, in MiB.", ge=1, le=KIB * KIB)
     ] = 64
 
+    lora_modules: Annotated[
+        tuple[NonEmpty, ...],
+        setting("Adapters", "An adapter beside those of the folder, as NAME=FOLDER."),
+    ] = ()
     max_loras: Annotated[
         int,
         setting(
@@ -181,12 +220,11 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     num_kv_blocks: int | None = None
     """Blocks of KV on the device, whatever memory there is; None: as many as fit."""
     enable_lora: bool = True
-    enforce_eager: bool | None = None
-    """None: on a CPU yes (vLLM compiles nothing there once LoRA is on), on CUDA no."""
     profile_dir: Path | None = None
     """Folder of profiles (engine_bridge/profile.py); None: costs are learned from real steps alone."""
     log_stats: bool = True
 
     @property
     def is_eager(self) -> bool:
-        return self.device == "cpu" if self.enforce_eager is None else self.enforce_eager
+        """Whether vLLM compiles nothing. On a CPU it never does: it compiles nothing there once LoRA is on (docs/decisions/0004)."""
+        return self.device == "cpu" or self.enforce_eager

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -46,6 +47,7 @@ from gateway.grammar_metrics import GrammarCollector
 from gateway.known_nodes import nodes_of
 from gateway.kv_metrics import KvCollector
 from gateway.learned import Learned
+from gateway.lora_modules import parse_lora_modules
 from gateway.metrics import Metrics
 from gateway.node_metrics import NodeCollector
 from gateway.open_calls import OpenCalls
@@ -97,6 +99,7 @@ def node_config(config: Config) -> LocalNodeConfig:
         raise ConfigError(f"chat_template: cannot read {config.chat_template}: {error}") from error
     return LocalNodeConfig(
         engine=engine_config(config),
+        adapters=parse_lora_modules(config.lora_modules),
         adapters_dir=config.adapters_dir,
         state_dir=config.data_dir,
         length_predictor=config.length_predictor,
@@ -185,7 +188,12 @@ async def _make_node(config: Config) -> Node:
     settings = await asyncio.to_thread(node_config, config)
     if config.is_cluster:
         placement = await asyncio.to_thread(make_placement, config, settings, _stage_sayer())
-        adapters = AdapterSync(lambda: placement.nodes, config.data_dir, config.adapters_dir)
+        adapters = AdapterSync(
+            lambda: placement.nodes,
+            config.data_dir,
+            config.adapters_dir,
+            parse_lora_modules(config.lora_modules),
+        )
         return Router(placement, adapters, config.routing_policy)
     if config.engine == "process":
         return engine_process.make_node(settings, config.log_format, config.log_level)
@@ -256,6 +264,11 @@ class Server:
 
     async def __aenter__(self) -> Server:
         config = self.services.config
+        try:
+            tls = await asyncio.to_thread(_tls, config)
+        except StartupError:
+            await self.services.store.close()
+            raise
         # handler_cancellation: without it a client that leaves does not end a request that is not streamed.
         # auto_decompress: aiohttp unpacks on the event loop, and a small body may hold a very large one; see rest.json_body.
         app = build_app(self.services)
@@ -275,6 +288,7 @@ class Server:
                 config.port,
                 shutdown_timeout=CLOSE_STREAMS_S,
                 backlog=MOST_AT_ONCE,
+                ssl_context=tls,
             )
             await site.start()
         except OSError as error:
@@ -311,7 +325,22 @@ class Server:
     @property
     def url(self) -> str:
         host = self.services.config.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        scheme = "http" if self.services.config.ssl_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+def _tls(config: Config) -> ssl.SSLContext | None:
+    """None where the server speaks plain HTTP. Raises StartupError for files that are no certificate with its key."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise StartupError(
+            f"ssl_certfile and ssl_keyfile: {config.ssl_certfile} is no certificate of the key {config.ssl_keyfile}: {error}"
+        ) from error
+    return context
 
 
 def run(config: Config) -> int:

@@ -18,6 +18,7 @@ from gateway.kv_command import kv
 from gateway.nodes_command import nodes
 from gateway.replay_command import replay
 from gateway.settings import DEFAULT_URL, Setting
+from gateway.vllm_flags import Refusal, translate
 
 EXIT_USAGE = 2  # as click has it
 
@@ -32,13 +33,16 @@ _METAVARS = {
     "cors_origins": "ORIGIN",
     "decision_log": "FILE",
     "decision_log_mib": "MIB",
+    "download_dir": "FOLDER",
     "drain_timeout_s": "SECONDS",
+    "engine_args": "NAME=VALUE",
     "head_timeout_s": "SECONDS",
     "host": "ADDRESS",
     "keepalive_timeout_s": "SECONDS",
     "kv_cache_gib": "GIB",
     "kv_disk_gib": "GIB",
     "kv_host_gib": "GIB",
+    "lora_modules": "NAME=FOLDER",
     "max_body_bytes": "BYTES",
     "max_frame_bytes": "BYTES",
     "max_stored_mib": "MIB",
@@ -47,6 +51,9 @@ _METAVARS = {
     "operator_keys": "KEY",
     "port": "PORT",
     "ray_address": "HOST:PORT",
+    "speculative_config": "JSON",
+    "ssl_certfile": "FILE",
+    "ssl_keyfile": "FILE",
     "tenant_weights": "NAME=WEIGHT",
     "trusted_proxies": "ADDRESS",
 }
@@ -58,6 +65,17 @@ class SettingsCommand(click.Command):
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
         self.params.extend(_option(setting) for setting in SETTINGS)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Flags of vLLM's are put into ours first."""
+        own = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
+        try:
+            return super().parse_args(ctx, translate(args, own))
+        except Refusal as error:
+            raise click.UsageError(f"{error} (docs/from-vllm.md)", ctx) from error
+        except click.NoSuchOption as error:
+            hint = "If it is an engine argument of vLLM's, give it as --engine-arg NAME=VALUE."
+            raise click.UsageError(f"{error.format_message()} {hint}", ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         group_of = {setting.name: setting.group for setting in SETTINGS}
@@ -97,6 +115,7 @@ def _metavar(setting: Setting) -> str:
     return "PATH" if setting.expected == "a path" else "NAME"
 
 
+model_argument = click.argument("named_model", metavar="[MODEL]", required=False)
 config_file_option = click.option(
     "--config", "config_file", metavar="FILE", help="Config file (TOML).  [overture.toml, if there]"
 )
@@ -129,14 +148,19 @@ that wins over the file.
 \b
 Examples:
   overture serve
-  overture serve --model ./my-model --adapters-dir ./my-adapters
+  overture serve ./my-model --adapters-dir ./my-adapters
   overture serve --host 0.0.0.0 --api-key-file keys.txt --log-format json
 """,
 )
+@model_argument
 @config_file_option
-def serve(config_file: str | None, **flags: Any) -> None:
-    """Start the gateway and its engine, until Ctrl+C or SIGTERM."""
-    config = _load(config_file, flags)
+def serve(config_file: str | None, named_model: str | None, **flags: Any) -> None:
+    """Start the gateway and its engine, until Ctrl+C or SIGTERM.
+
+    MODEL is a folder or a name on a hub, as --model; without it the demo model is served. The flags of `vllm serve` are understood, too:
+    docs/from-vllm.md.
+    """
+    config = _load(config_file, _with_model(flags, named_model))
     from gateway import logs
 
     logs.setup(config.log_format, config.log_level)
@@ -175,13 +199,14 @@ def node(config_file: str | None, **flags: Any) -> None:
 
 
 @cli.command(cls=SettingsCommand)
+@model_argument
 @config_file_option
-def config(config_file: str | None, **flags: Any) -> None:
+def config(config_file: str | None, named_model: str | None, **flags: Any) -> None:
     """Show the settings in effect, and where each comes from.
 
     Takes the same flags as `serve`, so a start can be tried dry.
     """
-    settings = _load(config_file, flags)
+    settings = _load(config_file, _with_model(flags, named_model))
     click.echo(settings.describe())
     for warning in settings.warnings():
         click.echo(f"warning: {warning}", err=True)
@@ -365,6 +390,15 @@ def _installed(packages: tuple[str, ...]) -> str:
         except PackageNotFoundError:
             continue
     return "not installed"
+
+
+def _with_model(flags: dict[str, Any], named: str | None) -> dict[str, Any]:
+    """The flags with the model that was named without one. Raises UsageError where both are given and differ."""
+    if named is None:
+        return flags
+    if flags.get("model") not in (None, named):
+        raise click.UsageError(f"which model? {named} is named, and --model says {flags['model']}")
+    return flags | {"model": named}
 
 
 def _load(config_file: str | None, flags: dict[str, Any]) -> Config:

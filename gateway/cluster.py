@@ -176,7 +176,12 @@ def _with_own_folders(config: Config, settings: LocalNodeConfig, name: str) -> L
     )
     # Its adapters are those that gateways bring it.
     return msgspec.structs.replace(
-        settings, engine=engine, state_dir=config.data_dir / "nodes" / name, adapters_dir=None, peers=peers
+        settings,
+        engine=engine,
+        state_dir=config.data_dir / "nodes" / name,
+        adapters=(),
+        adapters_dir=None,
+        peers=peers,
     )
 
 

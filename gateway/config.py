@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
-from engine_bridge.engine_config import KIB, EngineSettings, ModelName, NonEmpty, Positive, setting
+from engine_bridge.engine_config import KIB, ModelName, NonEmpty, Positive, setting
 from engine_bridge.policy import routing
 from engine_bridge.policy.request_limits import RequestLimits
 from gateway.data_folder import tighten
 from gateway.errors import StartupError
+from gateway.limit_settings import LimitSettings
 from gateway.settings import Setting, settings_of, shown
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +53,7 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
     return base / "overture"
 
 
-class Config(EngineSettings, frozen=True, kw_only=True):
+class Config(LimitSettings, frozen=True, kw_only=True):
     """Every setting of the server, checked. Build it with `load_config`, or directly in tests.
 
     `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, `kv_dir` from `data_dir`, so
@@ -74,6 +74,18 @@ class Config(EngineSettings, frozen=True, kw_only=True):
             "Where the engine runs: in-process, or in a process of its own, whose crash ends no conversation.",
         ),
     ] = "in-process"
+    ssl_certfile: Annotated[
+        Path | None,
+        setting("Server", "TLS certificate (PEM, with its chain): the server speaks HTTPS and nothing else."),
+    ] = None
+    ssl_keyfile: Annotated[Path | None, setting("Server", "Private key of that certificate (PEM).")] = None
+    root_path: Annotated[
+        str,
+        setting(
+            "Server",
+            "Path under which a reverse proxy, which takes it off, serves this server: /llm. For links in /openapi.json.",
+        ),
+    ] = ""
     drain_timeout_s: Annotated[
         float, setting("Server", "After SIGTERM, seconds that running answers are given to finish.", ge=0)
     ] = 30.0
@@ -233,64 +245,6 @@ class Config(EngineSettings, frozen=True, kw_only=True):
     keepalive_timeout_s: Annotated[
         float, setting("Access", "Seconds that a connection may be idle between two requests.", gt=0)
     ] = 75.0
-
-    max_json_values: Annotated[
-        Positive | None,
-        setting("Limits", "Most values in one JSON body; unset: 50,000, or four times what the model reads."),
-    ] = None
-    max_json_depth: Annotated[int, setting("Limits", "Deepest nesting of one JSON body.", ge=8, le=512)] = 64
-    max_messages: Annotated[int, setting("Limits", "Most messages in one call.", ge=1)] = 2048
-    max_prompt_chars: Annotated[
-        Positive | None,
-        setting("Limits", "Longest prompt in characters; unset: 16 for each token that the model reads."),
-    ] = None
-    max_sequences: Annotated[int, setting("Limits", "Most answers in one call: prompts × n.", ge=1)] = 256
-    max_stop_strings: Annotated[int, setting("Limits", "Most stop strings of a request.", ge=1)] = 64
-    max_bad_words: Annotated[int, setting("Limits", "Most bad words of a request.", ge=1)] = 256
-    max_logit_bias: Annotated[
-        int, setting("Limits", "Most entries of logit_bias, and of token ids to stop at.", ge=1)
-    ] = 1024
-    max_logprobs: Annotated[
-        int, setting("Limits", "Most log probabilities in one answer that is not streamed.", ge=1)
-    ] = 20_000
-    max_grammar_kib: Annotated[
-        int, setting("Limits", "Largest grammar or JSON schema of structured output, in KiB.", ge=1)
-    ] = 256
-    max_grammar_rules: Annotated[
-        int, setting("Limits", "Most rules and alternatives of a grammar.", ge=1)
-    ] = 2000
-    max_schema_values: Annotated[int, setting("Limits", "Most values in a JSON schema.", ge=1)] = 10_000
-    max_choices: Annotated[
-        int, setting("Limits", "Most strings to choose from in structured output.", ge=1)
-    ] = 1000
-    max_regex_chars: Annotated[int, setting("Limits", "Longest regular expression.", ge=1)] = 8192
-    max_regex_repeat: Annotated[
-        int, setting("Limits", "Largest bound in a regular expression, as in {1,1000}.", ge=1)
-    ] = 1000
-    grammar_check_s: Annotated[
-        float, setting("Limits", "How long checking one grammar may take, in seconds.", gt=0)
-    ] = 5.0
-    grammar_check_mib: Annotated[
-        int, setting("Limits", "How much memory checking one grammar may take, in MiB.", ge=64)
-    ] = 512
-    max_stored_mib: Annotated[
-        int, setting("Limits", "Text of conversations that each key may store, in MiB; 0: no limit.", ge=0)
-    ] = 1024
-
-    max_requests_per_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        setting(
-            "Limits",
-            "Requests a second with one key, five seconds' worth at once; unset: 100, without keys 1000.",
-        ),
-    ] = None
-    max_concurrent_requests: Annotated[
-        Positive | None,
-        setting(
-            "Limits",
-            "API calls and chat turns of one key under way; unset: 4 × max_num_seqs (64 or more), without keys 10 times as many.",
-        ),
-    ] = None
 
     sources: dict[str, str] = msgspec.field(default_factory=dict)
     """Setting name -> where its value came from; a setting that is not in it has its default."""

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 import logging
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from engine_bridge import engine_arguments
+from engine_bridge.engine_config import EngineSettings
 from gateway.config import SETTINGS, Config, ConfigError, default_data_dir
+from gateway.lora_modules import parse_lora_modules
 from gateway.request_priority import parse_weights
 from gateway.settings import ENV_PREFIX, SECRET_SETTINGS, Setting
 
@@ -71,7 +75,15 @@ def load_config(
 def _check(config: Config) -> None:
     """What no single setting shows: files that are named but missing, and settings that do not go together."""
     _check_cluster(config)
-    for name in ("chat_template", "api_key_file", "cluster_cert", "cluster_key"):
+    _check_engine(config)
+    for name in (
+        "chat_template",
+        "api_key_file",
+        "cluster_cert",
+        "cluster_key",
+        "ssl_certfile",
+        "ssl_keyfile",
+    ):
         path = getattr(config, name)
         if path is not None and not path.is_file():
             raise ConfigError(f"{name}: there is no file {path} ({config.sources[name]})")
@@ -106,6 +118,44 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"length_predictor: expected module:Name, got {config.length_predictor!r} ({config.sources['length_predictor']})"
         )
+
+
+def _check_engine(config: Config) -> None:
+    """What is handed on to the engine, as far as that can be told without it."""
+    flags = {
+        setting.name: setting.flag for setting in SETTINGS if setting.name in EngineSettings.__struct_fields__
+    }
+    checks: dict[str, Callable[[], object]] = {
+        "engine_args": lambda: engine_arguments.parse(config.engine_args, flags),
+        "lora_modules": lambda: _check_folders(config.lora_modules),
+        "speculative_config": lambda: _object(config.speculative_config),
+        "root_path": lambda: _checked_root(config.root_path),
+    }
+    for name, check in checks.items():
+        try:
+            check()
+        except ValueError as error:
+            source = config.sources.get(name, "default")
+            raise ConfigError(f"{name}: {error} ({source})") from error
+    if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
+        raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
+
+
+def _check_folders(lora_modules: Iterable[str]) -> None:
+    for name, path in parse_lora_modules(lora_modules):
+        if not Path(path).is_dir():
+            raise ValueError(f"there is no folder {path} for the adapter {name}")
+
+
+def _object(text: str | None) -> None:
+    """Raises ValueError for what is no JSON object."""
+    if text is not None and not isinstance(json.loads(text), dict):
+        raise ValueError(f"expected a JSON object, got {text!r}")
+
+
+def _checked_root(path: str) -> None:
+    if path and (not path.startswith("/") or path.endswith("/")):
+        raise ValueError(f"expected a path such as /llm, got {path!r}")
 
 
 def _check_cluster(config: Config) -> None:

@@ -73,7 +73,7 @@ def errors_of(operation: Operation) -> tuple[int, ...]:
 
 
 def document(
-    schemas: ApiSchemas, *, model: str, asks_for_keys: bool, lowest_priority: int = 0
+    schemas: ApiSchemas, *, model: str, asks_for_keys: bool, lowest_priority: int = 0, root_path: str = ""
 ) -> dict[str, Any]:
     """The OpenAPI document as JSON values. model: the served model's name, for the examples. asks_for_keys: whether calls need one here."""
     paths: dict[str, Any] = {}
@@ -90,6 +90,7 @@ def document(
             "description": "The HTTP routes of this server. Chats go over a websocket, which is described in docs/protocol.md.",
             "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
         },
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
         "paths": paths,
         "components": {
@@ -264,6 +265,7 @@ def _encoded(schemas: ApiSchemas, services: Services) -> bytes:
             schemas,
             model=config.served_model_name,
             asks_for_keys=config.has_api_keys,
+            root_path=config.root_path,
             lowest_priority=-MAX_PRIORITY if config.client_priority else 0,
         )
     )

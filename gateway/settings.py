@@ -17,6 +17,8 @@ _SINGULAR_FLAGS = {
     "api_keys": "--api-key",
     "cors_origins": "--cors-origin",
     "trusted_proxies": "--trusted-proxy",
+    "engine_args": "--engine-arg",
+    "lora_modules": "--lora-module",
     "operator_keys": "--operator-key",
     "tenant_weights": "--tenant-weight",
 }

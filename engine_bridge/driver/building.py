@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -80,6 +81,7 @@ def _compute_on(num_threads: int) -> None:
 
 
 def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
+    from engine_bridge.driver.engine_arguments import typed
     from engine_bridge.driver.scheduling.seam import scheduler_name
     from engine_bridge.driver.vllm_api import EngineArgs, StructuredOutputsConfig
 
@@ -103,6 +105,15 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         # A small model that may put white space between JSON tokens does little else until its tokens run out.
         "structured_outputs_config": StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
     }
+    options |= {
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "revision": config.revision,
+        "download_dir": str(config.download_dir) if config.download_dir is not None else None,
+        "speculative_config": json.loads(config.speculative_config) if config.speculative_config else None,
+    }
     if not on_cpu:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
     if tiers is not None:
@@ -114,6 +125,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
             "max_loras": max(config.max_loras, config.max_num_seqs) if on_cpu else config.max_loras,
             "max_lora_rank": config.max_lora_rank,
         }
+    options |= typed(dict(pair.split("=", 1) for pair in config.engine_args))
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})
 
 

@@ -323,11 +323,13 @@ def _namespace(tensors: list[Any], layer_bytes: int, vllm_config: Any) -> Namesp
     layout = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm_version()}"
     if tensor.device.type == "cpu":
         layout += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
+    # What weights and KV are made into changes what is in the blocks. Left out where it is not set, so that stored KV stays good.
+    made = [str(part) for part in (model.quantization, cache.cache_dtype) if part not in (None, "auto")]
     return Namespace(
         model=Path(model.model).name,
         # A digest of a folder's files says enough; a commit is one of some model's on a hub.
         revision=("" if Path(model.model).is_dir() else f"{model.model}@") + revision_of(model),
-        dtype=f"{model.dtype} {tensor.dtype}",
+        dtype=" ".join([f"{model.dtype} {tensor.dtype}", *made]),
         block_size_tokens=cache.block_size,
         layout=layout,
         hash_algorithm=str(cache.prefix_caching_hash_algo),

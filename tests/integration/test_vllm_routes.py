@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from gateway import __version__
+from gateway.errors import StartupError
+from tests.unit.cluster.test_trust import certified
 
 from .conftest import KEYS, MODEL, Gateways
 
@@ -74,3 +79,27 @@ async def test_figures_and_tokens_ask_for_a_key_and_probes_do_not(gateways: Gate
         ):
             async with http.request(method, path) as response:
                 assert response.status == status, path
+
+
+async def test_over_tls_the_api_and_the_socket_work_and_plain_http_does_not(
+    gateways: Gateways, tmp_path: Path
+) -> None:
+    made = certified(tmp_path, "here", "127.0.0.1")
+    server = await gateways(ssl_certfile=Path(made.cert), ssl_keyfile=Path(made.key))
+    assert server.url.startswith("https://")
+    trust = await asyncio.to_thread(ssl.create_default_context, cafile=made.cert)
+    async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(ssl=trust)) as http:
+        answer = await posted(http, "/v1/completions", {"model": MODEL, "prompt": "Hello", "max_tokens": 2})
+        assert answer["usage"]["completion_tokens"] == 2
+        async with http.ws_connect("/ws") as socket:
+            await socket.send_json({"type": "hello"})
+            assert (await socket.receive_json())["type"] == "ready"
+    async with aiohttp.ClientSession() as plain:
+        with pytest.raises(aiohttp.ClientError):
+            await plain.get(server.url.replace("https", "http") + "/healthz")
+
+
+async def test_a_certificate_that_is_none_stops_the_start(gateways: Gateways, tmp_path: Path) -> None:
+    (tmp_path / "c.pem").write_text("no certificate")
+    with pytest.raises(StartupError, match="ssl_certfile"):
+        await gateways(ssl_certfile=tmp_path / "c.pem", ssl_keyfile=tmp_path / "c.pem")

@@ -153,7 +153,7 @@ OWNERS = (
         "vllm.config:ModelConfig",
         ENGINE,
         reads("max_model_len"),
-        reads("dtype hf_config model revision", KV_TIERS),
+        reads("dtype hf_config model quantization revision", KV_TIERS),
         calls("get_vocab_size()"),
         at="vllm_config.model_config",
     ),
@@ -177,11 +177,14 @@ OWNERS = (
         builds(
             "*, model, served_model_name, dtype, max_num_seqs, enforce_eager, enable_prefix_caching, disable_log_stats, seed, block_size,"
             " max_model_len, num_gpu_blocks_override, kv_cache_memory_bytes, use_tqdm_on_load, scheduler_cls,"
-            " structured_outputs_config, gpu_memory_utilization"
+            " structured_outputs_config, gpu_memory_utilization, max_num_batched_tokens, quantization, kv_cache_dtype,"
+            " trust_remote_code, revision, download_dir, speculative_config"
         ),
+        calls("add_cli_args(parser)"),
         reads("kv_transfer_config", KV_TIERS),
         reads("enable_lora max_loras max_lora_rank", LORA),
     ),
+    owner("vllm.utils.argparse_utils:FlexibleArgumentParser", ENGINE),
     owner("vllm.platforms:current_platform", ENGINE),
     owner("vllm.platforms.interface:Platform", ENGINE, calls("is_cpu()")),
     owner(

@@ -1,0 +1,105 @@
+"""Which of vLLM's engine arguments a user may set by `--engine-arg NAME=VALUE`, and which of them not, with the reason.
+
+Whatever has a setting of its own is to be set there, so that it has one source. What contradicts the way in which this server uses the engine is
+refused by name. All others go to vLLM as they are: it knows their types and what fits together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+_ONE_PROCESS = "the engine runs in one process on one device here, where KV tiers, adapters and scheduling work on its memory"
+_TIERS = "KV that leaves the device goes to the server's own tiers, which take the place of vLLM's connectors: see --kv-host-gib and --kv-disk-gib"
+_STEPS = "the server cuts long prompts into parts by how long a step takes: see --max-step-ms"
+_ADAPTERS = "the server keeps adapters itself: see --max-loras, --max-lora-rank and --adapter-host-gib"
+_TEXT = "the server only serves models that generate text, from conversations that it renders and tokenises"
+_OWN = "the server sets it: its scheduling and its figures stand on it"
+# By vLLM's names (EngineArgs of 0.32).
+RULED_OUT: Mapping[str, str] = (
+    dict.fromkeys(
+        (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+            "decode_context_parallel_size",
+            "data_parallel_size",
+            "data_parallel_size_local",
+            "data_parallel_rank",
+            "data_parallel_backend",
+            "distributed_executor_backend",
+            "nnodes",
+            "node_rank",
+            "master_addr",
+            "master_port",
+            "enable_expert_parallel",
+            "worker_cls",
+            "worker_extension_cls",
+        ),
+        f"{_ONE_PROCESS}. For several engines give --nodes N, each with a device of its own",
+    )
+    | dict.fromkeys(
+        (
+            "kv_transfer_config",
+            "kv_offloading_size",
+            "kv_offloading_backend",
+            "ec_transfer_config",
+            "prefix_caching_hash_algo",
+        ),
+        _TIERS,
+    )
+    | dict.fromkeys(("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"), _STEPS)
+    | dict.fromkeys(
+        (
+            "max_cpu_loras",
+            "fully_sharded_loras",
+            "default_mm_loras",
+            "lora_dtype",
+            "specialize_active_lora",
+            "enable_lora",
+        ),
+        _ADAPTERS,
+    )
+    | dict.fromkeys(
+        ("runner", "convert", "pooler_config", "skip_tokenizer_init", "enable_prompt_embeds", "tokens_only"),
+        _TEXT,
+    )
+    | dict.fromkeys(
+        (
+            "scheduler_cls",
+            "async_scheduling",
+            "disable_log_stats",
+            "structured_outputs_config",
+            "use_tqdm_on_load",
+            "kv_events_config",
+        ),
+        _OWN,
+    )
+    | {
+        "enable_prefix_caching": "it is always on: sessions, KV tiers and advisories stand on it",
+        "num_gpu_blocks_override": "the size of the KV cache is set by --kv-cache-gib on a CPU and --gpu-memory-utilization on a GPU",
+        "kv_cache_memory_bytes": "the size of the KV cache is set by --kv-cache-gib on a CPU and --gpu-memory-utilization on a GPU",
+        "enable_sleep_mode": "no route of this server puts the engine to sleep",
+        "reasoning_parser_plugin": "parsers are chosen among those that vLLM brings: see --reasoning-parser",
+    }
+)
+
+
+def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:
+    """Name -> value of each "NAME=VALUE", with vLLM's underscores in the names. settings: by name, the flag of each setting of our own.
+
+    Raises ValueError, with a text for the operator, for another form, a name with a setting of its own or that is ruled out, and a name given twice.
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, is_given, value = pair.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not is_given or not name:
+            raise ValueError(f"expected NAME=VALUE, such as cpu_offload_gb=4, got {pair!r}")
+        if name in settings:
+            raise ValueError(f"{name} has a setting of its own: {settings[name]}")
+        if name in RULED_OUT:
+            raise ValueError(f"{name} cannot be set here: {RULED_OUT[name]}")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        found[name] = value.strip()
+    return found

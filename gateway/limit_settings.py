@@ -1,0 +1,69 @@
+"""The settings of the group "Limits": what one request and one key may ask for. docs/operations.md, "Limits", says what each one bounds."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from engine_bridge.engine_config import EngineSettings, Positive, setting
+
+
+class LimitSettings(EngineSettings, frozen=True, kw_only=True):
+    """Those of a server, beside what an engine is set to."""
+
+    max_json_values: Annotated[
+        Positive | None,
+        setting("Limits", "Most values in one JSON body; unset: 50,000, or four times what the model reads."),
+    ] = None
+    max_json_depth: Annotated[int, setting("Limits", "Deepest nesting of one JSON body.", ge=8, le=512)] = 64
+    max_messages: Annotated[int, setting("Limits", "Most messages in one call.", ge=1)] = 2048
+    max_prompt_chars: Annotated[
+        Positive | None,
+        setting("Limits", "Longest prompt in characters; unset: 16 for each token that the model reads."),
+    ] = None
+    max_sequences: Annotated[int, setting("Limits", "Most answers in one call: prompts × n.", ge=1)] = 256
+    max_stop_strings: Annotated[int, setting("Limits", "Most stop strings of a request.", ge=1)] = 64
+    max_bad_words: Annotated[int, setting("Limits", "Most bad words of a request.", ge=1)] = 256
+    max_logit_bias: Annotated[
+        int, setting("Limits", "Most entries of logit_bias, and of token ids to stop at.", ge=1)
+    ] = 1024
+    max_logprobs: Annotated[
+        int, setting("Limits", "Most log probabilities in one answer that is not streamed.", ge=1)
+    ] = 20_000
+    max_grammar_kib: Annotated[
+        int, setting("Limits", "Largest grammar or JSON schema of structured output, in KiB.", ge=1)
+    ] = 256
+    max_grammar_rules: Annotated[
+        int, setting("Limits", "Most rules and alternatives of a grammar.", ge=1)
+    ] = 2000
+    max_schema_values: Annotated[int, setting("Limits", "Most values in a JSON schema.", ge=1)] = 10_000
+    max_choices: Annotated[
+        int, setting("Limits", "Most strings to choose from in structured output.", ge=1)
+    ] = 1000
+    max_regex_chars: Annotated[int, setting("Limits", "Longest regular expression.", ge=1)] = 8192
+    max_regex_repeat: Annotated[
+        int, setting("Limits", "Largest bound in a regular expression, as in {1,1000}.", ge=1)
+    ] = 1000
+    grammar_check_s: Annotated[
+        float, setting("Limits", "How long checking one grammar may take, in seconds.", gt=0)
+    ] = 5.0
+    grammar_check_mib: Annotated[
+        int, setting("Limits", "How much memory checking one grammar may take, in MiB.", ge=64)
+    ] = 512
+    max_stored_mib: Annotated[
+        int, setting("Limits", "Text of conversations that each key may store, in MiB; 0: no limit.", ge=0)
+    ] = 1024
+
+    max_requests_per_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        setting(
+            "Limits",
+            "Requests a second with one key, five seconds' worth at once; unset: 100, without keys 1000.",
+        ),
+    ] = None
+    max_concurrent_requests: Annotated[
+        Positive | None,
+        setting(
+            "Limits",
+            "API calls and chat turns of one key under way; unset: 4 × max_num_seqs (64 or more), without keys 10 times as many.",
+        ),
+    ] = None

@@ -1,0 +1,35 @@
+"""Adapters that are named one by one on the command line, in the two forms that vLLM's `--lora-modules` takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def parse_lora_modules(entries: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """(name, folder) of each "NAME=FOLDER" or `{"name": ..., "path": ...}`. A `~` is the user's home.
+
+    Raises ValueError, with a text for the operator, for another form, a name that no adapter may have, and a name that is given twice.
+    """
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, path = _from_json(entry) if entry.lstrip().startswith("{") else _from_pair(entry)
+        if not name or not path or name.startswith(".") or not name.isprintable():
+            raise ValueError(f"expected NAME=FOLDER, such as pirate=/models/pirate, got {entry!r}")
+        if found.setdefault(name, path) != path:
+            raise ValueError(f"the adapter {name!r} is given twice")
+    return tuple((name, str(Path(path).expanduser().absolute())) for name, path in found.items())
+
+
+def _from_pair(entry: str) -> tuple[str, str]:
+    name, _, path = entry.partition("=")
+    return name.strip(), path.strip()
+
+
+def _from_json(entry: str) -> tuple[str, str]:
+    try:
+        value = json.loads(entry)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{entry!r} is no JSON object: {error}") from error
+    return str(value.get("name", "")), str(value.get("path", ""))

@@ -1,0 +1,146 @@
+"""vLLM's command line, understood by ours: what `vllm serve` was started with is taken as far as this server does the same.
+
+A table says of each flag of vLLM's what becomes of it; `docs/from-vllm.md` is this table with remarks, and a test compares the two. Flags that are
+called the same here are not in the table, and engine arguments that are ruled out are in `engine_bridge/engine_arguments.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from engine_bridge.engine_arguments import RULED_OUT
+
+# vLLM's -> ours, with one value.
+RENAMED: Mapping[str, str] = {
+    "--tool-call-parser": "--tool-parser",
+    "--uvicorn-log-level": "--log-level",
+    "-q": "--quantization",
+}
+# vLLM's -> ours, where vLLM takes several values behind one flag, or a JSON list. Ours is repeated.
+SEVERAL: Mapping[str, str] = {
+    "--lora-modules": "--lora-module",
+    "--allowed-origins": "--cors-origin",
+}
+# Switches for what is always so here. Nothing becomes of them.
+ALWAYS: Mapping[str, str] = {
+    "--enable-lora": "adapters can always be served",
+    "--enable-auto-tool-choice": "tools are always offered to the model",
+    "--enable-prefix-caching": "the prefix cache is always on",
+    "--enable-chunked-prefill": "long prompts are always cut into parts",
+    "--enable-prompt-tokens-details": "usage always says how many tokens were cached",
+    "--enable-server-load-tracking": "/load always answers",
+    "--disable-log-requests": "prompts are never logged",
+    "--no-enable-log-requests": "prompts are never logged",
+    "--disable-uvicorn-access-log": "there is no access log",
+    "--enable-request-id-headers": "every reply has an X-Request-Id",
+    "--disable-log-stats": "the log has no periodic figures; /metrics has them",
+    "--no-async-scheduling": "on a CPU steps are never scheduled ahead",
+}
+# Flags of vLLM's server, not of its engine, that are refused, with the reason.
+REFUSED: Mapping[str, str] = {
+    "--no-enable-prefix-caching": "sessions, KV tiers and advisories stand on the prefix cache",
+    "--no-enable-chunked-prefill": "long prompts are cut into parts by how long a step takes: see --max-step-ms",
+    "--enable-log-requests": "prompts are never logged here. GET /v1/engine/state shows what runs and waits, by X-Request-Id",
+    "--headless": "a node of a cluster is started with `overture node`",
+    "--api-server-count": "one process serves all connections here; for several engines give --nodes",
+    "--grpc": "the server speaks HTTP and websockets",
+    "--uds": "the server listens on a TCP port: see --host and --port",
+    "--middleware": "the server is no ASGI application that middleware could wrap",
+    "--tool-server": "tools are run by clients",
+    "--ssl-ca-certs": "clients identify themselves with keys: see --api-key-file",
+    "--ssl-cert-reqs": "clients identify themselves with keys: see --api-key-file",
+    "--allow-credentials": "no cookies are used; keys are sent as headers, which an allowed origin may send",
+    "--return-tokens-as-token-ids": "ask for it in the request: return_token_ids",
+    "--response-role": "answers have the role that the API gives them, assistant",
+}
+SHORT: Mapping[str, str] = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+}
+# Values with which a ruled out argument says what is so here anyway.
+_HARMLESS: Mapping[str, tuple[str, ...]] = {
+    "runner": ("auto", "generate"),
+    "distributed_executor_backend": ("uni",),
+    "convert": ("auto", "none"),
+} | {name: ("1",) for name in RULED_OUT if name.endswith("_parallel_size") or name == "nnodes"}
+
+
+class Refusal(ValueError):
+    """A flag of vLLM's that has no place here. The text names the flag and the reason."""
+
+
+class _Flag(NamedTuple):
+    """One flag of a command line. value: what stood behind "=", None where nothing did."""
+
+    name: str
+    value: str | None
+
+    @classmethod
+    def of(cls, word: str) -> _Flag:
+        name, is_given, value = word.partition("=")
+        if name.startswith("--"):  # vLLM takes --max_model_len, too
+            name = name.replace("_", "-")
+        return cls(SHORT.get(name, name), value if is_given else None)
+
+
+def translate(words: Iterable[str], own: Iterable[str] = ()) -> list[str]:
+    """A command line of `vllm serve` in our flags. own: flags of ours, which are never taken for vLLM's. What is unknown stays as it is.
+
+    Raises Refusal.
+    """
+    left, made, ours = list(words), list[str](), frozenset(own)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*made, word, *left]
+        if not word.startswith("-") or word == "-":
+            made.append(word)
+            continue
+        made += _translated(_Flag.of(word), left, ours)
+    return made
+
+
+def _translated(flag: _Flag, left: list[str], own: frozenset[str]) -> list[str]:
+    """What one flag becomes; its values are taken from what is `left`."""
+    name, value = flag
+    if name in ALWAYS:
+        return []
+    if name in SEVERAL:
+        values = [value] if value is not None else _taken(left)
+        return [word for each in values for part in _parts(each) for word in (SEVERAL[name], part)]
+    if name in RENAMED:
+        name = RENAMED[name]
+    elif name not in own:
+        if name in REFUSED:
+            raise Refusal(f"{name}: {REFUSED[name]}")
+        argument = name.lstrip("-").replace("-", "_").removeprefix("no_")
+        if argument in RULED_OUT:
+            given = value if value is not None else next(iter(left), "")
+            if given not in _HARMLESS.get(argument, ()):
+                raise Refusal(f"{name}: {RULED_OUT[argument]}")
+            if value is None:
+                left.pop(0)
+            return []
+    return [name if value is None else f"{name}={value}"]
+
+
+def _taken(left: list[str]) -> list[str]:
+    """The values behind a flag, up to the next flag."""
+    values = []
+    while left and not left[0].startswith("-"):
+        values.append(left.pop(0))
+    return values
+
+
+def _parts(value: str) -> list[str]:
+    """The entries of a JSON list, else the value alone."""
+    if value.lstrip().startswith("["):
+        try:
+            return [str(entry) for entry in json.loads(value)]
+        except json.JSONDecodeError:
+            pass
+    return [value]
