@@ -6,6 +6,7 @@ machine. This module stands on the ground: it imports neither asyncio, torch nor
 
 from __future__ import annotations
 
+import base64
 import struct
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Literal, NewType, Protocol
@@ -48,6 +49,19 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 def unpack_token_ids(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(packed) // TOKEN_ID_BYTES}I", packed)
+
+
+_TOKEN_IDS_EVENT = b": token ids "
+
+
+def token_ids_event(packed: bytes) -> bytes:
+    """A server-sent comment with what `JsonReply.token_ids` holds."""
+    return _TOKEN_IDS_EVENT + base64.b64encode(packed) + b"\n\n"
+
+
+def token_ids_of(event: bytes) -> bytes | None:
+    """What `token_ids_event` was given; None for any other event."""
+    return base64.b64decode(event[len(_TOKEN_IDS_EVENT) :]) if event.startswith(_TOKEN_IDS_EVENT) else None
 
 
 class ChatMessage(Struct, frozen=True):
@@ -355,10 +369,12 @@ class Progress(Struct, frozen=True):
 
 
 class JsonReply(Struct, frozen=True):
-    """A whole answer of an OpenAI- or Anthropic-shaped call: HTTP status and a JSON body."""
+    """A whole answer of an OpenAI- or Anthropic-shaped call: HTTP status and a JSON body. token_ids: of a session's call, all that the engine read
+    and wrote, packed; b"" where that is not known."""
 
     status: int
     body: bytes
+    token_ids: bytes = b""
 
 
 # How one schema of an `ApiSchemas` names another: where OpenAPI keeps them.
@@ -378,7 +394,10 @@ class ApiSchemas(Struct, frozen=True):
 
 
 class SseReply(Struct, frozen=True):
-    """A streamed answer: complete server-sent events as bytes. The caller must exhaust or `aclose()` the iterator."""
+    """A streamed answer: complete server-sent events as bytes. The caller must exhaust or `aclose()` the iterator.
+
+    The last event of a session's call may be one of `token_ids_event`, a comment that is meant for the gateway and not for clients.
+    """
 
     events: AsyncIterator[bytes]
 

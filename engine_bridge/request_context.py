@@ -14,6 +14,9 @@ class RequestContext(Struct, frozen=True, kw_only=True):
     adapter: its name; "" for the base model. weight: the tenant's share against other tenants'. priority: lower first; a client's, checked.
     asked: what its text says of the answer's length; the question itself only where a user's own predictor reads it. kv_from: another node's
     address (host:port) that may hold KV of this session; "" for none. Only a router sets it.
+
+    history_token_ids: of an API call of a session, the ids of the conversation so far, packed: advice, as in `GenerateRequest`. The node takes them
+    out before it hands the context on.
     """
 
     tenant: str = ""
@@ -23,6 +26,7 @@ class RequestContext(Struct, frozen=True, kw_only=True):
     priority: int = 0
     asked: Asked = NOTHING_ASKED
     kv_from: str = ""
+    history_token_ids: bytes = b""
 
 
 NOBODY = RequestContext()

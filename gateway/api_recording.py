@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Recording:
     """Where a finished API call is written down as a turn. items, previous: of a Responses call, what it gave as `input`, and its
-    `previous_response_id`."""
+    `previous_response_id`. history_token_ids: of what the call goes on from, as far as they are known."""
 
     owner: str
     session_id: str
@@ -30,6 +30,7 @@ class Recording:
     adapter: str | None
     items: list[Any] | None = None
     previous: str | None = None
+    history_token_ids: bytes = b""
 
 
 async def recording_of(
@@ -43,6 +44,7 @@ async def recording_of(
     if not isinstance(body, dict) or api in COUNTING_APIS:
         return None
     session_id = session_named(header, body)
+    history = b""
     items = as_items(body) if api == "responses" else None
     previous = body.pop("previous_response_id", None) if api == "responses" else None
     if previous is not None:
@@ -53,14 +55,19 @@ async def recording_of(
                 "not_found", f"There is no response {previous!r} here.", param="previous_response_id"
             )
         body["input"] = items_of(found.turns) + as_items(body)
+        history = found.token_ids
         session_id = session_id or found.session_id
     keeps_response = api == "responses" and body.get("store") is not False
     if session_id is None and not keeps_response:
         return None
-    session_id = checked_id(session_id, "session_id") if session_id else uuid.uuid4().hex
+    if session_id is not None:
+        session_id = checked_id(session_id, "session_id")
+        history = history or await services.store.token_ids(owner, session_id)
+    session_id = session_id or uuid.uuid4().hex
     adapter = adapter_named(services, body)
     question = question_of(api, body)
-    return Recording(owner, session_id, question, adapter, items if keeps_response else None, previous)
+    kept = items if keeps_response else None
+    return Recording(owner, session_id, question, adapter, kept, previous, history)
 
 
 def adapter_named(services: Services, body: Any) -> str | None:
@@ -88,6 +95,7 @@ async def record(
             finish_reason=reader.finish_reason,
             usage=reader.usage,
             response_id=reader.response_id,
+            token_ids=reader.token_ids,
             response=_stored(recording, reply or reader.reply),
             makes_session=True,
             now=time.time(),

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from engine_bridge.node import Api
+from engine_bridge.node import Api, token_ids_of
 from gateway.errors import GatewayError
 from gateway.sessions import StoredResponse, Turn
 
@@ -142,6 +142,7 @@ class AnswerReader:
     Attributes:
         answer: the text so far (of the first choice).
         is_complete: the server said that it was over.
+        token_ids: all that the engine read and wrote, packed; b"" where that is not known.
     """
 
     def __init__(self, api: Api) -> None:
@@ -151,6 +152,7 @@ class AnswerReader:
         self.usage: dict[str, Any] | None = None
         self.response_id: str | None = None
         self.is_complete = False
+        self.token_ids = b""
         self._response: dict[str, Any] | None = None
 
     @property
@@ -170,7 +172,8 @@ class AnswerReader:
         return self._response | {"output": output, "status": "incomplete"}
 
     def feed(self, event: bytes) -> None:
-        """Take one server-sent event. What is not JSON (comments, `[DONE]`) is passed over."""
+        """Take one server-sent event. What is not JSON (comments, `[DONE]`) is passed over, but for the node's comment with token ids."""
+        self.token_ids = token_ids_of(event) or self.token_ids
         for line in event.split(b"\n"):
             if line.startswith(b"data: {"):
                 try:
@@ -178,8 +181,9 @@ class AnswerReader:
                 except orjson.JSONDecodeError:
                     continue
 
-    def feed_json(self, body: bytes) -> None:
+    def feed_json(self, body: bytes, token_ids: bytes = b"") -> None:
         """Take a whole reply."""
+        self.token_ids = token_ids
         value = orjson.loads(body)
         self.is_complete = True
         if self._api in ("chat", "completions"):
@@ -241,8 +245,10 @@ def _usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:
     if not usage:
         return None
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    # Anthropic's `input_tokens` are those that were neither read from a cache nor written to one.
+    cached = sum(usage.get(name) or 0 for name in ("cache_read_input_tokens", "cache_creation_input_tokens"))
     return {
-        "prompt_tokens": usage.get("prompt_tokens", usage.get("input_tokens", 0)),
+        "prompt_tokens": usage.get("prompt_tokens", usage.get("input_tokens", 0) + cached),
         "completion_tokens": usage.get("completion_tokens", usage.get("output_tokens", 0)),
         "cached_tokens": details.get("cached_tokens", usage.get("cache_read_input_tokens")) or 0,
     }

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from engine_bridge.errors import BridgeError
-from engine_bridge.node import SseReply
+from engine_bridge.node import SseReply, token_ids_of
 from gateway.api_turns import AnswerReader
 from gateway.errors import GatewayError
 
@@ -34,7 +34,7 @@ class BackgroundResponse:
 
     def add(self, event: bytes) -> None:
         self.reader.feed(event)
-        if self.is_streamed:
+        if self.is_streamed and token_ids_of(event) is None:
             self.events.append(event)
         self._notify()
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from engine_bridge.api_errors import unknown_model
 from engine_bridge.errors import BridgeError
-from engine_bridge.node import Api, JsonReply, SseReply
+from engine_bridge.node import Api, JsonReply, SseReply, token_ids_of
 from engine_bridge.predict.hints import read_body
 from engine_bridge.request_context import RequestContext
 from gateway.api_recording import Recording, adapter_named, record, recording_of
@@ -84,6 +84,7 @@ async def _handle(
         tenant=tenant_of(owner),
         session_id=recording.session_id if recording else "",
         adapter=adapter_named(services, body) or "",
+        history_token_ids=recording.history_token_ids if recording else b"",
         weight=principal.weight,
         priority=priority,
         # Text is held only where somebody reads it.
@@ -171,7 +172,7 @@ async def _answer(
     reader = AnswerReader(api) if recording else None
     if isinstance(reply, JsonReply):
         if reader is not None and recording is not None and reply.status == 200:
-            reader.feed_json(reply.body)
+            reader.feed_json(reply.body, reply.token_ids)
             await record(services, recording, reader)
             if recording.previous is not None and reader.reply is not None:
                 # The gateway has resolved it, so vLLM does not know of it.
@@ -235,6 +236,8 @@ async def write_events(
         async for event in events:
             if reader is not None:
                 reader.feed(event)
+            if token_ids_of(event) is not None:  # for us, not for clients
+                continue
             try:
                 async with asyncio.timeout(SLOW_READER_S):
                     await response.write(event)

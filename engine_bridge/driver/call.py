@@ -8,14 +8,17 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from engine_bridge.driver.call_start import CallStart
+from engine_bridge.driver.continuing import CallIds
 from engine_bridge.request_context import NOBODY, RequestContext
 
 
 class Call(NamedTuple):
-    """An API call, or a turn of the gateway's own. start: who waits to know whether it has been queued; None for nobody."""
+    """An API call, or a turn of the gateway's own. start: who waits to know whether it has been queued; None for nobody. ids: of a call of a
+    session, whose prompt goes on from them; None for all others."""
 
     context: RequestContext = NOBODY
     start: CallStart | None = None
+    ids: CallIds | None = None
 
 
 NO_CALL = Call()

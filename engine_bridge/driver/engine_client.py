@@ -16,6 +16,7 @@ from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.adapter_versions import AdapterVersions
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart
+from engine_bridge.driver.continuing import CallIds, continued
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.grammars import grammar_of
 from engine_bridge.driver.kv_keys import cache_salt
@@ -252,11 +253,17 @@ class BridgeEngineClient(EngineClient):
         call: Call,
     ) -> AsyncGenerator[RequestOutput, None]:
         finished, sampling = False, request.sampling_params
+        ids = call.ids if call.ids is not None and call.ids.take() else None
+        generated: list[int] = []
         try:
-            await self._begin(unique_id, request, collector, text, call)
+            await self._begin(unique_id, request, collector, text, call, ids)
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
+                if ids is not None:
+                    _note_generated(output, sampling, generated)
+                    if finished and len(output.outputs) == 1:
+                        ids.ended(request.prompt_token_ids or [], generated)
                 if sampling is not None and sampling.output_kind is RequestOutputKind.FINAL_ONLY:
                     self._check_logprobs(output, sampling, call)
                 yield output
@@ -283,12 +290,15 @@ class BridgeEngineClient(EngineClient):
         collector: RequestOutputCollector,
         text: str | None,
         call: Call,
+        ids: CallIds | None,
     ) -> None:
-        """Queue a request, once its grammar is known to be harmless."""
+        """Queue a request, once its grammar is known to be harmless and its prompt begins with what its session has."""
         try:
             self.check_ready()
             self._streams.register(unique_id, collector)
             await self._check_grammar(request.sampling_params, call.context.tenant)
+            if ids is not None and ids.history and text is not None:
+                await self._continue(request, ids.history, text)
             await self.predict_length(request)
             self.launch(unique_id, request, text)
         except Exception as error:
@@ -300,6 +310,15 @@ class BridgeEngineClient(EngineClient):
             raise
         if call.start is not None:
             call.start.queued()
+
+    async def _continue(self, request: EngineCoreRequest, history: bytes, text: str) -> None:
+        """Put a session's ids, as far as they fit, in the place of those that its text was encoded to."""
+        rendered = request.prompt_token_ids
+        if rendered is None or request.mm_features:  # whose places are counted in the rendered ids
+            return
+        max_model_len = self.model_config.max_model_len
+        made = await continued(self.renderer, max_model_len, history, text, list(rendered), may_be_cut=True)
+        request.prompt_token_ids = made.token_ids
 
     async def _check_grammar(self, params: SamplingParams | None, tenant: str) -> None:
         """Raises VLLMValidationError for a grammar that the engine must not see."""
@@ -377,3 +396,10 @@ class BridgeEngineClient(EngineClient):
     start_profile = stop_profile = reset_mm_cache = reset_encoder_cache = _not_offered
     sleep = wake_up = is_sleeping = release_kv_cache_memory = _not_offered
     pause_generation = resume_generation = is_paused = _not_offered
+
+
+def _note_generated(output: RequestOutput, sampling: SamplingParams | None, generated: list[int]) -> None:
+    """Add what an output brings of the (first) answer. Outputs that are not deltas hold all of it so far."""
+    if sampling is None or sampling.output_kind is not RequestOutputKind.DELTA:
+        generated.clear()
+    generated += output.outputs[0].token_ids

@@ -6,7 +6,6 @@ Templates, parsers, schemas and error bodies are vLLM's; what is written here is
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import traceback
@@ -23,9 +22,10 @@ from pydantic import ValidationError
 
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.api_errors import UNKNOWN_MODEL, error_body, is_too_long, unknown_model
-from engine_bridge.continuity import Continued, continue_prompt
+from engine_bridge.continuity import Continued
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
+from engine_bridge.driver.continuing import CallIds, continued
 from engine_bridge.driver.engine_client import ADAPTER_FAILURES, BridgeEngineClient
 from engine_bridge.driver.tokenize_request import TokenizeBody
 from engine_bridge.driver.vllm_api import (
@@ -70,7 +70,7 @@ from engine_bridge.node import (
     Prompt,
     SseReply,
     pack_token_ids,
-    unpack_token_ids,
+    token_ids_event,
 )
 from engine_bridge.policy.request_limits import check_prompt_chars
 from engine_bridge.request_context import RequestContext
@@ -168,7 +168,12 @@ class Serving:
         )
         responses = OpenAIServingResponses(client, self.models, self._renderer, **parsers)
         messages = AnthropicServingMessages(
-            client, self.models, "assistant", online_renderer=self._renderer, **parsers
+            client,
+            self.models,
+            "assistant",
+            online_renderer=self._renderer,
+            enable_prompt_tokens_details=True,
+            **parsers,
         )
         self._endpoints: dict[str, _Endpoint] = {
             "chat": _Endpoint(ChatCompletionRequest, self._chat.create_chat_completion),
@@ -215,9 +220,12 @@ class Serving:
         endpoint = self._endpoints[api]
         leave = await self._entrance.enter(context.tenant)
         start = CallStart(when_known=leave)
-        token = CALL.set(Call(context, start))
+        goes_on = self._options.keeps_token_ids and bool(context.session_id)
+        ids = CallIds(context.history_token_ids) if goes_on else None
+        call = Call(msgspec.structs.replace(context, history_token_ids=b""), start, ids)
+        token = CALL.set(call)
         try:
-            return await self._serve(endpoint, body, headers, context, start)
+            return await self._serve(endpoint, body, headers, call, start)
         finally:
             CALL.reset(token)
             start.is_over.set()
@@ -228,7 +236,7 @@ class Serving:
         endpoint: _Endpoint,
         body: Any,
         headers: Mapping[str, str],
-        context: RequestContext,
+        call: Call,
         start: CallStart,
     ) -> JsonReply | SseReply:
         raw_request = SimpleNamespace(headers=_passed_on(headers), state=SimpleNamespace())
@@ -237,9 +245,9 @@ class Serving:
             result = await start.result_of(endpoint.call(request, raw_request))
             if isinstance(result, AsyncIterator):
                 events = _convert_stream_to_sse_events(result) if endpoint.yields_objects else result
-                stream = StartedStream(_in_call(Call(context, start), events))
+                stream = StartedStream(_in_call(call, events))
                 await stream.begin(start)
-                encoded = _encoded(with_sse_keep_alive(stream.events(), KEEP_ALIVE_S), endpoint)
+                encoded = _encoded(with_sse_keep_alive(stream.events(), KEEP_ALIVE_S), endpoint, call.ids)
                 return SseReply(ClosingEvents(encoded, stream))
         except _Rejected as rejected:
             return _error_reply(rejected.response, endpoint)
@@ -250,7 +258,8 @@ class Serving:
             if result.error.code == 404 and result.error.param == "model":
                 result.error.message = self._unknown_model(request.model)
             return _error_reply(result, endpoint)
-        return JsonReply(200, result.model_dump_json(**(endpoint.dump or {})).encode())
+        body = result.model_dump_json(**(endpoint.dump or {})).encode()
+        return JsonReply(200, body, call.ids.seen if call.ids is not None else b"")
 
     def _unknown_model(self, name: str) -> str:
         return unknown_model(name, [self._options.served_model_name, *sorted(self.models.lora_requests)])
@@ -372,27 +381,15 @@ class Serving:
         made = Continued(rendered, "first" if is_first else "rendered", 0)
         keeps = self._options.keeps_token_ids and bool(request.history_token_ids)
         if keeps and engine_input["type"] == "token" and "prompt" in engine_input:
-            made = await self._in_tokenizer_thread(
-                self._continued, request.history_token_ids, engine_input["prompt"], rendered
+            made = await continued(
+                self._client.renderer,
+                self._client.model_config.max_model_len,
+                request.history_token_ids,
+                engine_input["prompt"],
+                rendered,
             )
             engine_input["prompt_token_ids"] = made.token_ids
         return Prompt(pack_token_ids(made.token_ids), made.origin, made.num_kept)
-
-    def _continued(self, packed: bytes, text: str, rendered: list[int]) -> Continued:
-        renderer, limit = self._client.renderer, self._client.model_config.max_model_len
-        history = unpack_token_ids(packed)
-        try:
-            renderer.validate_token_ids(history)
-        except VLLMError:  # sessions outlive a change of the model
-            return Continued(rendered, "rendered", 0)
-        made = continue_prompt(history, text, rendered, renderer.get_tokenizer())
-        # A sampler's spelling may be the longer one; it must not be what makes a conversation too long.
-        return made if len(made.token_ids) < limit else Continued(rendered, "rendered", 0)
-
-    async def _in_tokenizer_thread(self, work: Callable[..., Continued], *args: Any) -> Continued:
-        # The renderer's own thread: two threads in one tokenizer would trip over its truncation setting.
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._client.renderer._executor, work, *args)
 
     async def _render(self, chat_request: ChatCompletionRequest) -> Any:
         num_chars = sum(len(str(message.get("content") or "")) for message in chat_request.messages)
@@ -518,11 +515,18 @@ async def _in_call(call: Call, events: AsyncIterator[str]) -> AsyncIterator[str]
         await events.aclose()  # type: ignore[attr-defined]
 
 
-async def _encoded(events: AsyncIterator[str], endpoint: _Endpoint) -> AsyncGenerator[bytes, None]:
-    """Server-sent events as bytes. What a generator lets out after its first byte becomes a last error event."""
+async def _encoded(
+    events: AsyncIterator[str], endpoint: _Endpoint, ids: CallIds | None
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events as bytes, and the call's token ids behind them (see `SseReply`).
+
+    What a generator lets out after its first byte becomes a last error event.
+    """
     try:
         async for event in events:
             yield _in_our_form(event).encode() if event.startswith(_ERROR_EVENT) else event.encode()
+        if ids is not None and ids.seen:
+            yield token_ids_event(ids.seen)
     except Exception as error:
         body = _error_reply(_as_error_response(error), endpoint).body.decode()
         yield f"event: error\ndata: {body}\n\n".encode()

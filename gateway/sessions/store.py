@@ -301,6 +301,7 @@ class SessionStore:
         finish_reason: str | None = None,
         usage: dict[str, Any] | None = None,
         timings: dict[str, Any] | None = None,
+        token_ids: bytes = b"",
         response_id: str | None = None,
         response: StoredResponse | None = None,
         makes_session: bool = False,
@@ -308,7 +309,7 @@ class SessionStore:
     ) -> Turn | None:
         """Store at once a turn that is already over, at the session's end, whether or not another runs (API requests may overlap).
 
-        response_id: the name by which ``find_response`` finds it. response: the call itself, for
+        token_ids: as for ``finish_turn``. response_id: the name by which ``find_response`` finds it. response: the call itself, for
         ``read_response``. The same turn id with the same content is stored once.
         Returns None if the session does not exist or was deleted. makes_session: make one that does not exist in the same transaction; for
         a deleted one that is a ``conflict``.
@@ -325,6 +326,7 @@ class SessionStore:
             session_id,
             message,
             end,
+            token_ids,
             clean(response_id),
             response,
             makes_session,
@@ -337,6 +339,10 @@ class SessionStore:
     async def find_turn(self, owner: str, turn_id: str) -> SessionId | None:
         """The session in which this owner has a turn of this id (the latest, if in several); None if there is none."""
         return await self._reader.transact(transactions.find_turn, owner, turn_id)
+
+    async def token_ids(self, owner: str, session_id: str) -> bytes:
+        """The ids of all that the engine has seen of a session, packed; b"" for one that does not exist."""
+        return await self._reader.transact(transactions.token_ids, owner, session_id)
 
     async def outlook(self, owner: str, session_id: str) -> Outlook:
         """What the next prompt of a session begins with. Raises ``not_found``."""

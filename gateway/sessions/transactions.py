@@ -396,6 +396,7 @@ def record(
     session_id: str,
     message: Message,
     end: End,
+    token_ids: bytes,
     response_id: str | None,
     response: StoredResponse | None,
     makes_session: bool,
@@ -419,8 +420,10 @@ def record(
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
         (row.row, message.id, content, message.adapter, message.now, response_id, *clean_end),
     )
+    seq = _place(conn, row.row, message.id, "id")
+    if token_ids:
+        store_token_ids(conn, row.row, seq, token_ids)
     if response is not None:
-        seq = _place(conn, row.row, message.id, "id")
         added = (seq, row.row, response.reply, response.items, response.previous)
         conn.execute(
             "INSERT INTO responses (seq, session, reply, items, previous) VALUES (?, ?, ?, ?, ?)", added
@@ -498,6 +501,11 @@ def response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> 
 def find_turn(conn: sqlite3.Connection, owner: str, turn_id: str) -> SessionId | None:
     found = conn.execute(_FIND_NAME, (owner, 0, clean(turn_id))).fetchone()
     return None if found is None else SessionId(found[0])
+
+
+def token_ids(conn: sqlite3.Connection, owner: str, session_id: str) -> bytes:
+    row = _find(conn, owner, session_id)
+    return token_ids_before(conn, row.row, MAX_SEQ) if row is not None else b""
 
 
 def outlook(conn: sqlite3.Connection, owner: str, session_id: str) -> Outlook:

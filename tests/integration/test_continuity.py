@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import pytest
 
 from engine_bridge.driver.engine_client import BridgeEngineClient
-from engine_bridge.node import ChatMessage, GenerateRequest, Prompt, RequestId, Sampling, pack_token_ids
+from engine_bridge.node import (
+    ChatMessage,
+    GenerateRequest,
+    Prompt,
+    RequestId,
+    Sampling,
+    pack_token_ids,
+    unpack_token_ids,
+)
 from gateway.app import Server
 from gateway.client.chat import ChatClient
 from gateway.client.chat_frames import Delta, Done
 from gateway.sessions.token_ids import token_ids_before
 
-from .conftest import SharedNode
+from .conftest import MODEL, SharedNode
 
 GREEDY = {"temperature": 0, "max_tokens": 40}
 # With a seed of its own, so that what other tests sampled before makes no difference: an answer that ends in a space, which the template drops, would
@@ -93,6 +103,10 @@ class Conversation:
 
         packed = await self._server.services.store._reader.transact(read)
         return [int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4)]
+
+    async def last_answer(self) -> str:
+        turns = (await self._server.services.store.get_session("local", str(self.session_id))).turns
+        return turns[-1].answer
 
     async def rendered(self, node: SharedNode) -> str:
         """The text of the last turn's prompt, from the stored turns and the model's own template."""
@@ -225,3 +239,90 @@ async def test_an_api_turn_between_does_no_harm(
     assert seen.prompts[-1][: len(before)] == before
     text = tokenizer_of(node).decode(seen.prompts[-1], skip_special_tokens=False)
     assert "From the API." in text and text == await conversation.rendered(node)
+
+
+class ApiConversation:
+    """One session of an API, whose client sends the whole conversation each time, or the last response's id."""
+
+    def __init__(self, http: aiohttp.ClientSession, server: Server, api: str, *, stream: bool) -> None:
+        self._http, self._server, self._api, self._stream = http, server, api, stream
+        self._messages: list[dict[str, str]] = []
+        self._previous: str | None = None
+        self.session_id = f"{api}-{stream}"
+
+    def _body(self, content: str) -> dict[str, Any]:
+        self._messages.append({"role": "user", "content": content})
+        sampling = {"model": MODEL, "temperature": 1.0, "seed": 11, "stream": self._stream}
+        if self._api == "responses":
+            return sampling | {
+                "input": content,
+                "previous_response_id": self._previous,
+                "max_output_tokens": 40,
+                "metadata": {"session_id": self.session_id},
+            }
+        more = {"stream_options": {"include_usage": True}} if self._stream and self._api == "chat" else {}
+        return sampling | more | {"messages": self._messages, "max_tokens": 40}
+
+    async def ask(self, content: str) -> int:
+        """How many tokens of its prompt were cached."""
+        path = {"chat": "chat/completions"}.get(self._api, self._api)
+        headers = {"X-Session-Id": self.session_id} if self._api != "responses" else {}
+        async with self._http.post(f"/v1/{path}", json=self._body(content), headers=headers) as response:
+            assert response.status == 200 and response.headers["X-Session-Id"] == self.session_id
+            body = await response.read()
+        assert b"token ids" not in body, "what only the gateway is to see"
+        turn = (await self._server.services.store.get_session("local", self.session_id)).turns[-1]
+        assert turn.answer and turn.usage is not None
+        self._messages.append({"role": "assistant", "content": turn.answer})
+        if self._api == "responses":
+            self._previous = json.loads(body)["id"] if not self._stream else _response_id(body)
+        return int(turn.usage["cached_tokens"])
+
+    async def stored(self) -> list[int]:
+        return list(unpack_token_ids(await self._server.services.store.token_ids("local", self.session_id)))
+
+
+def _response_id(stream: bytes) -> str:
+    line = next(line for line in stream.splitlines() if line.startswith(b"data: {"))
+    return str(json.loads(line[6:])["response"]["id"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+async def test_an_api_session_goes_on_with_what_the_engine_saw(
+    http: aiohttp.ClientSession, server: Server, node: SharedNode, api: str, stream: bool
+) -> None:
+    """A follow-up's cached tokens cover the whole conversation before it, with the ids of the answers as they were sampled."""
+    conversation = ApiConversation(http, server, api, stream=stream)
+    before: list[int] = []
+    for number in range(4):
+        # In words of its own, so that nothing of it is cached for another conversation.
+        num_cached = await conversation.ask(f"{api} {stream}, question {number}: how are you?")
+        stored = await conversation.stored()
+        assert stored[: len(before)] == before
+        if before:
+            # The last id that was sampled never went through the model.
+            assert num_cached == (len(before) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        before = stored
+    text = tokenizer_of(node).decode(before, skip_special_tokens=False)
+    assert all(f"question {number}" in text for number in range(4)) and len(before) > 4 * BLOCK_SIZE
+
+
+async def test_the_page_goes_on_with_what_an_api_call_left(
+    conversation: Conversation, http: aiohttp.ClientSession, seen: Seen
+) -> None:
+    await conversation.ask("Hello there!", sampling=FREE)
+    messages = [
+        {"role": "user", "content": "Hello there!"},
+        {"role": "assistant", "content": await conversation.last_answer()},
+        {"role": "user", "content": "And now over REST?"},
+    ]
+    body = {"model": MODEL, "messages": messages, "temperature": 1.0, "seed": 11, "max_tokens": 40}
+    async with http.post(
+        "/v1/chat/completions", json=body, headers={"X-Session-Id": str(conversation.session_id)}
+    ) as response:
+        assert response.status == 200
+    before = await conversation.stored()
+    await conversation.ask("And here again?", sampling=FREE)
+    assert seen.prompts[-1][: len(before)] == before
+    assert conversation.count("kept") == 1

@@ -176,7 +176,9 @@ async def test_anthropic_messages(claude: anthropic.AsyncAnthropic) -> None:
         text = "".join([part async for part in stream.text_stream])
     assert text.isupper()
     counted = await claude.messages.count_tokens(model=MODEL, messages=HELLO)
-    assert counted.input_tokens == message.usage.input_tokens
+    used = message.usage
+    cached = (used.cache_read_input_tokens or 0) + (used.cache_creation_input_tokens or 0)
+    assert counted.input_tokens == used.input_tokens + cached
     with pytest.raises(anthropic.NotFoundError) as missing:
         await claude.messages.create(model="nope", max_tokens=5, messages=HELLO)
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]

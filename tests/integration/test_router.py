@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.local_node import LocalNodeConfig
+from engine_bridge.node import TOKEN_ID_BYTES
 from gateway import engine_process
 from gateway.adapter_sync import AdapterSync
 from gateway.app import Server, build_services, node_config
@@ -134,6 +135,44 @@ async def test_new_sessions_spread_and_go_on_where_they_began(
         assert router.home_of("", session_id) == home
     stored = await server.services.store.homes(10)
     assert {session_id: home for _, session_id, home in stored} == homes
+
+
+async def test_sessions_of_the_apis_keep_their_token_ids_across_processes(server: Server) -> None:
+    """Streamed or not; and what a response in the background says is stored by the gateway, whichever node it ran on."""
+    options: dict[str, Any] = {
+        "model": server.services.config.served_model_name,
+        "temperature": 1.0,
+        "seed": 3,
+    }
+    async with aiohttp.ClientSession(server.url) as http:
+        for stream in (False, True):
+            session, messages = {"X-Session-Id": f"rest-{stream}"}, []
+            for question in (
+                f"Over REST, {stream}: where is the old harbour of this town?",
+                "And how far is it?",
+            ):
+                messages.append({"role": "user", "content": question})
+                body = options | {"messages": messages, "max_tokens": 40, "stream": stream}
+                body |= {"stream_options": {"include_usage": True}} if stream else {}
+                before = await server.services.store.token_ids("local", session["X-Session-Id"])
+                async with http.post("/v1/chat/completions", json=body, headers=session) as reply:
+                    assert reply.status == 200 and b"token ids" not in await reply.read()
+                turns = (await server.services.store.get_session("local", session["X-Session-Id"])).turns
+                messages.append({"role": "assistant", "content": turns[-1].answer})
+            num_before = len(before) // TOKEN_ID_BYTES
+            assert turns[-1].usage is not None and num_before > 32
+            assert turns[-1].usage["cached_tokens"] == (num_before - 1) // 32 * 32
+        async with http.post(
+            "/v1/responses", json=options | {"input": "Hello!", "background": True}
+        ) as reply:
+            response = await reply.json()
+        async with asyncio.timeout(30):
+            while response["status"] in ("queued", "in_progress"):
+                async with http.get(f"/v1/responses/{response['id']}") as reply:
+                    response = await reply.json()
+        assert response["status"] == "completed" and response["output"]
+        async with http.post("/tokenize", json={"prompt": "Hello!"}) as reply:
+            assert (await reply.json())["count"] > 0
 
 
 async def test_a_session_whose_node_is_drained_goes_on_elsewhere_and_its_kv_is_asked_for_there(

@@ -77,8 +77,8 @@ OWNERS = (
     owner(
         "vllm.v1.engine:EngineCoreRequest",
         ENGINE,
-        reads("lora_request params prompt_token_ids sampling_params"),
-        writes("cache_salt reasoning_ended reasoning_parser_kwargs"),
+        reads("lora_request mm_features params sampling_params"),
+        writes("cache_salt prompt_token_ids reasoning_ended reasoning_parser_kwargs"),
     ),
     owner(
         "vllm.v1.engine.output_processor:OutputProcessor",

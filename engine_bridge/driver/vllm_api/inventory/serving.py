@@ -128,7 +128,9 @@ OWNERS = (
     owner(
         "vllm.entrypoints.anthropic.serving:AnthropicServingMessages",
         APIS,
-        builds(f"engine_client, models, response_role, *, online_renderer, {_PARSERS}"),
+        builds(
+            f"engine_client, models, response_role, *, online_renderer, enable_prompt_tokens_details, {_PARSERS}"
+        ),
         calls("create_messages(request, raw_request)", "count_tokens(request, raw_request)"),
     ),
     owner("vllm.entrypoints.anthropic.api_router", APIS, calls("translate_error_response(response)")),
