@@ -87,15 +87,20 @@ class BackgroundResponses:
         is_streamed: bool,
         scope: Callable[[Awaitable[None]], Awaitable[None]],
         record: Callable[[BackgroundResponse], Awaitable[None]],
+        ended: Callable[[], None],
     ) -> BackgroundResponse:
         """Read a stream to its end, whatever becomes of the caller. Returns once it has an id, or has failed before.
 
         scope: runs the reading within what bounds the owner's calls, and raises GatewayError where that ended it. record: stores what came of it.
+        ended: called once it is over, however that came.
         """
         job = BackgroundResponse(is_streamed=is_streamed)
         job.task = asyncio.create_task(self._run(owner, job, reply, scope, record), name="response")
         self._tasks.add(job.task)
         job.task.add_done_callback(self._tasks.discard)
+        # Also when it was cancelled before it had begun: nobody may wait for it for ever.
+        job.task.add_done_callback(lambda _: job.end())
+        job.task.add_done_callback(lambda _: ended())
         await job.begun()
         return job
 
@@ -139,6 +144,7 @@ class BackgroundResponses:
             if job.reader.response_id is not None:
                 await asyncio.shield(record(job))
         finally:
+            await reply.events.aclose()  # type: ignore[attr-defined]
             job.end()
             self._forget(owner, job)
 

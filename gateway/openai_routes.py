@@ -126,14 +126,15 @@ async def _answer_in_background(
         running = places.pop_all()
 
     async def scope(reading: Awaitable[None]) -> None:
-        with running:
-            async with services.calls.of(owner):
-                await reading
+        async with services.calls.of(owner):
+            await reading
 
     async def store(job: BackgroundResponse) -> None:
         await record(services, recording, job.reader, job.reply())
 
-    job = await services.background.start(owner, reply, is_streamed=is_streamed, scope=scope, record=store)
+    job = await services.background.start(
+        owner, reply, is_streamed=is_streamed, scope=scope, record=store, ended=running.close
+    )
     if job.reader.response_id is None:
         raise job.error or GatewayError("internal", "The response could not be begun.")
     session = {SESSION_HEADER: recording.session_id}

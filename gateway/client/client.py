@@ -39,7 +39,8 @@ MAX_KINDS = 64  # of failures that are told apart in the log
 
 
 class CallError(Exception):
-    """A call failed. `code` is one of the gateway's, or the client's own: ``unreachable``, ``timeout``, ``bad_reply``, ``closed``.
+    """A call failed. `code` is one that the server gives over HTTP (docs/protocol.md, "Error codes"), or the client's own: ``unreachable``,
+    ``timeout``, ``bad_reply``, ``closed``.
 
     `http_status` is None where there was no answer.
     """

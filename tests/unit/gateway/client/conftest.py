@@ -107,7 +107,7 @@ class ContractServer:
         if body["model"] == "nobody":
             message = {
                 "message": "The model `nobody` does not exist.",
-                "code": "unknown_model",
+                "code": "model_not_found",
                 "param": "model",
             }
             return web.json_response({"error": message}, status=404)

@@ -66,7 +66,7 @@ async def test_a_chat_call_that_fails_says_why(server: Any) -> None:
             await client.chat([], model="nobody")
         with pytest.raises(ValueError, match="does not stream"):
             await client.chat([], model="base", stream=True)
-    assert (caught.value.code, caught.value.http_status) == ("unknown_model", 404)
+    assert (caught.value.code, caught.value.http_status) == ("model_not_found", 404)
 
 
 async def test_refused_advice_is_none_and_logged_once(server: Any, caplog: pytest.LogCaptureFixture) -> None:
