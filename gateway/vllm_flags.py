@@ -7,6 +7,7 @@ called the same here are not in the table, and engine arguments that are ruled o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ SEVERAL: Mapping[str, str] = {
     "--lora-modules": "--lora-module",
     "--allowed-origins": "--cors-origin",
 }
-# Switches for what is always so here. Nothing becomes of them.
+# Flags for what is always so here. Nothing becomes of them.
 ALWAYS: Mapping[str, str] = {
     "--enable-lora": "adapters can always be served",
     "--enable-auto-tool-choice": "tools are always offered to the model",
@@ -37,7 +38,21 @@ ALWAYS: Mapping[str, str] = {
     "--enable-request-id-headers": "every reply has an X-Request-Id",
     "--disable-log-stats": "the log has no periodic figures; /metrics has them",
     "--no-async-scheduling": "on a CPU steps are never scheduled ahead",
+    "--log-error-stack": "the log says where an error of the server's was raised",
+    "--enable-offline-docs": "/docs loads nothing from other servers",
+    "--max-log-len": "prompts are never logged",
+    "--disable-access-log-for-endpoints": "there is no access log",
+    "--allowed-methods": "an allowed origin may use all methods",
+    "--allowed-headers": "an allowed origin may send any header",
 }
+# Those of them that have a value behind them; the others are switches.
+_ALWAYS_WITH_VALUE = frozenset(
+    ("--max-log-len", "--disable-access-log-for-endpoints", "--allowed-methods", "--allowed-headers")
+)
+# Flags whose numbers may be written as 32k (thousands) or 32K (times 1,024).
+_LARGE_NUMBERS = frozenset(("--max-model-len", "--max-num-batched-tokens"))
+_LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
+_UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 # Flags of vLLM's server, not of its engine, that are refused, with the reason.
 REFUSED: Mapping[str, str] = {
     "--no-enable-prefix-caching": "sessions, KV tiers and advisories stand on the prefix cache",
@@ -53,6 +68,19 @@ REFUSED: Mapping[str, str] = {
     "--ssl-cert-reqs": "clients identify themselves with keys: see --api-key-file",
     "--allow-credentials": "no cookies are used; keys are sent as headers, which an allowed origin may send",
     "--return-tokens-as-token-ids": "ask for it in the request: return_token_ids",
+    "--trust-request-chat-template": "templates are the operator's to give: see --chat-template",
+    "--default-chat-template-kwargs": "give them in the request: chat_template_kwargs",
+    "--tool-parser-plugin": "parsers are chosen among those that vLLM brings: see --tool-parser",
+    "--enable-force-include-usage": "a client that wants it asks for it: stream_options.include_usage",
+    "--enable-log-outputs": "answers are never logged",
+    "--sse-keep-alive-interval": "a stream in which nothing happens gets a comment every 15 s",
+    "--enable-tokenizer-info-endpoint": "there is /tokenize and /detokenize, and nothing that shows the tokenizer's settings",
+    "--enable-per-request-metrics": "chat turns have their timings in the `done` frame (docs/protocol.md)",
+    "--disable-fastapi-docs": "/docs and /openapi.json are always served; they say what is in the sources",
+    "--ssl-ciphers": "the ciphers are those of Python's defaults; a reverse proxy can offer others",
+    "--enable-ssl-refresh": "the certificate is read at the start; a reverse proxy can take new ones without a restart",
+    "--h11-max-incomplete-event-size": "what a request may hold is set by the group Limits of the help",
+    "--h11-max-header-count": "what a request may hold is set by the group Limits of the help",
     "--response-role": "answers have the role that the API gives them, assistant",
 }
 SHORT: Mapping[str, str] = {
@@ -108,6 +136,8 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str]) -> list[str]:
     """What one flag becomes; its values are taken from what is `left`."""
     name, value = flag
     if name in ALWAYS:
+        if value is None and name in _ALWAYS_WITH_VALUE:
+            _taken(left)
         return []
     if name in SEVERAL:
         values = [value] if value is not None else _taken(left)
@@ -125,7 +155,15 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str]) -> list[str]:
             if value is None:
                 left.pop(0)
             return []
+    if name in _LARGE_NUMBERS:
+        value = _large(value if value is not None or not left else left.pop(0))
     return [name if value is None else f"{name}={value}"]
+
+
+def _large(value: str | None) -> str | None:
+    """32k as 32000; anything else as it is."""
+    found = _LARGE_NUMBER.fullmatch(value or "")
+    return str(int(float(found[1]) * _UNITS[found[2]])) if found is not None else value
 
 
 def _taken(left: list[str]) -> list[str]:

@@ -104,6 +104,10 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--tensor-parallel-size=1"], []),
         (["--", "--enable-lora"], ["--", "--enable-lora"]),
         (["--something", "else"], ["--something", "else"]),
+        (["--max-model-len", "32k", "m"], ["--max-model-len=32000", "m"]),
+        (["--max-model-len=1.5K"], ["--max-model-len=1536"]),
+        (["--max-model-len", "many"], ["--max-model-len=many"]),
+        (["--allowed-methods", '["GET"]', "--port", "1"], ["--port", "1"]),
     ],
 )
 def test_a_line_of_vllms_becomes_one_of_ours(argv: list[str], expected: list[str]) -> None:
