@@ -47,6 +47,7 @@ from engine_bridge.node import (
     TokenizerStats,
 )
 from engine_bridge.node_adapters import info_of, serve_found, watch
+from engine_bridge.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
 from engine_bridge.policy.request_limits import RequestLimits
 from engine_bridge.policy.routing import NodeFacts
 from engine_bridge.predict.node_lengths import NodeLengths
@@ -82,8 +83,8 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     state_dir: Path | None = None
     length_predictor: str | None = None
     limits: RequestLimits = RequestLimits()
-    tool_parser: str | None = None
-    reasoning_parser: str = ""
+    tool_parser: str = AUTO
+    reasoning_parser: str = AUTO
     chat_template: str | None = None
     peers: PeerConfig | None = None
 
@@ -149,19 +150,18 @@ class LocalNode:
             self._tokenizer = be_fair(self._client.renderer)
         serving = Serving(
             self._client,
-            _serving_options(
-                config, engine.model_config.max_model_len, keeps_token_ids=KEPT_TOKENS not in off
-            ),
+            _serving_options(config, engine, keeps_token_ids=KEPT_TOKENS not in off),
         )
         self._stage = "compiling the chat template"
         await asyncio.to_thread(serving.warm_up)
         await serve_found(serving, config.adapters, config.adapters_dir, self._report)
+        await self._thread.call(lambda driver: driver.use_reasoning_parser(serving.reasoning_parser))
         self._serving = serving
         if isinstance(self._catalog, Catalog):
             self._watching = asyncio.create_task(watch(serving, self._catalog, config.adapters_dir))
 
     def _make_driver(self) -> VllmDriver:
-        return VllmDriver(
+        driver = VllmDriver(
             self._config.engine,
             self._catalog.served(),
             self._report,
@@ -170,6 +170,9 @@ class LocalNode:
             self._fail_requests,
             self._lengths,
         )
+        if self._serving is not None:  # the engine is built again
+            driver.use_reasoning_parser(self._serving.reasoning_parser)
+        return driver
 
     def _fail_requests(self, request_ids: list[str], error: Exception) -> None:
         """On the engine thread: these will get no answer."""
@@ -463,17 +466,23 @@ def _stream_interval(step_s: float) -> int:
     return min(max(int(per_delivery), 1), MAX_STREAM_INTERVAL)
 
 
-def _serving_options(config: LocalNodeConfig, max_model_len: int, *, keeps_token_ids: bool) -> ServingOptions:
+def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: bool) -> ServingOptions:
+    """Raises ParserRefused for a parser that was set and cannot be used."""
     from engine_bridge.driver.serving import ServingOptions
+    from engine_bridge.driver.tool_calls import check_reasoning_parser, install_tool_parser
 
+    tokenizer, model = engine.renderer.get_tokenizer(), engine.model_config
+    family = model.hf_config.model_type
+    template = config.chat_template or getattr(tokenizer, "chat_template", None) or ""
+    reasoning = choose_reasoning_parser(config.reasoning_parser, family, template)
     return ServingOptions(
         served_model_name=config.engine.served_model_name,
         model_path=config.engine.model,
-        tool_parser=config.tool_parser,
-        reasoning_parser=config.reasoning_parser,
+        tool_parser=install_tool_parser(choose_tool_parser(config.tool_parser, family, template), tokenizer),
+        reasoning_parser=check_reasoning_parser(reasoning, tokenizer),
         chat_template=config.chat_template,
         keeps_token_ids=keeps_token_ids,
-        max_prompt_chars=config.limits.prompt_chars(max_model_len),
+        max_prompt_chars=config.limits.prompt_chars(model.max_model_len),
     )
 
 

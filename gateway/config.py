@@ -142,11 +142,19 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         Path | None, setting("Model", "Jinja file to use in place of the model's own template.")
     ] = None
     tool_parser: Annotated[
-        str | None, setting("Model", "vLLM's parser for tool calls, such as hermes or llama3_json.")
-    ] = None
+        str,
+        setting(
+            "Model",
+            "vLLM's parser for tool calls, such as hermes; auto: by the model's family; none: calls that a model writes by itself stay text.",
+        ),
+    ] = "auto"
     reasoning_parser: Annotated[
-        str, setting("Model", "vLLM's parser for reasoning text, such as qwen3; empty: none.")
-    ] = ""
+        str,
+        setting(
+            "Model",
+            "vLLM's parser for reasoning text, such as qwen3; auto: by the model's family; none: reasoning is part of the answer.",
+        ),
+    ] = "auto"
 
     draft_prefill: Annotated[
         bool,

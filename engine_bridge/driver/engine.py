@@ -243,6 +243,12 @@ class VllmDriver:
         """Queue a request that runs when no other one runs or waits."""
         self._background.append((request_id, request))
 
+    def use_reasoning_parser(self, name: str) -> None:
+        """See `tool_calls.use_reasoning_parser`."""
+        from engine_bridge.driver.tool_calls import use_reasoning_parser
+
+        use_reasoning_parser(self.engine, name)
+
     def counts(self) -> EngineCounts:
         num_running, num_waiting = self._scheduler.get_request_counts()
         return EngineCounts(

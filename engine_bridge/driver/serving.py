@@ -28,6 +28,7 @@ from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, 
 from engine_bridge.driver.continuing import CallIds, continued
 from engine_bridge.driver.engine_client import ADAPTER_FAILURES, BridgeEngineClient
 from engine_bridge.driver.tokenize_request import TokenizeBody
+from engine_bridge.driver.tool_calls import NO_FORM
 from engine_bridge.driver.vllm_api import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -105,7 +106,7 @@ class ServingOptions:
 
     served_model_name: str
     model_path: str
-    tool_parser: str | None = None
+    tool_parser: str = NO_FORM
     reasoning_parser: str = ""
     chat_template: str | None = None
     max_prompt_chars: int = 1 << 20
@@ -142,7 +143,7 @@ class Serving:
             "request_logger": None,
             "chat_template": options.chat_template,
             "chat_template_content_format": "auto",
-            # Without a parser "auto" is accepted and answered in text: some clients send it with every request.
+            # There always is a parser, so "auto" is accepted: some clients send it with every request.
             "enable_auto_tools": True,
             "tool_parser": options.tool_parser,
             "reasoning_parser": options.reasoning_parser,
@@ -206,6 +207,11 @@ class Serving:
             "tokenize": _Endpoint(TokenizeBody, tokenization.create_tokenize),
             "detokenize": _Endpoint(DetokenizeRequest, tokenization.create_detokenize),
         }
+
+    @property
+    def reasoning_parser(self) -> str:
+        """Name of vLLM's; "" for a model that does not reason."""
+        return self._options.reasoning_parser
 
     def warm_up(self) -> None:
         """Compile the chat template and load lazy parts of the tokenizer."""

@@ -124,11 +124,65 @@ async def test_structured_output_fits_its_schema(client: openai.AsyncOpenAI) -> 
     assert isinstance(answer.choices[0].message.parsed, Mood)
 
 
-async def test_tools(client: openai.AsyncOpenAI) -> None:
+async def test_tools_that_the_model_may_use_are_answered_in_text(client: openai.AsyncOpenAI) -> None:
+    """The demo model has no form of calls."""
     auto = await client.chat.completions.create(
         model=MODEL, messages=HELLO, tools=TOOLS, tool_choice="auto", temperature=0, max_tokens=30
     )
-    assert auto.choices[0].message.content, "without a tool parser, 'auto' is answered in text"
+    assert auto.choices[0].message.content and not auto.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize(
+    "tool_choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+async def test_a_tool_that_is_demanded_is_called_with_arguments_of_its_schema(
+    client: openai.AsyncOpenAI, tool_choice: Any
+) -> None:
+    wish = {"model": MODEL, "messages": HELLO, "tools": TOOLS, "tool_choice": tool_choice, "temperature": 0}
+    answer = await client.chat.completions.create(**wish)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    pieces = [
+        piece
+        async for chunk in await client.chat.completions.create(**wish, stream=True)
+        for choice in chunk.choices
+        for piece in choice.delta.tool_calls or ()
+    ]
+    assert pieces[0].function.name == "get_weather"
+    streamed = "".join(piece.function.arguments or "" for piece in pieces)
+    assert json.loads(streamed) == json.loads(call.function.arguments)
+
+
+async def test_responses_call_a_tool_that_is_demanded(client: openai.AsyncOpenAI) -> None:
+    tool: Any = {"type": "function", "strict": True} | TOOLS[0]["function"]
+    answer = await client.responses.create(
+        model=MODEL, input="Hello", tools=[tool], tool_choice="required", temperature=0
+    )
+    (call,) = answer.output
+    assert call.type == "function_call" and call.name == "get_weather"
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+
+
+async def test_messages_call_a_tool_that_is_demanded_and_may_wish_for_thinking(
+    claude: anthropic.AsyncAnthropic,
+) -> None:
+    function = TOOLS[0]["function"]
+    tool: Any = {"name": function["name"], "input_schema": function["parameters"]}
+    answer = await claude.messages.create(
+        model=MODEL,
+        max_tokens=60,
+        messages=HELLO,
+        tools=[tool],
+        tool_choice={"type": "any"},
+        extra_body=GREEDY,
+    )
+    assert answer.stop_reason == "tool_use"
+    assert answer.content[0].type == "tool_use" and answer.content[0].input["city"] in ("Rome", "Oslo")
+    thought = await claude.messages.create(
+        model=MODEL, max_tokens=1100, messages=HELLO, thinking={"type": "enabled", "budget_tokens": 1024}
+    )
+    assert thought.content[0].type == "text", "a model that does not reason answers without"
 
 
 async def test_completions(client: openai.AsyncOpenAI) -> None:

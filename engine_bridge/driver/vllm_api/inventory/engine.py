@@ -124,7 +124,7 @@ OWNERS = (
         reads(
             "ignore_eos logprobs max_tokens prompt_logprobs stop stop_token_ids structured_outputs temperature"
         ),
-        writes("extra_args output_kind stream_interval"),
+        writes("extra_args output_kind stream_interval thinking_token_budget"),
     ),
     owner("vllm.sampling_params:RequestOutputKind", ENGINE, reads("DELTA FINAL_ONLY")),
     owner(

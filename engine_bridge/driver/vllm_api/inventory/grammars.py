@@ -18,6 +18,7 @@ OWNERS = (
         "vllm.v1.structured_output:StructuredOutputManager",
         GRAMMARS,
         looks_up("grammar_init", "GuidanceBackend"),
+        writes("reasoner_cls"),
     ),
     owner(
         "vllm.v1.structured_output.backend_guidance",

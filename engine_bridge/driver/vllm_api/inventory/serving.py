@@ -6,6 +6,7 @@ from engine_bridge.driver.vllm_api.uses import (
     calls,
     implements,
     overrides,
+    overrides_values,
     owner,
     reads,
     replaces,
@@ -159,6 +160,37 @@ OWNERS = (
     owner("vllm.entrypoints.anthropic.protocol:AnthropicMessagesResponse", APIS),
     owner("vllm.entrypoints.anthropic.protocol:AnthropicCountTokensRequest", APIS),
     owner("vllm.entrypoints.anthropic.protocol:AnthropicCountTokensResponse", APIS),
+    # -- tool calls and reasoning -----------------------------------------------------------------------------------
+    owner(
+        "vllm.tool_parsers.abstract_tool_parser:ToolParser",
+        APIS,
+        builds("tokenizer, tools"),
+        calls("adjust_request(request)"),
+        overrides(
+            "adjust_request(request)",
+            "get_structural_tag(request, **options)",
+            "extract_tool_calls(model_output, request)",
+            "extract_tool_calls_streaming(previous_text, current_text, delta_text, previous_token_ids, current_token_ids,"
+            " delta_token_ids, request)",
+        ),
+        overrides_values("supports_required_and_named"),
+    ),
+    owner(
+        "vllm.tool_parsers.abstract_tool_parser:ToolParserManager",
+        APIS,
+        calls("get_tool_parser(name)", "list_registered()", "register_module(*, name, module)"),
+    ),
+    owner(
+        "vllm.reasoning.abs_reasoning_parsers:ReasoningParserManager",
+        APIS,
+        calls("get_reasoning_parser(name)", "list_registered()"),
+    ),
+    owner("vllm.entrypoints.generate.base.protocol:DeltaMessage", APIS, builds("*, content")),
+    owner(
+        "vllm.entrypoints.generate.base.protocol:ExtractedToolCallInformation",
+        APIS,
+        builds("*, tools_called, tool_calls, content"),
+    ),
     owner("vllm.entrypoints.serve.engine.protocol:ErrorResponse", APIS, reads("error")),
     owner("vllm.entrypoints.serve.engine.protocol:ErrorInfo", APIS, reads("code message type")),
     owner("vllm.entrypoints.serve.engine.protocol:ModelCard", APIS),

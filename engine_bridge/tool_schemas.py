@@ -1,0 +1,69 @@
+"""The JSON schema of tool calls that a request demands, tightened so that a small model comes to an end. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OPEN_ON_PURPOSE = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
+_COMBINED = frozenset(
+    {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref", "$dynamicRef"}
+)
+_BOUNDED = frozenset(
+    {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const", "multipleOf"}
+)
+# Source: RFC 8259 §6: readers that keep numbers as doubles agree on integers up to here.
+MAX_INTEGER = 2**53 - 1
+_NAMED = ("properties", "$defs", "definitions")
+_LISTED = ("anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+
+
+def closed(schema: Any) -> Any:
+    """The same schema, in which an object that names its properties has no others, unless it says so.
+
+    JSON Schema allows properties that nobody named. A tool ignores or refuses them, and a small model may go on inventing them until its tokens run
+    out; integers get the bounds within which JSON's readers agree, for the same reason. Objects that are put together from several schemas stay
+    open: which properties they may have is not said in one place.
+    """
+    if _joins_several(schema):
+        return schema
+    return _closed(schema)
+
+
+def _joins_several(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return any(_joins_several(each) for each in schema)
+    if not isinstance(schema, dict):
+        return False
+    joined = schema.get("allOf")
+    if isinstance(joined, list) and len(joined) > 1:
+        return True
+    return any(_joins_several(each) for each in schema.values())
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    has_properties = isinstance(found.get("properties"), dict)
+    for key in _NAMED:
+        if isinstance(found.get(key), dict):
+            found[key] = {name: _closed(each) for name, each in found[key].items()}
+    for key in _LISTED:
+        # Beside properties of its own, what a branch names is not all that the object may have.
+        if isinstance(found.get(key), list) and not has_properties:
+            found[key] = [_closed(each) for each in found[key]]
+    for key in _SINGLE:
+        if key in found:
+            found[key] = _closed(found[key])
+    if found.get("type") == "integer" and not found.keys() & _BOUNDED:
+        found |= {"minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
+    if has_properties and not found.keys() & (_OPEN_ON_PURPOSE | _COMBINED):
+        found["additionalProperties"] = False
+    return found
+
+
+def at_most_one(schema: Any) -> Any:
+    """Of a list of calls, as vLLM writes it for `tool_choice: "required"`; the arguments of one named call stay as they are."""
+    is_list = isinstance(schema, dict) and schema.get("type") == "array" and schema.get("minItems") == 1
+    return schema | {"maxItems": 1} if is_list else schema

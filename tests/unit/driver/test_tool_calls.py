@@ -1,0 +1,114 @@
+"""Every parser of tool calls that vLLM ships serves calls that are demanded as JSON, and is known by the table of families."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.reasoning import ReasoningParserManager
+from vllm.tokenizers import get_tokenizer
+from vllm.tool_parsers import ToolParserManager
+
+from engine_bridge.driver.tool_calls import (
+    NO_FORM,
+    NoFormToolParser,
+    ParserRefused,
+    check_reasoning_parser,
+    demands_as_json,
+    install_tool_parser,
+)
+from engine_bridge.parser_choice import REASONING_FAMILIES, TOOL_FAMILIES, Choice
+
+MODEL = Path(__file__).parents[3] / "demo" / "model"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION = {"name": "get_weather", "parameters": SCHEMA}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return get_tokenizer(str(MODEL))
+
+
+def chat(tool_choice: object, **more: Any) -> ChatCompletionRequest:
+    tools = [{"type": "function", "function": FUNCTION}]
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    return ChatCompletionRequest.model_validate(body | {"tool_choice": tool_choice} | more)
+
+
+def bare(parser: type) -> Any:
+    """One that was not given a tokenizer: most refuse the demo model's, which has none of their special tokens."""
+    return demands_as_json(parser).__new__(demands_as_json(parser))
+
+
+# Theirs are vLLM's own way to a reply as a whole, which asks no parser of tool calls.
+OWN_WAY = {"hf"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ToolParserManager.list_registered()) - {NO_FORM} - OWN_WAY))
+def test_demanded_calls_are_json_with_every_parser(name: str) -> None:
+    parser = bare(
+        getattr(
+            ToolParserManager.get_tool_parser(name), "demands_of", ToolParserManager.get_tool_parser(name)
+        )
+    )
+    assert parser.supports_required_and_named, "vLLM reads such calls as JSON"
+    required = parser.adjust_request(chat("required")).structured_outputs.json
+    call = required["items"]["anyOf"][0]["properties"]
+    assert call["name"]["enum"] == ["get_weather"]
+    assert call["parameters"] == SCHEMA | {"additionalProperties": False}
+    assert "maxItems" not in required
+    assert parser.adjust_request(chat(NAMED)).structured_outputs.json == SCHEMA | {
+        "additionalProperties": False
+    }
+    assert (
+        "maxItems"
+        in parser.adjust_request(chat("required", parallel_tool_calls=False)).structured_outputs.json
+    )
+
+
+def test_a_model_without_a_form_makes_one_call_and_its_own_stay_text() -> None:
+    parser = bare(NoFormToolParser)
+    assert parser.adjust_request(chat("required")).structured_outputs.json["maxItems"] == 1
+    assert parser.adjust_request(chat("auto")).structured_outputs is None
+    assert parser.extract_tool_calls("It is sunny.", chat("auto")).content == "It is sunny."
+
+
+def test_responses_hold_to_demanded_calls_too() -> None:
+    tool = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": False}
+    request = ResponsesRequest.model_validate({"input": "hi", "tools": [tool], "tool_choice": "required"})
+    schema = bare(NoFormToolParser).adjust_request(request).text.format.schema_
+    assert json.dumps(schema).count("get_weather") == 1 and schema["maxItems"] == 1
+
+
+def test_every_family_s_parser_is_one_of_vllm_s() -> None:
+    assert {family.parser for family in TOOL_FAMILIES} <= set(ToolParserManager.list_registered())
+    assert {family.parser for family in REASONING_FAMILIES} <= set(ReasoningParserManager.list_registered())
+
+
+def test_a_parser_that_fits_is_found_by_its_name(tokenizer: Any) -> None:
+    assert install_tool_parser(Choice("hermes", "as set"), tokenizer) == "hermes"
+    assert install_tool_parser(Choice("hermes", "as set"), tokenizer) == "hermes", "twice is as once"
+    found = ToolParserManager.get_tool_parser("hermes")
+    assert not hasattr(found.demands_of, "demands_of")
+    assert install_tool_parser(Choice("", "it is switched off"), tokenizer) == NO_FORM
+
+
+def test_a_parser_that_was_set_and_cannot_be_used_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(
+        ParserRefused, match=r"--tool-parser nothing: there is no such parser\. vLLM has .*hermes"
+    ):
+        install_tool_parser(Choice("nothing", "as set"), tokenizer)
+    with pytest.raises(ParserRefused, match=r"--tool-parser deepseek_v3: it does not fit"):
+        install_tool_parser(Choice("deepseek_v3", "as set"), tokenizer)
+    with pytest.raises(ParserRefused, match="--reasoning-parser nothing"):
+        check_reasoning_parser(Choice("nothing", "as set"), tokenizer)
+
+
+def test_a_parser_of_the_family_that_does_not_fit_is_left_out(tokenizer: Any) -> None:
+    assert install_tool_parser(Choice("deepseek_v3", "its chat template says so"), tokenizer) == NO_FORM
+    assert check_reasoning_parser(Choice("deepseek_r1", "its chat template says so"), tokenizer) == ""

@@ -1,0 +1,79 @@
+"""The parser of a model's tool calls and reasoning follows from its family."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_bridge.parser_choice import (
+    REASONING_FAMILIES,
+    TOOL_FAMILIES,
+    choose_reasoning_parser,
+    choose_tool_parser,
+)
+
+HERMES = "{% if tools %}<tools>{{ tools }}</tools> Answer with <tool_call>{...}</tool_call>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "template", "parser"),
+    [
+        ("qwen2", HERMES, "hermes"),
+        ("qwen3", HERMES + "<think>{{ enable_thinking }}", "hermes"),
+        ("qwen3_next", "tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
+        ("nemotron_h", "tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
+        ("llama", "tools <|python_tag|> Environment: ipython", "llama3_json"),
+        ("llama", 'tools Environment: ipython {"name": x, "parameters": y}', "llama3_json"),
+        ("llama4", "tools [func_name1(params_name1=params_value1)]", "llama4_pythonic"),
+        ("mistral", "[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
+        ("deepseek_v3", "tools <｜tool▁calls▁begin｜> ```json", "deepseek_v3"),
+        ("deepseek_v3", "tools <｜tool▁calls▁begin｜> thinking </think>", "deepseek_v31"),
+        ("kimi_k2", "tools <|tool_calls_section_begin|>", "kimi_k2"),
+        ("glm4_moe", "tools <tool_call>{name}<arg_key>", "glm47"),
+        ("gpt_oss", "namespace functions for tools", "openai"),
+        ("granite", "tools <|tool_call|>", "granite"),
+        ("granitemoehybrid", "tools <tool_call>", "granite4"),
+        ("minimax_m2", "tools <minimax:tool_call>", "minimax_m2"),
+        ("phi3", "<|tool|>{{ tools }}<|/tool|>", "phi4_mini_json"),
+    ],
+)
+def test_tool_calls_are_read_as_the_family_writes_them(model_type: str, template: str, parser: str) -> None:
+    assert choose_tool_parser("auto", model_type, template).name == parser
+
+
+@pytest.mark.parametrize(
+    ("model_type", "template", "parser"),
+    [
+        ("qwen3", HERMES + "<think>{{ enable_thinking }}", "qwen3"),
+        ("qwen2", HERMES + "<|assistant|><think>", "deepseek_r1"),
+        ("deepseek_v3", "{% if thinking %}<think>{% else %}</think>{% endif %}", "deepseek_v3"),
+        ("gpt_oss", "", "openai_gptoss"),
+        ("mistral", "[THINK]", "mistral"),
+        ("glm4_moe", "<think></think>", "glm45"),
+        ("seed_oss", "<seed:think>", "seed_oss"),
+        ("qwen2", HERMES, ""),
+    ],
+)
+def test_reasoning_is_read_as_the_family_writes_it(model_type: str, template: str, parser: str) -> None:
+    assert choose_reasoning_parser("auto", model_type, template).name == parser
+
+
+def test_a_template_without_tools_has_none() -> None:
+    choice = choose_tool_parser("auto", "llama", "{{ messages }}")
+    assert (choice.name, choice.why) == ("", "its chat template has no form of one")
+
+
+def test_a_setting_goes_before_the_family_and_can_switch_it_off() -> None:
+    assert choose_tool_parser("xlam", "qwen2", HERMES).name == "xlam"
+    assert choose_tool_parser("none", "qwen2", HERMES).name == ""
+    assert choose_reasoning_parser("", "gpt_oss", "").name == ""
+
+
+def test_every_family_is_reached() -> None:
+    """None is hidden by one before it."""
+    for families, choose in (
+        (TOOL_FAMILIES, choose_tool_parser),
+        (REASONING_FAMILIES, choose_reasoning_parser),
+    ):
+        for family in families:
+            template = " ".join((*family.marks, "tools"))
+            assert choose("auto", (*family.model_types, "llama")[0], template).name == family.parser, family
