@@ -357,7 +357,7 @@ async def test_a_connection_is_idle_only_when_its_answer_has_been_written(
         """The handler has ended; nothing has been written."""
         states.append(cast(Connection, request.protocol).state)
 
-    monkeypatch.setattr("gateway.web_policy.add_stream_headers", note)
+    monkeypatch.setattr("gateway.web_policy.add_headers", note)
     server = await servers()
     peer = await connect(server)
     await peer.send(HEALTH.replace(b"/healthz", b"/static/vendor/dompurify/purify.es.js"))
