@@ -3,7 +3,7 @@
 import { Announcer } from './announcer.js';
 import { Api } from './api.js';
 import { Composer } from './composer.js';
-import { askKey, confirmDelete, showShortcuts, toast } from './dialogs.js';
+import { askKey, showShortcuts, toast } from './dialogs.js';
 import { Drawer } from './drawer.js';
 import { Follower } from './follow.js';
 import { ChatCore, isLive } from './protocol.js';
@@ -193,7 +193,6 @@ export class App {
 
   async #remove(id) {
     const title = this.index.get(id)?.title || 'New chat';
-    if (!await confirmDelete(title)) return;
     if (await this.#tell(this.api.remove(id)) === undefined) return;
     const session = this.index.remove(id);
     const wasOpen = id === this.core.current;

@@ -91,6 +91,7 @@ export class Composer {
   /** Takes the text away once it has been sent. */
   clear() {
     clearTimeout(this.#draftTimer);
+    this.#typedAt = -Infinity; // the next message is another one to announce
     this.write('');
   }
 

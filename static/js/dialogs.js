@@ -24,17 +24,6 @@ function dialogWith(title, ...children) {
   return h('dialog', { 'aria-labelledby': 'dialog-title' }, h('h2', { id: 'dialog-title' }, title), ...children);
 }
 
-/** Asks before something is deleted. Resolves to true or false. */
-export async function confirmDelete(title) {
-  const dialog = dialogWith('Delete this conversation?',
-    h('p', {}, `“${title}” will be deleted. You can undo this for ten seconds.`),
-    h('div', { class: 'dialog-buttons' },
-      h('button', { type: 'button', class: 'button quiet', on: { click: () => dialog.close() } }, 'Cancel'),
-      h('button', { type: 'button', class: 'button danger', autofocus: true,
-        on: { click: () => dialog.close('yes') } }, 'Delete')));
-  return (await ask(dialog)) === 'yes';
-}
-
 /**
  * Asks for an API key until one is given.
  *

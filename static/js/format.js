@@ -28,15 +28,6 @@ export function rate(tpotMs) {
   return `${perSecond < 10 ? perSecond.toFixed(1) : count(Math.round(perSecond))} tok/s`;
 }
 
-/** "1,920 of 1,984 tokens reused (device)"; empty when nothing is known. */
-export function reuse(usage, kv) {
-  if (!usage || !kv) return '';
-  const tiers = TIERS.filter((tier) => kv[tier] > 0);
-  const reused = tiers.reduce((sum, tier) => sum + kv[tier], 0);
-  const where = tiers.length ? ` (${tiers.join(', ')})` : '';
-  return `${count(reused)} of ${count(usage.prompt_tokens)} tokens reused${where}`;
-}
-
 /** What the word that a question would come was worth. */
 function readiness({ state, lead_ms: lead, late_ms: late }) {
   if (state === 'hit') return `in time, ${duration(lead)} ahead`;
@@ -44,11 +35,11 @@ function readiness({ state, lead_ms: lead, late_ms: late }) {
   return 'for nothing';
 }
 
-/** The grey line under an answer. */
-export function summary({ adapter, timings, usage }) {
+/** The grey line under an answer. What was reused stands in the details behind it. */
+export function summary({ adapter, timings }) {
   if (!timings) return adapter ?? '';
   const first = timings.ttft_ms == null ? '' : `first word ${duration(timings.ttft_ms)}`;
-  return [adapter, first, rate(timings.tpot_ms), reuse(usage, timings.kv)].filter(Boolean).join(' · ');
+  return [adapter, first, rate(timings.tpot_ms)].filter(Boolean).join(' · ');
 }
 
 /** All timings as [name, value] rows. */

@@ -1,10 +1,14 @@
-"""An agent with one tool, by the OpenAI Agents SDK alone: `python agent.py BASE_URL`. The last line says whether the tool was called."""
+"""An agent with one tool, by the OpenAI Agents SDK alone: `python agent.py BASE_URL`. The last line says whether the tool was called.
+
+The tool takes one of three cities: a model of 2.3 million parameters may write a city without end where any text will do.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from typing import Literal
 
 
 async def main(base_url: str) -> None:
@@ -21,7 +25,7 @@ async def main(base_url: str) -> None:
     cities: list[str] = []
 
     @function_tool
-    def get_weather(city: str) -> str:
+    def get_weather(city: Literal["London", "Paris", "Rome"]) -> str:
         """Today's weather in a city."""
         cities.append(city)
         return f"Sunny in {city}."
