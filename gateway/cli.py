@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from gateway import __version__
+from gateway.completion_command import completion
 from gateway.config import SETTINGS, Config
 from gateway.config_sources import load_config
 from gateway.errors import StartupError
@@ -336,6 +337,7 @@ def doctor(
     sys.exit(doctor_command.doctor(_load(config_file, flags), vllm_source, as_json, names))
 
 
+cli.add_command(completion)
 cli.add_command(kv)
 cli.add_command(nodes)
 cli.add_command(replay)
