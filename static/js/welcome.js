@@ -9,8 +9,11 @@ const EXAMPLES = [
   { text: 'Who are you?', why: 'the same model in another voice', adapter: 'pirate' },
 ];
 
+// The examples are what the demo model can do; another one is not made to look foolish by them.
+const DEMO_MODEL = 'overture-demo';
+
 /**
- * Fills the example list; those whose adapter the server does not have are left out.
+ * Fills the example list: for the demo model only, without those whose adapter the server does not have. The invitation above it goes with it.
  *
  * @param {HTMLElement} list
  * @param {object[]} models
@@ -18,7 +21,8 @@ const EXAMPLES = [
  */
 export function showExamples(list, models, choose) {
   const known = new Set(models.map((model) => model.id));
-  const offered = EXAMPLES.filter(({ adapter }) => !adapter || known.has(adapter));
+  const offered = known.has(DEMO_MODEL) ? EXAMPLES.filter(({ adapter }) => !adapter || known.has(adapter)) : [];
+  list.previousElementSibling.hidden = !offered.length;
   list.replaceChildren(...offered.map((example) => h('li', {}, card(example, choose))));
 }
 

@@ -467,6 +467,19 @@ def test_what_is_typed_right_after_a_message_is_announced_too(wired) -> None:
         chat.wait_done(chat.turns.nth(number))
 
 
+def test_examples_of_the_demo_model_are_not_offered_for_another(wired) -> None:
+    chat, wire = wired()
+    wire.on_frame = lambda frame: (
+        frame | {"models": [model | {"id": "qwen3"} for model in frame["models"][:1]]}
+        if frame["type"] == "ready"
+        else frame
+    )
+    chat.open()
+    expect(chat.page.locator("#welcome h2")).to_be_visible()
+    expect(chat.page.locator("#examples li")).to_have_count(0)
+    expect(chat.page.get_by_text("Pick a voice")).to_be_hidden()
+
+
 def test_a_conversation_is_marked_as_warm_while_one_types(chat) -> None:
     chat.ask("Please remember all of this: " + " ".join(f"the {n}th is called Anna." for n in range(30)))
     expect(chat.page.locator(".warmth")).to_be_hidden()
