@@ -18,6 +18,13 @@ WIDE = {"width": 1120, "height": 700}
 PHONE = {"width": 390, "height": 780}
 
 
+# As long as it takes for the conversation to fill whole KV blocks, which are what is moved.
+LONG_QUESTION = (
+    "I would like to hear a story about the sea. It should have an old lighthouse in it, a keeper who cannot sleep, and a ship that comes home "
+    "after many years. Please make it a quiet story, with good weather at the end."
+)
+
+
 def introduce(chat: Chat) -> None:
     chat.ask("Hello! My name is Ada and I live in Lisbon.")
     chat.ask("What is my name?")
@@ -32,8 +39,9 @@ def chat_picture(chat: Chat, line: Line) -> Page:
 def warm_picture(chat: Chat, line: Line) -> Page:
     """While a follow-up is typed: its KV is on the device before Enter."""
     introduce(chat)
+    chat.ask(LONG_QUESTION)
     chat.question.press_sequentially("And where do I", delay=60)
-    chat.page.wait_for_timeout(1500)  # the line under the field fills
+    expect(chat.page.locator(".warmth")).to_be_visible()
     return chat.page
 
 
