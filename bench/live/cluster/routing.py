@@ -17,7 +17,7 @@ from bench.measures import quantile
 NUM_PEOPLE, FIRST_TOKENS, QUESTION_TOKENS, LEAD_S = 32, 192, 48, 1.0
 # Standard deviation of the logarithm of how often people ask. Chosen: the busiest tenth ask about half of all questions.
 SPREAD = 1.3
-# Mean seconds between an answer's end and the next question. Chosen so that two cores are busy for some two thirds of the time.
+# Mean seconds between an answer's end and the next question. Chosen.
 THINK_S = 8.0
 # First questions have no KV anywhere. They come spread over this time, which is not counted: it would decide the P99.
 WARM_UP_S = 12.0
