@@ -58,7 +58,7 @@ from kvtiers.stats import TierStats
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.engine_client import BridgeEngineClient
-    from engine_bridge.driver.node_load import Standing
+    from engine_bridge.driver.node_load import NodeLoad
     from engine_bridge.driver.serving import Serving, ServingOptions
 
 log = logging.getLogger(__name__)
@@ -148,10 +148,10 @@ class LocalNode:
         )
         if TOKENIZER_TURNS not in off:
             self._tokenizer = be_fair(self._client.renderer)
-        serving = Serving(
-            self._client,
-            _serving_options(config, engine, keeps_token_ids=KEPT_TOKENS not in off),
+        options = await asyncio.to_thread(
+            _serving_options, config, engine, keeps_token_ids=KEPT_TOKENS not in off
         )
+        serving = Serving(self._client, options)
         self._stage = "compiling the chat template"
         await asyncio.to_thread(serving.warm_up)
         await serve_found(serving, config.adapters, config.adapters_dir, self._report)
@@ -255,10 +255,10 @@ class LocalNode:
 
     def facts(self) -> NodeFacts | None:
         # One that is being closed stands for nothing any more.
-        standing: Standing | None = getattr(self._thread.driver, "standing", None)
-        if standing is None:
+        load: NodeLoad | None = getattr(self._thread.driver, "node_load", None)
+        if load is None:
             return None
-        return msgspec.structs.replace(standing.facts(), is_open=self.state == "ready")
+        return msgspec.structs.replace(load.facts(), is_open=self.state == "ready")
 
     def kv_tiers(self) -> TierStats | None:
         return self._tiers.stats() if self._tiers is not None else None

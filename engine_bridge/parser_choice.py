@@ -12,10 +12,11 @@ AUTO, NONE = "auto", "none"
 
 
 class Choice(Struct, frozen=True):
-    """name: of vLLM's parser; "" for none. why: the end of a sentence for the log."""
+    """name: of vLLM's parser; "" for none. why: the end of a sentence for the log. is_set: the operator named it, so it must be usable."""
 
     name: str
     why: str
+    is_set: bool = False
 
 
 class Family(Struct, frozen=True):
@@ -122,7 +123,7 @@ def _choose(
     if setting in (NONE, ""):
         return Choice("", "it is switched off")
     if setting != AUTO:
-        return Choice(setting, "as set")
+        return Choice(setting, "it was set", is_set=True)
     for family in families:
         if family.has(model_type, template) and needed in template.lower():
             said = f"its chat template has {family.marks[0]!r}" if family.marks else f"it is a {model_type}"

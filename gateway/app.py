@@ -16,6 +16,7 @@ from aiohttp import web
 
 from engine_bridge.driver.building import configure_environment
 from engine_bridge.engine_config import Device, EngineConfig, EngineSettings
+from engine_bridge.errors import BridgeError
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import Node
 from engine_bridge.policy.homes import MAX_SESSIONS
@@ -422,9 +423,12 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
             {starting}
         )  # vLLM cannot be interrupted while it builds; the thread must end before the process
     stopping.cancel()
-    if starting.exception() is not None:
-        log.error("the engine could not be started", exc_info=starting.exception())
-        say(f"error: the engine could not be started: {starting.exception()}")
+    if (error := starting.exception()) is not None:
+        if not isinstance(
+            error, BridgeError
+        ):  # those say themselves what is wrong, and where does not matter
+            log.error("the engine could not be started", exc_info=error)
+        say(f"error: the engine could not be started: {error}")
         return False
     adapters = ", ".join(info.name for info in services.node.adapters())
     say(

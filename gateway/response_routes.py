@@ -9,10 +9,11 @@ import orjson
 from aiohttp import web
 
 from gateway.api_turns import listed_items, reply_of_turn
+from gateway.background import BackgroundResponse
 from gateway.errors import GatewayError
 from gateway.openai_routes import SSE_HEADERS, write_events
 from gateway.rest import in_place, json_reply
-from gateway.services import SERVICES
+from gateway.services import SERVICES, Services
 from gateway.sessions import StoredResponse, Turn
 
 # Source: OpenAI's API reference, "List input items".
@@ -21,9 +22,7 @@ DEFAULT_ITEMS, MAX_ITEMS = 20, 100
 
 async def read(request: web.Request) -> web.StreamResponse:
     """A response as it is now, or with `?stream=true` the events of one that was begun in the background with `stream`."""
-    services = request.app[SERVICES]
-    owner, response_id = services.admit(request).owner, request.match_info["id"]
-    job = services.background.find(owner, response_id)
+    services, _, _, job = _asked_for(request)
     if _is_true(request, "stream"):
         if job is None or not job.is_streamed:
             raise GatewayError(
@@ -45,9 +44,7 @@ async def read(request: web.Request) -> web.StreamResponse:
 
 
 async def delete(request: web.Request) -> web.Response:
-    services = request.app[SERVICES]
-    owner, response_id = services.admit(request).owner, request.match_info["id"]
-    job = services.background.find(owner, response_id)
+    services, owner, response_id, job = _asked_for(request)
     if job is not None:
         await services.background.cancel(job)
     if not await services.store.delete_response(owner, response_id, time.time()):
@@ -57,9 +54,7 @@ async def delete(request: web.Request) -> web.Response:
 
 async def cancel(request: web.Request) -> web.Response:
     """End a response that runs in the background; one that is over is answered as it is, as OpenAI's API has it."""
-    services = request.app[SERVICES]
-    owner, response_id = services.admit(request).owner, request.match_info["id"]
-    job = services.background.find(owner, response_id)
+    services, _, _, job = _asked_for(request)
     if job is not None:
         await services.background.cancel(job)
     _, stored = await _stored(request)
@@ -93,6 +88,14 @@ async def input_items(request: web.Request) -> web.Response:
         else {"first_id": None, "last_id": None}
     )
     return json_reply({"object": "list", "data": page, "has_more": len(listed) > limit, **ends})
+
+
+def _asked_for(request: web.Request) -> tuple[Services, str, str, BackgroundResponse | None]:
+    """The services, whose response is meant and which one, and the work on it while that goes on in the background. Counts as one of the owner's
+    calls."""
+    services = request.app[SERVICES]
+    owner, response_id = services.admit(request).owner, request.match_info["id"]
+    return services, owner, response_id, services.background.find(owner, response_id)
 
 
 async def _stored(request: web.Request) -> tuple[Turn, StoredResponse | None]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.kv_tiers import KvTiers
     from engine_bridge.driver.link_measuring import LinkMeasuring
-    from engine_bridge.driver.node_load import Speeds, Standing
+    from engine_bridge.driver.node_load import NodeLoad, Speeds
     from engine_bridge.driver.promoter import Promoter
     from engine_bridge.driver.scheduling.record import LogWriter
     from engine_bridge.driver.scheduling.report import Report
@@ -118,7 +118,7 @@ class VllmDriver:
         self.speeds = self._make_speeds()
         self.scheduling = self._make_scheduling(config) if config.scheduling_policy != "vllm" else None
         self.report = self._make_report()
-        self.standing = self._make_standing()
+        self.node_load = self._make_node_load()
 
     # -- the bridge's side -------------------------------------------------------------------------------------------
 
@@ -345,11 +345,11 @@ class VllmDriver:
 
         return Speeds(self.steps, self.profile, self._tiers)
 
-    def _make_standing(self) -> Standing:
-        from engine_bridge.driver.node_load import Standing
+    def _make_node_load(self) -> NodeLoad:
+        from engine_bridge.driver.node_load import NodeLoad
 
         load = self.scheduling.dispatcher.load if self.scheduling is not None else None
-        return Standing(self._scheduler, load, self._block_size, self.speeds)
+        return NodeLoad(self._scheduler, load, self._block_size, self.speeds)
 
     def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
         from engine_bridge.driver.adapters.build import make_residency

@@ -219,7 +219,7 @@ class BridgeEngineClient(EngineClient):
         `priority`, `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: CALL has what the gateway has set.
         """
         call = CALL.get()
-        # A wish that costs nothing to leave out: with most models vLLM can only refuse it, and Anthropic's clients send one with every call.
+        # A wish that costs nothing to leave out, and that some clients send with every call: vLLM refuses it for most models.
         sampling_params.thinking_token_budget = None
         collector = RequestOutputCollector(sampling_params.output_kind, request_id)
         try:

@@ -52,7 +52,7 @@ class Speeds:
         )
 
 
-class Standing:
+class NodeLoad:
     """Looks and changes nothing; waits for no step.
 
     Args:

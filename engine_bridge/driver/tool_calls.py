@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from engine_bridge.driver.vllm_api import (
     DeltaMessage,
@@ -66,9 +66,8 @@ def demands_as_json(parser: type) -> type:
         def adjust_request(self, request: Any) -> Any:
             if not request.tools or request.tool_choice in (None, "none", "auto"):
                 return super().adjust_request(request)
-            adjusted = ToolParser.adjust_request(self, request)
             # A model that has learned no form of calls does not know when to stop making them.
-            return _tightened(adjusted, at_most_one if parser is NoFormToolParser else _as_it_is)
+            return _demanded(self, request, makes_one_call=parser is NoFormToolParser)
 
     # Not in the class's body: vLLM resets it there for parsers that have structural tags.
     DemandsAsJson.supports_required_and_named = True
@@ -76,82 +75,78 @@ def demands_as_json(parser: type) -> type:
     return DemandsAsJson
 
 
-def _as_it_is(schema: Any) -> Any:
-    return schema
+def _demanded(parser: Any, request: Any, *, makes_one_call: bool) -> Any:
+    """The request with the schema of its demanded calls where vLLM reads it: closed, and for one call only where that is said.
 
-
-def _tightened(request: Any, bound: Callable[[Any], Any]) -> Any:
-    """With the schema of the demanded calls closed and bounded, where `ToolParser.adjust_request` has put it."""
-    outputs = getattr(request, "structured_outputs", None)
-    if outputs is not None and isinstance(outputs.json, dict):
-        outputs.json = bound(closed(outputs.json))
-    text = getattr(request, "text", None)
-    form: Any = getattr(text, "format", None)
-    if isinstance(getattr(form, "schema_", None), dict):
-        form.schema_ = bound(closed(form.schema_))
+    What the client asked for in that place stays as it is where vLLM puts nothing there (tools that are no functions).
+    """
+    asked = getattr(request, "structured_outputs", None), getattr(request, "text", None)
+    request = ToolParser.adjust_request(parser, request)
+    outputs, text = getattr(request, "structured_outputs", None), getattr(request, "text", None)
+    if outputs is not None and outputs is not asked[0] and isinstance(outputs.json, dict):
+        outputs.json = _tightened(outputs.json, makes_one_call=makes_one_call)
+    if text is not None and text is not asked[1]:
+        text.format.schema_ = _tightened(text.format.schema_, makes_one_call=makes_one_call)
     return request
 
 
-def install_tool_parser(choice: Choice, tokenizer: Any) -> str:
-    """Have vLLM's serving classes find the parser, and return the name under which they do.
+def _tightened(schema: Any, *, makes_one_call: bool) -> Any:
+    return at_most_one(closed(schema)) if makes_one_call else closed(schema)
 
-    A parser that was chosen by the model's family and does not fit its tokenizer is left out, with a line in the log.
+
+def install_tool_parser(choice: Choice, tokenizer: Any) -> str:
+    """Have vLLM's serving classes find the parser, and return the name under which they do. Imports and builds it: not for the event loop.
 
     Raises:
-        ParserRefused: the parser that was set is unknown, or does not fit the tokenizer.
+        ParserRefused: as `usable_parser`.
     """
-    name = choice.name
-    if name and (problem := _problem(name, tokenizer)):
-        if choice.why == "as set":
-            raise ParserRefused(f"--tool-parser {name}: {problem}")
-        log.warning("tool calls are not read by vLLM's parser %s: %s", name, problem)
-        name = ""
+    name = usable_parser(
+        "tool", choice, lambda name: ToolParserManager.get_tool_parser(name)(tokenizer, None)
+    )
     found = ToolParserManager.get_tool_parser(name) if name else NoFormToolParser
     found = getattr(found, "demands_of", found)  # it was put there before
     ToolParserManager.register_module(name=name or NO_FORM, module=demands_as_json(found))
-    log.info(
-        "tool calls: %s",
-        f"read by vLLM's parser {name}, since {choice.why}"
-        if name
-        else f"those that a request demands, as JSON; the model's own stay text, since {choice.why}",
-    )
+    if not name:
+        log.info("tool calls: only those that a request demands, as JSON; what the model writes stays text")
     return name or NO_FORM
 
 
-def _problem(name: str, tokenizer: Any) -> str:
-    known = ToolParserManager.list_registered()
-    if name not in known:
-        return f"there is no such parser. vLLM has {', '.join(known)}"
-    try:
-        ToolParserManager.get_tool_parser(name)(tokenizer, None)
-    except Exception as error:
-        return f"it does not fit this model's tokenizer: {error}"
-    return ""
-
-
 def check_reasoning_parser(choice: Choice, tokenizer: Any) -> str:
-    """The parser's name if it fits the model's tokenizer, else "" with a line in the log.
+    """The parser's name, "" for none. Imports and builds it: not for the event loop.
 
     Raises:
-        ParserRefused: the parser that was set is unknown, or does not fit the tokenizer.
+        ParserRefused: as `usable_parser`.
+    """
+    return usable_parser(
+        "reasoning", choice, lambda name: ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+    )
+
+
+def usable_parser(kind: Literal["tool", "reasoning"], choice: Choice, build: Callable[[str], Any]) -> str:
+    """The name of the chosen parser if vLLM has it and it can be built with the model's tokenizer, else "".
+
+    A parser that follows from the model's family and cannot be used is left out, with a warning.
+
+    Raises:
+        ParserRefused: the operator has named a parser that cannot be used.
     """
     if not choice.name:
         return ""
-    problem = ""
-    known = ReasoningParserManager.list_registered()
+    manager = ToolParserManager if kind == "tool" else ReasoningParserManager
+    known, problem = manager.list_registered(), ""
     if choice.name not in known:
         problem = f"there is no such parser. vLLM has {', '.join(known)}"
     else:
         try:
-            ReasoningParserManager.get_reasoning_parser(choice.name)(tokenizer)
+            build(choice.name)
         except Exception as error:
             problem = f"it does not fit this model's tokenizer: {error}"
     if not problem:
-        log.info("reasoning: read by vLLM's parser %s, since %s", choice.name, choice.why)
+        log.info("%s parser: vLLM's %s, since %s", kind, choice.name, choice.why)
         return choice.name
-    if choice.why == "as set":
-        raise ParserRefused(f"--reasoning-parser {choice.name}: {problem}")
-    log.warning("reasoning is not read by vLLM's parser %s: %s", choice.name, problem)
+    if choice.is_set:
+        raise ParserRefused(f"--{kind}-parser {choice.name}: {problem}")
+    log.warning("%s parser: not vLLM's %s, though %s: %s", kind, choice.name, choice.why, problem)
     return ""
 
 

@@ -85,14 +85,25 @@ def test_responses_hold_to_demanded_calls_too() -> None:
     assert json.dumps(schema).count("get_weather") == 1 and schema["maxItems"] == 1
 
 
+def test_a_format_that_the_client_asked_for_is_left_alone_where_no_function_is_demanded() -> None:
+    mine = {"type": "object", "properties": {"city": {"type": "string"}}}
+    form = {"type": "json_schema", "name": "mine", "schema": mine}
+    tool = {"type": "web_search_preview"}
+    body = {"input": "hi", "tools": [tool], "tool_choice": tool, "text": {"format": form}}
+    request = bare(NoFormToolParser).adjust_request(ResponsesRequest.model_validate(body))
+    assert request.text.format.schema_ == mine
+
+
 def test_every_family_s_parser_is_one_of_vllm_s() -> None:
     assert {family.parser for family in TOOL_FAMILIES} <= set(ToolParserManager.list_registered())
     assert {family.parser for family in REASONING_FAMILIES} <= set(ReasoningParserManager.list_registered())
 
 
 def test_a_parser_that_fits_is_found_by_its_name(tokenizer: Any) -> None:
-    assert install_tool_parser(Choice("hermes", "as set"), tokenizer) == "hermes"
-    assert install_tool_parser(Choice("hermes", "as set"), tokenizer) == "hermes", "twice is as once"
+    assert install_tool_parser(Choice("hermes", "it was set", is_set=True), tokenizer) == "hermes"
+    assert install_tool_parser(Choice("hermes", "it was set", is_set=True), tokenizer) == "hermes", (
+        "twice is as once"
+    )
     found = ToolParserManager.get_tool_parser("hermes")
     assert not hasattr(found.demands_of, "demands_of")
     assert install_tool_parser(Choice("", "it is switched off"), tokenizer) == NO_FORM
@@ -102,11 +113,11 @@ def test_a_parser_that_was_set_and_cannot_be_used_is_refused(tokenizer: Any) -> 
     with pytest.raises(
         ParserRefused, match=r"--tool-parser nothing: there is no such parser\. vLLM has .*hermes"
     ):
-        install_tool_parser(Choice("nothing", "as set"), tokenizer)
+        install_tool_parser(Choice("nothing", "it was set", is_set=True), tokenizer)
     with pytest.raises(ParserRefused, match=r"--tool-parser deepseek_v3: it does not fit"):
-        install_tool_parser(Choice("deepseek_v3", "as set"), tokenizer)
+        install_tool_parser(Choice("deepseek_v3", "it was set", is_set=True), tokenizer)
     with pytest.raises(ParserRefused, match="--reasoning-parser nothing"):
-        check_reasoning_parser(Choice("nothing", "as set"), tokenizer)
+        check_reasoning_parser(Choice("nothing", "it was set", is_set=True), tokenizer)
 
 
 def test_a_parser_of_the_family_that_does_not_fit_is_left_out(tokenizer: Any) -> None:
