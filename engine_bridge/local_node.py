@@ -18,6 +18,7 @@ from engine_bridge.adapters.catalog import Catalog, NoCatalog, open_registry
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
 from engine_bridge.cluster.peers import PeerConfig, Peering
+from engine_bridge.context_overflow import ContextOverflow
 from engine_bridge.driver.absent import NoAdapters
 from engine_bridge.driver.engine import EngineCounts, VllmDriver
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
@@ -85,6 +86,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     limits: RequestLimits = RequestLimits()
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
+    context_overflow: ContextOverflow = "error"
     chat_template: str | None = None
     peers: PeerConfig | None = None
 
@@ -482,6 +484,7 @@ def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: b
         reasoning_parser=check_reasoning_parser(reasoning, tokenizer),
         chat_template=config.chat_template,
         keeps_token_ids=keeps_token_ids,
+        context_overflow=config.context_overflow,
         max_prompt_chars=config.limits.prompt_chars(model.max_model_len),
     )
 

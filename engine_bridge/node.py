@@ -368,13 +368,34 @@ class Progress(Struct, frozen=True):
     error: str | None = None
 
 
+class Dropped(Struct, frozen=True):
+    """How many of each were left out of a call."""
+
+    tools: int = 0
+    messages: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.tools or self.messages)
+
+    def __str__(self) -> str:
+        """For headers and logs: `tools=36, messages=4`."""
+        return ", ".join(f"{name}={num}" for name in self.__struct_fields__ if (num := getattr(self, name)))
+
+    @classmethod
+    def parse(cls, text: str) -> Dropped:
+        """What `str` was made of."""
+        pairs = (part.split("=") for part in text.split(", ") if part)
+        return cls(**{name: int(num) for name, num in pairs})
+
+
 class JsonReply(Struct, frozen=True):
     """A whole answer of an OpenAI- or Anthropic-shaped call: HTTP status and a JSON body. token_ids: of a session's call, all that the engine read
-    and wrote, packed; b"" where that is not known."""
+    and wrote, packed; b"" where that is not known. dropped: what was left out of the call so that its prompt fits."""
 
     status: int
     body: bytes
     token_ids: bytes = b""
+    dropped: Dropped = Dropped()
 
 
 # How one schema of an `ApiSchemas` names another: where OpenAPI keeps them.

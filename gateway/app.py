@@ -107,6 +107,7 @@ def node_config(config: Config) -> LocalNodeConfig:
         limits=config.request_limits,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
+        context_overflow=config.context_overflow,
         chat_template=template,
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
+from engine_bridge.context_overflow import ContextOverflow
 from engine_bridge.engine_config import KIB, ModelName, NonEmpty, Positive, setting
 from engine_bridge.policy import routing
 from engine_bridge.policy.request_limits import RequestLimits
@@ -155,6 +156,15 @@ class Config(LimitSettings, frozen=True, kw_only=True):
             "vLLM's parser for reasoning text, such as qwen3; auto: by the model's family; none: reasoning is part of the answer.",
         ),
     ] = "auto"
+
+    context_overflow: Annotated[
+        ContextOverflow,
+        setting(
+            "Model",
+            "What an API call may leave out where its prompt does not fit: nothing (error), tools that the model cannot call by itself "
+            "(drop-tools), or the oldest turns as well (drop-oldest). The reply says what was left out.",
+        ),
+    ] = "drop-tools"
 
     draft_prefill: Annotated[
         bool,

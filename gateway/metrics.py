@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from engine_bridge.node import AdvisoryReport, Delta
+from engine_bridge.node import AdvisoryReport, Delta, Dropped
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
@@ -62,6 +62,12 @@ class Metrics:
         self.socket_errors = Counter(
             "overture_socket_errors", "Error frames sent", ["code"], registry=registry
         )
+        self.left_out = Counter(
+            "overture_left_out",
+            "Tools and messages left out of calls whose prompt did not fit (--context-overflow)",
+            ["what"],
+            registry=registry,
+        )
         self.slow_readers = Counter(
             "overture_slow_readers", "Sockets closed for not reading", registry=registry
         )
@@ -76,6 +82,11 @@ class Metrics:
             "overture_requests_refused", "Requests refused by a budget", ["budget"], registry=registry
         )
         self.http = Counter("overture_http_requests", "HTTP requests", ["route", "status"], registry=registry)
+
+    def note_left_out(self, dropped: Dropped) -> None:
+        """Count what was left out of a call."""
+        self.left_out.labels("tools").inc(dropped.tools)
+        self.left_out.labels("messages").inc(dropped.messages)
 
     def _count_advisories(self, registry: CollectorRegistry) -> None:
         self.typing = Counter("overture_typing_frames", "Typing frames received", registry=registry)

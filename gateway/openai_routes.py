@@ -13,6 +13,7 @@ import orjson
 from aiohttp import web
 
 from engine_bridge.api_errors import unknown_model
+from engine_bridge.context_overflow import dropped_of
 from engine_bridge.errors import BridgeError
 from engine_bridge.node import Api, JsonReply, SseReply, token_ids_of
 from engine_bridge.predict.hints import read_body
@@ -29,7 +30,7 @@ from gateway.request_priority import checked_priority
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
 from gateway.turns import from_bridge
-from gateway.web_policy import REQUEST_ID_HEADER, error_body, request_id
+from gateway.web_policy import LEFT_OUT_HEADER, REQUEST_ID_HEADER, error_body, request_id
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +173,9 @@ async def _answer(
     headers = {SESSION_HEADER: recording.session_id} if recording else {}
     reader = AnswerReader(api) if recording else None
     if isinstance(reply, JsonReply):
+        if reply.dropped:
+            headers[LEFT_OUT_HEADER] = str(reply.dropped)
+            services.metrics.note_left_out(reply.dropped)
         if reader is not None and recording is not None and reply.status == 200:
             reader.feed_json(reply.body, reply.token_ids)
             await record(services, recording, reader)
@@ -239,6 +243,8 @@ async def write_events(
                 reader.feed(event)
             if token_ids_of(event) is not None:  # for us, not for clients
                 continue
+            if dropped := dropped_of(event):
+                services.metrics.note_left_out(dropped)
             try:
                 async with asyncio.timeout(SLOW_READER_S):
                     await response.write(event)

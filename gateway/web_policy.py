@@ -27,6 +27,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RETRY_AFTER_S = 3
 BEGUN = web.RequestKey("begun", web.StreamResponse)  # of a request: the response whose head is on its way
 REQUEST_ID_HEADER = "X-Request-Id"
+LEFT_OUT_HEADER = "X-Overture-Left-Out"
 _REQUEST_ID = web.RequestKey("request_id", str)
 # A client's own id is repeated if it is short and visible ASCII. Chosen: two UUIDs and a trace id fit.
 _SANE_ID = re.compile(r"[!-~]{1,128}")
@@ -161,7 +162,7 @@ def cors_headers(origin: str, asked: str) -> dict[str, str]:
         "Access-Control-Allow-Origin": origin,
         "Access-Control-Allow-Methods": "GET, POST, PATCH, DELETE, OPTIONS",
         "Access-Control-Allow-Headers": asked if is_sane else usual,
-        "Access-Control-Expose-Headers": f"X-Session-Id, {REQUEST_ID_HEADER}, Retry-After",
+        "Access-Control-Expose-Headers": f"X-Session-Id, {REQUEST_ID_HEADER}, {LEFT_OUT_HEADER}, Retry-After",
         "Access-Control-Max-Age": "600",
         "Vary": "Origin, Access-Control-Request-Headers",
     }

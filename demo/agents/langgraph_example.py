@@ -17,7 +17,7 @@ from gateway.client.client import OvertureClient
 from gateway.client.hooks import langgraph as overture
 
 
-def build(args: Namespace, advisor: Advisor) -> Any:
+def build(args: Namespace) -> Any:
     """The graph: write, criticise, and again until the rounds are over."""
     from langchain_core.messages import AnyMessage, HumanMessage
     from langchain_openai import ChatOpenAI
@@ -28,12 +28,11 @@ def build(args: Namespace, advisor: Advisor) -> Any:
     )
 
     def node(name: str, instruction: str) -> Any:
-        talker = llm.bind(extra_headers=advisor.headers(name))
         history: list[AnyMessage] = [HumanMessage(instruction)]
 
         async def act(state: dict[str, Any]) -> dict[str, Any]:
             history.append(HumanMessage(state["messages"][-1].content))
-            answer = await talker.ainvoke(history)
+            answer = await llm.ainvoke(history)
             history.append(answer)
             print(f"{name}: {answer.content}")
             return {"messages": [answer]}
@@ -55,7 +54,7 @@ def build(args: Namespace, advisor: Advisor) -> Any:
 async def run(args: Namespace) -> None:
     async with OvertureClient(args.base_url, args.api_key) as client:
         with Advisor(client, run_id=args.run_id, model=args.model) as advisor:
-            app = overture.attach(build(args, advisor), advisor)
+            app = overture.attach(build(args), advisor)
             await app.ainvoke({"messages": [("user", args.task)]})
             print_report(await advisor.report_async())
 

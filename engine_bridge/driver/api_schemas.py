@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from engine_bridge.driver.serving import SERVER_FIELDS
+from engine_bridge.driver.bodies import SERVER_FIELDS
 from engine_bridge.driver.tokenize_request import TokenizeBody
 from engine_bridge.driver.vllm_api import (
     AnthropicCountTokensRequest,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -16,13 +15,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from fastapi.exceptions import RequestValidationError
 from msgspec.structs import asdict
-from pydantic import ValidationError
 
 from engine_bridge.adapters.errors import AdapterRejected
-from engine_bridge.api_errors import UNKNOWN_MODEL, error_body, is_too_long, unknown_model
+from engine_bridge.api_errors import is_too_long, unknown_model
+from engine_bridge.context_overflow import ContextOverflow, dropped_event, shorter
 from engine_bridge.continuity import Continued
+from engine_bridge.driver.bodies import (
+    ERROR_EVENT,
+    Rejected,
+    as_error_response,
+    as_malformed,
+    error_reply,
+    in_our_form,
+    openai_error,
+    parse,
+)
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 from engine_bridge.driver.continuing import CallIds, continued
@@ -38,7 +46,6 @@ from engine_bridge.driver.vllm_api import (
     CompletionRequest,
     DetokenizeRequest,
     ErrorResponse,
-    GracefulHTTPError,
     LoadLoRAAdapterRequest,
     LoRARequest,
     OnlineRenderer,
@@ -48,24 +55,19 @@ from engine_bridge.driver.vllm_api import (
     OpenAIServingResponses,
     RequestOutputKind,
     ResponsesRequest,
-    RetryableRequestError,
     SamplingParams,
     ServingTokenization,
     UnloadLoRAAdapterRequest,
     VLLMError,
-    VLLMServerError,
     _convert_stream_to_sse_events,
-    create_error_response,
     get_max_tokens,
-    translate_error_response,
-    validation_exception_handler,
     with_sse_keep_alive,
 )
-from engine_bridge.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.errors import InvalidRequest
 from engine_bridge.node import (
-    ANTHROPIC_ERROR_TYPES,
     Api,
     ChatMessage,
+    Dropped,
     GenerateRequest,
     JsonReply,
     Prompt,
@@ -78,25 +80,10 @@ from engine_bridge.request_context import RequestContext
 
 log = logging.getLogger(__name__)
 
-# What vLLM's validation handler reads from a request: nothing but these two.
-_VALIDATION_CONTEXT: Any = SimpleNamespace(
-    app=SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(log_error_stack=False))),
-    state=SimpleNamespace(),
-)
 # Ways in which a draft may go on: a word may grow, end or be followed by punctuation.
 DRAFT_ENDS = ("s", " a", ".")
 # Chosen: proxies cut a silent connection after 30 to 60 s; a comment is no event to any client.
 KEEP_ALIVE_S = 15.0
-# Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's. A `priority` that the gateway lets
-# a client have comes with the caller.
-SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
-# Errors of which it is known whose they are, whatever the body says.
-_OURS = (EngineUnavailable, InvalidRequest, VLLMServerError, GracefulHTTPError, OSError, MemoryError)
-# What code raises that did not expect the value it got; vLLM answers some of them as 400, with Python's own text.
-_MISTAKES = (TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
-# How errors begin that vLLM's generators of chat and text completions write themselves.
-_ERROR_EVENT = 'data: {"error":'
-MALFORMED_MESSAGE = "The request cannot be read: one of its fields has a form that does not fit. /openapi.json says which forms they take."
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +97,7 @@ class ServingOptions:
     reasoning_parser: str = ""
     chat_template: str | None = None
     max_prompt_chars: int = 1 << 20
+    context_overflow: ContextOverflow = "error"
     keeps_token_ids: bool = True
 
 
@@ -223,7 +211,6 @@ class Serving:
         self, api: Api, body: Any, headers: Mapping[str, str], context: RequestContext
     ) -> JsonReply | SseReply:
         """Answer one call; every failure becomes a reply in that API's own shape."""
-        endpoint = self._endpoints[api]
         leave = await self._entrance.enter(context.tenant)
         start = CallStart(when_known=leave)
         goes_on = self._options.keeps_token_ids and bool(context.session_id)
@@ -231,41 +218,62 @@ class Serving:
         call = Call(msgspec.structs.replace(context, history_token_ids=b""), start, ids)
         token = CALL.set(call)
         try:
-            return await self._serve(endpoint, body, headers, call, start)
+            return await self._serve(api, body, headers, call, start)
         finally:
             CALL.reset(token)
             start.is_over.set()
             leave()
 
     async def _serve(
-        self,
-        endpoint: _Endpoint,
-        body: Any,
-        headers: Mapping[str, str],
-        call: Call,
-        start: CallStart,
+        self, api: Api, body: Any, headers: Mapping[str, str], call: Call, start: CallStart
     ) -> JsonReply | SseReply:
+        endpoint = self._endpoints[api]
         raw_request = SimpleNamespace(headers=_passed_on(headers), state=SimpleNamespace())
         try:
-            request = await _parse(endpoint.request_class, body)
-            result = await start.result_of(endpoint.call(request, raw_request))
+            result, dropped = await self._fitting(api, body, raw_request, start)
             if isinstance(result, AsyncIterator):
                 events = _convert_stream_to_sse_events(result) if endpoint.yields_objects else result
                 stream = StartedStream(_in_call(call, events))
                 await stream.begin(start)
-                encoded = _encoded(with_sse_keep_alive(stream.events(), KEEP_ALIVE_S), endpoint, call.ids)
-                return SseReply(ClosingEvents(encoded, stream))
-        except _Rejected as rejected:
-            return _error_reply(rejected.response, endpoint)
+                told = _telling(dropped, with_sse_keep_alive(stream.events(), KEEP_ALIVE_S))
+                return SseReply(ClosingEvents(_encoded(told, endpoint, call.ids), stream))
         except Exception as error:
-            answer = _as_error_response if start.is_queued else _as_malformed
-            return _error_reply(answer(error), endpoint)
+            answer = as_error_response if start.is_queued else as_malformed
+            return error_reply(answer(error), is_anthropic=endpoint.is_anthropic)
         if isinstance(result, ErrorResponse):
-            if result.error.code == 404 and result.error.param == "model":
-                result.error.message = self._unknown_model(request.model)
-            return _error_reply(result, endpoint)
-        body = result.model_dump_json(**(endpoint.dump or {})).encode()
-        return JsonReply(200, body, call.ids.seen if call.ids is not None else b"")
+            return error_reply(result, is_anthropic=endpoint.is_anthropic)
+        reply = result.model_dump_json(**(endpoint.dump or {})).encode()
+        return JsonReply(200, reply, call.ids.seen if call.ids is not None else b"", dropped)
+
+    async def _fitting(self, api: Api, body: Any, raw_request: Any, start: CallStart) -> tuple[Any, Dropped]:
+        """The call's result, and what was left out so that its prompt fits. The first error where it fits in no way."""
+        endpoint, options = self._endpoints[api], self._options
+        result = first = await self._attempt(endpoint, body, raw_request, start)
+        if _is_too_long(first):
+            versions = shorter(
+                options.context_overflow, api, body, calls_tools=options.tool_parser != NO_FORM
+            )
+            for version, dropped in versions:
+                result = await self._attempt(endpoint, version, raw_request, start)
+                if not _is_too_long(result):
+                    log.info("left out of a prompt that is longer than the model's context: %s", dropped)
+                    return result, dropped
+        return first, Dropped()
+
+    async def _attempt(self, endpoint: _Endpoint, body: Any, raw_request: Any, start: CallStart) -> Any:
+        """What vLLM's class returns; what it raises before the request is queued becomes an ErrorResponse."""
+        try:
+            request = await parse(endpoint.request_class, body)
+            result = await start.result_of(endpoint.call(request, raw_request))
+        except Rejected as rejected:
+            return rejected.response
+        except Exception as error:
+            if start.is_queued:
+                raise
+            return as_malformed(error)
+        if isinstance(result, ErrorResponse) and result.error.code == 404 and result.error.param == "model":
+            result.error.message = self._unknown_model(request.model)
+        return result
 
     def _unknown_model(self, name: str) -> str:
         return unknown_model(name, [self._options.served_model_name, *sorted(self.models.lora_requests)])
@@ -302,11 +310,11 @@ class Serving:
         failures: list[Exception] = []
         ADAPTER_FAILURES.set(failures)
         try:
-            result = await call(await _parse(request_class, body))
-        except _Rejected as rejected:
+            result = await call(await parse(request_class, body))
+        except Rejected as rejected:
             result = rejected.response
         except Exception as error:
-            result = _as_error_response(error)
+            result = as_error_response(error)
         if not isinstance(result, ErrorResponse):
             return JsonReply(200, json.dumps({"status": result}).encode())
         code = ""
@@ -314,7 +322,7 @@ class Serving:
             # vLLM blames itself for an adapter that it cannot have; the engine is well, the files are not.
             code = failures[0].code
             result.error.code = 404 if code == "adapter_not_found" else 400
-        return _openai_error(result, code)
+        return openai_error(result, code)
 
     # -- the gateway's own turns -------------------------------------------------------------------------------------
 
@@ -427,81 +435,19 @@ def _common(first: list[int], second: list[int]) -> list[int]:
     return first[:count]
 
 
-class _Rejected(Exception):
-    def __init__(self, response: ErrorResponse) -> None:
-        super().__init__(response.error.message)
-        self.response = response
+def _is_too_long(result: Any) -> bool:
+    return isinstance(result, ErrorResponse) and is_too_long(result.error.message)
 
 
-async def _parse(request_class: Any, body: Any) -> Any:
-    """A pydantic request from a JSON value; raises _Rejected with the body that vLLM's server would send."""
-    if isinstance(body, dict):
-        body = {name: value for name, value in body.items() if name not in SERVER_FIELDS}
+async def _telling(dropped: Dropped, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """`events` behind a comment that says what was left out of their prompt."""
     try:
-        return request_class.model_validate(body)
-    except ValidationError as error:
-        errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
-        reply = await validation_exception_handler(_VALIDATION_CONTEXT, RequestValidationError(errors))
-        raise _Rejected(ErrorResponse.model_validate_json(bytes(reply.body))) from error
-    except Exception as error:  # pydantic lets through what vLLM's validators raise, on purpose or by mistake
-        raise _Rejected(_as_malformed(error)) from error
-
-
-def _as_malformed(error: Exception) -> ErrorResponse:
-    """The reply to a body whose validation or rendering failed, before the engine saw any of it: the client's fault, unless it is known to be ours.
-
-    vLLM's validators take a field's form for granted here and there and trip over another (AttributeError, KeyError, RecursionError …). Such an
-    error's text says nothing to a client, and may hold a piece of the body.
-    """
-    if isinstance(error, _OURS):
-        return _as_error_response(error)
-    response = create_error_response(error)
-    is_on_purpose = response.error.code < 500 and not isinstance(error, _MISTAKES)
-    if not is_on_purpose and not isinstance(error, NotImplementedError):
-        # Its class and place only: its text may quote the body.
-        log.info("a body could not be used: %s in %s", type(error).__name__, _place(error))
-        response.error.message = MALFORMED_MESSAGE
-    if response.error.code >= 500:
-        response.error.code, response.error.type = 400, "BadRequestError"
-    return response
-
-
-def _place(error: Exception) -> str:
-    """The function in which an error was raised, for the log: it names no value."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code.co_qualname
-
-
-def _as_error_response(error: Exception) -> ErrorResponse:
-    if isinstance(error, EngineUnavailable):
-        return create_error_response(RetryableRequestError(str(error)))
-    if isinstance(error, TimeoutError):
-        return create_error_response(
-            RetryableRequestError("Reading the prompt took too long. Send it again, or a shorter one.")
-        )
-    if isinstance(error, InvalidRequest):
-        return create_error_response(str(error), param=error.param)
-    response = create_error_response(error)
-    if response.error.code >= 500 and not isinstance(error, RetryableRequestError | NotImplementedError):
-        log.error("a request failed inside the serving layer", exc_info=error)
-        response.error.message = "The server failed on this request."
-    return response
-
-
-def _error_reply(response: ErrorResponse, endpoint: _Endpoint) -> JsonReply:
-    if endpoint.is_anthropic:
-        response.error.type = ANTHROPIC_ERROR_TYPES.get(response.error.code, "api_error")
-        return JsonReply(response.error.code, bytes(translate_error_response(response).body))
-    return _openai_error(response)
-
-
-def _openai_error(response: ErrorResponse, code: str = "") -> JsonReply:
-    """An error of vLLM's in the form that all errors of this server have. code: what is known beyond the status."""
-    error = response.error
-    if not code and error.code == 404 and error.param == "model":
-        code = UNKNOWN_MODEL
-    body = error_body(error.code, error.message, param=error.param, code=code)
-    return JsonReply(error.code, json.dumps(body).encode())
+        if dropped:
+            yield dropped_event(dropped)
+        async for event in events:
+            yield event
+    finally:
+        await events.aclose()
 
 
 async def _in_call(call: Call, events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -530,20 +476,14 @@ async def _encoded(
     """
     try:
         async for event in events:
-            yield _in_our_form(event).encode() if event.startswith(_ERROR_EVENT) else event.encode()
+            yield in_our_form(event).encode() if event.startswith(ERROR_EVENT) else event.encode()
         if ids is not None and ids.seen:
             yield token_ids_event(ids.seen)
     except Exception as error:
-        body = _error_reply(_as_error_response(error), endpoint).body.decode()
+        body = error_reply(as_error_response(error), is_anthropic=endpoint.is_anthropic).body.decode()
         yield f"event: error\ndata: {body}\n\n".encode()
     finally:
         await events.aclose()  # type: ignore[attr-defined]
-
-
-def _in_our_form(event: str) -> str:
-    """An error that a generator of vLLM's has written into its stream, as `_openai_error` would write it."""
-    response = ErrorResponse.model_validate_json(event.removeprefix("data: "))
-    return f"data: {_openai_error(response).body.decode()}\n\n"
 
 
 def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:

@@ -8,12 +8,16 @@ from itertools import pairwise
 from typing import Any
 
 from gateway.client.advisor import Advisor
+from gateway.client.hooks.naming import warn_unnamed
+
+REMEDY = 'Give them `crewai.LLM(model=…, provider="openai", base_url=…)`, or have the LLM send the headers that `advisor.headers(role)` returns.'
 
 
 def attach(crew: Any, advisor: Advisor) -> Callable[[], None]:
     """Advise as `crew` runs, until the function that this returns is called: the bus is one for the whole process.
 
-    Agents go by their roles as they stand now. Each agent gets a copy of its LLM that names the agent's session.
+    Agents go by their roles as they stand now. Each agent gets a copy of its LLM that names the agent's session. Warns of agents whose LLM is of
+    a class that takes no headers.
     """
     from crewai.events import (
         AgentExecutionCompletedEvent,
@@ -24,8 +28,10 @@ def attach(crew: Any, advisor: Advisor) -> Callable[[], None]:
 
     # Placeholders in a role are filled in when the crew starts; the id stays.
     roles = {agent.id: agent.role.strip() for agent in crew.agents}
-    for agent in crew.agents:
-        _name_session(agent, advisor.headers(roles[agent.id]))
+    unnamed = [
+        role for agent in crew.agents if not _name_session(agent, advisor.headers(role := roles[agent.id]))
+    ]
+    warn_unnamed("CrewAI", unnamed, REMEDY)
     if crew.process.value == "sequential":
         for task, following in pairwise(crew.tasks):
             advisor.graph.add_edge(roles[task.agent.id], roles[following.agent.id])
@@ -52,10 +58,22 @@ def attach(crew: Any, advisor: Advisor) -> Callable[[], None]:
     return detach
 
 
-def _name_session(agent: Any, headers: dict[str, str]) -> None:
-    """Requests of this agent carry `headers`. Its LLM may be shared with other agents, so it is copied."""
-    if not hasattr(agent.llm, "additional_params"):
-        return
+def _name_session(agent: Any, headers: dict[str, str]) -> bool:
+    """Have requests of this agent carry `headers`, if its LLM can do so. The LLM may be shared with other agents, so it is copied."""
+    if not _takes_headers(agent.llm):
+        return False
     agent.llm = copy(agent.llm)
     given = agent.llm.additional_params
     agent.llm.additional_params = given | {"extra_headers": given.get("extra_headers", {}) | headers}
+    return True
+
+
+def _takes_headers(llm: Any) -> bool:
+    """Whether `additional_params` reach the request as arguments of the OpenAI SDK or of LiteLLM; other classes have the field and ignore it."""
+    from crewai import LLM
+
+    try:
+        from crewai.llms.providers.openai.completion import OpenAICompletion
+    except ImportError:  # before CrewAI 1.0 all went by LiteLLM
+        return isinstance(llm, LLM)
+    return isinstance(llm, LLM | OpenAICompletion)

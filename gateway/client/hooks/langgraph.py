@@ -5,18 +5,23 @@ A node's own chain starts before its prompt is made, so this is earlier than `on
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from gateway.client.advisor import Advisor
+from gateway.client.hooks.naming import add_to_requests, same_server
+
+_NAMES = "overture"
 
 
 def attach(app: Any, advisor: Advisor) -> Any:
     """The compiled graph `app`, advising as it runs. One run at a time for each advisor.
 
-    A node names its session itself: ``llm.bind(extra_headers=advisor.headers("node"))``.
+    Requests to the gateway from within a node carry the node's session (`advisor.headers`), whatever client of httpx sends them.
     """
     from langchain_core.callbacks import BaseCallbackHandler
+
+    add_to_requests(_headers_of_node)
 
     drawn = app.get_graph()
     nodes = {name for name in drawn.nodes if not name.startswith("__")}
@@ -54,4 +59,30 @@ def attach(app: Any, advisor: Advisor) -> Any:
             if run_id in self._running:
                 advisor.agent_failed(self._running.pop(run_id))
 
-    return app.with_config(callbacks=[OvertureCallbacks()])
+    return app.with_config(
+        callbacks=[OvertureCallbacks()], configurable={_NAMES: _Names(advisor, frozenset(nodes))}
+    )
+
+
+class _Names(NamedTuple):
+    """What a run's configuration carries, for whoever sends a request from within one of the nodes."""
+
+    advisor: Advisor
+    nodes: frozenset[str]
+
+
+def _headers_of_node(url: str) -> dict[str, str]:
+    """The headers of the node in which this is called, for a request to its advisor's gateway."""
+    from langgraph.config import get_config
+
+    try:
+        config = get_config()
+    except RuntimeError:  # not within a graph
+        return {}
+    names: _Names | None = config.get("configurable", {}).get(_NAMES)
+    if names is None or not same_server(url, names.advisor.client.base_url):
+        return {}
+    # A node may be a graph of its own: then its nodes stand behind it, as in `writer:ID|inner:ID`.
+    place = str(config.get("metadata", {}).get("langgraph_checkpoint_ns", ""))
+    node = place.partition("|")[0].partition(":")[0]
+    return names.advisor.headers(node) if node in names.nodes else {}

@@ -9,12 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.client.advisor import Advisor
+from gateway.client.hooks.naming import warn_unnamed
+
+REMEDY = "Set `api_type: openai` and `base_url` in MetaGPT's configuration, or have the LLM send the headers that `advisor.headers(name)` returns."
 
 
 def attach(team: Any, advisor: Advisor) -> None:
     """Advise as `team`, a ``Team`` or an ``Environment`` with its roles hired, runs.
 
-    A role that watches an action acts after the roles that have it. The client of each role's LLM gets the headers of the role's session.
+    A role that watches an action acts after the roles that have it. The client of each role's LLM gets the headers of the role's session. Warns
+    of roles whose LLM has no such client.
     """
     from metagpt.utils.common import any_to_str, is_send_to
 
@@ -25,6 +29,7 @@ def attach(team: Any, advisor: Advisor) -> None:
         for target in roles:
             if actions & target.rc.watch:
                 advisor.graph.add_edge(source.name, target.name)
+    warn_unnamed("MetaGPT", [role.name for role in roles if not _name_session(role, advisor)], REMEDY)
     for role in roles:
         _watch(role, advisor)
 
@@ -43,11 +48,17 @@ def attach(team: Any, advisor: Advisor) -> None:
     object.__setattr__(environment, "publish_message", publish_message)
 
 
+def _name_session(role: Any, advisor: Advisor) -> bool:
+    """Have the role's requests carry its session, if its LLM asks by the OpenAI SDK."""
+    client: Any = getattr(role.llm, "aclient", None)
+    if not hasattr(client, "with_options"):
+        return False
+    role.llm.aclient = client.with_options(default_headers=advisor.headers(role.name))
+    return True
+
+
 def _watch(role: Any, advisor: Advisor) -> None:
     react = role.react
-    client = getattr(role.llm, "aclient", None)
-    if client is not None:
-        role.llm.aclient = client.with_options(default_headers=advisor.headers(role.name))
 
     async def timed_react() -> Any:
         advisor.agent_started(role.name)

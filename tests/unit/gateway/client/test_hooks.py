@@ -1,6 +1,6 @@
 """The hooks: each with its real framework where that is installed, and none of them loads one before it is attached.
 
-No framework is in requirements/: they fight over versions. To run these, make an environment for each, as docs/agents.md says.
+No framework is installed with Overture: they fight over versions. `make clients` runs these in an environment of each framework.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ CLIENT_MODULES = [
     "gateway.client.client",
     "gateway.client.call_graph",
     "gateway.client.advisor",
+    "gateway.client.hooks.naming",
     *(f"gateway.client.hooks.{name}" for name in FRAMEWORKS),
 ]
 
@@ -229,3 +230,83 @@ def test_openai_agents_take_handoffs_in_a_circle_for_edges() -> None:
     hook.attach(other, advisor)
     assert [expected.agent for expected in graph.upcoming("r", "one", 0.0)] == ["other"]
     assert [expected.agent for expected in graph.upcoming("r", "other", 0.0)] == ["one"]
+
+
+async def test_langgraph_names_the_session_of_each_request_from_within_a_node(server: Any) -> None:
+    pytest.importorskip("langgraph")
+    import httpx
+    from langgraph.graph import END, START, StateGraph
+
+    from gateway.client.hooks import langgraph as hook
+
+    State = dict[str, Any]
+
+    async def ask(state: State) -> State:
+        body = {"model": "base", "messages": [{"role": "user", "content": "Hello!"}]}
+        async with httpx.AsyncClient() as client:
+            await client.post(f"{server.url}/v1/chat/completions", json=body)
+            await client.post(
+                f"{server.url}/v1/chat/completions", json=body, headers={"X-Session-Id": "by hand"}
+            )
+        return state
+
+    graph = StateGraph(State)
+    graph.add_node("ask", ask)
+    graph.add_edge(START, "ask")
+    graph.add_edge("ask", END)
+    inner = graph.compile()
+    outer = StateGraph(State)
+    outer.add_node("team", inner)
+    outer.add_edge(START, "team")
+    outer.add_edge("team", END)
+    async with OvertureClient(server.url) as client:
+        for app in (graph.compile(), outer.compile()):
+            await hook.attach(app, Advisor(client, run_id="r")).ainvoke({"text": ""})
+        await ask({})
+    named = [session for session, _, _ in server.requests]
+    assert named[:4] == ["r:ask", "by hand", "r:team", "by hand"]
+    assert named[4] is None, "outside of a graph"
+
+
+def test_crewai_says_which_agents_cannot_name_their_sessions() -> None:
+    crewai = pytest.importorskip("crewai")
+    from gateway.client.hooks import crewai as hook
+
+    class Own(crewai.BaseLLM):  # type: ignore[misc, name-defined]
+        def call(self, *args: Any, **more: Any) -> str:
+            return "hello"
+
+    def agent(role: str, llm: Any) -> Any:
+        return crewai.Agent(role=role, goal="g", backstory="b", llm=llm)
+
+    native = crewai.LLM(model="base", provider="openai", base_url="http://127.0.0.1:1/v1", api_key="none")
+    agents = [agent("own", Own(model="base")), agent("native", native)]
+    tasks = [crewai.Task(description="d", expected_output="o", agent=each) for each in agents]
+    crew = crewai.Crew(agents=agents, tasks=tasks)
+    with pytest.warns(UserWarning, match=r"CrewAI: requests of own will not carry") as told:
+        hook.attach(crew, Advisor(OvertureClient("http://127.0.0.1:1"), run_id="r"))()
+    assert len([each for each in told if "will not carry" in str(each.message)]) == 1
+    assert agents[1].llm.additional_params["extra_headers"]["X-Session-Id"] == "r:native"
+
+
+def test_metagpt_says_which_roles_cannot_name_their_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It reads its settings when it is imported. JSON is YAML.
+    (tmp_path / "config").mkdir()
+    llm = {"api_type": "openai", "api_key": "none", "base_url": "http://127.0.0.1:1/v1", "model": "base"}
+    (tmp_path / "config" / "config2.yaml").write_text(json.dumps({"llm": llm}))
+    monkeypatch.setenv("METAGPT_PROJECT_ROOT", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("metagpt")
+    from metagpt.environment import Environment
+    from metagpt.roles import Role
+
+    from gateway.client.hooks import metagpt as hook
+
+    environment = Environment()
+    ada = Role(name="Ada", profile="writer")
+    environment.add_roles([ada, Role(name="Bob", profile="critic")])
+    ada.llm.aclient = None
+    with pytest.warns(UserWarning, match=r"MetaGPT: requests of Ada will not carry"):
+        hook.attach(environment, Advisor(OvertureClient("http://127.0.0.1:1"), run_id="r"))

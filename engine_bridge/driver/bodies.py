@@ -1,0 +1,126 @@
+"""Bodies of API calls on their way in, checked by vLLM's own request classes, and errors on their way out, in each API's shape."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from engine_bridge.api_errors import UNKNOWN_MODEL, error_body
+from engine_bridge.driver.vllm_api import (
+    ErrorResponse,
+    GracefulHTTPError,
+    RetryableRequestError,
+    VLLMServerError,
+    create_error_response,
+    translate_error_response,
+    validation_exception_handler,
+)
+from engine_bridge.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.node import ANTHROPIC_ERROR_TYPES, JsonReply
+
+log = logging.getLogger(__name__)
+
+# What vLLM's validation handler reads from a request: nothing but these two.
+_VALIDATION_CONTEXT: Any = SimpleNamespace(
+    app=SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(log_error_stack=False))),
+    state=SimpleNamespace(),
+)
+# Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's. A `priority` that the gateway lets
+# a client have comes with the caller.
+SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
+# Errors of which it is known whose they are, whatever the body says.
+_OURS = (EngineUnavailable, InvalidRequest, VLLMServerError, GracefulHTTPError, OSError, MemoryError)
+# What code raises that did not expect the value it got; vLLM answers some of them as 400, with Python's own text.
+_MISTAKES = (TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
+# How errors begin that vLLM's generators of chat and text completions write themselves.
+ERROR_EVENT = 'data: {"error":'
+MALFORMED_MESSAGE = "The request cannot be read: one of its fields has a form that does not fit. /openapi.json says which forms they take."
+
+
+class Rejected(Exception):
+    def __init__(self, response: ErrorResponse) -> None:
+        super().__init__(response.error.message)
+        self.response = response
+
+
+async def parse(request_class: Any, body: Any) -> Any:
+    """A pydantic request from a JSON value; raises Rejected with the body that vLLM's server would send."""
+    if isinstance(body, dict):
+        body = {name: value for name, value in body.items() if name not in SERVER_FIELDS}
+    try:
+        return request_class.model_validate(body)
+    except ValidationError as error:
+        errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+        reply = await validation_exception_handler(_VALIDATION_CONTEXT, RequestValidationError(errors))
+        raise Rejected(ErrorResponse.model_validate_json(bytes(reply.body))) from error
+    except Exception as error:  # pydantic lets through what vLLM's validators raise, on purpose or by mistake
+        raise Rejected(as_malformed(error)) from error
+
+
+def as_malformed(error: Exception) -> ErrorResponse:
+    """The reply to a body whose validation or rendering failed, before the engine saw any of it: the client's fault, unless it is known to be ours.
+
+    vLLM's validators take a field's form for granted here and there and trip over another (AttributeError, KeyError, RecursionError …). Such an
+    error's text says nothing to a client, and may hold a piece of the body.
+    """
+    if isinstance(error, _OURS):
+        return as_error_response(error)
+    response = create_error_response(error)
+    is_on_purpose = response.error.code < 500 and not isinstance(error, _MISTAKES)
+    if not is_on_purpose and not isinstance(error, NotImplementedError):
+        # Its class and place only: its text may quote the body.
+        log.info("a body could not be used: %s in %s", type(error).__name__, _place(error))
+        response.error.message = MALFORMED_MESSAGE
+    if response.error.code >= 500:
+        response.error.code, response.error.type = 400, "BadRequestError"
+    return response
+
+
+def _place(error: Exception) -> str:
+    """The function in which an error was raised, for the log: it names no value."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_qualname
+
+
+def as_error_response(error: Exception) -> ErrorResponse:
+    if isinstance(error, EngineUnavailable):
+        return create_error_response(RetryableRequestError(str(error)))
+    if isinstance(error, TimeoutError):
+        return create_error_response(
+            RetryableRequestError("Reading the prompt took too long. Send it again, or a shorter one.")
+        )
+    if isinstance(error, InvalidRequest):
+        return create_error_response(str(error), param=error.param)
+    response = create_error_response(error)
+    if response.error.code >= 500 and not isinstance(error, RetryableRequestError | NotImplementedError):
+        log.error("a request failed inside the serving layer", exc_info=error)
+        response.error.message = "The server failed on this request."
+    return response
+
+
+def error_reply(response: ErrorResponse, *, is_anthropic: bool) -> JsonReply:
+    if is_anthropic:
+        response.error.type = ANTHROPIC_ERROR_TYPES.get(response.error.code, "api_error")
+        return JsonReply(response.error.code, bytes(translate_error_response(response).body))
+    return openai_error(response)
+
+
+def openai_error(response: ErrorResponse, code: str = "") -> JsonReply:
+    """An error of vLLM's in the form that all errors of this server have. code: what is known beyond the status."""
+    error = response.error
+    if not code and error.code == 404 and error.param == "model":
+        code = UNKNOWN_MODEL
+    body = error_body(error.code, error.message, param=error.param, code=code)
+    return JsonReply(error.code, json.dumps(body).encode())
+
+
+def in_our_form(event: str) -> str:
+    """An error that a generator of vLLM's has written into its stream, as `openai_error` would write it."""
+    response = ErrorResponse.model_validate_json(event.removeprefix("data: "))
+    return f"data: {openai_error(response).body.decode()}\n\n"
