@@ -97,6 +97,7 @@ async def record(
             response_id=reader.response_id,
             token_ids=reader.token_ids,
             response=_stored(recording, reply or reader.reply),
+            previous=recording.previous,
             makes_session=True,
             now=time.time(),
         )

@@ -81,6 +81,7 @@ class LiveTurn:
         "session_id",
         "title",
         "unfollowed",
+        "versions",
     )
 
     def __init__(self, owner: str, session_id: str, turn: Turn, title: str | None) -> None:
@@ -89,6 +90,7 @@ class LiveTurn:
         self.id: str = turn.id
         self.content = turn.content
         self.title = title
+        self.versions = turn.versions
         self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
         self.pieces: list[str] = []
         self.generated: list[int] = []
@@ -273,8 +275,6 @@ class Turns:
                 "overloaded", "The end of this answer could not be stored yet. Try again in a moment."
             )
         self._drafts.stop(owner, session_id)
-        for replaced in begun.replaced:
-            self._live.pop((owner, replaced), None)
         live = LiveTurn(owner, session_id, begun.turn, begun.title)
         self._live[owner, message.id] = live
         if begun.outcome != "new":

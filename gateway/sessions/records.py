@@ -17,7 +17,10 @@ Outcome = Literal["new", "retried", "existing"]
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One message and its answer, as docs/protocol.md gives it. `answer` is "" while the turn runs and when it failed without text."""
+    """One message and its answer, as docs/protocol.md gives it. `answer` is "" while the turn runs and when it failed without text.
+
+    versions: the ids of all turns that follow the same turn as this one, its own among them, oldest first.
+    """
 
     id: TurnId
     content: str
@@ -28,6 +31,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     usage: dict[str, Any] | None
     timings: dict[str, Any] | None
     created_at: float
+    versions: list[TurnId] = []
 
     @property
     def is_history(self) -> bool:
@@ -36,7 +40,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation with all its turns, oldest first."""
+    """One conversation with the turns that are shown of it, oldest first."""
 
     id: SessionId
     title: str | None
@@ -47,7 +51,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation in a list."""
+    """One conversation in a list. num_turns: how many are shown of it."""
 
     id: SessionId
     title: str | None
@@ -62,15 +66,14 @@ class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: ``new`` and ``retried`` (it had failed before): the caller must run the turn and call ``finish_turn``. ``existing``: it runs
     already or is over, nothing was written. history: the turns to answer in the light of, oldest first; empty for ``existing``.
-    replaced: ids of the turns that an edit deleted. title: the session's, perhaps just made. history_token_ids: what ``finish_turn`` was
-    given for the last turn of the history that has ids, b"" if none has.
+    title: the session's, perhaps just made. history_token_ids: what ``finish_turn`` was given for the last turn of the history that has
+    ids, b"" if none has.
     """
 
     turn: Turn
     outcome: Outcome
     title: str | None
     history: list[Turn]
-    replaced: list[TurnId]
     history_token_ids: bytes = b""
 
     @property
@@ -89,7 +92,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """What led to a response: the turns of its session up to and including its own, and the token ids of what the engine has seen of them."""
+    """What led to a response: the turns that its own follows, its own last, and the token ids of what the engine has seen of them."""
 
     session_id: SessionId
     turns: list[tuple[Turn, StoredResponse | None]]
@@ -97,7 +100,7 @@ class ResponseHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session's next prompt begins with: the turns so far, and the token ids of all that the engine has seen of them (packed)."""
+    """What a session's next prompt begins with: the turns that are shown, and the token ids of all that the engine has seen of them (packed)."""
 
     history: list[Turn]
     token_ids: bytes

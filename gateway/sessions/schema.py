@@ -119,7 +119,20 @@ _SCHEMA_4 = (
     f"""CREATE TRIGGER responses_delete AFTER DELETE ON responses
         BEGIN {_ADD_TO_SESSION.format(f"(-({_RESPONSE_SIZE.format('old')}))", "old")} END""",
 )
-_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4)
+# Version 5: what each turn follows, and which of the versions of a message is chosen (gateway/sessions/tree.py). parent: 0 for a first turn.
+_SCHEMA_5 = (
+    """CREATE TABLE tree (
+        seq INTEGER PRIMARY KEY REFERENCES turns (seq) ON DELETE CASCADE,
+        session INTEGER NOT NULL,
+        parent INTEGER NOT NULL,
+        is_chosen INTEGER NOT NULL
+    )""",
+    """INSERT INTO tree (seq, session, parent, is_chosen)
+        SELECT seq, session, lag(seq, 1, 0) OVER (PARTITION BY session ORDER BY seq), 1 FROM turns""",
+    "CREATE INDEX tree_versions ON tree (session, parent)",
+    "CREATE UNIQUE INDEX tree_chosen ON tree (session, parent) WHERE is_chosen",
+)
+_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5)
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 
 # Of version 1, beside its tables: one search index for all owners.

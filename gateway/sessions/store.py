@@ -145,7 +145,7 @@ class SessionStore:
         )
 
     async def get_session(self, owner: str, session_id: str) -> Session:
-        """The session with all its turns. Raises ``not_found``."""
+        """The session with the turns that are shown of it. Raises ``not_found``."""
         return await self._reader.transact(transactions.get, owner, session_id)
 
     async def list_sessions(
@@ -238,17 +238,25 @@ class SessionStore:
     ) -> BeginResult:
         """Store a message before it is answered. Source: docs/protocol.md, rules 1–3 and the ``message`` frame.
 
-        adapter: left out, the session's last one. after: the id of the last turn to keep (None: none), later ones are deleted in the same
-        transaction; left out, nothing is. A turn id that is known with the same content is answered, not stored again; if it failed it
-        runs again, in its old place unless `after` is given. A session without a title gets one from the content. NUL and lone
-        surrogates in the content become U+FFFD: SQLite cannot hold the one and stops searching at the other.
+        adapter: left out, the session's last one. after: the id of the turn that the message follows (None: it is the first); left out,
+        the last one that is shown. What followed that turn before is kept as another version (see ``choose_version``). A turn id that is
+        known with the same content is answered, not stored again; if it failed it runs again in its old place. In all cases but the first
+        of these the turn is shown from now on. A session without a title gets one from the content. NUL and lone surrogates in the
+        content become U+FFFD: SQLite cannot hold the one and stops searching at the other.
 
         When the result says ``is_new``, the caller must run the turn and call ``finish_turn``, however it ends.
-        Raises ``not_found`` (session, `after`), ``conflict`` (known id, other content), ``busy`` (another turn runs), ``bad_request``,
-        ``quota_exceeded``.
+        Raises ``not_found`` (session, `after`), ``conflict`` (known id, other content or another `after`), ``busy`` (another turn runs),
+        ``bad_request``, ``quota_exceeded``.
         """
         message = Message(checked_id(turn_id, "id"), content, adapter, after, now)
         return await self._write(owner, transactions.begin, owner, session_id, message)
+
+    async def choose_version(self, owner: str, session_id: str, turn_id: str) -> Session:
+        """Show a turn of the session, with what it follows and what followed it last. Returns the session as it is shown then.
+
+        Does not count as activity. Raises ``not_found`` (session, turn), ``busy`` (a turn of the session runs).
+        """
+        return await self._writer.transact(transactions.choose, owner, session_id, turn_id)
 
     async def finish_turn(
         self,
@@ -304,13 +312,15 @@ class SessionStore:
         token_ids: bytes = b"",
         response_id: str | None = None,
         response: StoredResponse | None = None,
+        previous: str | None = None,
         makes_session: bool = False,
         now: float,
     ) -> Turn | None:
-        """Store at once a turn that is already over, at the session's end, whether or not another runs (API requests may overlap).
+        """Store at once a turn that is already over, whether or not another runs (API requests may overlap), and show it.
 
         token_ids: as for ``finish_turn``. response_id: the name by which ``find_response`` finds it. response: the call itself, for
-        ``read_response``. The same turn id with the same content is stored once.
+        ``read_response``. previous: the response that the call goes on from; if that is of this session, the turn follows the one of that
+        response, else the last one that is shown. The same turn id with the same content is stored once.
         Returns None if the session does not exist or was deleted. makes_session: make one that does not exist in the same transaction; for
         a deleted one that is a ``conflict``.
         Raises ``conflict`` (known id, other content), ``bad_request``, ``quota_exceeded``.
@@ -329,6 +339,7 @@ class SessionStore:
             token_ids,
             clean(response_id),
             response,
+            clean(previous),
             makes_session,
         )
 
@@ -341,7 +352,7 @@ class SessionStore:
         return await self._reader.transact(transactions.find_turn, owner, turn_id)
 
     async def token_ids(self, owner: str, session_id: str) -> bytes:
-        """The ids of all that the engine has seen of a session, packed; b"" for one that does not exist."""
+        """The ids of all that the engine has seen of what is shown of a session, packed; b"" for one that does not exist."""
         return await self._reader.transact(transactions.token_ids, owner, session_id)
 
     async def outlook(self, owner: str, session_id: str) -> Outlook:
@@ -357,7 +368,8 @@ class SessionStore:
         return await self._reader.transact(transactions.response_history, owner, response_id)
 
     async def delete_response(self, owner: str, response_id: str, now: float) -> bool:
-        """Delete the turn of `response_id` for good, and its session if it was the only turn there. False if there is none."""
+        """Delete the turn of `response_id` for good, and its session if it was the only turn there; what follows the turn then follows the one
+        before it. False if there is none."""
         return await self._write(owner, transactions.delete_response, owner, response_id, now)
 
 

@@ -6,21 +6,22 @@ import bisect
 import sqlite3
 from typing import Final
 
-# A turn keeps only the ids that it added: in front stands, as one more uint32, how many ids of the turns before it its prompt repeats
+from gateway.sessions.tree import BELOW, PATH, parent_of
+
+# A turn keeps only the ids that it added: in front stands, as one more uint32, how many ids of the turns that it follows its prompt repeats
 # (all of them, as a rule; fewer where the chat template rewrote history). So a session holds each id once, 200 turns of 500 tokens
-# 400 kB and not 40 MB; turns that an edit deletes take their own ids along, and what is left is the path that the next prompt repeats.
+# 400 kB and not 40 MB, and each version of a message goes on from the ids that were there before it.
 _ID_BYTES: Final = 4
-# Chosen: where prompts repeat little of each other (a template that begins with the time), a session may hold this many times the
-# ids of its last turn; then that turn keeps all of its own, and those before it none.
+# Chosen: where prompts repeat little of each other (a template that begins with the time), a path may hold this many times the
+# ids of its last turn; then that turn keeps all of its own, and the others of its session none.
 _MAX_STORED_RATIO: Final = 4
-MAX_SEQ: Final = (1 << 63) - 1  # Behind every turn.
 
 
-def token_ids_before(conn: sqlite3.Connection, row: int, seq: int) -> bytes:
-    """The ids of the turns that stand before `seq`, put together. Turns without any (failed, from the API) add none."""
-    sql = "SELECT token_ids FROM turns WHERE session = ? AND seq < ? AND token_ids IS NOT NULL ORDER BY seq"
+def token_ids_up_to(conn: sqlite3.Connection, last: int) -> bytes:
+    """The ids of the turn `last` and of those that it follows, put together. Turns without any (failed, from the API) add none."""
+    sql = f"{PATH} SELECT token_ids FROM path JOIN turns USING (seq) WHERE token_ids IS NOT NULL ORDER BY seq"
     ids = bytearray()
-    for (added,) in conn.execute(sql, (row, seq)):
+    for (added,) in conn.execute(sql, (last,)):
         del ids[int.from_bytes(added[:_ID_BYTES], "little") * _ID_BYTES :]
         ids += memoryview(added)[_ID_BYTES:]
     return bytes(ids)
@@ -28,16 +29,22 @@ def token_ids_before(conn: sqlite3.Connection, row: int, seq: int) -> bytes:
 
 def store_token_ids(conn: sqlite3.Connection, row: int, seq: int, ids: bytes) -> None:
     """Keep `ids`, all that the engine read and wrote up to the end of the turn at `seq`, as what that turn added."""
-    before = token_ids_before(conn, row, seq)
+    parent = parent_of(conn, seq)
+    before = token_ids_up_to(conn, parent)
     num_same = _num_common_ids(before, ids)
     added = num_same.to_bytes(_ID_BYTES, "little") + ids[num_same * _ID_BYTES :]
-    sql = "SELECT coalesce(sum(length(token_ids)), 0) FROM turns WHERE session = ? AND seq < ?"
-    if conn.execute(sql, (row, seq)).fetchone()[0] + len(added) > _MAX_STORED_RATIO * len(ids):
-        conn.execute("UPDATE turns SET token_ids = NULL WHERE session = ? AND seq < ?", (row, seq))
+    sql = f"{PATH} SELECT coalesce(sum(length(token_ids)), 0) FROM path JOIN turns USING (seq)"
+    if conn.execute(sql, (parent,)).fetchone()[0] + len(added) > _MAX_STORED_RATIO * len(ids):
+        # Those of other branches go, too: they were added to ids that are gone now.
+        conn.execute("UPDATE turns SET token_ids = NULL WHERE session = ?", (row,))
         added = bytes(_ID_BYTES) + ids
     conn.execute("UPDATE turns SET token_ids = ? WHERE seq = ?", (added, seq))
-    # A failed turn that was asked again in its old place: what stands behind it was added to other ids.
-    conn.execute("UPDATE turns SET token_ids = NULL WHERE session = ? AND seq > ?", (row, seq))
+    drop_token_ids_below(conn, seq)
+
+
+def drop_token_ids_below(conn: sqlite3.Connection, seq: int) -> None:
+    """Forget the ids of what follows a turn, which were added to ids that have changed: it was asked again in its place, or is deleted."""
+    conn.execute(f"{BELOW} UPDATE turns SET token_ids = NULL WHERE seq IN (SELECT seq FROM below)", (seq,))
 
 
 def _num_common_ids(one: bytes, other: bytes) -> int:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UnsetType
 
 from gateway.errors import GatewayError
-from gateway.sessions import quota, search
+from gateway.sessions import quota, search, tree
 from gateway.sessions.connection import Database
 from gateway.sessions.quota import RESTORE_WINDOW_S
 from gateway.sessions.records import (
@@ -28,7 +28,7 @@ from gateway.sessions.records import (
 )
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES, without_zeros
 from gateway.sessions.text import clean, clean_text, encode_cursor, is_id, title_from
-from gateway.sessions.token_ids import MAX_SEQ, store_token_ids, token_ids_before
+from gateway.sessions.token_ids import drop_token_ids_below, store_token_ids, token_ids_up_to
 
 
 class _Row(NamedTuple):
@@ -43,11 +43,16 @@ class _Row(NamedTuple):
     owner: search.Owner
 
 
-_TURN_COLUMNS = "id, content, answer, status, adapter, finish_reason, usage, timings, created_at"
+# Ids have no spaces (`text.is_id`). The inner SELECT is there for its order, which group_concat keeps.
+_VERSIONS = """(SELECT group_concat(id, ' ') FROM (SELECT v.id FROM tree own JOIN tree other ON other.session = own.session
+    AND other.parent = own.parent JOIN turns v ON v.seq = other.seq WHERE own.seq = turns.seq ORDER BY v.seq))"""
+_TURN_COLUMNS = (
+    f"id, content, answer, status, adapter, finish_reason, usage, timings, created_at, {_VERSIONS}"
+)
 
 
 def _turn(columns: Sequence[Any]) -> Turn:
-    turn_id, content, answer, status, adapter, finish_reason, usage, timings, created_at = columns
+    turn_id, content, answer, status, adapter, finish_reason, usage, timings, created_at, versions = columns
     return Turn(
         id=turn_id,
         content=content,
@@ -58,11 +63,12 @@ def _turn(columns: Sequence[Any]) -> Turn:
         usage=None if usage is None else msgspec.json.decode(usage),
         timings=None if timings is None else msgspec.json.decode(timings),
         created_at=created_at,
+        versions=versions.split(" "),
     )
 
 
 def _session(conn: sqlite3.Connection, row: _Row) -> Session:
-    turns = _turns(conn, row.row)
+    turns = _turns_up_to(conn, tree.tip(conn, row.row))
     return Session(
         id=row.id,
         title=row.title,
@@ -73,13 +79,10 @@ def _session(conn: sqlite3.Connection, row: _Row) -> Session:
     )
 
 
-def _turns(conn: sqlite3.Connection, row: int, *, before: int | None = None) -> list[Turn]:
-    """The turns of a session, oldest first; before: a `seq`, only the turns that stand before it."""
-    where, args = ("session = ?", (row,)) if before is None else ("session = ? AND seq < ?", (row, before))
-    return [
-        _turn(columns)
-        for columns in conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE {where} ORDER BY seq", args)
-    ]
+def _turns_up_to(conn: sqlite3.Connection, last: int) -> list[Turn]:
+    """The turns that `last` follows, oldest first, and itself; none for tree.START."""
+    sql = f"{tree.PATH} SELECT {_TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
+    return [_turn(columns) for columns in conn.execute(sql, (last,))]
 
 
 def _find(conn: sqlite3.Connection, owner: str, session_id: str) -> _Row | None:
@@ -156,7 +159,7 @@ def get(conn: sqlite3.Connection, owner: str, session_id: str) -> Session:
     return _session(conn, _live(conn, owner, session_id))
 
 
-_SUMMARY = """SELECT s.id, s.title, s.adapter, s.created_at, s.updated_at, (SELECT count(*) FROM turns t WHERE t.session = s.row)
+_SUMMARY = f"""SELECT s.id, s.title, s.adapter, s.created_at, s.updated_at, ({tree.shown("s.row")} SELECT count(*) FROM shown)
     FROM sessions s WHERE s.owner = ? AND s.deleted_at IS NULL"""
 
 
@@ -287,28 +290,26 @@ def begin(conn: Database, owner: str, session_id: str, message: Message) -> Begi
     content = clean_text(message.content)
     known = _known(conn, row.row, message.id, content)
     if known is not None and known.status != "failed":
-        return BeginResult(turn=known, outcome="existing", title=row.title, history=[], replaced=[])
+        return BeginResult(turn=known, outcome="existing", title=row.title, history=[])
     _refuse_second(conn, row.row)
-    replaced = _drop_later(conn, row, message)
-    added_bytes = 0 if _stands(conn, row.row, message.id) else TURN_BYTES + quota.size_of(content)
+    parent = _parent(conn, row.row, message, is_known=known is not None)
+    added_bytes = TURN_BYTES + quota.size_of(content) if known is None else 0
     quota.check(conn, owner, added_bytes, message.now)
     adapter = row.adapter if isinstance(message.adapter, UnsetType) else clean(message.adapter)
     seq = _set_running(conn, row, message, content, adapter)
+    if known is None:
+        tree.add(conn, row.row, seq, parent)
+    else:
+        tree.choose(conn, row.row, seq)
     title = row.title or title_from(content)
     _touch(conn, row, title, adapter, message.now)
     return BeginResult(
         turn=_turn(conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone()),
         outcome="new" if known is None else "retried",
         title=title,
-        history=[turn for turn in _turns(conn, row.row, before=seq) if turn.is_history],
-        replaced=replaced,
-        history_token_ids=token_ids_before(conn, row.row, seq),
+        history=[turn for turn in _turns_up_to(conn, parent) if turn.is_history],
+        history_token_ids=token_ids_up_to(conn, parent),
     )
-
-
-def _stands(conn: sqlite3.Connection, row: int, turn_id: str) -> bool:
-    sql = "SELECT 1 FROM turns WHERE session = ? AND id = ?"
-    return conn.execute(sql, (row, turn_id)).fetchone() is not None
 
 
 def _touch(conn: sqlite3.Connection, row: _Row, title: str | None, adapter: str | None, now: float) -> None:
@@ -325,21 +326,19 @@ def _refuse_second(conn: sqlite3.Connection, row: int) -> None:
         )
 
 
-def _drop_later(conn: sqlite3.Connection, row: _Row, message: Message) -> list[TurnId]:
-    """Delete what an edit replaces; returns the ids of the turns that are gone.
-
-    A turn that failed and is asked again with an `after` goes too: it is about to stand at the end, right behind `after`.
-    """
+def _parent(conn: sqlite3.Connection, row: int, message: Message, *, is_known: bool) -> int:
+    """The turn that a message follows. is_known: it failed before, so it has its place. Raises ``bad_request``, ``not_found``, ``conflict``."""
+    parent = tree.parent_of(conn, _place(conn, row, message.id, "id")) if is_known else None
     if isinstance(message.after, UnsetType):
-        return []
+        return tree.tip(conn, row) if parent is None else parent
     if message.after == message.id:
         raise GatewayError("bad_request", "A turn cannot come after itself.", param="after")
-    last = -1 if message.after is None else _place(conn, row.row, message.after, "after")
-    gone, args = "session = ? AND (seq > ? OR id = ?)", (row.row, last, message.id)
-    ids = [found[0] for found in conn.execute(f"SELECT id FROM turns WHERE {gone} ORDER BY seq", args)]
-    search.drop_turns(conn, row.owner, gone, args)
-    conn.execute(f"DELETE FROM turns WHERE {gone}", args)
-    return [turn_id for turn_id in ids if turn_id != message.id]
+    after = tree.START if message.after is None else _place(conn, row, message.after, "after")
+    if parent not in (None, after):
+        raise GatewayError(
+            "conflict", "This id was used for a message after another turn: use a new id.", param="after"
+        )
+    return after
 
 
 def _set_running(
@@ -399,6 +398,7 @@ def record(
     token_ids: bytes,
     response_id: str | None,
     response: StoredResponse | None,
+    previous: str | None,
     makes_session: bool,
 ) -> Turn | None:
     if makes_session:
@@ -415,12 +415,14 @@ def record(
     if response is not None:
         added_bytes += len(response.reply) + len(response.items)
     quota.check(conn, owner, added_bytes, message.now)
+    parent = _parent_of_call(conn, owner, row, previous)
     conn.execute(
         """INSERT INTO turns (session, id, content, adapter, created_at, response_id, answer, status, finish_reason, usage, timings)
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
         (row.row, message.id, content, message.adapter, message.now, response_id, *clean_end),
     )
     seq = _place(conn, row.row, message.id, "id")
+    tree.add(conn, row.row, seq, parent)
     if token_ids:
         store_token_ids(conn, row.row, seq, token_ids)
     if response is not None:
@@ -432,6 +434,22 @@ def record(
     adapter = row.adapter if isinstance(message.adapter, UnsetType) else message.adapter
     _touch(conn, row, row.title or title_from(content), adapter, message.now)
     return _known(conn, row.row, message.id, content)
+
+
+def _parent_of_call(conn: sqlite3.Connection, owner: str, row: _Row, previous: str | None) -> int:
+    """The turn that an API call follows: that of the response it goes on from, if that is of this session; else the last one shown."""
+    found = None if previous is None else find_response(conn, owner, previous)
+    if found is None or found[0] != row.id:
+        return tree.tip(conn, row.row)
+    return _place(conn, row.row, found[1], "previous_response_id")
+
+
+def choose(conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str) -> Session:
+    row = _live(conn, owner, session_id)
+    seq = _place(conn, row.row, turn_id, "turn_id")
+    _refuse_second(conn, row.row)
+    tree.choose(conn, row.row, seq)
+    return _session(conn, row)
 
 
 def homes(conn: sqlite3.Connection, limit: int) -> list[tuple[str, SessionId, str]]:
@@ -475,9 +493,9 @@ def delete_response(conn: sqlite3.Connection, owner: str, response_id: str, now:
     row = _live(conn, owner, found[0])
     seq = _place(conn, row.row, found[1], "turn_id")
     search.drop_turns(conn, row.owner, "seq = ?", (seq,))
+    drop_token_ids_below(conn, seq)
+    tree.remove(conn, row.row, seq)
     conn.execute("DELETE FROM turns WHERE seq = ?", (seq,))
-    # What stands behind it was added to its ids.
-    conn.execute("UPDATE turns SET token_ids = NULL WHERE session = ? AND seq > ?", (row.row, seq))
     if conn.execute("SELECT 1 FROM turns WHERE session = ?", (row.row,)).fetchone() is None:
         delete(conn, owner, row.id, now)
     return True
@@ -489,12 +507,12 @@ def response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> 
         return None
     row = _live(conn, owner, found[0])
     last = _place(conn, row.row, found[1], "turn_id")
-    sql = f"SELECT seq, {_TURN_COLUMNS} FROM turns WHERE session = ? AND seq <= ? ORDER BY seq"
-    turns = [(_turn(columns), _response(conn, seq)) for seq, *columns in conn.execute(sql, (row.row, last))]
+    sql = f"{tree.PATH} SELECT seq, {_TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
+    turns = [(_turn(columns), _response(conn, seq)) for seq, *columns in conn.execute(sql, (last,))]
     return ResponseHistory(
         session_id=row.id,
         turns=[(turn, response) for turn, response in turns if turn.is_history],
-        token_ids=token_ids_before(conn, row.row, last + 1),
+        token_ids=token_ids_up_to(conn, last),
     )
 
 
@@ -505,10 +523,11 @@ def find_turn(conn: sqlite3.Connection, owner: str, turn_id: str) -> SessionId |
 
 def token_ids(conn: sqlite3.Connection, owner: str, session_id: str) -> bytes:
     row = _find(conn, owner, session_id)
-    return token_ids_before(conn, row.row, MAX_SEQ) if row is not None else b""
+    return token_ids_up_to(conn, tree.tip(conn, row.row)) if row is not None else b""
 
 
 def outlook(conn: sqlite3.Connection, owner: str, session_id: str) -> Outlook:
     row = _live(conn, owner, session_id)
-    history = [turn for turn in _turns(conn, row.row) if turn.is_history]
-    return Outlook(history=history, token_ids=token_ids_before(conn, row.row, MAX_SEQ))
+    last = tree.tip(conn, row.row)
+    history = [turn for turn in _turns_up_to(conn, last) if turn.is_history]
+    return Outlook(history=history, token_ids=token_ids_up_to(conn, last))

@@ -24,7 +24,8 @@ from engine_bridge.node import (
 from gateway.app import Server
 from gateway.client.chat import ChatClient
 from gateway.client.chat_frames import Delta, Done
-from gateway.sessions.token_ids import token_ids_before
+from gateway.sessions.token_ids import token_ids_up_to
+from gateway.sessions.tree import tip
 
 from .conftest import MODEL, SharedNode
 
@@ -99,7 +100,7 @@ class Conversation:
 
         def read(conn: Any) -> bytes:
             row = conn.execute("SELECT row FROM sessions WHERE id = ?", (self.session_id,)).fetchone()[0]
-            return token_ids_before(conn, row, 2**62)
+            return token_ids_up_to(conn, tip(conn, row))
 
         packed = await self._server.services.store._reader.transact(read)
         return [int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4)]

@@ -232,13 +232,7 @@ async def test_a_turn_from_begin_to_finish(store: SessionStore) -> None:
     """A turn is stored running, then with all that finish_turn was told."""
     await store.create_session("ann", session_id="s", now=NOW)
     began = await ask(store, "s", "t", "Why is\nthe sky blue?", adapter="poet", now=NOW + 1)
-    assert (began.is_new, began.outcome, began.title, began.history, began.replaced) == (
-        True,
-        "new",
-        "Why is",
-        [],
-        [],
-    )
+    assert (began.is_new, began.outcome, began.title, began.history) == (True, "new", "Why is", [])
     assert (began.turn.status, began.turn.answer, began.turn.created_at) == ("running", "", NOW + 1)
     usage, timings = {"prompt_tokens": 3}, {"tpot_ms": None, "kv": {"disk": 2}}
     over = await store.finish_turn(
@@ -367,33 +361,21 @@ async def test_a_clock_set_back_moves_no_session_back(store: SessionStore) -> No
     assert (await store.get_session("ann", "s")).updated_at == NOW
 
 
-async def test_a_failed_turn_with_after_moves_behind_it(store: SessionStore) -> None:
-    """The `after` of a retry counts like that of a new turn, and the retried turn itself is not called replaced."""
+async def test_a_failed_turn_keeps_its_place(store: SessionStore) -> None:
+    """Asked again with the `after` that it has it runs there, and with another one it is a conflict that changes nothing."""
     await chat(store, "s", "a")
     await ask(store, "s", "x")
     await end(store, "s", "x", status="failed")
     await ask(store, "s", "b")
     await end(store, "s", "b")
-    again = await ask(store, "s", "x", after="b")
-    assert (again.outcome, again.replaced, await turn_ids(store, "s")) == ("retried", [], ["a", "b", "x"])
-    await end(store, "s", "x", status="failed")
-    again = await ask(store, "s", "x", after="a")
-    assert (again.outcome, again.replaced, await turn_ids(store, "s")) == ("retried", ["b"], ["a", "x"])
+    for after in ("b", None):
+        with raises_code("conflict"):
+            await ask(store, "s", "x", after=after)
+    assert (await ask(store, "s", "x", after="a")).outcome == "retried"
+    assert await turn_ids(store, "s") == ["a", "x", "b"]
 
 
-async def test_an_edit_replaces_what_comes_later(store: SessionStore) -> None:
-    """`after` keeps the turns up to the one named; None keeps none; the history is what is kept."""
-    await chat(store, "s", "a", "b", "c")
-    edit = await ask(store, "s", "d", after="a")
-    assert (edit.replaced, [turn.id for turn in edit.history]) == (["b", "c"], ["a"])
-    await end(store, "s", "d")
-    assert await turn_ids(store, "s") == ["a", "d"]
-    edit = await ask(store, "s", "e", after=None)
-    assert (edit.replaced, edit.history) == (["a", "d"], [])
-    assert await turn_ids(store, "s") == ["e"]
-
-
-async def test_an_edit_that_fails_replaces_nothing(store: SessionStore) -> None:
+async def test_an_edit_that_is_refused_changes_nothing(store: SessionStore) -> None:
     """An unknown `after`, one in another session, and a turn after itself leave the session as it was."""
     await chat(store, "s", "a", "b")
     await chat(store, "other", "z")
@@ -451,7 +433,7 @@ async def test_finishing_what_was_deleted_resurrects_nothing(store: SessionStore
 
 
 async def test_record_turn_is_idempotent_and_found_by_its_response(store: SessionStore) -> None:
-    """A recorded turn stands at the end, names an untitled session, and is found until an edit deletes it."""
+    """A recorded turn stands at the end, names an untitled session, and is found as long as the session is there, shown or not."""
     await store.create_session("ann", session_id="s", now=NOW)
     for _ in range(2):
         turn = await store.record_turn(
@@ -486,7 +468,7 @@ async def test_record_turn_is_idempotent_and_found_by_its_response(store: Sessio
     assert await store.record_turn("ann", "s", "u", "x", answer="y", now=NOW) is None
     await store.restore("ann", "s", NOW)
     await ask(store, "s", "v", after=None)
-    assert await store.find_response("ann", "resp_1") is None
+    assert await store.find_response("ann", "resp_1") == ("s", "t")
 
 
 async def test_record_turn_beside_a_running_one(store: SessionStore) -> None:
@@ -729,7 +711,7 @@ async def test_search_takes_any_text_as_it_is(searchable: SessionStore) -> None:
 
 
 async def test_search_follows_every_change(searchable: SessionStore) -> None:
-    """What is renamed, replaced, asked again or deleted is no longer found under its old text."""
+    """What is renamed, asked again or deleted is no longer found under its old text; what another version hides is."""
 
     async def finds(q: str) -> bool:
         return bool((await searchable.list_sessions("ann", q=q))[0])
@@ -745,11 +727,11 @@ async def test_search_follows_every_change(searchable: SessionStore) -> None:
     assert await finds("whole") and await finds("second") and not await finds("first")
     await ask(searchable, "s", "u", "afresh", after=None)
     await end(searchable, "s", "u")
-    assert not await finds("whole") and await finds("afresh")
+    assert await finds("whole") and await finds("afresh")
     await searchable.delete("ann", "s", NOW)
     await searchable.purge(NOW + 31)
     await chat(searchable, "s")
-    assert not await finds("afresh") and not await finds("second")
+    assert not await finds("afresh") and not await finds("whole") and not await finds("second")
 
 
 async def test_the_index_ignores_case_in_every_script(store: SessionStore) -> None:
@@ -947,7 +929,8 @@ async def test_a_full_disk_is_said_and_leaves_nothing_half_written(store: Sessio
         await ask(store, "s", "e", big, after="a")
     assert await turn_ids(store, "s") == ["a", "b", "c"]
     await set_limit(2**30)
-    assert (await ask(store, "s", "e", big, after="a")).replaced == ["b", "c"]
+    await ask(store, "s", "e", big, after="a")
+    assert await turn_ids(store, "s") == ["a", "e"]
 
 
 async def test_a_file_locked_by_another_program(store: SessionStore, path: Path) -> None:
@@ -1003,16 +986,50 @@ class ModelTurn:
     status: str = "running"
     answer: str = ""
     token_ids: bytes = b""
+    parent: ModelTurn | None = None
+    children: list[ModelTurn] = field(default_factory=list)
+    followed_by: ModelTurn | None = None
+    """The child that was shown last."""
+
+    def path(self) -> list[ModelTurn]:
+        """What it follows, and itself; without the start."""
+        return [] if self.parent is None else [*self.parent.path(), self]
+
+    def below(self) -> list[ModelTurn]:
+        return [turn for child in self.children for turn in (child, *child.below())]
 
 
 @dataclass
 class ModelSession:
+    """Its turns as objects that refer to each other, behind one that stands for the start."""
+
     title: str | None = None
     deleted_at: float | None = None
-    turns: list[ModelTurn] = field(default_factory=list)
+    start: ModelTurn = field(default_factory=lambda: ModelTurn("", ""))
+
+    @property
+    def turns(self) -> list[ModelTurn]:
+        return self.start.below()
+
+    @property
+    def shown(self) -> list[ModelTurn]:
+        turn, shown = self.start, []
+        while turn.followed_by is not None:
+            shown.append(turn := turn.followed_by)
+        return shown
 
     def find(self, turn_id: str) -> ModelTurn | None:
         return next((turn for turn in self.turns if turn.id == turn_id), None)
+
+    def add(self, turn: ModelTurn, parent: ModelTurn) -> ModelTurn:
+        turn.parent = parent
+        parent.children.append(turn)
+        self.choose(turn)
+        return turn
+
+    def choose(self, turn: ModelTurn) -> None:
+        for one in turn.path():
+            one.parent.followed_by = one
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -1075,17 +1092,13 @@ class StoreMachine(RuleBasedStateMachine):
         if isinstance(expected, str):
             assert getattr(result, "outcome", result) == expected
             return
-        outcome, history, replaced, token_ids = expected
+        outcome, history, token_ids = expected
         # Nothing where the ids of early turns were given up for those of a later one.
         assert result.history_token_ids in (b"", token_ids)
-        assert (result.outcome, [turn.id for turn in result.history], result.replaced) == (
-            outcome,
-            history,
-            replaced,
-        )
+        assert (result.outcome, [turn.id for turn in result.history]) == (outcome, history)
 
     def model_begin(self, session: ModelSession | None, turn_id: str, content: str, after: str | None) -> Any:
-        """An error code, "existing", or (outcome, ids of the history, ids replaced)."""
+        """An error code, "existing", or (outcome, ids of the history, token ids of the history)."""
         if session is None:
             return "not_found"
         known = session.find(turn_id)
@@ -1097,25 +1110,37 @@ class StoreMachine(RuleBasedStateMachine):
             return "busy"
         if after == turn_id:
             return "bad_request"
-        replaced: list[ModelTurn] = []
+        parent = known.parent if known is not None else [session.start, *session.shown][-1]
         if after != "unset":
-            kept = 0
-            if after is not None:
-                last = session.find(after)
-                if last is None:
-                    return "not_found"
-                kept = session.turns.index(last) + 1
-            replaced = [turn for turn in session.turns[kept:] if turn is not known]
-            session.turns = [turn for turn in session.turns[:kept] if turn is not known]
-        if known is None or after != "unset":
-            session.turns.append(ModelTurn(turn_id, content))
+            wanted = session.start if after is None else session.find(after)
+            if wanted is None:
+                return "not_found"
+            if known is not None and wanted is not parent:
+                return "conflict"
+            parent = wanted
+        if known is None:
+            session.add(ModelTurn(turn_id, content), parent)
         else:
             known.status, known.answer, known.token_ids = "running", "", b""
+            session.choose(known)
         session.title = session.title or content
-        before = session.turns[: session.turns.index(session.find(turn_id))]
+        before = parent.path()
         history = [turn.id for turn in before if turn.status != "failed" or turn.answer]
         token_ids = next((turn.token_ids for turn in reversed(before) if turn.token_ids), b"")
-        return "new" if known is None else "retried", history, [turn.id for turn in replaced], token_ids
+        return "new" if known is None else "retried", history, token_ids
+
+    @rule(key=sessions, turn_id=st.sampled_from(TURN_IDS))
+    def choose(self, key: tuple[str, str], turn_id: str) -> None:
+        result = self.call(self.store.choose_version(*key, turn_id))
+        session = self.live(key)
+        turn = None if session is None else session.find(turn_id)
+        if session is None or turn is None:
+            assert result == "not_found"
+        elif any(turn.status == "running" for turn in session.turns):
+            assert result == "busy"
+        else:
+            session.choose(turn)
+            assert [turn.id for turn in result.turns] == [turn.id for turn in session.shown]
 
     @rule(key=sessions, turn_id=st.sampled_from(TURN_IDS), status=ENDS, answer=st.sampled_from(["", "x"]))
     def finish(self, key: tuple[str, str], turn_id: str, status: str, answer: str) -> None:
@@ -1154,7 +1179,7 @@ class StoreMachine(RuleBasedStateMachine):
             turn.status, turn.answer = status, answer
             if token_ids and status != "failed":
                 turn.token_ids = token_ids
-                for later in session.turns[session.turns.index(turn) + 1 :]:
+                for later in turn.below():
                     later.token_ids = b""
         if turn is None or self.live(key) is None:
             assert result is None
@@ -1170,7 +1195,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         known = session.find(turn_id)
         if known is None:
-            session.turns.append(ModelTurn(turn_id, content, "done", "api"))
+            session.add(ModelTurn(turn_id, content, "done", "api"), [session.start, *session.shown][-1])
             session.title = session.title or content
         else:
             assert result == "conflict" if known.content != content else result.status == known.status
@@ -1249,10 +1274,10 @@ class StoreMachine(RuleBasedStateMachine):
             for summary in page:
                 turns, expected = (
                     (await self.store.get_session(owner, summary.id)).turns,
-                    live[summary.id].turns,
+                    live[summary.id].shown,
                 )
-                assert [(t.id, t.content, t.status, t.answer) for t in turns] == [
-                    (t.id, t.content, t.status, t.answer) for t in expected
+                assert [(t.id, t.content, t.status, t.answer, t.versions) for t in turns] == [
+                    (t.id, t.content, t.status, t.answer, [v.id for v in t.parent.children]) for t in expected
                 ]
                 assert (
                     summary.num_turns == len(turns) and sum(turn.status == "running" for turn in turns) <= 1

@@ -198,11 +198,11 @@ async def test_asking_goes_on_when_the_one_who_asked_is_gone(parts: Parts) -> No
     assert await stored(parts, turn.session_id) == [("a", "done", "Yes.")]
 
 
-async def test_an_edit_replaces_later_turns_and_nobody_resumes_them(parts: Parts) -> None:
+async def test_an_edit_is_answered_without_what_came_later(parts: Parts) -> None:
     first = await parts.answered("a", "One.")
     await parts.answered("b", "Two.", content="And?", session_id=first.session_id)
     edited = await parts.answered("c", "Three.", content="Or?", session_id=first.session_id, after="a")
-    assert edited.is_over and parts.turns.find("ann", "b") is None
+    assert edited.is_over
     assert await stored(parts, first.session_id) == [("a", "done", "One."), ("c", "done", "Three.")]
     messages = parts.node.answers[-1].request.messages
     assert [m.content for m in messages] == ["Hello!", "One.", "Or?"]
