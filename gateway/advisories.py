@@ -244,6 +244,13 @@ class Advisories:
             self._retract(record, is_expired=False)
             self._drafts.stop(*record.key)
 
+    def end_session(self, owner: str, session_id: str) -> None:
+        """Take back what is under way for a session: its next prompt will begin with other turns."""
+        live = self._live.get((owner, session_id))
+        if live is not None and live.retracted is None:
+            self._retract(live, is_expired=False)
+        self._drafts.stop(owner, session_id)
+
     def take_outcome(self, owner: str, session_id: str) -> dict[str, Any] | None:
         """What the advisory before a session's last request was worth; None if there was none. Asked once."""
         report = self._scored.pop((owner, session_id), None)

@@ -23,7 +23,6 @@ from gateway.api_bodies import (
     Ready,
     ResponseDeleted,
     ServerLoad,
-    SessionPage,
     Versions,
 )
 from gateway.api_operation import (
@@ -32,7 +31,6 @@ from gateway.api_operation import (
     MODELS,
     OPERATE,
     PAGE,
-    SESSIONS,
     Body,
     Engine,
     Operation,
@@ -42,8 +40,7 @@ from gateway.api_operation import (
 from gateway.engine_routes import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.node_routes import NodeChange
 from gateway.nodes import NodeList, NodeStanding
-from gateway.rest import CreateSession, PatchSession
-from gateway.sessions import Session, SessionSummary
+from gateway.session_operations import SESSION_OPERATIONS
 
 # Stands in examples for the name of the served model.
 MODEL = "MODEL"
@@ -51,7 +48,6 @@ MODEL = "MODEL"
 # The ids that the store takes: gateway/sessions/text.py.
 SESSION_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]+$"}
 _TEXT = {"type": "string"}
-_SESSION = Parameter("id", "path", _TEXT, "The session's id.")
 _RESPONSE = Parameter("id", "path", _TEXT, "The response's id.")
 _ADVISORY = Parameter("id", "path", _TEXT, "The advisory's id.")
 _NODE = Parameter("id", "path", _TEXT, "The node's id, as the list of nodes gives it.")
@@ -197,79 +193,7 @@ OPERATIONS: tuple[Operation, ...] = (
         replies={200: Reply(description="The items.", shape=InputItems)},
         errors=(400, 404, 503),
     ),
-    Operation(
-        "get",
-        "/api/sessions",
-        "list_sessions",
-        SESSIONS,
-        "List conversations, newest first",
-        parameters=(
-            Parameter("q", "query", _TEXT, "Words to look for in titles and texts."),
-            Parameter(
-                "limit",
-                "query",
-                {"type": "integer", "minimum": 1, "maximum": 200, "default": 50},
-                "Most sessions on the page.",
-            ),
-            Parameter("before", "query", _TEXT, "The `next` of the page before."),
-        ),
-        replies={200: Reply(description="A page of the list.", shape=SessionPage)},
-        errors=(400, 503),
-    ),
-    Operation(
-        "post",
-        "/api/sessions",
-        "create_session",
-        SESSIONS,
-        "Make a conversation",
-        body=Body(shape=CreateSession, example={"title": "Lisbon"}, is_required=False),
-        replies={201: Reply(description="The new session.", shape=Session)},
-        errors=(404, 503),
-    ),
-    Operation(
-        "get",
-        "/api/sessions/{id}",
-        "read_session",
-        SESSIONS,
-        "Read a conversation with its turns",
-        parameters=(_SESSION,),
-        replies={200: Reply(description="The session.", shape=Session)},
-        errors=(404, 503),
-    ),
-    Operation(
-        "patch",
-        "/api/sessions/{id}",
-        "change_session",
-        SESSIONS,
-        "Change a conversation's title or adapter",
-        parameters=(_SESSION,),
-        body=Body(shape=PatchSession, example={"title": "A week in Lisbon"}, is_required=False),
-        replies={
-            200: Reply(description="The session as it is now, without its turns.", shape=SessionSummary)
-        },
-        errors=(404, 503),
-    ),
-    Operation(
-        "delete",
-        "/api/sessions/{id}",
-        "delete_session",
-        SESSIONS,
-        "Delete a conversation",
-        "For 30 s it can be brought back.",
-        parameters=(_SESSION,),
-        replies={204: Reply(description="It is deleted.")},
-        errors=(404, 503),
-    ),
-    Operation(
-        "post",
-        "/api/sessions/{id}/restore",
-        "restore_session",
-        SESSIONS,
-        "Bring a deleted conversation back",
-        parameters=(_SESSION,),
-        replies={200: Reply(description="The session.", shape=Session)},
-        errors=(404, 503),
-    ),
+    *SESSION_OPERATIONS,
     Operation(
         "post",
         "/v1/advisories",

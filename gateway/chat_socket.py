@@ -220,7 +220,10 @@ class ChatConnection:
         self._follow(live, 0)
 
     def _send_accepted(self, live: LiveTurn) -> None:
-        self._send({"type": "accepted", "id": live.id, "session_id": live.session_id, "title": live.title})
+        self._send(
+            {"type": "accepted", "id": live.id, "session_id": live.session_id}
+            | {"title": live.title, "versions": live.versions}
+        )
 
     async def _on_stop(self, frame: Stop) -> None:
         if not await self._services.turns.stop(self._owner, frame.id) and not self._services.turns.find(

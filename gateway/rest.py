@@ -48,6 +48,10 @@ class CreateSession(Struct, frozen=True, forbid_unknown_fields=True):
     adapter: str | None = None
 
 
+class ChooseVersion(Struct, frozen=True, forbid_unknown_fields=True):
+    turn_id: str
+
+
 class PatchSession(Struct, frozen=True, forbid_unknown_fields=True):
     title: str | None | UnsetType = UNSET
     adapter: str | None | UnsetType = UNSET
@@ -184,6 +188,17 @@ async def patch_session(request: web.Request) -> web.Response:
     )
 
 
+async def choose_version(request: web.Request) -> web.Response:
+    """Show another version of a message. What was being prepared for the session is for the turns that it showed before, and is ended."""
+    services = request.app[SERVICES]
+    owner = services.admit(request).owner
+    body = await _struct_body(request, ChooseVersion)
+    session_id = request.match_info["id"]
+    session = await services.store.choose_version(owner, session_id, body.turn_id)
+    services.advisories.end_session(owner, session_id)
+    return json_reply(session)
+
+
 async def delete_session(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     owner = services.admit(request).owner
@@ -292,6 +307,7 @@ def add_routes(app: web.Application) -> None:
             web.patch("/api/sessions/{id}", in_place(patch_session)),
             web.delete("/api/sessions/{id}", in_place(delete_session)),
             web.post("/api/sessions/{id}/restore", in_place(restore_session)),
+            web.post("/api/sessions/{id}/choose", in_place(choose_version)),
             web.get("/api/models", list_models),
             web.get("/healthz", healthz),
             web.get("/readyz", readyz),

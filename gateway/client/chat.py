@@ -161,7 +161,8 @@ class ChatClient:
         """Ask, and yield `Accepted`, `Delta`s and `Done`; in rare cases `Restarted`, see there.
 
         Without `session_id` the server makes a session, which `Accepted` names. `adapter` None is the base model; left
-        out, the session's last one stays. `after` replaces the turns after the one it names (None: all). `turn_id` makes
+        out, the session's last one stays. `after` names the turn that the question follows (None: it is the first); what
+        followed that turn before is kept as another version. `turn_id` makes
         asking again safe: the server answers an id once. Raises ChatError. Leaving the iteration early stops the answer
         at once if the generator is closed (`contextlib.aclosing`).
         """

@@ -66,10 +66,12 @@ class Turn(Struct, frozen=True):
     usage: Usage | None = None
     timings: Timings | None = None
     created_at: float = 0.0
+    versions: tuple[str, ...] = ()
+    """Ids of all turns that follow the same turn as this one, its own among them, oldest first."""
 
 
 class Session(Struct, frozen=True):
-    """A conversation. Times in seconds since the epoch."""
+    """A conversation with the turns that are shown of it. Times in seconds since the epoch."""
 
     id: str
     title: str | None = None
@@ -102,6 +104,8 @@ class Accepted(Struct, frozen=True, tag_field="type", tag="accepted"):
     id: str
     session_id: str
     title: str | None = None
+    versions: tuple[str, ...] = ()
+    """As for `Turn`."""
 
 
 class Delta(Struct, frozen=True, tag_field="type", tag="delta"):

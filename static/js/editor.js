@@ -35,7 +35,7 @@ export function editor(text, { send, cancel }) {
     }
   }
   const element = h('div', { class: 'editor' }, area,
-    h('p', { class: 'note' }, 'What follows this message is replaced.'),
+    h('p', { class: 'note' }, 'The message as it was is kept, with what followed it.'),
     h('div', { class: 'editor-buttons' },
       h('button', { type: 'button', class: 'button quiet', on: { click: cancel } }, 'Cancel'),
       h('button', { type: 'button', class: 'button primary', on: { click: submit } }, 'Send')));

@@ -192,7 +192,9 @@ async def test_one_turn_at_a_time_in_a_session(server: Server) -> None:
         assert (await socket.receive("done"))["id"] == "first"
 
 
-async def test_editing_replaces_what_came_after(chat: ChatClient, http: aiohttp.ClientSession) -> None:
+async def test_editing_hides_what_came_after_until_it_is_chosen_again(
+    chat: ChatClient, http: aiohttp.ClientSession
+) -> None:
     _, first = await ask(chat, "My name is Mirel.", turn_id="t1")
     session = first.session_id
     await ask(chat, "What is my name?", session_id=session, turn_id="t2")
@@ -203,6 +205,10 @@ async def test_editing_replaces_what_came_after(chat: ChatClient, http: aiohttp.
     await ask(chat, "My name is Tobar.", session_id=session, turn_id="t4", after=None)
     async with http.get(f"/api/sessions/{session}") as response:
         assert [turn["id"] for turn in (await response.json())["turns"]] == ["t4"]
+    async with http.post(f"/api/sessions/{session}/choose", json={"turn_id": "t2"}) as response:
+        assert [turn["id"] for turn in (await response.json())["turns"]] == ["t1", "t2"]
+    _, again = await ask(chat, "And yours?", session_id=session, turn_id="t5")
+    assert again.usage is not None and again.usage.cached_tokens, "its KV is found again"
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ async def test_a_huge_chunked_body_is_refused(gateways: Gateways) -> None:
         ("GET", "/api/sessions/nope", 404),
         ("DELETE", "/api/sessions/nope", 404),
         ("POST", "/api/sessions/nope/restore", 404),
+        ("POST", "/api/sessions/nope/choose", 400),
         ("GET", "/api/sessions?limit=x", 400),
         ("GET", "/api/sessions?limit=100000", 400),
         ("GET", "/api/sessions?before=garbage", 400),

@@ -57,6 +57,18 @@ async def test_an_advisory_reaches_the_node_with_what_the_session_ends_in(parts:
     assert 0 < advisory.probability < 1
 
 
+async def test_what_is_under_way_for_a_session_ends_when_it_shows_other_turns(parts: Parts) -> None:
+    turn = await parts.answered("a", "Yes", ".")
+    first = submit(parts, turn.session_id)
+    await started(parts, 1)
+    parts.advisories.end_session("ann", turn.session_id)
+    assert parts.node.retracted == [(first.id, False)]
+    second = submit(parts, turn.session_id)
+    assert second is not first and first.num_merged == 0
+    parts.advisories.end_session("ann", "another")
+    assert parts.node.retracted == [(first.id, False)]
+
+
 async def test_a_session_that_nobody_stored_is_advised_about_all_the_same(parts: Parts) -> None:
     submit(parts, "an-agents-first")
     assert (await parts.node.told()).advisory.token_ids == b""

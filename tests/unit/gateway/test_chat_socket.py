@@ -115,6 +115,7 @@ async def test_a_turn_is_accepted_told_and_done(gateway: Gateway) -> None:
     async with gateway.socket(hello={}) as socket:
         accepted = await socket.ask("a", "Hello there!")
         assert accepted["type"] == "accepted" and accepted["title"] == "Hello there!"
+        assert accepted["versions"] == ["a"]
         answer = await gateway.node.asked()
         answer.say("Good ", "day")
         delta = await socket.next()

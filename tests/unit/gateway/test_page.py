@@ -73,6 +73,26 @@ async def test_a_session_is_made_renamed_found_deleted_and_brought_back(
         assert [t["answer"] for t in (await reply.json())["turns"]] == ["Fezin it is."]
 
 
+async def test_another_version_of_a_message_is_chosen(gateway: Gateway, http: aiohttp.ClientSession) -> None:
+    """The reply is the session as it is shown then; while an answer is written the choice is refused."""
+    turn = await gateway.answered("a", "Yes.", owner="local")
+    session = {"owner": "local", "session_id": turn.session_id}
+    await gateway.answered("b", "Fezin.", content="Who?", **session)
+    other = await gateway.answered("c", "No.", after=None, **session)
+    assert other.versions == ["a", "c"]
+    path = f"/api/sessions/{turn.session_id}/choose"
+    async with http.post(path, json={"turn_id": "a"}) as reply:
+        turns = (await reply.json())["turns"]
+    assert [(t["id"], t["versions"]) for t in turns] == [("a", ["a", "c"]), ("b", ["b"])]
+    await gateway.ask("d", **session)
+    answer = await gateway.node.asked(3)
+    assert [m.content for m in answer.request.messages] == ["Hello!", "Yes.", "Who?", "Fezin.", "Hello!"]
+    for body, code in (({"turn_id": "c"}, "busy"), ({"turn_id": "z"}, "not_found"), ({}, "bad_request")):
+        async with http.post(path, json=body) as reply:
+            assert (await reply.json())["error"]["code"] == code
+    answer.finish("Well.")
+
+
 async def test_deleting_a_session_stops_its_answer(gateway: Gateway, http: aiohttp.ClientSession) -> None:
     turn = await gateway.ask("a", owner="local")
     answer = await gateway.node.asked()

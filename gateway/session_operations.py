@@ -1,0 +1,99 @@
+"""The part of the API's description that is about conversations; see `gateway/api_description.py`."""
+
+from __future__ import annotations
+
+from gateway.api_bodies import SessionPage
+from gateway.api_operation import SESSIONS, Body, Operation, Parameter, Reply
+from gateway.rest import ChooseVersion, CreateSession, PatchSession
+from gateway.sessions import Session, SessionSummary
+
+_TEXT = {"type": "string"}
+_SESSION = Parameter("id", "path", _TEXT, "The session's id.")
+
+SESSION_OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "get",
+        "/api/sessions",
+        "list_sessions",
+        SESSIONS,
+        "List conversations, newest first",
+        parameters=(
+            Parameter("q", "query", _TEXT, "Words to look for in titles and texts."),
+            Parameter(
+                "limit",
+                "query",
+                {"type": "integer", "minimum": 1, "maximum": 200, "default": 50},
+                "Most sessions on the page.",
+            ),
+            Parameter("before", "query", _TEXT, "The `next` of the page before."),
+        ),
+        replies={200: Reply(description="A page of the list.", shape=SessionPage)},
+        errors=(400, 503),
+    ),
+    Operation(
+        "post",
+        "/api/sessions",
+        "create_session",
+        SESSIONS,
+        "Make a conversation",
+        body=Body(shape=CreateSession, example={"title": "Lisbon"}, is_required=False),
+        replies={201: Reply(description="The new session.", shape=Session)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "get",
+        "/api/sessions/{id}",
+        "read_session",
+        SESSIONS,
+        "Read a conversation with its turns",
+        parameters=(_SESSION,),
+        replies={200: Reply(description="The session.", shape=Session)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "patch",
+        "/api/sessions/{id}",
+        "change_session",
+        SESSIONS,
+        "Change a conversation's title or adapter",
+        parameters=(_SESSION,),
+        body=Body(shape=PatchSession, example={"title": "A week in Lisbon"}, is_required=False),
+        replies={
+            200: Reply(description="The session as it is now, without its turns.", shape=SessionSummary)
+        },
+        errors=(404, 503),
+    ),
+    Operation(
+        "delete",
+        "/api/sessions/{id}",
+        "delete_session",
+        SESSIONS,
+        "Delete a conversation",
+        "For 30 s it can be brought back.",
+        parameters=(_SESSION,),
+        replies={204: Reply(description="It is deleted.")},
+        errors=(404, 503),
+    ),
+    Operation(
+        "post",
+        "/api/sessions/{id}/restore",
+        "restore_session",
+        SESSIONS,
+        "Bring a deleted conversation back",
+        parameters=(_SESSION,),
+        replies={200: Reply(description="The session.", shape=Session)},
+        errors=(404, 503),
+    ),
+    Operation(
+        "post",
+        "/api/sessions/{id}/choose",
+        "choose_version",
+        SESSIONS,
+        "Show another version of a message",
+        "With what it follows, and with what followed it last. 409 while an answer of the session is written.",
+        parameters=(_SESSION,),
+        body=Body(shape=ChooseVersion, example={"turn_id": "3b2e"}),
+        replies={200: Reply(description="The session as it is shown now.", shape=Session)},
+        errors=(404, 409, 503),
+    ),
+)
