@@ -26,7 +26,7 @@ SEVERAL := $(filter-out 1,$(NODES))
 # Two processes, a file's tests all in one of them (they share an engine), in the order that the engines need.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv serve ray node test fuzz lint format bench bench-sim results pins browser clean
+.PHONY: help venv serve ray node test fuzz lint format bench bench-sim clients results pins browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -61,6 +61,9 @@ format: $(TESTING) ## let ruff mend what it can
 
 bench: $(RUNTIME) ## measure the gateway (ARGS=--quick)
 	$(PY) -m bench.live.gateway $(ARGS)
+
+clients: $(RUNTIME) ## ask a real server with the clients that others wrote, write docs/clients.md (ARGS='--only openai')
+	$(RUN) -m bench.clients $(ARGS)
 
 bench-sim: $(RUNTIME) $(TESTING) ## run the papers' tables in virtual time, keep their figures, write the results
 	$(PY) -m bench.results sim

@@ -1,4 +1,4 @@
-"""The JSON schema of tool calls that a request demands, tightened so that a small model comes to an end. Pure."""
+"""JSON schemas of answers and of demanded tool calls, tightened so that a small model comes to an end. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SINGLE = ("items", "additionalProperties")
 def closed(schema: Any) -> Any:
     """The same schema, in which an object that names its properties has no others, unless it says so.
 
-    JSON Schema allows properties that nobody named. A tool ignores or refuses them, and a small model may go on inventing them until its tokens run
-    out; integers get the bounds within which JSON's readers agree, for the same reason. Objects that are put together from several schemas stay
-    open: which properties they may have is not said in one place.
+    JSON Schema allows properties that no one has named. Readers ignore or refuse them, and a small model may go on inventing them until its tokens
+    run out; vLLM's default backend closes objects, too. Integers get the bounds within which JSON's readers agree, for the same reason. Objects that
+    are put together from several schemas stay open: which properties they may have is not said in one place.
     """
     if _joins_several(schema):
         return schema

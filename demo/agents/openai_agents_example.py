@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from typing import Any
 
 from shared import MAX_TOKENS, ROUNDS, arguments, needs, print_report
 
@@ -41,10 +42,14 @@ async def run(args: Namespace) -> None:
         graph = CallGraph([("planner", "writer"), ("writer", "planner")])
         with Advisor(client, graph, args.run_id, model=args.model) as advisor:
             hooks = {agent.name: overture.attach(agent, advisor) for agent in (planner, writer)}
+            # Each agent goes on with its own conversation: that is what can be warmed.
+            said: dict[str, list[Any]] = {agent.name: [] for agent in (planner, writer)}
             talk = args.task
             for _ in range(ROUNDS):
                 for agent in (planner, writer):
-                    result = await Runner.run(agent, talk, hooks=hooks[agent.name])
+                    question = [*said[agent.name], {"role": "user", "content": talk}]
+                    result = await Runner.run(agent, question, hooks=hooks[agent.name])
+                    said[agent.name] = result.to_input_list()
                     talk = str(result.final_output)
                     print(f"{agent.name}: {talk}")
             print_report(await advisor.report_async())

@@ -18,7 +18,7 @@ from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart
 from engine_bridge.driver.continuing import CallIds, continued
 from engine_bridge.driver.engine import VllmDriver
-from engine_bridge.driver.grammars import grammar_of
+from engine_bridge.driver.grammars import close_schema, grammar_of
 from engine_bridge.driver.kv_keys import cache_salt
 from engine_bridge.driver.scheduling.facts import Carried, facts_of, tell, tell_guess
 from engine_bridge.driver.stream_failures import engine_failed
@@ -324,9 +324,10 @@ class BridgeEngineClient(EngineClient):
 
     async def _check_grammar(self, params: SamplingParams | None, tenant: str) -> None:
         """Raises VLLMValidationError for a grammar that the engine must not see."""
-        grammar = (
-            grammar_of(params, self.vllm_config.structured_outputs_config) if params is not None else None
-        )
+        if params is None:
+            return
+        close_schema(params)
+        grammar = grammar_of(params, self.vllm_config.structured_outputs_config)
         if grammar is not None and (reason := await self._grammars.check(grammar, tenant)):
             raise VLLMValidationError(f"Invalid grammar: {reason}")
 

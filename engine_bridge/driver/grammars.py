@@ -6,6 +6,7 @@ does nothing, and `BridgeEngineClient` asks `engine_bridge.grammars` before a re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -26,6 +27,7 @@ from engine_bridge.driver.vllm_api import (
 from engine_bridge.driver.vllm_api import structured_output as manager_module
 from engine_bridge.grammars.checker import Tokenizer
 from engine_bridge.policy.matcher_budget import MatcherBudget
+from engine_bridge.tool_schemas import closed
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +118,16 @@ def take_failure(internal_id: str) -> str | None:
 def _reason(error: str) -> str:
     first = error.strip().split("\n", 1)[0].split(" <state>", 1)[0][:200]
     return f"This answer cannot go on within its grammar: {first}" if first else TOO_SLOW
+
+
+def close_schema(params: SamplingParams) -> None:
+    """Tighten a request's JSON schema (`tool_schemas.closed`), before its grammar is made of it. A schema that is no JSON stays for `grammar_of`."""
+    structured = params.structured_outputs
+    if structured is None or structured.json is None:
+        return
+    with contextlib.suppress(ValueError, RecursionError):
+        schema = structured.json
+        structured.json = closed(json.loads(schema) if isinstance(schema, str) else schema)
 
 
 def grammar_of(params: SamplingParams, config: Any) -> str | None:

@@ -21,7 +21,7 @@ from engine_bridge.driver.vllm_api import (
 )
 from engine_bridge.errors import BridgeError
 from engine_bridge.parser_choice import Choice
-from engine_bridge.tool_schemas import at_most_one, closed
+from engine_bridge.tool_schemas import at_most_one
 
 log = logging.getLogger(__name__)
 
@@ -76,22 +76,18 @@ def demands_as_json(parser: type) -> type:
 
 
 def _demanded(parser: Any, request: Any, *, makes_one_call: bool) -> Any:
-    """The request with the schema of its demanded calls where vLLM reads it: closed, and for one call only where that is said.
+    """The request with the schema of its demanded calls where vLLM reads it, for one call only where that is said.
 
     What the client asked for in that place stays as it is where vLLM puts nothing there (tools that are no functions).
     """
     asked = getattr(request, "structured_outputs", None), getattr(request, "text", None)
     request = ToolParser.adjust_request(parser, request)
     outputs, text = getattr(request, "structured_outputs", None), getattr(request, "text", None)
-    if outputs is not None and outputs is not asked[0] and isinstance(outputs.json, dict):
-        outputs.json = _tightened(outputs.json, makes_one_call=makes_one_call)
-    if text is not None and text is not asked[1]:
-        text.format.schema_ = _tightened(text.format.schema_, makes_one_call=makes_one_call)
+    if makes_one_call and outputs is not None and outputs is not asked[0]:
+        outputs.json = at_most_one(outputs.json)
+    if makes_one_call and text is not None and text is not asked[1]:
+        text.format.schema_ = at_most_one(text.format.schema_)
     return request
-
-
-def _tightened(schema: Any, *, makes_one_call: bool) -> Any:
-    return at_most_one(closed(schema)) if makes_one_call else closed(schema)
 
 
 def install_tool_parser(choice: Choice, tokenizer: Any) -> str:

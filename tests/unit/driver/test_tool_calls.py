@@ -60,11 +60,9 @@ def test_demanded_calls_are_json_with_every_parser(name: str) -> None:
     required = parser.adjust_request(chat("required")).structured_outputs.json
     call = required["items"]["anyOf"][0]["properties"]
     assert call["name"]["enum"] == ["get_weather"]
-    assert call["parameters"] == SCHEMA | {"additionalProperties": False}
+    assert call["parameters"] == SCHEMA
     assert "maxItems" not in required
-    assert parser.adjust_request(chat(NAMED)).structured_outputs.json == SCHEMA | {
-        "additionalProperties": False
-    }
+    assert parser.adjust_request(chat(NAMED)).structured_outputs.json == SCHEMA
     assert (
         "maxItems"
         in parser.adjust_request(chat("required", parallel_tool_calls=False)).structured_outputs.json

@@ -1,0 +1,81 @@
+"""Which clients there are, what each is installed from and which of our own tests run with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.live.report import ROOT
+
+REQUIREMENTS = ROOT / "requirements" / "clients"
+SCRIPTS = Path(__file__).with_name("scripts")
+HOOK_TESTS = "tests/unit/gateway/client/test_hooks.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One client and the calls that are made with it.
+
+    package: whose version the table shows. environment: a list in requirements/clients, which several clients may share. hook: the name of
+    our hook for this framework; its example and its tests run here. no_deps: the package's own list of requirements cannot be installed, so
+    requirements/clients names all that is needed. empty_modules: what the package imports though these calls never use it.
+    """
+
+    name: str
+    package: str
+    environment: str
+    hook: str = ""
+    no_deps: bool = False
+    empty_modules: tuple[str, ...] = ()
+    remarks: str = ""
+
+    @property
+    def script(self) -> Path:
+        """What makes the calls."""
+        return SCRIPTS / f"{self.name.replace('-', '_')}_calls.py"
+
+    @property
+    def requirements(self) -> Path:
+        """The pinned list that the environment is made from."""
+        return REQUIREMENTS / f"{self.environment}.txt"
+
+
+# What MetaGPT imports when it is imported itself: other providers' SDKs and tools of roles that are not tried here.
+METAGPT_UNUSED = tuple(
+    """
+    PIL anthropic.types boto3 botocore.eventstream chardet dashscope.aigc.generation dashscope.api_entities.aiohttp_request
+    dashscope.api_entities.api_request_data dashscope.api_entities.api_request_factory dashscope.api_entities.dashscope_response
+    dashscope.client.base_api dashscope.common.constants dashscope.common.error docx google.ai google.generativeai.generative_models
+    google.generativeai.types.generation_types imap_tools joblib playwright.async_api qianfan.resources.typing sklearn.feature_selection
+    sklearn.impute sklearn.model_selection sklearn.preprocessing sparkai.core.messages.ai sparkai.core.messages.base sparkai.core.messages.human
+    sparkai.core.messages.system sparkai.core.outputs.llm_result sparkai.llm.llm tree_sitter_python volcenginesdkarkruntime._base_client
+    volcenginesdkarkruntime._streaming volcenginesdkarkruntime.types.chat zhipuai.core._http_client zhipuai.types.chat.chat_completion
+    """.split()
+)
+
+CLIENTS = (
+    Client("openai", "openai", "openai"),
+    Client("anthropic", "anthropic", "anthropic"),
+    Client("langchain", "langchain-openai", "langgraph"),
+    Client("langgraph", "langgraph", "langgraph", hook="langgraph"),
+    Client("llama-index", "llama-index-llms-openai-like", "llama-index"),
+    Client("litellm", "litellm", "litellm"),
+    Client(
+        "litellm-proxy", "litellm", "litellm", remarks="`litellm --config`, between the client and Overture"
+    ),
+    Client("crewai", "crewai", "crewai", hook="crewai"),
+    Client("autogen", "autogen-ext", "autogen"),
+    Client("openai-agents", "openai-agents", "openai-agents", hook="openai_agents"),
+    Client("pydantic-ai", "pydantic-ai-slim", "pydantic-ai"),
+    Client("instructor", "instructor", "instructor"),
+    Client("llm", "llm", "llm", remarks="the command, as a process"),
+    Client(
+        "metagpt",
+        "metagpt",
+        "metagpt",
+        hook="metagpt",
+        no_deps=True,
+        empty_modules=METAGPT_UNUSED,
+        remarks="its own list of requirements cannot be installed; providers that are not used are empty modules",
+    ),
+)

@@ -1,0 +1,141 @@
+"""The `anthropic` package: messages, streams, tools, token counts and errors."""
+
+from __future__ import annotations
+
+import anthropic
+from harness import BASE_URL, KEY, MODEL, QUESTION, WEATHER_SCHEMA, call, has_city, raises
+
+client = anthropic.Anthropic(base_url=BASE_URL, api_key=KEY, max_retries=0)
+TOOL = {"name": "get_weather", "description": "Today's weather in a city.", "input_schema": WEATHER_SCHEMA}
+HELLO = [{"role": "user", "content": "Hello! My name is Ada."}]
+ASK = [{"role": "user", "content": QUESTION}]
+
+
+def message(**more):
+    return client.messages.create(**{"model": MODEL, "messages": HELLO, "max_tokens": 32} | more)
+
+
+def plain():
+    reply = message()
+    assert reply.content[0].text and reply.usage.output_tokens > 0 and reply.role == "assistant"
+
+
+def system_prompt():
+    assert message(system="You are terse.").content[0].text
+
+
+def content_blocks():
+    assert (
+        message(messages=[{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]).content[0].text
+    )
+
+
+def several_turns():
+    said = message().content[0].text
+    turns = [*HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": "Who am I?"}]
+    assert message(messages=turns).content[0].text
+
+
+def stop_sequences():
+    greedy = {"temperature": 0}  # the package has no parameter of this name any more
+    word = message(extra_body=greedy).content[0].text.split()[1]
+    assert word not in message(extra_body=greedy, stop_sequences=[word]).content[0].text
+
+
+def max_tokens():
+    assert message(max_tokens=3).stop_reason == "max_tokens"
+
+
+def stream_helper():
+    with client.messages.stream(model=MODEL, messages=HELLO, max_tokens=16) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text and final.content[0].text == text
+
+
+def stream_events():
+    kinds = [event.type for event in message(stream=True)]
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and "content_block_delta" in kinds
+
+
+def tools_auto():
+    assert message(messages=ASK, tools=[TOOL], max_tokens=64).content
+
+
+def forced(choice):
+    reply = message(messages=ASK, tools=[TOOL], tool_choice=choice, max_tokens=64)
+    used = next(block for block in reply.content if block.type == "tool_use")
+    assert used.name == "get_weather" and has_city(used.input)
+    return reply, used
+
+
+def tools_any():
+    forced({"type": "any"})
+
+
+def tool_named():
+    forced({"type": "tool", "name": "get_weather"})
+
+
+def tools_streamed():
+    with client.messages.stream(
+        model=MODEL, messages=ASK, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=64
+    ) as stream:
+        final = stream.get_final_message()
+    used = next(block for block in final.content if block.type == "tool_use")
+    assert has_city(used.input)
+
+
+def tool_result():
+    reply, used = forced({"type": "any"})
+    result = {"type": "tool_result", "tool_use_id": used.id, "content": "Sunny."}
+    content = [block.model_dump(exclude_none=True) for block in reply.content]
+    turns = [*ASK, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+    assert message(messages=turns, tools=[TOOL]).content
+
+
+def count_tokens():
+    counted = client.messages.count_tokens(model=MODEL, messages=HELLO).input_tokens
+    assert counted == message().usage.input_tokens
+
+
+def count_tokens_of_a_system_prompt():
+    bare = client.messages.count_tokens(model=MODEL, messages=HELLO).input_tokens
+    assert (
+        client.messages.count_tokens(model=MODEL, messages=HELLO, system="You are terse.").input_tokens > bare
+    )
+
+
+def unknown_model():
+    raises(anthropic.NotFoundError, lambda: message(model="nothing"))
+
+
+def bad_value():
+    raises(anthropic.BadRequestError, lambda: message(max_tokens=-1))
+
+
+async def asynchronous():
+    async with anthropic.AsyncAnthropic(base_url=BASE_URL, api_key=KEY, max_retries=0) as other:
+        reply = await other.messages.create(model=MODEL, messages=HELLO, max_tokens=8)
+        assert reply.content[0].text
+
+
+if __name__ == "__main__":
+    call("messages", plain)
+    call("a system prompt", system_prompt)
+    call("content blocks", content_blocks)
+    call("several turns", several_turns)
+    call("stop_sequences", stop_sequences)
+    call("max_tokens", max_tokens)
+    call("messages.stream", stream_helper)
+    call("streamed events", stream_events)
+    call("tools, auto", tools_auto)
+    call("tools, any", tools_any)
+    call("tools, named", tool_named)
+    call("tools, streamed", tools_streamed)
+    call("tools, with a result", tool_result)
+    call("count_tokens", count_tokens)
+    call("count_tokens with a system prompt", count_tokens_of_a_system_prompt)
+    call("an unknown model", unknown_model)
+    call("a value out of range", bad_value)
+    call("AsyncAnthropic", asynchronous)

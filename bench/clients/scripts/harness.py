@@ -1,0 +1,90 @@
+"""What every client's script uses: it makes calls, checks the answers and prints one line of JSON for each.
+
+It runs in the client's own environment, so it imports the standard library alone. A script is called with the server's address and the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+BASE_URL, MODEL = [*sys.argv[1:], "http://127.0.0.1:8000", "overture-demo"][:2]
+V1_URL = f"{BASE_URL}/v1"
+KEY = "none"
+QUESTION = "What is the weather like in Paris?"
+WEATHER_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+# In the form of chat completions.
+WEATHER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Today's weather in a city.",
+        "parameters": WEATHER_SCHEMA,
+    },
+}
+SHOWN_LINES = 12
+# One loop for all calls: clients keep connections that belong to it.
+_loop = asyncio.Runner()
+
+
+def call(name: str, function: Callable[[], Any]) -> Any:
+    """Run `function`, await what it returns where that can be awaited, and report the call under `name`.
+
+    The function checks the answer with `assert`: whatever it raises counts as a failed call. Returns what the function returned, None where it
+    failed.
+    """
+    line: dict[str, Any] = {"call": name, "ok": True}
+    value = None
+    try:
+        value = function()
+        if inspect.isawaitable(value):
+            value = _loop.run(_awaited(value))
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        lines = "".join(traceback.format_exception(error.with_traceback(_past_us(error)))).splitlines()
+        line |= {
+            "ok": False,
+            "error": f"{type(error).__name__}: {error}"[:600],
+            "traceback": lines[:SHOWN_LINES],
+        }
+    print(json.dumps(line), flush=True)
+    return value
+
+
+def raises(expected: type[BaseException], function: Callable[[], Any]) -> BaseException:
+    """The exception of this type that `function` raises. Raises AssertionError where it raises none."""
+    try:
+        function()
+    except expected as error:
+        return error
+    raise AssertionError(f"{expected.__name__} was not raised")
+
+
+def has_city(arguments: str | dict[str, Any]) -> bool:
+    """Whether a tool call's arguments are what WEATHER_SCHEMA asks for."""
+    given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return list(given) == ["city"] and isinstance(given["city"], str)
+
+
+def _past_us(error: BaseException) -> TracebackType | None:
+    """The error's traceback from the client's script on."""
+    trace = error.__traceback__
+    while trace is not None and not trace.tb_frame.f_code.co_filename.endswith("_calls.py"):
+        trace = trace.tb_next
+    return trace or error.__traceback__
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

@@ -1,0 +1,60 @@
+"""`instructor`: answers as pydantic models, by tools (its default), by JSON and by schema."""
+
+from __future__ import annotations
+
+import instructor
+import openai
+from harness import KEY, MODEL, QUESTION, V1_URL, call
+from pydantic import BaseModel, Field
+
+
+class Weather(BaseModel):
+    city: str = Field(max_length=20)
+
+
+ASK = {
+    "model": MODEL,
+    "response_model": Weather,
+    "max_tokens": 256,
+    "messages": [{"role": "user", "content": QUESTION}],
+    "max_retries": 1,
+}
+
+
+def client(mode):
+    return instructor.from_openai(openai.OpenAI(base_url=V1_URL, api_key=KEY, max_retries=0), mode=mode)
+
+
+def by(mode):
+    assert isinstance(client(mode).chat.completions.create(**ASK), Weather)
+
+
+def default():
+    made = instructor.from_openai(openai.OpenAI(base_url=V1_URL, api_key=KEY))
+    assert isinstance(made.chat.completions.create(**ASK), Weather)
+
+
+def with_completion():
+    weather, raw = client(instructor.Mode.JSON_SCHEMA).chat.completions.create_with_completion(**ASK)
+    assert isinstance(weather, Weather) and raw.usage.completion_tokens > 0
+
+
+def partial():
+    parts = list(client(instructor.Mode.JSON_SCHEMA).chat.completions.create_partial(**ASK))
+    assert parts[-1].city is not None
+
+
+async def asynchronous():
+    made = instructor.from_openai(
+        openai.AsyncOpenAI(base_url=V1_URL, api_key=KEY), mode=instructor.Mode.TOOLS
+    )
+    assert isinstance(await made.chat.completions.create(**ASK), Weather)
+
+
+if __name__ == "__main__":
+    call("the default mode", default)
+    call("TOOLS", lambda: by(instructor.Mode.TOOLS))
+    call("JSON_SCHEMA", lambda: by(instructor.Mode.JSON_SCHEMA))
+    call("create_with_completion", with_completion)
+    call("create_partial", partial)
+    call("asynchronous", asynchronous)

@@ -1,0 +1,118 @@
+"""`langchain-openai`: ChatOpenAI and OpenAI, streams, tools, structured output and the Responses API."""
+
+from __future__ import annotations
+
+from harness import KEY, MODEL, QUESTION, V1_URL, call, has_city
+from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
+
+SETTINGS = {"base_url": V1_URL, "api_key": KEY, "model": MODEL, "max_retries": 0}
+llm = ChatOpenAI(**SETTINGS, max_tokens=64)
+
+
+class Weather(BaseModel):
+    """Where somebody asks about the weather."""
+
+    city: str = Field(max_length=20)
+
+
+@tool
+def get_weather(city: str) -> str:
+    """Today's weather in a city."""
+    return f"Sunny in {city}."
+
+
+def invoke():
+    reply = llm.invoke("Hello!")
+    assert reply.content and reply.usage_metadata["output_tokens"] > 0
+
+
+def messages():
+    assert llm.invoke([SystemMessage("You are terse."), HumanMessage("Hello!")]).content
+
+
+def stream():
+    assert "".join(chunk.content for chunk in llm.stream("Hello!"))
+
+
+def batch():
+    assert all(reply.content for reply in llm.batch(["Hello!", "Good day!"]))
+
+
+async def ainvoke():
+    assert (await llm.ainvoke("Hello!")).content
+
+
+async def astream_events():
+    kinds = {event["event"] async for event in llm.astream_events("Hello!", version="v2")}
+    assert "on_chat_model_stream" in kinds
+
+
+def chain():
+    made = ChatPromptTemplate.from_messages([("human", "{text}")]) | llm | StrOutputParser()
+    assert made.invoke({"text": "Hello!"})
+
+
+def logprobs():
+    assert llm.bind(logprobs=True).invoke("Hello!").response_metadata["logprobs"]["content"]
+
+
+def tools_auto():
+    reply = llm.bind_tools([get_weather]).invoke(QUESTION)
+    assert reply.content or reply.tool_calls
+
+
+def tools_any():
+    reply = llm.bind_tools([get_weather], tool_choice="any").invoke(QUESTION)
+    assert reply.tool_calls[0]["name"] == "get_weather"
+    return reply
+
+
+def tools_named():
+    reply = llm.bind_tools([get_weather], tool_choice="get_weather").invoke(QUESTION)
+    assert "city" in reply.tool_calls[0]["args"]
+
+
+def tools_with_a_result():
+    asked = tools_any()
+    result = ToolMessage("Sunny.", tool_call_id=asked.tool_calls[0]["id"])
+    reply = llm.bind_tools([get_weather]).invoke([HumanMessage(QUESTION), asked, result])
+    assert reply.content or reply.tool_calls
+
+
+def structured(method):
+    made = llm.with_structured_output(Weather, method=method).invoke(QUESTION)
+    assert isinstance(made, Weather)
+
+
+def responses_api():
+    reply = ChatOpenAI(**SETTINGS, max_tokens=32, use_responses_api=True).invoke("Hello!")
+    assert reply.text
+
+
+def text_completion():
+    assert OpenAI(**SETTINGS, max_tokens=16).invoke("Hello")
+
+
+if __name__ == "__main__":
+    assert has_city({"city": "Paris"})
+    call("invoke", invoke)
+    call("system and human messages", messages)
+    call("stream", stream)
+    call("batch", batch)
+    call("ainvoke", ainvoke)
+    call("astream_events", astream_events)
+    call("prompt | model | parser", chain)
+    call("logprobs", logprobs)
+    call("bind_tools", tools_auto)
+    call("bind_tools, any", tools_any)
+    call("bind_tools, named", tools_named)
+    call("bind_tools, with a result", tools_with_a_result)
+    call("with_structured_output, json_schema", lambda: structured("json_schema"))
+    call("with_structured_output, function_calling", lambda: structured("function_calling"))
+    call("use_responses_api", responses_api)
+    call("OpenAI, text completion", text_completion)

@@ -1,0 +1,96 @@
+"""`litellm` as a client: chat, streams, tools, text completion, responses and Anthropic's messages."""
+
+from __future__ import annotations
+
+import litellm
+from harness import (
+    BASE_URL,
+    KEY,
+    MODEL,
+    QUESTION,
+    V1_URL,
+    WEATHER_SCHEMA,
+    WEATHER_TOOL,
+    call,
+    has_city,
+    raises,
+)
+
+litellm.telemetry = False
+SETTINGS = {
+    "model": f"openai/{MODEL}",
+    "api_base": V1_URL,
+    "api_key": KEY,
+    "max_tokens": 64,
+    "num_retries": 0,
+}
+HELLO = [{"role": "user", "content": "Hello!"}]
+ASK = [{"role": "user", "content": QUESTION}]
+
+
+def chat(**more):
+    return litellm.completion(**SETTINGS | {"messages": HELLO} | more)
+
+
+def plain():
+    reply = chat()
+    assert reply.choices[0].message.content and reply.usage.completion_tokens > 0
+
+
+def streamed():
+    assert "".join(c.choices[0].delta.content or "" for c in chat(stream=True) if c.choices)
+
+
+async def asynchronous():
+    assert (await litellm.acompletion(**SETTINGS, messages=HELLO)).choices[0].message.content
+
+
+def hosted_vllm():
+    assert chat(model=f"hosted_vllm/{MODEL}").choices[0].message.content
+
+
+def anthropic():
+    reply = chat(model=f"anthropic/{MODEL}", api_base=BASE_URL)
+    assert reply.choices[0].message.content
+
+
+def json_schema():
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER_SCHEMA}}
+    assert has_city(chat(messages=ASK, response_format=form).choices[0].message.content)
+
+
+def tools(choice):
+    made = chat(messages=ASK, tools=[WEATHER_TOOL], tool_choice=choice).choices[0].message.tool_calls[0]
+    assert made.function.name == "get_weather" and has_city(made.function.arguments)
+
+
+def text_completion():
+    reply = litellm.text_completion(
+        model=f"text-completion-openai/{MODEL}", prompt="Hello", api_base=V1_URL, api_key=KEY, max_tokens=8
+    )
+    assert reply.choices[0].text
+
+
+def responses():
+    reply = litellm.responses(
+        model=f"openai/{MODEL}", input="Hello!", api_base=V1_URL, api_key=KEY, max_output_tokens=16
+    )
+    assert reply.output[0].content[0].text
+
+
+def too_long():
+    raises(litellm.BadRequestError, lambda: chat(messages=[{"role": "user", "content": "word " * 6000}]))
+
+
+if __name__ == "__main__":
+    call("completion", plain)
+    call("completion streamed", streamed)
+    call("acompletion", asynchronous)
+    call("hosted_vllm/", hosted_vllm)
+    call("anthropic/", anthropic)
+    call("response_format json_schema", json_schema)
+    call("tools, required", lambda: tools("required"))
+    call("tools, named", lambda: tools({"type": "function", "function": {"name": "get_weather"}}))
+    call("text_completion", text_completion)
+    call("responses", responses)
+    call("a prompt that is too long", too_long)

@@ -1,0 +1,92 @@
+"""`llama-index`: OpenAILike for chat, completion, streams, tools and structured output."""
+
+from __future__ import annotations
+
+from harness import KEY, MODEL, QUESTION, V1_URL, call
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.chat_engine import SimpleChatEngine
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
+from pydantic import BaseModel, Field
+
+SETTINGS = {"model": MODEL, "api_base": V1_URL, "api_key": KEY, "max_tokens": 64, "max_retries": 0}
+llm = OpenAILike(**SETTINGS, is_chat_model=True, is_function_calling_model=True, context_window=4096)
+HELLO = [ChatMessage(role="user", content="Hello!")]
+
+
+class Weather(BaseModel):
+    """Where somebody asks about the weather."""
+
+    city: str = Field(max_length=20)
+
+
+def get_weather(city: str) -> str:
+    """Today's weather in a city."""
+    return f"Sunny in {city}."
+
+
+TOOL = FunctionTool.from_defaults(get_weather)
+
+
+def chat():
+    assert llm.chat(HELLO).message.content
+
+
+def stream_chat():
+    assert "".join(reply.delta or "" for reply in llm.stream_chat(HELLO))
+
+
+def complete():
+    assert llm.complete("Hello!").text
+
+
+def text_complete():
+    assert OpenAILike(**SETTINGS, is_chat_model=False).complete("Hello").text
+
+
+async def achat():
+    assert (await llm.achat(HELLO)).message.content
+
+
+async def astream_chat():
+    assert "".join([reply.delta or "" async for reply in await llm.astream_chat(HELLO)])
+
+
+def chat_engine():
+    engine = SimpleChatEngine.from_defaults(llm=llm)
+    engine.chat("Hello! My name is Ada.")
+    assert engine.chat("What is my name?").response
+
+
+def tools():
+    reply = llm.chat_with_tools([TOOL], user_msg=QUESTION, tool_required=True)
+    assert llm.get_tool_calls_from_response(reply)[0].tool_name == "get_weather"
+
+
+def predict_and_call():
+    assert "Sunny in" in str(llm.predict_and_call([TOOL], user_msg=QUESTION, tool_required=True))
+
+
+def structured():
+    made = llm.as_structured_llm(Weather).chat([ChatMessage(role="user", content=QUESTION)])
+    assert isinstance(made.raw, Weather)
+
+
+async def agent():
+    made = FunctionAgent(tools=[TOOL], llm=llm, streaming=False)
+    assert str(await made.run("Hello!", max_iterations=4))
+
+
+if __name__ == "__main__":
+    call("chat", chat)
+    call("stream_chat", stream_chat)
+    call("complete", complete)
+    call("complete, text model", text_complete)
+    call("achat", achat)
+    call("astream_chat", astream_chat)
+    call("SimpleChatEngine", chat_engine)
+    call("chat_with_tools, required", tools)
+    call("predict_and_call", predict_and_call)
+    call("as_structured_llm", structured)
+    call("FunctionAgent", agent)

@@ -1,0 +1,72 @@
+"""`pydantic-ai`: agents with text, tools, native output and tool output, and streams."""
+
+from __future__ import annotations
+
+from harness import KEY, MODEL, QUESTION, V1_URL, call
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, NativeOutput, ToolOutput
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+provider = OpenAIProvider(base_url=V1_URL, api_key=KEY)
+model = OpenAIChatModel(MODEL, provider=provider)
+SETTINGS = {"max_tokens": 64}
+
+
+class Weather(BaseModel):
+    """Where somebody asks about the weather."""
+
+    city: str = Field(max_length=20)
+
+
+def run_sync():
+    reply = Agent(model, model_settings=SETTINGS).run_sync("Hello!")
+    assert reply.output and reply.usage.output_tokens > 0
+
+
+async def run():
+    assert (await Agent(model, instructions="You are terse.", model_settings=SETTINGS).run("Hello!")).output
+
+
+async def run_stream():
+    async with Agent(model, model_settings=SETTINGS).run_stream("Hello!") as stream:
+        assert "".join([piece async for piece in stream.stream_text(delta=True)])
+
+
+def message_history():
+    agent = Agent(model, model_settings=SETTINGS)
+    first = agent.run_sync("Hello! My name is Ada.")
+    assert agent.run_sync("What is my name?", message_history=first.all_messages()).output
+
+
+def output_of(kind):
+    agent = Agent(model, output_type=kind, model_settings=SETTINGS)
+    assert isinstance(agent.run_sync(QUESTION).output, Weather)
+
+
+def tool_at_hand():
+    agent = Agent(model, model_settings=SETTINGS)
+
+    @agent.tool_plain
+    def get_weather(city: str) -> str:
+        """Today's weather in a city."""
+        return f"Sunny in {city}."
+
+    assert agent.run_sync("Hello!").output
+
+
+def responses_model():
+    made = OpenAIResponsesModel(MODEL, provider=provider)
+    assert Agent(made, model_settings=SETTINGS).run_sync("Hello!").output
+
+
+if __name__ == "__main__":
+    call("run_sync", run_sync)
+    call("run", run)
+    call("run_stream", run_stream)
+    call("message_history", message_history)
+    call("output_type, the default (a tool)", lambda: output_of(Weather))
+    call("ToolOutput", lambda: output_of(ToolOutput(Weather)))
+    call("NativeOutput", lambda: output_of(NativeOutput(Weather)))
+    call("a tool at hand", tool_at_hand)
+    call("OpenAIResponsesModel", responses_model)
