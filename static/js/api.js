@@ -43,6 +43,11 @@ export class Api {
     return this.#call('DELETE', sessionPath(id));
   }
 
+  /** Shows another version of a message; resolves to the session as it is shown then. */
+  choose(id, turnId) {
+    return this.#call('POST', `${sessionPath(id)}/choose`, { turn_id: turnId });
+  }
+
   /** Undoes `remove`. */
   restore(id) {
     return this.#call('POST', `${sessionPath(id)}/restore`);

@@ -62,6 +62,7 @@ export class App {
       edit: (turn, text) => this.#replace(turn, text),
       retry: (turn) => this.#act(() => this.core.retry(turn.id, this.composer.adapter)),
       discard: (turn) => this.#act(() => this.core.discard(turn.id)),
+      choose: (turn, versionId, way) => this.#choose(turn, versionId, way),
       grown: () => this.follower.grown(),
     });
     this.composer = new Composer(byId('composer'), {
@@ -131,11 +132,30 @@ export class App {
     this.follower.toEnd();
   }
 
-  /** Asks again in the place of a turn; what follows it goes. */
+  /** Asks again in the place of a turn, which is kept as another version, with what follows it. */
   #replace(turn, content) {
     if (this.core.liveTurn(turn.sessionId)) return;
     this.#ask({ sessionId: turn.sessionId, content, after: this.core.turnBefore(turn)?.id ?? null });
     this.composer.focus();
+  }
+
+  /** Shows another version of a message. Its arrows stay where they are on the screen, under the pointer and with the focus. */
+  async #choose(turn, versionId, way) {
+    if (!this.core.canSwitch(turn.sessionId)) {
+      toast('Other versions can be shown when the answer is there, and no message waits to be sent again.');
+      return;
+    }
+    const arrows = this.transcript.focusVersions(turn.id, way);
+    const session = await this.#tell(this.api.choose(turn.sessionId, versionId));
+    if (!session) return;
+    this.follower.hold();
+    const before = arrows?.getBoundingClientRect().top;
+    this.#act(() => this.core.load(session));
+    if (turn.sessionId !== this.core.current) return;
+    const shown = this.transcript.focusVersions(versionId, way);
+    if (!shown) return;
+    byId('scroller').scrollTop += shown.getBoundingClientRect().top - before;
+    this.announcer.say(shown.getAttribute('aria-label'));
   }
 
   #stop() {

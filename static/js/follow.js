@@ -32,6 +32,11 @@ export class Follower {
     this.#jump();
   }
 
+  /** Stays where the reader is, whatever grows, until they scroll to the end. */
+  hold() {
+    this.following = false;
+  }
+
   #onScroll() {
     const { scrollTop } = this.scroller;
     if (this.#atEnd()) this.following = true;

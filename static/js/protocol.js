@@ -22,6 +22,7 @@ const CLOSE = { TOO_BIG: 1009, UNAUTHORIZED: 4401, TOO_MANY: 4429 };
  * @property {number} seq          last piece seen, 0: none
  * @property {'sending'|'running'|'done'|'stopped'|'failed'|'lost'} status
  * @property {?string} adapter
+ * @property {string[]} versions   ids of the versions of this message, its own among them
  * @property {?object} usage
  * @property {?object} timings
  * @property {?string} finishReason
@@ -200,6 +201,11 @@ export class ChatCore {
 
   // ---------------------------------------------------------------- questions
 
+  /** Whether other versions of a session's messages may be shown: nothing is being answered, and nothing waits to be sent again. */
+  canSwitch(sessionId) {
+    return !this.sessions.get(sessionId)?.turns.some((turn) => isLive(turn) || turn.request);
+  }
+
   /** The turn under way in a session, if there is one. */
   liveTurn(sessionId) {
     return this.sessions.get(sessionId)?.turns.find(isLive);
@@ -235,10 +241,11 @@ export class ChatCore {
     }
   }
 
-  #onAccepted({ id, session_id: sessionId, title }) {
+  #onAccepted({ id, session_id: sessionId, title, versions }) {
     const turn = this.turns.get(id);
     if (!turn || !isLive(turn)) return;
     turn.status = 'running';
+    turn.versions = versions ?? [];
     turn.request = null;
     for (const old of turn.replaced) this.turns.delete(old.id);
     turn.replaced = [];
@@ -425,6 +432,7 @@ function fromServer(raw) {
     seq: 0,
     status: raw.status,
     adapter: raw.adapter ?? null,
+    versions: raw.versions ?? [],
     usage: raw.usage ?? null,
     timings: raw.timings ?? null,
     finishReason: raw.finish_reason ?? null,

@@ -5,6 +5,7 @@ import { copyFrom, h, iconButton } from './dom.js';
 import { editor } from './editor.js';
 import { summary, timingRows } from './format.js';
 import { isLive } from './protocol.js';
+import { focusVersions, versionArrows } from './versions.js';
 
 const WAITING = { sending: 'Sending', running: 'Thinking' };
 const OVER_LIMIT = 'This conversation is longer than the model can read. Start a new chat, or edit an '
@@ -16,6 +17,7 @@ const OVER_LIMIT = 'This conversation is longer than the model can read. Start a
  * @property {(turn: object, text: string) => void} edit
  * @property {(turn: object) => void} retry
  * @property {(turn: object) => void} discard
+ * @property {(turn: object, versionId: string, way: string) => void} choose  shows another version of a message
  * @property {() => void} grown  called after text was added
  */
 
@@ -98,13 +100,14 @@ class TurnView {
     if (turn.finishReason === 'length') {
       parts.push(h('p', { class: 'note' }, 'The answer reached the length limit.'));
     }
-    const row = h('div', { class: 'foot-row' }, turn.timings ? timingsLine(turn, actions.grown) : h('span', {}));
+    const tools = h('div', { class: 'foot-tools' }, versionArrows(turn, (versionId, way) => actions.choose(turn, versionId, way)));
     if (turn.status !== 'failed') {
-      row.append(h('div', { class: 'actions' },
+      tools.append(h('div', { class: 'actions' },
         turn.answer && iconButton('copy', 'Copy answer', (event) => copyFrom(event.currentTarget, turn.answer)),
         iconButton('redo', 'Answer again', () => actions.regenerate(turn))));
     }
-    this.foot.replaceChildren(...parts, row);
+    this.foot.replaceChildren(...parts,
+      h('div', { class: 'foot-row' }, turn.timings && timingsLine(turn, actions.grown), tools));
   }
 
   #failure() {
@@ -171,6 +174,11 @@ export class Transcript {
   grow(turn) {
     this.#grown.add(turn.id);
     this.#frame ||= requestAnimationFrame(() => this.#draw());
+  }
+
+  /** Puts the focus on an arrow of a turn's versions; returns their element, undefined where there is none. */
+  focusVersions(id, way) {
+    return focusVersions(this.#views.get(id)?.element, way);
   }
 
   /** Opens the question of a turn for editing. */

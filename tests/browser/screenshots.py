@@ -147,6 +147,34 @@ def details(camera: Camera) -> None:
         camera.take(chat, "shortcuts")
 
 
+def versions(camera: Camera) -> None:
+    """Another answer, an edited question, one that was stopped and one that failed, each with the arrows that lead back."""
+    looks = {
+        "wide": {},
+        "phone": PHONE,
+        "dark": {"color_scheme": "dark"},
+        "narrow": {"viewport": {"width": 320, "height": 568}},
+    }
+    for name, options in looks.items():
+        with camera.chat(**options) as (chat, line):
+            chat.ask("My name is Ada and I live in Lisbon.")
+            chat.ask("Where do I live?")
+            chat.turns.first.get_by_role("button", name="Answer again").click()
+            expect(chat.turns).to_have_count(1)
+            chat.wait_done()
+            camera.take(chat, f"versions-{name}")
+            line.sampling = {"max_tokens": 3000, "ignore_eos": True}
+            chat.turns.first.get_by_role("button", name="Answer again").click()
+            chat.page.get_by_role("button", name="Stop").click()
+            expect(chat.turns.first).to_have_attribute("data-status", "stopped")
+            chat.turns.first.get_by_role("button", name="Previous version").focus()
+            camera.take(chat, f"versions-stopped-{name}")
+            line.on_send = lambda frame: refuse(line, frame) if frame["type"] == "message" else frame
+            chat.turns.first.get_by_role("button", name="Answer again").click()
+            expect(chat.page.get_by_role("alert")).to_be_visible()
+            camera.take(chat, f"versions-failed-{name}")
+
+
 def adapter_list(num_adapters: int) -> list[dict]:
     """As many adapters as a busy server has, most of them on disk."""
     tones = ("support", "legal", "poet", "support-german-formal-with-a-long-name", "sql", "summary")
@@ -260,7 +288,16 @@ def main() -> None:
         expect.set_options(timeout=ANSWER_MS)
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
         camera = Camera(browser, url.rstrip("/"), arguments.folder)
-        scenes = (first_screens, conversations, details, pickers, long_answer, many_sessions, in_trouble)
+        scenes = (
+            first_screens,
+            conversations,
+            details,
+            versions,
+            pickers,
+            long_answer,
+            many_sessions,
+            in_trouble,
+        )
         for scene in (*scenes, engine_room):
             if arguments.only in (None, scene.__name__):
                 scene(camera)

@@ -92,7 +92,7 @@ def test_stop_keeps_what_was_written(wired, by: str) -> None:
     expect(chat.answers.first).to_have_text(kept, use_inner_text=True)
 
 
-def test_answer_again_replaces_the_answer(chat) -> None:
+def test_answer_again_keeps_the_answer_that_was_there(chat) -> None:
     chat.ask("Hello!")
     first = chat.turns.first.get_attribute("data-turn")
     chat.page.get_by_role("button", name="Answer again").click()
@@ -102,9 +102,12 @@ def test_answer_again_replaces_the_answer(chat) -> None:
     expect(chat.page.locator(".bubble")).to_have_text("Hello!")
     chat.page.reload()
     expect(chat.turns).to_have_count(1)
+    expect(chat.page.get_by_role("group", name="Version 2 of 2")).to_be_visible()
+    chat.page.get_by_role("button", name="Previous version").click()
+    expect(chat.turns.first).to_have_attribute("data-turn", first)
 
 
-def test_editing_an_earlier_message_replaces_what_followed(chat) -> None:
+def test_editing_an_earlier_message_hides_what_followed_until_its_arrow_is_pressed(chat, audit) -> None:
     chat.ask("My secret word is plum.")
     chat.ask("Hello!")
     chat.turns.first.hover()
@@ -117,6 +120,18 @@ def test_editing_an_earlier_message_replaces_what_followed(chat) -> None:
     chat.wait_done()
     assert "walnut" in chat.ask("What is my secret word?").lower()
     chat.page.reload()
+    expect(chat.page.locator(".bubble")).to_have_text(
+        ["My secret word is walnut.", "What is my secret word?"]
+    )
+    previous = chat.page.get_by_role("button", name="Previous version")
+    previous.press("Enter")
+    expect(chat.page.locator(".bubble")).to_have_text(["My secret word is plum.", "Hello!"])
+    expect(chat.page.get_by_role("group", name="Version 1 of 2")).to_be_visible()
+    expect(previous).to_be_focused()
+    previous.press("Enter")  # leads nowhere
+    assert audit(chat.page) == []
+    assert "plum" in chat.ask("What is my secret word?").lower()
+    chat.page.get_by_role("button", name="Next version").press("Space")
     expect(chat.page.locator(".bubble")).to_have_text(
         ["My secret word is walnut.", "What is my secret word?"]
     )

@@ -150,6 +150,17 @@ def test_an_edit_replaces_what_follows_when_it_is_accepted(core) -> None:
     assert turns == [["a", "done", "A"], ["d", "done", "D"]]
 
 
+def test_versions_are_those_that_the_server_names_and_no_other_is_shown_meanwhile(core) -> None:
+    """Not while an answer is written, nor while a message that was refused waits to be sent again or dismissed."""
+    versions, can_switch = core("""begin({ ...stored('a', 'done', 'A'), versions: ['a', 'b'] });
+        const can = () => core.canSwitch('s'); const before = can(); ask('c', { after: null }); const asked = can();
+        core.receive({ type: 'accepted', id: 'c', session_id: 's', title: 'T', versions: ['a', 'b', 'c'] });
+        const versions = core.turns.get('c').versions; done('c', 1); const over = can(); ask('d'); error('overloaded', 'd');
+        const refused = can(); core.discard('d'); return [versions, [before, asked, over, refused, can()]];""")
+    assert versions == ["a", "b", "c"]
+    assert can_switch == [True, False, True, False, True]
+
+
 def test_an_edit_of_the_first_message_keeps_nothing(core) -> None:
     frame, turns = core(
         "begin(stored('a', 'done', 'A')); ask('d', { after: null }); return [sent()[0], shown()];"
