@@ -306,6 +306,10 @@ class ChatConnection:
         self._queued_bytes += len(data)
         self._start_writer()
 
+    def tell(self, frame: dict[str, Any]) -> None:
+        """Send a frame that the client did not ask for."""
+        self._send(frame)
+
     def show(self, picture: bytes) -> None:
         """What the engine does, for one who watches. While the peer has not taken all that came before, it is left out: the next one is newer."""
         if self._writer is None:

@@ -189,13 +189,19 @@ async def patch_session(request: web.Request) -> web.Response:
 
 
 async def choose_version(request: web.Request) -> web.Response:
-    """Show another version of a message. What was being prepared for the session is for the turns that it showed before, and is ended."""
+    """Show another version of a message, and tell the owner's sockets.
+
+    What was being prepared for the session is for the turns that it showed before, and is ended.
+    """
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     body = await _struct_body(request, ChooseVersion)
     session_id = request.match_info["id"]
     session = await services.store.choose_version(owner, session_id, body.turn_id)
     services.advisories.end_session(owner, session_id)
+    for socket in services.connections:
+        if socket.owner == owner:
+            socket.tell({"type": "shown", "session_id": session_id, "turn_id": body.turn_id})
     return json_reply(session)
 
 

@@ -30,7 +30,7 @@ UPGRADES_AT_ONCE = 16
 
 
 class OpenSocket(Protocol):
-    """A chat socket, as those see it who close it."""
+    """A chat socket, as those see it who close it or have something to tell it."""
 
     is_given_up: bool
     """It is being closed, since it reads too slowly."""
@@ -42,6 +42,9 @@ class OpenSocket(Protocol):
     @property
     def blocked_since(self) -> float | None:
         """On the monotonic clock: since then its peer has taken nothing of what waits."""
+
+    def tell(self, frame: dict[str, Any]) -> None:
+        """Send a frame that its client did not ask for."""
 
     async def revoke(self) -> None:
         """The key was withdrawn: say so and close."""

@@ -142,7 +142,7 @@ export class App {
   /** Shows another version of a message. Its arrows stay where they are on the screen, under the pointer and with the focus. */
   async #choose(turn, versionId, way) {
     if (!this.core.canSwitch(turn.sessionId)) {
-      toast('Other versions can be shown when the answer is there, and no message waits to be sent again.');
+      toast('To see other versions, wait for the answer, and send again or dismiss a message that failed.');
       return;
     }
     const arrows = this.transcript.focusVersions(turn.id, way);

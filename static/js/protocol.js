@@ -53,6 +53,7 @@ export class ChatCore {
     done: (frame) => this.#onDone(frame),
     error: (frame) => this.#onError(frame),
     advisory: (frame) => this.#onAdvisory(frame),
+    shown: (frame) => this.#onShown(frame),
   };
 
   constructor() {
@@ -186,6 +187,12 @@ export class ChatCore {
     if (frame.state === 'warm') this.warm.add(frame.session_id);
     else this.warm.delete(frame.session_id);
     this.#emit('warmth', { sessionId: frame.session_id });
+  }
+
+  /** Another version of a message was chosen, on this page or another one. */
+  #onShown({ session_id: sessionId, turn_id: turnId }) {
+    const session = this.sessions.get(sessionId);
+    if (session?.loaded && !session.turns.some((turn) => turn.id === turnId)) this.#emit('stale', { sessionId });
   }
 
   /** Puts a session read by REST in place, its turns included. */

@@ -106,8 +106,10 @@ class TurnView {
         turn.answer && iconButton('copy', 'Copy answer', (event) => copyFrom(event.currentTarget, turn.answer)),
         iconButton('redo', 'Answer again', () => actions.regenerate(turn))));
     }
+    const focused = this.foot.contains(document.activeElement) && document.activeElement.dataset.way;
     this.foot.replaceChildren(...parts,
       h('div', { class: 'foot-row' }, turn.timings && timingsLine(turn, actions.grown), tools));
+    if (focused) focusVersions(this.element, focused);
   }
 
   #failure() {

@@ -28,6 +28,6 @@ export function versionArrows({ id, versions }, choose) {
 /** Focuses the arrow that goes this way; returns the arrows' element, undefined if the turn has none. */
 export function focusVersions(turnElement, way) {
   const arrows = turnElement?.querySelector('.versions') ?? undefined;
-  arrows?.querySelector(`[data-way="${way}"]`).focus({ preventScroll: true });
+  arrows?.querySelector(`[data-way="${way}"]`)?.focus({ preventScroll: true });
   return arrows;
 }

@@ -161,6 +161,13 @@ def test_versions_are_those_that_the_server_names_and_no_other_is_shown_meanwhil
     assert can_switch == [True, False, True, False, True]
 
 
+def test_a_version_that_was_chosen_on_another_page_makes_the_session_be_read_again(core) -> None:
+    """Only where it is not the one that is shown already, and only a session that this page has."""
+    assert core("""begin(stored('a', 'done', 'A')); const stale = (session_id, turn_id) => {
+        core.receive({ type: 'shown', session_id, turn_id }); return core.drain().events.map((event) => event.type); };
+        return [stale('s', 'a'), stale('s', 'b'), stale('other', 'b')];""") == [[], ["stale"], []]
+
+
 def test_an_edit_of_the_first_message_keeps_nothing(core) -> None:
     frame, turns = core(
         "begin(stored('a', 'done', 'A')); ask('d', { after: null }); return [sent()[0], shown()];"

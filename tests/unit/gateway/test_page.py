@@ -81,8 +81,10 @@ async def test_another_version_of_a_message_is_chosen(gateway: Gateway, http: ai
     other = await gateway.answered("c", "No.", after=None, **session)
     assert other.versions == ["a", "c"]
     path = f"/api/sessions/{turn.session_id}/choose"
-    async with http.post(path, json={"turn_id": "a"}) as reply:
-        turns = (await reply.json())["turns"]
+    async with gateway.socket(hello={}) as socket:
+        async with http.post(path, json={"turn_id": "a"}) as reply:
+            turns = (await reply.json())["turns"]
+        assert await socket.next() == {"type": "shown", "session_id": turn.session_id, "turn_id": "a"}
     assert [(t["id"], t["versions"]) for t in turns] == [("a", ["a", "c"]), ("b", ["b"])]
     await gateway.ask("d", **session)
     answer = await gateway.node.asked(3)
