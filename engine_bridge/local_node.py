@@ -268,6 +268,7 @@ class LocalNode:
     def end_session(self, tenant: str, session_id: str) -> None:
         if self._tiers is not None and self._tiers.store is not None:
             self._tiers.store.end(session_id, tenant=tenant)
+            self._thread.submit(lambda driver: driver.promoter.forget(session_id))
 
     @property
     def peer_address(self) -> str:

@@ -148,7 +148,7 @@ class Drafts:
 
     async def _prefill(self, key: Key, work: _Work, outlook: Outlook | None) -> None:
         owner, session_id = key
-        history = messages_of(outlook.history) if outlook is not None else []
+        history = messages_of(outlook.history, outlook.settings) if outlook is not None else []
         if work.text is None and not history:
             work.then = lambda: None
             return

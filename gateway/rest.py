@@ -22,6 +22,7 @@ from gateway.json_shape import shape_of
 from gateway.metrics import CONTENT_TYPE
 from gateway.policy.call_size import check_shape
 from gateway.services import SERVICES
+from gateway.sessions import SettingsPatch
 from gateway.turns import unavailable
 
 # Larger bodies are looked at in a thread. Chosen: so much takes a third of a millisecond.
@@ -46,6 +47,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class CreateSession(Struct, frozen=True, forbid_unknown_fields=True):
     title: str | None = None
     adapter: str | None = None
+    settings: SettingsPatch = SettingsPatch()
 
 
 class ChooseVersion(Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +57,7 @@ class ChooseVersion(Struct, frozen=True, forbid_unknown_fields=True):
 class PatchSession(Struct, frozen=True, forbid_unknown_fields=True):
     title: str | None | UnsetType = UNSET
     adapter: str | None | UnsetType = UNSET
+    settings: SettingsPatch = SettingsPatch()
 
 
 def json_reply(value: Any, status: int = 200) -> web.Response:
@@ -163,7 +166,7 @@ async def create_session(request: web.Request) -> web.Response:
     body = await _struct_body(request, CreateSession)
     adapter = services.turns.known_adapter(body.adapter) if body.adapter else None
     session = await services.store.create_session(
-        owner, title=body.title, adapter=adapter or None, now=time.time()
+        owner, title=body.title, adapter=adapter or None, settings=body.settings, now=time.time()
     )
     return json_reply(session, status=201)
 
@@ -178,14 +181,20 @@ async def patch_session(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     body = await _struct_body(request, PatchSession)
-    return json_reply(
-        await services.store.patch(
-            owner,
-            request.match_info["id"],
-            title=body.title,
-            adapter=services.turns.known_adapter(body.adapter),
-        )
+    session_id = request.match_info["id"]
+    summary = await services.store.patch(
+        owner,
+        session_id,
+        title=body.title,
+        adapter=services.turns.known_adapter(body.adapter),
+        settings=body.settings,
+        now=time.time(),
     )
+    if body.settings.system_prompt is not UNSET:
+        # Its prompts begin differently from now on: what is prepared, and what nodes keep for it, fits none of them.
+        services.advisories.end_session(owner, session_id)
+        services.node.end_session(tenant_of(owner), session_id)
+    return json_reply(summary)
 
 
 async def choose_version(request: web.Request) -> web.Response:

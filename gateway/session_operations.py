@@ -55,7 +55,7 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         "/api/sessions/{id}",
         "change_session",
         SESSIONS,
-        "Change a conversation's title or adapter",
+        "Change a conversation's title, adapter or settings",
         parameters=(_SESSION,),
         body=Body(shape=PatchSession, example={"title": "A week in Lisbon"}, is_required=False),
         replies={

@@ -342,7 +342,7 @@ class Turns:
     ) -> None:
         final: Delta | None = None
         error: GatewayError | None = None
-        messages = (*messages_of(begun.history), ChatMessage("user", begun.turn.content))
+        messages = (*messages_of(begun.history, begun.settings), ChatMessage("user", begun.turn.content))
         asked = read_conversation([(message.role, message.content) for message in messages])
         request = GenerateRequest(
             request_id=live.request_id,
@@ -354,7 +354,7 @@ class Turns:
                 asked=asked if self._keeps_questions else asked.numbers(),
             ),
             messages=messages,
-            sampling=sampling,
+            sampling=begun.settings.sampling(sampling),
             history_token_ids=begun.history_token_ids,
         )
         with self._metrics.turn_running():

@@ -170,6 +170,10 @@ class _Memory:
     def of(self, whose: Whose) -> Hashes:
         return self._hashes.get(whose, ())
 
+    def forget_session(self, session: str) -> None:
+        for whose in [whose for whose in self._hashes if whose[0] == session]:
+            self._forget(whose)
+
     def keep(self, whose: Whose, hashes: Hashes) -> None:
         self._forget(whose)
         self._hashes[whose] = list(hashes)
@@ -273,6 +277,11 @@ class Promotions:
     def remembers(self, session: str, salt: str | None) -> bool:
         """Whether a request of this session, tenant and adapter has ended here."""
         return (session, salt) in self._memory
+
+    def forget(self, session: str) -> None:
+        """No further prompt of this session begins with what its last requests left, under no adapter. A tenant's session of the same id is
+        forgotten as well: its next advisory then names its own token ids."""
+        self._memory.forget_session(session)
 
     def staged(self) -> None:
         """KV that was being read has come."""

@@ -105,6 +105,10 @@ class Promoter:
         """Whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
         return self._core.remembers(session_id, salt)
 
+    def forget(self, session_id: str) -> None:
+        """The session's next prompt, if one comes, begins with something else."""
+        self._core.forget(session_id)
+
     def close(self) -> None:
         self._core.close()
 

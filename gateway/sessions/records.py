@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, NewType
+from typing import Annotated, Any, Final, Literal, NamedTuple, NewType
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
-from engine_bridge.node import ChatMessage
+from engine_bridge.node import ChatMessage, Sampling
 
 SessionId = NewType("SessionId", str)
 TurnId = NewType("TurnId", str)
 TurnStatus = Literal["running", "done", "stopped", "failed"]
 Outcome = Literal["new", "retried", "existing"]
+
+
+# Chosen: about eight thousand tokens of English. A longer one leaves most models little room for the conversation.
+MAX_SYSTEM_PROMPT_CHARS: Final = 32_000
+MAX_ANSWER_TOKENS: Final = 1_000_000  # Chosen: more than any model's context holds.
+
+SystemPrompt = Annotated[str, Meta(max_length=MAX_SYSTEM_PROMPT_CHARS)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+MaxTokens = Annotated[int, Meta(ge=1, le=MAX_ANSWER_TOKENS)]
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +48,33 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         return self.status in ("done", "stopped") or (self.status == "failed" and self.answer != "")
 
 
+class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session sets; None leaves it to the server. `max_tokens`: the most tokens of an answer."""
+
+    system_prompt: str | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+
+    def sampling(self, asked: Sampling) -> Sampling:
+        """How to sample an answer: as the message asks, and where it does not say, as the session does."""
+        return msgspec.structs.replace(
+            asked,
+            temperature=self.temperature if asked.temperature is None else asked.temperature,
+            max_tokens=self.max_tokens if asked.max_tokens is None else asked.max_tokens,
+        )
+
+
+class SettingsPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to change of a session's settings: what is left out stays, null leaves it to the server again."""
+
+    system_prompt: SystemPrompt | None | UnsetType = UNSET
+    temperature: Temperature | None | UnsetType = UNSET
+    max_tokens: MaxTokens | None | UnsetType = UNSET
+
+
+NO_CHANGES: Final = SettingsPatch()
+
+
 class Session(msgspec.Struct, frozen=True, kw_only=True):
     """One conversation with the turns that are shown of it, oldest first."""
 
@@ -48,6 +84,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     updated_at: float
     turns: list[Turn]
+    settings: SessionSettings = SessionSettings()
 
 
 class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +112,7 @@ class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
     title: str | None
     history: list[Turn]
     history_token_ids: bytes = b""
+    settings: SessionSettings = SessionSettings()
 
     @property
     def is_new(self) -> bool:
@@ -100,10 +138,12 @@ class ResponseHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session's next prompt begins with: the turns that are shown, and the token ids of all that the engine has seen of them (packed)."""
+    """What a session's next prompt begins with: its system prompt, the turns that are shown, and the token ids of all that the engine has seen of
+    them (packed)."""
 
     history: list[Turn]
     token_ids: bytes
+    settings: SessionSettings = SessionSettings()
 
 
 class Message(NamedTuple):
@@ -126,9 +166,9 @@ class End(NamedTuple):
     timings: str | None
 
 
-def messages_of(history: Iterable[Turn]) -> list[ChatMessage]:
-    """Turns as the messages of a conversation."""
-    messages = []
+def messages_of(history: Iterable[Turn], settings: SessionSettings) -> list[ChatMessage]:
+    """What a prompt of the session begins with: its system prompt, if it has one, and its turns."""
+    messages = [] if settings.system_prompt is None else [ChatMessage("system", settings.system_prompt)]
     for turn in history:
         messages.append(ChatMessage("user", turn.content))
         if turn.answer:

@@ -132,7 +132,23 @@ _SCHEMA_5 = (
     "CREATE INDEX tree_versions ON tree (session, parent)",
     "CREATE UNIQUE INDEX tree_chosen ON tree (session, parent) WHERE is_chosen",
 )
-_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5)
+# Version 6: what a person sets for a conversation (gateway/sessions/settings.py). A table of its own: a long system prompt is not written anew
+# with each change of its session's row. Its bytes go with the session's, which are taken off as a whole.
+_PROMPT_SIZE = "ifnull(length(CAST({0}.system_prompt AS BLOB)), 0)"
+_SCHEMA_6 = (
+    """CREATE TABLE session_settings (
+        session INTEGER PRIMARY KEY REFERENCES sessions (row) ON DELETE CASCADE,
+        system_prompt TEXT,
+        temperature REAL,
+        max_tokens INTEGER,
+        outdated_seq INTEGER
+    )""",
+    f"""CREATE TRIGGER session_settings_insert AFTER INSERT ON session_settings
+        BEGIN {_ADD_TO_SESSION.format(_PROMPT_SIZE.format("new"), "new")} END""",
+    f"""CREATE TRIGGER session_settings_update AFTER UPDATE OF system_prompt ON session_settings BEGIN
+        {_ADD_TO_SESSION.format(f"{_PROMPT_SIZE.format('new')} - {_PROMPT_SIZE.format('old')}", "new")} END""",
+)
+_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6)
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 
 # Of version 1, beside its tables: one search index for all owners.

@@ -19,6 +19,7 @@ from gateway.sessions.connection import Connection, is_full, is_index_damaged
 from gateway.sessions.database import lock, open_reader, open_writer, unusable
 from gateway.sessions.health import Health
 from gateway.sessions.records import (
+    NO_CHANGES,
     BeginResult,
     End,
     Message,
@@ -27,6 +28,7 @@ from gateway.sessions.records import (
     Session,
     SessionId,
     SessionSummary,
+    SettingsPatch,
     StoredResponse,
     Turn,
     TurnId,
@@ -132,6 +134,7 @@ class SessionStore:
         adapter: str | None = None,
         session_id: str | None = None,
         exist_ok: bool = False,
+        settings: SettingsPatch = NO_CHANGES,
         now: float,
     ) -> Session:
         """Make a session. session_id: the client's own name for it (1–128 visible ASCII characters); None makes an unguessable one.
@@ -141,7 +144,15 @@ class SessionStore:
         """
         chosen = uuid.uuid4().hex if session_id is None else checked_id(session_id, "session_id")
         return await self._write(
-            owner, transactions.create, owner, chosen, checked_title(title), clean(adapter), exist_ok, now
+            owner,
+            transactions.create,
+            owner,
+            chosen,
+            checked_title(title),
+            clean(adapter),
+            exist_ok,
+            settings,
+            now,
         )
 
     async def get_session(self, owner: str, session_id: str) -> Session:
@@ -191,14 +202,19 @@ class SessionStore:
         *,
         title: str | None | UnsetType = UNSET,
         adapter: str | None | UnsetType = UNSET,
+        settings: SettingsPatch = NO_CHANGES,
+        now: float = 0.0,
     ) -> SessionSummary:
         """Change what is given. A title of None or blanks makes the session untitled: its next message names it again.
 
-        Does not count as activity: the session keeps its place in the list. Raises ``not_found``, ``bad_request`` for a title too long.
+        now: seconds since the epoch, for the quota of a system prompt. Does not count as activity: the session keeps its place in the list.
+        Raises ``not_found``, ``bad_request`` for a title too long, ``quota_exceeded``.
         """
         new_title = title if isinstance(title, UnsetType) else checked_title(title)
         new_adapter = adapter if isinstance(adapter, UnsetType) else clean(adapter)
-        return await self._write(owner, transactions.patch, owner, session_id, new_title, new_adapter)
+        return await self._write(
+            owner, transactions.patch, owner, session_id, new_title, new_adapter, settings, now
+        )
 
     async def delete(self, owner: str, session_id: str, now: float) -> None:
         """Hide the session; for 30 s ``restore`` brings it back. Its running turn is the caller's to stop. Raises ``not_found``."""

@@ -10,10 +10,11 @@ import msgspec
 from msgspec import UnsetType
 
 from gateway.errors import GatewayError
-from gateway.sessions import quota, search, tree
+from gateway.sessions import quota, search, settings, tree
 from gateway.sessions.connection import Database
 from gateway.sessions.quota import RESTORE_WINDOW_S
 from gateway.sessions.records import (
+    NO_CHANGES,
     BeginResult,
     End,
     Message,
@@ -22,6 +23,7 @@ from gateway.sessions.records import (
     Session,
     SessionId,
     SessionSummary,
+    SettingsPatch,
     StoredResponse,
     Turn,
     TurnId,
@@ -76,6 +78,7 @@ def _session(conn: sqlite3.Connection, row: _Row) -> Session:
         created_at=row.created_at,
         updated_at=row.updated_at,
         turns=turns,
+        settings=settings.read(conn, row.row),
     )
 
 
@@ -135,6 +138,7 @@ def create(
     title: str | None,
     adapter: str | None,
     exist_ok: bool,
+    wanted: SettingsPatch,
     now: float,
 ) -> Session:
     sql = "SELECT deleted_at IS NOT NULL FROM sessions WHERE owner = ? AND id = ?"
@@ -150,9 +154,8 @@ def create(
     row = conn.execute(sql, (owner, session_id, title, adapter, now, now)).lastrowid
     assert row is not None
     search.add_title(conn, keeper, row, title)
-    return Session(
-        id=SessionId(session_id), title=title, adapter=adapter, created_at=now, updated_at=now, turns=[]
-    )
+    settings.change(conn, owner, row, wanted, now)
+    return _session(conn, _live(conn, owner, session_id))
 
 
 def get(conn: sqlite3.Connection, owner: str, session_id: str) -> Session:
@@ -195,13 +198,16 @@ def list_sessions(
 
 
 def patch(
-    conn: sqlite3.Connection,
+    conn: Database,
     owner: str,
     session_id: str,
     title: str | None | UnsetType,
     adapter: str | None | UnsetType,
+    wanted: SettingsPatch,
+    now: float,
 ) -> SessionSummary:
     row = _live(conn, owner, session_id)
+    settings.change(conn, owner, row.row, wanted, now)
     new_title = row.title if isinstance(title, UnsetType) else title
     new_adapter = row.adapter if isinstance(adapter, UnsetType) else adapter
     conn.execute("UPDATE sessions SET adapter = ? WHERE row = ?", (new_adapter, row.row))
@@ -309,6 +315,7 @@ def begin(conn: Database, owner: str, session_id: str, message: Message) -> Begi
         title=title,
         history=[turn for turn in _turns_up_to(conn, parent) if turn.is_history],
         history_token_ids=token_ids_up_to(conn, parent),
+        settings=settings.read(conn, row.row),
     )
 
 
@@ -379,7 +386,7 @@ def finish(
             "UPDATE turns SET answer = ?, status = ?, finish_reason = ?, usage = ?, timings = ? WHERE seq = ?"
         )
         conn.execute(sql, (*end._replace(answer=clean_text(end.answer)), seq))
-        if token_ids and end.status != "failed":
+        if token_ids and end.status != "failed" and not settings.is_outdated(conn, row, seq):
             store_token_ids(conn, row, seq, token_ids)
         search.add_turns(conn, search.Owner(keeper, bool(is_indexed)), "seq = ?", (seq,))
         sql = "UPDATE sessions SET updated_at = max(updated_at, ?), home = ifnull(?, home) WHERE row = ?"
@@ -402,7 +409,7 @@ def record(
     makes_session: bool,
 ) -> Turn | None:
     if makes_session:
-        create(conn, owner, session_id, None, None, True, message.now)
+        create(conn, owner, session_id, None, None, True, NO_CHANGES, message.now)
     row = _find(conn, owner, session_id)
     if row is None:
         return None
@@ -530,4 +537,6 @@ def outlook(conn: sqlite3.Connection, owner: str, session_id: str) -> Outlook:
     row = _live(conn, owner, session_id)
     last = tree.tip(conn, row.row)
     history = [turn for turn in _turns_up_to(conn, last) if turn.is_history]
-    return Outlook(history=history, token_ids=token_ids_up_to(conn, last))
+    return Outlook(
+        history=history, token_ids=token_ids_up_to(conn, last), settings=settings.read(conn, row.row)
+    )

@@ -167,6 +167,16 @@ def test_another_salt_is_another_session() -> None:
     assert bench.promotions.remembers("a", "tenant") and not bench.promotions.remembers("a", None)
 
 
+def test_a_session_that_is_forgotten_is_unknown_under_every_salt() -> None:
+    bench = Bench()
+    bench.promotions.remember("a", None, keys_of("a", 2))
+    bench.promotions.remember("a", "tenant", keys_of("a", 2))
+    bench.promotions.remember("b", None, keys_of("b", 2))
+    bench.promotions.forget("a")
+    assert not bench.promotions.remembers("a", None) and not bench.promotions.remembers("a", "tenant")
+    assert bench.promotions.remembers("b", None)
+
+
 def test_what_a_session_left_is_what_it_is_expected_to_begin_with() -> None:
     bench = Bench()
     bench.advise(num_blocks=0)

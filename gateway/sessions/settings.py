@@ -1,0 +1,59 @@
+"""What a person sets for one conversation: a system prompt, and how answers are sampled. A session that sets nothing has no row here."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from msgspec import UNSET, structs
+
+from gateway.sessions import quota
+from gateway.sessions.connection import Database
+from gateway.sessions.records import SessionSettings, SettingsPatch
+from gateway.sessions.text import clean
+
+
+def read(conn: sqlite3.Connection, session: int) -> SessionSettings:
+    """The settings of the session of that row."""
+    sql = "SELECT system_prompt, temperature, max_tokens FROM session_settings WHERE session = ?"
+    found = conn.execute(sql, (session,)).fetchone()
+    if found is None:
+        return SessionSettings()
+    return SessionSettings(system_prompt=found[0], temperature=found[1], max_tokens=found[2])
+
+
+def change(conn: Database, owner: str, session: int, patch: SettingsPatch, now: float) -> None:
+    """Store what `patch` changes. A system prompt of blanks is none. Raises ``quota_exceeded``.
+
+    Every prompt of the session begins with its system prompt. Where that changes, the token ids of its turns spell prompts that will not be
+    sent again, so they go; those of a turn that runs now are not stored when it ends (see ``is_outdated``).
+    """
+    before = read(conn, session)
+    changes = {name: value for name, value in structs.asdict(patch).items() if value is not UNSET}
+    if "system_prompt" in changes:
+        text = clean(changes["system_prompt"]) or ""
+        changes["system_prompt"] = text if text.strip() else None
+    after = structs.replace(before, **changes)
+    if after == before:
+        return
+    added_bytes = quota.size_of(after.system_prompt or "") - quota.size_of(before.system_prompt or "")
+    if added_bytes > 0:
+        quota.check(conn, owner, added_bytes, now)
+    conn.execute(
+        """INSERT INTO session_settings (session, system_prompt, temperature, max_tokens) VALUES (?, ?, ?, ?)
+           ON CONFLICT (session) DO UPDATE SET system_prompt = excluded.system_prompt, temperature = excluded.temperature,
+           max_tokens = excluded.max_tokens""",
+        (session, *structs.astuple(after)),
+    )
+    if after.system_prompt != before.system_prompt:
+        conn.execute("UPDATE turns SET token_ids = NULL WHERE session = ?", (session,))
+        conn.execute(
+            """UPDATE session_settings SET outdated_seq = (SELECT seq FROM turns WHERE session = ?1 AND status = 'running')
+               WHERE session = ?1""",
+            (session,),
+        )
+
+
+def is_outdated(conn: sqlite3.Connection, session: int, seq: int) -> bool:
+    """Whether the system prompt was changed while the turn at `seq` ran, so that its token ids are of no use to the next one."""
+    sql = "SELECT 1 FROM session_settings WHERE session = ? AND outdated_seq = ?"
+    return conn.execute(sql, (session, seq)).fetchone() is not None
