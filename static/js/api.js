@@ -24,8 +24,8 @@ export class Api {
   }
 
   /** Makes an empty session. */
-  create(adapter) {
-    return this.#call('POST', 'api/sessions', { adapter });
+  create(adapter, settings) {
+    return this.#call('POST', 'api/sessions', { adapter, settings });
   }
 
   /** A session with its turns. */
@@ -33,7 +33,7 @@ export class Api {
     return this.#call('GET', sessionPath(id));
   }
 
-  /** Changes the title or the adapter. */
+  /** Changes the title, the adapter or some of the settings. */
   patch(id, fields) {
     return this.#call('PATCH', sessionPath(id), fields);
   }

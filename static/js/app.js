@@ -9,6 +9,7 @@ import { Follower } from './follow.js';
 import { ChatCore, isLive } from './protocol.js';
 import { Rail } from './rail.js';
 import { SessionIndex } from './sessions.js';
+import { Settings } from './settings.js';
 import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
 import { readKey, writeDraft, writeKey } from './storage.js';
@@ -60,7 +61,7 @@ export class App {
     this.transcript = new Transcript(byId('transcript'), {
       regenerate: (turn) => this.#replace(turn, turn.content),
       edit: (turn, text) => this.#replace(turn, text),
-      retry: (turn) => this.#act(() => this.core.retry(turn.id, this.composer.adapter)),
+      retry: (turn) => this.#retry(turn),
       discard: (turn) => this.#act(() => this.core.discard(turn.id)),
       choose: (turn, versionId, way) => this.#choose(turn, versionId, way),
       grown: () => this.follower.grown(),
@@ -82,6 +83,7 @@ export class App {
       more: () => this.#list(false),
     }, () => ({ sessions: this.index.sorted(), hasMore: this.index.next !== null, current: this.core.current,
       isRunning: (id) => Boolean(this.core.liveTurn(id)), isWarm: (id) => this.core.warm.has(id) }));
+    this.settings = new Settings(byId('settings-button'), this.core, this.api, this.composer);
     this.drawer = new Drawer(byId('rail'), byId('menu-button'), byId('backdrop'), byId('main'));
     this.banner = new StatusBanner(byId('banner'), this.core, {
       retry: () => this.connection.retryNow(),
@@ -104,6 +106,9 @@ export class App {
 
   async #send(text) {
     if (this.#creating) return;
+    this.#creating = true;
+    await this.settings.saved();
+    this.#creating = false;
     const sessionId = this.core.current ?? await this.#createSession();
     if (!sessionId) return;
     this.composer.clear();
@@ -113,10 +118,11 @@ export class App {
   /** Makes the session first, so that a repeated message can never open a second one. */
   async #createSession() {
     this.#creating = true;
-    const session = await this.#tell(this.api.create(this.composer.adapter));
+    const session = await this.#tell(this.api.create(this.composer.adapter, this.settings.current));
     this.#creating = false;
     if (!session) return null;
     writeDraft(null, '');
+    this.settings.startAfresh();
     this.core.load({ ...session, turns: session.turns ?? [] });
     this.core.open(session.id);
     setHash(session.id);
@@ -133,7 +139,8 @@ export class App {
   }
 
   /** Asks again in the place of a turn, which is kept as another version, with what follows it. */
-  #replace(turn, content) {
+  async #replace(turn, content) {
+    await this.settings.saved();
     if (this.core.liveTurn(turn.sessionId)) return;
     this.#ask({ sessionId: turn.sessionId, content, after: this.core.turnBefore(turn)?.id ?? null });
     this.composer.focus();
@@ -158,6 +165,11 @@ export class App {
     this.announcer.say(shown.getAttribute('aria-label'));
   }
 
+  async #retry(turn) {
+    await this.settings.saved();
+    this.#act(() => this.core.retry(turn.id, this.composer.adapter));
+  }
+
   #stop() {
     const turn = this.core.liveTurn(this.core.current);
     if (turn) this.#act(() => this.core.stop(turn.id));
@@ -167,7 +179,8 @@ export class App {
   /** @param {string} [draft]  what is typed, where the user lets the server read along */
   #typing(draft) {
     const { current } = this.core;
-    if (current || draft !== undefined) this.#act(() => this.core.typing(current ?? undefined, this.composer.adapter, draft));
+    // What is computed for a chat that has no id yet knows no system prompt, so it would not fit.
+    if (current || (draft !== undefined && !this.settings.current.system_prompt)) this.#act(() => this.core.typing(current ?? undefined, this.composer.adapter, draft));
   }
 
   #onWarmth() {
@@ -245,6 +258,9 @@ export class App {
     } else if (chord && event.shiftKey && key === 'e') {
       event.preventDefault();
       byId('engine-link').click();
+    } else if (chord && key === ',') {
+      event.preventDefault();
+      this.settings.toggle();
     } else if (key === 'escape') {
       this.#stop();
     } else if (key === '?' && !event.target.closest('input, textarea, select')) {
@@ -290,7 +306,7 @@ export class App {
   #onModels() {
     const { models, server } = this.core;
     this.composer.maxBytes = server.max_message_bytes ?? Infinity;
-    this.composer.offerAhead(Boolean(server.drafts));
+    this.composer.offersAhead = Boolean(server.drafts);
     this.composer.offer(models);
     byId('server').textContent = `${server.model.split('/').at(-1)} · ${NAME} ${server.version}`;
     showExamples(byId('examples'), models, ({ text, adapter }) => {
@@ -312,6 +328,7 @@ export class App {
     if (sessionId !== this.core.current) return;
     const session = this.#session();
     const empty = !session?.turns.length;
+    this.settings.follow();
     byId('welcome').hidden = !empty || Boolean(sessionId && !session?.loaded);
     this.transcript.show(session?.turns ?? []);
     this.#showTitle();

@@ -39,9 +39,7 @@ export class Composer {
     this.picker = new ModelPicker(form.querySelector('.picker'), document.getElementById('models'), actions);
     this.note = form.querySelector('#composer-note');
     this.warmth = form.querySelector('.warmth');
-    this.ahead = form.querySelector('.ahead');
-    this.aheadBox = this.ahead.querySelector('input');
-    this.aheadBox.checked = readAhead();
+    this.offersAhead = false;
     this.maxBytes = Infinity;
     this.#listen();
   }
@@ -54,10 +52,6 @@ export class Composer {
     this.stopButton.addEventListener('click', () => this.actions.stop());
     this.area.addEventListener('input', () => this.#onInput());
     this.area.addEventListener('keydown', (event) => this.#onKey(event));
-    this.aheadBox.addEventListener('change', () => {
-      writeAhead(this.aheadBox.checked);
-      this.#onInput();
-    });
   }
 
   /** The adapter in the picker, null for the base model. */
@@ -128,8 +122,18 @@ export class Composer {
     else this.#announce(TYPING_EVERY_MS);
   }
 
+  /** Whether the user lets the server read a question while it is typed. */
+  get ahead() {
+    return readAhead();
+  }
+
+  set ahead(isAllowed) {
+    writeAhead(isAllowed);
+    this.#onInput();
+  }
+
   get #readsAlong() {
-    return this.aheadBox.checked && !this.ahead.hidden;
+    return this.offersAhead && this.ahead;
   }
 
   #announce(everyMs, draft) {
@@ -145,11 +149,6 @@ export class Composer {
     this.#draftTimer = setTimeout(() => {
       if (this.area.value.trim() && this.#readsAlong) this.#announce(0, this.area.value);
     }, wait);
-  }
-
-  /** Whether the server would compute a question while it is typed, if the user lets it read along. */
-  offerAhead(isOffered) {
-    this.ahead.hidden = !isOffered;
   }
 
   /** Says, quietly, that the conversation is ready on the device. */

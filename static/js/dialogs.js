@@ -54,6 +54,7 @@ const SHORTCUTS = [
   ['Search conversations', 'Ctrl or ⌘ + K'],
   ['New chat', 'Ctrl or ⌘ + Shift + O'],
   ['Rename, delete in the list', 'F2, Delete'],
+  ['Settings', 'Ctrl or ⌘ + ,'],
   ['Engine room', 'Ctrl or ⌘ + Shift + E'],
   ['Show this list', '?'],
 ];

@@ -372,7 +372,7 @@ export class ChatCore {
     const session = this.#session(raw.id);
     const unstored = session.turns.filter((turn) => turn.request);
     const before = new Set(session.turns);
-    Object.assign(session, { title: raw.title, adapter: raw.adapter, loaded: true });
+    Object.assign(session, { title: raw.title, adapter: raw.adapter, settings: raw.settings, loaded: true });
     session.turns = raw.turns.map((rawTurn) => this.#mergeTurn(rawTurn, raw.id));
     for (const turn of before) if (!session.turns.includes(turn)) this.turns.delete(turn.id);
     for (const turn of unstored) this.#putBack(turn);

@@ -4,6 +4,8 @@ const KEY = 'overture.key';
 const DRAFT = 'overture.draft.';
 const NEW_CHAT = 'new';
 const AHEAD = 'overture.ahead';
+const SETTINGS = 'overture.settings';
+const THEME = 'overture.theme'; // theme.js reads it, too
 
 function read(name) {
   try {
@@ -39,3 +41,21 @@ export const readAhead = () => read(AHEAD) === 'yes';
 
 /** Keeps that choice. */
 export const writeAhead = (isAllowed) => write(AHEAD, isAllowed ? 'yes' : '');
+
+/** What new conversations begin with: some of `system_prompt`, `temperature` and `max_tokens`. */
+export function readSettings() {
+  try {
+    return JSON.parse(read(SETTINGS)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+/** Keeps that. */
+export const writeSettings = (settings) => write(SETTINGS, JSON.stringify(settings));
+
+/** The theme that was chosen, '' for the system's. */
+export const readTheme = () => read(THEME) ?? '';
+
+/** Keeps the theme. */
+export const writeTheme = (theme) => write(THEME, theme);

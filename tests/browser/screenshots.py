@@ -175,6 +175,31 @@ def versions(camera: Camera) -> None:
             camera.take(chat, f"versions-failed-{name}")
 
 
+def settings(camera: Camera) -> None:
+    """The side sheet beside an answer, or over it."""
+    looks = {
+        "wide": {},
+        "middle": {"viewport": {"width": 900, "height": 700}},
+        "phone": PHONE,
+        "dark": {"color_scheme": "dark"},
+        "narrow": {"viewport": {"width": 320, "height": 568}},
+    }
+    for name, options in looks.items():
+        with camera.chat(TOUR, **options) as (chat, line):
+            answer = line.on_frame
+            line.on_frame = lambda frame, answer=answer: (
+                frame | {"server": frame["server"] | {"drafts": True}}
+                if frame["type"] == "ready"
+                else answer(frame)
+            )
+            chat.page.reload()
+            chat.ask("Hello! What can an answer hold?")
+            chat.page.get_by_role("button", name="Settings").click()
+            chat.page.get_by_label("System prompt").fill("You are a patient teacher.")
+            expect(chat.page.get_by_text("Saved", exact=True)).to_be_visible()
+            camera.take(chat, f"settings-{name}")
+
+
 def adapter_list(num_adapters: int) -> list[dict]:
     """As many adapters as a busy server has, most of them on disk."""
     tones = ("support", "legal", "poet", "support-german-formal-with-a-long-name", "sql", "summary")
@@ -292,6 +317,7 @@ def main() -> None:
             first_screens,
             conversations,
             details,
+            settings,
             versions,
             pickers,
             long_answer,

@@ -11,8 +11,8 @@ import pytest
 expect = pytest.importorskip("playwright.sync_api").expect
 
 STATIC = Path(__file__).resolve().parents[2] / "static"
-# Of the chat page, and of what only the page of the API or only the engine room loads.
-OWN_BYTES_MAX, DOCS_BYTES_MAX, ENGINE_BYTES_MAX = 150 * 1000, 30 * 1000, 35 * 1000
+# Of the chat page, and of what only the page of the API, only the engine room or only the side sheet loads.
+OWN_BYTES_MAX, DOCS_BYTES_MAX, ENGINE_BYTES_MAX, SHEET_BYTES_MAX = 150 * 1000, 30 * 1000, 35 * 1000, 20 * 1000
 STORY = "Tell me a long story."
 # Goes on for long enough to be interrupted, however fast the machine.
 ROOMY = {"temperature": 1.0, "max_tokens": 3000, "ignore_eos": True}
@@ -501,7 +501,9 @@ def test_a_conversation_is_marked_as_warm_while_one_types(chat) -> None:
     chat.question.press_sequentially("And")
     expect(chat.page.locator(".warmth")).to_be_visible()
     expect(chat.page.locator(".session.warm")).to_have_count(1)
-    expect(chat.page.locator(".ahead")).to_be_hidden()  # the operator has not allowed it
+    chat.page.keyboard.press("Control+,")
+    expect(chat.page.get_by_role("dialog", name="Settings")).to_be_visible()
+    expect(chat.page.get_by_label("Prepare as I type")).to_be_hidden()  # the operator has not allowed it
 
 
 def test_a_question_goes_along_while_it_is_typed_only_with_the_users_leave(wired) -> None:
@@ -512,11 +514,9 @@ def test_a_question_goes_along_while_it_is_typed_only_with_the_users_leave(wired
     chat.open()
     chat.question.press_sequentially("a secret")
     assert not [frame for frame in wire.sent if frame["type"] == "typing"]
+    chat.page.get_by_role("button", name="Settings").click()
     chat.page.get_by_label("Prepare as I type").check()
     chat.question.press_sequentially(" plan")
-    chat.page.set_viewport_size({"width": 360, "height": 640})
-    box, send = (chat.page.locator(name).bounding_box() for name in (".composer-box", "#send"))
-    assert send["x"] + send["width"] <= box["x"] + box["width"]  # it still fits
     drafts: list[str] = []
     for _ in range(100):
         drafts = [frame["draft"] for frame in wire.sent if frame["type"] == "typing"]
@@ -525,7 +525,65 @@ def test_a_question_goes_along_while_it_is_typed_only_with_the_users_leave(wired
         chat.page.wait_for_timeout(50)
     assert drafts[-1] == "a secret plan"
     chat.page.reload()
+    chat.page.get_by_role("button", name="Settings").click()
     expect(chat.page.get_by_label("Prepare as I type")).to_be_checked()
+
+
+def test_settings_are_kept_with_their_conversation_and_sent_before_the_next_message(
+    wired, page_watch
+) -> None:
+    """Also those of a chat that has no id yet; the sheet's code is loaded when it is first opened, and Escape closes it."""
+    chat, wire = wired()
+    wire.sampling = None
+    scripts: list[str] = []
+    chat.page.on("request", lambda request: scripts.append(request.url))
+    chat.open()
+    assert not [url for url in scripts if "sheet" in url]
+    button = chat.page.get_by_role("button", name="Settings")
+    button.focus()
+    chat.page.keyboard.press("Control+,")
+    prompt = chat.page.get_by_label("System prompt")
+    expect(prompt).to_be_focused()
+    prompt.fill("Be brief.")
+    chat.page.get_by_label("Longest answer").fill("3")
+    chat.ask("Tell me a long story.")
+    expect(chat.page.get_by_text("The answer reached the length limit.")).to_be_visible()
+    temperature = chat.page.get_by_label("Temperature")
+    temperature.fill("5")
+    expect(chat.page.locator(".sheet-status")).to_contain_text("Not saved")
+    page_watch.forgive()
+    chat.page.route("**/api/sessions/*", lambda route: route.abort())
+    temperature.fill("0.5")
+    expect(chat.page.locator(".sheet-status")).to_contain_text("could not be reached")
+    chat.page.unroute("**/api/sessions/*")
+    chat.page.get_by_role("button", name="Try again").click()
+    expect(chat.page.locator(".sheet-status")).to_have_text("Saved")
+    temperature.press("Escape")
+    expect(prompt).to_be_hidden()
+    expect(button).to_be_focused()
+    chat.page.reload()
+    button.click()
+    expect(prompt).to_have_value("Be brief.")
+    expect(temperature).to_have_value("0.5")
+    chat.page.keyboard.press("Control+Shift+O")
+    expect(prompt).to_have_value("")
+
+
+def test_the_theme_is_the_browsers_choice_and_stays(open_page, make_chat, gateway_url) -> None:
+    page = open_page(color_scheme="light")
+    make_chat(page, gateway_url).open()
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("radio", name="Dark").check()
+    dark = page.evaluate(ground)
+    assert dark != light
+    page.reload()
+    assert page.evaluate(ground) == dark
+    page.emulate_media(color_scheme="dark")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("radio", name="Light").check()
+    assert page.evaluate(ground) == light
 
 
 def test_an_address_opens_its_session_and_a_wrong_one_says_so(chat, open_page, make_chat) -> None:
@@ -650,6 +708,10 @@ def test_axe_finds_nothing_serious(open_page, make_chat, gateway_url, audit, sch
     chat.page.locator(".timings summary").click()
     findings += audit(page)
     page.keyboard.press("Escape")
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("System prompt")).to_be_visible()
+    findings += audit(page)
+    page.keyboard.press("Escape")
     if width < 720:
         page.get_by_role("button", name="Conversations").click()
         expect(page.get_by_role("searchbox")).to_be_visible()
@@ -686,8 +748,9 @@ def test_own_script_and_style_stay_small() -> None:
         for path in STATIC.rglob("*")
         if path.suffix in {".js", ".css", ".html"} and "vendor" not in path.parts
     ]
-    for name, most in (("docs", DOCS_BYTES_MAX), ("engine", ENGINE_BYTES_MAX)):
-        of_page = [path for path in own if name in path.parts or path.stem == name]
+    later = (("docs", DOCS_BYTES_MAX), ("engine", ENGINE_BYTES_MAX), ("sheet", SHEET_BYTES_MAX))
+    for name, most in later:
+        of_page = [path for path in own if name in path.relative_to(STATIC).parts or path.stem == name]
         assert of_page and len(of_page) < len(own)
         assert sum(path.stat().st_size for path in of_page) <= most
         own = [path for path in own if path not in of_page]

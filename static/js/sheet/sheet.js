@@ -1,0 +1,226 @@
+/** The side sheet: settings of the conversation and of this browser. Beside the conversation where there is room, else over it. */
+
+import { toast } from '../dialogs.js';
+import { h, iconButton } from '../dom.js';
+import { readTheme, writeTheme } from '../storage.js';
+
+const SAVE_AFTER_MS = 600; // chosen: a pause in typing
+const NARROW = matchMedia('(max-width: 719.98px)');
+const MAX_PROMPT_CHARS = 32000; // docs/protocol.md, "Settings"
+const THEMES = [['', 'System'], ['light', 'Light'], ['dark', 'Dark']];
+const NAMES = ['system_prompt', 'temperature', 'max_tokens'];
+const DEFAULT = 'Server’s default';
+
+/** The sheet. It saves what is typed after a pause, and at once when it closes or a message is sent. */
+export class Sheet {
+  #sessionId = null;
+  #changes = {};
+  #saving = Promise.resolve();
+  #numSaving = 0;
+  #timer = 0;
+  #opener = null;
+
+  /** @param {import('../settings.js').Settings} settings */
+  constructor(settings) {
+    this.settings = settings;
+    this.element = this.#build();
+    document.body.append(this.element);
+    this.styled = addStyle();
+    NARROW.addEventListener('change', () => this.#close());
+  }
+
+  // ---------------------------------------------------------------- what it is made of
+
+  #build() {
+    this.status = h('p', { class: 'sheet-status', role: 'status' });
+    this.again = h('button', { type: 'button', class: 'button', hidden: true, on: { click: () => this.save() } }, 'Try again');
+    this.defaults = h('button', { type: 'button', class: 'button', on: { click: () => this.#toggleForNew() } });
+    this.closeButton = iconButton('close', 'Close settings', () => this.#close());
+    return h('dialog', { class: 'sheet', 'aria-labelledby': 'sheet-title', on: {
+      keydown: (event) => this.#onKey(event), close: () => this.#onClose() } },
+    h('div', { class: 'sheet-head' }, h('h2', { id: 'sheet-title' }, 'Settings'), this.closeButton),
+    h('section', { 'aria-labelledby': 'sheet-chat' }, h('h3', { id: 'sheet-chat' }, 'This conversation'),
+      ...this.#fields(), h('div', { class: 'sheet-saved' }, this.status, this.again), this.defaults),
+    h('section', { 'aria-labelledby': 'sheet-browser' }, h('h3', { id: 'sheet-browser' }, 'This browser'),
+      themePicker(), this.#ahead()));
+  }
+
+  #fields() {
+    const on = { input: ({ target }) => this.#onInput(target) };
+    const number = { type: 'number', placeholder: DEFAULT, on };
+    this.fields = {
+      system_prompt: h('textarea', { rows: 4, maxLength: MAX_PROMPT_CHARS, placeholder: 'None', on }),
+      temperature: h('input', { ...number, inputMode: 'decimal', min: 0, max: 2, step: 'any' }),
+      max_tokens: h('input', { ...number, inputMode: 'numeric', min: 1, max: 1000000, step: 1 }),
+    };
+    const { system_prompt: prompt, temperature, max_tokens: length } = this.fields;
+    return [
+      field('system-prompt', 'System prompt', prompt, 'What the model should know and how it should answer. It reads this before every message.'),
+      field('temperature', 'Temperature', temperature, 'From 0 (always the likeliest words) to 2 (the most varied).'),
+      field('max-tokens', 'Longest answer, in tokens', length, 'A token is about three quarters of an English word.'),
+    ];
+  }
+
+  #ahead() {
+    const { composer } = this.settings;
+    this.aheadBox = h('input', { type: 'checkbox', id: 'sheet-ahead', 'aria-describedby': 'sheet-ahead-note',
+      on: { change: ({ target }) => { composer.ahead = target.checked; } } });
+    this.ahead = h('div', { class: 'sheet-check' }, this.aheadBox, h('label', { htmlFor: 'sheet-ahead' }, 'Prepare as I type'),
+      h('p', { id: 'sheet-ahead-note', class: 'note' },
+        'Sends what you type while you type it, so that the answer starts sooner. It is never stored or logged.'));
+    return this.ahead;
+  }
+
+  // ---------------------------------------------------------------- open and closed
+
+  /** Opens it, or closes it. */
+  toggle() {
+    if (this.element.open) this.#close();
+    else this.#open();
+  }
+
+  #open() {
+    this.#opener = document.activeElement;
+    this.follow(this.settings.core.current);
+    this.ahead.hidden = !this.settings.composer.offersAhead;
+    this.aheadBox.checked = this.settings.composer.ahead;
+    if (NARROW.matches) this.element.showModal();
+    else this.element.show();
+    this.settings.button.setAttribute('aria-expanded', 'true');
+    (NARROW.matches ? this.closeButton : this.fields.system_prompt).focus();
+  }
+
+  #close() {
+    if (this.element.open) this.element.close();
+  }
+
+  #onClose() {
+    this.settings.button.setAttribute('aria-expanded', 'false');
+    this.save();
+    const opener = this.#opener?.isConnected ? this.#opener : this.settings.button;
+    if (this.element.contains(document.activeElement) || document.activeElement === document.body) opener.focus();
+  }
+
+  #onKey(event) {
+    if (event.key !== 'Escape') return;
+    event.preventDefault();
+    event.stopPropagation(); // Escape also stops an answer
+    this.#close();
+  }
+
+  // ---------------------------------------------------------------- values
+
+  /** Shows the settings of this conversation (null: of a new chat), unless they are just being changed. */
+  follow(sessionId) {
+    if (sessionId !== this.#sessionId) {
+      this.save();
+      this.#changes = {};
+      this.#sessionId = sessionId;
+      this.#say('');
+    } else if (this.#isDirty || this.#numSaving) {
+      return;
+    }
+    const { current } = this.settings;
+    for (const name of NAMES) {
+      const value = String(current[name] ?? '');
+      if (this.fields[name].value !== value) this.fields[name].value = value;
+    }
+    this.#showForNew();
+  }
+
+  get #isDirty() {
+    return Object.keys(this.#changes).length > 0;
+  }
+
+  #onInput(target) {
+    clearTimeout(this.#timer);
+    const name = NAMES.find((key) => this.fields[key] === target);
+    if (!target.validity.valid) {
+      delete this.#changes[name];
+      this.#say(`Not saved: ${target.validationMessage}`, true);
+      return;
+    }
+    const value = name === 'system_prompt' ? target.value : target.valueAsNumber;
+    this.#changes[name] = target.value.trim() ? value : null;
+    this.#say('');
+    this.#timer = setTimeout(() => this.save(), SAVE_AFTER_MS);
+  }
+
+  /** Stores what was changed, one request after the other. Resolves when all is stored or has failed, which the sheet then says. */
+  save() {
+    clearTimeout(this.#timer);
+    if (this.#isDirty) {
+      const [sessionId, changes] = [this.#sessionId, this.#changes];
+      this.#changes = {};
+      this.#numSaving += 1;
+      this.#saving = this.#saving.then(() => this.#store(sessionId, changes));
+    }
+    return this.#saving;
+  }
+
+  async #store(sessionId, changes) {
+    try {
+      await this.settings.change(sessionId, changes);
+      if (sessionId === this.#sessionId) this.#say(sessionId ? 'Saved' : 'Kept for this new chat');
+    } catch (error) {
+      if (sessionId !== this.#sessionId) {
+        toast(`The settings were not saved. ${error.message}`);
+        return;
+      }
+      this.#changes = { ...changes, ...this.#changes };
+      this.#say(`Not saved. ${error.message}`, true);
+      this.again.hidden = false;
+    } finally {
+      this.#numSaving -= 1;
+      this.#showForNew();
+    }
+  }
+
+  #say(text, isProblem = false) {
+    this.status.textContent = text;
+    this.status.classList.toggle('problem', isProblem);
+    this.again.hidden = true;
+  }
+
+  // ---------------------------------------------------------------- for new conversations
+
+  get #isForNew() {
+    const { current, forNew } = this.settings;
+    return NAMES.some((name) => current[name] != null) && NAMES.every((name) => (current[name] ?? null) === (forNew[name] ?? null));
+  }
+
+  #showForNew() {
+    this.defaults.textContent = this.#isForNew ? 'Stop using these for new conversations' : 'Use for new conversations';
+  }
+
+  async #toggleForNew() {
+    await this.save();
+    const isForNew = this.#isForNew;
+    this.settings.forNew = isForNew ? {} : Object.fromEntries(NAMES.map((name) => [name, this.settings.current[name] ?? null]));
+    this.#say(isForNew ? 'New conversations begin with the server’s defaults.' : 'New conversations begin with these settings.');
+    this.#showForNew();
+  }
+}
+
+function field(id, label, input, note) {
+  input.id = `sheet-${id}`;
+  input.setAttribute('aria-describedby', `${input.id}-note`);
+  return h('div', { class: 'sheet-field' }, h('label', { htmlFor: input.id }, label), input,
+    h('p', { id: `${input.id}-note`, class: 'note' }, note));
+}
+
+function themePicker() {
+  const chosen = readTheme();
+  return h('fieldset', { class: 'sheet-themes' }, h('legend', {}, 'Theme'), ...THEMES.map(([theme, label]) => h('label', {},
+    h('input', { type: 'radio', name: 'theme', value: theme, checked: theme === chosen, on: { change: () => {
+      writeTheme(theme);
+      globalThis.applyTheme();
+    } } }), h('span', {}, label))));
+}
+
+/** Adds the sheet's style; resolves when it applies, also where it cannot be loaded. */
+function addStyle() {
+  return new Promise((resolve) => {
+    document.head.append(h('link', { rel: 'stylesheet', href: 'static/css/sheet.css', on: { load: resolve, error: resolve } }));
+  });
+}
