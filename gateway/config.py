@@ -33,7 +33,7 @@ MIN_JSON_VALUES = 50_000
 
 # Those that only policies of ours look at.
 SCHEDULING_SETTINGS = ("length_predictor", "tenant_weights", "client_priority", "decision_log")
-EnginePlace = Literal["in-process", "process"]
+EnginePlace = Literal["auto", "in-process", "process"]
 LogFormat = Literal["plain", "json"]
 if TYPE_CHECKING:
     RoutingChoice = str
@@ -57,8 +57,8 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
 class Config(LimitSettings, frozen=True, kw_only=True):
     """Every setting of the server, checked. Build it with `load_config`, or directly in tests.
 
-    `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, `kv_dir` from `data_dir`, so
-    readers need no fallback of their own.
+    `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, `kv_dir` from `data_dir` and `engine`
+    from `host`, so readers need no fallback of their own.
     """
 
     model: ModelName = str(DEMO_MODEL_DIR)
@@ -72,9 +72,10 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         EnginePlace,
         setting(
             "Server",
-            "Where the engine runs: in-process, or in a process of its own, whose crash ends no conversation.",
+            "Where the engine runs: in-process, or in a process of its own, whose crash ends no conversation; "
+            "auto: in-process on loopback, else in a process.",
         ),
-    ] = "in-process"
+    ] = "auto"
     ssl_certfile: Annotated[
         Path | None,
         setting("Server", "TLS certificate (PEM, with its chain): the server speaks HTTPS and nothing else."),
@@ -276,6 +277,10 @@ class Config(LimitSettings, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "adapters_dir", DEMO_ADAPTERS_DIR)
         if self.cluster_token_file is None:
             msgspec.structs.force_setattr(self, "cluster_token_file", self.data_dir / "cluster-token")
+        if self.engine == "auto":
+            # It costs nothing that can be measured: docs/decisions/0015.
+            place = "in-process" if _is_loopback(self.host) else "process"
+            msgspec.structs.force_setattr(self, "engine", place)
         if self.kv_dir is None:
             msgspec.structs.force_setattr(self, "kv_dir", self.data_dir / "kv")
         if self.cpu_threads is None and self.is_demo_model:

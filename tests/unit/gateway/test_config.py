@@ -264,3 +264,20 @@ def test_every_setting_of_the_engine_reaches_it_as_it_was_set(tmp_path: Path) ->
 )
 def test_one_node_that_nobody_joins_needs_no_cluster(flags: dict[str, str], is_cluster: bool) -> None:
     assert load(flags).is_cluster is is_cluster
+
+
+@pytest.mark.parametrize(
+    ("host", "engine", "place"),
+    [
+        ("127.0.0.1", "auto", "in-process"),
+        ("localhost", "auto", "in-process"),
+        ("::1", "auto", "in-process"),
+        ("0.0.0.0", "auto", "process"),
+        ("0.0.0.0", "in-process", "in-process"),
+        ("127.0.0.1", "process", "process"),
+    ],
+)
+def test_an_engine_that_serves_others_has_a_process_of_its_own_unless_told(
+    host: str, engine: str, place: str
+) -> None:
+    assert load({"host": host, "engine": engine}).engine == place
