@@ -3,8 +3,8 @@
     python -m bench.clients [--only NAME …] [--keep] [--url URL]      (or: make clients ARGS='--only openai')
 
 Each client runs in an environment of its own, made on first use under $XDG_CACHE_HOME/overture/clients from the pinned lists in
-requirements/clients (2.5 GB for all). One server serves all of them. A client's script makes the calls that its users make and checks the
-answers; for the frameworks that Overture has hooks for, the hook's example and its tests run, too.
+requirements/clients (5 GB for all, half of it Open WebUI). One server serves all of them. A client's script makes the calls that its
+users make and checks the answers; for the frameworks that Overture has hooks for, the hook's example and its tests run, too.
 
 A run of all clients writes the table in docs/clients.md. Failed calls are printed with their error and the first lines of the traceback. The last
 line is JSON: `clients` that made calls, `calls` made, `failed` among them. The exit status is 1 where a call failed.

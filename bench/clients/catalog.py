@@ -78,4 +78,11 @@ CLIENTS = (
         empty_modules=METAGPT_UNUSED,
         remarks="its own list of requirements cannot be installed; providers that are not used are empty modules",
     ),
+    Client(
+        "openwebui",
+        "open-webui",
+        "openwebui",
+        no_deps=True,
+        remarks="its backend, without accounts; what its page asks for",
+    ),
 )
