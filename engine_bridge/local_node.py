@@ -302,7 +302,7 @@ class LocalNode:
         try:
             with self._reading(request):
                 prepared = await serving.prepare(request, self.stream_interval)
-            stream.prompt = prepared.prompt
+            stream.prompt, stream.split = prepared.prompt, prepared.split
             if not stream.is_over:
                 client.check_ready()
                 unique_id, core_request = client.submit(

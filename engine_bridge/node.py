@@ -139,7 +139,10 @@ class Prompt(Struct, frozen=True):
 
 
 class Delta(Struct, frozen=True):
-    """More of an answer. The last one carries `finish_reason`, `usage`, `timings`, and `prompt` unless it was stopped before there was one."""
+    """More of an answer. The last one carries `finish_reason`, `usage`, `timings`, and `prompt` unless it was stopped before there was one.
+
+    reasoning: what the model thinks before its answer, as far as a parser knows it for that; it is not in `text`.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -147,6 +150,7 @@ class Delta(Struct, frozen=True):
     usage: Usage | None = None
     timings: Timings | None = None
     prompt: Prompt | None = None
+    reasoning: str = ""
 
 
 # Where an adapter is, the nearest place of several: in a slot that steps compute with, in host memory, cached in idle KV blocks of the device,

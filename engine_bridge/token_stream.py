@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from engine_bridge.node import Delta, FinishReason, KvSources, Prompt, Timings, Usage
+
+# Of an output of vLLM's, in the order in which they come: (reasoning, text).
+Split = Callable[[Any], tuple[str, str]]
 
 
 class TokenStream:
@@ -15,13 +19,16 @@ class TokenStream:
     What arrives while the reader is busy, or together, is merged into one delta. How often outputs arrive is the bridge's affair.
 
     Attributes:
-        prompt: what the last delta says of the prompt, once somebody knows it.
+        prompt: what the last delta says of the prompt, once it is known.
+        split: tells the reasoning in an output from its text, if the model has a parser for that; set before the first output.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] | None = None
+        self.split: Split | None = None
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self._token_ids: list[int] = []
         self._error: Exception | None = None
         self._finish_reason: FinishReason | None = None
@@ -46,7 +53,9 @@ class TokenStream:
             self._error = output
         else:
             completion = output.outputs[0]
-            self._text.append(completion.text)
+            reasoning, text = ("", completion.text) if self.split is None else self.split(output)
+            self._text.append(text)
+            self._reasoning.append(reasoning)
             self._token_ids.extend(completion.token_ids)
             if self._first_s is None:
                 self._note_start(output)
@@ -94,8 +103,10 @@ class TokenStream:
             usage=self._usage() if self._finish_reason else None,
             timings=self._timings() if self._finish_reason else None,
             prompt=self.prompt if self._finish_reason else None,
+            reasoning="".join(self._reasoning),
         )
         self._text.clear()
+        self._reasoning.clear()
         self._token_ids.clear()
         return delta
 

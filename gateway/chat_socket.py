@@ -360,8 +360,9 @@ class ChatConnection:
         # Before its first piece a turn that is asked again has nothing to tell, whatever its `seq` begins with.
         seq = turn.seq if turn.pieces else num_sent
         if seq > num_sent:
-            text = turn.text_after(num_sent)
-            frames.append(encode({"type": "delta", "id": turn.id, "seq": seq, "text": text}))
+            more = turn.after(num_sent)
+            frame = {"type": "delta", "id": turn.id, "seq": seq, "text": more.text}
+            frames.append(encode(frame | ({"reasoning": more.reasoning} if more.reasoning else {})))
             self._sent[turn] = seq
         if turn.is_over:
             del self._sent[turn]

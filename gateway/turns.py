@@ -13,8 +13,8 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType, structs, to_builtins
 
@@ -55,11 +55,24 @@ class Follower(Protocol):
     def wake(self, turn: LiveTurn) -> None: ...
 
 
+class Piece(NamedTuple):
+    """What the engine gave at once: more of the answer, of the reasoning before it, or the end of one and the beginning of the other."""
+
+    text: str
+    reasoning: str = ""
+
+    @classmethod
+    def joined(cls, pieces: Iterable[Piece]) -> Piece:
+        """All of them as one."""
+        pieces = list(pieces)
+        return cls("".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces))
+
+
 class LiveTurn:
     """A turn under way, or over for less than KEEP_FINISHED_S.
 
     Attributes:
-        pieces: the answer so far.
+        pieces: the answer and its reasoning so far.
         base_seq: `seq` of the protocol counts from here; 0 for the first try at a turn. Whoever has seen text up to there has seen the
             pieces of an earlier try, or of the answer before it was read back from disk.
         done: the fields of its `done` frame once it is over and stored.
@@ -92,7 +105,7 @@ class LiveTurn:
         self.title = title
         self.versions = turn.versions
         self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
-        self.pieces: list[str] = []
+        self.pieces: list[Piece] = []
         self.generated: list[int] = []
         self.base_seq = 0
         self.done: dict[str, Any] | None = None
@@ -113,9 +126,14 @@ class LiveTurn:
         """Whether a socket that has seen up to `seq` can go on from there without loss or repetition."""
         return seq == 0 or self.base_seq < seq <= self.seq
 
-    def text_after(self, seq: int) -> str:
+    def after(self, seq: int) -> Piece:
         """What one who has seen up to `seq` (see `can_resume`) has not seen yet."""
-        return "".join(self.pieces[max(seq - self.base_seq, 0) :])
+        return Piece.joined(self.pieces[max(seq - self.base_seq, 0) :])
+
+    @property
+    def whole(self) -> Piece:
+        """All that there is so far."""
+        return Piece.joined(self.pieces)
 
     def wake_followers(self) -> None:
         for follower in self.followers:
@@ -286,7 +304,8 @@ class Turns:
             )
             self._watch_unfollowed(live)
         else:
-            live.pieces = [begun.turn.answer] if begun.turn.answer else []
+            known = Piece(begun.turn.answer, begun.turn.reasoning)
+            live.pieces = [known] if any(known) else []
             live.done = _done_fields(live, begun.turn)
             self._forget_later(live)
         return live
@@ -363,8 +382,8 @@ class Turns:
                     async for delta in deltas:
                         final = delta
                         live.generated.extend(delta.token_ids)
-                        if delta.text:
-                            live.pieces.append(delta.text)
+                        if delta.text or delta.reasoning:
+                            live.pieces.append(Piece(delta.text, delta.reasoning))
                             live.wake_followers()
             except BridgeError as failure:
                 error = from_bridge(failure)
@@ -383,7 +402,8 @@ class Turns:
                 live.owner,
                 live.session_id,
                 live.id,
-                answer="".join(live.pieces),
+                answer=live.whole.text,
+                reasoning=live.whole.reasoning,
                 status=status,
                 finish_reason=final.finish_reason if final and not error else None,
                 usage=to_builtins(final.usage) if final and final.usage else None,
@@ -416,7 +436,8 @@ class Turns:
                     live.owner,
                     live.session_id,
                     live.id,
-                    answer="".join(live.pieces),
+                    answer=live.whole.text,
+                    reasoning=live.whole.reasoning,
                     status="failed",
                     now=self._now(),
                 )

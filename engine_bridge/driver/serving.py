@@ -35,6 +35,7 @@ from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 from engine_bridge.driver.continuing import CallIds, continued
 from engine_bridge.driver.engine_client import ADAPTER_FAILURES, BridgeEngineClient
+from engine_bridge.driver.reasoning_split import ReasoningSplit
 from engine_bridge.driver.tokenize_request import TokenizeBody
 from engine_bridge.driver.tool_calls import NO_FORM
 from engine_bridge.driver.vllm_api import (
@@ -77,6 +78,7 @@ from engine_bridge.node import (
 )
 from engine_bridge.policy.request_limits import check_prompt_chars
 from engine_bridge.request_context import RequestContext
+from engine_bridge.token_stream import Split
 
 log = logging.getLogger(__name__)
 
@@ -103,12 +105,13 @@ class ServingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A turn that is ready to be submitted. `prompt`: for whoever keeps the conversation."""
+    """A turn that is ready to be submitted. `prompt`: for whoever keeps the conversation. `split`: where the model's reasoning is known."""
 
     engine_input: Any
     params: SamplingParams
     lora_request: LoRARequest | None
     prompt: Prompt
+    split: Split | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +354,19 @@ class Serving:
             raise _too_long_or_invalid(str(error)) from error
         params.output_kind = RequestOutputKind.DELTA
         params.stream_interval = stream_interval
-        return Prepared(engine_input, params, lora_request, prompt)
+        return Prepared(engine_input, params, lora_request, prompt, self._split(chat_request))
+
+    def _split(self, chat_request: ChatCompletionRequest) -> Split | None:
+        if not self._options.reasoning_parser:
+            return None
+        # As OpenAIServingChat makes one for each request: parsers know how far their answer has come.
+        parser = self._chat.parser_cls(
+            self._client.renderer.get_tokenizer(),
+            None,
+            chat_template_kwargs={},
+            model_config=self._client.model_config,
+        )
+        return ReasoningSplit(parser, chat_request)
 
     async def prepare_draft(self, request: GenerateRequest) -> Prepared:
         """The tokens with which the prompt will begin however the last message goes on, for a request that only computes their KV.

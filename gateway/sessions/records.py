@@ -28,7 +28,8 @@ MaxTokens = Annotated[int, Meta(ge=1, le=MAX_ANSWER_TOKENS)]
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One message and its answer, as docs/protocol.md gives it. `answer` is "" while the turn runs and when it failed without text.
 
-    versions: the ids of all turns that follow the same turn as this one, its own among them, oldest first.
+    reasoning: what the model thought before the answer; no later turn reads it. versions: the ids of all turns that follow the same turn as this
+    one, its own among them, oldest first.
     """
 
     id: TurnId
@@ -40,6 +41,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     usage: dict[str, Any] | None
     timings: dict[str, Any] | None
     created_at: float
+    reasoning: str = ""
     versions: list[TurnId] = []
 
     @property
@@ -157,13 +159,14 @@ class Message(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a turn ended, in the order of the columns; `usage` and `timings` are JSON."""
+    """How a turn ended, in the order of the columns of `finish`; `usage` and `timings` are JSON."""
 
     answer: str
     status: TurnStatus
     finish_reason: str | None
     usage: str | None
     timings: str | None
+    reasoning: str = ""
 
 
 def messages_of(history: Iterable[Turn], settings: SessionSettings) -> list[ChatMessage]:

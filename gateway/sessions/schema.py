@@ -148,7 +148,15 @@ _SCHEMA_6 = (
     f"""CREATE TRIGGER session_settings_update AFTER UPDATE OF system_prompt ON session_settings BEGIN
         {_ADD_TO_SESSION.format(f"{_PROMPT_SIZE.format('new')} - {_PROMPT_SIZE.format('old')}", "new")} END""",
 )
-_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6)
+# Version 7: what a model thought before it answered. It counts as the session's bytes.
+_SCHEMA_7 = (
+    "ALTER TABLE turns ADD COLUMN reasoning TEXT NOT NULL DEFAULT ''",
+    f"""CREATE TRIGGER turns_reasoning AFTER UPDATE OF reasoning ON turns BEGIN
+        {_ADD_TO_SESSION.format("length(CAST(new.reasoning AS BLOB)) - length(CAST(old.reasoning AS BLOB))", "new")} END""",
+    f"""CREATE TRIGGER turns_delete_reasoning AFTER DELETE ON turns
+        BEGIN {_ADD_TO_SESSION.format("(-length(CAST(old.reasoning AS BLOB)))", "old")} END""",
+)
+_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6, _SCHEMA_7)
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 
 # Of version 1, beside its tables: one search index for all owners.

@@ -49,12 +49,24 @@ class _Row(NamedTuple):
 _VERSIONS = """(SELECT group_concat(id, ' ') FROM (SELECT v.id FROM tree own JOIN tree other ON other.session = own.session
     AND other.parent = own.parent JOIN turns v ON v.seq = other.seq WHERE own.seq = turns.seq ORDER BY v.seq))"""
 _TURN_COLUMNS = (
-    f"id, content, answer, status, adapter, finish_reason, usage, timings, created_at, {_VERSIONS}"
+    f"id, content, answer, status, adapter, finish_reason, usage, timings, created_at, reasoning, {_VERSIONS}"
 )
 
 
 def _turn(columns: Sequence[Any]) -> Turn:
-    turn_id, content, answer, status, adapter, finish_reason, usage, timings, created_at, versions = columns
+    (
+        turn_id,
+        content,
+        answer,
+        status,
+        adapter,
+        finish_reason,
+        usage,
+        timings,
+        created_at,
+        reasoning,
+        versions,
+    ) = columns
     return Turn(
         id=turn_id,
         content=content,
@@ -65,6 +77,7 @@ def _turn(columns: Sequence[Any]) -> Turn:
         usage=None if usage is None else msgspec.json.decode(usage),
         timings=None if timings is None else msgspec.json.decode(timings),
         created_at=created_at,
+        reasoning=reasoning,
         versions=versions.split(" "),
     )
 
@@ -348,6 +361,10 @@ def _parent(conn: sqlite3.Connection, row: int, message: Message, *, is_known: b
     return after
 
 
+def _cleaned(end: End) -> End:
+    return end._replace(answer=clean_text(end.answer), reasoning=clean_text(end.reasoning))
+
+
 def _set_running(
     conn: sqlite3.Connection, row: _Row, message: Message, content: str, adapter: str | None
 ) -> int:
@@ -355,7 +372,7 @@ def _set_running(
     search.drop_turns(conn, row.owner, "session = ? AND id = ?", (row.row, message.id))
     conn.execute(
         """INSERT INTO turns (session, id, content, status, adapter, created_at) VALUES (?, ?, ?, 'running', ?, ?)
-           ON CONFLICT (session, id) DO UPDATE SET status = 'running', adapter = excluded.adapter, answer = '', finish_reason = NULL,
+           ON CONFLICT (session, id) DO UPDATE SET status = 'running', adapter = excluded.adapter, answer = '', reasoning = '', finish_reason = NULL,
            usage = NULL, timings = NULL, token_ids = NULL""",
         (row.row, message.id, content, adapter, message.now),
     )
@@ -382,10 +399,8 @@ def finish(
     seq, status, row, is_deleted, keeper, is_indexed = found
     if status == "running":
         # Also in a deleted session: after `restore` a turn must not be left running that nobody runs.
-        sql = (
-            "UPDATE turns SET answer = ?, status = ?, finish_reason = ?, usage = ?, timings = ? WHERE seq = ?"
-        )
-        conn.execute(sql, (*end._replace(answer=clean_text(end.answer)), seq))
+        sql = "UPDATE turns SET answer = ?, status = ?, finish_reason = ?, usage = ?, timings = ?, reasoning = ? WHERE seq = ?"
+        conn.execute(sql, (*_cleaned(end), seq))
         if token_ids and end.status != "failed" and not settings.is_outdated(conn, row, seq):
             store_token_ids(conn, row, seq, token_ids)
         search.add_turns(conn, search.Owner(keeper, bool(is_indexed)), "seq = ?", (seq,))
@@ -417,7 +432,7 @@ def record(
     known = _known(conn, row.row, message.id, content)
     if known is not None:
         return known
-    clean_end = end._replace(answer=clean_text(end.answer))
+    clean_end = _cleaned(end)
     added_bytes = TURN_BYTES + quota.size_of(content) + quota.size_of(clean_end.answer)
     if response is not None:
         added_bytes += len(response.reply) + len(response.items)
@@ -426,7 +441,7 @@ def record(
     conn.execute(
         """INSERT INTO turns (session, id, content, adapter, created_at, response_id, answer, status, finish_reason, usage, timings)
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
-        (row.row, message.id, content, message.adapter, message.now, response_id, *clean_end),
+        (row.row, message.id, content, message.adapter, message.now, response_id, *clean_end[:-1]),
     )
     seq = _place(conn, row.row, message.id, "id")
     tree.add(conn, row.row, seq, parent)

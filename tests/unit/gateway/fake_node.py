@@ -64,6 +64,11 @@ class Answer:
             self.num_pieces += 1
             self._steps.put_nowait(Delta(text=text, token_ids=(self.num_pieces,)))
 
+    def think(self, *pieces: str) -> None:
+        for reasoning in pieces:
+            self.num_pieces += 1
+            self._steps.put_nowait(Delta(text="", reasoning=reasoning, token_ids=(self.num_pieces,)))
+
     def finish(self, *pieces: str, reason: str = "stop", text: str = "") -> None:
         """Say the pieces, then the end; `text` is what the last delta itself still carries."""
         self.say(*pieces)

@@ -68,7 +68,7 @@ class Listener:
         self._woken.set()
 
     def read(self) -> None:
-        self.texts += self.turn.pieces[self.seen :]
+        self.texts += [piece.text for piece in self.turn.pieces[self.seen :]]
         self.seen = len(self.turn.pieces)
 
     @property

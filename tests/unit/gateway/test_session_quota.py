@@ -88,6 +88,21 @@ async def test_a_message_above_the_quota_is_refused_and_nothing_of_it_is_stored(
     )
 
 
+async def test_reasoning_is_counted_and_given_back(store: SessionStore, path: Path) -> None:
+    await store.create_session("ann", session_id="s", now=NOW)
+    await store.begin_turn("ann", "s", "t", "abc", now=NOW)
+    await store.finish_turn("ann", "s", "t", answer="de", reasoning="thöught", status="failed", now=NOW)
+    assert counted(path, "ann") == SESSION_BYTES + TURN_BYTES + 3 + 2 + 8
+    await store.begin_turn("ann", "s", "t", "abc", now=NOW)  # asked again: what it thought is gone
+    assert counted(path, "ann") == SESSION_BYTES + TURN_BYTES + 3
+    await store.finish_turn("ann", "s", "t", answer="de", reasoning="thought", status="done", now=NOW)
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        conn.execute("PRAGMA foreign_keys = ON")
+        conn.execute("DELETE FROM turns")
+        conn.commit()
+    assert counted(path, "ann") == SESSION_BYTES
+
+
 async def test_quotas_are_each_owners_own(store: SessionStore) -> None:
     """One owner at its limit is nothing to another."""
     await say(store, "t", HALF, answer=HALF)

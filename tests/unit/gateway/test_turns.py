@@ -10,7 +10,7 @@ import pytest
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
-from gateway.turns import KEEP_FINISHED_S, KEEP_UNFOLLOWED_S
+from gateway.turns import KEEP_FINISHED_S, KEEP_UNFOLLOWED_S, Piece
 
 from .fake_node import PATIENCE_S
 from .parts import Listener, Parts, passes, refused
@@ -101,7 +101,7 @@ async def test_a_message_that_was_answered_long_ago_is_read_from_disk(parts: Par
     assert parts.turns.find("ann", "a") is None
     again = await parts.ask("a")
     assert again is not first and again.session_id == first.session_id
-    assert "".join(again.pieces) == "Yes." and again.is_over
+    assert again.whole.text == "Yes." and again.is_over
     assert again.done is not None and again.done["finish_reason"] == "stop"
     assert len(parts.node.answers) == 1
 
@@ -311,6 +311,20 @@ async def test_stop_keeps_what_was_written(parts: Parts) -> None:
     assert await stored(parts, turn.session_id) == [("a", "stopped", "Once upon")]
     assert not await parts.turns.stop("ann", "a"), "it does not run any more"
     assert not await parts.turns.stop("ann", "unheard of")
+
+
+async def test_reasoning_is_kept_beside_the_answer_and_no_later_turn_reads_it(parts: Parts) -> None:
+    turn = await parts.ask("a", "What is two and two?")
+    answer = await parts.node.asked()
+    answer.think("Let me", " see.")
+    answer.finish("It is", " four.")
+    await parts.follow(turn).over()
+    (known,) = (await parts.store.get_session("ann", turn.session_id)).turns
+    assert (known.answer, known.reasoning) == ("It is four.", "Let me see.")
+    assert turn.after(1) == Piece("It is four.", " see."), "who has seen the first piece goes on from there"
+    await parts.ask("b", "And three?", session_id=turn.session_id)
+    said = [message.content for message in (await parts.node.asked(1)).request.messages]
+    assert said == ["What is two and two?", "It is four.", "And three?"]
 
 
 async def test_a_session_that_is_deleted_while_it_answers_keeps_the_answer_for_its_return(

@@ -37,7 +37,7 @@ class Reader:
 
     def read(self) -> None:
         if self.turn is not None:
-            self.text += self.turn.text_after(self.seq)
+            self.text += self.turn.after(self.seq).text
             self.seq = self.turn.seq
 
 
@@ -217,7 +217,7 @@ class TurnsMachine(RuleBasedStateMachine):
         for reader in self.all_readers:
             if reader.turn is not None:
                 assert reader.seq == reader.turn.seq
-                assert reader.text == reader.turn.text_after(0)
+                assert reader.text == reader.turn.whole.text
 
     def teardown(self) -> None:
         self.run(self._end())

@@ -96,8 +96,16 @@ OWNERS = (
             f"engine_client, models, response_role, *, online_renderer, enable_prompt_tokens_details, {_PARSERS}"
         ),
         calls("create_chat_completion(request, raw_request)"),
-        reads("default_sampling_params"),
+        reads("default_sampling_params parser_cls"),
     ),
+    owner(
+        "vllm.parser.abstract_parser:DelegatingParser",
+        APIS,
+        builds("tokenizer, tools, *, chat_template_kwargs, model_config"),
+        calls("parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, *, finished)"),
+        reads("reasoning_parser"),
+    ),
+    owner("vllm.reasoning.abs_reasoning_parsers:ReasoningParser", APIS, reads("reasoning_start_str")),
     owner(
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion",
         APIS,

@@ -1,0 +1,76 @@
+"""Reasoning told from the answer by vLLM's own parsers, with the demo model's tokenizer and the tokens that such models have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import ParserManager
+
+from engine_bridge.driver.reasoning_split import ReasoningSplit
+
+MODEL = Path(__file__).parents[3] / "demo" / "model"
+REQUEST = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
+THOUGHT, ANSWER = "What is good here?\nA greeting.", "Hello! How are you?"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    found = AutoTokenizer.from_pretrained(MODEL)
+    found.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    return found
+
+
+def split_of(name: str, tokenizer: Any) -> ReasoningSplit:
+    parser = ParserManager.get_parser(
+        tool_parser_name=None, reasoning_parser_name=name, enable_auto_tools=False
+    )
+    assert parser is not None
+    return ReasoningSplit(parser(tokenizer, None, chat_template_kwargs={}, model_config=None), REQUEST)
+
+
+def outputs(tokenizer: Any, text: str, size: int) -> list[Any]:
+    """As the engine gives them: some tokens at a time, the last one finished."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    parts = [ids[i : i + size] for i in range(0, len(ids), size)]
+    return [
+        SimpleNamespace(
+            outputs=[SimpleNamespace(text=tokenizer.decode(part), token_ids=part)],
+            prompt_token_ids=[3],
+            finished=part is parts[-1],
+        )
+        for part in parts
+    ]
+
+
+def joined(split: ReasoningSplit, given: list[Any]) -> tuple[str, str]:
+    pairs = [split(output) for output in given]
+    return "".join(reasoning for reasoning, _ in pairs), "".join(text for _, text in pairs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+def test_what_stands_between_the_marks_is_reasoning_however_the_tokens_come(
+    tokenizer: Any, name: str, size: int
+) -> None:
+    given = outputs(tokenizer, f"<think>{THOUGHT}</think>{ANSWER}", size)
+    reasoning, text = joined(split_of(name, tokenizer), given)
+    assert (reasoning.strip(), text.strip()) == (THOUGHT, ANSWER)
+
+
+def test_an_answer_that_ends_while_the_model_thinks_has_no_text(tokenizer: Any) -> None:
+    reasoning, text = joined(split_of("deepseek_r1", tokenizer), outputs(tokenizer, f"<think>{THOUGHT}", 3))
+    assert (reasoning.strip(), text) == (THOUGHT, "")
+
+
+def test_an_answer_is_never_lost_to_a_parser_that_fails(tokenizer: Any) -> None:
+    class Failing:
+        def parse_delta(self, *_: object, **__: object) -> None:
+            raise IndexError("a mistake")
+
+    given = outputs(tokenizer, ANSWER, 2)
+    assert joined(ReasoningSplit(Failing(), REQUEST), given) == ("", ANSWER)
