@@ -63,7 +63,7 @@ bench: $(RUNTIME) ## measure the gateway (ARGS=--quick)
 	$(PY) -m bench.live.gateway $(ARGS)
 
 clients: $(RUNTIME) ## ask a real server with the clients that others wrote, write docs/clients.md (ARGS='--only openai')
-	$(RUN) -m bench.clients $(ARGS)
+	$(PY) -m bench.clients $(ARGS)
 
 bench-sim: $(RUNTIME) $(TESTING) ## run the papers' tables in virtual time, keep their figures, write the results
 	$(PY) -m bench.results sim

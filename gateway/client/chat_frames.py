@@ -109,11 +109,12 @@ class Accepted(Struct, frozen=True, tag_field="type", tag="accepted"):
 
 
 class Delta(Struct, frozen=True, tag_field="type", tag="delta"):
-    """More of the answer. `seq` counts the engine's pieces up to here."""
+    """More of the answer, or of what the model thinks before it. `seq` counts the engine's pieces up to here."""
 
     id: str
     seq: int
     text: str
+    reasoning: str = ""
 
 
 class Restarted(Struct, frozen=True):

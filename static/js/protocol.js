@@ -19,6 +19,7 @@ const CLOSE = { TOO_BIG: 1009, UNAUTHORIZED: 4401, TOO_MANY: 4429 };
  * @property {string} sessionId
  * @property {string} content
  * @property {string} answer
+ * @property {string} reasoning    what the model thought before its answer
  * @property {number} seq          last piece seen, 0: none
  * @property {'sending'|'running'|'done'|'stopped'|'failed'|'lost'} status
  * @property {?string} adapter
@@ -152,7 +153,7 @@ export class ChatCore {
     if (!turn || isLive(turn)) return;
     turn.request ??= { type: 'message', id, session_id: turn.sessionId, content: turn.content };
     turn.request.adapter = adapter;
-    Object.assign(turn, { adapter, answer: '', seq: 0, status: 'sending', error: null, sends: 0,
+    Object.assign(turn, { adapter, answer: '', reasoning: '', seq: 0, status: 'sending', error: null, sends: 0,
       stopRequested: false });
     this.#detach(turn);
     this.#place(turn);
@@ -262,11 +263,12 @@ export class ChatCore {
     if (turn.stopRequested) this.#send({ type: 'stop', id });
   }
 
-  #onDelta({ id, seq, text }) {
+  #onDelta({ id, seq, text, reasoning = '' }) {
     const turn = this.turns.get(id);
     if (!turn || !isLive(turn) || seq <= turn.seq) return;
     turn.seq = seq;
     turn.answer += text;
+    turn.reasoning += reasoning;
     this.#emit('text', { turn });
   }
 
@@ -436,6 +438,7 @@ function fromServer(raw) {
   return {
     content: raw.content,
     answer: raw.status === 'running' ? '' : raw.answer ?? '',
+    reasoning: raw.status === 'running' ? '' : raw.reasoning ?? '',
     seq: 0,
     status: raw.status,
     adapter: raw.adapter ?? null,

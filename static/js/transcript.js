@@ -5,6 +5,7 @@ import { copyFrom, h, iconButton } from './dom.js';
 import { editor } from './editor.js';
 import { summary, timingRows } from './format.js';
 import { isLive } from './protocol.js';
+import { ReasoningView } from './reasoning.js';
 import { focusVersions, versionArrows } from './versions.js';
 
 const WAITING = { sending: 'Sending', running: 'Thinking' };
@@ -27,13 +28,14 @@ class TurnView {
     this.turn = turn;
     this.actions = actions;
     this.answer = new AnswerView();
+    this.reasoning = new ReasoningView(actions.grown);
     this.question = h('div', { class: 'question' });
     this.status = h('div', { class: 'waiting' });
     this.foot = h('div', { class: 'foot' });
     this.element = h('article', { class: 'turn', 'data-turn': turn.id },
       h('h2', { class: 'sr-only' }, 'You asked'), this.question,
       h('h2', { class: 'sr-only' }, 'Answer'),
-      h('div', { class: 'reply' }, this.answer.element, this.status, this.foot));
+      h('div', { class: 'reply' }, this.reasoning.element, this.answer.element, this.status, this.foot));
     this.showQuestion();
   }
 
@@ -69,6 +71,7 @@ class TurnView {
     this.element.dataset.status = turn.status;
     this.element.setAttribute('aria-busy', String(live));
     if (this.editButton) this.editButton.disabled = live;
+    this.reasoning.show(turn.reasoning, !live || turn.answer !== '');
     this.answer.show(turn.answer, !live);
     this.#showWaiting(live);
     if (live) this.foot.replaceChildren();
@@ -77,6 +80,7 @@ class TurnView {
 
   /** Only the text has grown. */
   grow() {
+    this.reasoning.show(this.turn.reasoning, this.turn.answer !== '');
     this.answer.show(this.turn.answer, false);
     this.#showWaiting(true);
   }
