@@ -94,6 +94,7 @@ export class App {
   }
 
   #listen() {
+    document.addEventListener('typeset', () => this.follower.grown());
     addEventListener('hashchange', () => this.#openSession(sessionFromHash()));
     document.addEventListener('keydown', (event) => this.#onKey(event));
     byId('shortcuts-button').addEventListener('click', showShortcuts);

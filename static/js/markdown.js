@@ -7,6 +7,7 @@
 
 import { Lexer, Marked, Tokenizer } from '../vendor/marked/marked.esm.js';
 import DOMPurify from '../vendor/dompurify/purify.es.js';
+import { extensions, mask, typeset } from './formulas.js';
 import { highlight } from './highlight.js';
 import { h } from './dom.js';
 
@@ -56,7 +57,7 @@ const renderer = {
 };
 
 const options = { gfm: true, tokenizer: new PlainTokenizer() };
-const marked = new Marked({ ...options, renderer });
+const marked = new Marked({ ...options, renderer, extensions });
 
 /**
  * Splits Markdown into top-level tokens.
@@ -66,7 +67,7 @@ const marked = new Marked({ ...options, renderer });
  * @returns {object[]} tokens whose `raw` strings, joined, are the text
  */
 export function lex(text, links) {
-  const lexer = new Lexer({ ...marked.defaults, ...options });
+  const lexer = new Lexer({ ...marked.defaults, ...options, hooks: { emStrongMask: mask } });
   Object.assign(lexer.tokens.links, links);
   const tokens = lexer.lex(text);
   Object.assign(links, tokens.links);
@@ -78,6 +79,7 @@ export function renderTokens(tokens) {
   const fragment = DOMPurify.sanitize(marked.parser(tokens), SANITIZE);
   for (const pre of fragment.querySelectorAll('pre')) frameCode(pre);
   for (const table of fragment.querySelectorAll('table')) frameTable(table);
+  typeset(fragment);
   return fragment;
 }
 

@@ -175,6 +175,27 @@ def versions(camera: Camera) -> None:
             camera.take(chat, f"versions-failed-{name}")
 
 
+FORMULAS = r"""The sum of the first \(n\) numbers is $\frac{n(n+1)}{2}$, which costs $5 and not $6.
+
+$$
+\sum_{k=1}^{n} k^2 = \frac{n(n+1)(2n+1)}{6}, \qquad \int_0^\infty e^{-x^2}\,dx = \frac{\sqrt{\pi}}{2}
+$$
+
+A matrix, and what is wider than a phone:
+
+\[ A = \begin{pmatrix} a_{11} & a_{12} \\ a_{21} & a_{22} \end{pmatrix}, \quad
+\nabla \times \mathbf{E} = -\frac{\partial \mathbf{B}}{\partial t}, \quad x_{1,2} = \frac{-b \pm \sqrt{b^2 - 4ac}}{2a} \]
+"""
+
+
+def formulas(camera: Camera) -> None:
+    for name, options in {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}.items():
+        with camera.chat(FORMULAS, **options) as (chat, _):
+            chat.ask("Show me some mathematics.")
+            expect(chat.page.locator("math")).to_have_count(4)
+            camera.take(chat, f"formulas-{name}")
+
+
 def settings(camera: Camera) -> None:
     """The side sheet beside an answer, or over it."""
     looks = {
@@ -318,6 +339,7 @@ def main() -> None:
             conversations,
             details,
             settings,
+            formulas,
             versions,
             pickers,
             long_answer,

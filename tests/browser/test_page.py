@@ -11,8 +11,9 @@ import pytest
 expect = pytest.importorskip("playwright.sync_api").expect
 
 STATIC = Path(__file__).resolve().parents[2] / "static"
-# Of the chat page, and of what only the page of the API, only the engine room or only the side sheet loads.
-OWN_BYTES_MAX, DOCS_BYTES_MAX, ENGINE_BYTES_MAX, SHEET_BYTES_MAX = 150 * 1000, 30 * 1000, 35 * 1000, 20 * 1000
+# Of the chat page, and of what only the page of the API, the engine room, the side sheet or an answer with formulas loads.
+OWN_BYTES_MAX = 150 * 1000
+LATER_BYTES_MAX = {"docs": 30 * 1000, "engine": 35 * 1000, "sheet": 20 * 1000, "maths": 5 * 1000}
 STORY = "Tell me a long story."
 # Goes on for long enough to be interrupted, however fast the machine.
 ROOMY = {"temperature": 1.0, "max_tokens": 3000, "ignore_eos": True}
@@ -730,6 +731,31 @@ def test_a_screen_reader_hears_sentences(scripted) -> None:
     expect(region).to_have_text("This is half a sentence.")
 
 
+def test_formulas_are_set_and_their_code_is_loaded_with_the_first_one(scripted) -> None:
+    """Markdown leaves them alone, code and prices are none, and what is unfinished or not understood stays as it was written."""
+    chat, _, delta, _ = scripted()
+    scripts: list[str] = []
+    chat.page.on("request", lambda request: scripts.append(request.url))
+    answer = chat.answers.first
+    delta(1, r"It costs $5 and $6, or \$7. `$x$` is code. So *much*.")
+    expect(answer.locator("em")).to_have_text("much")
+    assert not [url for url in scripts if "katex" in url]
+    delta(
+        2,
+        "\n\nHere $a_1*b + c_1*d$ stands, *and* \\(x_{1}\\,y\\).\n\\[\n a\n- b\n\\]\n\n$\\nonsense{x}$\n\n$$\nx_1 + ",
+    )
+    expect(answer.locator("math")).to_have_count(3)
+    sources = answer.locator("annotation").all_text_contents()
+    assert sources == ["a_1*b + c_1*d", "x_{1}\\,y", "\n a\n- b\n"]
+    expect(answer.locator("math[display=block]")).to_have_count(1)
+    expect(answer.locator("em")).to_have_count(2)
+    expect(answer).to_contain_text("$5 and $6, or $7. $x$ is code")
+    expect(answer).to_contain_text(r"$\nonsense{x}$")
+    expect(answer.locator("p").last).to_have_text("$$ x_1 +")
+    delta(3, "y_1\n$$")
+    expect(answer.locator("math[display=block]")).to_have_count(2)
+
+
 def test_a_long_answer_keeps_its_finished_blocks(scripted) -> None:
     chat, _, delta, _ = scripted()
     for seq in range(1, 41):
@@ -748,8 +774,7 @@ def test_own_script_and_style_stay_small() -> None:
         for path in STATIC.rglob("*")
         if path.suffix in {".js", ".css", ".html"} and "vendor" not in path.parts
     ]
-    later = (("docs", DOCS_BYTES_MAX), ("engine", ENGINE_BYTES_MAX), ("sheet", SHEET_BYTES_MAX))
-    for name, most in later:
+    for name, most in LATER_BYTES_MAX.items():
         of_page = [path for path in own if name in path.relative_to(STATIC).parts or path.stem == name]
         assert of_page and len(of_page) < len(own)
         assert sum(path.stat().st_size for path in of_page) <= most
