@@ -90,7 +90,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation in a list. num_turns: how many are shown of it."""
+    """One conversation in a list. num_turns: how many are shown of it. found_in: the turn that holds the text that was searched for; one that
+    is shown, if there is any, else one of another version. None for a title that holds it, and where nothing was searched for."""
 
     id: SessionId
     title: str | None
@@ -98,6 +99,7 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     updated_at: float
     num_turns: int
+    found_in: TurnId | None = None
 
 
 class BeginResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,12 +15,14 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeVar
 
 from gateway.errors import GatewayError
+from gateway.sessions import tree
 from gateway.sessions.connection import Database, transaction
+from gateway.sessions.records import TurnId
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,13 @@ _BUILD_TURNS: Final = 100  # Chosen: how many turns are indexed between two look
 _TURN_IS_OVER = "status <> 'running'"
 _BY_INDEX = """ AND s.row IN (WITH hits (id) AS MATERIALIZED (SELECT rowid FROM {table} WHERE {table} MATCH ?)
     SELECT id >> 1 FROM hits WHERE id & 1 UNION SELECT t.session FROM hits JOIN turns t ON t.seq = hits.id >> 1 WHERE NOT hits.id & 1)"""
+_FOUND_BY_INDEX = """SELECT t.session, t.id FROM (SELECT rowid AS document FROM {table} WHERE {table} MATCH ?) JOIN turns t ON t.seq = document >> 1
+    WHERE NOT document & 1 AND t.session IN ({sessions})"""
+_FOUND_BY_READING = rf"""SELECT t.session, t.id FROM turns t WHERE t.session IN ({{sessions}}) AND t.{_TURN_IS_OVER}
+    AND (t.content LIKE ? ESCAPE '\' OR t.answer LIKE ? ESCAPE '\')"""
+_BY_READING = rf"""SELECT s.id, t.id, t.seq IN ({{shown}} SELECT seq FROM shown) FROM sessions s JOIN turns t ON t.session = s.row
+    WHERE t.{_TURN_IS_OVER} AND (t.content LIKE ? ESCAPE '\' OR t.answer LIKE ? ESCAPE '\') AND s.owner = (SELECT name FROM owners WHERE row = ?)
+    AND s.id IN ({{ids}})"""
 _BY_READING = rf""" AND (s.title LIKE ? ESCAPE '\' OR EXISTS (SELECT 1 FROM turns t WHERE t.session = s.row AND t.{_TURN_IS_OVER}
     AND (t.content LIKE ? ESCAPE '\' OR t.answer LIKE ? ESCAPE '\')))"""
 
@@ -130,9 +139,34 @@ def make_owner(conn: Database, name: str) -> Owner:
 def condition(owner: Owner, q: str) -> tuple[str, list[str]]:
     """The SQL condition on a session `s` that finds `q`, and its arguments. The text is quoted for both query languages, so none of it is an
     operator."""
-    if len(q) >= TRIGRAM_CHARS and owner.is_indexed:
-        return _BY_INDEX.format(table=table_of(owner.row)), ['"' + q.replace('"', '""') + '"']
-    return _BY_READING, ["%" + re.sub(r"([\\%_])", r"\\\1", q) + "%"] * 3
+    if _uses_index(owner, q):
+        return _BY_INDEX.format(table=table_of(owner.row)), [_phrase(q)]
+    return _BY_READING, [_pattern(q)] * 3
+
+
+def found_in(conn: sqlite3.Connection, owner: Owner, q: str, sessions: Iterable[int]) -> dict[int, TurnId]:
+    """In which turn of each of these sessions `q` stands: the newest one that is shown, else the newest one of other versions."""
+    rows = ",".join(map(str, sessions))
+    if _uses_index(owner, q):
+        sql, args = _FOUND_BY_INDEX.format(table=table_of(owner.row), sessions=rows), [_phrase(q)]
+    else:
+        sql, args = _FOUND_BY_READING.format(sessions=rows), [_pattern(q)] * 2
+    order = f"ORDER BY t.seq IN ({tree.shown(f'IN ({rows})')} SELECT seq FROM shown), t.seq"
+    return dict(conn.execute(f"{sql} {order}", args))  # the last one of a session stays
+
+
+def _uses_index(owner: Owner, q: str) -> bool:
+    return len(q) >= TRIGRAM_CHARS and owner.is_indexed
+
+
+def _phrase(q: str) -> str:
+    """`q` as FTS5 finds it whole."""
+    return '"' + q.replace('"', '""') + '"'
+
+
+def _pattern(q: str) -> str:
+    """`q` as LIKE finds it anywhere."""
+    return "%" + re.sub(r"([\\%_])", r"\\\1", q) + "%"
 
 
 def add_turns(conn: sqlite3.Connection, owner: Owner, where: str, args: tuple[object, ...]) -> None:

@@ -175,12 +175,12 @@ def get(conn: sqlite3.Connection, owner: str, session_id: str) -> Session:
     return _session(conn, _live(conn, owner, session_id))
 
 
-_SUMMARY = f"""SELECT s.id, s.title, s.adapter, s.created_at, s.updated_at, ({tree.shown("s.row")} SELECT count(*) FROM shown)
+_SUMMARY = f"""SELECT s.row, s.id, s.title, s.adapter, s.created_at, s.updated_at, ({tree.shown("= s.row")} SELECT count(*) FROM shown)
     FROM sessions s WHERE s.owner = ? AND s.deleted_at IS NULL"""
 
 
-def _summary(columns: tuple[Any, ...]) -> SessionSummary:
-    session_id, title, adapter, created_at, updated_at, num_turns = columns
+def _summary(columns: tuple[Any, ...], found_in: TurnId | None = None) -> SessionSummary:
+    _, session_id, title, adapter, created_at, updated_at, num_turns = columns
     return SessionSummary(
         id=session_id,
         title=title,
@@ -188,6 +188,7 @@ def _summary(columns: tuple[Any, ...]) -> SessionSummary:
         created_at=created_at,
         updated_at=updated_at,
         num_turns=num_turns,
+        found_in=found_in,
     )
 
 
@@ -206,7 +207,8 @@ def list_sessions(
         sql, args = sql + " AND (s.updated_at, s.id) < (?, ?)", [*args, *cursor]
     # One more than asked for tells whether there is a next page.
     rows = conn.execute(sql + " ORDER BY s.updated_at DESC, s.id DESC LIMIT ?", [*args, limit + 1]).fetchall()
-    page = [_summary(columns) for columns in rows[:limit]]
+    found = search.found_in(conn, keeper, q, [row for row, *_ in rows]) if q else {}
+    page = [_summary(columns, found.get(columns[0])) for columns in rows[:limit]]
     return page, encode_cursor(page[-1].updated_at, page[-1].id) if len(rows) > limit else None
 
 

@@ -24,16 +24,16 @@ BELOW: Final = """WITH RECURSIVE below (seq) AS (SELECT seq FROM tree WHERE (ses
     UNION ALL SELECT t.seq FROM below JOIN tree b ON b.seq = below.seq JOIN tree t ON t.session = b.session AND t.parent = b.seq)"""
 
 
-def shown(session: str) -> str:
-    """SQL for `shown (seq)`: the turns that are shown of the session that `session`, an expression of SQL, names by its row."""
-    return f"""WITH RECURSIVE shown (seq) AS (SELECT seq FROM tree WHERE session = {session} AND parent = {START} AND is_chosen
-        UNION ALL SELECT t.seq FROM shown JOIN tree t ON t.session = {session} AND t.parent = shown.seq AND t.is_chosen)"""
+def shown(which: str) -> str:
+    """SQL for `shown (session, seq)`: the turns that are shown of the sessions that `which` names, "= 5" for example."""
+    return f"""WITH RECURSIVE shown (session, seq) AS (SELECT session, seq FROM tree WHERE session {which} AND parent = {START} AND is_chosen
+        UNION ALL SELECT t.session, t.seq FROM shown JOIN tree t ON t.session = shown.session AND t.parent = shown.seq AND t.is_chosen)"""
 
 
 def tip(conn: sqlite3.Connection, session: int) -> int:
     """The last turn that is shown of a session; START if it has none."""
     return int(
-        conn.execute(f"{shown('?1')} SELECT ifnull(max(seq), {START}) FROM shown", (session,)).fetchone()[0]
+        conn.execute(f"{shown('= ?')} SELECT ifnull(max(seq), {START}) FROM shown", (session,)).fetchone()[0]
     )
 
 

@@ -25,11 +25,15 @@ export class App {
   #keyAsked = false;
   #listing = false;
   #creating = false;
+  #sought = null; // the turn that a search found, until it has been shown
   #events = {
     phase: () => this.#onPhase(),
     models: () => this.#onModels(),
     current: () => this.#onCurrent(),
-    session: ({ sessionId }) => this.#onSession(sessionId),
+    session: ({ sessionId }) => {
+      this.#onSession(sessionId);
+      this.#showSought();
+    },
     turn: ({ turn }) => this.#onTurn(turn),
     text: ({ turn }) => this.#onText(turn),
     listed: (event) => this.#onListed(event),
@@ -76,7 +80,7 @@ export class App {
       editLast: () => this.#editLast(),
     });
     this.rail = new Rail({ list: byId('session-list'), search: byId('search'), status: byId('list-status') }, {
-      open: () => this.drawer.close(),
+      open: (sessionId, turnId) => this.#openFound(sessionId, turnId),
       rename: (id, title) => this.#rename(id, title),
       remove: (id) => this.#remove(id),
       search: async (q) => (await this.#tell(this.api.list({ q })))?.sessions ?? [],
@@ -160,6 +164,7 @@ export class App {
     const before = arrows?.getBoundingClientRect().top;
     this.#act(() => this.core.load(session));
     if (turn.sessionId !== this.core.current) return;
+    this.follower.hold();
     const shown = this.transcript.focusVersions(versionId, way);
     if (!shown) return;
     byId('scroller').scrollTop += shown.getBoundingClientRect().top - before;
@@ -215,6 +220,27 @@ export class App {
     this.#act(() => this.core.open(sessionId));
     this.follower.toEnd();
     this.composer.focus();
+  }
+
+  /** A conversation was picked in the list, perhaps for a turn that a search found. The address opens it. */
+  #openFound(sessionId, turnId) {
+    this.drawer.close();
+    this.#sought = turnId ? { sessionId, turnId } : null;
+    if (sessionId === this.core.current) this.#showSought();
+  }
+
+  /** Brings what a search found into view, as another version of its message if it must be, once the conversation is there. */
+  async #showSought() {
+    const { sessionId, turnId } = this.#sought ?? {};
+    if (!sessionId || sessionId !== this.core.current || !this.#session()?.loaded) return;
+    this.#sought = null;
+    let element = this.transcript.elementOf(turnId);
+    if (!element && this.core.canSwitch(sessionId)) {
+      const session = await this.#tell(this.api.choose(sessionId, turnId));
+      if (session) this.#act(() => this.core.load(session));
+      element = this.transcript.elementOf(turnId);
+    }
+    if (element) this.follower.show(element);
   }
 
   async #rename(id, title) {

@@ -5,6 +5,7 @@ const NEAR_PX = 32; // chosen: one line and a bit counts as the end
 /** Watches one scrolling element. */
 export class Follower {
   #lastTop = 0;
+  #height = 0;
 
   /**
    * @param {HTMLElement} scroller
@@ -21,8 +22,11 @@ export class Follower {
 
   /** To be called after the text has grown. */
   grown() {
+    const { scrollHeight } = this.scroller;
     if (this.following) this.#jump();
-    else this.pill.hidden = this.#atEnd();
+    else if (this.#atEnd()) this.pill.hidden = true;
+    else if (scrollHeight > this.#height) this.pill.hidden = false;
+    this.#height = scrollHeight;
   }
 
   /** Goes to the end and follows from there. */
@@ -32,9 +36,17 @@ export class Follower {
     this.#jump();
   }
 
-  /** Stays where the reader is, whatever grows, until they scroll to the end. */
+  /** Stays where the reader is, whatever grows, until they scroll to the end. What is there now is no new text. */
   hold() {
     this.following = false;
+    this.pill.hidden = true;
+    this.#height = this.scroller.scrollHeight;
+  }
+
+  /** Puts an element at the top, and stays there as `hold` does. */
+  show(element) {
+    this.hold();
+    this.scroller.scrollTop += element.getBoundingClientRect().top - this.scroller.getBoundingClientRect().top;
   }
 
   #onScroll() {

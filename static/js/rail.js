@@ -9,7 +9,7 @@ const UNTITLED = 'New chat';
 
 /**
  * @typedef {object} RailActions
- * @property {(id: string) => void} open
+ * @property {(id: string, turnId: ?string) => void} open  `turnId`: the turn that holds what was searched for
  * @property {(id: string, title: string) => void} rename
  * @property {(id: string) => void} remove
  * @property {(q: string) => Promise<object[]>} search  resolves to sessions
@@ -73,7 +73,7 @@ export class Rail {
     const more = iconButton('more', `Options for ${title}`, () => this.#menu(session, more));
     more.setAttribute('aria-haspopup', 'menu');
     const row = h('li', { class: 'session-row' }, link, more);
-    link.addEventListener('click', () => this.actions.open(session.id));
+    link.addEventListener('click', () => this.actions.open(session.id, session.found_in));
     link.addEventListener('keydown', (event) => {
       if (event.key === 'F2') this.rename(session.id);
       if (event.key === 'Delete') this.actions.remove(session.id);

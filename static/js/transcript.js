@@ -182,6 +182,11 @@ export class Transcript {
     this.#frame ||= requestAnimationFrame(() => this.#draw());
   }
 
+  /** The element of a turn, undefined if it is not shown. */
+  elementOf(id) {
+    return this.#views.get(id)?.element;
+  }
+
   /** Puts the focus on an arrow of a turn's versions; returns their element, undefined where there is none. */
   focusVersions(id, way) {
     return focusVersions(this.#views.get(id)?.element, way);

@@ -183,9 +183,15 @@ def test_the_delete_key_deletes_and_undo_brings_it_back(chat) -> None:
     expect(chat.turns).to_have_count(1)
 
 
-def test_search_finds_words_of_the_conversation(chat) -> None:
+def test_search_finds_words_of_the_conversation_and_shows_the_version_that_holds_them(chat) -> None:
     word = f"quince{uuid.uuid4().hex[:8]}"
     chat.ask(f"My secret word is {word}.")
+    chat.turns.first.get_by_role("button", name="Edit message").click()
+    field = chat.page.get_by_role("textbox", name="Edit message")
+    field.fill("Hello!")
+    field.press("Enter")
+    expect(chat.page.locator(".bubble")).to_have_text("Hello!")
+    chat.wait_done()
     chat.page.get_by_role("button", name="New chat", exact=True).click()
     chat.page.keyboard.press("Control+k")
     search = chat.page.get_by_role("searchbox", name="Search conversations")
@@ -193,6 +199,9 @@ def test_search_finds_words_of_the_conversation(chat) -> None:
     search.fill(word)
     expect(chat.page.locator(".day").first).to_have_text("Results")
     expect(chat.page.locator(".session-row")).to_have_count(1)
+    search.press("Enter")
+    chat.page.keyboard.press("Enter")
+    expect(chat.page.locator(".bubble")).to_have_text(f"My secret word is {word}.")
     search.fill(word + "x")
     expect(chat.page.get_by_text("Nothing found.")).to_be_visible()
     search.press("Escape")

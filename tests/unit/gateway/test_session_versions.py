@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
 from engine_bridge.node import pack_token_ids, unpack_token_ids
@@ -163,6 +164,29 @@ async def test_a_list_counts_the_turns_that_are_shown(store: SessionStore) -> No
     assert [summary.num_turns for summary in (await store.list_sessions("ann"))[0]] == [2]
     await store.delete("ann", "s", NOW)
     assert (await store.purge(NOW + 31), await store.list_sessions("ann")) == (1, ([], None))
+
+
+@pytest.mark.parametrize("full_text", [True, False])
+async def test_a_search_names_the_turn_that_holds_the_text(tmp_path: Path, full_text: bool) -> None:
+    """The newest that is shown, else the newest of those that are not; none where the title alone holds it, or nothing was searched for."""
+    store = await SessionStore.open(tmp_path / "search.db", full_text=full_text)
+    await chat(store, "s", "alpha", "beta", "gamma")
+    await say(store, "delta", after="alpha")
+    await store.create_session("ann", session_id="titled", title="alpha beta", now=NOW)
+    await chat(store, "s", "alpha", owner="bob")
+
+    async def found(q: str | None) -> dict[str, str | None]:
+        return {summary.id: summary.found_in for summary in (await store.list_sessions("ann", q=q))[0]}
+
+    assert await found("re: ") == await found("k") == {"s": "delta"}
+    assert await found("alpha") == {"s": "alpha", "titled": None}
+    assert await found("ta") == {"s": "delta", "titled": None}
+    assert await found("beta") == {"s": "beta", "titled": None}
+    assert await found("mm") == await found("gamma") == {"s": "gamma"}
+    await choose(store, "beta")
+    assert await found("ta") == {"s": "beta", "titled": None}
+    assert await found(None) == {"s": None, "titled": None}
+    await store.close()
 
 
 async def test_the_turns_of_an_older_file_follow_each_other(tmp_path: Path) -> None:
