@@ -1,3 +1,1 @@
 """The gateway: chat page, chat socket and OpenAI-style API before the engine. Import the modules; this package stays light."""
-
-__version__ = "0.1.0"

@@ -12,7 +12,6 @@ from aiohttp import ClientConnectionError, WSCloseCode, WSMsgType, web
 from msgspec import to_builtins
 
 from engine_bridge.request_context import RequestContext
-from gateway import __version__
 from gateway import connections as gate
 from gateway.advisories import AdvisoryRequest, Record, outcome_of
 from gateway.auth import Principal, extract_key, withdrawn
@@ -34,6 +33,7 @@ from gateway.request_priority import checked_priority
 from gateway.services import SERVICES, OpenSocket, Services
 from gateway.turns import LiveTurn, unavailable
 from gateway.websocket import MessageTooLarge, StrictWebSocket
+from overture_client import __version__
 
 log = logging.getLogger(__name__)
 

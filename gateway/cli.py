@@ -10,16 +10,17 @@ from typing import Any
 
 import click
 
-from gateway import __version__
-from gateway.completion_command import completion
 from gateway.config import SETTINGS, Config
 from gateway.config_sources import load_config
 from gateway.errors import StartupError
 from gateway.kv_command import kv
 from gateway.nodes_command import nodes
 from gateway.replay_command import replay
-from gateway.settings import DEFAULT_URL, Setting
+from gateway.settings import Setting
 from gateway.vllm_flags import Refusal, translate
+from overture_client import __version__
+from overture_client.chat_command import chat
+from overture_client.completion_command import completion
 
 EXIT_USAGE = 2  # as click has it
 
@@ -214,54 +215,6 @@ def config(config_file: str | None, named_model: str | None, **flags: Any) -> No
 
 
 @cli.command(
-    epilog="""\b
-In the chat: /help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves.
-
-\b
-Examples:
-  overture chat
-  overture chat --adapter pirate "Where is the treasure?"
-  git diff | overture chat --url https://chat.example.org
-""",
-)
-@click.argument("prompt", nargs=-1)
-@click.option(
-    "--url", envvar="OVERTURE_URL", default=DEFAULT_URL, show_default=True, help="Address of the gateway."
-)
-@click.option("--adapter", metavar="NAME", help="Adapter to answer with; without it, the base model.")
-@click.option("--session", metavar="ID", help="Go on with this session.")
-@click.option("--api-key", envvar="OVERTURE_API_KEY", metavar="KEY", help="Key, if the gateway asks for one.")
-@click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest answer, in tokens.")
-@click.option("--temperature", type=click.FloatRange(0, 2), metavar="T", help="0: always the likeliest word.")
-def chat(
-    prompt: tuple[str, ...],
-    url: str,
-    adapter: str | None,
-    session: str | None,
-    api_key: str | None,
-    max_tokens: int | None,
-    temperature: float | None,
-) -> None:
-    """Chat in the terminal, or ask PROMPT and print the answer.
-
-    Without PROMPT, and with something piped in, that is the question.
-    """
-    from gateway.client import terminal
-
-    try:
-        options = terminal.Options(url, api_key, adapter, session, max_tokens, temperature)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--url") from error
-    question = " ".join(prompt)
-    if not question and sys.stdin.isatty():
-        sys.exit(terminal.Terminal(options).run())
-    question = question or sys.stdin.read().strip()
-    if not question:
-        raise click.UsageError("nothing to ask: give PROMPT, or pipe the question in")
-    sys.exit(terminal.ask_once(options, question))
-
-
-@cli.command(
     cls=SettingsCommand,
     epilog="""\b
 Give it the settings that the server gets: a profile is for one model, device,
@@ -337,6 +290,7 @@ def doctor(
     sys.exit(doctor_command.doctor(_load(config_file, flags), vllm_source, as_json, names))
 
 
+cli.add_command(chat)
 cli.add_command(completion)
 cli.add_command(kv)
 cli.add_command(nodes)

@@ -1,7 +1,7 @@
 """The settings of a gateway: one frozen, flat `Config`, of the engine's settings (`engine_bridge/engine_config.py`) and the server's own.
 
-Files that belong to the project (the page, the demo model) lie beside the packages, in the checkout that the
-package was installed from (`pip install -e`); `PROJECT_ROOT` is that folder, and nothing else computes it.
+Files that belong to the project (the page, the demo model) lie beside the packages in a checkout. A wheel holds copies of them in
+`gateway/files`, in the same folders (setup.py makes them). `PROJECT_ROOT` is whichever of the two is there, and nothing else computes it.
 """
 
 import ipaddress
@@ -21,7 +21,8 @@ from gateway.errors import StartupError
 from gateway.limit_settings import LimitSettings
 from gateway.settings import Setting, settings_of, shown
 
-PROJECT_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGE = Path(__file__).resolve().parent
+PROJECT_ROOT = _PACKAGE / "files" if (_PACKAGE / "files").is_dir() else _PACKAGE.parent
 STATIC_DIR = PROJECT_ROOT / "static"
 DEMO_MODEL_DIR = PROJECT_ROOT / "demo" / "model"
 DEMO_ADAPTERS_DIR = PROJECT_ROOT / "demo" / "adapters"

@@ -18,10 +18,11 @@ from msgspec import Struct
 
 from engine_bridge.machine import Machine, look
 from engine_bridge.profile import MachineProfile
-from gateway import __version__, remedies
+from gateway import remedies
 from gateway.config import Config
 from gateway.remedies import Finding, ModelFacts
 from kvtiers.keys import folder_revision
+from overture_client import __version__
 
 # Importing vLLM takes seconds, on a machine with a slow disk a minute or two the first time. Chosen.
 IMPORT_S = 300.0

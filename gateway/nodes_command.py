@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from gateway.settings import DEFAULT_URL
+from overture_client.chat_command import DEFAULT_URL
 
 EXIT_ERROR = 1
 F = Callable[..., Any]
@@ -133,7 +133,7 @@ def _run(
     context: click.Context, url: str | None, api_key: str | None, act: Callable[[Any, Any], None]
 ) -> None:
     """Do it, with the options of the command or of the group; a failure is one line and exit status 1."""
-    from gateway.client import nodes as client
+    from overture_client import nodes as client
 
     outer_url, outer_key = context.obj
     try:

@@ -17,7 +17,6 @@ import orjson
 from aiohttp import web
 
 from engine_bridge.node import SCHEMA_REFERENCE, ApiSchemas
-from gateway import __version__
 from gateway.advisories import Envelope
 from gateway.api_bodies import AnthropicError, Error
 from gateway.api_description import EVENT_STREAM, MODEL, OPERATIONS, SESSION_ID_SCHEMA
@@ -26,6 +25,7 @@ from gateway.config import STATIC_DIR
 from gateway.request_priority import MAX_PRIORITY
 from gateway.rest import PAGE_HEADERS
 from gateway.services import SERVICES, Services
+from overture_client import __version__
 
 # What each status says, whatever the route. The body's `code` says more: docs/protocol.md, "Error codes".
 ERRORS = {

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 ENV_PREFIX = "OVERTURE_"
-# Of the server, as commands that ask one take it for granted.
-DEFAULT_URL = "http://127.0.0.1:8000"
 SECRET_SETTINGS = frozenset({"api_keys", "operator_keys"})
 # In the order of the help.
 GROUPS = ("Server", "Cluster", "Model", "Engine", "KV tiers", "Scheduling", "Adapters", "Access", "Limits")

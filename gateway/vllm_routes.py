@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from aiohttp import web
 
-from gateway import __version__
 from gateway.api_bodies import ServerLoad, Versions
 from gateway.rest import json_reply, readyz
 from gateway.services import SERVICES
+from overture_client import __version__
 
 
 async def show_version(request: web.Request) -> web.Response:

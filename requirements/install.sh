@@ -74,7 +74,7 @@ install_cuda() {
 make_venv
 "install_$device"
 say "[4/4] installing the overture command"
-pip_install --no-deps --no-build-isolation --editable . || die "this project cannot be installed. pip's whole output is in $log."
+pip_install --no-deps --no-build-isolation --editable ./overture_client --editable . || die "this project cannot be installed. pip's whole output is in $log."
 rm -f "$venv"/.runtime-*
 touch "$stamp"
 say "Set-up done in $SECONDS s."

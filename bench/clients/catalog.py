@@ -9,7 +9,7 @@ from bench.live.report import ROOT
 
 REQUIREMENTS = ROOT / "requirements" / "clients"
 SCRIPTS = Path(__file__).with_name("scripts")
-HOOK_TESTS = "tests/unit/gateway/client/test_hooks.py"
+HOOK_TESTS = "tests/unit/overture_client/test_hooks.py"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from argparse import Namespace
 
 from shared import MAX_TOKENS, ROUNDS, arguments, needs, print_report
 
-from gateway.client.advisor import Advisor
-from gateway.client.client import OvertureClient
-from gateway.client.hooks import crewai as overture
+from overture_client.advisor import Advisor
+from overture_client.client import OvertureClient
+from overture_client.hooks import crewai as overture
 
 
 def run(args: Namespace) -> None:

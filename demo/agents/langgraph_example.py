@@ -12,9 +12,9 @@ from typing import Any
 
 from shared import MAX_TOKENS, ROUNDS, arguments, needs, print_report
 
-from gateway.client.advisor import Advisor
-from gateway.client.client import OvertureClient
-from gateway.client.hooks import langgraph as overture
+from overture_client.advisor import Advisor
+from overture_client.client import OvertureClient
+from overture_client.hooks import langgraph as overture
 
 
 def build(args: Namespace) -> Any:

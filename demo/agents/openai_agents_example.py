@@ -14,10 +14,10 @@ from typing import Any
 
 from shared import MAX_TOKENS, ROUNDS, arguments, needs, print_report
 
-from gateway.client.advisor import Advisor
-from gateway.client.call_graph import CallGraph
-from gateway.client.client import OvertureClient
-from gateway.client.hooks import openai_agents as overture
+from overture_client.advisor import Advisor
+from overture_client.call_graph import CallGraph
+from overture_client.client import OvertureClient
+from overture_client.hooks import openai_agents as overture
 
 
 async def run(args: Namespace) -> None:

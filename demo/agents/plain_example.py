@@ -13,9 +13,9 @@ from argparse import Namespace
 
 from shared import MAX_TOKENS, ROUNDS, arguments, print_report
 
-from gateway.client.advisor import Advisor
-from gateway.client.call_graph import CallGraph
-from gateway.client.client import OvertureClient
+from overture_client.advisor import Advisor
+from overture_client.call_graph import CallGraph
+from overture_client.client import OvertureClient
 
 ENGINEERS = ("engineer-1", "engineer-2")
 EDGES = [

@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry
 from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.local_node import LocalNode
 from gateway.app import Server, build_services, node_config
-from gateway.client.chat import ChatClient
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 from gateway.metrics import Metrics
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
+from overture_client.chat import ChatClient
 from tests.blocking import checked
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")

@@ -15,9 +15,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from gateway.app import Server
-from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import Accepted, ChatError, Delta, Done
 from gateway.errors import GatewayError
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import Accepted, ChatError, Delta, Done
 
 from .conftest import KEYS, Gateways, SharedNode, engine_is_empty
 

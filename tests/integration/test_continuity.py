@@ -22,10 +22,10 @@ from engine_bridge.node import (
     unpack_token_ids,
 )
 from gateway.app import Server
-from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import Delta, Done
 from gateway.sessions.token_ids import token_ids_up_to
 from gateway.sessions.tree import tip
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import Delta, Done
 
 from .conftest import MODEL, SharedNode
 

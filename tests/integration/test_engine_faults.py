@@ -11,8 +11,8 @@ import pytest
 
 from engine_bridge.errors import EngineUnavailable
 from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
-from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import ChatError, Delta
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import ChatError, Delta
 
 from .conftest import MODEL, SharedNode
 

@@ -11,8 +11,8 @@ import aiohttp
 import psutil
 import pytest
 
-from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import Accepted, ChatError, Delta
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import Accepted, ChatError, Delta
 from tests.integration.test_process import (
     LONG,
     QUESTION,

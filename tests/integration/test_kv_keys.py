@@ -22,8 +22,8 @@ from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
 from gateway.app import Server
 from gateway.auth import owner_of, tenant_of
-from gateway.client.chat import ChatClient
 from gateway.config import DEMO_ADAPTERS_DIR
+from overture_client.chat import ChatClient
 
 from .conftest import KEYS, MODEL, Gateways, SharedNode
 

@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 from gateway.auth import generate_key, key_file_line
-from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import Accepted, ChatError, Delta, Done
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import Accepted, ChatError, Delta, Done
 from tests.conftest import ROOT
 
 KV_ON_DISK = 'overture_kv_blocks{tier="disk"}'

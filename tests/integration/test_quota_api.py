@@ -5,8 +5,8 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import ChatError
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import ChatError
 
 from .conftest import MODEL, Gateways
 

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import ChatError, Done
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import ChatError, Done
 
 from .conftest import MODEL, Gateways, SharedNode, engine_is_empty
 

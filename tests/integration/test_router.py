@@ -23,11 +23,11 @@ from engine_bridge.node import TOKEN_ID_BYTES
 from gateway import engine_process
 from gateway.adapter_sync import AdapterSync
 from gateway.app import Server, build_services, node_config
-from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import ChatError, Delta
 from gateway.config import DEMO_ADAPTERS_DIR
 from gateway.metrics import Metrics
 from gateway.router import Router
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import ChatError, Delta
 from tests.integration.conftest import MODEL, PEERS, demo_config
 from tests.integration.test_process import LONG, QUESTION, SECRET, ask
 

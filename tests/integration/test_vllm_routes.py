@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway import __version__
 from gateway.errors import StartupError
+from overture_client import __version__
 from tests.unit.cluster.test_trust import certified
 
 from .conftest import KEYS, MODEL, Gateways

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 
 from bench.live.cluster.servers import Server
-from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import Accepted, ChatError, Done
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import Accepted, ChatError, Done
 
 NUM_CHATS, ANSWER_TOKENS = 12, 48
 # A question that failed in a way that says "ask again" is asked again so many times, so far apart. Chosen: a node is away for some 40 s.

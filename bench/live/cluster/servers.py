@@ -20,7 +20,7 @@ import psutil
 from bench.live.models import ModelShape, model_folder
 from bench.live.peers.client import QUIET_OPENMP, ROOT
 from bench.live.soak.server import HOST, free_port
-from gateway.client import nodes
+from overture_client import nodes
 
 START_TIMEOUT_S, CLOSE_TIMEOUT_S = 300.0, 60.0
 MODEL = "cluster-bench"

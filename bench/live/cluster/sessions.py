@@ -10,8 +10,8 @@ import aiohttp
 
 from bench.live.cluster.servers import Server, complete
 from bench.live.peers.play import text
-from gateway.client.chat import ChatClient
-from gateway.client.chat_frames import Done
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import Done
 
 SESSION_TOKENS, MOST_SESSIONS, ENOUGH_MISSES = 512, 56, 4
 # Of a prompt, in cached tokens, for its session to count as held. The last block and the new question are always computed.

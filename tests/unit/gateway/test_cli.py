@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from gateway import __version__, cli
-from gateway.client import terminal
-from gateway.client.chat_frames import Done, Timings, Usage
+from gateway import cli
 from gateway.config import SETTINGS
+from overture_client import __version__, terminal
+from overture_client.chat_frames import Done, Timings, Usage
 
 ROOT = Path(cli.__file__).parents[1]
 

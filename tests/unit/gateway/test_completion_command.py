@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from gateway import cli
-from gateway.completion_command import COMPLETE_VARIABLE
+from overture_client.completion_command import COMPLETE_VARIABLE
 
 
 @pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])

@@ -91,7 +91,7 @@ def server() -> Iterator[Nodes]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.client.nodes.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("overture_client.nodes.LOOK_EVERY_S", 0.0)
 
 
 def overture(server: Nodes, *arguments: str) -> Result:

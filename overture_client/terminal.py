@@ -28,8 +28,8 @@ from rich.markup import escape
 from rich.status import Status as Spinner
 from rich.table import Table
 
-from gateway.client.chat import ChatClient, socket_url
-from gateway.client.chat_frames import Accepted, ChatError, Delta, Done, Event, Restarted, Session
+from overture_client.chat import ChatClient, socket_url
+from overture_client.chat_frames import Accepted, ChatError, Delta, Done, Event, Restarted, Session
 
 T = TypeVar("T")
 

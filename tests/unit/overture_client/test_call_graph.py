@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gateway.client.call_graph import (
+from overture_client.call_graph import (
     MAX_AGENTS,
     MAX_RUNS,
     MAX_SESSION_ID_CHARS,

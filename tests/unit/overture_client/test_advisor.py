@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gateway.client.advisor import RENEW_S, Advisor
-from gateway.client.call_graph import CallGraph
-from gateway.client.client import OvertureClient
+from overture_client.advisor import RENEW_S, Advisor
+from overture_client.call_graph import CallGraph
+from overture_client.client import OvertureClient
 
 
 class Clock:

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from gateway.client.chat_frames import Accepted, ChatError, Delta, Done, Event, Message, Restarted
+from overture_client.chat_frames import Accepted, ChatError, Delta, Done, Event, Message, Restarted
 
 
 class Question:

@@ -7,8 +7,8 @@ from copy import copy
 from itertools import pairwise
 from typing import Any
 
-from gateway.client.advisor import Advisor
-from gateway.client.hooks.naming import warn_unnamed
+from overture_client.advisor import Advisor
+from overture_client.hooks.naming import warn_unnamed
 
 REMEDY = 'Give them `crewai.LLM(model=…, provider="openai", base_url=…)`, or have the LLM send the headers that `advisor.headers(role)` returns.'
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from gateway.client.client import CallError, OvertureClient, api_root, refusal
+from overture_client.client import CallError, OvertureClient, api_root, refusal
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 
 async def test_an_advisory_is_sent_with_what_was_said_and_no_more(server: Any) -> None:
@@ -71,7 +71,7 @@ async def test_a_chat_call_that_fails_says_why(server: Any) -> None:
 
 async def test_refused_advice_is_none_and_logged_once(server: Any, caplog: pytest.LogCaptureFixture) -> None:
     server.refuses = True
-    with caplog.at_level(logging.WARNING, "gateway.client.client"):
+    with caplog.at_level(logging.WARNING, "overture_client.client"):
         async with OvertureClient(server.url) as client:
             assert [await client.advise("s") for _ in range(3)] == [None, None, None]
             assert client.counts.num_failed == 3
@@ -153,7 +153,7 @@ async def test_a_closed_client_gives_no_advice_and_refuses_calls(server: Any) ->
 async def test_closing_gives_up_what_hangs_without_cancelling_the_caller(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.client.client.CLOSE_S", 0.05)
+    monkeypatch.setattr("overture_client.client.CLOSE_S", 0.05)
     server.is_holding.set()
     client = OvertureClient(server.url, timeout_s=30.0)
     waiting = asyncio.create_task(client.advise("s"))
@@ -178,7 +178,7 @@ async def test_a_caller_that_is_cancelled_is_cancelled_and_makes_room(server: An
 
 
 def test_a_script_that_ends_without_closing_still_sends_its_advice(server: Any) -> None:
-    code = f"from gateway.client.client import OvertureClient as C; C({server.url!r}).advise_soon('last')"
+    code = f"from overture_client.client import OvertureClient as C; C({server.url!r}).advise_soon('last')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert server.advisories == [{"session_id": "last"}]

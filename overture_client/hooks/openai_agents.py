@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gateway.client.advisor import Advisor
+from overture_client.advisor import Advisor
 
 
 def attach(agent: Any, advisor: Advisor) -> Any:

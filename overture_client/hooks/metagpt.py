@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.client.advisor import Advisor
-from gateway.client.hooks.naming import warn_unnamed
+from overture_client.advisor import Advisor
+from overture_client.hooks.naming import warn_unnamed
 
 REMEDY = "Set `api_type: openai` and `base_url` in MetaGPT's configuration, or have the LLM send the headers that `advisor.headers(name)` returns."
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from gateway.client.advisor import Advisor
-from gateway.client.hooks.naming import add_to_requests, same_server
+from overture_client.advisor import Advisor
+from overture_client.hooks.naming import add_to_requests, same_server
 
 _NAMES = "overture"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
-from gateway.client.chat import ChatClient, socket_url
-from gateway.client.chat_frames import Accepted, ChatError, Delta, Done, Restarted
+from overture_client.chat import ChatClient, socket_url
+from overture_client.chat_frames import Accepted, ChatError, Delta, Done, Restarted
 
 Frame = dict[str, Any]
 Script = Callable[["Peer", int], Awaitable[None]]

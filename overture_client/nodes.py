@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gateway.client.chat import socket_url
+from overture_client.chat import socket_url
 
 REPLY_WITHIN_S = 10.0
 # Chosen: what a person takes for live.

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from gateway.client.advisor import Advisor
-from gateway.client.call_graph import CallGraph
-from gateway.client.client import OvertureClient
+from overture_client.advisor import Advisor
+from overture_client.call_graph import CallGraph
+from overture_client.client import OvertureClient
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "demo" / "agents"
 FRAMEWORKS = ["langgraph", "openai_agents", "crewai", "metagpt"]
 HEAVY = {
@@ -33,11 +33,11 @@ HEAVY = {
     "openai",
 }
 CLIENT_MODULES = [
-    "gateway.client.client",
-    "gateway.client.call_graph",
-    "gateway.client.advisor",
-    "gateway.client.hooks.naming",
-    *(f"gateway.client.hooks.{name}" for name in FRAMEWORKS),
+    "overture_client.client",
+    "overture_client.call_graph",
+    "overture_client.advisor",
+    "overture_client.hooks.naming",
+    *(f"overture_client.hooks.{name}" for name in FRAMEWORKS),
 ]
 
 
@@ -73,7 +73,7 @@ def test_importing_the_client_loads_no_framework_no_engine_and_no_server(module:
     loaded = set(done.stdout.split())
     assert loaded.isdisjoint(HEAVY)
     ours = {name for name in loaded if name.split(".")[0] in {"gateway", "engine_bridge", "kvtiers"}}
-    assert ours <= {"gateway", "gateway.client", "gateway.client.hooks", *CLIENT_MODULES}
+    assert ours == set()
 
 
 @pytest.mark.parametrize("name", ["plain", *FRAMEWORKS])
@@ -141,7 +141,7 @@ async def test_langgraph_tells_nodes_from_what_runs_inside_them(server: Any) -> 
     from langchain_core.runnables import RunnableLambda
     from langgraph.graph import END, START, StateGraph
 
-    from gateway.client.hooks import langgraph as hook
+    from overture_client.hooks import langgraph as hook
 
     def write(state: dict[str, Any]) -> dict[str, Any]:
         return RunnableLambda(lambda s: s).invoke(state) | {"text": "draft"}
@@ -179,7 +179,7 @@ async def test_openai_agents_hand_over_and_name_their_sessions(server: Any) -> N
         ResponseOutputText,
     )
 
-    from gateway.client.hooks import openai_agents as hook
+    from overture_client.hooks import openai_agents as hook
 
     agents.set_tracing_disabled(True)
     seen: list[dict[str, str]] = []
@@ -220,7 +220,7 @@ async def test_openai_agents_hand_over_and_name_their_sessions(server: Any) -> N
 
 def test_openai_agents_take_handoffs_in_a_circle_for_edges() -> None:
     agents = pytest.importorskip("agents")
-    from gateway.client.hooks import openai_agents as hook
+    from overture_client.hooks import openai_agents as hook
 
     one, other = agents.Agent(name="one"), agents.Agent(name="other")
     one.handoffs, other.handoffs = [agents.handoff(other)], [one]
@@ -237,7 +237,7 @@ async def test_langgraph_names_the_session_of_each_request_from_within_a_node(se
     import httpx
     from langgraph.graph import END, START, StateGraph
 
-    from gateway.client.hooks import langgraph as hook
+    from overture_client.hooks import langgraph as hook
 
     State = dict[str, Any]
 
@@ -270,7 +270,7 @@ async def test_langgraph_names_the_session_of_each_request_from_within_a_node(se
 
 def test_crewai_says_which_agents_cannot_name_their_sessions() -> None:
     crewai = pytest.importorskip("crewai")
-    from gateway.client.hooks import crewai as hook
+    from overture_client.hooks import crewai as hook
 
     class Own(crewai.BaseLLM):  # type: ignore[misc, name-defined]
         def call(self, *args: Any, **more: Any) -> str:
@@ -302,7 +302,7 @@ def test_metagpt_says_which_roles_cannot_name_their_sessions(
     from metagpt.environment import Environment
     from metagpt.roles import Role
 
-    from gateway.client.hooks import metagpt as hook
+    from overture_client.hooks import metagpt as hook
 
     environment = Environment()
     ada = Role(name="Ada", profile="writer")

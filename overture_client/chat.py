@@ -26,7 +26,7 @@ from msgspec import UNSET, Struct, UnsetType
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 
-from gateway.client.chat_frames import (
+from overture_client.chat_frames import (
     Accepted,
     ChatError,
     Delta,
@@ -42,7 +42,7 @@ from gateway.client.chat_frames import (
     decoder,
     encoder,
 )
-from gateway.client.chat_question import Question
+from overture_client.chat_question import Question
 
 logger = logging.getLogger(__name__)
 

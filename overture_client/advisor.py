@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from gateway.client.call_graph import CallGraph
-from gateway.client.client import AdvisoryStatus, CallError, OvertureClient, Receipt
+from overture_client.call_graph import CallGraph
+from overture_client.client import AdvisoryStatus, CallError, OvertureClient, Receipt
 
 # A bound that moves less than this tells the gateway nothing new: it merges such advisories (gateway/advisories.py).
 SAME_ARRIVAL_S = 0.5

@@ -1,0 +1,63 @@
+"""What pyproject.toml cannot say about the server's wheel: files from beside the packages, and a dependency on its own version.
+
+The page, the demo model, its adapters and the documentation are copied to `gateway/files`, in the folders that they have in a checkout
+(`gateway.config.PROJECT_ROOT`). An editable install copies nothing: it finds them where they are.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+FILES = ("static", "demo/model", "demo/adapters", "docs/*.md")
+DEPENDENCIES = (
+    "aiofiles>=24.1",
+    "aiohttp>=3.14.3",
+    "aiosqlite>=0.20",
+    "click>=8.1",
+    "llguidance>=1.7,<1.8",
+    "msgspec>=0.20",
+    "numpy>=2",
+    "orjson>=3.10",
+    "prometheus_client>=0.18",
+    "python-json-logger>=3",
+    "safetensors>=0.6.2",
+    "scikit-learn>=1.6",
+    "uvloop>=0.21",
+    "xxhash>=3.5",
+)
+
+
+def version() -> str:
+    """The version of both distributions."""
+    text = (ROOT / "overture_client" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+class BuildWithFiles(build_py):
+    """Copy the files into the package that is built."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib) / "gateway" / "files"
+        shutil.rmtree(target, ignore_errors=True)
+        for pattern in FILES:
+            for source in ROOT.glob(pattern):
+                copy = target / source.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                if source.is_dir():
+                    shutil.copytree(source, copy)
+                else:
+                    shutil.copy2(source, copy)
+
+
+setup(
+    cmdclass={"build_py": BuildWithFiles}, install_requires=[f"overture-client=={version()}", *DEPENDENCIES]
+)
