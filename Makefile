@@ -26,7 +26,7 @@ SEVERAL := $(filter-out 1,$(NODES))
 # Two processes, a file's tests all in one of them (they share an engine), in the order that the engines need.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv serve ray node test fuzz lint format bench bench-sim clients results pins browser clean
+.PHONY: help venv serve ray node test fuzz dockerfile lint format bench bench-sim clients results pins browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -47,6 +47,9 @@ test: $(RUNTIME) $(TESTING) $(RAY) browser ## lint and all tests (ARGS='-k name'
 fuzz: $(RUNTIME) $(TESTING) ## others' test suites against a server: eight minutes, the websocket's needs Python 2.7 (docs/conformance.md)
 	$(PY) -m bench.fuzz.api
 	$(PY) -m bench.fuzz.autobahn
+
+dockerfile: $(RUNTIME) $(TESTING) ## lint the Dockerfile and run its steps without Docker, as root: five minutes (docs/deploy.md)
+	$(PY) -m bench.deploy.dockerfile $(ARGS)
 
 lint: $(RUNTIME) $(TESTING) ## ruff, import rules, types, whether the results are up to date
 	$(PY) -m ruff check .

@@ -1,0 +1,87 @@
+"""Every series that the Grafana dashboard asks for is one that `/metrics` has, with the labels that it is grouped by."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+import aiohttp
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine_bridge.node import LaneStats, SchedulingStats
+from gateway.app import Server
+from gateway.metrics import Metrics
+from gateway.scheduling_metrics import SchedulingCollector
+from tests.conftest import ROOT
+
+from .conftest import MODEL
+
+DASHBOARD = ROOT / "docs/deploy/grafana/overture.json"
+SERIES = re.compile(r"\b(?:overture_|vllm:)\w+")
+GROUPED = re.compile(r"by \(([\w, ]+)\)")
+SELECTED = re.compile(r'(\w+)(?:=|!=|=~|!~)"')
+# Lanes are fitted after 16 requests: told here by the same collector, of lanes that are there.
+FITTED = SchedulingStats(
+    policy="mlq",
+    num_running=0,
+    num_waiting=0,
+    num_by_reason={},
+    lanes=LaneStats(boundaries=(), num_waiting=(0,), quota_tokens=(0,), used_tokens=(0,)),
+    counts={},
+    seconds={},
+    length_errors=None,
+)
+
+
+def expressions() -> Iterator[str]:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        yield from (target["expr"] for target in panel.get("targets", ()))
+
+
+def of_text(text: str) -> Iterator[tuple[str, set[str]]]:
+    for family in text_string_to_metric_families(text):
+        yield from ((sample.name, set(sample.labels)) for sample in family.samples)
+
+
+def of_instruments(metrics: Metrics) -> Iterator[tuple[str, set[str]]]:
+    """What the gateway counts: a counter with labels has no sample before its first event."""
+    for found in vars(metrics).values():
+        if isinstance(found, MetricWrapperBase):
+            endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+            for ending in endings.get(found._type, ("",)):
+                yield found._name + ending, {*found._labelnames, *(["le"] * (ending == "_bucket"))}
+
+
+async def test_the_dashboard_asks_for_series_and_labels_that_metrics_has(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+    async with http.post("/v1/chat/completions", json=body) as response:
+        assert response.status == 200
+    async with http.get("/metrics") as response:
+        text = await response.text()
+    labels_of: dict[str, set[str]] = defaultdict(set)
+    vllms = generate_latest(REGISTRY).decode()  # the tests' gateways have registries of their own
+    for name, labels in (*of_text(text), *of_text(vllms), *of_instruments(server.services.metrics)):
+        labels_of[name] |= labels
+    for metric in SchedulingCollector(lambda: FITTED).collect():
+        for sample in metric.samples:
+            labels_of[sample.name] |= set(sample.labels)
+
+    num_series = 0
+    for expression in expressions():
+        series = SERIES.findall(expression)
+        assert series, expression
+        wanted = {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")}
+        wanted |= set(SELECTED.findall(expression))
+        for name in series:
+            assert name in labels_of, f"{name}: no such series"
+            assert wanted <= labels_of[name], (
+                f"{expression}: {name} has only the labels {sorted(labels_of[name])}"
+            )
+            num_series += 1
+    assert num_series > 50
