@@ -12,7 +12,7 @@ export class ReasoningView {
   /** @param {() => void} grown  called when the block is opened or closed */
   constructor(grown) {
     this.element = h('details', { class: 'reasoning', hidden: true, on: { toggle: () => this.#toggled(grown) } },
-      h('summary', {}, 'Reasoning'), this.#view.element);
+      h('summary', {}, 'Reasoning'));
   }
 
   /**
@@ -33,6 +33,8 @@ export class ReasoningView {
 
   /** What is folded away is not rendered: reasoning is often longer than its answer. */
   #render() {
-    if (this.element.open) this.#view.show(this.#text, this.#complete);
+    if (!this.element.open) return;
+    if (!this.#view.element.parentNode) this.element.append(this.#view.element);
+    this.#view.show(this.#text, this.#complete);
   }
 }
