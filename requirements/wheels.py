@@ -22,6 +22,7 @@ SOURCES = (
         "demo/model",
         "demo/adapters",
         "docs",
+        "requirements",
     ),
     *("pyproject.toml", "setup.py", "README.md", "LICENSE"),
 )
