@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import msgspec
 import orjson
@@ -22,7 +22,7 @@ from gateway.json_shape import shape_of
 from gateway.metrics import CONTENT_TYPE
 from gateway.policy.call_size import check_shape
 from gateway.services import SERVICES
-from gateway.sessions import SettingsPatch
+from gateway.sessions import Origin, SettingsPatch
 from gateway.turns import unavailable
 
 # Larger bodies are looked at in a thread. Chosen: so much takes a third of a millisecond.
@@ -155,9 +155,23 @@ async def list_sessions(request: web.Request) -> web.Response:
     owner = services.admit(request).owner
     limit = _int_query(request, "limit", 50)
     sessions, following = await services.store.list_sessions(
-        owner, q=request.query.get("q") or None, limit=limit, before=request.query.get("before") or None
+        owner,
+        q=request.query.get("q") or None,
+        limit=limit,
+        before=request.query.get("before") or None,
+        origin=_origin_query(request),
     )
     return json_reply({"sessions": sessions, "next": following})
+
+
+ORIGINS = get_args(Origin)
+
+
+def _origin_query(request: web.Request) -> Origin | None:
+    wanted = request.query.get("origin") or "all"
+    if wanted not in ("all", *ORIGINS):
+        raise GatewayError("bad_request", "'origin' must be chat, api or all.", param="origin")
+    return None if wanted == "all" else cast(Origin, wanted)
 
 
 async def create_session(request: web.Request) -> web.Response:

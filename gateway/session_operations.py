@@ -26,6 +26,12 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
                 "Most sessions on the page.",
             ),
             Parameter("before", "query", _TEXT, "The `next` of the page before."),
+            Parameter(
+                "origin",
+                "query",
+                {"type": "string", "enum": ["all", "chat", "api"], "default": "all"},
+                "Only conversations that people had, or only those that calls of the APIs made.",
+            ),
         ),
         replies={200: Reply(description="A page of the list.", shape=SessionPage)},
         errors=(400, 503),

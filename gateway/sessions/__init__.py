@@ -17,6 +17,7 @@ stored all that it may.
 from gateway.sessions.quota import RESTORE_WINDOW_S
 from gateway.sessions.records import (
     BeginResult,
+    Origin,
     Outlook,
     ResponseHistory,
     Session,
@@ -38,6 +39,7 @@ __all__ = [
     "RESTORE_WINDOW_S",
     "SCHEMA_VERSION",
     "BeginResult",
+    "Origin",
     "Outlook",
     "ResponseHistory",
     "Session",

@@ -14,6 +14,8 @@ SessionId = NewType("SessionId", str)
 TurnId = NewType("TurnId", str)
 TurnStatus = Literal["running", "done", "stopped", "failed"]
 Outcome = Literal["new", "retried", "existing"]
+# Who made a session: a person in a chat, or a call of the OpenAI and Anthropic APIs. One that a person goes on with is theirs.
+Origin = Literal["chat", "api"]
 
 
 # Chosen: about eight thousand tokens of English. A longer one leaves most models little room for the conversation.
@@ -100,6 +102,7 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: float
     num_turns: int
     found_in: TurnId | None = None
+    origin: Origin = "chat"
 
 
 class BeginResult(msgspec.Struct, frozen=True, kw_only=True):

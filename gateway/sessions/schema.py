@@ -156,7 +156,23 @@ _SCHEMA_7 = (
     f"""CREATE TRIGGER turns_delete_reasoning AFTER DELETE ON turns
         BEGIN {_ADD_TO_SESSION.format("(-length(CAST(old.reasoning AS BLOB)))", "old")} END""",
 )
-_MIGRATIONS: Final = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6, _SCHEMA_7)
+# Version 8: whether a person made a session, or a call of an API. Of older ones those are taken for calls' whose every turn can be found as a
+# response; the calls of the other APIs left no trace of what they were.
+_SCHEMA_8 = (
+    "ALTER TABLE sessions ADD COLUMN origin TEXT NOT NULL DEFAULT 'chat' CHECK (origin IN ('chat', 'api'))",
+    """UPDATE sessions SET origin = 'api' WHERE EXISTS (SELECT 1 FROM turns t WHERE t.session = sessions.row)
+        AND NOT EXISTS (SELECT 1 FROM turns t WHERE t.session = sessions.row AND t.response_id IS NULL)""",
+)
+_MIGRATIONS: Final = (
+    _SCHEMA_1,
+    _SCHEMA_2,
+    _SCHEMA_3,
+    _SCHEMA_4,
+    _SCHEMA_5,
+    _SCHEMA_6,
+    _SCHEMA_7,
+    _SCHEMA_8,
+)
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 
 # Of version 1, beside its tables: one search index for all owners.

@@ -23,6 +23,7 @@ from gateway.sessions.records import (
     BeginResult,
     End,
     Message,
+    Origin,
     Outlook,
     ResponseHistory,
     Session,
@@ -160,14 +161,21 @@ class SessionStore:
         return await self._reader.transact(transactions.get, owner, session_id)
 
     async def list_sessions(
-        self, owner: str, *, q: str | None = None, limit: int = 50, before: str | None = None
+        self,
+        owner: str,
+        *,
+        q: str | None = None,
+        limit: int = 50,
+        before: str | None = None,
+        origin: Origin | None = None,
     ) -> tuple[list[SessionSummary], str | None]:
         """One page of sessions, the one touched last first, and the cursor of the next page (None: this is the last).
 
         q: only sessions that hold this text in their title or in a turn that is over; any characters, taken as they are, without regard to
         case (short queries, and all where there is no index: ASCII case only). limit: 1 to 200. before: a cursor from the page
-        before; a session touched meanwhile moves to the front and is not shown twice. Raises ``bad_request``, and for a search ``rate_limited``:
-        two of this owner wait or run already, or it took longer than ``search.MAX_SEARCH_S``.
+        before; a session touched meanwhile moves to the front and is not shown twice. origin: only those made there.
+        Raises ``bad_request``, and for a search ``rate_limited``: two of this owner wait or run already, or it took
+        longer than ``search.MAX_SEARCH_S``.
         """
         if not 1 <= limit <= MAX_PAGE:
             raise GatewayError("bad_request", f"'limit' must be from 1 to {MAX_PAGE}.", param="limit")
@@ -179,10 +187,10 @@ class SessionStore:
         text = (clean(q) or "").strip()
         # One that reads every text of its owner takes seconds where that is a gigabyte; other reads do not wait for it.
         if not text:
-            return await self._reader.transact(transactions.list_sessions, owner, text, limit, cursor)
+            return await self._reader.transact(transactions.list_sessions, owner, text, limit, cursor, origin)
         with self._searches.enter(owner) as one:
             return await self._search(
-                owner, search.bounded, one, transactions.list_sessions, owner, text, limit, cursor
+                owner, search.bounded, one, transactions.list_sessions, owner, text, limit, cursor, origin
             )
 
     async def _search(self, owner: str, work: Callable[..., _T], *args: Any) -> _T:

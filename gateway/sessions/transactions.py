@@ -18,6 +18,7 @@ from gateway.sessions.records import (
     BeginResult,
     End,
     Message,
+    Origin,
     Outlook,
     ResponseHistory,
     Session,
@@ -153,6 +154,7 @@ def create(
     exist_ok: bool,
     wanted: SettingsPatch,
     now: float,
+    origin: Origin = "chat",
 ) -> Session:
     sql = "SELECT deleted_at IS NOT NULL FROM sessions WHERE owner = ? AND id = ?"
     taken = conn.execute(sql, (owner, session_id)).fetchone()
@@ -163,8 +165,8 @@ def create(
         raise GatewayError("conflict", f"A session of this id {advice}.", param="session_id")
     quota.check(conn, owner, SESSION_BYTES, now)
     keeper = search.make_owner(conn, owner)
-    sql = "INSERT INTO sessions (owner, id, title, adapter, created_at, updated_at) VALUES (?, ?, ?, ?, ?, ?)"
-    row = conn.execute(sql, (owner, session_id, title, adapter, now, now)).lastrowid
+    sql = "INSERT INTO sessions (owner, id, title, adapter, created_at, updated_at, origin) VALUES (?, ?, ?, ?, ?, ?, ?)"
+    row = conn.execute(sql, (owner, session_id, title, adapter, now, now, origin)).lastrowid
     assert row is not None
     search.add_title(conn, keeper, row, title)
     settings.change(conn, owner, row, wanted, now)
@@ -175,12 +177,12 @@ def get(conn: sqlite3.Connection, owner: str, session_id: str) -> Session:
     return _session(conn, _live(conn, owner, session_id))
 
 
-_SUMMARY = f"""SELECT s.row, s.id, s.title, s.adapter, s.created_at, s.updated_at, ({tree.shown("= s.row")} SELECT count(*) FROM shown)
+_SUMMARY = f"""SELECT s.row, s.id, s.title, s.adapter, s.created_at, s.updated_at, ({tree.shown("= s.row")} SELECT count(*) FROM shown), s.origin
     FROM sessions s WHERE s.owner = ? AND s.deleted_at IS NULL"""
 
 
 def _summary(columns: tuple[Any, ...], found_in: TurnId | None = None) -> SessionSummary:
-    _, session_id, title, adapter, created_at, updated_at, num_turns = columns
+    _, session_id, title, adapter, created_at, updated_at, num_turns, origin = columns
     return SessionSummary(
         id=session_id,
         title=title,
@@ -189,11 +191,17 @@ def _summary(columns: tuple[Any, ...], found_in: TurnId | None = None) -> Sessio
         updated_at=updated_at,
         num_turns=num_turns,
         found_in=found_in,
+        origin=origin,
     )
 
 
 def list_sessions(
-    conn: sqlite3.Connection, owner: str, q: str, limit: int, cursor: tuple[float, str] | None
+    conn: sqlite3.Connection,
+    owner: str,
+    q: str,
+    limit: int,
+    cursor: tuple[float, str] | None,
+    origin: Origin | None,
 ) -> tuple[list[SessionSummary], str | None]:
     sql = _SUMMARY
     args: list[Any] = [owner]
@@ -203,6 +211,8 @@ def list_sessions(
     if q:
         condition, values = search.condition(keeper, q)
         sql, args = sql + condition, args + values
+    if origin is not None:
+        sql, args = sql + " AND s.origin = ?", [*args, origin]
     if cursor is not None:
         sql, args = sql + " AND (s.updated_at, s.id) < (?, ?)", [*args, *cursor]
     # One more than asked for tells whether there is a next page.
@@ -324,6 +334,7 @@ def begin(conn: Database, owner: str, session_id: str, message: Message) -> Begi
         tree.choose(conn, row.row, seq)
     title = row.title or title_from(content)
     _touch(conn, row, title, adapter, message.now)
+    conn.execute("UPDATE sessions SET origin = 'chat' WHERE row = ? AND origin <> 'chat'", (row.row,))
     return BeginResult(
         turn=_turn(conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone()),
         outcome="new" if known is None else "retried",
@@ -426,7 +437,7 @@ def record(
     makes_session: bool,
 ) -> Turn | None:
     if makes_session:
-        create(conn, owner, session_id, None, None, True, NO_CHANGES, message.now)
+        create(conn, owner, session_id, None, None, True, NO_CHANGES, message.now, "api")
     row = _find(conn, owner, session_id)
     if row is None:
         return None

@@ -16,8 +16,8 @@ export class Api {
   }
 
   /** One page of sessions, newest first. */
-  list({ q = '', before = null, limit = 100 } = {}) {
-    const query = new URLSearchParams({ limit: String(limit) });
+  list({ q = '', before = null, limit = 100, origin = 'all' } = {}) {
+    const query = new URLSearchParams({ limit: String(limit), origin });
     if (q) query.set('q', q);
     if (before !== null) query.set('before', before);
     return this.#call('GET', `api/sessions?${query}`);

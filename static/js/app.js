@@ -3,7 +3,7 @@
 import { Announcer } from './announcer.js';
 import { Api } from './api.js';
 import { Composer } from './composer.js';
-import { askKey, showShortcuts, toast } from './dialogs.js';
+import { askKey, toast } from './dialogs.js';
 import { Drawer } from './drawer.js';
 import { Follower } from './follow.js';
 import { ChatCore, isLive } from './protocol.js';
@@ -12,9 +12,11 @@ import { SessionIndex } from './sessions.js';
 import { Settings } from './settings.js';
 import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
-import { readKey, writeDraft, writeKey } from './storage.js';
+import { readCalls, readKey, writeCalls, writeDraft, writeKey } from './storage.js';
 import { Transcript } from './transcript.js';
 import { showExamples } from './welcome.js';
+
+const showShortcuts = async () => (await import('./shortcuts.js')).showShortcuts();
 
 const UNDO_MS = 10000; // the page's promise; the server keeps a deleted session for 30 s
 const NAME = 'Overture';
@@ -83,7 +85,7 @@ export class App {
       open: (sessionId, turnId) => this.#openFound(sessionId, turnId),
       rename: (id, title) => this.#rename(id, title),
       remove: (id) => this.#remove(id),
-      search: async (q) => (await this.#tell(this.api.list({ q })))?.sessions ?? [],
+      search: async (q) => (await this.#tell(this.api.list({ q, origin: this.#origin() })))?.sessions ?? [],
       more: () => this.#list(false),
     }, () => ({ sessions: this.index.sorted(), hasMore: this.index.next !== null, current: this.core.current,
       isRunning: (id) => Boolean(this.core.liveTurn(id)), isWarm: (id) => this.core.warm.has(id) }));
@@ -102,6 +104,8 @@ export class App {
     addEventListener('hashchange', () => this.#openSession(sessionFromHash()));
     document.addEventListener('keydown', (event) => this.#onKey(event));
     byId('shortcuts-button').addEventListener('click', showShortcuts);
+    byId('calls-button').addEventListener('click', () => this.#showCalls(!readCalls()));
+    byId('calls-button').setAttribute('aria-pressed', String(readCalls()));
     for (const button of document.querySelectorAll('.new-chat')) {
       button.addEventListener('click', () => this.#newChat());
     }
@@ -418,11 +422,23 @@ export class App {
   async #list(isFirst) {
     if (this.#listing || (!isFirst && this.index.next === null)) return;
     this.#listing = true;
-    const page = await this.#tell(this.api.list({ before: isFirst ? null : this.index.next }));
+    const page = await this.#tell(this.api.list({ before: isFirst ? null : this.index.next, origin: this.#origin() }));
     this.#listing = false;
     if (!page) return;
     this.index.addPage(page, isFirst);
     this.rail.draw();
+  }
+
+  /** Calls of the APIs would bury one's own chats: they are listed when asked for. */
+  #origin() {
+    return readCalls() ? 'all' : 'chat';
+  }
+
+  #showCalls(shown) {
+    writeCalls(shown);
+    byId('calls-button').setAttribute('aria-pressed', String(shown));
+    this.#list(true);
+    this.rail.refreshSearch();
   }
 
   #refreshList() {

@@ -8,7 +8,7 @@ import { h } from './dom.js';
  * @param {HTMLDialogElement} dialog  removed from the page when it closes
  * @returns {Promise<string>} its `returnValue`
  */
-function ask(dialog) {
+export function ask(dialog) {
   document.body.append(dialog);
   return new Promise((resolve) => {
     dialog.addEventListener('keydown', (event) => event.stopPropagation());
@@ -20,7 +20,8 @@ function ask(dialog) {
   });
 }
 
-function dialogWith(title, ...children) {
+/** A dialog with a heading. */
+export function dialogWith(title, ...children) {
   return h('dialog', { 'aria-labelledby': 'dialog-title' }, h('h2', { id: 'dialog-title' }, title), ...children);
 }
 
@@ -43,29 +44,6 @@ export async function askKey(wasWrong) {
     } } },
     h('label', { htmlFor: 'key' }, 'API key'), input,
     h('div', { class: 'dialog-buttons' }, h('button', { class: 'button primary' }, 'Continue'))));
-  return ask(dialog);
-}
-
-const SHORTCUTS = [
-  ['Send', 'Enter'],
-  ['New line', 'Shift + Enter'],
-  ['Stop the answer', 'Esc'],
-  ['Edit your last message', '↑ in an empty field'],
-  ['Search conversations', 'Ctrl or ⌘ + K'],
-  ['New chat', 'Ctrl or ⌘ + Shift + O'],
-  ['Rename, delete in the list', 'F2, Delete'],
-  ['Settings', 'Ctrl or ⌘ + ,'],
-  ['Engine room', 'Ctrl or ⌘ + Shift + E'],
-  ['Show this list', '?'],
-];
-
-/** Shows the keyboard shortcuts. */
-export function showShortcuts() {
-  const dialog = dialogWith('Keyboard shortcuts',
-    h('dl', { class: 'shortcuts' }, ...SHORTCUTS.flatMap(([name, keys]) => [
-      h('dt', {}, name), h('dd', {}, h('kbd', {}, keys))])),
-    h('div', { class: 'dialog-buttons' },
-      h('button', { type: 'button', class: 'button quiet', autofocus: true, on: { click: () => dialog.close() } }, 'Close')));
   return ask(dialog);
 }
 

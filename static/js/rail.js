@@ -67,6 +67,7 @@ export class Rail {
     paintDot(dot, session.adapter);
     const link = h('a', { class: 'session', href: `#/s/${encodeURIComponent(session.id)}`, title },
       dot, h('span', { class: 'session-title' }, title),
+      session.origin === 'api' && h('span', { class: 'origin' }, 'API'),
       h('span', { class: 'running' }, h('span', { class: 'sr-only' }, '(answering)')),
       h('span', { class: 'sr-only warm-note' }, '(ready)'));
     if (session.adapter) link.append(h('span', { class: 'sr-only' }, `, ${session.adapter}`));

@@ -3,6 +3,7 @@
 const KEY = 'overture.key';
 const DRAFT = 'overture.draft.';
 const NEW_CHAT = 'new';
+const CALLS = 'overture.calls';
 const AHEAD = 'overture.ahead';
 const SETTINGS = 'overture.settings';
 const THEME = 'overture.theme'; // theme.js reads it, too
@@ -35,6 +36,12 @@ export const readDraft = (sessionId) => read(DRAFT + (sessionId ?? NEW_CHAT)) ??
 
 /** Keeps the unsent text of a session; an empty one is removed. */
 export const writeDraft = (sessionId, text) => write(DRAFT + (sessionId ?? NEW_CHAT), text);
+
+/** Whether the list shows conversations of API calls, too. */
+export const readCalls = () => read(CALLS) === 'yes';
+
+/** Keeps that. */
+export const writeCalls = (shown) => write(CALLS, shown ? 'yes' : '');
 
 /** Whether the user lets the server read a question while it is typed. */
 export const readAhead = () => read(AHEAD) === 'yes';

@@ -13,7 +13,13 @@ expect = pytest.importorskip("playwright.sync_api").expect
 STATIC = Path(__file__).resolve().parents[2] / "static"
 # Of the chat page, and of what only the page of the API, the engine room, the side sheet or an answer with formulas loads.
 OWN_BYTES_MAX = 150 * 1000
-LATER_BYTES_MAX = {"docs": 30 * 1000, "engine": 35 * 1000, "sheet": 20 * 1000, "maths": 5 * 1000}
+LATER_BYTES_MAX = {
+    "docs": 30 * 1000,
+    "engine": 35 * 1000,
+    "sheet": 20 * 1000,
+    "maths": 5 * 1000,
+    "shortcuts": 2 * 1000,
+}
 STORY = "Tell me a long story."
 # Goes on for long enough to be interrupted, however fast the machine.
 ROOMY = {"temperature": 1.0, "max_tokens": 3000, "ignore_eos": True}
@@ -181,6 +187,22 @@ def test_the_delete_key_deletes_and_undo_brings_it_back(chat) -> None:
     chat.page.get_by_role("button", name="Undo").click()
     expect(link).to_have_count(1)
     expect(chat.turns).to_have_count(1)
+
+
+def test_conversations_of_api_calls_are_listed_when_asked_for(chat) -> None:
+    name = f"agent-{uuid.uuid4().hex[:8]}"
+    question = {"role": "user", "content": name}
+    body = {"model": "overture-demo", "messages": [question], "max_tokens": 4, "session_id": name}
+    assert chat.page.request.post(f"{chat.url}/v1/chat/completions", data=body).ok
+    chat.page.reload()
+    chat.ask("Hello!")
+    expect(chat.row(name)).to_have_count(0)
+    button = chat.page.get_by_role("button", name="Show API calls")
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "true")
+    expect(chat.row(name).locator(".origin")).to_have_text("API")
+    button.click()
+    expect(chat.row(name)).to_have_count(0)
 
 
 def test_search_finds_words_of_the_conversation_and_shows_the_version_that_holds_them(chat) -> None:

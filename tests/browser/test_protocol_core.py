@@ -19,7 +19,7 @@ const sent = () => core.drain().frames;
 const shown = () => core.sessions.get('s').turns.map((turn) => [turn.id, turn.status, turn.answer]);
 const ask = (id, more = {}) => core.ask({ id, sessionId: 's', content: `ask ${id}`, adapter: null, ...more });
 const accepted = (id) => core.receive({ type: 'accepted', id, session_id: 's', title: 'T' });
-const delta = (id, seq, text) => core.receive({ type: 'delta', id, seq, text });
+const delta = (id, seq, text, more = {}) => core.receive({ type: 'delta', id, seq, text, ...more });
 const done = (id, seq, finish_reason = 'stop') => core.receive({
   type: 'done', id, session_id: 's', seq, finish_reason, usage: null, timings: null, title: 'T' });
 const error = (code, id, retryable = true) => core.receive({ type: 'error', code, id, message: code, retryable });
@@ -58,6 +58,15 @@ def test_repeated_and_late_pieces_change_nothing(core) -> None:
         delta('a', 3, 'two'); done('a', 3); delta('a', 4, 'late'); done('a', 3, 'stopped'); return shown();""")
         == [["a", "done", "one two"]]
     )
+
+
+def test_reasoning_grows_beside_the_answer_and_is_forgotten_when_it_is_asked_again(core) -> None:
+    assert core("""begin(); ask('a'); accepted('a'); delta('a', 1, '', { reasoning: 'Let me ' });
+        delta('a', 3, 'Four.', { reasoning: 'see.' }); const turn = core.turns.get('a'); const before = [turn.reasoning, turn.answer];
+        error('internal', 'a'); core.retry('a', null); return [before, turn.reasoning];""") == [
+        ["Let me see.", "Four."],
+        "",
+    ]
 
 
 def test_frames_of_unknown_turns_are_ignored(core) -> None:

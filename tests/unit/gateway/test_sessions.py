@@ -432,6 +432,28 @@ async def test_finishing_what_was_deleted_resurrects_nothing(store: SessionStore
     assert await store.list_sessions("ann") == ([], None)
 
 
+async def test_sessions_of_calls_are_listed_apart_until_a_person_goes_on_with_them(
+    store: SessionStore,
+) -> None:
+    await chat(store, "mine", "a")
+    for session in ("agent-1", "agent-2"):
+        await store.record_turn(
+            "ann", session, f"t-{session}", "hello", answer="hi", makes_session=True, now=NOW
+        )
+
+    async def listed(**more: Any) -> set[str]:
+        sessions, _ = await store.list_sessions("ann", **more)
+        return {str(session.id) for session in sessions}
+
+    assert await listed() == {"mine", "agent-1", "agent-2"}
+    assert await listed(origin="chat") == {"mine"}
+    assert await listed(origin="api") == {"agent-1", "agent-2"} == await listed(origin="api", q="hello")
+    await ask(store, "agent-1", "b")
+    assert await listed(origin="chat") == {"mine", "agent-1"}
+    await store.record_turn("ann", "mine", "t", "hello", answer="hi", makes_session=True, now=NOW)
+    assert await listed(origin="api") == {"agent-2"}, "a call makes no chat its own"
+
+
 async def test_record_turn_is_idempotent_and_found_by_its_response(store: SessionStore) -> None:
     """A recorded turn stands at the end, names an untitled session, and is found as long as the session is there, shown or not."""
     await store.create_session("ann", session_id="s", now=NOW)
