@@ -54,6 +54,7 @@ FROM base AS source
 COPY README.md LICENSE pyproject.toml ./
 COPY demo demo
 COPY static static
+COPY requirements/cpu.in requirements/cuda.in requirements/ray.in requirements/
 COPY kvtiers kvtiers
 COPY engine_bridge engine_bridge
 COPY gateway gateway
