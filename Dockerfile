@@ -51,12 +51,13 @@ RUN python -m venv /opt/overture && pip install -r requirements/cuda.txt
 
 # -- our code: only what .dockerignore lets through ---------------------------------------------------------------------
 FROM base AS source
-COPY README.md LICENSE pyproject.toml ./
+COPY README.md LICENSE pyproject.toml setup.py ./
 COPY demo demo
 COPY static static
 COPY requirements/cpu.in requirements/cuda.in requirements/ray.in requirements/
 COPY kvtiers kvtiers
 COPY engine_bridge engine_bridge
+COPY overture_client overture_client
 COPY gateway gateway
 
 # -- the images -----------------------------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=packages-cuda /opt/overture /opt/overture
 COPY --from=source /app /app
-RUN pip install --no-deps --no-build-isolation --editable .
+RUN pip install --no-deps --no-build-isolation --editable ./overture_client --editable .
 ENV OVERTURE_DEVICE=cuda
 USER 10001:10001
 
@@ -80,6 +81,6 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=packages-cpu /opt/overture /opt/overture
 COPY --from=source /app /app
-RUN pip install --no-deps --no-build-isolation --editable .
+RUN pip install --no-deps --no-build-isolation --editable ./overture_client --editable .
 ENV OVERTURE_DEVICE=cpu
 USER 10001:10001

@@ -36,6 +36,11 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     weight_bytes: int
 
 
+def install_command(device: str) -> str:
+    """How the packages for a device are installed: from a checkout, and without one."""
+    return f"make venv DEVICE={device} in a checkout, else pip install 'overture-gateway[{device}]'"
+
+
 def about_vllm(failure: str, features: Sequence[dict[str, Any]], device: str) -> Iterator[Finding]:
     """Why the engine could not start.
 
@@ -44,13 +49,13 @@ def about_vllm(failure: str, features: Sequence[dict[str, Any]], device: str) ->
         features: those of `vllm_api.report` that matter at the start on this device.
     """
     if failure:
-        yield Finding(problem=failure, remedy=f"install the pinned packages: make venv DEVICE={device}")
+        yield Finding(problem=failure, remedy=f"install the pinned packages: {install_command(device)}")
     for each in features:
         if each["is_vital"]:
             yield from (
                 Finding(
                     problem=f"vLLM has moved: {moved['name']}: {moved['problem']}",
-                    remedy=f"install the vLLM that this release was made for: make venv DEVICE={device}",
+                    remedy=f"install the vLLM that this release was made for: {install_command(device)}",
                 )
                 for moved in each["moved"]
             )
@@ -77,7 +82,7 @@ def about_device(device: str, machine: Machine, build: str) -> Iterator[Finding]
     if build == CPU_BUILD:
         yield Finding(
             problem="the installed vLLM is the CPU build, which cannot use a GPU",
-            remedy="install the CUDA build: make venv DEVICE=cuda",
+            remedy=f"install the CUDA build: {install_command('cuda')}",
         )
 
 
@@ -107,7 +112,7 @@ def advice(
         kv_host_gib: the bound of the host tier (`--kv-host-gib`).
     """
     if machine.gpus and device == "cpu":
-        build_first = "make venv DEVICE=cuda, then " if build == CPU_BUILD else ""
+        build_first = f"{install_command('cuda')}; then " if build == CPU_BUILD else ""
         yield Finding(
             problem=f"there is a GPU ({machine.gpus[0]}), and the server would use the CPU",
             remedy=f"{build_first}--device cuda",
