@@ -25,6 +25,7 @@ from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.streams import Streams
 from engine_bridge.driver.tokenizer_queue import NoTokenizerQueue, TokenizerQueue
 from engine_bridge.engine_config import EngineConfig
+from engine_bridge.engine_metrics import engine_metrics
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from engine_bridge.grammars.checker import GrammarChecker, NoChecker
 from engine_bridge.node import (
@@ -364,6 +365,9 @@ class LocalNode:
         """The body of `/v1/models`."""
         serving, _ = self._ready()
         return await serving.models_reply()
+
+    async def engine_metrics(self) -> str:
+        return await asyncio.to_thread(engine_metrics)
 
     async def api_schemas(self) -> ApiSchemas:
         if self._schemas is None:

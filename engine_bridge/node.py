@@ -529,6 +529,10 @@ class Node(Protocol):
         """What the calls take and give. The same each time."""
         ...
 
+    async def engine_metrics(self) -> str:
+        """vLLM's own figures as Prometheus' text; of several nodes with the label `node`."""
+        ...
+
     async def load_adapter(self, body: object) -> JsonReply:
         """Load an adapter from a JSON value of vLLM's `/v1/load_lora_adapter` shape."""
         ...

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from engine_bridge.engine_metrics import own_metrics
 from engine_bridge.node import AdvisoryReport, Delta, Dropped
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -180,6 +181,6 @@ class Metrics:
             await asyncio.sleep(STALL_PROBE_S)
             self._stall.observe(max(loop.time() - due, 0.0))
 
-    async def exposition(self) -> bytes:
-        """The text that Prometheus reads; rendered off the event loop, since vLLM's histograms alone take milliseconds."""
-        return await asyncio.to_thread(generate_latest, self.registry)
+    async def exposition(self, engine: str = "") -> bytes:
+        """The text that Prometheus reads; rendered off the event loop. engine: the figures of the engine, which may be in another process."""
+        return await asyncio.to_thread(own_metrics, self.registry) + engine.encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import zlib
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 from msgspec import UNSET, Struct, UnsetType
 
+from engine_bridge.errors import BridgeError
 from gateway.auth import tenant_of
 from gateway.config import STATIC_DIR
 from gateway.errors import GatewayError
@@ -165,6 +167,8 @@ async def list_sessions(request: web.Request) -> web.Response:
 
 
 ORIGINS = get_args(Origin)
+# Chosen: less than Prometheus waits for a whole scrape (10 s).
+ENGINE_METRICS_S = 5.0
 
 
 def _origin_query(request: web.Request) -> Origin | None:
@@ -290,7 +294,13 @@ async def metrics(request: web.Request) -> web.Response:
     services.metrics.engine_steps.set(services.node.num_steps)
     services.metrics.engine_rebuilds.set(services.node.num_rebuilds)
     services.node_metrics.note(services.steward.states())
-    return web.Response(body=await services.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+    engine = ""
+    # The gateway's own figures matter most when the engine does not answer.
+    with contextlib.suppress(BridgeError, TimeoutError):
+        async with asyncio.timeout(ENGINE_METRICS_S):
+            engine = await services.node.engine_metrics()
+    body = await services.metrics.exposition(engine)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
 # -- the page --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from engine_bridge.cluster.placement import Placement
 from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.engine_metrics import joined
 from engine_bridge.errors import BridgeError, EngineUnavailable
 from engine_bridge.node import (
     ADVISORY_ENDS,
@@ -332,6 +333,14 @@ class Router:
 
     async def api_schemas(self) -> ApiSchemas:
         return await self._of_one(lambda node: node.api_schemas())
+
+    async def engine_metrics(self) -> str:
+        nodes = dict(self._members.open())
+        texts = await asyncio.gather(
+            *(node.engine_metrics() for node in nodes.values()), return_exceptions=True
+        )
+        answered = {name: text for name, text in zip(nodes, texts, strict=True) if isinstance(text, str)}
+        return await asyncio.to_thread(joined, answered)
 
     # -- adapters ------------------------------------------------------------------------------------------------------
 

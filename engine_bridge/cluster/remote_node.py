@@ -228,6 +228,10 @@ class RemoteNode:
         schemas: ApiSchemas = await self._call("api_schemas")
         return schemas
 
+    async def engine_metrics(self) -> str:
+        text: str = await self._call("engine_metrics")
+        return text
+
     async def load_adapter(self, body: object) -> JsonReply:
         reply: JsonReply = await self._call("load_adapter", body)
         return reply

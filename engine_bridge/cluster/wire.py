@@ -187,6 +187,7 @@ METHODS: dict[str, Method] = {
     "prefill": Method(tuple[GenerateRequest], int),
     "models": Method(tuple[()], JsonReply),
     "api_schemas": Method(tuple[()], ApiSchemas),
+    "engine_metrics": Method(tuple[()], str),
     "load_adapter": Method(tuple[Any], JsonReply),
     "unload_adapter": Method(tuple[Any], JsonReply),
     "pin_adapter": Method(tuple[str, bool], AdapterInfo | None),

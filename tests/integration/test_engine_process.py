@@ -64,6 +64,10 @@ async def test_a_crash_in_native_code_costs_a_retry_and_no_conversation(tmp_path
             assert text == undisturbed
             kv = finished.timings.kv
             assert kv.disk + kv.host + kv.device >= 32, f"KV came back from disk: {kv}"
+            async with http.get("/metrics") as reply:
+                assert "vllm:generation_tokens_total" in await reply.text(), (
+                    "the child's figures are shown, too"
+                )
             async with http.get(f"/api/sessions/{done.session_id}") as reply:
                 turns = (await reply.json())["turns"]
             assert turns[0]["answer"] == answer, "nothing that was acknowledged is lost"

@@ -86,12 +86,6 @@ def test_compose_mounts_files_that_are_there_and_publishes_on_loopback_only() ->
     )
 
 
-def test_compose_runs_the_engine_where_vllms_own_metrics_are_seen() -> None:
-    dashboard = (ROOT / "docs/deploy/grafana/overture.json").read_text()
-    assert "vllm:time_to_first_token_seconds" in dashboard
-    assert compose()["services"]["overture"]["environment"]["OVERTURE_ENGINE"].endswith(":-in-process}")
-
-
 def test_prometheus_and_grafana_find_what_they_are_told_of() -> None:
     services = compose()["services"]
     (job,) = compose("docs/deploy/prometheus.yml")["scrape_configs"]

@@ -275,6 +275,9 @@ class FakeNode:
     def tokenizer_stats(self) -> TokenizerStats | None:
         return None
 
+    async def engine_metrics(self) -> str:
+        return ""
+
     async def api_schemas(self) -> ApiSchemas:
         raise NOT_SERVED
 
