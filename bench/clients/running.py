@@ -15,6 +15,8 @@ from bench.live.report import ROOT
 
 SCRIPT_TIMEOUT_S = 600.0
 LAST_LINES = 12
+# Takes the object that a line begins with: what a client prints may follow it.
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ def outcomes(lines: list[str], status: int, errors: str) -> list[Outcome]:
     found = []
     for line in lines:
         if line.startswith('{"call": '):
-            told: dict[str, Any] = json.loads(line)
+            told: dict[str, Any]
+            told, _ = _DECODER.raw_decode(line)
             found.append(Outcome(told["call"], told.get("error", ""), tuple(told.get("traceback", ()))))
     if status or not found:
         ended = f"the script ended with status {status}" if status else "the script reported no call"

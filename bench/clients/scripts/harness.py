@@ -59,7 +59,9 @@ def call(name: str, function: Callable[[], Any]) -> Any:
             "error": f"{type(error).__name__}: {error}"[:600],
             "traceback": lines[:SHOWN_LINES],
         }
-    print(json.dumps(line), flush=True)
+    # At once, and on a line of its own: clients print from threads of theirs, without an end of line.
+    sys.stdout.write(f"\n{json.dumps(line)}\n")
+    sys.stdout.flush()
     return value
 
 
