@@ -3,7 +3,7 @@
 import { Announcer } from './announcer.js';
 import { Api } from './api.js';
 import { Composer } from './composer.js';
-import { askKey, toast } from './dialogs.js';
+import { toast } from './dialogs.js';
 import { Drawer } from './drawer.js';
 import { Follower } from './follow.js';
 import { ChatCore, isLive } from './protocol.js';
@@ -131,6 +131,7 @@ export class App {
     this.#creating = false;
     if (!session) return null;
     writeDraft(null, '');
+    this.composer.files?.drop(null);
     this.settings.startAfresh();
     this.core.load({ ...session, turns: session.turns ?? [] });
     this.core.open(session.id);
@@ -326,6 +327,7 @@ export class App {
 
   async #unlock() {
     this.#keyAsked = true;
+    const { askKey } = await import('./key.js');
     const key = await askKey(Boolean(this.core.apiKey));
     if (!key) return;
     this.core.apiKey = key;

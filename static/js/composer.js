@@ -1,6 +1,6 @@
 /** Where the user writes: text field, adapter picker, send and stop. */
 
-import { fitHeight, isSend } from './editor.js';
+import { fitHeight, isSend } from './dom.js';
 import { ModelPicker } from './picker.js';
 import { readAhead, readDraft, writeAhead, writeDraft } from './storage.js';
 
@@ -51,7 +51,41 @@ export class Composer {
     });
     this.stopButton.addEventListener('click', () => this.actions.stop());
     this.area.addEventListener('input', () => this.#onInput());
+    this.#listenForFiles();
     this.area.addEventListener('keydown', (event) => this.#onKey(event));
+  }
+
+  /** From the button, from the clipboard, or dropped anywhere on the page. */
+  #listenForFiles() {
+    const input = this.form.querySelector('#file');
+    this.form.querySelector('.attach').addEventListener('click', () => input.click());
+    input.addEventListener('change', () => {
+      this.#attach([...input.files]);
+      input.value = ''; // so that the same file can be chosen again
+    });
+    this.area.addEventListener('paste', (event) => this.#onFiles(event, event.clipboardData));
+    document.addEventListener('drop', (event) => this.#onFiles(event, event.dataTransfer));
+    document.addEventListener('dragover', (event) => {
+      if (event.dataTransfer.types.includes('Files')) event.preventDefault();
+    });
+  }
+
+  #onFiles(event, { files }) {
+    if (!files.length) return;
+    event.preventDefault();
+    this.#attach([...files]);
+  }
+
+  async #attach(files) {
+    const { Files } = await import('./files/files.js');
+    this.files ??= new Files(this.form.querySelector('.composer-box'), this.#sessionId, {
+      changed: () => this.#onInput(), focus: () => this.area.focus(), maxBytes: () => this.maxBytes - BYTES_SPARE });
+    await this.files.add(files);
+  }
+
+  /** What would be sent: the files, then the text. */
+  get #content() {
+    return (this.files?.text ?? '') + this.area.value;
   }
 
   /** The adapter in the picker, null for the base model. */
@@ -73,6 +107,7 @@ export class Composer {
     this.#sessionId = sessionId;
     this.#typedAt = -Infinity;
     this.write(readDraft(sessionId));
+    this.files?.open(sessionId);
   }
 
   /** Replaces the text, as if it had been typed. */
@@ -87,6 +122,7 @@ export class Composer {
     clearTimeout(this.#draftTimer);
     this.#typedAt = -Infinity; // the next message is another one to announce
     this.write('');
+    this.files?.drop(this.#sessionId);
   }
 
   /**
@@ -111,13 +147,13 @@ export class Composer {
   }
 
   #submit() {
-    if (!this.sendButton.disabled && !this.#running) this.actions.send(this.area.value.trim());
+    if (!this.sendButton.disabled && !this.#running) this.actions.send(this.#content.trim());
   }
 
   #onInput() {
     writeDraft(this.#sessionId, this.area.value);
     this.#changed();
-    if (!this.area.value.trim()) return;
+    if (!this.#content.trim()) return;
     if (this.#readsAlong) this.#sendDraftSoon();
     else this.#announce(TYPING_EVERY_MS);
   }
@@ -147,7 +183,7 @@ export class Composer {
     clearTimeout(this.#draftTimer);
     const wait = Math.max(0, this.#typedAt + DRAFT_EVERY_MS - performance.now());
     this.#draftTimer = setTimeout(() => {
-      if (this.area.value.trim() && this.#readsAlong) this.#announce(0, this.area.value);
+      if (this.#content.trim() && this.#readsAlong) this.#announce(0, this.#content);
     }, wait);
   }
 
@@ -168,10 +204,10 @@ export class Composer {
 
   #changed() {
     fitHeight(this.area);
-    const size = new TextEncoder().encode(this.area.value).length;
+    const size = new TextEncoder().encode(this.#content).length;
     const tooLong = size > this.maxBytes - BYTES_SPARE;
     this.note.hidden = !tooLong;
     this.note.textContent = tooLong ? 'This message is too long for the server. Please shorten it.' : '';
-    this.sendButton.disabled = !this.#enabled || tooLong || !this.area.value.trim();
+    this.sendButton.disabled = !this.#enabled || tooLong || !this.#content.trim();
   }
 }

@@ -117,3 +117,14 @@ function morphChild(parent, old, node) {
     old.replaceWith(node);
   }
 }
+
+/** Makes a textarea as high as its text; the style sheet limits it. */
+export function fitHeight(area) {
+  area.style.height = 'auto';
+  area.style.height = `${area.scrollHeight}px`;
+}
+
+/** Whether this key press means "send": Enter alone, and not to confirm an input method's word. */
+export function isSend(event) {
+  return event.key === 'Enter' && !event.shiftKey && !event.isComposing;
+}

@@ -1,17 +1,6 @@
-/** Text fields that grow with their text, and the small form that edits a question. */
+/** The small form that edits a question; loaded when one is edited. */
 
-import { h } from './dom.js';
-
-/** Makes a textarea as high as its text; the style sheet limits it. */
-export function fitHeight(area) {
-  area.style.height = 'auto';
-  area.style.height = `${area.scrollHeight}px`;
-}
-
-/** Whether this key press means "send": Enter alone, and not to confirm an input method's word. */
-export function isSend(event) {
-  return event.key === 'Enter' && !event.shiftKey && !event.isComposing;
-}
+import { fitHeight, h, isSend } from './dom.js';
 
 /**
  * A form with a growing text field.

@@ -2,7 +2,6 @@
 
 import { AnswerView } from './answer.js';
 import { copyFrom, h, iconButton } from './dom.js';
-import { editor } from './editor.js';
 import { summary, timingRows } from './format.js';
 import { isLive } from './protocol.js';
 import { ReasoningView } from './reasoning.js';
@@ -44,10 +43,12 @@ class TurnView {
     this.editButton = iconButton('edit', 'Edit message', () => this.edit());
     this.question.replaceChildren(this.editButton, bubble);
     this.question.classList.remove('editing');
+    if (this.turn.content.includes(':\n```')) import('./files/blocks.js').then(({ fold }) => fold(bubble, this.turn.content));
   }
 
   /** Turns the question into a text field. */
-  edit() {
+  async edit() {
+    const { editor } = await import('./editor.js');
     const close = () => {
       this.showQuestion();
       this.editButton.focus();

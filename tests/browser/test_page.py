@@ -11,14 +11,18 @@ import pytest
 expect = pytest.importorskip("playwright.sync_api").expect
 
 STATIC = Path(__file__).resolve().parents[2] / "static"
-# Of the chat page, and of what only the page of the API, the engine room, the side sheet or an answer with formulas loads.
+# Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, the side sheet, formulas, files, the
+# list of shortcuts, the form that edits a question, the question for a key.
 OWN_BYTES_MAX = 150 * 1000
 LATER_BYTES_MAX = {
     "docs": 30 * 1000,
     "engine": 35 * 1000,
     "sheet": 20 * 1000,
     "maths": 5 * 1000,
+    "files": 10 * 1000,
     "shortcuts": 2 * 1000,
+    "editor": 2 * 1000,
+    "key": 2 * 1000,
 }
 STORY = "Tell me a long story."
 # Goes on for long enough to be interrupted, however fast the machine.
@@ -258,6 +262,26 @@ def test_model_output_is_never_html(wired) -> None:
     )
     assert answer.locator("*").evaluate_all(handlers) == []
     assert chat.page.evaluate("window.hacked") is None
+
+
+def test_a_file_of_text_goes_along_with_a_message(wired) -> None:
+    chat, wire = wired()
+    page = chat.open().page
+    chooser = page.locator("#file")
+    chooser.set_input_files([{"name": "notes.py", "mimeType": "text/x-python", "buffer": b"print('```')\n"}])
+    chip = page.locator(".file")
+    expect(chip).to_contain_text("notes.py")
+    chooser.set_input_files([{"name": "photo.png", "mimeType": "image/png", "buffer": b"\x89PNG\0\xff"}])
+    expect(page.locator(".toast")).to_contain_text("photo.png is not a file of text.")
+    expect(chip).to_have_count(1)
+    chat.ask("What is it?")
+    expect(chip).to_have_count(0)
+    sent = [frame for frame in wire.sent if frame["type"] == "message"][-1]
+    assert sent["content"] == "notes.py:\n````py\nprint('```')\n````\n\nWhat is it?"
+    folded = page.locator(".bubble details")
+    expect(folded.locator("summary")).to_have_text("notes.py")
+    folded.locator("summary").click()
+    expect(folded.locator("pre")).to_have_text("print('```')")
 
 
 def test_markdown_becomes_lists_tables_and_code_that_can_be_copied(wired) -> None:

@@ -1,7 +1,8 @@
 /** The engine room: ties the state machine, the socket and the views together. */
 
 import { Api } from '../api.js';
-import { askKey, toast } from '../dialogs.js';
+import { toast } from '../dialogs.js';
+import { askKey } from '../key.js';
 import { h, morph } from '../dom.js';
 import { Connection } from '../socket.js';
 import { StatusBanner } from '../status.js';

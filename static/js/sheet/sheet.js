@@ -3,6 +3,7 @@
 import { toast } from '../dialogs.js';
 import { h, iconButton } from '../dom.js';
 import { readTheme, writeTheme } from '../storage.js';
+import { addStyle } from './style.js';
 
 const SAVE_AFTER_MS = 600; // chosen: a pause in typing
 const NARROW = matchMedia('(max-width: 719.98px)');
@@ -25,7 +26,7 @@ export class Sheet {
     this.settings = settings;
     this.element = this.#build();
     document.body.append(this.element);
-    this.styled = addStyle();
+    this.styled = addStyle('static/css/sheet.css');
     NARROW.addEventListener('change', () => this.#close());
   }
 
@@ -216,11 +217,4 @@ function themePicker() {
       writeTheme(theme);
       globalThis.applyTheme();
     } } }), h('span', {}, label))));
-}
-
-/** Adds the sheet's style; resolves when it applies, also where it cannot be loaded. */
-function addStyle() {
-  return new Promise((resolve) => {
-    document.head.append(h('link', { rel: 'stylesheet', href: 'static/css/sheet.css', on: { load: resolve, error: resolve } }));
-  });
 }

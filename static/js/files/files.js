@@ -1,0 +1,110 @@
+/** Files of text that go along with a message: read here in the browser, shown as chips above the text field. */
+
+import { toast } from '../dialogs.js';
+import { h, iconButton } from '../dom.js';
+import { addStyle } from '../sheet/style.js';
+import { written } from './blocks.js';
+
+const UTF_16 = { 255: ['utf-16le', 254], 254: ['utf-16be', 255] }; // first byte → encoding and second byte of its mark
+
+/** The files of each conversation's unsent message; they are kept until the page is left. */
+export class Files {
+  #bySession = new Map();
+  #sessionId;
+
+  /**
+   * @param {HTMLElement} box  where the chips go, first
+   * @param {?string} sessionId  the open conversation, null for a new chat
+   * @param {{changed: () => void, focus: () => void, maxBytes: () => number}} composer
+   */
+  constructor(box, sessionId, composer) {
+    this.#sessionId = sessionId;
+    this.composer = composer;
+    this.list = h('ul', { class: 'files', 'aria-label': 'Files', 'aria-live': 'polite', hidden: true });
+    box.prepend(this.list);
+    this.styled = addStyle('static/css/files.css');
+  }
+
+  get #files() {
+    return this.#bySession.get(this.#sessionId) ?? [];
+  }
+
+  /** What stands before the message: each file with its name, in a fenced block. */
+  get text() {
+    return this.#files.map(({ name, text }) => `${written(name, text)}\n\n`).join('');
+  }
+
+  /** Changes to another conversation. */
+  open(sessionId) {
+    this.#sessionId = sessionId;
+    this.#draw();
+  }
+
+  /** Takes the files of a conversation away: they were sent. */
+  drop(sessionId) {
+    this.#bySession.delete(sessionId);
+    this.#draw();
+  }
+
+  /** Reads files and adds them; says of each that cannot be added why. */
+  async add(files) {
+    const sessionId = this.#sessionId;
+    const problems = [];
+    for (const file of files) {
+      try {
+        const text = await this.#read(file);
+        const others = (this.#bySession.get(sessionId) ?? []).filter(({ name }) => name !== file.name);
+        this.#bySession.set(sessionId, [...others, { name: file.name, size: file.size, text }]);
+      } catch (error) {
+        problems.push(error.message);
+      }
+    }
+    await this.styled;
+    this.#draw();
+    if (problems.length) toast(problems.join(' '), { ms: 10000 });
+    this.composer.focus();
+  }
+
+  async #read(file) {
+    const most = this.composer.maxBytes();
+    if (file.size > most) throw new Error(`${file.name} is too large: it has ${size(file.size)}, and a message may have ${size(most)}.`);
+    const bytes = new Uint8Array(await file.arrayBuffer().catch(() => {
+      throw new Error(`${file.name} could not be read.`); // a folder, or a file that is gone
+    }));
+    const text = decoded(bytes);
+    if (text === null) throw new Error(`${file.name} is not a file of text.`);
+    if (!text.trim()) throw new Error(`${file.name} is empty.`);
+    return text;
+  }
+
+  #draw() {
+    const files = this.#files;
+    this.list.hidden = files.length === 0;
+    this.list.replaceChildren(...files.map((file) => h('li', { class: 'file' }, h('span', { class: 'file-name' }, file.name),
+      h('span', { class: 'file-size' }, size(file.size)), iconButton('close', `Remove ${file.name}`, () => this.#remove(file)))));
+    this.composer.changed();
+  }
+
+  #remove(file) {
+    this.#bySession.set(this.#sessionId, this.#files.filter((other) => other !== file));
+    this.#draw();
+    (this.list.querySelector('button') ?? { focus: this.composer.focus }).focus();
+  }
+}
+
+/** Bytes as text with \n line ends; null if they are none. */
+function decoded(bytes) {
+  const [encoding, second] = UTF_16[bytes[0]] ?? [];
+  try {
+    const decoder = new TextDecoder(second !== undefined && bytes[1] === second ? encoding : 'utf-8', { fatal: true });
+    const text = decoder.decode(bytes);
+    return text.includes('\0') ? null : text.replace(/\r\n?/g, '\n');
+  } catch {
+    return null;
+  }
+}
+
+function size(bytes) {
+  if (bytes < 1000) return `${bytes} bytes`;
+  return bytes < 1e6 ? `${Math.round(bytes / 1000)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
+}
