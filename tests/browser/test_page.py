@@ -199,7 +199,7 @@ def test_conversations_of_api_calls_are_listed_when_asked_for(chat) -> None:
     body = {"model": "overture-demo", "messages": [question], "max_tokens": 4, "session_id": name}
     assert chat.page.request.post(f"{chat.url}/v1/chat/completions", data=body).ok
     chat.page.reload()
-    chat.ask("Hello!")
+    chat.open().ask("Hello!")
     expect(chat.row(name)).to_have_count(0)
     button = chat.page.get_by_role("button", name="Show API calls")
     button.click()

@@ -199,6 +199,7 @@ async def test_a_withdrawn_key_loses_its_sockets_streams_and_answers(
         accepted = await frame(their_socket, "accepted")
         whole = asyncio.create_task(theirs.post(CHAT, json=LONG | {"stream": False}))
         await first_event(their_stream)
+        await engine_has(node, 4)  # the answer that comes whole among them: it was let in
         write_keys(keys, kept)
         assert (await frame(their_socket, "error"))["code"] == "unauthorized"
         await their_socket.receive()
@@ -218,6 +219,13 @@ async def test_a_withdrawn_key_loses_its_sockets_streams_and_answers(
         url = f"/api/sessions/{accepted['session_id']}"
         async with theirs.get(url) as response:
             assert [turn["status"] for turn in (await response.json())["turns"]] == ["stopped"]
+
+
+async def engine_has(node: SharedNode, num_requests: int) -> None:
+    """Wait until the engine holds as many requests."""
+    async with asyncio.timeout(60):
+        while (stats := await node.stats()).num_running + stats.num_waiting < num_requests:
+            await asyncio.sleep(0.01)
 
 
 async def comes_in(http: aiohttp.ClientSession) -> None:
