@@ -20,6 +20,7 @@ const BYTES_SPARE = 1024; // what the frame needs around the text
 
 /** The composer at the bottom of the page. */
 export class Composer {
+  #attached = null;
   #sessionId = null;
   #typedAt = -Infinity;
   #enabled = false;
@@ -76,7 +77,11 @@ export class Composer {
     this.#attach([...files]);
   }
 
-  async #attach(files) {
+  #attach(files) {
+    this.#attached = this.#read(files);
+  }
+
+  async #read(files) {
     const { Files } = await import('./files/files.js');
     this.files ??= new Files(this.form.querySelector('.composer-box'), this.#sessionId, {
       changed: () => this.#onInput(), focus: () => this.area.focus(), maxBytes: () => this.maxBytes - BYTES_SPARE });
@@ -146,7 +151,9 @@ export class Composer {
     if (matchMedia('(hover: hover)').matches) this.area.focus();
   }
 
-  #submit() {
+  /** Sends what there is, once files that were just added are read. */
+  async #submit() {
+    await this.#attached;
     if (!this.sendButton.disabled && !this.#running) this.actions.send(this.#content.trim());
   }
 
