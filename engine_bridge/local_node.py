@@ -290,6 +290,7 @@ class LocalNode:
 
     @property
     def stream_interval(self) -> int:
+        """How many tokens go into one piece of a stream at the engine's present speed."""
         return _stream_interval(self._thread.step_s)
 
     # -- work --------------------------------------------------------------------------------------------------------

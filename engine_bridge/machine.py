@@ -60,6 +60,7 @@ def _read(path: str) -> str:
 
 
 def processor_name() -> str:
+    """The processor's name as the kernel gives it."""
     return processor_of(_read("/proc/cpuinfo"))[0]
 
 

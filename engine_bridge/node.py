@@ -48,6 +48,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_token_ids(packed: bytes) -> tuple[int, ...]:
+    """The token ids in bytes that `pack_token_ids` made."""
     return struct.unpack(f"<{len(packed) // TOKEN_ID_BYTES}I", packed)
 
 
@@ -537,7 +538,8 @@ class Node(Protocol):
         """Load an adapter from a JSON value of vLLM's `/v1/load_lora_adapter` shape."""
         ...
 
-    async def unload_adapter(self, body: object) -> JsonReply: ...
+    async def unload_adapter(self, body: object) -> JsonReply:
+        """Takes an adapter off the list. Source: vLLM's `POST /v1/unload_lora_adapter`, whose body and replies it has."""
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
         """Keep an adapter in memory, or no longer. None for one that is not served."""

@@ -64,6 +64,7 @@ async def _follow(serving: Serving, changes: Changes) -> None:
 
 
 def info_of(record: AdapterRecord, place: AdapterPlace) -> AdapterInfo:
+    """What is told about an adapter: its record, with the place it has on this node."""
     return AdapterInfo(
         name=record.name,
         rank=record.rank,

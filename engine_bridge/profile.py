@@ -206,6 +206,7 @@ class _Head(Struct):
 
 
 def path_of(folder: Path, fingerprint: str) -> Path:
+    """Where the profile of a machine and model with this fingerprint is kept."""
     return folder / f"{fingerprint}.json"
 
 

@@ -47,6 +47,7 @@ async def _set_pinned(request: web.Request, is_pinned: bool) -> web.Response:
 
 
 def add_routes(app: web.Application) -> None:
+    """Adds the routes that list, pin and unpin adapters."""
     app.add_routes(
         [
             web.get("/v1/adapters", list_adapters),

@@ -99,6 +99,7 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str]:
+        """Owner and session, for which one advisory request at a time is kept."""
         return self.owner, self.wanted.session_id
 
     @property

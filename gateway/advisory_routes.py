@@ -43,6 +43,7 @@ async def delete(request: web.Request) -> web.Response:
 
 
 def add_routes(app: web.Application) -> None:
+    """Adds the routes that create, read and delete advisory requests."""
     app.add_routes(
         [
             web.post("/v1/advisories", create),

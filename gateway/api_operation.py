@@ -63,6 +63,7 @@ class Operation:
 
     @property
     def is_anthropic(self) -> bool:
+        """Whether it belongs to Anthropic's API, whose errors have another shape."""
         return self.path.startswith("/v1/messages")
 
     @property

@@ -157,10 +157,12 @@ class AnswerReader:
 
     @property
     def answer(self) -> str:
+        """The answer's text so far."""
         return "".join(self._parts)
 
     @property
     def has_answer(self) -> bool:
+        """Whether any text of an answer was seen."""
         return bool(self._parts)
 
     @property

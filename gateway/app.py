@@ -326,6 +326,7 @@ class Server:
 
     @property
     def url(self) -> str:
+        """The address at which the server answers."""
         host = self.services.config.host
         scheme = "http" if self.services.config.ssl_certfile is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -378,6 +379,7 @@ async def _serve(config: Config) -> int:
 
 
 def on_signal(stop: asyncio.Event, number: int) -> None:
+    """Begins an orderly stop; a second signal ends the process at once."""
     if stop.is_set():  # the second one: the user does not want to wait
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

@@ -38,6 +38,7 @@ class Asks:
         self._answer_tokens += SMOOTHING * (num_tokens - self._answer_tokens)
 
     def of_request(self, name: str, request: GenerateRequest) -> Ask:
+        """What routing looks at for a chat turn. With its history as token ids, only the question is estimated."""
         num_tokens = len(request.prompt_token_ids or ())
         if request.messages:
             history = len(request.history_token_ids) // TOKEN_ID_BYTES
@@ -47,12 +48,14 @@ class Asks:
         return self._ask(name, num_tokens, request.context, request.sampling.max_tokens)
 
     def of_body(self, name: str, body: object, context: RequestContext) -> Ask:
+        """What routing looks at for an API call, with the length estimated from the body's texts."""
         fields: dict[str, Any] = body if isinstance(body, dict) else {}
         num_tokens = int(sum(_tokens(fields.get(field)) for field in _TEXTS))
         bounds = [fields[name] for name in _BOUNDS if isinstance(fields.get(name), int)]
         return self._ask(name, num_tokens, context, min(bounds, default=None))
 
     def of_advisory(self, advisory: Advisory) -> Ask:
+        """What routing looks at for an advisory request, which asks for no tokens."""
         context = RequestContext(adapter=advisory.adapter or "", priority=advisory.priority or 0)
         num_tokens = len(advisory.token_ids) // TOKEN_ID_BYTES
         return self._ask(advisory.advisory_id, num_tokens, context, None)

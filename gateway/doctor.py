@@ -192,6 +192,7 @@ def _moved_away(features: list[dict[str, Any]]) -> Iterator[Off]:
 
 
 def switched_off(config: Config) -> Iterator[Off]:
+    """The features that these settings turn off, each with the reason."""
     for what, is_off, why in _SWITCHES:
         if is_off(config):
             yield Off(what, why)

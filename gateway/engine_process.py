@@ -25,6 +25,7 @@ class ChildSettings(Struct, frozen=True):
 
 
 def make_node(node: LocalNodeConfig, log_format: str, log_level: str) -> ProcessNode:
+    """A node whose engine runs in a child process, which is not started yet."""
     command = (sys.executable, "-m", "gateway.engine_process")
     return ProcessNode(
         command, pack_settings(ChildSettings(node, log_format, log_level)), node.engine.served_model_name
@@ -32,10 +33,12 @@ def make_node(node: LocalNodeConfig, log_format: str, log_level: str) -> Process
 
 
 def pack_settings(settings: ChildSettings) -> bytes:
+    """The child's settings as bytes for its standard input."""
     return msgspec.msgpack.encode(settings, enc_hook=str)
 
 
 def read_settings(packed: bytes) -> ChildSettings:
+    """The settings that `pack_settings` made. Raises `msgspec.MsgspecError` for other bytes."""
     return msgspec.msgpack.decode(packed, type=ChildSettings, dec_hook=_as)
 
 

@@ -52,4 +52,5 @@ def _limit(request: web.Request) -> int:
 
 
 def add_routes(app: web.Application) -> None:
+    """Adds the route with the engine's state, which the engine room reads."""
     app.add_routes([web.get("/v1/engine/state", engine_state)])

@@ -158,6 +158,7 @@ class Members:
         return member.node.peer_address
 
     def standing(self) -> Iterator[MemberStanding]:
+        """The state, load and progress of each node, as people see them."""
         now = asyncio.get_running_loop().time()
         seen = {facts.node_id: facts for facts in self.homes.facts()}
         for node_id, member in self._members.items():

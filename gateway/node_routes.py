@@ -26,6 +26,7 @@ class NodeChange(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 async def list_nodes(request: web.Request) -> web.Response:
+    """`GET /v1/nodes`: all nodes with their states. KV figures and failures are for operators only."""
     services = request.app[SERVICES]
     is_operator = services.keys.is_operator(services.admit(request))
     return json_reply(listed(services.steward.states(), to_operator=is_operator))
@@ -62,6 +63,7 @@ async def _change(request: web.Request) -> NodeChange:
 
 
 def add_routes(app: web.Application) -> None:
+    """Adds the routes that list, drain, restart and reopen nodes."""
     app.add_routes(
         [
             web.get("/v1/nodes", list_nodes),

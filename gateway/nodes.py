@@ -158,6 +158,7 @@ def listed(standings: Iterable[NodeStanding], *, to_operator: bool) -> NodeList:
 
 
 def totals_of(nodes: list[NodeStanding]) -> NodeTotals:
+    """The sums over all nodes that have told their load."""
     loads = [node.load for node in nodes if node.load is not None]
     return NodeTotals(
         num_nodes=len(nodes),

@@ -305,6 +305,7 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
 
 
 def add_routes(app: web.Application) -> None:
+    """Adds the routes of OpenAI's and Anthropic's APIs."""
     app.add_routes(
         [
             web.get("/v1/models", models),

@@ -276,15 +276,18 @@ _DOCUMENT = web.AppKey("document", _Document)
 
 
 async def openapi_json(request: web.Request) -> web.Response:
+    """`GET /openapi.json`: the API's description."""
     body = await request.app[_DOCUMENT].body(request.app[SERVICES])
     headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 
 async def docs(request: web.Request) -> web.FileResponse:
+    """`GET /docs`: the page that shows the API's description."""
     return web.FileResponse(STATIC_DIR / "docs.html", headers=PAGE_HEADERS)
 
 
 def add_routes(app: web.Application) -> None:
+    """Adds the API's description and the page that shows it."""
     app[_DOCUMENT] = _Document()
     app.add_routes([web.get("/openapi.json", openapi_json), web.get("/docs", docs)])

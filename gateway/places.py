@@ -46,6 +46,7 @@ class Place:
         return structs.replace(context, kv_from=self.kv_from) if self.kv_from else context
 
     def request(self, request: GenerateRequest) -> GenerateRequest:
+        """The request as this place gets it: with the peers that have its KV, where there are any."""
         return structs.replace(request, context=self.context(request.context)) if self.kv_from else request
 
 

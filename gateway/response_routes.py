@@ -67,6 +67,7 @@ async def cancel(request: web.Request) -> web.Response:
 
 
 async def input_items(request: web.Request) -> web.Response:
+    """`GET /v1/responses/{id}/input_items`: the input of a stored response, the newest item first unless `order=asc`."""
     turn, stored = await _stored(request)
     items = orjson.loads(stored.items) if stored else [{"role": "user", "content": turn.content}]
     listed = listed_items(items, request.match_info["id"])
@@ -134,6 +135,7 @@ def _number(request: web.Request, name: str, default: int) -> int:
 
 
 def add_routes(app: web.Application) -> None:
+    """Adds the routes of stored responses."""
     app.add_routes(
         [
             web.get("/v1/responses/{id}", in_place(read)),

@@ -190,12 +190,14 @@ async def create_session(request: web.Request) -> web.Response:
 
 
 async def read_session(request: web.Request) -> web.Response:
+    """`GET /api/sessions/{id}`: a conversation's summary."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     return json_reply(await services.store.get_session(owner, request.match_info["id"]))
 
 
 async def patch_session(request: web.Request) -> web.Response:
+    """`PATCH /api/sessions/{id}`: changes what the body names, such as the title or settings."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     body = await _struct_body(request, PatchSession)
@@ -233,6 +235,7 @@ async def choose_version(request: web.Request) -> web.Response:
 
 
 async def delete_session(request: web.Request) -> web.Response:
+    """`DELETE /api/sessions/{id}`: stops its answers and deletes it. It can be restored for a while."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     session_id = request.match_info["id"]
@@ -244,12 +247,14 @@ async def delete_session(request: web.Request) -> web.Response:
 
 
 async def restore_session(request: web.Request) -> web.Response:
+    """`POST /api/sessions/{id}/restore`: brings a deleted conversation back."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     return json_reply(await services.store.restore(owner, request.match_info["id"], time.time()))
 
 
 async def list_models(request: web.Request) -> web.Response:
+    """`GET /api/models`: the model and adapters that a conversation can use."""
     services = request.app[SERVICES]
     services.admit(request)
     return json_reply({"models": services.models()})
@@ -307,10 +312,12 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def page(request: web.Request) -> web.FileResponse:
+    """`GET /`: the chat page."""
     return web.FileResponse(STATIC_DIR / "index.html", headers=PAGE_HEADERS)
 
 
 async def engine_page(request: web.Request) -> web.FileResponse:
+    """`GET /engine`: the engine room's page."""
     return web.FileResponse(STATIC_DIR / "engine.html", headers=PAGE_HEADERS)
 
 
@@ -335,6 +342,7 @@ def _static_path(name: str) -> Path | None:
 
 
 def add_routes(app: web.Application) -> None:
+    """Adds the pages and what they ask for."""
     app.add_routes(
         [
             web.get("/", page),

@@ -356,6 +356,7 @@ class Router:
         return await self._adapters.load(body)
 
     async def unload_adapter(self, body: object) -> JsonReply:
+        """Takes an adapter off the list that all nodes share."""
         return await self._adapters.unload(body)
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:

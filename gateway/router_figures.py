@@ -51,6 +51,7 @@ def _any(values: list[Any]) -> Any:
 
 
 def tiers_of(parts: Sequence[TierStats]) -> TierStats | None:
+    """The nodes' figures of KV in host memory and on disk, as one; `None` where no node has such tiers."""
     if not parts:
         return None
     return TierStats(
@@ -76,14 +77,17 @@ def _rate(rates: list[float]) -> float:
 
 
 def tokenizers_of(parts: Sequence[TokenizerStats]) -> TokenizerStats | None:
+    """The nodes' figures of tokenizer processes, as one."""
     return _sum(parts) if parts else None
 
 
 def grammars_of(parts: Sequence[GrammarStats]) -> GrammarStats | None:
+    """The nodes' figures of grammars, as one."""
     return _sum(parts) if parts else None
 
 
 def scheduling_of(parts: Sequence[SchedulingStats]) -> SchedulingStats | None:
+    """The nodes' figures of scheduling, as one; the policy's name is that of the first node."""
     if not parts:
         return None
     return _sum(

@@ -116,6 +116,7 @@ class Services:
         ]
 
     def server_info(self, version: str) -> dict[str, Any]:
+        """What a page is told about the server when it connects."""
         return {
             "version": version,
             "model": self.config.served_model_name,

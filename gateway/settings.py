@@ -45,10 +45,12 @@ class Setting(NamedTuple):
 
     @property
     def is_bool(self) -> bool:
+        """Whether it is on or off."""
         return isinstance(self.type, msgspec.inspect.BoolType)
 
     @property
     def is_list(self) -> bool:
+        """Whether it takes several values."""
         return isinstance(self.type, msgspec.inspect.VarTupleType)
 
     @property

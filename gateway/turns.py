@@ -136,6 +136,7 @@ class LiveTurn:
         return Piece.joined(self.pieces)
 
     def wake_followers(self) -> None:
+        """Tells all who follow the answer that there is more of it."""
         for follower in self.followers:
             follower.wake(self)
 

@@ -39,6 +39,7 @@ async def load(request: web.Request) -> web.Response:
 
 
 def add_routes(app: web.Application) -> None:
+    """Adds the routes that clients of `vllm serve` expect."""
     app.add_routes(
         [
             web.get("/health", readyz),

@@ -50,6 +50,7 @@ class Group:
 
     @property
     def id(self) -> GroupId:
+        """Tenant and name, under which the group is found."""
         return self.tenant, self.name
 
 
@@ -99,6 +100,7 @@ class Save:
 
     @property
     def slots(self) -> list[list[int]]:
+        """For each block, the host slots of its layers."""
         return [block.slots for block in self.blocks]
 
 
@@ -119,6 +121,7 @@ class Stage:
 
     @property
     def slots(self) -> list[list[int]]:
+        """For each block, the host slots of its layers."""
         return [block.slots for block in self.blocks]
 
 

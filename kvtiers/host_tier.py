@@ -63,6 +63,7 @@ class HostTier:
         return group
 
     def new_block(self, key: BlockKey, group: Group, pins: int = 1) -> Block:
+        """Adds an empty block to a group, in use `pins` times. What was left of an incomplete one with this key is dropped."""
         leftover = self.blocks.get(key)
         if leftover is not None:  # some of its layers, the others of which no disk has any more
             self.spoil(leftover)

@@ -211,6 +211,7 @@ class Readers:
 
     @property
     def is_idle(self) -> bool:
+        """Whether nothing is being read or waits to be."""
         return not any(reader.jobs for reader in self._all())
 
     def _all(self) -> list[Reader]:

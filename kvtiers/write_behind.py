@@ -69,6 +69,7 @@ class WriteBehind:
             await self.write_all()
 
     async def write_all(self) -> None:
+        """Writes to disk all that is not there yet. Raises what the disk's writer raises."""
         async with self._writing:
             while records := self._next_unwritten():
                 await self._write(records)

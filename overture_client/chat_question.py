@@ -34,6 +34,7 @@ class Question:
         self._replay = []
 
     def on_accepted(self, frame: Accepted) -> list[Event]:
+        """The server has stored the message. Returns what the caller is told: nothing when it was told before."""
         self.is_resuming = False
         if self.is_accepted:
             return []
@@ -43,6 +44,7 @@ class Question:
         return [frame]
 
     def on_delta(self, frame: Delta) -> list[Event]:
+        """A piece of the answer. Returns what the caller is told: nothing for a piece that was seen before a reconnection."""
         self.is_resuming = False
         if frame.seq <= self.seq:
             return []
@@ -54,6 +56,7 @@ class Question:
         return self._compare(is_over=False)
 
     def on_done(self, frame: Done) -> list[Event]:
+        """The answer's end. Returns what the caller is told."""
         return [*(self._compare(is_over=True) if self._replay is not None else []), frame]
 
     def _compare(self, *, is_over: bool) -> list[Event]:

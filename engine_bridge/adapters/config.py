@@ -191,6 +191,7 @@ def plain_scales(config: dict[str, Any]) -> Callable[[str], float]:
 
 
 def bad_config(text: str) -> AdapterRejected:
+    """The error for an adapter's configuration that cannot be used; `text` ends the sentence that says why."""
     return AdapterRejected(f"The adapter's {CONFIG_FILE} is not valid: {text}", code="bad_config")
 
 

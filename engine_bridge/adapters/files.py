@@ -181,6 +181,7 @@ def signature_of(folder: Path) -> str:
 
 
 def signature_from(*stats: os.stat_result | None) -> str:
+    """A text that changes when one of these files does: size, time of change and inode of each, `-` where a file is missing."""
     return "/".join(f"{s.st_size}:{s.st_mtime_ns}:{s.st_ino}" if s else "-" for s in stats)
 
 
@@ -193,6 +194,7 @@ def digest_of(parts: Iterable[bytes]) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
+    """Raises `AdapterRejected` unless `folder` is a folder that can be read and whose name can be stored."""
     try:
         str(folder).encode()  # What is not UTF-8 can be neither stored nor shown.
         mode = os.stat(folder).st_mode
@@ -210,6 +212,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> tuple[bytes, os.stat_result]:
+    """The configuration's bytes, with the facts of the file as it was opened. Raises `AdapterRejected` for one that is too large."""
     with opened(folder, CONFIG_FILE) as file:
         config_stat = os.fstat(file.fileno())
         raw = bytearray()
@@ -221,6 +224,7 @@ def read_config(folder: Path) -> tuple[bytes, os.stat_result]:
 
 
 def check_format(folder: Path) -> None:
+    """Raises `AdapterRejected` for a folder without safetensors weights, and says how a pickle is converted."""
     if os.path.lexists(folder / WEIGHTS_FILE):
         return
     pickle = next((name for name in PICKLE_FILES if os.path.lexists(folder / name)), None)

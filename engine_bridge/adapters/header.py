@@ -76,6 +76,7 @@ def read_exactly(file: RawIOBase, num_bytes: int) -> bytes:
 
 
 def corrupt(text: str) -> AdapterRejected:
+    """The error for weights whose file contradicts itself; `text` says where."""
     return AdapterRejected(f"The adapter's {WEIGHTS_FILE} is damaged: {text}", code="corrupt_file")
 
 

@@ -217,7 +217,9 @@ class Link(asyncio.Protocol):
             self.stop(number)
 
     def follow_advisory(self, advisory_id: str, on_change: Callable[[AdvisoryReport], None]) -> None:
+        """Calls `on_change` with each report of this advisory request until `forget_advisory`."""
         self._advisories[advisory_id] = on_change
 
     def forget_advisory(self, advisory_id: str) -> None:
+        """Ends what `follow_advisory` began. An unknown id is no error."""
         self._advisories.pop(advisory_id, None)

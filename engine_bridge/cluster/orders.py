@@ -109,12 +109,15 @@ _news: msgspec.json.Decoder[FromDriver] = msgspec.json.Decoder(FromDriver)
 
 
 def line_of(message: Order | News) -> bytes:
+    """A message as one line of JSON, as it goes through a pipe."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def order_of(line: bytes) -> FromGateway:
+    """The gateway's message in this line. Raises `msgspec.DecodeError` for any other line."""
     return _orders.decode(line)
 
 
 def news_of(line: bytes) -> FromDriver:
+    """The driver process's message in this line. Raises `msgspec.DecodeError` for any other line."""
     return _news.decode(line)

@@ -101,6 +101,7 @@ def encode(message: Message, num_raw_bytes: int = 0) -> bytes:
 
 
 def sums_of(blocks: Sequence[memoryview]) -> bytes:
+    """The blocks' checksums, eight bytes each, in the blocks' order."""
     return struct.pack(f"<{len(blocks)}Q", *map(checksum, blocks))
 
 
@@ -219,6 +220,7 @@ class Question:
 
     @property
     def num_damaged(self) -> int:
+        """How many of the blocks that arrived did not match their checksums."""
         return len(self._bad)
 
     @property
@@ -328,4 +330,5 @@ def max_frame_bytes(shape: BlockShape, num_keys: int) -> int:
 
 
 def max_ask_bytes() -> int:
+    """The longest question a peer may send, in bytes."""
     return MAX_KEYS * KEY_BYTES + MAX_GREETING_BYTES

@@ -192,6 +192,7 @@ class Peer:
 
     @property
     def is_resting(self) -> bool:
+        """Whether this peer failed so recently that it is not asked again yet."""
         return self._peering.clock() < self._rests_until_s
 
     async def read(
@@ -334,6 +335,7 @@ class Lender:
         self._server: asyncio.Server | None = None
 
     async def listen(self, listening: socket.socket, context: ssl.SSLContext | None) -> None:
+        """Serves this node's blocks on a socket that listens already. Raises `OSError` if that cannot be done."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: _Lending(self),

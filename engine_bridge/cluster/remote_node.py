@@ -64,6 +64,7 @@ class RemoteNode:
         self._link = None
 
     def take_report(self, report: wire.NodeReport) -> None:
+        """Keeps the node's newest report, from which everything synchronous is answered."""
         self._report = report
         if report.adapters is not None:
             self._adapters = {info.name: info for info in report.adapters}
@@ -125,6 +126,7 @@ class RemoteNode:
 
     @property
     def is_up(self) -> bool:
+        """Whether the connection to the node stands."""
         return self._link is not None and self._link.is_up
 
     @property

@@ -44,6 +44,7 @@ class NodeServer:
         self.connections: set[Connection] = set()
 
     def connection(self) -> Connection:
+        """The protocol object for one more connection of a gateway."""
         return Connection(self)
 
     def report(self, adapters: list[AdapterInfo] | None) -> wire.NodeReport:

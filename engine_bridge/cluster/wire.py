@@ -321,6 +321,7 @@ def proof_of(token: bytes, role: str, nonce: bytes) -> bytes:
 
 
 def is_proof(proof: bytes, token: bytes, role: str, nonce: bytes) -> bool:
+    """Whether `proof` shows that its sender, in this role, knows the token. Takes equally long for any wrong proof."""
     return hmac.compare_digest(proof, proof_of(token, role, nonce))
 
 
@@ -355,6 +356,7 @@ def problem_of(error: Exception) -> Problem:
 
 
 def error_of(problem: Problem) -> BridgeError:
+    """The exception that a problem on the wire stands for."""
     match problem.kind:
         case "InvalidRequest":
             return InvalidRequest(problem.message, param=problem.param, code=problem.code)

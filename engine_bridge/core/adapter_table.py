@@ -48,6 +48,7 @@ class Version:
 
     @property
     def is_host_copy_read(self) -> bool:
+        """Whether the copy in host memory is being read, so that it must stay."""
         return self.num_layouts > 0 or self.copy == "writing"
 
 
@@ -84,6 +85,7 @@ class AdapterTable:
         del self._versions[version.id]
 
     def begin_load(self, version: Version) -> None:
+        """Notes that a version is being read from disk, and reserves host memory for it."""
         version.is_loading = True
         self.num_loads += 1
         self.reserved_bytes += version.num_bytes
@@ -97,10 +99,12 @@ class AdapterTable:
         self.host_bytes += host_bytes or 0
 
     def leave_host(self, version: Version) -> None:
+        """Notes that a version's copy in host memory is gone. Without a copy nothing changes."""
         self.host_bytes -= version.host_bytes or 0
         version.host_bytes = None
 
     def enter_slot(self, version: Version, slot: int) -> None:
+        """Gives a device slot to a version whose weights are yet to be written there."""
         self.slots[slot], version.slot, version.is_filled = version.id, slot, False
 
     def leave_slot(self, version: Version) -> int:

@@ -147,6 +147,7 @@ class Known:
 
     @property
     def counted(self) -> Counted | None:
+        """What lanes are fitted on, or `None` for background work."""
         arrival = self.arrival
         if arrival.is_background:
             return None  # it makes way for all others
@@ -165,15 +166,18 @@ class Known:
         return self.arrival.guess.bound(num_done) - num_done
 
     def lost_its_kv(self, is_swapped: bool) -> None:
+        """Notes a preemption: the request waits again, and its KV is on the host (`is_swapped`) or has to be computed again."""
         self.base = replace(self.base, is_swapped=is_swapped, size_tokens=self.charged_tokens)
         self.started_s, self.is_bypasser = None, False
         self.looked_up_s = -math.inf  # its answer so far has to be computed, too
 
     @property
     def stint(self) -> Stint:
+        """Priority, arrival and start, by which running requests are compared."""
         return Stint(self.arrival.priority, self.base.arrived_s, self.started_s)
 
     def for_preemption(self, num_tokens: int, num_blocks: int, now: float) -> RunningFacts:
+        """What the choice of a request to preempt looks at, for a request of this many tokens and device blocks."""
         arrival = self.arrival
         return RunningFacts(
             request_id=arrival.request_id,
@@ -517,17 +521,17 @@ class Dispatcher:
                 self.counts["refits"] += 1
         self.refits.start_if_due(now, self.sizes.scale, self._num_tokens, self.laned is not None)
 
-    # -- to look at ----------------------------------------------------------------------------------------------------
-
     @property
     def num_waiting(self) -> int:
         return len(self._known) - len(self._running)
 
     @property
     def num_running(self) -> int:
+        """Requests that have started and not ended."""
         return len(self._running)
 
     def waiting_ids(self) -> list[str]:
+        """Ids of the requests that have not started, in the order of their arrival."""
         return [request_id for request_id in self._known if request_id not in self._running]
 
     def known(self, request_id: str) -> Known | None:

@@ -12,7 +12,9 @@ class Peers(Protocol):
     """What is asked of `kvtiers.store.KvStore`."""
 
     @property
-    def shape(self) -> BlockShape: ...
+    def shape(self) -> BlockShape:
+        """How large a block is and in how many layers it is sent."""
+
     def peer_bytes_per_s(self, address: str) -> float | None: ...
 
 

@@ -14,10 +14,12 @@ class Guess(Protocol):
     """Tokens of an answer, as predicted (`predict.length.LengthGuess`)."""
 
     @property
-    def p50(self) -> int: ...
+    def p50(self) -> int:
+        """The predicted median of the answer's length in tokens."""
 
     @property
-    def p90(self) -> int: ...
+    def p90(self) -> int:
+        """The predicted 90th percentile of the answer's length in tokens."""
 
     def bound(self, num_done: int) -> int:
         """Tokens to reckon with once `num_done` are there."""
@@ -33,6 +35,7 @@ class GuessErrors:
         self.num_within_p90 = 0
 
     def saw(self, guess: Guess, num_tokens: int) -> None:
+        """Counts one answer of `num_tokens` against what was predicted for it."""
         error = abs(guess.p50 - num_tokens)
         self._num_by_bound[bisect_left(ERROR_BOUNDS, error)] += 1
         self.sum_tokens += error
@@ -40,6 +43,7 @@ class GuessErrors:
 
     @property
     def num_answers(self) -> int:
+        """Answers that were counted."""
         return sum(self._num_by_bound)
 
     @property

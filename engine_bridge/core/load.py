@@ -102,6 +102,7 @@ class Load:
 
     @property
     def running(self) -> Ranks:
+        """The adapter ranks of the requests that run."""
         return self._running.ranks
 
     def facts(self, held_tokens: int, num_free_tokens: int, perf: NodePerf | None = None) -> NodeFacts:

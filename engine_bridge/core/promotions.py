@@ -57,14 +57,17 @@ class Device(Protocol):
         """That no running request holds, whatever lies in them."""
         ...
 
-    def resident(self, hashes: Hashes) -> Resident: ...
+    def resident(self, hashes: Hashes) -> Resident:
+        """How many of these blocks are on the device, from the first one on."""
 
 
 class KvBlocks(Protocol):
     """What promotions need of `kvtiers.store.KvStore`, which says what each does."""
 
     @property
-    def shape(self) -> BlockShape: ...
+    def shape(self) -> BlockShape:
+        """How large a block is and in how many layers it is copied."""
+
     @property
     def num_host_blocks(self) -> int: ...
     def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage: ...

@@ -94,6 +94,10 @@ class Refits:
         self._open.pop(request_id, None)
 
     def start_if_due(self, now: float, scale: Scale, num_tokens: int, has_lanes: bool) -> None:
+        """Begins to fit lanes and predictor, if it is time, on the requests seen so far.
+
+        `scale` holds the maxima of the weighted size; `num_tokens` is the device's room for KV, in tokens.
+        """
         is_due = now >= self.due_s
         if not self._seen or not (is_due or (has_lanes and self._num_seen >= self._next_num)):
             return

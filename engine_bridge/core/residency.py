@@ -138,6 +138,7 @@ class AdapterPlaces:
         return 0 if adapter_id in running else self.room_of(adapter_id)
 
     def room_of(self, adapter_id: int) -> int:
+        """Tokens of KV whose place this adapter takes on the device."""
         return self.table[adapter_id].room
 
     def enter(self, adapter_ids: Collection[int], running: Collection[int], now: float) -> list[Move]:

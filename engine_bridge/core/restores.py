@@ -28,7 +28,9 @@ class KvBlocks(Protocol):
     """What restores need of `kvtiers.store.KvStore`, which says what each does."""
 
     @property
-    def shape(self) -> BlockShape: ...
+    def shape(self) -> BlockShape:
+        """How large a block is and in how many layers it is copied."""
+
     def enter(self, group: str, *, tenant: str = "", weight: float = 1.0) -> None: ...
     def leave(self, group: str, *, tenant: str = "") -> None: ...
     def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage: ...
@@ -48,11 +50,17 @@ class Tiers(Protocol):
     """
 
     @property
-    def policy(self) -> RestorePolicy: ...
+    def policy(self) -> RestorePolicy:
+        """What decides whether a request's KV is copied or computed again."""
+
     @property
-    def chosen(self) -> Counter[str]: ...
+    def chosen(self) -> Counter[str]:
+        """How often each way to get KV back was chosen, by its name."""
+
     @property
-    def resumed(self) -> Counter[str]: ...
+    def resumed(self) -> Counter[str]:
+        """How often preempted requests went on, by the way their KV came back."""
+
     @property
     def usable_store(self) -> KvBlocks | None:
         """None while nothing is to be loaded or saved."""
@@ -125,11 +133,13 @@ class NewRequest:
 
     @property
     def group(self) -> str:
+        """The name under which the KV is kept: the session, else the first block's hash, else the request's id."""
         if self.session is not None:
             return self.session
         return bytes(self.keys[0]).hex() if self.keys else self.request_id
 
     def block_keys(self, first: int, last: int) -> list[BlockKey]:
+        """Keys of the blocks from `first` up to, but without, `last`."""
         return [BlockKey(bytes(key)) for key in self.keys[first:last]]
 
 

@@ -66,6 +66,7 @@ class StagingWishes:
 
     @property
     def is_worth_a_turn(self) -> bool:
+        """Whether asking again could bring something: a wish is waiting and the last one found room."""
         return bool(self._is_guess) and not self._is_stuck
 
     @property

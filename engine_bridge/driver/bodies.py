@@ -89,6 +89,7 @@ def _place(error: Exception) -> str:
 
 
 def as_error_response(error: Exception) -> ErrorResponse:
+    """An error in the shape of OpenAI's API. What is not known here is an internal error."""
     if isinstance(error, EngineUnavailable):
         return create_error_response(RetryableRequestError(str(error)))
     if isinstance(error, TimeoutError):

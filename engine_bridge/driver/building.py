@@ -81,6 +81,7 @@ def _compute_on(num_threads: int) -> None:
 
 
 def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
+    """vLLM's arguments for an engine with these settings; `tiers` adds host memory and disk for KV."""
     from engine_bridge.driver.engine_arguments import typed
     from engine_bridge.driver.scheduling.seam import scheduler_name
     from engine_bridge.driver.vllm_api import EngineArgs, StructuredOutputsConfig

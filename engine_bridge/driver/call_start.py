@@ -33,6 +33,7 @@ class CallStart:
         return self.is_known.is_set() and self.failure is None
 
     def queued(self) -> None:
+        """Says that vLLM has the request, so that its caller may go on."""
         self._know()
 
     def failed(self, error: Exception) -> None:

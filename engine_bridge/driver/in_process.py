@@ -9,6 +9,7 @@ from kvtiers.keys import folder_revision
 
 
 def scheduler_of(engine: Any) -> Any:
+    """The scheduler inside a vLLM engine that runs in this process."""
     return engine.engine_core.engine_core.scheduler
 
 

@@ -246,6 +246,7 @@ class KvTiers:
             self.store.assume_disk_rate(profile.disk.read_bytes_per_s)
 
     def use_link(self, link: Link) -> None:
+        """Predicts copies with a link that has been measured, in place of the assumed one."""
         self.link = link
         self._host_rate.prior = link.h2d_bytes_per_s
 

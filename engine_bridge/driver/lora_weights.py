@@ -82,6 +82,7 @@ class Pending:
 
     @property
     def is_waiting(self) -> bool:
+        """Whether these weights are still the next ones for their slot."""
         return self._packs[self._slot] is self
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:

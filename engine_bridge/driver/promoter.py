@@ -37,6 +37,7 @@ class PrefixCache:
         return int(self._pool.get_num_free_blocks())
 
     def resident(self, hashes: Hashes) -> Resident:
+        """How many of these blocks are on the device, from the first one on, and how many of those are unused."""
         blocks = self.find(hashes)
         return Resident(len(blocks), sum(block.ref_cnt == 0 for block in blocks))
 

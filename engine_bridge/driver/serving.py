@@ -307,6 +307,7 @@ class Serving:
             await self._client.versions.remove(name, is_missing=True)
 
     async def models_reply(self) -> JsonReply:
+        """What `GET /v1/models` lists: the model and its adapters."""
         return JsonReply(200, (await self.models.show_available_models()).model_dump_json().encode())
 
     async def _adapter_call(self, request_class: Any, call: Any, body: Any) -> JsonReply:

@@ -20,6 +20,7 @@ def refused(reason: str) -> Exception:
 
 
 def engine_failed() -> Exception:
+    """The error for answers that the engine's failure ended: it asks the client to try again."""
     return RetryableRequestError(ENGINE_FAILED_MESSAGE)
 
 

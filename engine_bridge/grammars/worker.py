@@ -54,6 +54,7 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 
 
 def write_frame(stream: IO[bytes], body: bytes) -> None:
+    """Writes a body with its length before it, as four bytes in big-endian order."""
     stream.write(len(body).to_bytes(4, "big") + body)
     stream.flush()
 

@@ -184,6 +184,7 @@ class GreedyDual(_Stateless):
         return [max(self.value(adapter) - self.clock, 0.0) / window_s for adapter in cached]
 
     def value(self, adapter: CachedAdapter) -> float:
+        """The adapter's credit; the lowest one is evicted first. One that was never used gets that of a first use."""
         known = self._values.get(adapter.adapter_id)
         return self.clock + gain_per_byte(adapter) if known is None else known
 

@@ -39,6 +39,7 @@ class ArrivalHistogram:
 
     @property
     def num_gaps(self) -> int:
+        """Gaps between arrivals that were counted."""
         return self._num_inside + self._num_beyond
 
     @property

@@ -316,7 +316,9 @@ class BlockSize(Protocol):
     """What a block of KV holds and weighs."""
 
     @property
-    def block_size_tokens(self) -> int: ...
+    def block_size_tokens(self) -> int:
+        """Tokens in one block of KV."""
+
     @property
     def block_bytes(self) -> int: ...
     def num_blocks(self, num_tokens: int) -> int:

@@ -40,6 +40,7 @@ class FairQueue(Generic[Job]):
         self.num_waiting = 0
 
     def num_waiting_of(self, tenant: str) -> int:
+        """Jobs of this tenant that wait."""
         entry = self._busy.get(tenant)
         return len(entry.jobs) if entry is not None else 0
 

@@ -39,6 +39,7 @@ class Lanes:
 
     @property
     def num_lanes(self) -> int:
+        """How many lanes there are."""
         return len(self.centroids)
 
     def lane_of(self, weighted_size: float) -> int:

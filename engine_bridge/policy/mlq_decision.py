@@ -50,6 +50,7 @@ class Deciding:
         self._quotas, self._num_squashes, self._settings = quotas, num_squashes, settings
 
     def made(self) -> Decision:
+        """Who starts in this step, who is put off, and who has to leave the device."""
         if self._admit_overdue():
             self._admit_lanes()
         plan = self._plan

@@ -99,6 +99,7 @@ class Plan:
         return self._ends
 
     def given(self, tenant: str) -> float:
+        """Service that the tenant has received, with what this plan would add."""
         return self._service.of(tenant) + self._gives.get(tenant, 0.0)
 
     def tokens(self, facts: Waiting) -> int:

@@ -301,11 +301,13 @@ def in_order(
 
 
 def refuse_twice(facts: Waiting, known: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a request that waits already."""
     if facts.request_id in known:
         raise ValueError("the request waits already")
 
 
 def insert(ordered: list[Any], entry: Any) -> None:
+    """Puts an entry at its place in a list that is in order."""
     insort(ordered, entry)
 
 

@@ -173,6 +173,7 @@ class Ledger:
 
     @property
     def quotas(self) -> tuple[int, ...]:
+        """Each lane's share of the device, in tokens."""
         return self._quotas
 
     @property
@@ -186,6 +187,7 @@ class Ledger:
 
     @property
     def num_used(self) -> int:
+        """Tokens that running requests of all lanes are charged."""
         return sum(self._used)
 
     def charged(self, request_id: str) -> int:

@@ -387,6 +387,7 @@ class Recent:
 
     @property
     def last(self) -> float:
+        """The newest value."""
         return self._by_time[-1]
 
     def in_order(self) -> list[float]:
@@ -429,6 +430,7 @@ class Keyed:
         self._recent[key] = recent
 
     def saved(self) -> dict[str, tuple[float, ...]]:
+        """The recent values of each key, oldest first, to be kept over a restart."""
         # Copied first, in one step of the interpreter: the engine's thread may be adding.
         return {key: tuple(recent.in_order()) for key, recent in list(self._recent.items())}
 

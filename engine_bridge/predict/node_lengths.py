@@ -73,6 +73,7 @@ class NodeLengths:
 
     @property
     def own(self) -> CustomPredictor | None:
+        """The operator's own predictor, if one is set."""
         return self._own
 
     def ask(self, features: LengthFeatures) -> Future[LengthGuess] | None:

@@ -65,6 +65,7 @@ class Concurrency:
         ] = {}  # by name, while it has requests under way: how long they last on average
 
     def inside(self, name: str) -> int:
+        """How many are running for this name."""
         return self._inside.get(name, 0)
 
     def enter(self, name: str) -> float:

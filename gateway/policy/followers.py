@@ -272,6 +272,7 @@ class Followers:
 
     @property
     def num_owners(self) -> int:
+        """Owners whose workflows are remembered."""
         return len(self._owners)
 
     def num_agents(self, owner: str) -> int:

@@ -61,6 +61,7 @@ class Precision:
 
     @property
     def num_owners(self) -> int:
+        """Owners whose shares are remembered."""
         return len(self._shares)
 
     def probability(self, owner: str, now: float) -> float:

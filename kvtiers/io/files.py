@@ -23,9 +23,13 @@ DESCRIPTION_NAME = "namespace.json"
 class AppendFile(Protocol):
     """What we use of an aiofiles handle."""
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        """The file's descriptor."""
+
     async def write(self, data: memoryview) -> int: ...
-    async def truncate(self, size: int) -> int: ...
+    async def truncate(self, size: int) -> int:
+        """Cuts the file to `size` bytes. Raises `OSError`."""
+
     async def close(self) -> None: ...
 
 
@@ -40,12 +44,14 @@ class Files:
     """Each method is one call of the system and raises OSError; those that are not async block and belong into a worker thread."""
 
     def open_read(self, path: Path) -> int:
+        """A descriptor for reading. Raises `OSError`, also for what is not a regular file."""
         return open_regular(path)
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def size(self, fd: int) -> int:
+        """The file's size in bytes."""
         return os.fstat(fd).st_size
 
     def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
@@ -57,6 +63,7 @@ class Files:
         return os.preadv(fd, buffers, offset)
 
     def unlink(self, path: Path) -> None:
+        """Deletes a file. Raises `OSError`."""
         os.unlink(path)
 
     def room(self, directory: Path) -> Room | None:
@@ -96,6 +103,7 @@ class Files:
         return await file.write(data)
 
     async def truncate(self, file: AppendFile, num_bytes: int) -> None:
+        """Cuts a file to `num_bytes`. Raises `OSError`."""
         await file.truncate(num_bytes)
 
 

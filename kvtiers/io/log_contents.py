@@ -107,6 +107,7 @@ class Contents:
             segment.records.clear()
 
     def publish(self, keys: Sequence[BlockKey], record: RecordPlace) -> None:
+        """Makes blocks that were written found: the record's blocks are these keys, in this order."""
         self.used_s[record.owner] = self._now()
         for position, key in enumerate(keys):
             self.put(key, Entry(record, position))
@@ -119,6 +120,7 @@ class Contents:
             self._count(old.record, -1)
 
     def take_out(self, key: BlockKey) -> None:
+        """Lets a block be found no more. An unknown key is no error."""
         entry = self.index.pop(key, None)
         if entry is not None:
             self._count(entry.record, -1)
@@ -138,6 +140,7 @@ class Contents:
         return [key for record, keys in segment.records for key in keys if self.is_at(key, record)]
 
     def is_at(self, key: BlockKey, record: RecordPlace) -> bool:
+        """Whether the block is found in this very record."""
         entry = self.index.get(key)
         return entry is not None and entry.record == record
 
@@ -153,4 +156,5 @@ class Contents:
         return RecordHead(1, self.shape).record_bytes
 
     def record_bytes(self, keys: Sequence[BlockKey]) -> int:
+        """Bytes of a record with these blocks."""
         return RecordHead(len(keys), self.shape).record_bytes

@@ -187,4 +187,5 @@ class Evictor:
 
 
 def reordered(part: Part, blocks: Sequence[int]) -> Part:
+    """A source of the same bytes in which block `i` is the given one's block `blocks[i]`."""
     return lambda position, layer: part(blocks[position], layer)

@@ -162,6 +162,7 @@ class LogReader:
 
     @contextmanager
     def pinned(self, numbers: Iterable[int]) -> Iterator[dict[int, Segment]]:
+        """Keeps these segments' files open and in place while the context is open."""
         segments = {number: self._contents.segments[number] for number in numbers}
         self._num_reads += 1
         self._no_reads.clear()

@@ -45,6 +45,7 @@ class SegmentScan(Struct):
 
 
 def segment_path(directory: Path, number: int) -> Path:
+    """Where the segment with this number is kept."""
     return directory / f"segment-{number:010d}.kv"
 
 

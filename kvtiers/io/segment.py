@@ -33,6 +33,7 @@ class Segment:
 
     @property
     def is_pinned(self) -> bool:
+        """Whether the file is being read."""
         return self._num_pins > 0
 
     def pin(self) -> None:
@@ -49,6 +50,7 @@ class Segment:
                 self._fd = None
 
     async def wait_unpinned(self) -> None:
+        """Waits until the file is not being read."""
         await self._unpinned.wait()
 
     def fd(self, files: Files) -> int:

@@ -29,6 +29,7 @@ class Loan(ABC):
 
     @property
     def is_complete(self) -> bool:
+        """Whether the adapter's weights are whole in the blocks that it has borrowed."""
         return not self.is_writing and not self.is_lost
 
     def lose(self) -> None:
@@ -75,10 +76,12 @@ class LentBlocks(Generic[AnyLoan]):
     # -- what lies here ----------------------------------------------------------------------------------------------
 
     def holds(self, adapter_id: int) -> bool:
+        """Whether this adapter's weights are whole in borrowed blocks."""
         entry = self._entries.get(adapter_id)
         return entry is not None and entry.is_complete
 
     def entry(self, adapter_id: int) -> AnyLoan:
+        """What this adapter has borrowed. Raises `KeyError` if it has borrowed nothing."""
         return self._entries[adapter_id]
 
     def ids(self) -> list[int]:

@@ -87,6 +87,7 @@ class LoaderThread:
         self._give_back(weights)
 
     def has_done(self) -> bool:
+        """Whether a load has ended whose result has not been fetched yet."""
         return bool(self._done)
 
     def take_done(self) -> None:

@@ -30,6 +30,7 @@ class ModuleWeights:
     is_list: bool
 
     def tensors(self) -> Iterator[torch.Tensor]:
+        """The module's matrices that the adapter has, all of A before all of B."""
         yield from (tensor for tensor in (*self.a, *self.b) if tensor is not None)
 
     def as_arguments(self) -> tuple[Any, Any]:
@@ -67,6 +68,7 @@ class BufferPool:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def give_back(self, buffer: torch.Tensor) -> None:
+        """Keeps a buffer for the next load, and lets the oldest ones go beyond the pool's bound."""
         self._idle.append(buffer)
         while sum(idle.numel() for idle in self._idle) > self._max_idle_bytes:
             self._idle.pop(0)

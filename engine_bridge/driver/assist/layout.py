@@ -71,6 +71,7 @@ class Mailbox:
         return int(self.words[self.start])
 
     def set_num_done(self, value: int) -> None:
+        """Tells the other process how many pieces of work are done."""
         self.words[self.start] = value
 
     @property
@@ -79,6 +80,7 @@ class Mailbox:
         return bool(self.words[self.start + 1])
 
     def set_ready(self) -> None:
+        """Tells the other process that the worker has started."""
         self.words[self.start + 1] = 1
 
     def write(self, job: Job) -> None:

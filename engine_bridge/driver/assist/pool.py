@@ -146,6 +146,7 @@ class AssistPool:
             self._store.drop(adapter_id)
 
     def holds(self, adapter_id: int) -> bool:
+        """Whether the CPU workers have this adapter's weights."""
         return not self._is_closed and self._store.find(adapter_id) is not None
 
     def has_module(self, adapter_id: int, module: str) -> bool:

@@ -31,6 +31,7 @@ NOTHING_CARRIED = Carried()
 
 
 def facts_of(request: Any) -> Carried:
+    """What the gateway sent along with a request; nothing for one that did not come from the gateway."""
     params = request.sampling_params
     facts = (params.extra_args or {}).get(FACTS) if params is not None else None
     return facts if isinstance(facts, Carried) else NOTHING_CARRIED
@@ -44,4 +45,5 @@ def tell(request: Any, facts: Carried) -> None:
 
 
 def tell_guess(request: Any, guess: LengthGuess) -> None:
+    """Adds a length prediction to what was sent along with a request."""
     tell(request, msgspec.structs.replace(facts_of(request), guess=guess))

@@ -12,7 +12,8 @@ from engine_bridge.driver.vllm_api import RequestQueue
 class Listener(Protocol):
     """Who wants to know what vLLM does with the queue; told vLLM's requests."""
 
-    def on_arrival(self, request: Any) -> None: ...
+    def on_arrival(self, request: Any) -> None:
+        """Called for each request that vLLM adds to its queue, before it can be chosen."""
 
     def preempted(self, request: Any) -> None: ...
 

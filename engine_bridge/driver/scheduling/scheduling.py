@@ -179,6 +179,7 @@ class Scheduling:
         self.step_s += self._stopwatch() - started_s
 
     def squash(self, scheduler: Any, request_id: str) -> None:
+        """Takes a running request off the device again, to start later. Without effect for one that has ended."""
         request = self._requests[request_id]
         if request in scheduler.running:
             self.dispatcher.squashed(request_id)

@@ -32,7 +32,8 @@ class Facts(Protocol):
         """Whether a function of it looks a name up."""
         ...
 
-    def abstract_names(self, owner: Owner) -> frozenset[str]: ...
+    def abstract_names(self, owner: Owner) -> frozenset[str]:
+        """Methods that this class leaves to its subclasses."""
 
     def takes_tags(self, owner: Owner) -> bool:
         """Whether its objects take attributes that it does not know."""

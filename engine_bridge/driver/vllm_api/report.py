@@ -32,6 +32,7 @@ class FeatureReport(Struct, frozen=True):
 
 
 def by_feature(owners: Sequence[Owner], findings: Iterable[Finding]) -> list[FeatureReport]:
+    """One report for each feature, with the findings that concern it."""
     found = list(findings)
     return [
         FeatureReport(
@@ -56,6 +57,7 @@ def lines(reports: Iterable[FeatureReport]) -> Iterator[str]:
 
 
 def can_serve(reports: Iterable[FeatureReport], device: str) -> bool:
+    """Whether nothing that serving on this device needs has moved in vLLM."""
     return not any(
         each.findings and each.feature.is_vital and each.feature.matters_on(device) for each in reports
     )

@@ -113,6 +113,7 @@ class Source:
         return self.find(found.module, found.name, num_imports + 1)
 
     def module(self, name: str) -> _Module | None:
+        """A module's parsed source, or `None` where there is no such module."""
         if name not in self._modules:
             self._modules[name] = self._read(name)
         return self._modules[name]

@@ -102,4 +102,5 @@ def builds(parameters: str, feature: Feature | None = None) -> tuple[Use, ...]:
 
 
 def looks_up(by: str, names: str, feature: Feature | None = None) -> tuple[Use, ...]:
+    """Uses that only read these names, which are separated by spaces, in the module `by`."""
     return tuple(Use(how="look up", name=name, by=by, feature=feature) for name in names.split())
