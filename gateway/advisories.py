@@ -76,12 +76,19 @@ class Record:
     """One advisory and how it stands.
 
     Attributes:
+        probability: that it comes true; None for how often its owner's have.
         report: the node's last word on it; None before the first.
         followers: called with each change.
     """
 
     def __init__(
-        self, owner: str, wanted: AdvisoryRequest, adapter: str | None, source: str, now: float
+        self,
+        owner: str,
+        wanted: AdvisoryRequest,
+        adapter: str | None,
+        source: str,
+        now: float,
+        probability: float | None = None,
     ) -> None:
         self.id = f"adv-{uuid.uuid4().hex}"
         self.owner = owner
@@ -91,6 +98,7 @@ class Record:
         self.issued_s = now
         self.expires_s = now + wanted.lifetime_s
         self.num_merged = 0
+        self.probability = probability
         self.report: AdvisoryReport | None = None
         self.is_over = False
         self.retracted: bool | None = None  # whether as expired; None: not at all
@@ -188,12 +196,19 @@ class Advisories:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, owner: str, wanted: AdvisoryRequest, source: str, follower: OnChange | None = None
+        self,
+        owner: str,
+        wanted: AdvisoryRequest,
+        source: str,
+        follower: OnChange | None = None,
+        *,
+        probability: float | None = None,
     ) -> Record:
         """Act on an advisory, or renew the one that it repeats. Returns at once.
 
-        source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. Raises
-        `bad_request` (a priority that is not this client's to set), `rate_limited`, `unknown_model`.
+        source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. probability:
+        that it comes true, where that is known better than by the owner's past. Raises `bad_request` (a priority that is not this client's to set),
+        `rate_limited`, `unknown_model`.
         """
         checked_priority(wanted.priority, may_hurry=self._may_hurry)
         adapter = self._adapter_of(wanted.model)
@@ -209,7 +224,7 @@ class Advisories:
             self._check_rate(owner, now)
             if live is not None:
                 self._retract(live, is_expired=False)
-            record = self._begin(Record(owner, wanted, adapter, source, now))
+            record = self._begin(Record(owner, wanted, adapter, source, now, probability))
         if follower is not None:
             record.followers.add(follower)
             if record.report is not None:
@@ -217,6 +232,11 @@ class Advisories:
         if wanted.draft is not None:
             self._drafts.update(owner, wanted.session_id, adapter, wanted.draft)
         return record
+
+    def expects(self, owner: str, session_id: str) -> bool:
+        """Whether an advisory for this session is under way."""
+        live = self._live.get((owner, session_id))
+        return live is not None and live.retracted is None
 
     def hint(self, owner: str, envelope: Any) -> list[Record]:
         """Act on the advisories of an envelope in the shape of vLLM's KV hints. Raises `bad_request`, `rate_limited`, `unknown_model`."""
@@ -307,14 +327,16 @@ class Advisories:
         return None
 
     def _advisory(self, record: Record, outlook: Outlook | None) -> Advisory:
-        wanted = record.wanted
+        wanted, likely = record.wanted, record.probability
         return Advisory(
             advisory_id=record.id,
             session_id=wanted.session_id,
             expected_arrival_s=wanted.expected_arrival_s,
             priority=wanted.priority,
             adapter=record.adapter,
-            probability=self._precision.probability(record.owner, self._clock()),
+            probability=self._precision.probability(record.owner, self._clock())
+            if likely is None
+            else likely,
             token_ids=outlook.token_ids if outlook is not None else b"",
             tenant=tenant_of(record.owner),
         )
@@ -362,7 +384,8 @@ class Advisories:
             self._by_owner.pop(record.owner, None)
         self._metrics.advisory_ended(record.source, report)
         self._num_ended[report.state] += 1
-        if report.state in ("hit", "late", "wasted", "expired"):
+        # Those with a probability of their own say nothing of what people who type and agents that announce are worth.
+        if report.state in ("hit", "late", "wasted", "expired") and record.probability is None:
             self._precision.note(record.owner, report.state in ("hit", "late"), self._clock())
         if report.lead_s is not None:
             self._scored[record.key] = report
@@ -375,7 +398,8 @@ class Advisories:
         def tell() -> None:
             if record.is_over and record.key not in self._live:
                 wanted = msgspec.structs.replace(record.wanted, draft=None)
-                again = Record(record.owner, wanted, record.adapter, "computed", self._clock())
+                now = self._clock()
+                again = Record(record.owner, wanted, record.adapter, "computed", now, record.probability)
                 again.followers.update(followers)
                 self._begin(again)
 

@@ -26,6 +26,7 @@ from gateway import (
     chat_socket,
     engine_process,
     engine_routes,
+    learned_file,
     node_routes,
     openai_routes,
     openapi,
@@ -152,7 +153,8 @@ async def build_services(
         keeps_questions=config.length_predictor is not None,
         home_of=node.home_of if isinstance(node, Router) else lambda tenant, session_id: "",
     )
-    learned = Learned(node, advisories, is_on=config.learned_advisories)
+    learned = Learned(node, advisories, is_on=config.learned_advisories, file=data_dir / learned_file.NAME)
+    await learned.load()
     gatekeeper = Gatekeeper(keys, metrics)
     return Services(
         config,
@@ -235,6 +237,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         asyncio.create_task(services.metrics.watch_loop(), name="loop stall"),
         asyncio.create_task(_purge(services), name="purge"),
         asyncio.create_task(services.store.watch(), name="session database"),
+        asyncio.create_task(services.learned.keep_saving(), name="learned agents"),
     ]
     if services.config.api_key_file is not None:
         tasks.append(asyncio.create_task(follow_key_file(services), name="key file"))
@@ -321,6 +324,7 @@ class Server:
         if self._runner is not None:
             await self._runner.cleanup()
         await draining
+        await services.learned.save()
         await services.node.close()
         await services.store.close()
 

@@ -13,7 +13,14 @@ logger = logging.getLogger(__name__)
 
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 # What the server makes in its folder and conversations can be read from: texts, KV, names and lengths. With what SQLite puts beside them.
-_OWN_FILES: Final = ("sessions.sqlite3*", "adapters.db*", "lengths-*", "profiles/*", "cluster-token")
+_OWN_FILES: Final = (
+    "sessions.sqlite3*",
+    "adapters.db*",
+    "lengths-*",
+    "agents.jsonl*",
+    "profiles/*",
+    "cluster-token",
+)
 _OWN_FOLDERS: Final = frozenset({"kv", "nodes", "profiles", "lost+found"})
 _KV_STORE_MARK: Final = "namespace.json"  # In each store's folder: kvtiers/io/files.py.
 

@@ -1,50 +1,67 @@
-"""Who follows whom, and after how long: advisories for agents that send none.
+"""Who comes next in a run of agents, and when: advisories for agents that send none.
 
-For each owner a Markov chain over agents is learned from the requests alone, with the times that pass between one request and the next. A state
-is an agent and how many requests of it the run has seen, so that in planner, coder, planner, tester the planner's two followers are told apart;
-with too little evidence for that, the agent alone is the state.
+What is foreseen is a promise: "this agent asks again in this run, within `MAX_GAP_S`". The agent that has just asked is a candidate like every
+other, and to begin with the likeliest one: until evidence says otherwise, the rule is "this agent again". For each owner the odds of such
+promises are counted by context: whether the agent is the one that asked, one that was in the run before, or a new one; which agent it is; after
+whom; how often that one has asked in the run; who asked before it. Each context begins with what the next wider one says and departs from it
+as its own evidence grows, so that short workflows are judged by what all of them have in common.
 
-What a run is: the client's `workflow`; without one, what is left of a session id such as `run7:coder` without the agent's name; else, everything of
-this owner, where concurrent runs mix and followers are less sure. Chat, without workflow and agent: the session is the run, and its owner's
-sessions together teach how likely and how soon a next turn comes.
+What a run is: the client's `workflow`; without one, what is left of a session id such as `run7:coder` without the agent's name; else everything of
+this owner. Chat, without workflow and agent: the session is the run, and its owner's sessions together teach how likely a next turn is.
 
-Which requests does a new one follow? Of its run, the one that ended last, and those that ended before with nothing after them: what still runs
-cannot have caused it. So two agents that start together both follow the one before them, and one that waits for both follows both. Where no end is
-known, the one that arrived last. A request may have several followers, each agent counted once.
+A promise that came true is counted at once. One that did not is counted when its run has been silent for much longer than the owner's runs ever
+are; until then it counts neither way, and if the run goes on after all, the count is put right.
 
-Source: SYMPHONY §4.1 profiles agents' run times beforehand and lets the client announce; here both are learned. Departs in giving a
-probability, which the sender weighs against what moving the bytes in vain would cost (`worth`, `WasteBudget`).
+Source: SYMPHONY §4.1 profiles agents' run times beforehand and lets the client announce; here both are learned. The contexts are those of
+prediction by partial matching (Cleary and Witten, 1984), mixed as MacKay and Peto (1995) mix language models, with a Beta prior for each.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
+
+import msgspec
 
 MAX_GAP_S = 1800.0
 """A request more than this after another does not follow it. Chosen: 99% of the next turns in Mooncake's trace come within 1,470 s."""
-HALF_LIFE_VISITS = 20.0
-"""After this many requests of an agent, what an earlier one taught counts half. Measured (400 runs of agents whose graph changes
-half-way): recall is 0.959, 0.966, 0.963, 0.954 for 10, 20, 40, 80; what is promised of chats is 0.059, 0.059, 0.066, 0.070 off on average."""
-PRIOR = 0.2
-PRIOR_WEIGHT = 2.0
-"""What is assumed of any follower, and the requests it counts for. Chosen: three runs that agree give 0.67, ten 0.85, a hundred 0.95."""
+HALF_LIFE = 40.0
+"""After this many outcomes of a context, what an earlier one taught counts half. See bench/LOG.md, learned advisories."""
+HALF_LIFE_OF_ALL = 400.0
+"""The same for what an owner's agents have in common."""
+SHRINK_WEIGHT = 4.0
+"""Outcomes that the wider context's odds count for in the narrower one."""
+CHECK_WEIGHT, NUM_BINS = 10.0, 10
+"""Outcomes that a probability itself counts for when it is put right by those of others in the same of so many bins."""
+PRIORS = {"self": 0.6, "seen": 0.6, "new": 0.1}
+"""Assumed of an owner of whom nothing is known, by the agent's place in the run. Chosen, from `python -m bench.sim.followers`."""
+PRIOR_WEIGHT = 4.0
 MIN_COUNT = 3
-"""Gaps seen before a follower is believed in at all. Chosen: fewer give no quantiles worth the name."""
-MIN_VISITS = 8
-"""Requests before the count within the run tells states of an agent apart. Chosen: below it, splitting the evidence costs more than it tells."""
-MAX_VISITS_APART = 4
-"""From here on all requests of an agent in a run count as one state. Chosen: in Mooncake's trace, u turns make another likely by u / (u + 3)."""
-MAX_FOLLOWERS = 8
-"""Followers that a state remembers. Chosen: a ninth is too unlikely to be worth an advisory."""
+"""Gaps seen before quantiles are taken from them. Chosen: fewer give none worth the name."""
+UNKNOWN_GAP_S = (0.0, 60.0)
+"""When an agent comes of which too few gaps are known."""
+MAX_EXACT = 8
+"""From here on, numbers of requests that have the same power of two below them are one context."""
+MAX_CANDIDATES = 16
+"""Agents that are considered after each request: those of the run first. Chosen: bounds the time, 0.1 ms."""
+MAX_PENDING = 8
+"""Requests of a run that wait for the same agent and are remembered: the first and the latest. Chosen: bounds memory."""
+MAX_CONTEXTS = 2048
+"""Of an owner; beyond them the one that was silent for longest is forgotten."""
 MAX_GAPS = 32
 """Latest gaps that quantiles are taken from. Chosen: three lie beyond each decile."""
 QUANTILES = (0.1, 0.9)
+SILENCE, MIN_SILENCE_S = 2.0, 2.0
+"""A run is taken to be over when it was silent for so many times its owner's longest recent gap, and so many seconds. Put right where it goes on, so
+it may be short: ten times leaves promises 0.12 too high on average, for those that come true are counted before those that do not."""
+MIN_OWN = 0.1
+"""That this agent asks again is promised unless it is less likely than this by two standard deviations. Where `worth` breaks even."""
 
-_DECAY: float = 0.5 ** (1 / HALF_LIFE_VISITS)
-
+Kind = Literal["self", "seen", "new"]
 RunKey = tuple[str, str, str]
 """The workflow, and what stands before and after the agent's name in its session ids."""
 
@@ -67,7 +84,7 @@ class Arrival:
 class Guess:
     """A request that is likely to come.
 
-    `probability`: that it comes within `MAX_GAP_S` of the one it follows. `earliest_s`, `latest_s`: from now; if it comes, then in four of five
+    `probability`: that it comes, in this run and within `MAX_GAP_S`. `earliest_s`, `latest_s`: from now; if it comes, then in four of five
     cases between them.
     """
 
@@ -78,125 +95,220 @@ class Guess:
     earliest_s: float
     latest_s: float
 
+    @property
+    def lifetime_s(self) -> float:
+        """How long to wait for it: ten times the time in which nine of ten come, and a minute."""
+        return min(10 * self.latest_s + 60.0, MAX_GAP_S)
+
 
 # -- what is remembered ------------------------------------------------------------------------------------------------
 
 
-def _gaps() -> deque[float]:
-    return deque(maxlen=MAX_GAPS)
-
-
-@dataclass(slots=True)
-class _Follower:
-    """`weight`: requests that it followed, faded as of the state's visit `at_visit`. Gaps, by what they are counted from."""
+class Odds(msgspec.Struct):
+    """How often a promise in one context came true: outcomes and true ones, both faded."""
 
     weight: float = 0.0
-    at_visit: int = 0
+    came: float = 0.0
+
+    def add(self, has_come: bool, half_life: float) -> None:
+        left = 0.5 ** (1 / half_life)
+        self.weight = self.weight * left + 1.0
+        self.came = self.came * left + has_come
+
+    def put_right(self) -> None:
+        """The last outcome that was counted as false came true after all."""
+        self.came = min(self.came + 1.0, self.weight)
+
+    def mean(self, prior: float, prior_weight: float) -> float:
+        return (self.came + prior * prior_weight) / (self.weight + prior_weight)
+
+
+class Link(msgspec.Struct):
+    """What is known of one agent's next request after another's: the gaps, by what they are counted from.
+
+    is_named_alike: its last session id was the other's, with its own name in place of the other's.
+    """
+
     is_named_alike: bool = False
-    """Its last session id was the other's, with its own name in place of the other's."""
-    since_arrival_s: deque[float] = field(default_factory=_gaps)
-    since_end_s: deque[float] = field(default_factory=_gaps)
+    since_arrival_s: list[float] = msgspec.field(default_factory=list)
+    since_end_s: list[float] = msgspec.field(default_factory=list)
 
-    def weight_at(self, visit: int) -> float:
-        return self.weight * _DECAY ** (visit - self.at_visit)
-
-
-@dataclass(slots=True)
-class _State:
-    """`weight`: its requests, faded."""
-
-    num_visits: int = 0
-    weight: float = 0.0
-    followers: dict[str, _Follower] = field(default_factory=dict)
-
-    def visit(self) -> int:
-        """Count a request. Returns its number."""
-        self.num_visits += 1
-        self.weight = self.weight * _DECAY + 1.0
-        return self.num_visits
-
-    def follow(self, agent: str) -> _Follower:
-        """Count a follower. The least likely one makes room for a new one."""
-        if agent not in self.followers and len(self.followers) >= MAX_FOLLOWERS:
-            del self.followers[
-                min(self.followers, key=lambda name: self.followers[name].weight_at(self.num_visits))
-            ]
-        follower = self.followers.setdefault(agent, _Follower())
-        follower.weight = follower.weight_at(self.num_visits) + 1.0
-        follower.at_visit = self.num_visits
-        return follower
-
-    def probability(self, follower: _Follower, visit: int) -> float:
-        """That it follows request number `visit`, which nothing is known of yet: it is left out of the count."""
-        weight = self.weight - _DECAY ** (self.num_visits - visit)
-        share = (follower.weight_at(self.num_visits) + PRIOR * PRIOR_WEIGHT) / (
-            max(weight, 0.0) + PRIOR_WEIGHT
-        )
-        return min(share, 1.0)  # followers count when they come, so many at once may outweigh later requests
+    def add(self, visit: _Visit, now: float) -> None:
+        """A request came after this one."""
+        _keep_gap(self.since_arrival_s, now - visit.arrived_s)
+        if visit.ended_s is not None:
+            _keep_gap(self.since_end_s, now - visit.ended_s)
 
 
-@dataclass(slots=True)
-class _Visit:
-    """An agent's latest request in a run. `states`: this agent's, with the number of this request in each; the last one is the agent alone."""
-
-    arrival: Arrival
-    arrived_s: float
-    number: int
-    states: Sequence[tuple[_State, int]]
-    ended_s: float | None = None
-    followed_by: set[str] = field(default_factory=set)
-
-    @property
-    def last_s(self) -> float:
-        return self.arrived_s if self.ended_s is None else self.ended_s
-
-    def state(self) -> tuple[_State, int]:
-        """The most precise state that has seen enough."""
-        return next(
-            ((state, visit) for state, visit in self.states if state.num_visits > MIN_VISITS), self.states[-1]
-        )
+def _keep_gap(gaps_s: list[float], gap_s: float) -> None:
+    gaps_s.append(max(gap_s, 0.0))
+    del gaps_s[:-MAX_GAPS]
 
 
-@dataclass(slots=True)
-class _Run:
-    """The agents of a run, by their latest request; the one that asked last is last."""
-
-    last_s: float
-    visits: OrderedDict[str, _Visit] = field(default_factory=OrderedDict)
-
-    def causes(self, now: float) -> list[_Visit]:
-        """The requests that a new one follows."""
-        recent = [visit for visit in self.visits.values() if now - visit.last_s <= MAX_GAP_S]
-        ended = [visit for visit in recent if visit.ended_s is not None]
-        latest = max(ended or recent, key=lambda visit: visit.last_s, default=None)
-        return [
-            visit
-            for visit in recent
-            if visit is latest or (visit.ended_s is not None and not visit.followed_by)
-        ]
-
-
-@dataclass(slots=True)
-class _Agent:
-    """`states[0]` is the agent alone, the others by its requests in the run. `keeps_session`: the last run did not give it a new session."""
+class Agent(msgspec.Struct):
+    """`keeps_session`: the last run did not give it a new session."""
 
     session_id: str | None = None
     adapter: str | None = None
     keeps_session: bool = False
-    states: dict[int, _State] = field(default_factory=dict)
 
-    def visit(self, number: int) -> list[tuple[_State, int]]:
-        states = [self.states.setdefault(key, _State()) for key in (min(number, MAX_VISITS_APART), 0)]
-        return [(state, state.visit()) for state in states]
+
+Context = tuple[str, ...]
+
+
+class SavedOwner(msgspec.Struct):
+    """What outlives a restart: all but the runs, whose times are this process's. What was used least recently comes first."""
+
+    name: str
+    agents: list[tuple[str, Agent]]
+    odds: list[tuple[Context, Odds]]
+    links: list[tuple[Context, Link]]
+    gaps_s: list[float]
+
+
+@dataclass(slots=True)
+class _Visit:
+    """An agent's request in a run. `place`: its number in the run; `number`: among the agent's own; `before`: who asked before it."""
+
+    arrival: Arrival
+    arrived_s: float
+    place: int
+    number: int
+    before: str
+    ended_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Run:
+    """The agents of a run, by their latest request; the one that asked last is last. `pending`: for each agent the requests that it may still follow.
+
+    `counted`: requests up to this place whose promises have been counted as false, because the run seemed to be over.
+    """
+
+    last_s: float
+    num_requests: int = 0
+    counted: int = 0
+    visits: OrderedDict[str, _Visit] = field(default_factory=OrderedDict)
+    pending: dict[str, list[tuple[_Visit, float]]] = field(default_factory=dict)
+
+    def kind(self, agent: str, visit: _Visit) -> Kind:
+        """How an agent stands to a request of the run. True of all requests that it may still follow."""
+        if agent == visit.arrival.agent:
+            return "self"
+        return "seen" if agent in self.visits else "new"
+
+    def wait_for(self, agent: str, visit: _Visit, share: float) -> None:
+        waiting = self.pending.setdefault(agent, [])
+        if len(waiting) >= MAX_PENDING:
+            del waiting[1]  # the first one is the agent's own last request, or the run's first
+        waiting.append((visit, share))
+
+
+def _contexts(kind: Kind, agent: str, visit: _Visit) -> tuple[Context, ...]:
+    """From the widest to the narrowest."""
+    number = visit.number
+    size = str(number) if number < MAX_EXACT else f">{number.bit_length()}"
+    asked = visit.arrival.agent
+    return (
+        (kind,),
+        (kind, agent),
+        (kind, agent, asked),
+        (kind, agent, asked, size),
+        (kind, agent, asked, size, visit.before),
+    )
+
+
+def _bin(kind: Kind, share: float) -> Context:
+    """The context of all promises of a kind that were about as likely."""
+    return kind, "", "", str(int(share * NUM_BINS)), "", ""
 
 
 @dataclass(slots=True)
 class _Owner:
-    """Both in order of use, the latest last. `num_sessions` counts the visits of all runs."""
+    """All in order of use, the latest last. `open`: runs that do not seem to be over. `links`: by the agent that asked and the one that came, and
+    by kind. `num_sessions` counts the visits of all runs. `gaps_s`: between two requests of a run.
+    """
 
-    agents: OrderedDict[str, _Agent] = field(default_factory=OrderedDict)
+    agents: OrderedDict[str, Agent] = field(default_factory=OrderedDict)
     runs: OrderedDict[RunKey, _Run] = field(default_factory=OrderedDict)
+    open: OrderedDict[RunKey, _Run] = field(default_factory=OrderedDict)
+    odds: OrderedDict[Context, Odds] = field(default_factory=OrderedDict)
+    links: OrderedDict[Context, Link] = field(default_factory=OrderedDict)
+    gaps_s: list[float] = field(default_factory=list)
     num_sessions: int = 0
+
+    # -- odds ----------------------------------------------------------------------------------------------------------
+
+    def probability(self, kind: Kind, agent: str, visit: _Visit) -> tuple[float, float]:
+        """That the agent asks after this request, in its run, and the standard deviation of that.
+
+        What the contexts say, put right by what became of others of which they said the same.
+        """
+        share, weight = self._share(kind, agent, visit)
+        checked = self.odds.get(_bin(kind, share))
+        if checked is not None:
+            share = checked.mean(share, CHECK_WEIGHT)
+        return share, math.sqrt(share * (1 - share) / (weight + 1))
+
+    def _share(self, kind: Kind, agent: str, visit: _Visit) -> tuple[float, float]:
+        """The share that has come true in such contexts, and how many outcomes that rests on."""
+        share, weight, num = PRIORS[kind], PRIOR_WEIGHT, PRIOR_WEIGHT
+        for context in _contexts(kind, agent, visit):
+            odds = self.odds.get(context)
+            if odds is None:
+                break  # a narrower one has seen nothing either
+            share, num, weight = odds.mean(share, weight), odds.weight + weight, SHRINK_WEIGHT
+        return share, num
+
+    def trivial_precision(self) -> float:
+        """How often "this agent again" has come true of late."""
+        return self.odds.get(("self",), Odds()).mean(PRIORS["self"], PRIOR_WEIGHT)
+
+    def _count(
+        self, kind: Kind, agent: str, visit: _Visit, share: float, has_come: bool, *, is_again: bool
+    ) -> None:
+        for context in (*_contexts(kind, agent, visit), _bin(kind, share)):
+            odds = self.odds.setdefault(context, Odds())
+            self.odds.move_to_end(context)
+            if is_again:
+                odds.put_right()
+            else:
+                odds.add(has_come, HALF_LIFE_OF_ALL if len(context) == 1 else HALF_LIFE)
+
+    def has_come(self, run: _Run, arrival: Arrival, now: float) -> None:
+        """Count the promises that this request makes true, or too late."""
+        agent = arrival.agent
+        for visit, share in run.pending.pop(agent, ()):
+            kind = run.kind(agent, visit)
+            in_time = now - visit.arrived_s <= MAX_GAP_S
+            was_counted = visit.place <= run.counted
+            if in_time or not was_counted:
+                self._count(kind, agent, visit, share, in_time, is_again=was_counted)
+            if in_time:
+                link = self._link(visit.arrival.agent, agent)
+                link.add(visit, now)
+                link.is_named_alike = _renamed(visit.arrival, agent) == arrival.session_id
+                self._link(kind).add(visit, now)
+
+    def _link(self, *key: str) -> Link:
+        link = self.links.setdefault(key, Link())
+        self.links.move_to_end(key)
+        return link
+
+    def close_silent(self, now: float) -> None:
+        """Count as false what was promised in runs that seem to be over."""
+        silence_s = MAX_GAP_S
+        if len(self.gaps_s) >= MIN_COUNT:
+            silence_s = min(max(SILENCE * max(self.gaps_s), MIN_SILENCE_S), MAX_GAP_S)
+        while self.open and now - (run := next(iter(self.open.values()))).last_s >= silence_s:
+            self.open.popitem(last=False)
+            for agent, waiting in run.pending.items():
+                for visit, share in waiting:
+                    if visit.place > run.counted:
+                        self._count(run.kind(agent, visit), agent, visit, share, False, is_again=False)
+            run.counted = run.num_requests
+
+    # -- runs and agents -----------------------------------------------------------------------------------------------
 
     def run(self, key: RunKey, now: float) -> _Run:
         """The run, a new one where it is unknown or has been silent for too long for anything to follow."""
@@ -206,49 +318,65 @@ class _Owner:
             run = None
         if run is None:
             run = self.runs[key] = _Run(now)
+        elif run.num_requests:
+            _keep_gap(self.gaps_s, now - run.last_s)
+        self.open[key] = run
         self.runs.move_to_end(key)
+        self.open.move_to_end(key)
         run.last_s = max(run.last_s, now)
         return run
 
-    def agent(self, name: str) -> _Agent:
-        agent = self.agents.setdefault(name, _Agent())
-        self.agents.move_to_end(name)
-        return agent
-
     def visit(self, run: _Run, arrival: Arrival, now: float) -> None:
-        """Put a request in its run, in place of the agent's former one, and count it."""
-        former = run.visits.get(arrival.agent)
-        agent = self.agent(arrival.agent)
+        """Put a request in its run, in place of the agent's former one."""
+        name, former = arrival.agent, run.visits.get(arrival.agent)
+        self.has_come(run, arrival, now)
+        agent = self.agents.setdefault(name, Agent())
+        self.agents.move_to_end(name)
         if former is None:
             self.num_sessions += 1
             agent.keeps_session = agent.session_id == arrival.session_id
         agent.session_id, agent.adapter = arrival.session_id, arrival.adapter
+        run.num_requests += 1
+        before = next(reversed(run.visits), "")
         number = 1 if former is None else former.number + 1
-        run.visits[arrival.agent] = _Visit(arrival, now, number, agent.visit(number))
-        run.visits.move_to_end(arrival.agent)
+        visit = run.visits[name] = _Visit(arrival, now, run.num_requests, number, before)
+        run.visits.move_to_end(name)
+        for candidate in self.candidates(run):
+            share, _ = self._share(run.kind(candidate, visit), candidate, visit)
+            run.wait_for(candidate, visit, share)
+
+    def candidates(self, run: _Run) -> list[str]:
+        """Agents that may come next: those of the run, the latest first, then those that the owner has used last."""
+        found = dict.fromkeys(islice(reversed(run.visits), MAX_CANDIDATES))
+        for name in islice(reversed(self.agents), MAX_CANDIDATES):
+            found.setdefault(name)
+        return list(found)[:MAX_CANDIDATES]
 
     def shrink(self, max_agents: int, max_sessions: int) -> None:
         """Forget what was used least recently."""
-        while len(self.agents) > max_agents:
-            self.agents.popitem(last=False)
+        for kept, most in ((self.agents, max_agents), (self.odds, MAX_CONTEXTS), (self.links, MAX_CONTEXTS)):
+            while len(kept) > most:
+                kept.popitem(last=False)
         while self.num_sessions > max_sessions:
             key, run = next(iter(self.runs.items()))
-            run.visits.popitem(last=False)
+            agent, _ = run.visits.popitem(last=False)
+            run.pending.pop(agent, None)
             self.num_sessions -= 1
             if not run.visits:
                 del self.runs[key]
+                self.open.pop(key, None)
 
 
 # -- the learner -------------------------------------------------------------------------------------------------------
 
 
 class Followers:
-    """Learns from arrivals and ends of requests; says what follows one. Owners never see anything of each other.
+    """Learns from arrivals and ends of requests; says who comes next. Owners never see anything of each other.
 
     Args:
         max_owners: beyond it, the owner that was silent for longest is forgotten.
         max_agents, max_sessions: of each owner; beyond them its own oldest are forgotten. A session is an agent's latest in a run.
-        max_guesses: that `expected` returns; min_probability: of each.
+        max_guesses: that `expected` returns; min_probability: of each but that of the agent itself.
     Raises ValueError where a bound is below 1.
     """
 
@@ -258,7 +386,7 @@ class Followers:
         max_owners: int = 256,
         max_agents: int = 64,
         max_sessions: int = 512,
-        max_guesses: int = 3,
+        max_guesses: int = 4,
         min_probability: float = 0.3,
     ) -> None:
         if min(max_owners, max_agents, max_sessions, max_guesses) < 1:
@@ -287,14 +415,9 @@ class Followers:
 
     def note(self, arrival: Arrival, now: float) -> None:
         """A request has come. `expected` then says what follows it."""
-        owner = self._owners.setdefault(arrival.owner, _Owner())
-        self._owners.move_to_end(arrival.owner)
-        if len(self._owners) > self._max_owners:
-            self._owners.popitem(last=False)
-        run = owner.run(_run_key(arrival), now)
-        for cause in run.causes(now):
-            _learn(cause, arrival, now)
-        owner.visit(run, arrival, now)
+        owner = self._put(arrival.owner, self._owners.get(arrival.owner) or _Owner())
+        owner.close_silent(now)
+        owner.visit(owner.run(_run_key(arrival), now), arrival, now)
         owner.shrink(self._max_agents, self._max_sessions)
 
     def ended(self, arrival: Arrival, now: float) -> None:
@@ -311,25 +434,57 @@ class Followers:
             run.last_s = max(run.last_s, now)
 
     def expected(self, arrival: Arrival, now: float) -> list[Guess]:
-        """What is likely to follow a request that was noted, the likeliest first.
+        """What is likely to follow a request that was noted: the agent itself, then others, the soonest first.
 
-        Ask when it has come, or for better times when it has ended. Left out: what has followed already, and what is overdue.
+        Ask when it has come, or for better times when it has ended. Left out: what has followed already, what is overdue, and others than the
+        agent itself that are less sure than "this agent again" has been of late, so that the promises are in all no less precise than that rule's.
         """
         found = self._find(arrival)
         if found is None:
             return []
-        run, visit = found
-        guesses = [
-            guess
-            for guess in self._guesses(self._owners[arrival.owner], run, visit, now)
-            if guess.probability >= self._min_probability
-        ]
-        guesses.sort(key=lambda guess: (-guess.probability, guess.agent))
-        return guesses[: self._max_guesses]
+        owner = self._owners[arrival.owner]
+        bar = max(self._min_probability, owner.trivial_precision())
+        own: list[Guess] = []
+        others: list[Guess] = []
+        for guess, deviation in _guesses(owner, *found, now):
+            if guess.agent == arrival.agent:
+                own += [guess] * (guess.probability + 2 * deviation >= MIN_OWN)
+            elif guess.probability >= bar:
+                others.append(guess)
+        others.sort(key=lambda guess: (guess.earliest_s, -guess.probability, guess.agent))
+        return (own + others)[: self._max_guesses]
 
     def forget(self, owner: str) -> None:
         """Drop what is known of an owner."""
         self._owners.pop(owner, None)
+
+    def saved(self) -> Iterator[SavedOwner]:
+        """What to keep over a restart, owner by owner, for `restore`. Others may be noted between two of them."""
+        for name in list(self._owners):
+            known = self._owners.get(name)
+            if known is not None:
+                yield SavedOwner(
+                    name,
+                    list(known.agents.items()),
+                    list(known.odds.items()),
+                    list(known.links.items()),
+                    known.gaps_s,
+                )
+
+    def restore(self, saved: SavedOwner) -> None:
+        """Go on with what was known of an owner, in place of what is."""
+        owner = _Owner(OrderedDict(saved.agents), gaps_s=saved.gaps_s)
+        owner.odds, owner.links = OrderedDict(saved.odds), OrderedDict(saved.links)
+        owner.shrink(self._max_agents, self._max_sessions)
+        self._put(saved.name, owner)
+
+    def _put(self, name: str, owner: _Owner) -> _Owner:
+        """As the one that was used last."""
+        self._owners[name] = owner
+        self._owners.move_to_end(name)
+        if len(self._owners) > self._max_owners:
+            self._owners.popitem(last=False)
+        return owner
 
     def _find(self, arrival: Arrival) -> tuple[_Run, _Visit] | None:
         owner = self._owners.get(arrival.owner)
@@ -337,14 +492,19 @@ class Followers:
         visit = None if run is None else run.visits.get(arrival.agent)
         return None if run is None or visit is None else (run, visit)
 
-    def _guesses(self, owner: _Owner, run: _Run, visit: _Visit, now: float) -> Iterator[Guess]:
-        state, number = visit.state()
-        for agent, follower in state.followers.items():
-            window = _window(visit, follower, now)
-            session = _session(owner, run, visit.arrival, agent, follower)
-            if agent in visit.followed_by or window is None or session is None:
-                continue
-            yield Guess(agent, *session, state.probability(follower, number), *window)
+
+def _guesses(owner: _Owner, run: _Run, visit: _Visit, now: float) -> Iterator[tuple[Guess, float]]:
+    for agent in owner.candidates(run):
+        latest = run.visits.get(agent)
+        if latest is not None and latest.place > visit.place:
+            continue  # it has come since
+        kind = run.kind(agent, visit)
+        link = owner.links.get((visit.arrival.agent, agent))
+        session = _session(owner, run, visit.arrival, agent, link)
+        window = _window(visit, link, owner.links.get((kind,)), now)
+        if window is not None and session is not None:
+            share, deviation = owner.probability(kind, agent, visit)
+            yield Guess(agent, *session, share, *window), deviation
 
 
 def _run_key(arrival: Arrival) -> RunKey:
@@ -374,21 +534,8 @@ def _renamed(arrival: Arrival, agent: str) -> str | None:
     return None if around is None else agent.join(around)
 
 
-def _learn(cause: _Visit, arrival: Arrival, now: float) -> None:
-    """This request follows that one. Only the first of each agent counts, and only so many agents."""
-    if arrival.agent in cause.followed_by or len(cause.followed_by) >= MAX_FOLLOWERS:
-        return
-    cause.followed_by.add(arrival.agent)
-    for state, _ in cause.states:
-        follower = state.follow(arrival.agent)
-        follower.is_named_alike = _renamed(cause.arrival, arrival.agent) == arrival.session_id
-        follower.since_arrival_s.append(max(now - cause.arrived_s, 0.0))
-        if cause.ended_s is not None:
-            follower.since_end_s.append(max(now - cause.ended_s, 0.0))
-
-
 def _session(
-    owner: _Owner, run: _Run, arrival: Arrival, agent: str, follower: _Follower
+    owner: _Owner, run: _Run, arrival: Arrival, agent: str, link: Link | None
 ) -> tuple[str, str | None] | None:
     """The session and adapter that an agent is likely to use: what it used in this run, else what names or its last runs suggest."""
     visit = run.visits.get(agent)
@@ -397,7 +544,7 @@ def _session(
     known = owner.agents.get(agent)
     if known is None:
         return None
-    renamed = _renamed(arrival, agent) if follower.is_named_alike else None
+    renamed = _renamed(arrival, agent) if link is not None and link.is_named_alike else None
     if renamed is not None:
         return renamed, known.adapter
     if known.keeps_session and known.session_id is not None:
@@ -405,16 +552,20 @@ def _session(
     return None
 
 
-def _window(visit: _Visit, follower: _Follower, now: float) -> tuple[float, float] | None:
-    """When it comes, from now: quantiles of the gap. None with too few gaps to tell, or when it should have come already."""
-    start_s, gaps = visit.arrived_s, follower.since_arrival_s
-    if visit.ended_s is not None and len(follower.since_end_s) >= MIN_COUNT:
-        start_s, gaps = visit.ended_s, follower.since_end_s
-    if len(gaps) < MIN_COUNT:
-        return None
-    ordered = sorted(gaps)
-    earliest_s, latest_s = (start_s + _quantile(ordered, share) - now for share in QUANTILES)
-    return None if latest_s < 0 else (max(earliest_s, 0.0), latest_s)
+def _window(visit: _Visit, link: Link | None, alike: Link | None, now: float) -> tuple[float, float] | None:
+    """When it comes, from now: quantiles of the gap, of others of its kind where it has too few. None when it should have come already."""
+    known = next(
+        (one for one in (link, alike) if one is not None and len(one.since_arrival_s) >= MIN_COUNT), None
+    )
+    start_s, early_s, late_s = visit.arrived_s, *UNKNOWN_GAP_S
+    if known is not None:
+        gaps = known.since_arrival_s
+        if visit.ended_s is not None and len(known.since_end_s) >= MIN_COUNT:
+            start_s, gaps = visit.ended_s, known.since_end_s
+        ordered = sorted(gaps)
+        early_s, late_s = (_quantile(ordered, share) for share in QUANTILES)
+    latest_s = start_s + late_s - now
+    return None if latest_s < 0 else (max(start_s + early_s - now, 0.0), latest_s)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
@@ -423,81 +574,3 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-# -- whether to act on a guess -----------------------------------------------------------------------------------------
-
-
-def worth(probability: float, saved_s: float, cost_s: float) -> bool:
-    """Whether to prepare for a request that comes with this probability: the expected gain is positive.
-
-    Args:
-        saved_s: how much sooner the request's first token comes when its KV is there.
-        cost_s: what others wait when nobody comes: the time that the bytes keep a link busy, and reading back what they pushed out.
-    """
-    return probability * saved_s > (1 - probability) * cost_s
-
-
-Outcome = Literal["used", "wasted", "not_moved"]
-
-
-class WasteBudget:
-    """Bounds the bytes that learned advisories move for nothing: a bucket that useful bytes and time refill.
-
-    At any time, bytes wasted and bytes still out are at most `allowance_bytes`, plus `share` of the bytes that were used, plus
-    `allowance_bytes` for each `refill_s`. A larger advisory than the allowance is never let through.
-
-    Args:
-        share: of each useful byte, how much may be wasted later. Chosen: with 0.25, four of five bytes are useful in the long run.
-        allowance_bytes: that may be out or lost before anything was useful; the bucket holds no more.
-        refill_s: in which an empty bucket fills by itself, so that an owner whose guesses failed gets another chance.
-    Raises ValueError where an argument is negative or refill_s is 0.
-    """
-
-    def __init__(self, share: float = 0.25, allowance_bytes: float = 1e9, refill_s: float = 3600.0) -> None:
-        if share < 0 or allowance_bytes < 0 or refill_s <= 0:
-            raise ValueError("share and allowance_bytes must not be negative, refill_s must be positive")
-        self._share = share
-        self._allowance_bytes = allowance_bytes
-        self._refill_bytes_per_s = allowance_bytes / refill_s
-        self._level_bytes = allowance_bytes
-        self._updated_s: float | None = None
-        self._out_bytes = 0.0
-
-    @property
-    def out_bytes(self) -> float:
-        """Started, outcome unknown."""
-        return self._out_bytes
-
-    def allows(self, num_bytes: float, now: float) -> bool:
-        """Whether an advisory that moves this many bytes may start. Nothing is taken: `start` does."""
-        self._refill(now)
-        return num_bytes <= self._level_bytes
-
-    def start(self, num_bytes: float, now: float) -> bool:
-        """Take an advisory's bytes, no fewer than it may move. False where they are not allowed: then nothing is taken.
-
-        The caller must `note` what became of all of them.
-        """
-        if not self.allows(num_bytes, now):
-            return False
-        self._level_bytes -= max(num_bytes, 0.0)
-        self._out_bytes += max(num_bytes, 0.0)
-        return True
-
-    def note(self, outcome: Outcome, num_bytes: float, now: float) -> None:
-        """What became of bytes that were started, of an advisory's parts one by one; more than are out count for nothing."""
-        self._refill(now)
-        num_bytes = min(max(num_bytes, 0.0), self._out_bytes)
-        self._out_bytes -= num_bytes
-        if outcome == "wasted":
-            return
-        # More than the bucket holds runs over in `_refill`, before anybody looks.
-        self._level_bytes += num_bytes * (1 + self._share) if outcome == "used" else num_bytes
-
-    def _refill(self, now: float) -> None:
-        """Let time fill the bucket. A clock that goes back does nothing."""
-        passed_s = 0.0 if self._updated_s is None else max(now - self._updated_s, 0.0)
-        self._updated_s = now if self._updated_s is None else max(now, self._updated_s)
-        refilled = self._level_bytes + passed_s * self._refill_bytes_per_s
-        self._level_bytes = min(refilled, self._allowance_bytes)

@@ -6,11 +6,13 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.policy.followers import MAX_FOLLOWERS, MAX_GAP_S, Arrival, Followers, Guess, WasteBudget, worth
+from gateway.policy.followers import MAX_CANDIDATES, MAX_GAP_S, Arrival, Followers, Guess, SavedOwner
+from gateway.policy.waste import WasteBudget, worth
 
 SIGMA = 0.5
 Z90 = 1.2816  # the normal distribution's 90% quantile
@@ -66,7 +68,7 @@ def test_a_chain_is_learned_with_its_gaps(seed: int) -> None:
     for before, after, median_s in [("A", "B", 4.0), ("B", "C", 40.0)]:
         request = arrival(before, "last")
         end_s = serve(followers, request, now, 12.0)
-        (guess,) = followers.expected(request, end_s)
+        guess = followers.expected(request, end_s)[0]
         assert (guess.agent, guess.session_id, guess.adapter) == (after, f"last:{after}", f"lora-{after}")
         assert guess.probability > 0.9
         assert guess.earliest_s == pytest.approx(median_s * math.exp(-SIGMA * Z90), rel=0.5)
@@ -110,6 +112,14 @@ def test_without_ends_the_request_that_came_last_is_followed() -> None:
     assert guess.earliest_s == pytest.approx(2.0)
 
 
+def test_who_comes_sooner_is_named_first() -> None:
+    followers, now = learned("ABC")
+    now = serve(followers, arrival("A", "last"), now)
+    guesses = followers.expected(arrival("A", "last"), now)
+    assert agents(guesses) == ["B", "C"]
+    assert [guess.earliest_s for guess in guesses] == pytest.approx([5.0, 11.0])
+
+
 def test_agents_that_start_together_follow_the_same_one() -> None:
     followers, now = Followers(), 0.0
     for i in range(20):
@@ -120,10 +130,10 @@ def test_agents_that_start_together_follow_the_same_one() -> None:
             followers.ended(arrival(agent, f"run{i}"), now := now + 5)
     now = serve(followers, arrival("plan", "last"), now)
     guesses = followers.expected(arrival("plan", "last"), now)
-    assert agents(guesses) == ["code", "docs", "test"]
+    assert sorted(agents(guesses)) == ["code", "docs", "test"]
     assert all(guess.probability > 0.9 for guess in guesses)
     followers.note(arrival("docs", "last"), now + 0.1)
-    assert agents(followers.expected(arrival("plan", "last"), now + 0.1)) == ["code", "test"]
+    assert sorted(agents(followers.expected(arrival("plan", "last"), now + 0.1))) == ["code", "test"]
 
 
 def test_an_agent_that_waits_for_several_follows_each_of_them() -> None:
@@ -147,11 +157,11 @@ def test_an_agent_that_waits_for_several_follows_each_of_them() -> None:
 def test_the_second_request_of_an_agent_may_have_another_follower() -> None:
     chain = ["plan", "code", "plan", "test"]
     followers, now = learned(chain)
-    for before, after in [(0, "code"), (2, "test")]:
+    for before, after in [(0, ["code", "plan", "test"]), (2, ["test"])]:
         now = run_chain(followers, chain[: before + 1], f"last{before}", now)
-        (guess,) = followers.expected(arrival("plan", f"last{before}"), now - 5)
-        assert guess.agent == after
-        assert guess.probability > 0.85
+        guesses = followers.expected(arrival("plan", f"last{before}"), now - 5)
+        assert sorted(agents(guesses)) == after
+        assert all(guess.probability > 0.85 for guess in guesses)
 
 
 def test_a_changed_graph_is_relearned() -> None:
@@ -173,7 +183,7 @@ def test_concurrent_runs_are_told_apart() -> None:
     for at_s, agent, run in events:
         serve(followers, arrival(agent, run), at_s)
     serve(followers, arrival("A", "last"), 500.0)
-    assert agents(followers.expected(arrival("A", "last"), 501.0)) == ["B"]
+    assert agents(followers.expected(arrival("A", "last"), 501.0)) == ["B", "C"]
     serve(followers, arrival("C", "run3"), 502.0)
     assert followers.expected(arrival("C", "run3"), 503.0) == []
 
@@ -184,8 +194,11 @@ def test_session_ids_tell_runs_apart_where_none_is_named() -> None:
     for at_s, agent, i in events:
         serve(followers, Arrival("o", "", agent, f"job-{i}/{agent}.chat"), at_s)
     request = Arrival("o", "", "A", "job-99/A.chat")
-    (guess,) = followers.expected(request, serve(followers, request, 400.0))
-    assert (guess.agent, guess.session_id) == ("B", "job-99/B.chat")
+    guesses = followers.expected(request, serve(followers, request, 400.0))
+    assert [(guess.agent, guess.session_id) for guess in guesses] == [
+        ("B", "job-99/B.chat"),
+        ("C", "job-99/C.chat"),
+    ]
 
 
 def test_runs_that_share_one_scope_are_learned_where_they_do_not_overlap() -> None:
@@ -197,8 +210,8 @@ def test_runs_that_share_one_scope_are_learned_where_they_do_not_overlap() -> No
     request = Arrival("o", "", "C", "C")
     assert followers.expected(request, now) == []  # what comes next came too late to follow
     request = Arrival("o", "", "A", "A")
-    (guess,) = followers.expected(request, serve(followers, request, now))
-    assert (guess.agent, guess.session_id) == ("B", "B")
+    guesses = followers.expected(request, serve(followers, request, now))
+    assert [(guess.agent, guess.session_id) for guess in guesses] == [("B", "B"), ("C", "C")]
 
 
 def test_a_chat_sessions_next_turn_is_expected_from_those_of_others() -> None:
@@ -217,7 +230,11 @@ def test_a_user_who_alternates_between_sessions_is_foreseen() -> None:
     followers, now = Followers(), 0.0
     for session in ["left", "right"] * 20:
         now = serve(followers, Arrival("o", "", session, session), now) + 30
-    assert agents(followers.expected(Arrival("o", "", "right", "right"), now - 30)) == ["left"]
+    guesses = followers.expected(Arrival("o", "", "right", "right"), now - 30)
+    assert [(guess.agent, guess.earliest_s) for guess in guesses] == [
+        ("right", pytest.approx(61.0)),
+        ("left", pytest.approx(30.0)),
+    ]
 
 
 # -- when there is no guess --------------------------------------------------------------------------------------------
@@ -234,8 +251,14 @@ def test_a_follower_of_unknown_session_is_not_guessed() -> None:
     known = arrival("B", "last", session="b0b")
     now = serve(followers, known, now)
     request = arrival("A", "last", session="5eed")
-    (guess,) = followers.expected(request, serve(followers, request, now))
-    assert guess.session_id == "b0b"  # what B last used in this run
+    guesses = followers.expected(request, serve(followers, request, now))
+    assert "b0b" not in [guess.session_id for guess in guesses]  # B has come once in each run
+    now = run_chain(followers, "ABAB" * 5, "other", now)
+    request = arrival("A", "other", session="5eed")
+    guesses = followers.expected(request, serve(followers, request, now))
+    assert {guess.agent: guess.session_id for guess in guesses}[
+        "B"
+    ] == "other:B"  # what it last used in this run
 
 
 def test_an_agent_that_keeps_one_session_in_all_runs_is_guessed_with_it() -> None:
@@ -270,10 +293,12 @@ def test_names_in_session_ids_are_replaced_only_where_that_was_seen_to_hold() ->
     assert followers.expected(arrival("A", "last"), now) == []
 
 
-def test_too_little_evidence_gives_no_guess() -> None:
-    followers, now = learned("AB", num_runs=2)
+def test_with_little_evidence_this_agent_is_expected_again_and_no_other() -> None:
+    followers, now = learned("AB", num_runs=1)
     now = serve(followers, arrival("A", "last"), now)
-    assert followers.expected(arrival("A", "last"), now) == []
+    (guess,) = followers.expected(arrival("A", "last"), now)
+    assert guess.agent == "A"
+    assert 0.4 < guess.probability < 0.8
 
 
 def test_what_has_followed_is_not_expected_again_and_what_is_overdue_is_given_up() -> None:
@@ -329,16 +354,57 @@ def test_a_run_that_was_silent_for_too_long_starts_anew() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_traffic_gives_almost_no_confident_guess(seed: int) -> None:
-    rng, followers, now = random.Random(seed), Followers(), 0.0
-    num_guesses = 0
-    for _ in range(2000):
-        now += rng.expovariate(1 / 10)
-        agent = rng.choice("ABCDEFGHIJ")
-        request = Arrival("o", "", agent, agent)
-        now = serve(followers, request, now)
-        num_guesses += sum(guess.probability >= 0.4 for guess in followers.expected(request, now))
-    assert num_guesses <= 20  # of 20,000 possible ones
+def test_random_traffic_is_promised_as_surely_as_it_comes(seed: int) -> None:
+    """Five agents by chance, runs of ten requests: the agent of the seventh comes again with 1 − 0.8³."""
+    rng, followers, now = random.Random(seed), Followers(min_probability=0.0), 0.0
+    said: list[float] = []
+    for i in range(400):
+        for step in range(10):
+            request = arrival(rng.choice("VWXYZ"), f"run{i}")
+            now = serve(followers, request, now) + rng.expovariate(1.0)
+            if step == 6 and i >= 200:
+                guesses = followers.expected(request, now)
+                said += [guess.probability for guess in guesses if guess.agent == request.agent]
+        now += 100
+    assert len(said) > 150
+    assert sum(said) / len(said) == pytest.approx(1 - 0.8**3, abs=0.1)
+
+
+def test_a_run_that_goes_on_after_it_seemed_over_takes_back_what_was_counted() -> None:
+    """A pause far longer than any of the last ones, after which the first agent asks again in every run."""
+    followers, now = Followers(), 0.0
+    for i in range(20):
+        now = run_chain(followers, "A" + "B" * 40, f"run{i}", now, gap_s=1.0) + 300
+        now = serve(followers, arrival("C", f"other{i}"), now)  # finds that the run is silent
+        now = serve(followers, arrival("A", f"run{i}"), now)
+    now = serve(followers, arrival("A", "last"), now)
+    guesses = followers.expected(arrival("A", "last"), now)
+    assert {guess.agent: guess.probability for guess in guesses}["A"] > 0.85
+
+
+# -- what outlives a restart -------------------------------------------------------------------------------------------
+
+
+def test_what_was_learned_is_the_same_after_a_restart() -> None:
+    before, now = learned("ABCB")
+    after = Followers()
+    for owner in before.saved():
+        after.restore(msgspec.json.decode(msgspec.json.encode(owner), type=SavedOwner))
+    for followers in (before, after):
+        serve(followers, arrival("A", "last"), now)
+    guesses = after.expected(arrival("A", "last"), now + 1)
+    assert guesses == before.expected(arrival("A", "last"), now + 1)
+    assert agents(guesses) == ["B", "C"]
+    assert after.num_agents("o") == 3
+
+
+def test_what_was_saved_under_wider_bounds_is_cut_to_these() -> None:
+    before, _ = learned("ABCDEF", num_runs=2)
+    after = Followers(max_agents=2, max_owners=1)
+    for owner in before.saved():
+        after.restore(owner)
+        after.restore(msgspec.structs.replace(owner, name="p"))
+    assert (after.num_owners, after.num_agents("p")) == (1, 2)
 
 
 # -- bounds and walls --------------------------------------------------------------------------------------------------
@@ -387,13 +453,13 @@ def test_owners_do_not_learn_from_each_other(events: list[tuple[str, Arrival, in
 
 
 def test_many_followers_at_once_are_no_more_than_certain() -> None:
-    followers = Followers()
-    for at_s, agent in enumerate("AB"):
+    followers, _ = learned("AB", num_runs=1)
+    for at_s, agent in enumerate("AB", start=100):
         for i in range(200):
             followers.note(arrival(agent, f"run{i}"), float(at_s))
-    followers.note(arrival("A", "last"), 2.0)
-    (guess,) = followers.expected(arrival("A", "last"), 2.0)
-    assert 0.9 < guess.probability <= 1
+    followers.note(arrival("A", "last"), 102.0)
+    guesses = followers.expected(arrival("A", "last"), 102.0)
+    assert 0.9 < {guess.agent: guess.probability for guess in guesses}["B"] <= 1
 
 
 def test_agents_in_use_outlive_those_that_asked_once() -> None:
@@ -415,14 +481,16 @@ def test_the_run_that_was_silent_for_longest_is_forgotten_first() -> None:
     assert known == ["one", "three", "four"]
 
 
-@pytest.mark.parametrize("order", ["BCA", "ABAC"])
-def test_within_a_run_the_agent_that_was_silent_for_longest_is_forgotten_first(order: str) -> None:
-    followers, now = Followers(max_sessions=2), 0.0
-    for i in range(10):
-        now = run_chain(followers, "AB", f"run{i}", now)
-    for agent in order:
-        followers.note(arrival(agent, "last"), now)
-    assert agents(followers.expected(arrival("A", "last"), now)) == ["B"]
+@pytest.mark.parametrize(("order", "forgotten"), [("BCA", "B"), ("ABAC", "B")])
+def test_within_a_run_the_agent_that_was_silent_for_longest_is_forgotten_first(
+    order: str, forgotten: str
+) -> None:
+    followers = Followers(max_sessions=2, min_probability=0.0)
+    for now, agent in enumerate(order):
+        # Sessions that no name tells: only the run knows them.
+        followers.note(arrival(agent, "last", session=f"{now}"), float(now))
+    found = agents(followers.expected(arrival(order[-1], "last"), float(now)))
+    assert set("ABC") - set(found) == {forgotten}
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -448,7 +516,7 @@ def test_a_request_that_everybody_follows_remembers_few_followers() -> None:
             followers.note(arrival(f"spoke{(i + spoke) % 40}", f"run{i % 3}"), i + 0.5)
         now = float(i + 1)
     followers.note(arrival("hub", "run0"), now)
-    assert 0 < len(followers.expected(arrival("hub", "run0"), now)) <= MAX_FOLLOWERS
+    assert 0 < len(followers.expected(arrival("hub", "run0"), now)) <= MAX_CANDIDATES
 
 
 def test_the_owner_that_was_silent_for_longest_is_forgotten_first() -> None:
