@@ -79,10 +79,12 @@ class InputItems(Struct, frozen=True, kw_only=True):
 
 
 class SessionPage(Struct, frozen=True, kw_only=True):
-    """A page of a list. `next`: where the next one begins, to be given as `before`; null on the last page."""
+    """A page of a list. `next`: where the next one begins, to be given as `before`; null on the last page. `pinned`: on the first
+    page of all sessions those that are pinned, the one that was pinned last first, whether or not `sessions` has them."""
 
     sessions: list[SessionSummary]
     next: str | None
+    pinned: list[SessionSummary]
 
 
 class ChatModel(Struct, frozen=True, kw_only=True):

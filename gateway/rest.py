@@ -59,6 +59,7 @@ class ChooseVersion(Struct, frozen=True, forbid_unknown_fields=True):
 class PatchSession(Struct, frozen=True, forbid_unknown_fields=True):
     title: str | None | UnsetType = UNSET
     adapter: str | None | UnsetType = UNSET
+    is_pinned: bool | UnsetType = UNSET
     settings: SettingsPatch = SettingsPatch()
 
 
@@ -153,17 +154,16 @@ def in_place(handler: Handler) -> Handler:
 
 
 async def list_sessions(request: web.Request) -> web.Response:
+    """`GET /api/sessions`: a page of the list. The first page of all sessions also says which ones are pinned."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     limit = _int_query(request, "limit", 50)
+    q, before = request.query.get("q") or None, request.query.get("before") or None
     sessions, following = await services.store.list_sessions(
-        owner,
-        q=request.query.get("q") or None,
-        limit=limit,
-        before=request.query.get("before") or None,
-        origin=_origin_query(request),
+        owner, q=q, limit=limit, before=before, origin=_origin_query(request)
     )
-    return json_reply({"sessions": sessions, "next": following})
+    pinned = [] if q or before else await services.store.pinned_sessions(owner)
+    return json_reply({"sessions": sessions, "next": following, "pinned": pinned})
 
 
 ORIGINS = get_args(Origin)
@@ -207,6 +207,7 @@ async def patch_session(request: web.Request) -> web.Response:
         session_id,
         title=body.title,
         adapter=services.turns.known_adapter(body.adapter),
+        is_pinned=body.is_pinned,
         settings=body.settings,
         now=time.time(),
     )

@@ -47,7 +47,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 HELP = """\
   /adapter [NAME]   answer with this adapter from now on; "base" for the base model; alone: list them
   /new              start a new session
-  /sessions [ID]    list sessions, or open one
+  /sessions [ID]    list sessions, or open one; "all" lists those of API calls as well
   /help             this list
   /quit             leave (or Ctrl+D)
 Ctrl+C stops an answer."""
@@ -293,7 +293,11 @@ class Terminal:
             "help": lambda _: self._console.print(HELP, markup=False),
             "adapter": self._choose_adapter,
             "new": lambda _: self._start_session(),
-            "sessions": lambda wanted: self._open_session(wanted) if wanted else self._list_sessions(),
+            "sessions": lambda wanted: (
+                self._open_session(wanted)
+                if wanted not in ("", "all")
+                else self._list_sessions(wanted or "chat")
+            ),
         }
         if name in commands:
             commands[name](argument.strip())
@@ -332,12 +336,12 @@ class Terminal:
         for turn in session.turns[-MAX_SHOWN_TURNS:]:
             self._console.print(f"> {_clean(turn.content)}\n{_clean(turn.answer)}", markup=False)
 
-    def _list_sessions(self) -> None:
+    def _list_sessions(self, origin: str) -> None:
         table = Table(box=None, header_style="dim")
         table.add_column("id", no_wrap=True, min_width=32)  # whole, so that it can be copied
         for heading in ("title", "turns", "last used"):
             table.add_column(heading)
-        for session in fetch_sessions(self._options):
+        for session in fetch_sessions(self._options, origin):
             used = time.strftime("%Y-%m-%d %H:%M", time.localtime(session.get("updated_at", 0)))
             turns = str(session.get("num_turns", ""))
             table.add_row(escape(session["id"]), escape(_clean(session.get("title") or "")), turns, used)
@@ -373,8 +377,9 @@ def summary(done: Done) -> str:
     return " · ".join(parts)
 
 
-def fetch_sessions(options: Options) -> list[dict[str, Any]]:
-    """The newest sessions, as `GET /api/sessions` gives them. Raises ChatError."""
+def fetch_sessions(options: Options, origin: str = "chat") -> list[dict[str, Any]]:
+    """The newest sessions that people began in a chat, or with origin "all" those of API calls as well, as `GET /api/sessions` gives them.
+    Raises ChatError."""
     parts = urllib.parse.urlsplit(socket_url(options.url))
     base = parts.path.removesuffix("/ws")
     address = urllib.parse.urlunsplit(
@@ -382,7 +387,7 @@ def fetch_sessions(options: Options) -> list[dict[str, Any]]:
             {"ws": "http", "wss": "https"}[parts.scheme],
             parts.netloc,
             f"{base}/api/sessions",
-            f"limit={MAX_LISTED_SESSIONS}",
+            f"limit={MAX_LISTED_SESSIONS}&origin={origin}",
             "",
         )
     )

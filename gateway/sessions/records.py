@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine_bridge.node import ChatMessage, Sampling
+from gateway.sessions.excerpt import Excerpt
 
 SessionId = NewType("SessionId", str)
 TurnId = NewType("TurnId", str)
@@ -93,7 +94,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One conversation in a list. num_turns: how many are shown of it. found_in: the turn that holds the text that was searched for; one that
-    is shown, if there is any, else one of another version. None for a title that holds it, and where nothing was searched for."""
+    is shown, if there is any, else one of another version. None for a title that holds it, and where nothing was searched for. excerpt: the
+    words around it there."""
 
     id: SessionId
     title: str | None
@@ -102,7 +104,9 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: float
     num_turns: int
     found_in: TurnId | None = None
+    excerpt: Excerpt | None = None
     origin: Origin = "chat"
+    is_pinned: bool = False
 
 
 class BeginResult(msgspec.Struct, frozen=True, kw_only=True):

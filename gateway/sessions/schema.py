@@ -163,6 +163,11 @@ _SCHEMA_8 = (
     """UPDATE sessions SET origin = 'api' WHERE EXISTS (SELECT 1 FROM turns t WHERE t.session = sessions.row)
         AND NOT EXISTS (SELECT 1 FROM turns t WHERE t.session = sessions.row AND t.response_id IS NULL)""",
 )
+# Version 9: sessions that a person keeps at the top of the list, the one that was pinned last first.
+_SCHEMA_9 = (
+    "ALTER TABLE sessions ADD COLUMN pinned_at REAL",
+    "CREATE INDEX sessions_pinned ON sessions (owner, pinned_at) WHERE pinned_at IS NOT NULL",
+)
 _MIGRATIONS: Final = (
     _SCHEMA_1,
     _SCHEMA_2,
@@ -172,6 +177,7 @@ _MIGRATIONS: Final = (
     _SCHEMA_6,
     _SCHEMA_7,
     _SCHEMA_8,
+    _SCHEMA_9,
 )
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 

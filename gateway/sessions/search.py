@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from gateway.errors import GatewayError
 from gateway.sessions import tree
 from gateway.sessions.connection import Database, transaction
+from gateway.sessions.excerpt import Excerpt, excerpt
 from gateway.sessions.records import TurnId
 
 logger = logging.getLogger(__name__)
@@ -40,13 +41,10 @@ _BUILD_TURNS: Final = 100  # Chosen: how many turns are indexed between two look
 _TURN_IS_OVER = "status <> 'running'"
 _BY_INDEX = """ AND s.row IN (WITH hits (id) AS MATERIALIZED (SELECT rowid FROM {table} WHERE {table} MATCH ?)
     SELECT id >> 1 FROM hits WHERE id & 1 UNION SELECT t.session FROM hits JOIN turns t ON t.seq = hits.id >> 1 WHERE NOT hits.id & 1)"""
-_FOUND_BY_INDEX = """SELECT t.session, t.id FROM (SELECT rowid AS document FROM {table} WHERE {table} MATCH ?) JOIN turns t ON t.seq = document >> 1
-    WHERE NOT document & 1 AND t.session IN ({sessions})"""
-_FOUND_BY_READING = rf"""SELECT t.session, t.id FROM turns t WHERE t.session IN ({{sessions}}) AND t.{_TURN_IS_OVER}
+_FOUND_BY_INDEX = """SELECT t.session, t.id, t.seq FROM (SELECT rowid AS document FROM {table} WHERE {table} MATCH ?)
+    JOIN turns t ON t.seq = document >> 1 WHERE NOT document & 1 AND t.session IN ({sessions})"""
+_FOUND_BY_READING = rf"""SELECT t.session, t.id, t.seq FROM turns t WHERE t.session IN ({{sessions}}) AND t.{_TURN_IS_OVER}
     AND (t.content LIKE ? ESCAPE '\' OR t.answer LIKE ? ESCAPE '\')"""
-_BY_READING = rf"""SELECT s.id, t.id, t.seq IN ({{shown}} SELECT seq FROM shown) FROM sessions s JOIN turns t ON t.session = s.row
-    WHERE t.{_TURN_IS_OVER} AND (t.content LIKE ? ESCAPE '\' OR t.answer LIKE ? ESCAPE '\') AND s.owner = (SELECT name FROM owners WHERE row = ?)
-    AND s.id IN ({{ids}})"""
 _BY_READING = rf""" AND (s.title LIKE ? ESCAPE '\' OR EXISTS (SELECT 1 FROM turns t WHERE t.session = s.row AND t.{_TURN_IS_OVER}
     AND (t.content LIKE ? ESCAPE '\' OR t.answer LIKE ? ESCAPE '\')))"""
 
@@ -144,7 +142,14 @@ def condition(owner: Owner, q: str) -> tuple[str, list[str]]:
     return _BY_READING, [_pattern(q)] * 3
 
 
-def found_in(conn: sqlite3.Connection, owner: Owner, q: str, sessions: Iterable[int]) -> dict[int, TurnId]:
+class Found(NamedTuple):
+    """The turn of a session that holds what was searched for, and the words around it there."""
+
+    turn_id: TurnId
+    excerpt: Excerpt | None
+
+
+def found_in(conn: sqlite3.Connection, owner: Owner, q: str, sessions: Iterable[int]) -> dict[int, Found]:
     """In which turn of each of these sessions `q` stands: the newest one that is shown, else the newest one of other versions."""
     rows = ",".join(map(str, sessions))
     if _uses_index(owner, q):
@@ -152,7 +157,13 @@ def found_in(conn: sqlite3.Connection, owner: Owner, q: str, sessions: Iterable[
     else:
         sql, args = _FOUND_BY_READING.format(sessions=rows), [_pattern(q)] * 2
     order = f"ORDER BY t.seq IN ({tree.shown(f'IN ({rows})')} SELECT seq FROM shown), t.seq"
-    return dict(conn.execute(f"{sql} {order}", args))  # the last one of a session stays
+    # Of a session the last one stays.
+    turns = {row: (turn_id, seq) for row, turn_id, seq in conn.execute(f"{sql} {order}", args)}
+    text = "SELECT content, answer FROM turns WHERE seq = ?"
+    return {
+        row: Found(turn_id, excerpt(q, *conn.execute(text, (seq,)).fetchone()))
+        for row, (turn_id, seq) in turns.items()
+    }
 
 
 def _uses_index(owner: Owner, q: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from msgspec import UNSET, UnsetType
 
 from gateway.errors import GatewayError
-from gateway.sessions import search, transactions
+from gateway.sessions import listing, search, transactions
 from gateway.sessions.connection import Connection, is_full, is_index_damaged
 from gateway.sessions.database import lock, open_reader, open_writer, unusable
 from gateway.sessions.health import Health
@@ -187,11 +187,15 @@ class SessionStore:
         text = (clean(q) or "").strip()
         # One that reads every text of its owner takes seconds where that is a gigabyte; other reads do not wait for it.
         if not text:
-            return await self._reader.transact(transactions.list_sessions, owner, text, limit, cursor, origin)
+            return await self._reader.transact(listing.list_sessions, owner, text, limit, cursor, origin)
         with self._searches.enter(owner) as one:
             return await self._search(
-                owner, search.bounded, one, transactions.list_sessions, owner, text, limit, cursor, origin
+                owner, search.bounded, one, listing.list_sessions, owner, text, limit, cursor, origin
             )
+
+    async def pinned_sessions(self, owner: str) -> list[SessionSummary]:
+        """The sessions that this owner has pinned, wherever they were made, the one that was pinned last first."""
+        return await self._reader.transact(listing.pinned_sessions, owner)
 
     async def _search(self, owner: str, work: Callable[..., _T], *args: Any) -> _T:
         """A transaction that reads an owner's index; where that is damaged, it is done again without."""
@@ -210,18 +214,20 @@ class SessionStore:
         *,
         title: str | None | UnsetType = UNSET,
         adapter: str | None | UnsetType = UNSET,
+        is_pinned: bool | UnsetType = UNSET,
         settings: SettingsPatch = NO_CHANGES,
         now: float = 0.0,
     ) -> SessionSummary:
         """Change what is given. A title of None or blanks makes the session untitled: its next message names it again.
 
-        now: seconds since the epoch, for the quota of a system prompt. Does not count as activity: the session keeps its place in the list.
-        Raises ``not_found``, ``bad_request`` for a title too long, ``quota_exceeded``.
+        is_pinned: whether `pinned_sessions` lists it. now: seconds since the epoch, for the quota of a system prompt and the order of pins.
+        Does not count as activity: the session keeps its place in the list.
+        Raises ``not_found``, ``bad_request`` for a title too long, ``quota_exceeded``, ``conflict`` where MAX_PINNED are pinned.
         """
         new_title = title if isinstance(title, UnsetType) else checked_title(title)
         new_adapter = adapter if isinstance(adapter, UnsetType) else clean(adapter)
         return await self._write(
-            owner, transactions.patch, owner, session_id, new_title, new_adapter, settings, now
+            owner, transactions.patch, owner, session_id, new_title, new_adapter, is_pinned, settings, now
         )
 
     async def delete(self, owner: str, session_id: str, now: float) -> None:

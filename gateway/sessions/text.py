@@ -45,6 +45,10 @@ def checked_id(value: str, param: str) -> str:
     return value
 
 
+# A file at the beginning of a message: its name, a colon and its text in a fenced block (static/js/files/blocks.js).
+_FILE: Final = re.compile(r"([^\n]{1,255}):\n(`{3,})[^\n`]*\n.*?\n\2(?:\n\n|\Z)", re.DOTALL)
+
+
 def checked_title(title: str | None) -> str | None:
     """The title on one line without outer blanks; None for one of blanks only. Raises ``bad_request`` if it is too long."""
     tidy = " ".join((clean(title) or "").split())
@@ -56,8 +60,16 @@ def checked_title(title: str | None) -> str | None:
 
 
 def title_from(content: str) -> str | None:
-    """A title for a session that begins with `content`: its first line with text, cut at a word's end to 60 characters with the "…"."""
-    line = next((line for line in content.splitlines() if line.strip()), "")
+    """A title for a session that begins with `content`: its first line with text, cut at a word's end to 60 characters with the "…".
+
+    Files that the message begins with, as the page writes them, name the session only where nothing else is said.
+    """
+    names, said = [], content
+    while found := _FILE.match(said):
+        names.append(found[1])
+        said = said[found.end() :]
+    said = said if said.strip() else ", ".join(names)
+    line = next((line for line in said.splitlines() if line.strip()), "")
     # A first line of 1 MB is looked at no further than a title can reach.
     text = " ".join(line.lstrip()[: 4 * MAX_AUTO_TITLE_CHARS].split())
     if len(text) <= MAX_AUTO_TITLE_CHARS:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UnsetType
 
 from gateway.errors import GatewayError
-from gateway.sessions import quota, search, settings, tree
+from gateway.sessions import listing, quota, search, settings, tree
 from gateway.sessions.connection import Database
 from gateway.sessions.quota import RESTORE_WINDOW_S
 from gateway.sessions.records import (
@@ -30,7 +30,7 @@ from gateway.sessions.records import (
     TurnId,
 )
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES, without_zeros
-from gateway.sessions.text import clean, clean_text, encode_cursor, is_id, title_from
+from gateway.sessions.text import clean, clean_text, is_id, title_from
 from gateway.sessions.token_ids import drop_token_ids_below, store_token_ids, token_ids_up_to
 
 
@@ -177,57 +177,13 @@ def get(conn: sqlite3.Connection, owner: str, session_id: str) -> Session:
     return _session(conn, _live(conn, owner, session_id))
 
 
-_SUMMARY = f"""SELECT s.row, s.id, s.title, s.adapter, s.created_at, s.updated_at, ({tree.shown("= s.row")} SELECT count(*) FROM shown), s.origin
-    FROM sessions s WHERE s.owner = ? AND s.deleted_at IS NULL"""
-
-
-def _summary(columns: tuple[Any, ...], found_in: TurnId | None = None) -> SessionSummary:
-    _, session_id, title, adapter, created_at, updated_at, num_turns, origin = columns
-    return SessionSummary(
-        id=session_id,
-        title=title,
-        adapter=adapter,
-        created_at=created_at,
-        updated_at=updated_at,
-        num_turns=num_turns,
-        found_in=found_in,
-        origin=origin,
-    )
-
-
-def list_sessions(
-    conn: sqlite3.Connection,
-    owner: str,
-    q: str,
-    limit: int,
-    cursor: tuple[float, str] | None,
-    origin: Origin | None,
-) -> tuple[list[SessionSummary], str | None]:
-    sql = _SUMMARY
-    args: list[Any] = [owner]
-    keeper = search.find_owner(conn, owner)
-    if keeper is None:
-        return [], None
-    if q:
-        condition, values = search.condition(keeper, q)
-        sql, args = sql + condition, args + values
-    if origin is not None:
-        sql, args = sql + " AND s.origin = ?", [*args, origin]
-    if cursor is not None:
-        sql, args = sql + " AND (s.updated_at, s.id) < (?, ?)", [*args, *cursor]
-    # One more than asked for tells whether there is a next page.
-    rows = conn.execute(sql + " ORDER BY s.updated_at DESC, s.id DESC LIMIT ?", [*args, limit + 1]).fetchall()
-    found = search.found_in(conn, keeper, q, [row for row, *_ in rows]) if q else {}
-    page = [_summary(columns, found.get(columns[0])) for columns in rows[:limit]]
-    return page, encode_cursor(page[-1].updated_at, page[-1].id) if len(rows) > limit else None
-
-
 def patch(
     conn: Database,
     owner: str,
     session_id: str,
     title: str | None | UnsetType,
     adapter: str | None | UnsetType,
+    is_pinned: bool | UnsetType,
     wanted: SettingsPatch,
     now: float,
 ) -> SessionSummary:
@@ -236,8 +192,10 @@ def patch(
     new_title = row.title if isinstance(title, UnsetType) else title
     new_adapter = row.adapter if isinstance(adapter, UnsetType) else adapter
     conn.execute("UPDATE sessions SET adapter = ? WHERE row = ?", (new_adapter, row.row))
+    if not isinstance(is_pinned, UnsetType):
+        listing.pin(conn, owner, row.row, now if is_pinned else None)
     _set_title(conn, row, new_title)
-    return _summary(conn.execute(_SUMMARY + " AND s.id = ?", (owner, session_id)).fetchone())
+    return listing.summary_of(conn, owner, session_id)
 
 
 def _set_title(conn: sqlite3.Connection, row: _Row, title: str | None) -> None:

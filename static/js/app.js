@@ -25,7 +25,8 @@ const byId = (id) => document.getElementById(id);
 /** The page. */
 export class App {
   #keyAsked = false;
-  #listing = false;
+  #lists = 0; // lists asked for: only the last one's answer is shown
+  #isListing = false;
   #creating = false;
   #sought = null; // the turn that a search found, until it has been shown
   #events = {
@@ -68,7 +69,7 @@ export class App {
       regenerate: (turn) => this.#replace(turn, turn.content),
       edit: (turn, text) => this.#replace(turn, text),
       retry: (turn) => this.#retry(turn),
-      discard: (turn) => this.#act(() => this.core.discard(turn.id)),
+      discard: (turn) => this.#discard(turn),
       choose: (turn, versionId, way) => this.#choose(turn, versionId, way),
       grown: () => this.follower.grown(),
     });
@@ -85,6 +86,7 @@ export class App {
       open: (sessionId, turnId) => this.#openFound(sessionId, turnId),
       rename: (id, title) => this.#rename(id, title),
       remove: (id) => this.#remove(id),
+      pin: (id, isPinned) => this.#pin(id, isPinned),
       search: async (q) => (await this.#tell(this.api.list({ q, origin: this.#origin() })))?.sessions ?? [],
       more: () => this.#list(false),
     }, () => ({ sessions: this.index.sorted(), hasMore: this.index.next !== null, current: this.core.current,
@@ -181,6 +183,17 @@ export class App {
     this.#act(() => this.core.retry(turn.id, this.composer.adapter));
   }
 
+  /** Takes a message away that was not accepted, and with the first one its conversation, which holds nothing then. */
+  #discard(turn) {
+    this.#act(() => this.core.discard(turn.id));
+    const session = this.core.sessions.get(turn.sessionId);
+    if (!session?.loaded || session.turns.length) return;
+    const wasOpen = turn.sessionId === this.core.current;
+    this.#forget(turn.sessionId);
+    if (wasOpen) this.composer.write(turn.content);
+    this.#tell(this.api.remove(turn.sessionId));
+  }
+
   #stop() {
     const turn = this.core.liveTurn(this.core.current);
     if (turn) this.#act(() => this.core.stop(turn.id));
@@ -256,16 +269,29 @@ export class App {
     this.#refreshList();
   }
 
+  async #pin(id, isPinned) {
+    if (!await this.#tell(this.api.patch(id, { is_pinned: isPinned }))) return;
+    this.index.upsert({ id, is_pinned: isPinned });
+    this.#refreshList();
+    this.announcer.say(isPinned ? 'Pinned.' : 'No longer pinned.');
+  }
+
   async #remove(id) {
     const title = this.index.get(id)?.title || 'New chat';
     if (await this.#tell(this.api.remove(id)) === undefined) return;
-    const session = this.index.remove(id);
+    const session = this.index.get(id);
+    const wasOpen = id === this.core.current;
+    this.#forget(id);
+    toast(`“${title}” deleted.`, { label: 'Undo', ms: UNDO_MS, act: () => this.#restore(id, session, wasOpen) });
+    this.announcer.say('Conversation deleted. Undo is available for ten seconds.');
+  }
+
+  #forget(id) {
+    this.index.remove(id);
     const wasOpen = id === this.core.current;
     this.core.forget(id);
     if (wasOpen) this.#newChat();
     this.#refreshList();
-    toast(`“${title}” deleted.`, { label: 'Undo', ms: UNDO_MS, act: () => this.#restore(id, session, wasOpen) });
-    this.announcer.say('Conversation deleted. Undo is available for ten seconds.');
   }
 
   async #restore(id, session, wasOpen) {
@@ -422,10 +448,12 @@ export class App {
   }
 
   async #list(isFirst) {
-    if (this.#listing || (!isFirst && this.index.next === null)) return;
-    this.#listing = true;
+    if (!isFirst && (this.#isListing || this.index.next === null)) return;
+    const number = this.#lists += 1;
+    this.#isListing = true;
     const page = await this.#tell(this.api.list({ before: isFirst ? null : this.index.next, origin: this.#origin() }));
-    this.#listing = false;
+    if (number !== this.#lists) return;
+    this.#isListing = false;
     if (!page) return;
     this.index.addPage(page, isFirst);
     this.rail.draw();

@@ -2,7 +2,10 @@
 
 const COUNT = new Intl.NumberFormat('en');
 const MONTH = new Intl.DateTimeFormat('en', { month: 'long', year: 'numeric' });
-const TIERS = ['device', 'host', 'disk'];
+const CLOCK = new Intl.DateTimeFormat(undefined, { timeStyle: 'short' });
+const WEEKDAY = new Intl.DateTimeFormat('en', { weekday: 'short' });
+const DAY = new Intl.DateTimeFormat('en', { day: 'numeric', month: 'short' });
+const MOMENT = new Intl.DateTimeFormat(undefined, { dateStyle: 'full', timeStyle: 'short' });
 const DAY_MS = 86400000;
 const PLACES = {
   slot: ['ready', 'In a slot of the device: it answers at once'],
@@ -28,40 +31,11 @@ export function rate(tpotMs) {
   return `${perSecond < 10 ? perSecond.toFixed(1) : count(Math.round(perSecond))} tok/s`;
 }
 
-/** What the word that a question would come was worth. */
-function readiness({ state, lead_ms: lead, late_ms: late }) {
-  if (state === 'hit') return `in time, ${duration(lead)} ahead`;
-  if (state === 'late') return `in part: ${duration(late)} too short`;
-  return 'for nothing';
-}
-
 /** The grey line under an answer. What was reused stands in the details behind it. */
 export function summary({ adapter, timings }) {
   if (!timings) return adapter ?? '';
   const first = timings.ttft_ms == null ? '' : `first word ${duration(timings.ttft_ms)}`;
   return [adapter, first, rate(timings.tpot_ms)].filter(Boolean).join(' · ');
-}
-
-/** All timings as [name, value] rows. */
-export function timingRows({ adapter, timings, usage, advisory, finishReason }) {
-  const { kv } = timings;
-  const ms = (value) => (value == null ? '–' : duration(value));
-  const rows = [
-    ['Adapter', adapter ?? 'none (base model)'],
-    ['Waited in the queue', ms(timings.queue_ms)],
-    ['First word after', ms(timings.ttft_ms)],
-    ['Per token after that', ms(timings.tpot_ms)],
-    ['In all', ms(timings.e2e_ms)],
-    ['Ended by', { stop: 'the model', length: 'the length limit', stopped: 'you' }[finishReason]],
-  ];
-  if (usage) rows.push(['Tokens', `${count(usage.prompt_tokens)} in, ${count(usage.completion_tokens)} out`]);
-  if (kv) {
-    for (const tier of TIERS) rows.push([`Reused from ${tier}`, count(kv[tier])]);
-    if (kv.peer) rows.push(['Fetched from another node', count(kv.peer)]);
-    rows.push(['Computed anew', count(kv.recomputed)]);
-  }
-  if (advisory) rows.push(['Made ready while you typed', readiness(advisory)]);
-  return rows.filter(([, value]) => value !== undefined);
 }
 
 /** Seconds as a person would say them: "12 s", "1 min 5 s". */
@@ -79,11 +53,21 @@ export function dayLabel(time, now) {
   return days < 31 ? 'This month' : MONTH.format(time);
 }
 
-/** Sessions, newest first, as [heading, sessions] pairs. */
+/** When something was last used, in few characters: the time, or the day where its heading does not say it. Both times in milliseconds. */
+export function shortTime(time, now) {
+  const days = Math.round((midnight(now) - midnight(time)) / DAY_MS);
+  if (days <= 1) return CLOCK.format(time);
+  return (days < 7 ? WEEKDAY : DAY).format(time);
+}
+
+/** The same in full. */
+export const fullTime = (time) => MOMENT.format(time);
+
+/** Sessions, newest first, as [heading, sessions] pairs; what is pinned comes first. */
 export function groupByDay(sessions, now) {
   const groups = new Map();
-  for (const session of sessions) {
-    const label = dayLabel(session.updated_at * 1000, now);
+  for (const session of [...sessions].sort((a, b) => Boolean(b.is_pinned) - Boolean(a.is_pinned))) {
+    const label = session.is_pinned ? 'Pinned' : dayLabel(session.updated_at * 1000, now);
     if (!groups.has(label)) groups.set(label, []);
     groups.get(label).push(session);
   }

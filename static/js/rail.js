@@ -1,8 +1,7 @@
 /** The left rail: sessions by day, search results, rename and delete. */
 
 import { h, iconButton, paintDot } from './dom.js';
-import { groupByDay } from './format.js';
-import { openMenu } from './menu.js';
+import { fullTime, groupByDay, shortTime } from './format.js';
 
 const SEARCH_AFTER_MS = 150; // chosen: about one pause between words
 const UNTITLED = 'New chat';
@@ -12,6 +11,7 @@ const UNTITLED = 'New chat';
  * @property {(id: string, turnId: ?string) => void} open  `turnId`: the turn that holds what was searched for
  * @property {(id: string, title: string) => void} rename
  * @property {(id: string) => void} remove
+ * @property {(id: string, isPinned: boolean) => void} pin
  * @property {(q: string) => Promise<object[]>} search  resolves to sessions
  * @property {() => void} more  the end of the list came into view
  */
@@ -33,6 +33,7 @@ export class Rail {
     Object.assign(this, { list, search, status, actions, state });
     this.sentinel = h('div', { class: 'sentinel' });
     new IntersectionObserver(([entry]) => entry.isIntersecting && actions.more()).observe(this.sentinel);
+    document.addEventListener('visibilitychange', () => this.draw()); // the day may be another one by now
     search.addEventListener('input', () => this.#searchSoon());
     search.addEventListener('keydown', (event) => this.#onSearchKey(event));
   }
@@ -65,11 +66,13 @@ export class Rail {
     const title = session.title || UNTITLED;
     const dot = h('span', { class: 'dot' });
     paintDot(dot, session.adapter);
-    const link = h('a', { class: 'session', href: `#/s/${encodeURIComponent(session.id)}`, title },
-      dot, h('span', { class: 'session-title' }, title),
+    const when = session.updated_at * 1000;
+    const link = h('a', { class: 'session', href: `#/s/${encodeURIComponent(session.id)}`, title: when ? `${title}\n${fullTime(when)}` : title },
+      dot, h('span', { class: 'session-title' }, title, session.excerpt && excerptOf(session.excerpt)),
       session.origin === 'api' && h('span', { class: 'origin' }, 'API'),
       h('span', { class: 'running' }, h('span', { class: 'sr-only' }, '(answering)')),
       h('span', { class: 'sr-only warm-note' }, '(ready)'));
+    if (when) link.append(h('time', { class: 'when', dateTime: new Date(when).toISOString() }, shortTime(when, Date.now())));
     if (session.adapter) link.append(h('span', { class: 'sr-only' }, `, ${session.adapter}`));
     const more = iconButton('more', `Options for ${title}`, () => this.#menu(session, more));
     more.setAttribute('aria-haspopup', 'menu');
@@ -78,6 +81,7 @@ export class Rail {
     link.addEventListener('keydown', (event) => {
       if (event.key === 'F2') this.rename(session.id);
       if (event.key === 'Delete') this.actions.remove(session.id);
+      if (event.key === 'p' && !event.ctrlKey && !event.metaKey) this.actions.pin(session.id, !session.is_pinned);
     });
     this.#rows.set(session.id, row);
     this.#markRow(session.id, row);
@@ -95,36 +99,28 @@ export class Rail {
     row.querySelector('.warm-note').hidden = !isWarm(id);
   }
 
-  #menu(session, button) {
+  async #menu(session, button) {
+    const { openMenu } = await import('./menu.js');
     openMenu(button, [
+      session.is_pinned ? ['Unpin', () => this.actions.pin(session.id, false)] : ['Pin', () => this.actions.pin(session.id, true)],
       ['Rename', () => this.rename(session.id)],
       ['Delete', () => this.actions.remove(session.id), 'danger'],
     ]);
   }
 
   /** Turns a title into a text field. */
-  rename(id) {
+  async rename(id) {
+    if (!this.#rows.has(id) || this.#renaming) return;
+    this.#renaming = id;
+    const { titleField } = await import('./rename.js');
     const row = this.#rows.get(id);
-    if (!row || this.#renaming) return;
-    const title = row.querySelector('.session-title').textContent;
-    const input = h('input', { class: 'rename', value: title, 'aria-label': 'New title', maxLength: 200 });
-    const finish = (keep) => {
-      if (this.#renaming !== id) return;
+    const title = row.querySelector('.session-title').firstChild.textContent;
+    titleField(row, title, (wanted) => {
       this.#renaming = null;
-      const wanted = input.value.trim();
-      if (keep && wanted && wanted !== title) this.actions.rename(id, wanted);
+      if (wanted && wanted !== title) this.actions.rename(id, wanted);
       this.draw();
       this.#rows.get(id)?.querySelector('.session').focus();
-    };
-    input.addEventListener('blur', () => finish(true));
-    input.addEventListener('keydown', (event) => {
-      if (event.key === 'Enter') finish(true);
-      if (event.key === 'Escape') finish(false);
-      event.stopPropagation();
     });
-    this.#renaming = id;
-    row.replaceChildren(input);
-    input.select();
   }
 
   /** Leaves the search and shows all sessions. */
@@ -179,4 +175,9 @@ export class Rail {
     }
     return null;
   }
+}
+
+/** The words around what a search found, which is marked. */
+function excerptOf({ before, match, after }) {
+  return h('span', { class: 'excerpt' }, before, h('mark', {}, match), after);
 }

@@ -8,18 +8,22 @@ export class SessionIndex {
     this.next = null;
   }
 
-  /** Takes one page of `GET /api/sessions`; the first page starts afresh. */
-  addPage({ sessions, next }, isFirst) {
+  /** Takes one page of `GET /api/sessions`; the first page starts afresh, and brings what is pinned. */
+  addPage({ sessions, next, pinned = [] }, isFirst) {
     if (isFirst) this.#byId.clear();
-    for (const session of sessions) this.#byId.set(session.id, session);
+    // One without a title and a turn is what a first message leaves that was refused and never sent again.
+    for (const session of [...sessions, ...pinned]) {
+      if (session.title || session.num_turns !== 0) this.#byId.set(session.id, session);
+    }
     this.next = next ?? null;
   }
 
   /** Adds or changes one session; undefined fields are left as they are. */
-  upsert({ id, title, adapter, updated_at: updatedAt }) {
+  upsert({ id, title, adapter, is_pinned: isPinned, updated_at: updatedAt }) {
     const known = this.#byId.get(id) ?? { id, title: null, adapter: null, updated_at: 0 };
     this.#byId.set(id, { ...known, title: title ?? known.title,
       adapter: adapter === undefined ? known.adapter : adapter,
+      is_pinned: isPinned ?? known.is_pinned,
       updated_at: Math.max(known.updated_at, updatedAt ?? 0) });
   }
 

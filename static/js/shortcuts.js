@@ -10,7 +10,7 @@ const SHORTCUTS = [
   ['Edit your last message', '↑ in an empty field'],
   ['Search conversations', 'Ctrl or ⌘ + K'],
   ['New chat', 'Ctrl or ⌘ + Shift + O'],
-  ['Rename, delete in the list', 'F2, Delete'],
+  ['Rename, pin, delete in the list', 'F2, P, Delete'],
   ['Settings', 'Ctrl or ⌘ + ,'],
   ['Engine room', 'Ctrl or ⌘ + Shift + E'],
   ['Show this list', '?'],

@@ -2,7 +2,7 @@
 
 import { AnswerView } from './answer.js';
 import { copyFrom, h, iconButton } from './dom.js';
-import { summary, timingRows } from './format.js';
+import { summary } from './format.js';
 import { isLive } from './protocol.js';
 import { ReasoningView } from './reasoning.js';
 import { focusVersions, versionArrows } from './versions.js';
@@ -130,10 +130,12 @@ class TurnView {
 }
 
 function timingsLine(turn, grown) {
-  const rows = timingRows(turn).flatMap(([name, value]) => [h('dt', {}, name), h('dd', {}, value)]);
-  return h('details', { class: 'timings', on: { toggle: grown } },
-    h('summary', { title: 'Show all timings' }, summary(turn)),
-    h('dl', {}, ...rows));
+  const rows = h('dl', {});
+  const fill = async () => {
+    if (!rows.hasChildNodes()) rows.append(...(await import('./timings.js')).timingEntries(turn));
+    grown();
+  };
+  return h('details', { class: 'timings', on: { toggle: fill } }, h('summary', { title: 'Show all timings' }, summary(turn)), rows);
 }
 
 /** Shows the turns of one session and redraws what changed, at most once a frame. */

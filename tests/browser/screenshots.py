@@ -80,10 +80,24 @@ def session_list(num_sessions: int) -> dict:
             "created_at": now,
             "updated_at": now - number**1.6 * 1800,
             "num_turns": 3,
+            "is_pinned": number in (3, 8),
         }
         for number in range(num_sessions)
     ]
     return {"sessions": sessions, "next": None}
+
+
+def search_results() -> dict:
+    """A page of `GET /api/sessions?q=` with the words around what was found."""
+    page = session_list(6)
+    for number, session in enumerate(page["sessions"]):
+        if number % 3 != 2:
+            session["excerpt"] = {
+                "before": "…and then the old ",
+                "match": "harbour",
+                "after": " of Lisbon, where the ferries leave every half an hour…",
+            }
+    return page
 
 
 class Camera:
@@ -268,15 +282,19 @@ def long_answer(camera: Camera) -> None:
 
 
 def many_sessions(camera: Camera) -> None:
-    for name, options in {"wide": {}, "phone": PHONE}.items():
+    for name, options in {"wide": {}, "phone": PHONE, "dark": {"color_scheme": "dark"}}.items():
         with camera.chat(**options) as (chat, _):
             chat.page.route("**/api/sessions?*", lambda route: route.fulfill(json=session_list(200)))
+            chat.page.route("**/api/sessions?*q=*", lambda route: route.fulfill(json=search_results()))
             chat.page.reload()
             expect(chat.page.locator(".session-row")).to_have_count(200)
             if name == "phone":
                 chat.page.get_by_role("button", name="Conversations").click()
                 expect(chat.page.get_by_role("searchbox")).to_be_visible()
             camera.take(chat, f"sessions-{name}")
+            chat.page.get_by_role("searchbox").fill("harbour")
+            expect(chat.page.locator(".day").first).to_have_text("Results")
+            camera.take(chat, f"found-{name}")
 
 
 def in_trouble(camera: Camera) -> None:

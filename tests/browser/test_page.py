@@ -12,7 +12,7 @@ expect = pytest.importorskip("playwright.sync_api").expect
 
 STATIC = Path(__file__).resolve().parents[2] / "static"
 # Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, the side sheet, formulas, files, the
-# list of shortcuts, the form that edits a question, the question for a key.
+# list of shortcuts, the menu and the title field of a conversation, an answer's timings, the form that edits a question, the question for a key.
 OWN_BYTES_MAX = 150 * 1000
 LATER_BYTES_MAX = {
     "docs": 30 * 1000,
@@ -21,6 +21,9 @@ LATER_BYTES_MAX = {
     "maths": 5 * 1000,
     "files": 10 * 1000,
     "shortcuts": 2 * 1000,
+    "menu": 2 * 1000,
+    "rename": 2 * 1000,
+    "timings": 2 * 1000,
     "editor": 2 * 1000,
     "key": 2 * 1000,
 }
@@ -193,6 +196,23 @@ def test_the_delete_key_deletes_and_undo_brings_it_back(chat) -> None:
     expect(chat.turns).to_have_count(1)
 
 
+def test_a_pinned_conversation_stays_on_top_of_newer_ones(chat) -> None:
+    """By the menu and by the keyboard; also after a reload."""
+    first = f"Pinned {uuid.uuid4().hex[:8]}"
+    chat.ask(f"{first}.")
+    chat.row(first).get_by_role("button", name="Options").click()
+    chat.page.get_by_role("menuitem", name="Pin").click()
+    expect(chat.page.locator(".day").first).to_have_text("Pinned")
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    chat.ask("Hello!")
+    expect(chat.page.locator(".session-row").first).to_contain_text(first)
+    expect(chat.row(first).locator("time")).to_have_text(re.compile(r"\d:\d\d"))
+    chat.page.reload()
+    expect(chat.page.locator(".session-row").first).to_contain_text(first)
+    chat.row(first).locator(".session").press("p")
+    expect(chat.page.locator(".day").first).to_have_text("Today")
+
+
 def test_conversations_of_api_calls_are_listed_when_asked_for(chat) -> None:
     name = f"agent-{uuid.uuid4().hex[:8]}"
     question = {"role": "user", "content": name}
@@ -225,6 +245,8 @@ def test_search_finds_words_of_the_conversation_and_shows_the_version_that_holds
     search.fill(word)
     expect(chat.page.locator(".day").first).to_have_text("Results")
     expect(chat.page.locator(".session-row")).to_have_count(1)
+    expect(chat.page.locator(".session-row .excerpt")).to_contain_text(f"secret word is {word}.")
+    expect(chat.page.locator(".session-row mark")).to_have_text(word)
     search.press("Enter")
     chat.page.keyboard.press("Enter")
     expect(chat.page.locator(".bubble")).to_have_text(f"My secret word is {word}.")
@@ -425,6 +447,30 @@ def test_a_failed_turn_says_why_and_can_be_tried_again(wired) -> None:
     chat.wait_done()
     expect(chat.page.get_by_role("alert")).to_have_count(0)
     expect(chat.turns).to_have_count(1)
+
+
+def test_a_first_message_that_is_refused_and_dismissed_leaves_no_empty_conversation(wired) -> None:
+    """Its text goes back to where it was written; dismissed or not, no list shows a conversation without a word."""
+    chat, wire = wired()
+    said = {"code": "bad_request", "message": "Not like this.", "retryable": False}
+    wire.on_send = lambda frame: (
+        wire.inject({"type": "error", "id": frame["id"], **said}) if frame["type"] == "message" else frame
+    )
+    chat.open()
+    rows = chat.page.locator(".session-row")
+    num_before = rows.count()
+    chat.send("Hello!")
+    chat.page.get_by_role("button", name="Dismiss").click()
+    expect(chat.page.locator("#welcome")).to_be_visible()
+    expect(chat.question).to_have_value("Hello!")
+    expect(rows).to_have_count(num_before)
+    chat.send("Hello!")
+    expect(chat.page.get_by_role("alert")).to_contain_text("Not like this.")
+    session_id = chat.session_id
+    chat.page.goto(chat.url)
+    expect(chat.page.locator("#welcome")).to_be_visible()
+    expect(chat.page.locator(f".session[href$='{session_id}']")).to_have_count(0)
+    expect(rows).to_have_count(num_before)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ async def test_a_search_whose_client_left_before_it_began_is_not_run(
     store: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, ran = threading.Event(), []
-    monkeypatch.setattr("gateway.sessions.transactions.list_sessions", lambda *args: ran.append(args))
+    monkeypatch.setattr("gateway.sessions.listing.list_sessions", lambda *args: ran.append(args))
     blocker = asyncio.create_task(store._searcher.run(lambda conn: gate.wait(60)))
     left = asyncio.create_task(store.list_sessions("ann", q="x"))
     await asyncio.sleep(0)
@@ -112,7 +112,7 @@ async def test_a_search_that_takes_too_long_is_ended_and_the_next_one_works(
     with monkeypatch.context() as patch:
         patch.setattr(search, "MAX_SEARCH_S", 0.0)
         patch.setattr(
-            "gateway.sessions.transactions.list_sessions",
+            "gateway.sessions.listing.list_sessions",
             lambda conn, *args: conn.execute(endless).fetchone(),
         )
         with pytest.raises(GatewayError, match="took longer") as caught:

@@ -58,6 +58,8 @@ async def test_sessions_of_a_file_of_version_2_have_no_home_yet_and_get_one(tmp_
             conn.execute("DROP TABLE responses")
             conn.execute("DROP TABLE tree")
             conn.execute("DROP TABLE session_settings")
+            conn.execute("DROP INDEX sessions_pinned")
+            conn.execute("ALTER TABLE sessions DROP COLUMN pinned_at")
             conn.execute("ALTER TABLE sessions DROP COLUMN origin")
             conn.execute("DROP TRIGGER turns_reasoning")
             conn.execute("DROP TRIGGER turns_delete_reasoning")

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.errors import StartupError
-from gateway.sessions import SCHEMA_VERSION, SessionStore, search, transactions
+from gateway.sessions import SCHEMA_VERSION, SessionStore, listing, search, transactions
 
 NOW = 1_700_000_000.0
 PHRASE = "the quarterly figures"
@@ -76,7 +76,7 @@ async def test_a_search_takes_the_same_steps_whether_or_not_another_owner_wrote_
     await write(store, "ann", "a", *(f"something else, {n}" for n in range(300)))
     await write(store, "bob", "b", "nothing of that kind", "nor here")
     await write(store, "ann", "later", "something else")
-    read = (transactions.list_sessions, "bob", q, 50, None, None)
+    read = (listing.list_sessions, "bob", q, 50, None, None)
     before = steps_of(path, *read)
     await write(store, "ann", "more", *(f"{PHRASE} of {n}" for n in range(300)))
     assert steps_of(path, *read) == before

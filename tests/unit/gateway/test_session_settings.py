@@ -114,6 +114,8 @@ async def test_a_file_of_version_5_takes_settings(store: SessionStore, tmp_path:
     def back_to_version_5() -> None:
         with contextlib.closing(sqlite3.connect(path)) as conn:
             conn.execute("DROP TABLE session_settings")
+            conn.execute("DROP INDEX sessions_pinned")
+            conn.execute("ALTER TABLE sessions DROP COLUMN pinned_at")
             conn.execute("ALTER TABLE sessions DROP COLUMN origin")
             conn.execute("DROP TRIGGER turns_reasoning")
             conn.execute("DROP TRIGGER turns_delete_reasoning")

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from engine_bridge.node import pack_token_ids, unpack_token_ids
 from gateway.sessions import SessionStore
+from gateway.sessions.excerpt import Excerpt
 from tests.unit.gateway.test_session_owners import NUM_TURNS, make_version_1
 from tests.unit.gateway.test_sessions import NOW, ask, chat, end, raises_code, turn_ids
 
@@ -186,6 +187,19 @@ async def test_a_search_names_the_turn_that_holds_the_text(tmp_path: Path, full_
     await choose(store, "beta")
     assert await found("ta") == {"s": "beta", "titled": None}
     assert await found(None) == {"s": None, "titled": None}
+    await store.close()
+
+
+@pytest.mark.parametrize("full_text", [True, False])
+async def test_a_search_shows_the_words_around_what_it_found(tmp_path: Path, full_text: bool) -> None:
+    """Of the turn that it names; none for a title."""
+    store = await SessionStore.open(tmp_path / "search.db", full_text=full_text)
+    await chat(store, "s", "a")
+    await ask(store, "s", "b", "How far is the harbour of Lisbon from here?")
+    await end(store, "s", "b", "Not far.")
+    await store.create_session("ann", session_id="titled", title="Harbours", now=NOW)
+    found = {summary.id: summary.excerpt for summary in (await store.list_sessions("ann", q="HARBOUR"))[0]}
+    assert found == {"s": Excerpt("How far is the ", "harbour", " of Lisbon from here?"), "titled": None}
     await store.close()
 
 

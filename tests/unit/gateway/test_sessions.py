@@ -513,6 +513,9 @@ async def test_record_turn_beside_a_running_one(store: SessionStore) -> None:
         ("word " * 20, "word " * 11 + "word…"),
         ("a" * 59 + " tail", "a" * 59 + "…"),
         ("語" * 100, "語" * 59 + "…"),
+        ("notes.py:\n```py\nx = 1\n```\n\nWhat does it do?", "What does it do?"),
+        ("a.md:\n````md\n```\n````\n\nb.txt:\n```txt\ny\n```", "a.md, b.txt"),
+        ("Read this:\n```\nnever closed", "Read this:"),
     ],
 )
 def test_title_from_the_first_line(content: str, title: str | None) -> None:

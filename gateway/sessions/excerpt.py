@@ -1,0 +1,50 @@
+"""The words around what was searched for, as a list of results shows them."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+MATCH_CHARS: Final = 120  # Chosen: a longer match fills the place where an excerpt is shown.
+BEFORE_CHARS: Final = 30  # Chosen: the match stands near the start, where a narrow list still shows it.
+AFTER_CHARS: Final = 90  # Chosen: about three lines of the page's list together with what stands before.
+
+
+class Excerpt(msgspec.Struct, frozen=True):
+    """A passage of a turn on one line: `before` and `after` begin or end with "…" where the text goes on."""
+
+    before: str
+    match: str
+    after: str
+
+
+def excerpt(q: str, *texts: str) -> Excerpt | None:
+    """The first place of the first of these texts that holds `q`, in either case. None where Python finds no such place: the index folds the
+    case of some letters (ß, İ) in its own way."""
+    wanted = re.compile(re.escape(q), re.IGNORECASE)
+    for text in texts:
+        if found := wanted.search(text):
+            return _cut(text, found.start(), found.end())
+    return None
+
+
+def _cut(text: str, start: int, end: int) -> Excerpt:
+    # Blanks at both ends are kept for one blank each: they part the match from its neighbours.
+    first = max(0, start - BEFORE_CHARS)
+    before = _line(text[first:start])
+    if first > 0:
+        # Not in the middle of a word, where there is a whole one to begin with.
+        _, space, whole = before.partition(" ")
+        before = "…" + (whole if space and whole.strip() else before)
+    last = end + AFTER_CHARS
+    return Excerpt(
+        before.lstrip(),
+        _line(text[start : min(end, start + MATCH_CHARS)]),
+        _line(text[end:last]).rstrip() + ("…" if last < len(text) else ""),
+    )
+
+
+def _line(text: str) -> str:
+    return re.sub(r"\s+", " ", text)

@@ -1,0 +1,83 @@
+"""The list of an owner's sessions: pages of it, what a search finds, and what is pinned."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any, Final
+
+from gateway.errors import GatewayError
+from gateway.sessions import search, tree
+from gateway.sessions.records import Origin, SessionSummary
+from gateway.sessions.text import encode_cursor
+
+MAX_PINNED: Final = 50  # Chosen: they are listed all at once, before everything else.
+
+_SUMMARY = f"""SELECT s.row, s.id, s.title, s.adapter, s.created_at, s.updated_at, ({tree.shown("= s.row")} SELECT count(*) FROM shown), s.origin,
+    s.pinned_at IS NOT NULL FROM sessions s WHERE s.owner = ? AND s.deleted_at IS NULL"""
+
+
+def _summary(columns: tuple[Any, ...], found: search.Found | None = None) -> SessionSummary:
+    _, session_id, title, adapter, created_at, updated_at, num_turns, origin, is_pinned = columns
+    return SessionSummary(
+        id=session_id,
+        title=title,
+        adapter=adapter,
+        created_at=created_at,
+        updated_at=updated_at,
+        num_turns=num_turns,
+        found_in=found.turn_id if found else None,
+        excerpt=found.excerpt if found else None,
+        origin=origin,
+        is_pinned=bool(is_pinned),
+    )
+
+
+def summary_of(conn: sqlite3.Connection, owner: str, session_id: str) -> SessionSummary:
+    """One session that is there, as a list shows it."""
+    return _summary(conn.execute(_SUMMARY + " AND s.id = ?", (owner, session_id)).fetchone())
+
+
+def list_sessions(
+    conn: sqlite3.Connection,
+    owner: str,
+    q: str,
+    limit: int,
+    cursor: tuple[float, str] | None,
+    origin: Origin | None,
+) -> tuple[list[SessionSummary], str | None]:
+    """One page, the session that was used last first, and where the next page begins. Source: `SessionStore.list_sessions`."""
+    sql = _SUMMARY
+    args: list[Any] = [owner]
+    keeper = search.find_owner(conn, owner)
+    if keeper is None:
+        return [], None
+    if q:
+        condition, values = search.condition(keeper, q)
+        sql, args = sql + condition, args + values
+    if origin is not None:
+        sql, args = sql + " AND s.origin = ?", [*args, origin]
+    if cursor is not None:
+        sql, args = sql + " AND (s.updated_at, s.id) < (?, ?)", [*args, *cursor]
+    # One more than asked for tells whether there is a next page.
+    rows = conn.execute(sql + " ORDER BY s.updated_at DESC, s.id DESC LIMIT ?", [*args, limit + 1]).fetchall()
+    found = search.found_in(conn, keeper, q, [row for row, *_ in rows]) if q else {}
+    page = [_summary(columns, found.get(columns[0])) for columns in rows[:limit]]
+    return page, encode_cursor(page[-1].updated_at, page[-1].id) if len(rows) > limit else None
+
+
+def pinned_sessions(conn: sqlite3.Connection, owner: str) -> list[SessionSummary]:
+    """What an owner has pinned, the last one first."""
+    rows = conn.execute(
+        _SUMMARY + " AND s.pinned_at IS NOT NULL ORDER BY s.pinned_at DESC, s.id DESC", (owner,)
+    )
+    return [_summary(columns) for columns in rows]
+
+
+def pin(conn: sqlite3.Connection, owner: str, row: int, pinned_at: float | None) -> None:
+    """Pin a session at this time, or unpin it (None). Raises GatewayError `conflict` for one pin too many: they are listed all at once."""
+    sql = "SELECT count(*) FROM sessions WHERE owner = ? AND pinned_at IS NOT NULL AND deleted_at IS NULL AND row <> ?"
+    if pinned_at is not None and conn.execute(sql, (owner, row)).fetchone()[0] >= MAX_PINNED:
+        raise GatewayError(
+            "conflict", f"{MAX_PINNED} conversations are pinned already: unpin one first.", param="is_pinned"
+        )
+    conn.execute("UPDATE sessions SET pinned_at = ? WHERE row = ?", (pinned_at, row))

@@ -1,0 +1,98 @@
+"""Pinned conversations: on top of the list, wherever the list's page ends."""
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gateway.errors import GatewayError
+from gateway.sessions import RESTORE_WINDOW_S, SessionStore
+from gateway.sessions.listing import MAX_PINNED
+
+from .front import Gateways
+
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> SessionStore:
+    store = await SessionStore.open(tmp_path / "sessions.db")
+    for number in range(3):
+        await store.create_session("ann", session_id=f"s{number}", now=NOW + number)
+    return store
+
+
+async def pinned(store: SessionStore, owner: str = "ann") -> list[str]:
+    return [str(session.id) for session in await store.pinned_sessions(owner)]
+
+
+async def test_what_was_pinned_last_is_first_until_it_is_unpinned(store: SessionStore) -> None:
+    assert (await store.patch("ann", "s0", is_pinned=True, now=NOW + 10)).is_pinned
+    await store.patch("ann", "s2", is_pinned=True, now=NOW + 11)
+    assert await pinned(store) == ["s2", "s0"] and await pinned(store, "bob") == []
+    listed, _ = await store.list_sessions("ann")
+    assert [(str(each.id), each.is_pinned) for each in listed] == [("s2", True), ("s1", False), ("s0", True)]
+    await store.patch("ann", "s2", title="another", now=NOW + 12)
+    assert await pinned(store) == ["s2", "s0"], "a change of something else is no change of the pin"
+    assert not (await store.patch("ann", "s2", is_pinned=False, now=NOW + 13)).is_pinned
+    assert await pinned(store) == ["s0"]
+    await store.close()
+
+
+async def test_a_deleted_one_is_not_listed_and_comes_back_pinned(store: SessionStore) -> None:
+    await store.patch("ann", "s1", is_pinned=True, now=NOW)
+    await store.delete("ann", "s1", NOW)
+    assert await pinned(store) == []
+    await store.restore("ann", "s1", NOW + RESTORE_WINDOW_S)
+    assert await pinned(store) == ["s1"]
+    await store.close()
+
+
+async def test_more_pins_than_a_list_can_show_are_refused(store: SessionStore) -> None:
+    for number in range(MAX_PINNED + 1):
+        await store.create_session("ann", session_id=f"p{number}", now=NOW)
+    for number in range(MAX_PINNED):
+        await store.patch("ann", f"p{number}", is_pinned=True, now=NOW + number)
+    with pytest.raises(GatewayError, match="unpin one first") as refused:
+        await store.patch("ann", f"p{MAX_PINNED}", is_pinned=True, now=NOW)
+    assert refused.value.code == "conflict"
+    await store.patch("ann", "p0", is_pinned=True, now=NOW + 99)
+    assert (await pinned(store))[0] == "p0", "one that is pinned may be pinned again"
+    await store.close()
+
+
+async def test_the_first_page_says_what_is_pinned(gateways: Gateways) -> None:
+    """Also what it has no room for; a search and later pages do not. Anything but true and false is refused."""
+    gateway = await gateways()
+    turns = [await gateway.answered(f"t{number}", "Hello.", owner="local") for number in range(2)]
+    async with aiohttp.ClientSession(gateway.server.url) as http:
+        path = f"/api/sessions/{turns[0].session_id}"
+        async with http.patch(path, json={"is_pinned": True}) as reply:
+            assert (reply.status, (await reply.json())["is_pinned"]) == (200, True)
+        async with http.patch(path, json={"is_pinned": "yes"}) as reply:
+            assert reply.status == 400
+
+        async def listed(query: str) -> tuple[list[str], list[str], str]:
+            async with http.get(f"/api/sessions?{query}") as reply:
+                page = await reply.json()
+            return (
+                [each["id"] for each in page["sessions"]],
+                [each["id"] for each in page["pinned"]],
+                page["next"],
+            )
+
+        shown, pins, following = await listed("limit=1")
+        assert (shown, pins) == ([turns[1].session_id], [turns[0].session_id])
+        assert (await listed(f"limit=1&before={following}"))[:2] == ([turns[0].session_id], [])
+        assert (await listed("q=hello"))[1] == []
+
+
+async def test_an_origin_that_does_not_exist_is_refused_by_name(gateways: Gateways) -> None:
+    gateway = await gateways()
+    async with (
+        aiohttp.ClientSession(gateway.server.url) as http,
+        http.get("/api/sessions?origin=people") as reply,
+    ):
+        error = (await reply.json())["error"]
+    assert (reply.status, error["param"]) == (400, "origin")
+    assert all(word in error["message"] for word in ("chat", "api", "all"))
