@@ -49,7 +49,7 @@ async def recording_of(
     previous = body.pop("previous_response_id", None) if api == "responses" else None
     if previous is not None:
         previous = str(previous)
-        found = await services.store.response_history(owner, previous)
+        found = await services.store.responses.history(owner, previous)
         if found is None:
             raise GatewayError(
                 "not_found", f"There is no response {previous!r} here.", param="previous_response_id"

@@ -47,7 +47,7 @@ async def delete(request: web.Request) -> web.Response:
     services, owner, response_id, job = _asked_for(request)
     if job is not None:
         await services.background.cancel(job)
-    if not await services.store.delete_response(owner, response_id, time.time()):
+    if not await services.store.responses.delete(owner, response_id, time.time()):
         raise _not_found(response_id)
     return json_reply({"id": response_id, "object": "response.deleted", "deleted": True})
 
@@ -103,7 +103,7 @@ async def _stored(request: web.Request) -> tuple[Turn, StoredResponse | None]:
     """Raises GatewayError `not_found`, also for a response of another key."""
     services = request.app[SERVICES]
     response_id = request.match_info["id"]
-    found = await services.store.read_response(services.principal(request).owner, response_id)
+    found = await services.store.responses.read(services.principal(request).owner, response_id)
     if found is None:
         raise _not_found(response_id)
     return found

@@ -25,17 +25,16 @@ from gateway.sessions.records import (
     Message,
     Origin,
     Outlook,
-    ResponseHistory,
     Session,
     SessionId,
     SessionSummary,
     SettingsPatch,
     StoredResponse,
     Turn,
-    TurnId,
     TurnStatus,
 )
 from gateway.sessions.reserve import Reserve
+from gateway.sessions.responses import Responses
 from gateway.sessions.room import Room
 from gateway.sessions.text import checked_end, checked_id, checked_title, clean, decode_cursor, encoded
 from gateway.sessions.wal import check_log
@@ -66,6 +65,7 @@ class SessionStore:
         self._health = health
         self._room = Room(writer, self._reader, reserve, file)
         self._searches = search.Searches()
+        self.responses = Responses(self._reader, self._write)
         self._lock_fd: int | None = lock_fd
 
     @classmethod
@@ -349,8 +349,8 @@ class SessionStore:
     ) -> Turn | None:
         """Store at once a turn that is already over, whether or not another runs (API requests may overlap), and show it.
 
-        token_ids: as for ``finish_turn``. response_id: the name by which ``find_response`` finds it. response: the call itself, for
-        ``read_response``. previous: the response that the call goes on from; if that is of this session, the turn follows the one of that
+        token_ids: as for ``finish_turn``. response_id: the name by which ``responses.find`` finds it. response: the call itself, for
+        ``responses.read``. previous: the response that the call goes on from; if that is of this session, the turn follows the one of that
         response, else the last one that is shown. The same turn id with the same content is stored once.
         Returns None if the session does not exist or was deleted. makes_session: make one that does not exist in the same transaction; for
         a deleted one that is a ``conflict``.
@@ -374,10 +374,6 @@ class SessionStore:
             makes_session,
         )
 
-    async def find_response(self, owner: str, response_id: str) -> tuple[SessionId, TurnId] | None:
-        """Which turn of this owner was recorded under `response_id`; None if there is none, or no longer."""
-        return await self._reader.transact(transactions.find_response, owner, response_id)
-
     async def find_turn(self, owner: str, turn_id: str) -> SessionId | None:
         """The session in which this owner has a turn of this id (the latest, if in several); None if there is none."""
         return await self._reader.transact(transactions.find_turn, owner, turn_id)
@@ -389,19 +385,6 @@ class SessionStore:
     async def outlook(self, owner: str, session_id: str) -> Outlook:
         """What the next prompt of a session begins with. Raises ``not_found``."""
         return await self._reader.transact(transactions.outlook, owner, session_id)
-
-    async def read_response(self, owner: str, response_id: str) -> tuple[Turn, StoredResponse | None] | None:
-        """A turn that was recorded under `response_id`, and the call itself, if that was recorded, too. None if there is none, or no longer."""
-        return await self._reader.transact(transactions.read_response, owner, response_id)
-
-    async def response_history(self, owner: str, response_id: str) -> ResponseHistory | None:
-        """The turns up to and including that of `response_id`, oldest first, without those that came to nothing. None if there is none."""
-        return await self._reader.transact(transactions.response_history, owner, response_id)
-
-    async def delete_response(self, owner: str, response_id: str, now: float) -> bool:
-        """Delete the turn of `response_id` for good, and its session if it was the only turn there; what follows the turn then follows the one
-        before it. False if there is none."""
-        return await self._write(owner, transactions.delete_response, owner, response_id, now)
 
 
 async def _opened(

@@ -456,6 +456,7 @@ _FIND_NAME = """SELECT s.id, t.id FROM turn_names n JOIN turns t ON t.seq = n.se
 
 
 def find_response(conn: sqlite3.Connection, owner: str, response_id: str) -> tuple[SessionId, TurnId] | None:
+    """See `Responses.find`."""
     found = conn.execute(_FIND_NAME, (owner, 1, clean(response_id))).fetchone()
     return None if found is None else (found[0], found[1])
 
@@ -463,6 +464,7 @@ def find_response(conn: sqlite3.Connection, owner: str, response_id: str) -> tup
 def read_response(
     conn: sqlite3.Connection, owner: str, response_id: str
 ) -> tuple[Turn, StoredResponse | None] | None:
+    """See `Responses.read`."""
     found = find_response(conn, owner, response_id)
     if found is None:
         return None
@@ -480,6 +482,7 @@ def _response(conn: sqlite3.Connection, seq: int) -> StoredResponse | None:
 
 
 def delete_response(conn: sqlite3.Connection, owner: str, response_id: str, now: float) -> bool:
+    """See `Responses.delete`."""
     found = find_response(conn, owner, response_id)
     if found is None:
         return False
@@ -495,6 +498,7 @@ def delete_response(conn: sqlite3.Connection, owner: str, response_id: str, now:
 
 
 def response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> ResponseHistory | None:
+    """See `Responses.history`."""
     found = find_response(conn, owner, response_id)
     if found is None:
         return None

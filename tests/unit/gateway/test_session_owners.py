@@ -211,7 +211,7 @@ async def check_migrated(path: Path) -> None:
         assert [turn.status for turn in turns] == ["done"] * (NUM_TURNS - 1) + ["failed"]
         for q in (f"title of {owner}", f"Ä ANSWER 3 to {owner}", f"{owner} asks {NUM_TURNS - 1}"):
             assert {name for name in OWNERS if await found(store, name, q)} == {owner}
-        assert await store.find_response(owner, "r3") == ("s", "t3")
+        assert await store.responses.find(owner, "r3") == ("s", "t3")
         assert await store.find_turn(owner, "t3") == "s"
     await store.close()
     with contextlib.closing(sqlite3.connect(path)) as conn:

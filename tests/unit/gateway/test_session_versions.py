@@ -137,7 +137,7 @@ async def test_responses_follow_the_one_that_they_go_on_from(store: SessionStore
         )
 
     async def history(name: str) -> list[str]:
-        found = await store.response_history("ann", f"r_{name}")
+        found = await store.responses.history("ann", f"r_{name}")
         assert found is not None
         return [turn.id for turn, _ in found.turns]
 
@@ -149,12 +149,12 @@ async def test_responses_follow_the_one_that_they_go_on_from(store: SessionStore
     assert (await history("b"), await history("d")) == (["a", "b"], ["a", "c", "d"])
     await call("z", "r_a", session="other")
     assert await turn_ids(store, "other") == ["z"], "that of another session is no turn to follow"
-    await store.delete_response("ann", "r_c", NOW)
+    await store.responses.delete("ann", "r_c", NOW)
     assert (await turn_ids(store, "s"), await history("d")) == (["a", "d"], ["a", "d"])
     assert await versions(store) == [["a"], ["b", "d"]]
-    await store.delete_response("ann", "r_d", NOW)
+    await store.responses.delete("ann", "r_d", NOW)
     assert await turn_ids(store, "s") == ["a", "b"], "in its place the newest of the others is shown"
-    await store.delete_response("ann", "r_a", NOW)
+    await store.responses.delete("ann", "r_a", NOW)
     assert await turn_ids(store, "s") == ["b"]
 
 

@@ -157,8 +157,8 @@ async def test_two_owners_may_use_one_id(store: SessionStore) -> None:
     assert await turn_ids(store, "s", "ann") == ["a1"]
     assert await turn_ids(store, "s", "bob") == ["b1", "b2"]
     assert await store.list_sessions("ann", q="secret") == ([], None)
-    assert await store.find_response("ann", "r") is None
-    assert await store.find_response("bob", "r") == ("s", "b2")
+    assert await store.responses.find("ann", "r") is None
+    assert await store.responses.find("bob", "r") == ("s", "b2")
     await store.delete("ann", "s", NOW)
     assert await turn_ids(store, "s", "bob") == ["b1", "b2"]
 
@@ -402,7 +402,7 @@ async def test_history_leaves_out_what_came_to_nothing(store: SessionStore) -> N
     assert [turn.id for turn in (await ask(store, "s", "e")).history] == ["a", "b", "d"]
     await store.record_turn("ann", "s", "f", "q", answer="a", response_id="r", now=NOW)
     await store.record_turn("ann", "s", "g", "later", answer="a", now=NOW)
-    found = await store.response_history("ann", "r")
+    found = await store.responses.history("ann", "r")
     assert found is not None and [turn.id for turn, _ in found.turns] == ["a", "b", "d", "f"]
 
 
@@ -483,14 +483,14 @@ async def test_record_turn_is_idempotent_and_found_by_its_response(store: Sessio
         NOW + 5,
         1,
     )
-    assert await store.find_response("ann", "resp_1") == ("s", "t")
-    assert await store.find_response("ann", "resp_\ud800\0") is None
+    assert await store.responses.find("ann", "resp_1") == ("s", "t")
+    assert await store.responses.find("ann", "resp_\ud800\0") is None
     await store.delete("ann", "s", NOW)
-    assert await store.find_response("ann", "resp_1") is None
+    assert await store.responses.find("ann", "resp_1") is None
     assert await store.record_turn("ann", "s", "u", "x", answer="y", now=NOW) is None
     await store.restore("ann", "s", NOW)
     await ask(store, "s", "v", after=None)
-    assert await store.find_response("ann", "resp_1") == ("s", "t")
+    assert await store.responses.find("ann", "resp_1") == ("s", "t")
 
 
 async def test_record_turn_beside_a_running_one(store: SessionStore) -> None:
@@ -544,7 +544,7 @@ async def test_text_that_sqlite_cannot_hold(store: SessionStore) -> None:
     assert (
         await store.record_turn("ann", "s", "u", raw, answer=raw, response_id=raw, now=NOW)
     ).answer == kept
-    assert await store.find_response("ann", raw) == ("s", "u")
+    assert await store.responses.find("ann", raw) == ("s", "u")
     assert len((await store.list_sessions("ann", q=raw))[0]) == 1
 
 

@@ -57,10 +57,10 @@ async def test_a_session_has_the_ids_of_its_last_call_and_a_response_those_up_to
     await record(store, "a", [1, 2, 3])
     await record(store, "b", [1, 2, 3, 4, 5], previous="resp_a")
     assert await ids_of(store) == [1, 2, 3, 4, 5]
-    found = await store.response_history("ann", "resp_a")
+    found = await store.responses.history("ann", "resp_a")
     assert found is not None and list(unpack_token_ids(found.token_ids)) == [1, 2, 3]
     assert await store.token_ids("bob", "s") == b"" == await store.token_ids("ann", "nowhere")
-    assert await store.response_history("bob", "resp_a") is None
+    assert await store.responses.history("bob", "resp_a") is None
 
 
 async def test_a_deleted_response_takes_its_turn_along_and_the_last_one_its_session(
@@ -68,14 +68,14 @@ async def test_a_deleted_response_takes_its_turn_along_and_the_last_one_its_sess
 ) -> None:
     await record(store, "a", [1, 2, 3])
     await record(store, "b", [1, 2, 3, 4, 5], previous="resp_a")
-    assert not await store.delete_response("bob", "resp_a", NOW)
-    assert await store.delete_response("ann", "resp_a", NOW)
-    assert await store.read_response("ann", "resp_a") is None
+    assert not await store.responses.delete("bob", "resp_a", NOW)
+    assert await store.responses.delete("ann", "resp_a", NOW)
+    assert await store.responses.read("ann", "resp_a") is None
     assert await ids_of(store) == [], (
         "what was added to the ids of the turn that is gone means nothing without it"
     )
     assert [turn.id for turn in (await store.get_session("ann", "s")).turns] == ["b"]
-    assert await store.delete_response("ann", "resp_b", NOW)
+    assert await store.responses.delete("ann", "resp_b", NOW)
     with pytest.raises(GatewayError):
         await store.get_session("ann", "s")
 
@@ -102,7 +102,7 @@ async def test_what_a_response_holds_counts_as_its_owners_bytes(store: SessionSt
     else:
         pytest.fail("nothing was refused")
     for freed in range(number):
-        assert await store.delete_response("ann", f"r{freed}", NOW)
+        assert await store.responses.delete("ann", f"r{freed}", NOW)
     await record(store, "b", [], session="other")
 
 
