@@ -32,6 +32,7 @@ from gateway import (
     openapi,
     response_routes,
     rest,
+    transfer_routes,
     vllm_routes,
     web_policy,
 )
@@ -221,6 +222,7 @@ def build_app(services: Services) -> web.Application:
     engine_routes.add_routes(app)
     node_routes.add_routes(app)
     openapi.add_routes(app)
+    transfer_routes.add_routes(app)
     vllm_routes.add_routes(app)
     app.add_routes([web.get("/ws", chat_socket.chat_socket)])
     app.on_response_prepare.append(web_policy.add_headers)

@@ -6,9 +6,16 @@ from gateway.api_bodies import SessionPage
 from gateway.api_operation import SESSIONS, Body, Operation, Parameter, Reply
 from gateway.rest import ChooseVersion, CreateSession, PatchSession
 from gateway.sessions import Session, SessionSummary
+from gateway.sessions.archive import FORMAT, VERSION, Archive
 
 _TEXT = {"type": "string"}
 _SESSION = Parameter("id", "path", _TEXT, "The session's id.")
+
+_ARCHIVE = {
+    "format": FORMAT,
+    "version": VERSION,
+    "turns": [{"id": "1", "content": "Hello!", "answer": "Hello! How can I help you?"}],
+}
 
 SESSION_OPERATIONS: tuple[Operation, ...] = (
     Operation(
@@ -35,6 +42,36 @@ SESSION_OPERATIONS: tuple[Operation, ...] = (
         ),
         replies={200: Reply(description="A page of the list.", shape=SessionPage)},
         errors=(400, 503),
+    ),
+    Operation(
+        "post",
+        "/api/sessions/import",
+        "import_session",
+        SESSIONS,
+        "Store a conversation that was exported as a new one",
+        "Under new ids, whole or not at all. Also takes messages in OpenAI's chat format. An adapter that is not here is left out.",
+        body=Body(shape=Archive, example=_ARCHIVE),
+        replies={201: Reply(description="The new session.", shape=Session)},
+        errors=(400, 503),
+    ),
+    Operation(
+        "get",
+        "/api/sessions/{id}/export",
+        "export_session",
+        SESSIONS,
+        "Write a conversation to a file",
+        "As JSON all versions of its messages, to be imported; as Markdown what is shown, to be read.",
+        parameters=(
+            _SESSION,
+            Parameter(
+                "format",
+                "query",
+                {"type": "string", "enum": ["json", "markdown"], "default": "json"},
+                "The form of the file.",
+            ),
+        ),
+        replies={200: Reply(description="The file.", shape=Archive, media=("text/markdown",))},
+        errors=(400, 404, 503),
     ),
     Operation(
         "post",

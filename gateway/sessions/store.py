@@ -14,7 +14,8 @@ from typing import Any, Final, TypeVar
 from msgspec import UNSET, UnsetType
 
 from gateway.errors import GatewayError
-from gateway.sessions import listing, search, transactions
+from gateway.sessions import listing, search, transactions, transfers
+from gateway.sessions.archive import Archive
 from gateway.sessions.connection import Connection, is_full, is_index_damaged
 from gateway.sessions.database import lock, open_reader, open_writer, unusable
 from gateway.sessions.health import Health
@@ -229,6 +230,14 @@ class SessionStore:
         return await self._write(
             owner, transactions.patch, owner, session_id, new_title, new_adapter, is_pinned, settings, now
         )
+
+    async def export(self, owner: str, session_id: str) -> Archive:
+        """All of a session, its other versions included. Raises ``not_found``."""
+        return await self._searcher.transact(transfers.export, owner, session_id)
+
+    async def bring_in(self, owner: str, archive: Archive, adapters: frozenset[str], now: float) -> Session:
+        """Store an archive as a new session. Source of what is taken over, and of what is raised: `transfers.bring_in`."""
+        return await self._write(owner, transfers.bring_in, owner, archive, adapters, now)
 
     async def delete(self, owner: str, session_id: str, now: float) -> None:
         """Hide the session; for 30 s ``restore`` brings it back. Its running turn is the caller's to stop. Raises ``not_found``."""

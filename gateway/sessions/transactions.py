@@ -34,7 +34,7 @@ from gateway.sessions.text import clean, clean_text, is_id, title_from
 from gateway.sessions.token_ids import drop_token_ids_below, store_token_ids, token_ids_up_to
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """A session that is not deleted."""
 
     row: int
@@ -83,7 +83,7 @@ def _turn(columns: Sequence[Any]) -> Turn:
     )
 
 
-def _session(conn: sqlite3.Connection, row: _Row) -> Session:
+def _session(conn: sqlite3.Connection, row: Row) -> Session:
     turns = _turns_up_to(conn, tree.tip(conn, row.row))
     return Session(
         id=row.id,
@@ -102,7 +102,7 @@ def _turns_up_to(conn: sqlite3.Connection, last: int) -> list[Turn]:
     return [_turn(columns) for columns in conn.execute(sql, (last,))]
 
 
-def _find(conn: sqlite3.Connection, owner: str, session_id: str) -> _Row | None:
+def _find(conn: sqlite3.Connection, owner: str, session_id: str) -> Row | None:
     # No session has an id that we would not have let in; and SQLite would choke on some of them.
     if not is_id(session_id):
         return None
@@ -112,10 +112,11 @@ def _find(conn: sqlite3.Connection, owner: str, session_id: str) -> _Row | None:
     if columns is None:
         return None
     *own, keeper, is_indexed = columns
-    return _Row._make((*own, search.Owner(keeper, bool(is_indexed))))
+    return Row._make((*own, search.Owner(keeper, bool(is_indexed))))
 
 
-def _live(conn: sqlite3.Connection, owner: str, session_id: str) -> _Row:
+def live(conn: sqlite3.Connection, owner: str, session_id: str) -> Row:
+    """A session that is not deleted. Raises ``not_found``."""
     row = _find(conn, owner, session_id)
     if row is None:
         raise GatewayError("not_found", "There is no such session.", param="session_id")
@@ -160,7 +161,7 @@ def create(
     taken = conn.execute(sql, (owner, session_id)).fetchone()
     if taken is not None:
         if exist_ok and not taken[0]:
-            return _session(conn, _live(conn, owner, session_id))
+            return _session(conn, live(conn, owner, session_id))
         advice = "was deleted a moment ago: restore it, or wait 30 s" if taken[0] else "exists already"
         raise GatewayError("conflict", f"A session of this id {advice}.", param="session_id")
     quota.check(conn, owner, SESSION_BYTES, now)
@@ -170,11 +171,11 @@ def create(
     assert row is not None
     search.add_title(conn, keeper, row, title)
     settings.change(conn, owner, row, wanted, now)
-    return _session(conn, _live(conn, owner, session_id))
+    return _session(conn, live(conn, owner, session_id))
 
 
 def get(conn: sqlite3.Connection, owner: str, session_id: str) -> Session:
-    return _session(conn, _live(conn, owner, session_id))
+    return _session(conn, live(conn, owner, session_id))
 
 
 def patch(
@@ -187,7 +188,7 @@ def patch(
     wanted: SettingsPatch,
     now: float,
 ) -> SessionSummary:
-    row = _live(conn, owner, session_id)
+    row = live(conn, owner, session_id)
     settings.change(conn, owner, row.row, wanted, now)
     new_title = row.title if isinstance(title, UnsetType) else title
     new_adapter = row.adapter if isinstance(adapter, UnsetType) else adapter
@@ -198,7 +199,7 @@ def patch(
     return listing.summary_of(conn, owner, session_id)
 
 
-def _set_title(conn: sqlite3.Connection, row: _Row, title: str | None) -> None:
+def _set_title(conn: sqlite3.Connection, row: Row, title: str | None) -> None:
     if title != row.title:
         search.drop_title(conn, row.owner, row.row, row.title)
         conn.execute("UPDATE sessions SET title = ? WHERE row = ?", (title, row.row))
@@ -206,16 +207,14 @@ def _set_title(conn: sqlite3.Connection, row: _Row, title: str | None) -> None:
 
 
 def delete(conn: sqlite3.Connection, owner: str, session_id: str, now: float) -> None:
-    conn.execute(
-        "UPDATE sessions SET deleted_at = ? WHERE row = ?", (now, _live(conn, owner, session_id).row)
-    )
+    conn.execute("UPDATE sessions SET deleted_at = ? WHERE row = ?", (now, live(conn, owner, session_id).row))
 
 
 def restore(conn: sqlite3.Connection, owner: str, session_id: str, now: float) -> Session:
     if is_id(session_id):
         sql = "UPDATE sessions SET deleted_at = NULL WHERE owner = ? AND id = ? AND deleted_at >= ?"
         conn.execute(sql, (owner, session_id, now - RESTORE_WINDOW_S))
-    return _session(conn, _live(conn, owner, session_id))
+    return _session(conn, live(conn, owner, session_id))
 
 
 # Chosen: what one transaction of a purge removes, so that messages do not wait for it and a nearly full disk holds its log.
@@ -275,7 +274,7 @@ def _erase(conn: sqlite3.Connection, owner: search.Owner, row: int, title: str |
 
 
 def begin(conn: Database, owner: str, session_id: str, message: Message) -> BeginResult:
-    row = _live(conn, owner, session_id)
+    row = live(conn, owner, session_id)
     content = clean_text(message.content)
     known = _known(conn, row.row, message.id, content)
     if known is not None and known.status != "failed":
@@ -303,7 +302,7 @@ def begin(conn: Database, owner: str, session_id: str, message: Message) -> Begi
     )
 
 
-def _touch(conn: sqlite3.Connection, row: _Row, title: str | None, adapter: str | None, now: float) -> None:
+def _touch(conn: sqlite3.Connection, row: Row, title: str | None, adapter: str | None, now: float) -> None:
     """What a new turn changes in its session."""
     sql = "UPDATE sessions SET adapter = ?, updated_at = max(updated_at, ?) WHERE row = ?"
     conn.execute(sql, (adapter, now, row.row))
@@ -337,7 +336,7 @@ def _cleaned(end: End) -> End:
 
 
 def _set_running(
-    conn: sqlite3.Connection, row: _Row, message: Message, content: str, adapter: str | None
+    conn: sqlite3.Connection, row: Row, message: Message, content: str, adapter: str | None
 ) -> int:
     """Add the turn, or wipe the failed one that stands there; returns its `seq`."""
     search.drop_turns(conn, row.owner, "session = ? AND id = ?", (row.row, message.id))
@@ -429,7 +428,7 @@ def record(
     return _known(conn, row.row, message.id, content)
 
 
-def _parent_of_call(conn: sqlite3.Connection, owner: str, row: _Row, previous: str | None) -> int:
+def _parent_of_call(conn: sqlite3.Connection, owner: str, row: Row, previous: str | None) -> int:
     """The turn that an API call follows: that of the response it goes on from, if that is of this session; else the last one shown."""
     found = None if previous is None else find_response(conn, owner, previous)
     if found is None or found[0] != row.id:
@@ -438,7 +437,7 @@ def _parent_of_call(conn: sqlite3.Connection, owner: str, row: _Row, previous: s
 
 
 def choose(conn: sqlite3.Connection, owner: str, session_id: str, turn_id: str) -> Session:
-    row = _live(conn, owner, session_id)
+    row = live(conn, owner, session_id)
     seq = _place(conn, row.row, turn_id, "turn_id")
     _refuse_second(conn, row.row)
     tree.choose(conn, row.row, seq)
@@ -468,7 +467,7 @@ def read_response(
     found = find_response(conn, owner, response_id)
     if found is None:
         return None
-    row = _live(conn, owner, found[0])
+    row = live(conn, owner, found[0])
     seq = _place(conn, row.row, found[1], "turn_id")
     (columns,) = conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,))
     return _turn(columns), _response(conn, seq)
@@ -486,7 +485,7 @@ def delete_response(conn: sqlite3.Connection, owner: str, response_id: str, now:
     found = find_response(conn, owner, response_id)
     if found is None:
         return False
-    row = _live(conn, owner, found[0])
+    row = live(conn, owner, found[0])
     seq = _place(conn, row.row, found[1], "turn_id")
     search.drop_turns(conn, row.owner, "seq = ?", (seq,))
     drop_token_ids_below(conn, seq)
@@ -502,7 +501,7 @@ def response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> 
     found = find_response(conn, owner, response_id)
     if found is None:
         return None
-    row = _live(conn, owner, found[0])
+    row = live(conn, owner, found[0])
     last = _place(conn, row.row, found[1], "turn_id")
     sql = f"{tree.PATH} SELECT seq, {_TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
     turns = [(_turn(columns), _response(conn, seq)) for seq, *columns in conn.execute(sql, (last,))]
@@ -524,7 +523,7 @@ def token_ids(conn: sqlite3.Connection, owner: str, session_id: str) -> bytes:
 
 
 def outlook(conn: sqlite3.Connection, owner: str, session_id: str) -> Outlook:
-    row = _live(conn, owner, session_id)
+    row = live(conn, owner, session_id)
     last = tree.tip(conn, row.row)
     history = [turn for turn in _turns_up_to(conn, last) if turn.is_history]
     return Outlook(

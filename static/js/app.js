@@ -14,7 +14,6 @@ import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
 import { readCalls, readKey, writeCalls, writeDraft, writeKey } from './storage.js';
 import { Transcript } from './transcript.js';
-import { showExamples } from './welcome.js';
 
 const showShortcuts = async () => (await import('./shortcuts.js')).showShortcuts();
 
@@ -87,6 +86,7 @@ export class App {
       rename: (id, title) => this.#rename(id, title),
       remove: (id) => this.#remove(id),
       pin: (id, isPinned) => this.#pin(id, isPinned),
+      save: async (id, format) => (await import('./transfer.js')).exportSession(this.api, id, format),
       search: async (q) => (await this.#tell(this.api.list({ q, origin: this.#origin() })))?.sessions ?? [],
       more: () => this.#list(false),
     }, () => ({ sessions: this.index.sorted(), hasMore: this.index.next !== null, current: this.core.current,
@@ -102,6 +102,7 @@ export class App {
   }
 
   #listen() {
+    document.addEventListener('imported', () => this.#list(true));
     document.addEventListener('typeset', () => this.follower.grown());
     addEventListener('hashchange', () => this.#openSession(sessionFromHash()));
     document.addEventListener('keydown', (event) => this.#onKey(event));
@@ -368,11 +369,11 @@ export class App {
     this.composer.offersAhead = Boolean(server.drafts);
     this.composer.offer(models);
     byId('server').textContent = `${server.model.split('/').at(-1)} · ${NAME} ${server.version}`;
-    showExamples(byId('examples'), models, ({ text, adapter }) => {
+    import('./welcome.js').then(({ showExamples }) => showExamples(byId('examples'), models, ({ text, adapter }) => {
       this.composer.adapter = adapter ?? null;
       this.composer.write(text);
       this.composer.area.focus();
-    });
+    }));
   }
 
   #onCurrent() {

@@ -12,6 +12,7 @@ const UNTITLED = 'New chat';
  * @property {(id: string, title: string) => void} rename
  * @property {(id: string) => void} remove
  * @property {(id: string, isPinned: boolean) => void} pin
+ * @property {(id: string, format: 'json'|'markdown') => void} save
  * @property {(q: string) => Promise<object[]>} search  resolves to sessions
  * @property {() => void} more  the end of the list came into view
  */
@@ -104,6 +105,8 @@ export class Rail {
     openMenu(button, [
       session.is_pinned ? ['Unpin', () => this.actions.pin(session.id, false)] : ['Pin', () => this.actions.pin(session.id, true)],
       ['Rename', () => this.rename(session.id)],
+      ['Export as Markdown', () => this.actions.save(session.id, 'markdown')],
+      ['Export as JSON', () => this.actions.save(session.id, 'json')],
       ['Delete', () => this.actions.remove(session.id), 'danger'],
     ]);
   }

@@ -12,7 +12,8 @@ expect = pytest.importorskip("playwright.sync_api").expect
 
 STATIC = Path(__file__).resolve().parents[2] / "static"
 # Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, the side sheet, formulas, files, the
-# list of shortcuts, the menu and the title field of a conversation, an answer's timings, the form that edits a question, the question for a key.
+# list of shortcuts, the menu and the title field of a conversation, an answer's timings, the form that edits a question, the question for a key,
+# export and import, what the demo model is asked for example.
 OWN_BYTES_MAX = 150 * 1000
 LATER_BYTES_MAX = {
     "docs": 30 * 1000,
@@ -22,6 +23,8 @@ LATER_BYTES_MAX = {
     "files": 10 * 1000,
     "shortcuts": 2 * 1000,
     "menu": 2 * 1000,
+    "transfer": 3 * 1000,
+    "welcome": 2 * 1000,
     "rename": 2 * 1000,
     "timings": 2 * 1000,
     "editor": 2 * 1000,
@@ -211,6 +214,32 @@ def test_a_pinned_conversation_stays_on_top_of_newer_ones(chat) -> None:
     expect(chat.page.locator(".session-row").first).to_contain_text(first)
     chat.row(first).locator(".session").press("p")
     expect(chat.page.locator(".day").first).to_have_text("Today")
+
+
+def test_a_conversation_is_exported_and_imported(chat, tmp_path, page_watch) -> None:
+    """As Markdown to be read; as JSON, which becomes another conversation that is opened. What is no conversation is refused in words."""
+    name = f"Copied {uuid.uuid4().hex[:8]}"
+    chat.ask(f"{name}.")
+    first = chat.session_id
+
+    def exported(kind: str) -> Path:
+        chat.row(name).first.get_by_role("button", name="Options").click()
+        with chat.page.expect_download() as download:
+            chat.page.get_by_role("menuitem", name=f"Export as {kind}").click()
+        path = tmp_path / download.value.suggested_filename
+        download.value.save_as(path)
+        return path
+
+    markdown, whole = exported("Markdown"), exported("JSON")
+    assert markdown.name == f"{name.replace(' ', '-')}.md" and f"## You\n\n{name}." in markdown.read_text()
+    chat.page.keyboard.press("Control+,")
+    chat.page.get_by_label("File to import").set_input_files(whole)
+    expect(chat.row(name)).to_have_count(2)
+    expect(chat.page.locator(".bubble")).to_have_text(f"{name}.")
+    assert chat.session_id != first
+    page_watch.forgive()
+    chat.page.get_by_label("File to import").set_input_files(markdown)
+    expect(chat.page.get_by_text("The body is not valid JSON")).to_be_visible()
 
 
 def test_conversations_of_api_calls_are_listed_when_asked_for(chat) -> None:

@@ -2,6 +2,7 @@
 
 import { toast } from '../dialogs.js';
 import { h, iconButton } from '../dom.js';
+import { importSession } from '../transfer.js';
 import { readTheme, writeTheme } from '../storage.js';
 import { addStyle } from './style.js';
 
@@ -43,7 +44,8 @@ export class Sheet {
     h('section', { 'aria-labelledby': 'sheet-chat' }, h('h3', { id: 'sheet-chat' }, 'This conversation'),
       ...this.#fields(), h('div', { class: 'sheet-saved' }, this.status, this.again), this.defaults),
     h('section', { 'aria-labelledby': 'sheet-browser' }, h('h3', { id: 'sheet-browser' }, 'This browser'),
-      themePicker(), this.#ahead()));
+      themePicker(), this.#ahead()),
+    h('section', { 'aria-labelledby': 'sheet-files' }, h('h3', { id: 'sheet-files' }, 'Files'), ...this.#importing()));
   }
 
   #fields() {
@@ -60,6 +62,24 @@ export class Sheet {
       field('temperature', 'Temperature', temperature, 'From 0 (always the likeliest words) to 2 (the most varied).'),
       field('max-tokens', 'Longest answer, in tokens', length, 'A token is about three quarters of an English word.'),
     ];
+  }
+
+  #importing() {
+    const input = h('input', { type: 'file', accept: '.json,application/json', hidden: true, 'aria-label': 'File to import',
+      on: { change: () => this.#import(input) } });
+    return [input, h('button', { type: 'button', class: 'button', on: { click: () => input.click() } }, 'Import a conversation'),
+      h('p', { class: 'note' }, 'A file that was exported here, or messages in OpenAI’s format. To export one, open its menu in the list.')];
+  }
+
+  async #import(input) {
+    const [file] = input.files;
+    input.value = '';
+    const session = file && await importSession(this.settings.api, file);
+    if (!session) return;
+    if (NARROW.matches) this.#close();
+    location.hash = `#/s/${encodeURIComponent(session.id)}`;
+    document.dispatchEvent(new Event('imported'));
+    toast(`“${session.title || 'New chat'}” imported.`);
   }
 
   #ahead() {

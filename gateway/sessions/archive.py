@@ -1,0 +1,194 @@
+"""A conversation as a file: all of its versions as JSON, or what is shown of it as Markdown. Pure."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from engine_bridge.node import Timings, Usage
+from gateway.errors import GatewayError
+from gateway.sessions.records import SettingsPatch, TurnId
+from gateway.sessions.text import is_id
+
+FORMAT: Final = "overture-conversation"
+VERSION: Final = 1
+MAX_TURNS: Final = 10_000  # Chosen: a person writes fewer in a year; one of so many takes a second to store.
+
+_T = TypeVar("_T")
+
+Word = Annotated[str, Meta(max_length=200)]
+
+
+class ArchivedTurn(Struct, frozen=True, kw_only=True):
+    """A message with its answer. parent: the id of the turn that it follows, which stands before it; None for a first one. is_chosen: whether
+    it is the one that is shown of the turns with this parent."""
+
+    id: TurnId
+    parent: TurnId | None = None
+    is_chosen: bool = True
+    content: str
+    answer: str = ""
+    reasoning: str = ""
+    status: Literal["done", "stopped", "failed"] = "done"
+    adapter: Word | None = None
+    finish_reason: Word | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    created_at: float = 0.0
+
+
+class Archive(Struct, frozen=True, kw_only=True):
+    """A conversation as it is exported and imported. Times are seconds since the epoch."""
+
+    format: Literal["overture-conversation"] = FORMAT
+    version: int = VERSION
+    title: Word | None = None
+    adapter: Word | None = None
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    settings: SettingsPatch = SettingsPatch()
+    turns: list[ArchivedTurn]
+
+
+class OpenAIMessage(Struct, frozen=True):
+    """A message of OpenAI's chat format, as far as it is text."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
+class OpenAIMessages(Struct, frozen=True, kw_only=True):
+    """A conversation in OpenAI's chat format, which other programs export."""
+
+    messages: list[OpenAIMessage]
+    title: Word | None = None
+
+
+def read_archive(body: object) -> Archive:
+    """What a client's file holds, checked. Raises GatewayError `bad_request` with the place of the fault."""
+    if not isinstance(body, dict):
+        raise _refused("It is not a JSON object.")
+    if "messages" in body and "turns" not in body:
+        return _from_messages(_converted(body, OpenAIMessages))
+    if body.get("format") != FORMAT:
+        raise _refused(f'It has neither "format": "{FORMAT}" nor "messages".')
+    version = body.get("version")
+    if version != VERSION:
+        raise _refused(f"It is of version {version!r}, and this server reads version {VERSION}.")
+    archive = _converted(body, Archive)
+    _check_tree(archive.turns)
+    return archive
+
+
+def _converted(body: object, kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise _refused(f"{error}.") from error
+
+
+def _refused(why: str) -> GatewayError:
+    return GatewayError("bad_request", f"This file cannot be imported. {why}")
+
+
+def _check_tree(turns: Sequence[ArchivedTurn]) -> None:
+    """Each turn follows one before it, and of those that follow the same turn exactly one is shown. So there is no circle."""
+    if len(turns) > MAX_TURNS:
+        raise _refused(f"It has {len(turns)} turns, and {MAX_TURNS} are the most.")
+    seen: set[str] = set()
+    chosen: dict[str | None, bool] = {}
+    for number, turn in enumerate(turns):
+        where = f"turns[{number}]"
+        if not is_id(turn.id):
+            raise _refused(f"The id of {where} is none.")
+        if turn.id in seen:
+            raise _refused(f"The id of {where} stands there twice.")
+        if turn.parent is not None and turn.parent not in seen:
+            raise _refused(f"The parent of {where} does not stand before it.")
+        if turn.is_chosen and chosen.get(turn.parent):
+            raise _refused(f"{where} is chosen, and so is another version of it.")
+        chosen[turn.parent] = chosen.get(turn.parent, False) or turn.is_chosen
+        seen.add(turn.id)
+    if not all(chosen.values()):
+        raise _refused("Of some message no version is chosen.")
+
+
+def _from_messages(given: OpenAIMessages) -> Archive:
+    system = [each.content for each in given.messages if each.role in ("system", "developer")]
+    turns: list[ArchivedTurn] = []
+    is_open = False
+    for number, message in enumerate(given.messages):
+        last = turns[-1] if turns else None
+        if message.role == "user":
+            turns.append(_turn_of(message.content, last))
+            is_open = True
+        elif message.role == "assistant":
+            if not is_open or last is None:
+                raise _refused(f"messages[{number}] answers no message of a user.")
+            turns[-1] = msgspec.structs.replace(last, answer=message.content, status="done")
+            is_open = False
+    if len(turns) > MAX_TURNS:
+        raise _refused(f"It has {len(turns)} turns, and {MAX_TURNS} are the most.")
+    prompt = "\n\n".join(system)
+    settings = _converted({"system_prompt": prompt} if prompt else {}, SettingsPatch)
+    return Archive(title=given.title, settings=settings, turns=turns)
+
+
+def _turn_of(content: str, last: ArchivedTurn | None) -> ArchivedTurn:
+    number = 0 if last is None else int(last.id) + 1
+    parent = None if last is None else last.id
+    # Without an answer it counts as one that was stopped: later turns know of it.
+    return ArchivedTurn(id=TurnId(str(number)), parent=parent, content=content, status="stopped")
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def shown(turns: Sequence[ArchivedTurn]) -> list[ArchivedTurn]:
+    """The turns that a page shows, in their order."""
+    found: list[ArchivedTurn] = []
+    for turn in turns:
+        if turn.is_chosen and turn.parent == (found[-1].id if found else None):
+            found.append(turn)
+    return found
+
+
+def as_markdown(archive: Archive, model: str) -> str:
+    """What is shown of a conversation, to be read by people. model: what answers where no adapter does."""
+    day = time.strftime("%Y-%m-%d", time.gmtime(archive.created_at))
+    parts = [
+        f"# {_one_line(archive.title or 'New chat')}",
+        f"*{day} · {_one_line(archive.adapter or model)}*",
+    ]
+    if isinstance(archive.settings.system_prompt, str):
+        parts += ["## System prompt", archive.settings.system_prompt]
+    for turn in shown(archive.turns):
+        parts += ["## You", turn.content, f"## {_one_line(turn.adapter or model)}"]
+        if turn.reasoning:
+            parts.append(
+                f"<details>\n<summary>Reasoning</summary>\n\n{_without_tags(turn.reasoning)}\n\n</details>"
+            )
+        parts.append(turn.answer or "*(no answer)*")
+        if turn.status == "stopped" and turn.answer:
+            parts.append("*(stopped)*")
+    return "\n\n".join(parts) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _without_tags(text: str) -> str:
+    """Text that cannot end the block in which it stands."""
+    return re.sub(r"</?details", lambda found: found[0].replace("<", "&lt;"), text, flags=re.IGNORECASE)
+
+
+def file_name(title: str | None, suffix: str) -> str:
+    """A name for the file that every system takes: letters, digits and dashes of the title."""
+    words = re.sub(r"[^\w]+", "-", title or "", flags=re.UNICODE).strip("-_")[:60].strip("-_")
+    return f"{words or 'conversation'}.{suffix}"

@@ -1,0 +1,183 @@
+"""Conversations as files: what is written is read again, and what cannot be one is refused with its place."""
+
+from copy import deepcopy
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from gateway.errors import GatewayError
+from gateway.sessions.archive import MAX_TURNS, Archive, as_markdown, file_name, read_archive, shown
+from tests.unit.gateway.conftest import Gateway, Gateways
+
+KV = {"device": 1, "host": 0, "disk": 0, "recomputed": 4}
+TIMINGS = {"queue_ms": 0.5, "ttft_ms": 9.0, "tpot_ms": None, "e2e_ms": 12.0, "kv": KV}
+
+
+def turn(name: str, parent: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"id": name, "parent": parent, "content": f"ask {name}", "answer": f"re: {name}"} | more
+
+
+WHOLE: dict[str, Any] = {
+    "format": "overture-conversation",
+    "version": 1,
+    "title": "Harbours",
+    "adapter": "pirate",
+    "created_at": 1_700_000_000.0,
+    "settings": {"system_prompt": "Be brief.", "temperature": 0.5},
+    "turns": [
+        turn("a", is_chosen=False, usage={"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 1}, timings=TIMINGS),
+        turn("b", "a", reasoning="hm", status="failed", finish_reason=None),
+        turn("c", adapter="pirate", finish_reason="stop", created_at=1_700_000_001.0),
+        turn("d", "c", is_chosen=False),
+        turn("e", "c", status="stopped"),
+    ],
+}  # fmt: skip
+
+
+def without_names(archive: dict[str, Any]) -> dict[str, Any]:
+    """With numbers for ids, and without when it was used last."""
+    numbers = {each["id"]: number for number, each in enumerate(archive["turns"])}
+    turns = [
+        each | {"id": numbers[each["id"]], "parent": numbers.get(each["parent"])} for each in archive["turns"]
+    ]
+    return archive | {"turns": turns, "updated_at": 0}
+
+
+async def test_what_was_imported_is_exported_as_it_was(gateways: Gateways) -> None:
+    """All versions, settings and figures; under new ids, so that the same file can be imported twice."""
+    gateway: Gateway = await gateways()
+    async with aiohttp.ClientSession(gateway.server.url) as http:
+        ids, exports = [], []
+        given: object = WHOLE
+        for _ in range(2):
+            async with http.post("/api/sessions/import", json=given) as reply:
+                session = await reply.json()
+                assert reply.status == 201, session
+            assert [each["content"] for each in session["turns"]] == ["ask c", "ask e"]
+            assert session["settings"]["system_prompt"] == "Be brief."
+            ids.append(session["id"])
+            async with http.get(f"/api/sessions/{session['id']}/export") as reply:
+                assert (reply.status, reply.content_type) == (200, "application/json")
+                assert 'filename="Harbours.json"' in reply.headers["Content-Disposition"]
+                given = await reply.json()
+            exports.append(without_names(given))
+        assert exports[0] == exports[1] and ids[0] != ids[1]
+        wanted = without_names(msgspec.to_builtins(read_archive(WHOLE)))
+        times = {each.pop("created_at") for each in (*exports[0]["turns"], *wanted["turns"])}
+        assert 1_700_000_001.0 in times
+        assert exports[0] | {"adapter": "pirate"} == wanted, (
+            "all but an adapter that this server does not have"
+        )
+        async with http.get("/api/sessions?q=ask a") as reply:
+            assert {each["id"] for each in (await reply.json())["sessions"]} == set(ids)
+
+
+async def test_a_conversation_goes_on_where_an_import_ends(gateways: Gateways) -> None:
+    gateway: Gateway = await gateways()
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where is Lisbon?"},
+        {"role": "assistant", "content": "In Portugal."},
+    ]
+    async with aiohttp.ClientSession(gateway.server.url) as http:
+        async with http.post("/api/sessions/import", json={"messages": messages}) as reply:
+            session = await reply.json()
+        assert (reply.status, session["title"]) == (201, "Where is Lisbon?")
+        await gateway.answered("next", "Answer.", owner="local", session_id=session["id"])
+        async with http.get(f"/api/sessions/{session['id']}") as reply:
+            turns = (await reply.json())["turns"]
+    assert [each["content"] for each in turns] == ["Where is Lisbon?", "Hello!"]
+    asked = gateway.node.answers[-1].request.messages
+    assert [each.content for each in asked] == ["Be brief.", "Where is Lisbon?", "In Portugal.", "Hello!"]
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return deepcopy(WHOLE) | changes
+
+
+def with_turn(number: int, **changes: Any) -> dict[str, Any]:
+    archive = deepcopy(WHOLE)
+    archive["turns"][number] |= changes
+    return archive
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ([], "not a JSON object"),
+        ({}, "format"),
+        (changed(format="other"), "format"),
+        (changed(version=2), "reads version 1"),
+        (changed(turns="many"), "turns"),
+        (changed(turns=[turn("a"), turn("a")]), "twice"),
+        (changed(turns=[turn("a", "b"), turn("b", "a")]), "parent"),
+        (changed(turns=[turn("a", "a")]), "parent"),
+        (changed(turns=[turn("a"), turn("b")]), "another version"),
+        (changed(turns=[turn("a", is_chosen=False)]), "no version is chosen"),
+        (changed(turns=[turn("a b")]), "id"),
+        (changed(title="x" * 201), "title"),
+        (changed(settings={"temperature": 9}), "temperature"),
+        (changed(settings={"unknown": 9}), "unknown"),
+        (with_turn(0, status="running"), "status"),
+        (with_turn(0, timings={"kv": "device"}), "timings"),
+        (with_turn(0, usage={"prompt_tokens": "5"}), "usage"),
+        (with_turn(0, content=7), "content"),
+        ({"messages": [{"role": "assistant", "content": "first"}]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": "x"}] * (MAX_TURNS + 1)}, "most"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_conversation_is_refused_with_the_place(body: object, why: str) -> None:
+    with pytest.raises(GatewayError, match="cannot be imported") as refused:
+        read_archive(body)
+    assert refused.value.code == "bad_request" and why in refused.value.message
+
+
+async def test_a_refused_import_leaves_nothing_behind(gateways: Gateways) -> None:
+    gateway: Gateway = await gateways()
+    async with aiohttp.ClientSession(gateway.server.url) as http:
+        for body in (with_turn(4, parent="nowhere"), changed(title="x" * 300)):
+            async with http.post("/api/sessions/import", json=body) as reply:
+                assert (reply.status, (await reply.json())["error"]["code"]) == (400, "bad_request")
+        async with http.get("/api/sessions") as reply:
+            assert (await reply.json())["sessions"] == []
+        async with http.get("/api/sessions/none/export") as reply:
+            assert reply.status == 404
+        async with http.get("/api/sessions/none/export?format=pdf") as reply:
+            assert (reply.status, (await reply.json())["error"]["param"]) == (400, "format")
+
+
+def test_markdown_holds_what_is_shown() -> None:
+    text = as_markdown(read_archive(WHOLE), "some-model")
+    assert text.startswith(
+        "# Harbours\n\n*2023-11-14 · pirate*\n\n## System prompt\n\nBe brief.\n\n## You\n\nask c\n\n## pirate\n\nre: c"
+    )
+    assert "ask a" not in text and "ask d" not in text
+    assert text.endswith("## some-model\n\nre: e\n\n*(stopped)*\n")
+    hostile = Archive(
+        turns=read_archive({"messages": [{"role": "user", "content": "hi"}]}).turns, title="a\n# b"
+    )
+    thought = msgspec.structs.replace(hostile.turns[0], reasoning="</Details><script>")
+    text = as_markdown(msgspec.structs.replace(hostile, turns=[thought]), "m")
+    assert text.startswith("# a # b\n") and "&lt;/Details>" in text and "*(no answer)*" in text
+
+
+def test_what_is_shown_follows_the_chosen_versions() -> None:
+    assert [each.id for each in shown(read_archive(WHOLE).turns)] == ["c", "e"]
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        (None, "conversation.md"),
+        ("../../etc/passwd", "etc-passwd.md"),
+        ('a "b"\r\nX: y', "a-b-X-y.md"),
+        ("Über Häfen", "Über-Häfen.md"),
+        ("-" * 99, "conversation.md"),
+        ("x" * 99, "x" * 60 + ".md"),
+    ],
+)  # fmt: skip
+def test_file_names_are_plain(title: str | None, name: str) -> None:
+    assert file_name(title, "md") == name
