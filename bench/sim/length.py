@@ -1,6 +1,6 @@
 """How well are answer lengths predicted, and what does a guess cost? Recorded requests in their order: each is predicted, then observed.
 
-    python -m bench.sim.length [--folder PATH] [--data azure|ssjf|turns|plain|oasst] [--refit-every N] [--quick] [--seed N]
+    python -m bench.sim.length [--folder PATH] [--data azure|ssjf|turns|plain|single|oasst|apps] [--jsonl PATH] [--refit-every N] [--quick] [--seed N]
 
 What runs: `engine_bridge.predict.length`, refitted after every `--refit-every` answers (live, a thread does that now and then; here time stands
 still meanwhile). The first `--warm-up` answers are learned from but not counted; of small data an eighth and a quarter. Data:
@@ -12,7 +12,12 @@ still meanwhile). The first `--warm-up` answers are learned from but not counted
           the adapter, which is synthetic. Without the file, conversations are made up: sentences of ours of six kinds, whose answers have Azure's
           quantiles all together (p50 129, p99 601) and differ by kind as we chose. Their figures say that the bench runs, not what hints are worth
   plain   the same without adapters: what a base model sees
+  single  the first turn of each of these conversations alone, without adapters: questions that have nothing in common but who answers
+  apps    made up: twelve programs with a system prompt and a template each that they fill in, half of which share one system prompt; the lengths
+          of a program's answers are log-normal (sigma 0.35). Its figures say that templates are told apart, not how alike real programs' answers are
   oasst   OpenAssistant (Apache-2.0), 100 trees of messages: every answer of a person to the messages above it. Left out where it is not there
+  --jsonl a file of yours, a line for each request in the order in which they came: `messages` (role, content) or `prompt` and perhaps `system`;
+          `answer`, or `num_tokens` of it
 "no hints" and "+ hints": without and with `engine_bridge.predict.hints`, which is what requests carry.
 
 Baselines: `recent`, the same quantiles of the last 512 answers, whatever the request; `BERT`, those of the last 512 answers of the class that BERT
@@ -38,6 +43,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +51,7 @@ import msgspec
 
 from bench.data import FOLDER, lines_of
 from bench.live.report import report
-from engine_bridge.predict.hints import read_conversation, setting_hints
+from engine_bridge.predict.hints import NOTHING_ASKED, read_conversation, setting_hints
 from engine_bridge.predict.length import (
     P50,
     P90,
@@ -116,10 +122,60 @@ def turns(folder: Path, rng: random.Random) -> list[Answered]:
 
 
 def plain(folder: Path, rng: random.Random) -> list[Answered]:
-    return [
-        replace(answered, features=msgspec.structs.replace(answered.features, adapter=""))
-        for answered in turns(folder, rng)
-    ]
+    return [without_adapter(answered) for answered in turns(folder, rng)]
+
+
+def without_adapter(answered: Answered) -> Answered:
+    context = msgspec.structs.replace(answered.features.context, adapter="")
+    return replace(answered, features=msgspec.structs.replace(answered.features, context=context))
+
+
+def single(folder: Path, rng: random.Random) -> list[Answered]:
+    """First turns, of no session."""
+    path = folder / TURNS
+    if not path.exists():
+        found = [made_up(number, rng)[0] for number in range(1400)]
+    else:
+        found = [next(conversation(json.loads(line))) for line in lines_of(path)]
+    rng.shuffle(found)
+    return [nobodys(answered) for answered in found]
+
+
+def nobodys(answered: Answered) -> Answered:
+    """Of no session and no adapter."""
+    context = RequestContext(asked=answered.features.context.asked)
+    return replace(answered, features=msgspec.structs.replace(answered.features, context=context))
+
+
+def apps(folder: Path, rng: random.Random) -> list[Answered]:
+    """See the module's docstring."""
+    programs = []
+    for number in range(12):
+        system = f"You are program {number // 2 * 2 if number < 6 else number}. " + " ".join(
+            rng.choices(TOPICS, k=4)
+        )
+        opening = " ".join(
+            rng.choices("consider now this given text about and then please note for us".split(), k=6)
+        )
+        programs.append((system, opening, math.log(rng.choice((20, 45, 75, 130, 210, 330, 480)))))
+    found = []
+    for _ in range(4000):
+        system, opening, mean = rng.choice(programs)
+        question = f"{opening}: {' '.join(rng.choices(TOPICS, k=rng.randint(1, 9)))}"
+        length = max(int(rng.lognormvariate(mean, 0.35)), 1)
+        found.append(asked([("system", system), ("user", question)], length, "", ""))
+    return found
+
+
+def of_file(path: Path, folder: Path, rng: random.Random) -> list[Answered]:
+    """Requests of a file of the user's, in its order."""
+    found = []
+    for record in map(json.loads, lines_of(path)):
+        messages = [(message["role"], message["content"]) for message in record.get("messages", ())]
+        messages = messages or [("system", record.get("system", "")), ("user", record["prompt"])]
+        length = record["num_tokens"] if "num_tokens" in record else words(record["answer"])
+        found.append(asked(messages, length, str(record.get("session", "")), str(record.get("adapter", ""))))
+    return found
 
 
 def oasst(folder: Path, rng: random.Random) -> list[Answered]:
@@ -147,7 +203,7 @@ def conversation(record: dict[str, Any]) -> Iterator[Answered]:
     session, messages = f"{record['task']}-{record['id']}", []
     for turn in record["history"]:
         messages.append(("user", turn["user"]))
-        yield asked(messages, turn["bot"], session, record["task"])
+        yield asked(messages, words(turn["bot"]), session, record["task"])
         messages.append(("assistant", turn["bot"]))
 
 
@@ -157,23 +213,23 @@ def tree(record: dict[str, Any]) -> Iterator[Answered]:
     def below(message: dict[str, Any], before: list[tuple[str, str]]) -> Iterator[Answered]:
         role = "user" if message["role"] == "prompter" else "assistant"
         if role == "assistant":
-            yield asked(before, message["text"], "", "")
+            yield asked(before, words(message["text"]), "", "")
         for reply in message["replies"]:
             yield from below(reply, [*before, (role, message["text"])])
 
     return below(record["prompt"], [])
 
 
-def asked(messages: Sequence[tuple[str, str]], answer: str, session: str, adapter: str) -> Answered:
+def asked(messages: Sequence[tuple[str, str]], num_tokens: int, session: str, adapter: str) -> Answered:
     start = time.perf_counter()
-    hints = read_conversation(messages).hints + NO_SETTINGS
+    read = read_conversation(messages).numbers()
     hints_us = (time.perf_counter() - start) * 1e6
     features = LengthFeatures(
         num_prompt_tokens=sum(words(text) for _, text in messages),
-        context=RequestContext(session_id=session, adapter=adapter),
-        hints=hints,
+        context=RequestContext(session_id=session, adapter=adapter, asked=read),
+        hints=read.hints + NO_SETTINGS,
     )
-    return Answered(features, words(answer), hints_us=hints_us)
+    return Answered(features, num_tokens, hints_us=hints_us)
 
 
 # Kinds of questions, and the median of their answers in tokens. Chosen, so that all together have the quantiles of Azure's conversations.
@@ -197,7 +253,7 @@ def made_up(number: int, rng: random.Random) -> list[Answered]:
         length = max(int(rng.lognormvariate(math.log(KINDS[kind]), 0.35)), 1)
         messages.append(("user", question))
         answer = "word " * max(round(length / TOKENS_PER_WORD), 1)
-        found.append(asked(messages, answer, f"made-{number}", ""))
+        found.append(asked(messages, words(answer), f"made-{number}", ""))
         messages.append(("assistant", answer))
     return found
 
@@ -211,7 +267,9 @@ DATA: dict[str, Callable[[Path, random.Random], list[Answered]]] = {
     "ssjf": ssjf,
     "turns": turns,
     "plain": plain,
+    "single": single,
     "oasst": oasst,
+    "apps": apps,
 }
 
 
@@ -256,18 +314,19 @@ ARMS = {
     },
     "turns": WITH_TEXT,
     "plain": WITH_TEXT,
+    "single": WITH_TEXT,
     "oasst": WITH_TEXT,
+    "apps": WITH_TEXT,
 }
 
 
 def hinted(answered: Answered, hints: str) -> LengthFeatures:
     features = answered.features
     given = {"all": features.hints, "bert": (float(answered.bert or 0),), "none": ()}[hints]
-    return LengthFeatures(
-        num_prompt_tokens=features.num_prompt_tokens,
-        context=features.context,
-        hints=given,
-    )
+    context = features.context
+    if hints != "all":
+        context = msgspec.structs.replace(context, asked=NOTHING_ASKED)
+    return LengthFeatures(num_prompt_tokens=features.num_prompt_tokens, context=context, hints=given)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -384,13 +443,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the data lie")
     parser.add_argument("--data", choices=DATA, action="append", help="all by default")
+    parser.add_argument("--jsonl", type=Path, action="append", default=[], help="requests of yours")
     parser.add_argument("--refit-every", type=int, default=1000, help="answers")
     parser.add_argument("--warm-up", type=int, default=1000, help="answers")
     parser.add_argument("--quick", action="store_true", help="the first 6,000 requests of each")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    for path in args.jsonl:
+        DATA[path.stem], ARMS[path.stem] = partial(of_file, path), WITH_TEXT
+    chosen = (args.data or ([] if args.jsonl else list(DATA))) + [path.stem for path in args.jsonl]
     runs = []
-    for found in (found for name in args.data or DATA for found in run(name, args)):
+    for found in (found for name in chosen for found in run(name, args)):
         runs.append(found)
         print(*row_of(found), file=sys.stderr, flush=True)
     result = {

@@ -1,28 +1,36 @@
 """What a request's text and settings say about how long its answer will be: a fixed tuple of numbers, for tens of microseconds.
 
-What is kept are numbers: no text. Words are English ones; a question in another language counts by its length, marks, digits and lines.
+What is kept are numbers and hashes: no text. Words with a meaning of their own are English ones; a question in another language counts by its length,
+marks, digits and lines, and by what answers have taught of its words (`words.py`).
 
-Measured (`python -m bench.sim.length --data plain`, MT-Bench-101): with all of them 53% of the answers are put into the right one of five classes
-of length, without 47%; without the question marks 48%, without the words for brief or for long answers 52.5%; any other one of the text is worth less
-than the noise there. Those of settings, system prompts and tools are in no data that we have; they stand because they cost a comparison each.
+Measured (`python -m bench.sim.length`, share of answers put into the right one of five classes of length; 2026-11-23): MT-Bench-101 without adapters
+55%, and 47% without anything read from the text. That data repeats a few tasks in whole conversations, and its figure carries over to nothing else:
+of the first turns of the same data 44%, of OpenAssistant's answers 35% (`--data single`, `oasst`). p90 covers 90% in each. What a program asks by a
+template of its own is told apart by `template`. Settings and tools are in no data that we have; they stand because they cost a comparison each.
 
 Changing what a hint means, or their order, makes what was learned from them worthless: raise `FORMAT` in `length.py` with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 from msgspec import Struct
+
+from engine_bridge.predict.words import places_of
 
 # Characters of a question that are looked at, half of them from its end, where long questions say what is wanted. Chosen: bounds the time.
 MAX_READ = 2048
 # Characters of system prompts that are counted. Chosen.
 MAX_COUNTED = 1 << 20
+# Of a question, for its template. Chosen: "translate the following text into" tells a template, and what it is filled with comes later.
+OPENING_WORDS = 5
 # Of one kind of word in a question. Chosen.
 MAX_WORDS = 8
 
@@ -53,6 +61,7 @@ _PHRASES = {
 _KINDS = tuple(_WORDS)
 _KIND_OF = {word: kind for kind, words in _WORDS.items() for word in words.split()}
 _WORD = re.compile("[a-z]+|[0-9]+")
+_LETTERS = re.compile(r"[^\W\d_]+")
 _SPELLED = {"a": 1, "an": 1, "one": 1, "single": 1, "two": 2, "three": 3, "four": 4, "five": 5, "ten": 10}
 # Tokens of each. Chosen; a word is 4/3 of a token in English.
 _TOKENS_OF = {"word": 4 / 3, "sentence": 25.0, "line": 15.0, "paragraph": 100.0, "page": 600.0}
@@ -78,14 +87,22 @@ NO_CONTEXT = (0.0,) * len(CONTEXT_HINTS)
 
 
 class Asked(Struct, frozen=True):
-    """What a call asks. question: the text of the last message, at most MAX_READ characters of it. hints: TEXT_HINTS, then CONTEXT_HINTS."""
+    """What a call asks.
+
+    question: the text of the last message, at most MAX_READ characters of it. hints: TEXT_HINTS, then CONTEXT_HINTS. system: a hash of the system
+    prompt; "" without one. template: one of it and of how the question begins, which what a program fills in leaves as it is; "" without a
+    question. words: `words.places_of` the question.
+    """
 
     question: str = ""
     hints: tuple[float, ...] = NO_TEXT + NO_CONTEXT
+    system: str = ""
+    template: str = ""
+    words: tuple[int, ...] = ()
 
     def numbers(self) -> Asked:
         """Without the text."""
-        return Asked(hints=self.hints)
+        return msgspec.structs.replace(self, question="")
 
 
 NOTHING_ASKED = Asked()
@@ -93,23 +110,23 @@ NOTHING_ASKED = Asked()
 
 def read_conversation(messages: Sequence[tuple[str, str]], *, has_tools: bool = False) -> Asked:
     """What (role, text) pairs ask, in their order."""
-    question, system_chars, num_turns = "", 0, 0
+    question, system, num_turns = "", _System(), 0
     for role, text in messages:
         if role in ("system", "developer"):
-            system_chars += len(text)
+            system.add(text)
         elif role == "user":
             question = text
             num_turns += 1
-    return _asked(question, system_chars, num_turns, has_tools=has_tools)
+    return _asked(question, system, num_turns, has_tools=has_tools)
 
 
 def read_body(body: Any) -> Asked:
     """What a JSON body of any of OpenAI's or Anthropic's calls asks. Whatever does not look as it should counts as not there; never raises."""
     if not isinstance(body, dict):
         return NOTHING_ASKED
-    question, system_chars, num_turns = _text(body.get("prompt")), 0, 0
+    question, system, num_turns = _text(body.get("prompt")), _System(), 0
     for given in ("system", "instructions"):
-        system_chars += len(_text(body.get(given)))
+        system.add(_text(body.get(given)))
     messages = body.get("messages", body.get("input"))
     if isinstance(messages, str):
         question, num_turns = messages, 1
@@ -121,9 +138,35 @@ def read_body(body: Any) -> Asked:
             if num_turns == 1:
                 question = _text(message.get("content"))
         elif role in ("system", "developer"):
-            system_chars += len(_text(message.get("content")))
+            system.add(_text(message.get("content")))
     has_tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
-    return _asked(question, system_chars, num_turns, has_tools=has_tools)
+    return _asked(question, system, num_turns, has_tools=has_tools)
+
+
+class _System:
+    """The system prompts of a call: how long they are, and a hash of how each begins."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+        self._digest = hashlib.blake2b(digest_size=8)
+
+    def add(self, text: str) -> None:
+        self.num_chars += len(text)
+        self._digest.update(
+            f"{len(text)} {text[:MAX_READ]}".encode("utf-8", "surrogatepass") if text else b""
+        )
+
+    def key(self) -> str:
+        """ "" where there is no text."""
+        return self._digest.hexdigest() if self.num_chars else ""
+
+    def template(self, question: str) -> str:
+        """The key of this and of the question's first words."""
+        words = _LETTERS.findall(question[:MAX_READ].lower())[:OPENING_WORDS]
+        if not words:
+            return ""
+        opening = hashlib.blake2b(" ".join(words).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        return self.key() + opening
 
 
 def _text(content: Any) -> str:
@@ -140,17 +183,18 @@ def _text(content: Any) -> str:
     return found
 
 
-def _asked(question: str, system_chars: int, num_turns: int, *, has_tools: bool) -> Asked:
+def _asked(question: str, system: _System, num_turns: int, *, has_tools: bool) -> Asked:
     if len(question) > MAX_READ:
         shown = f"{question[: MAX_READ // 2]} {question[-MAX_READ // 2 :]}"
     else:
         shown = question
     context = (
-        math.log1p(min(system_chars, MAX_COUNTED)),
+        math.log1p(min(system.num_chars, MAX_COUNTED)),
         math.log1p(num_turns),
         float(has_tools),
     )
-    return Asked(shown, text_hints(shown, len(question)) + context)
+    hints = text_hints(shown, len(question)) + context
+    return Asked(shown, hints, system.key(), system.template(shown), places_of(shown))
 
 
 def text_hints(question: str, num_chars: int | None = None) -> tuple[float, ...]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from msgspec import Struct
 
+from engine_bridge.predict.words import NUM_PLACES, Words
 from engine_bridge.request_context import NOBODY, RequestContext
 from kvtiers.io.files import read_regular
 
@@ -54,12 +55,12 @@ NUM_TREES, MAX_LEAVES, MIN_LEAF, SHRINKAGE, SUBSAMPLE = 40, 8, 40, 0.1, 0.5
 # Of a natural logarithm, for each answer. Chosen: lengths that double are followed within 140 answers; where nothing changes it loses 0.4% (Azure's).
 CORRECTION_RATE = 0.01
 MAX_CORRECTION = 1.5
-NUM_OWN_FEATURES = 10
+NUM_OWN_FEATURES = 16
 # Rows that are turned into an array at a time. Chosen: a millisecond.
 PIECE = 512
 # Of a saved file, unpacked. Chosen: ten times what a full one takes.
 MAX_FILE_BYTES = 128 << 20
-FORMAT = 1
+FORMAT = 2
 
 
 class LengthFeatures(Struct, frozen=True, kw_only=True):
@@ -89,6 +90,18 @@ class LengthFeatures(Struct, frozen=True, kw_only=True):
         """ "" for none. Tenants name their sessions themselves: one may not learn of another's lengths by taking its name."""
         tenant, session_id = self.context.tenant, self.context.session_id
         return f"{tenant}/{session_id}" if tenant and session_id else session_id
+
+    @property
+    def system(self) -> str:
+        """The tenant's system prompt, "" for none. As with sessions, no tenant learns of another's."""
+        asked = self.context.asked
+        return f"{self.tenant}/{asked.system}" if asked.system else ""
+
+    @property
+    def template(self) -> str:
+        """How the tenant's question begins, under this system prompt; "" for none."""
+        asked = self.context.asked
+        return f"{self.tenant}/{asked.template}" if asked.template else ""
 
     @property
     def question(self) -> str:
@@ -145,6 +158,8 @@ class OnlineLengths:
         self._rows: deque[tuple[float, ...]] = deque(maxlen=window)  # features, then the length's logarithm
         self._sessions = Keyed(max_keys, MAX_RECENT_SESSION)
         self._adapters, self._tenants = Keyed(max_keys, MAX_RECENT), Keyed(max_keys, MAX_RECENT)
+        self._systems, self._templates = Keyed(max_keys, MAX_RECENT), Keyed(max_keys, MAX_RECENT)
+        self._words = Words(_log(PRIOR_P50))
         self._all = Recent(MAX_RECENT_ALL)
         self._model: Compiled | None = None
         self._corrections = [0.0, 0.0]
@@ -176,6 +191,7 @@ class OnlineLengths:
         with self._lock:
             self._rows.append((*row, length))
         self._all.add(length)
+        self._words.learn(features.context.asked.words, length)
         for keyed, key in self._histories(features):
             keyed.add(key, length)
         self.num_observed += 1
@@ -190,13 +206,21 @@ class OnlineLengths:
     def _histories(self, features: LengthFeatures) -> tuple[tuple[Keyed, str], ...]:
         return (
             (self._sessions, features.session),
+            (self._templates, features.template),
+            (self._systems, features.system),
             (self._adapters, features.adapter),
             (self._tenants, features.tenant),
         )
 
     def _by_recent(self, features: LengthFeatures) -> LengthGuess:
         """By the narrowest history that is long enough."""
-        limits = (("session", MIN_SESSION), ("adapter", MIN_KEY), ("tenant", MIN_KEY))
+        limits = (
+            ("session", MIN_SESSION),
+            ("template", MIN_KEY),
+            ("system", MIN_KEY),
+            ("adapter", MIN_KEY),
+            ("tenant", MIN_KEY),
+        )
         for (source, least), (keyed, key) in zip(limits, self._histories(features), strict=True):
             recent = keyed.get(key)
             if recent is not None and len(recent) >= least:
@@ -206,25 +230,25 @@ class OnlineLengths:
         return _guess(_log(PRIOR_P50), _log(PRIOR_P90), "prior", features.max_tokens)
 
     def _row(self, features: LengthFeatures) -> tuple[float, ...]:
-        """What the model reads. An unknown session's figures are its adapter's, an unknown adapter's and tenant's those of everybody."""
-        usual = self._all.quantile(P50) if len(self._all) else _log(PRIOR_P50)
-        spread = self._all.quantile(P90) if len(self._all) else _log(PRIOR_P90)
-        adapter, tenant = self._adapters.get(features.adapter), self._tenants.get(features.tenant)
+        """What the model reads. What is not known of a template is its system prompt's, of that and of a session the adapter's, and of an adapter
+        or a tenant everybody's."""
+        usual = _quantiles(self._all, (_log(PRIOR_P50), _log(PRIOR_P90)))
+        adapter = _quantiles(self._adapters.get(features.adapter), usual)
+        system = _quantiles(self._systems.get(features.system), adapter)
+        template = _quantiles(self._templates.get(features.template), system)
         session = self._sessions.get(features.session)
-        adapter_p50, adapter_p90 = (
-            (adapter.quantile(P50), adapter.quantile(P90)) if adapter else (usual, spread)
-        )
         own = (
             _log(features.num_prompt_tokens),
             _log(features.max_tokens) if features.max_tokens else _log(MAX_TOKENS),
-            session.last if session else adapter_p50,
-            session.quantile(P50) if session else adapter_p50,
+            session.last if session else adapter[0],
+            session.quantile(P50) if session else adapter[0],
             float(len(session)) if session else 0.0,
-            adapter_p50,
-            adapter_p90,
-            tenant.quantile(P50) if tenant else usual,
-            usual,
-            spread,
+            self._words.predict(features.context.asked.words),
+            *adapter,
+            *_quantiles(self._tenants.get(features.tenant), usual),
+            *system,
+            *template,
+            *usual,
         )
         # Anything that is no number would spoil the training.
         hints = tuple(hint if math.isfinite(hint) else 0.0 for hint in features.hints[: self._num_hints])
@@ -259,11 +283,16 @@ class OnlineLengths:
             sessions=self._sessions.saved(),
             adapters=self._adapters.saved(),
             tenants=self._tenants.saved(),
+            systems=self._systems.saved(),
+            templates=self._templates.saved(),
+            words_mean=self._words.mean,
+            words_learned=self._words.num_learned,
         )
         buffer = io.BytesIO()
         arrays: dict[str, Any] = {
             "meta": np.frombuffer(msgspec.json.encode(meta), dtype=np.uint8),
             "rows": _table(rows, self._num_features + 1),
+            "words": np.array([self._words.weights, self._words.squares]),
         }
         if self._model is not None:
             arrays |= self._model.arrays()
@@ -307,12 +336,17 @@ class OnlineLengths:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         meta = msgspec.json.decode(arrays.pop("meta").tobytes(), type=_Saved)
-        rows = arrays.pop("rows")
+        rows, words = arrays.pop("rows"), arrays.pop("words")
         if (meta.format, meta.num_hints) != (FORMAT, self._num_hints):
             raise ValueError("saved by another version, or for other hints")
         if rows.ndim != 2 or rows.shape[1] != self._num_features + 1 or not np.isfinite(rows).all():
             raise ValueError("answers in it are damaged")
+        is_whole = words.shape == (2, NUM_PLACES) and np.isfinite([*words.ravel(), meta.words_mean]).all()
+        if not is_whole or words[1].min() < 1:
+            raise ValueError("words in it are damaged")
         self._rows.extend(tuple(row) for row in rows.tolist())
+        self._words.weights, self._words.squares = words.tolist()
+        self._words.mean, self._words.num_learned = meta.words_mean, max(meta.words_learned, 0)
         self._model = Compiled.of(arrays, self._num_features) if arrays else None
         self._corrections = [max(min(c, MAX_CORRECTION), -MAX_CORRECTION) for c in meta.corrections]
         self.num_observed = meta.num_observed
@@ -322,6 +356,8 @@ class OnlineLengths:
             (self._sessions, meta.sessions),
             (self._adapters, meta.adapters),
             (self._tenants, meta.tenants),
+            (self._systems, meta.systems),
+            (self._templates, meta.templates),
         ):
             for key, lengths in saved.items():
                 for length in lengths:
@@ -339,6 +375,10 @@ class _Saved(Struct, frozen=True, kw_only=True):
     sessions: dict[str, tuple[float, ...]]
     adapters: dict[str, tuple[float, ...]]
     tenants: dict[str, tuple[float, ...]]
+    systems: dict[str, tuple[float, ...]]
+    templates: dict[str, tuple[float, ...]]
+    words_mean: float
+    words_learned: int
 
 
 def _table(rows: list[tuple[float, ...]], width: int) -> Floats:
@@ -433,6 +473,11 @@ class Keyed:
         """The recent values of each key, oldest first, to be kept over a restart."""
         # Copied first, in one step of the interpreter: the engine's thread may be adding.
         return {key: tuple(recent.in_order()) for key, recent in list(self._recent.items())}
+
+
+def _quantiles(recent: Recent | None, otherwise: tuple[float, float]) -> tuple[float, float]:
+    """p50 and p90 of a history that is not empty."""
+    return (recent.quantile(P50), recent.quantile(P90)) if recent else otherwise
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

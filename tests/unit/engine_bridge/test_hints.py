@@ -18,6 +18,7 @@ from engine_bridge.predict.hints import (
     NOTHING_ASKED,
     SETTING_HINTS,
     TEXT_HINTS,
+    Asked,
     read_body,
     read_conversation,
     setting_hints,
@@ -151,3 +152,35 @@ def test_any_body_is_read_into_numbers(body: Any) -> None:
 @given(st.text())
 def test_any_text_is_read_into_numbers(text: str) -> None:
     assert all(math.isfinite(hint) and hint >= 0 for hint in text_hints(text))
+
+
+# -- hashes ------------------------------------------------------------------------------------------------------------
+
+
+def asked(system: str, question: str) -> Asked:
+    return read_conversation([("system", system), ("user", question)])
+
+
+def test_what_a_template_is_filled_with_leaves_its_key_as_it_is() -> None:
+    one, other = (
+        asked("Be kind.", f"Summarize the following text, please: {text}") for text in ("A b.", "17 C d")
+    )
+    assert one.template == other.template != ""
+    assert one.template != asked("Be kind.", "Translate the following text, please: A b.").template
+    assert one.template != asked("Be rude.", "Summarize the following text, please: A b.").template
+
+
+def test_a_system_prompt_has_one_key_in_every_api() -> None:
+    key = asked("Be kind.", "Hello").system
+    assert key == read_body({"instructions": "Be kind.", "input": "Hi"}).system
+    assert key == read_body({"system": "Be kind.", "messages": [{"role": "user", "content": "Hi"}]}).system
+    assert key == read_body({"messages": [{"role": "system", "content": "Be kind."}]}).system
+    assert key != asked("Be kind!", "Hello").system
+    assert asked("", "Hello").system == ""
+    assert NOTHING_ASKED.system == NOTHING_ASKED.template == ""
+
+
+def test_of_a_call_that_nobody_else_reads_no_text_is_left() -> None:
+    kept = asked("My name is Hidden Person", "secretive question of mine").numbers()
+    assert kept.words
+    assert not any(word in str(kept).lower() for word in ("hidden", "person", "secretive"))

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_bridge.predict.hints import read_conversation
 from engine_bridge.predict.length import (
     MIN_FIT,
     MIN_KEY,
@@ -30,6 +31,7 @@ from engine_bridge.predict.length import (
     OnlineLengths,
     Recent,
 )
+from engine_bridge.request_context import RequestContext
 
 from ..facts import features
 
@@ -164,6 +166,54 @@ def test_hints_are_learned_and_those_that_are_no_numbers_do_no_harm() -> None:
     assert predictor.predict(features(hints=(1.0, 0.0))).p50 > 200
     assert predictor.predict(features(hints=(0.0, 0.0))).p50 < 60
     assert predictor.predict(features(hints=())).p50 == predictor.predict(features(hints=(0.0, 0.0, 7.0))).p50
+
+
+def asks(system: str, question: str, tenant: str = "t") -> LengthFeatures:
+    """A request of a tenant with a system prompt."""
+    asked = read_conversation([("system", system), ("user", question)]).numbers()
+    return LengthFeatures(num_prompt_tokens=100, context=RequestContext(tenant=tenant, asked=asked))
+
+
+def test_templates_and_system_prompts_have_lengths_of_their_own() -> None:
+    rng = random.Random(7)
+    medians = {
+        ("Be kind.", "Summarize this text for me now"): 30,
+        ("Be kind.", "Write a long story about it"): 400,
+    }
+    medians[("Be brief.", "Summarize this text for me now")] = 100
+    predictor = OnlineLengths()
+    for number in range(1500):
+        (system, question), median = rng.choice(list(medians.items()))
+        predictor.observe(asks(system, f"{question}: {number}"), lengths(rng, median, 0.2))
+    for system, question in medians:
+        assert predictor.predict(asks(system, f"{question}: 7")).source == "template"
+    assert predictor.predict(asks("Be brief.", "Anything")) == predictor.predict(asks("Be brief.", "Else"))
+    assert predictor.predict(asks("Be brief.", "Anything")).source == "system"
+    predictor.refit()
+    for (system, question), median in medians.items():
+        assert predictor.predict(asks(system, f"{question}: 7")).p50 == pytest.approx(median, rel=0.3)
+
+
+def test_one_tenants_templates_tell_another_nothing() -> None:
+    predictor = OnlineLengths()
+    for _ in range(MIN_KEY):
+        predictor.observe(asks("Be kind.", "Write a story", tenant="ann"), 1000)
+    assert predictor.predict(asks("Be kind.", "Write a story", tenant="ann")).source == "template"
+    assert predictor.predict(asks("Be kind.", "Write a story", tenant="bob")).source == "all"
+
+
+def test_what_words_and_templates_have_taught_survives(tmp_path: Path) -> None:
+    rng, predictor = random.Random(8), OnlineLengths()
+    for _ in range(MIN_FIT):
+        verb = rng.choice(("compose", "name"))
+        asked = asks("Be kind.", f"{rng.choice('abcdefgh')} {verb} {rng.choice('abcdefgh')}")
+        predictor.observe(asked, lengths(rng, 500 if verb == "compose" else 20, 0.1))
+    predictor.refit()
+    predictor.save(tmp_path / "lengths.npz")
+    again = OnlineLengths.load(tmp_path / "lengths.npz")
+    for question in ("a compose b", "h name g", "please compose", "name it"):
+        assert again.predict(asks("Be kind.", question)) == predictor.predict(asks("Be kind.", question))
+    assert again.predict(asks("", "z compose z")).p50 > 2 * again.predict(asks("", "z name z")).p50
 
 
 def test_a_refit_on_another_thread_disturbs_nobody() -> None:
@@ -340,11 +390,15 @@ def no_number(arrays: dict[str, Any]) -> None:
     arrays["rows"][0, 0] = math.nan
 
 
+def wordless(arrays: dict[str, Any]) -> None:
+    arrays["words"] = arrays["words"][:, :7]
+
+
 def without_rows(arrays: dict[str, Any]) -> None:
     del arrays["rows"]
 
 
-@pytest.mark.parametrize("change", [endless, foreign_feature, no_number, without_rows])
+@pytest.mark.parametrize("change", [endless, foreign_feature, no_number, wordless, without_rows])
 def test_a_file_with_wrong_content_is_not_taken(
     trained: OnlineLengths,
     tmp_path: Path,
