@@ -25,7 +25,7 @@ def check(conn: Database, owner: str, added_bytes: int, now: float) -> None:
     if limit and stored_bytes(conn, owner, now) + added_bytes > limit:
         raise GatewayError(
             "quota_exceeded",
-            f"Your conversations take all of the {limit // _MIB} MiB that this server keeps for one user (max_stored_mib). Delete "
+            f"Your conversations take all of the {limit // _MIB} MiB that this server keeps for one user (--max-stored-mib). Delete "
             f"conversations that you no longer need: {RESTORE_WINDOW_S:.0f} s later their room is yours again.",
         )
 

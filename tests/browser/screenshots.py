@@ -275,6 +275,35 @@ def pickers(camera: Camera) -> None:
             camera.take(chat, f"models-none-{name}")
 
 
+WIDE_ANSWER = """A short line before it.
+
+| Tier | Kept in | Blocks | First word after a pause | How it comes back to the device | What it costs | Who may use it |
+|---|---|--:|--:|---|---|---|
+| device | GPU memory | 4,096 | 84 ms | it is there already | nothing | the conversations that run |
+| host | pinned memory | 65,536 | 96 ms | copied over PCI Express, layer by layer | a copy | all that were used today |
+
+```python
+def first_word_ms(tokens: int, tokens_per_s: float, copied_bytes: int, bytes_per_s: float) -> float:  # whichever takes longer
+    return 1000 * max(tokens / tokens_per_s, copied_bytes / bytes_per_s)
+```
+
+And a short line after it.
+"""
+
+
+def wide_answers(camera: Camera) -> None:
+    looks = {
+        "wide": {},
+        "wider": {"viewport": {"width": 1680, "height": 900}},
+        "phone": PHONE,
+        "dark": {"color_scheme": "dark"},
+    }
+    for name, options in looks.items():
+        with camera.chat(WIDE_ANSWER, **options) as (chat, _):
+            chat.ask("Compare the tiers.")
+            camera.take(chat, f"wide-answer-{name}")
+
+
 def long_answer(camera: Camera) -> None:
     with camera.chat(long_text(3000)) as (chat, _):
         chat.ask("Tell me a long story.")
@@ -361,6 +390,7 @@ def main() -> None:
             versions,
             pickers,
             long_answer,
+            wide_answers,
             many_sessions,
             in_trouble,
         )
