@@ -188,7 +188,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     adapter_policy: Annotated[
         AdapterPolicy,
         setting("Adapters", "Which adapters are evicted from memory first."),
-    ] = "expected_gain"
+    ] = "adaptive"
     adapter_prefetch: Annotated[
         bool,
         setting(

@@ -35,7 +35,7 @@ class AdapterMemory:
     """
 
     num_slots: int = 8
-    policy: str | None = "expected_gain"
+    policy: str | None = "adaptive"
     cold_start: ColdStart = "step waits"
     in_kv: bool = False
     host_bytes: int | None = None

@@ -118,7 +118,7 @@ EVICTION_ARMS = {
     "lru": Arm(eviction="lru"),
     "equal": Arm(eviction="equal_weights"),
     "paper": CACHE,
-    "expected_gain": Arm(eviction="expected_gain"),
+    "adaptive": Arm(eviction="adaptive"),
 }
 PAPER_EVICTION = {"lru": -0.18, "equal": -0.22, "paper": -0.26}
 
@@ -192,7 +192,7 @@ def sched_part(bench: Bench, setting: Setting, loads: Sequence[int] = (13,)) -> 
 
 def forecast_part(bench: Bench, setting: Setting, load: int = 8) -> Part:
     """Fig. 15: the histogram's forecasts against none, the cache and its policy the same."""
-    plain = Arm(eviction="expected_gain")
+    plain = Arm(eviction="adaptive")
     arm = replace(plain, has_forecast=True)
     figures: list[Figure] = []
     result: dict[str, Any] = {}

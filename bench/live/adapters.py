@@ -60,7 +60,7 @@ COLD_PROMPT_TOKENS, COLD_ANSWER_TOKENS = 256, 3
 OVERHEAD_RANKS = (8, 8, 16, 16, 32, 32, 64, 128)
 OVERHEAD_PROMPT_TOKENS = 16
 
-POLICIES = ("lru", "equal_weights", "chameleon", "expected_gain", "peer")
+POLICIES = ("lru", "equal_weights", "chameleon", "adaptive", "peer")
 LENGTH_SCALE = 16
 FORGET_EVERY_S = 0.25
 AIMS = {

@@ -1,25 +1,27 @@
-"""Which eviction policy should the adapter cache have, and does prefetching pay? Recorded arrivals against the live policies, in virtual time.
+"""Which eviction policy should the adapter cache have, and does prefetching pay? Traffic of every temper against the live policies, in virtual time.
 
-    python -m bench.sim.adapter_cache [--trace PATH] [--part main|prefetch|sweep] [--span-s S] [--seeds N] [--link-bytes-per-s B] [--quick] [--seed N]
+    python -m bench.sim.adapter_cache [--json] [--part tempers|azure|prefetch] [--temper NAME] [--trace CSV] [--cache-share S] [--seeds N] [--seed N]
 
 What runs: `engine_bridge.policy.adapter_cache` and `.arrivals`; the cache around them is a model. An adapter that running requests use lies in a
 slot, outside the cache. When its last request ends it enters the cache (Chameleon §4.1), which then gives up what it is over its size by, the
 newcomer if that is worth least. A request whose adapter is neither in a slot nor cached waits for one link, first come first served: its bytes
-over the bandwidth, plus an overhead. The cache's size is constant, where the engine's grows and shrinks with the KV. A request runs for its
-prompt's tokens over 10,000 tokens/s plus 20 ms for each token of the answer: about 24 run at a time.
+over the bandwidth, plus an overhead. The cache's size is constant, where the engine's grows and shrinks with the KV.
 
-Traffic: arrivals and lengths of Azure's conversation trace (2023, CC-BY-4.0, Patel et al., ISCA 2024); without it, Poisson arrivals and log-normal
-lengths with its quantiles. Each seed replays another part of the hour, `--span-s` long, and deals other adapters to it. 100 adapters, 20 of each
-rank 8 … 128, of a 7B model (q, k, v, o of 32 layers in 16 bits: 2 MiB a rank). Which one a request asks for is synthetic, as no public trace says:
+Parts: `tempers` (alone by default), see `adapter_traces` for them and for files to replay (`--trace`, several if given several times; they come
+instead of the tempers). The policy's constants were chosen on seeds below 20 of another generator's run; the default ones begin at 1,000.
+`azure` and `prefetch`: arrivals and lengths of Azure's conversation trace (2023, CC-BY-4.0, Patel et al., ISCA 2024); without it, Poisson arrivals
+and log-normal lengths with its quantiles. Each seed replays another part of the hour, `--span-s` long, and deals other adapters to it: 100, 20 of
+each rank 8 … 128, of a 7B model. Which one a request asks for is synthetic:
   ranks     Chameleon §5.1: a power law over ranks, small ones asked for most (its exponent is not given; 1 here), uniform within a rank
   zipf      a Zipf law (exponent 1) over adapters, whatever their rank
   drift     the same, and every 3 minutes 20 of the 25 most asked for change places with others
   timers    half of the requests as in `zipf`, and 30 adapters that timers call instead, every 30 to 300 s, 5% early or late
 
-The last line is JSON. `runs[]`, for each traffic, cache size (`cache_share` of all adapters' bytes) and policy, per seed: `hit_rate` and
-`byte_hit_rate` of requests whose adapter is in no slot; `bytes_moved` over the link; `wait_mean_ms` and `wait_p99_ms` for the adapter, over all
-requests, of which `in_slot_share` find it in a slot; `prefetched` and `prefetches_used`. `clairvoyant` knows the future: it gives up what saves
-least per byte and second until its next use. It is a strong heuristic, not a bound: with sizes and costs the best choice is NP-hard.
+The last line is JSON (with `--json` the only one, without `runs`). `worst_vs_lru`: of all tempers and cache sizes, the largest mean wait for
+adapters over LRU's, the geometric mean over seeds, and `worst_at` which it was; `worst_run_vs_lru` the same of single runs. `stationary_vs_lru`: the
+largest of the tempers whose popularity stays. `runs[]`, for each traffic, cache size (`cache_share` of all adapters' bytes) and policy, per seed:
+`hit_rate` and `byte_hit_rate` of requests whose adapter is in no slot; `bytes_moved` over the link; `wait_mean_ms` and `wait_p99_ms` for the adapter,
+over all requests, of which `in_slot_share` find it in a slot; `prefetched` and `prefetches_used`.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ import argparse
 import csv
 import heapq
 import itertools
+import json
 import math
+import os
 import random
 import statistics
 import sys
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -42,25 +46,29 @@ from typing import Any, Protocol
 
 from bench.data import AZURE, lines_of
 from bench.live.report import report
-from engine_bridge.policy.adapter_cache import (
-    POLICIES,
-    USE_HALF_LIFE_S,
-    CachedAdapter,
-    EvictionPolicy,
-    UseWindow,
-    choose_victims,
+from bench.sim.adapter_policies import Clairvoyant, ExpectedGain, GreedyDual
+from bench.sim.adapter_traces import (
+    BYTES_PER_RANK,
+    RANKS,
+    STATIONARY,
+    TEMPERS,
+    Request,
+    Use,
+    Workload,
+    busy_s,
+    dealt,
+    drawn_busy_s,
+    generated,
+    read_uses,
 )
+from engine_bridge.policy.adapter_cache import POLICIES, choose_victims
 from engine_bridge.policy.arrivals import Arrivals
+from engine_bridge.policy.cached_adapter import USE_HALF_LIFE_S, CachedAdapter, EvictionPolicy, UseWindow
 
-RANKS = (8, 16, 32, 64, 128)
 ADAPTERS_PER_RANK = 20
 NUM_ADAPTERS = len(RANKS) * ADAPTERS_PER_RANK
-BYTES_PER_RANK = 2 << 20
 SIZES = [rank * BYTES_PER_RANK for rank in RANKS for _ in range(ADAPTERS_PER_RANK)]
-SHARES = (0.05, 0.1, 0.2, 0.4)
-PREFETCH_SHARES = (0.05, 0.2)
-PREFILL_TOKENS_PER_S = 10_000
-TPOT_S = 0.02
+TEMPER_SHARES, SHARES, PREFETCH_SHARES = (0.05, 0.1, 0.2), (0.05, 0.1, 0.2, 0.4), (0.05, 0.2)
 DRIFT_S = 180.0
 TIMER_PERIODS_S = (30.0, 300.0)
 TIMER_JITTER = 0.05
@@ -74,28 +82,7 @@ STAY_S = USE_HALF_LIFE_S
 """For how long what a prefetch displaces would have stayed. Chosen: it does not come back when the prefetch has been used."""
 
 
-# -- traffic -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """`busy_s`: from its adapter's being there to its last token."""
-
-    at_s: float
-    busy_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A request and the adapter it asks for."""
-
-    at_s: float
-    adapter_id: int
-    busy_s: float
-
-
-def busy_s(num_prompt_tokens: float, num_answer_tokens: float) -> float:
-    return num_prompt_tokens / PREFILL_TOKENS_PER_S + num_answer_tokens * TPOT_S
+# -- traffic of the parts `azure` and `prefetch` -------------------------------------------------------------------------
 
 
 def read_trace(path: Path) -> list[Request]:
@@ -111,12 +98,9 @@ def read_trace(path: Path) -> list[Request]:
 
 
 def generate(rng: random.Random, num_requests: int = 19_366, span_s: float = 3502.0) -> list[Request]:
-    """The trace's rate, its medians, and its 99th percentiles (answers: 930 tokens instead of 601), for machines that do not have it."""
+    """The trace's rate, and lengths like its own, for machines that do not have it."""
     times = sorted(rng.uniform(0, span_s) for _ in range(num_requests))
-    return [
-        Request(at, busy_s(rng.lognormvariate(math.log(1020), 0.6), rng.lognormvariate(math.log(129), 0.85)))
-        for at in times
-    ]
+    return [Request(at, drawn_busy_s(rng)) for at in times]
 
 
 def part_of(requests: Sequence[Request], span_s: float, rng: random.Random) -> list[Request]:
@@ -165,10 +149,6 @@ def timers(requests: Sequence[Request], rng: random.Random) -> list[Use]:
 
 def zipf_places(rng: random.Random, num: int, num_places: int) -> list[int]:
     return rng.choices(range(num_places), [1 / (1 + place) for place in range(num_places)], k=num)
-
-
-def dealt(requests: Sequence[Request], adapter_ids: Sequence[int]) -> list[Use]:
-    return [Use(r.at_s, a, r.busy_s) for r, a in zip(requests, adapter_ids, strict=True)]
 
 
 TRAFFIC: dict[str, Callable[[Sequence[Request], random.Random], list[Use]]] = {
@@ -238,28 +218,30 @@ class Device:
 
     def __init__(
         self,
-        cache_bytes: int,
+        workload: Workload,
         policy: EvictionPolicy,
         link: Link,
         window: UseWindow,
         forecast: Forecast | None = None,
     ) -> None:
         self.tally = Tally()
-        self._cache_bytes = cache_bytes
+        self._uses = workload.uses
+        self._sizes = workload.sizes
+        self._cache_bytes = workload.cache_bytes
         self._policy = policy
         self._link = link
         self._window = window
         self._forecast = forecast
-        self._num_running = [0] * NUM_ADAPTERS
+        self._num_running = [0] * len(workload.sizes)
         self._ends: list[tuple[float, int]] = []
         self._cached: dict[int, float] = {}  # since when unused
         self._cached_bytes = 0
-        self._ready_s = [0.0] * NUM_ADAPTERS
+        self._ready_s = [0.0] * len(workload.sizes)
         self._prefetched: set[int] = set()  # and not used since
         self._due: dict[int, float] = {}
 
-    def replay(self, uses: Sequence[Use]) -> None:
-        for use in uses:
+    def replay(self) -> None:
+        for use in self._uses:
             while self._ends and self._ends[0][0] <= use.at_s:
                 end_s, adapter_id = heapq.heappop(self._ends)
                 self._end(adapter_id, end_s)
@@ -271,16 +253,16 @@ class Device:
     def _start(self, use: Use) -> None:
         adapter_id, now = use.adapter_id, use.at_s
         self._window.used(adapter_id, now)
-        self._policy.touched(self._facts(adapter_id, now, now), now)
+        self._policy.touched(self._facts(adapter_id, now, now, self._num_running[adapter_id] + 1), now)
         if self._num_running[adapter_id]:
             self.tally.num_in_slot += 1
         elif adapter_id in self._cached:
-            self.tally.hit_bytes.append(SIZES[adapter_id])
+            self.tally.hit_bytes.append(self._sizes[adapter_id])
             self.tally.num_prefetches_used += adapter_id in self._prefetched
             self._take_out(adapter_id)
         else:
-            self.tally.miss_bytes.append(SIZES[adapter_id])
-            self._ready_s[adapter_id] = self._link.load(SIZES[adapter_id], now)
+            self.tally.miss_bytes.append(self._sizes[adapter_id])
+            self._ready_s[adapter_id] = self._link.load(self._sizes[adapter_id], now)
         wait_s = max(self._ready_s[adapter_id] - now, 0.0)
         self.tally.waits_s.append(wait_s)
         self._num_running[adapter_id] += 1
@@ -298,11 +280,11 @@ class Device:
 
     def _put_in(self, adapter_id: int, now: float) -> None:
         self._cached[adapter_id] = now
-        self._cached_bytes += SIZES[adapter_id]
+        self._cached_bytes += self._sizes[adapter_id]
 
     def _take_out(self, adapter_id: int) -> None:
         del self._cached[adapter_id]
-        self._cached_bytes -= SIZES[adapter_id]
+        self._cached_bytes -= self._sizes[adapter_id]
         self._prefetched.discard(adapter_id)
 
     def _evict(self, adapter_id: int) -> None:
@@ -312,8 +294,8 @@ class Device:
     def _all_facts(self, now: float) -> list[CachedAdapter]:
         return [self._facts(adapter_id, last_used_s, now) for adapter_id, last_used_s in self._cached.items()]
 
-    def _facts(self, adapter_id: int, last_used_s: float, now: float) -> CachedAdapter:
-        num_bytes = SIZES[adapter_id]
+    def _facts(self, adapter_id: int, last_used_s: float, now: float, num_requests: int = 0) -> CachedAdapter:
+        num_bytes = self._sizes[adapter_id]
         return CachedAdapter(
             adapter_id=adapter_id,
             num_bytes=num_bytes,
@@ -321,6 +303,7 @@ class Device:
             uses=self._window.uses(adapter_id, now),
             reload_s=self._link.takes_s(num_bytes),
             is_queued=adapter_id in self._due,
+            num_requests=num_requests,
         )
 
     def _prefetch(self, forecast: Forecast, now: float) -> None:
@@ -336,20 +319,19 @@ class Device:
                 for victim in victims:
                     self._evict(victim)
                 self._put_in(adapter_id, now)
-                self._policy.touched(self._facts(adapter_id, now, now), now)
-                self._ready_s[adapter_id] = self._link.load(SIZES[adapter_id], now)
+                self._ready_s[adapter_id] = self._link.load(self._sizes[adapter_id], now)
                 self._prefetched.add(adapter_id)
                 self.tally.num_prefetched += 1
                 return
 
     def _displaced_by(self, adapter_id: int, probability: float, now: float) -> tuple[int, ...] | None:
         """What would make room for a prefetch; None if it is not worth it."""
-        over = self._cached_bytes + SIZES[adapter_id] - self._cache_bytes
+        over = self._cached_bytes + self._sizes[adapter_id] - self._cache_bytes
         victims = choose_victims(self._all_facts(now), over, self._policy, now)
         if over > 0 and not victims:
             return None
-        lost_s = sum(self._probability(v, now) * self._link.takes_s(SIZES[v]) for v in victims)
-        return victims if probability * self._link.takes_s(SIZES[adapter_id]) > lost_s else None
+        lost_s = sum(self._probability(v, now) * self._link.takes_s(self._sizes[v]) for v in victims)
+        return victims if probability * self._link.takes_s(self._sizes[adapter_id]) > lost_s else None
 
     def _probability(self, adapter_id: int, now: float) -> float:
         """That it would be asked for while it stays."""
@@ -358,39 +340,14 @@ class Device:
 
     def check_invariants(self) -> None:
         assert (
-            self._cached_bytes == sum(SIZES[adapter_id] for adapter_id in self._cached) <= self._cache_bytes
+            self._cached_bytes
+            == sum(self._sizes[adapter_id] for adapter_id in self._cached)
+            <= self._cache_bytes
         )
         assert not any(self._num_running[adapter_id] for adapter_id in self._cached)
 
 
 # -- policies and forecasts --------------------------------------------------------------------------------------------
-
-
-class Clairvoyant:
-    """Least saved per byte and second until the next use first."""
-
-    name = "clairvoyant"
-
-    def __init__(self, uses: Sequence[Use]) -> None:
-        self._times_s: dict[int, list[float]] = defaultdict(list)
-        for use in uses:
-            self._times_s[use.adapter_id].append(use.at_s)
-
-    def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
-        return sorted(cached, key=lambda adapter: (self._value(adapter, now), adapter.adapter_id))
-
-    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
-        return [self._value(adapter, now) for adapter in cached]
-
-    def _value(self, adapter: CachedAdapter, now: float) -> float:
-        times_s = self._times_s[adapter.adapter_id]
-        at = bisect_right(times_s, now)
-        next_s = times_s[at] - now if at < len(times_s) else math.inf
-        return adapter.reload_s / adapter.num_bytes / next_s
-
-    def touched(self, adapter: CachedAdapter, now: float) -> None: ...
-    def evicted(self, adapter_id: int) -> None: ...
-    def forgotten(self, adapter_id: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,37 +363,34 @@ def arm_of(name: str, **parts: Any) -> Arm:
     return Arm(lambda uses: POLICIES[name](), **parts)
 
 
-MAIN = {name: arm_of(name) for name in POLICIES} | {"clairvoyant": Arm(Clairvoyant)}
-BEST = "expected_gain"
-PREFETCH = {
-    BEST: arm_of(BEST),
-    "+ histogram": arm_of(BEST, forecast=Arrivals),
+BEST = "adaptive"
+MAIN = {name: arm_of(name) for name in POLICIES} | {
+    "greedy_dual": Arm(lambda uses: GreedyDual()),
+    "expected_gain": Arm(lambda uses: ExpectedGain()),
+    "expected_gain, 20 s": Arm(lambda uses: ExpectedGain(), half_life_s=20.0),
+    "clairvoyant": Arm(Clairvoyant),
 }
-SWEEP = {
-    f"{name}, half-life {half_life_s:.0f} s": arm_of(name, half_life_s=half_life_s)
-    for name in ("chameleon", "greedy_dual", "expected_gain")
-    for half_life_s in (50.0, 150.0, 450.0, 1350.0)
+PREFETCH = {BEST: arm_of(BEST), "+ histogram": arm_of(BEST, forecast=Arrivals)}
+# What the acceptance needs, and what is compared with it.
+TEMPER_ARMS = {
+    name: MAIN[name]
+    for name in ("lru", BEST, "greedy_dual", "expected_gain", "expected_gain, 20 s", "clairvoyant")
 }
 PARTS = {
-    "main": (MAIN, ("ranks", "zipf", "drift"), SHARES),
+    "azure": (MAIN, ("ranks", "zipf", "drift"), SHARES),
     "prefetch": (PREFETCH, ("ranks", "timers"), PREFETCH_SHARES),
-    "sweep": (SWEEP, ("ranks", "zipf", "drift"), PREFETCH_SHARES),
 }
 
 
-# -- the report --------------------------------------------------------------------------------------------------------
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def measure(arm: Arm, uses: Sequence[Use], share: float, link: Link) -> dict[str, float]:
+def measure(arm: Arm, workload: Workload, link: Link) -> dict[str, float]:
     """All figures of one arm on one seed's traffic."""
-    device = Device(
-        int(share * sum(SIZES)),
-        arm.policy(uses),
-        link,
-        UseWindow(arm.half_life_s),
-        arm.forecast() if arm.forecast else None,
-    )
-    device.replay(uses)
+    forecast = arm.forecast() if arm.forecast else None
+    window = UseWindow(arm.half_life_s, max_adapters=len(workload.sizes))
+    device = Device(workload, arm.policy(workload.uses), link, window, forecast)
+    device.replay()
     device.check_invariants()
     return device.tally.result(link.bytes_moved)
 
@@ -450,10 +404,87 @@ def run_part(part: str, requests: Sequence[Request], args: argparse.Namespace) -
     for kind in kinds:
         seeds = [TRAFFIC[kind](requests, random.Random(args.seed + i)) for i, requests in enumerate(parts)]
         for share, (name, arm) in itertools.product(shares, arms.items()):
-            runs = [measure(arm, uses, share, Link(args.link_bytes_per_s, args.overhead_s)) for uses in seeds]
+            workloads = [Workload(uses, SIZES, int(share * sum(SIZES))) for uses in seeds]
+            runs = [measure(arm, each, Link(args.link_bytes_per_s, args.overhead_s)) for each in workloads]
             yield {"part": part, "traffic": kind, "cache_share": share, "span_s": span_s, "policy": name} | {
                 key: [run[key] for run in runs] for key in runs[0]
             }
+
+
+def run_seed(
+    args: argparse.Namespace, traffic: str | Path, share: float, seed: int
+) -> dict[str, dict[str, float]]:
+    """What each arm makes of one seed's workload."""
+    if isinstance(traffic, Path):
+        workload = read_uses(traffic, seed, share, args.busy_scale)
+    else:
+        workload = generated(traffic, seed, share, args.requests)
+    return {
+        name: measure(arm, workload, Link(args.link_bytes_per_s, args.overhead_s))
+        for name, arm in TEMPER_ARMS.items()
+    }
+
+
+def run_tempers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The same for tempers or files."""
+    traffics = args.trace or args.temper or list(TEMPERS)
+    seeds = range(args.seed, args.seed + args.seeds)
+    with ProcessPoolExecutor(os.cpu_count()) as workers:
+        cells = {
+            cell: [workers.submit(run_seed, args, *cell, seed) for seed in seeds]
+            for cell in itertools.product(traffics, args.cache_share or TEMPER_SHARES)
+        }
+        for (traffic, share), futures in cells.items():
+            runs = [future.result() for future in futures]
+            where = {"part": "tempers", "traffic": str(traffic), "cache_share": share}
+            for name in TEMPER_ARMS:
+                yield {**where, "policy": name} | {
+                    key: [run[name][key] for run in runs] for key in runs[0][name]
+                }
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def verdict(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The acceptance's figures, each policy's waits and bytes over LRU's, and its hit rate."""
+    cells: dict[tuple[str, float], dict[str, Any]] = defaultdict(dict)
+    for run in runs:
+        if run["part"] == "tempers":
+            cells[run["traffic"], run["cache_share"]][run["policy"]] = run
+    if not cells:
+        return {}
+    ratios = {cell: over_lru(arms[BEST], arms["lru"], "wait_mean_ms") for cell, arms in cells.items()}
+    means = {cell: statistics.geometric_mean(values) for cell, values in ratios.items()}
+    worst = max(means, key=lambda cell: means[cell])
+    still = [value for (traffic, _), value in means.items() if traffic in STATIONARY]
+    by_policy = {
+        name: {
+            f"{traffic} {share:.0%}": {
+                "wait": round(
+                    statistics.geometric_mean(over_lru(arms[name], arms["lru"], "wait_mean_ms")), 3
+                ),
+                "bytes": round(
+                    statistics.geometric_mean(over_lru(arms[name], arms["lru"], "bytes_moved")), 3
+                ),
+                "hit_rate": round(statistics.fmean(arms[name]["hit_rate"]), 3),
+            }
+            for (traffic, share), arms in cells.items()
+        }
+        for name in TEMPER_ARMS
+    }
+    return {
+        "worst_vs_lru": round(means[worst], 4),
+        "stationary_vs_lru": round(max(still), 4) if still else None,
+        "worst_at": f"{worst[0]} {worst[1]:.0%}",
+        "worst_run_vs_lru": round(max(itertools.chain.from_iterable(ratios.values())), 4),
+        "vs_lru": by_policy,
+    }
+
+
+def over_lru(run: dict[str, Any], lru: dict[str, Any], key: str) -> list[float]:
+    """Seed by seed; 1 where neither loses anything."""
+    return [own / other if other else 1.0 + own for own, other in zip(run[key], lru[key], strict=True)]
 
 
 def row_of(run: dict[str, Any]) -> tuple[str, str, str]:
@@ -468,47 +499,66 @@ def row_of(run: dict[str, Any]) -> tuple[str, str, str]:
         middle["prefetched"]
     )
     return (
-        f"{run['traffic']:<7}{run['cache_share']:4.0%}  {run['policy']}",
+        f"{run['traffic']:<11}{run['cache_share']:4.0%}  {run['policy']}",
         figures,
         f"  ({min(waits):.2f} … {max(waits):.2f}){used}",
     )
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--trace", type=Path, default=AZURE)
-    parser.add_argument("--part", choices=PARTS, action="append", help="main and prefetch by default")
-    parser.add_argument("--span-s", type=float, default=600.0, help="of the trace, for each seed")
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
+    parser.add_argument("--part", choices=("tempers", *PARTS), action="append", help="tempers by default")
+    parser.add_argument("--temper", choices=TEMPERS, action="append", help="all by default")
+    parser.add_argument(
+        "--trace", type=Path, action="append", help="CSV of time, adapter and, if known, bytes"
+    )
+    parser.add_argument(
+        "--cache-share", type=float, action="append", help="of all adapters' bytes; .05 .1 .2"
+    )
+    parser.add_argument("--requests", type=int, default=4000, help="of a temper")
+    parser.add_argument(
+        "--busy-scale", type=float, default=0.3, help="of the times that a file's requests run"
+    )
+    parser.add_argument("--arrivals", type=Path, default=AZURE, help="of the parts azure and prefetch")
+    parser.add_argument("--span-s", type=float, default=600.0, help="of the arrivals, for each seed")
     parser.add_argument(
         "--prefetch-span-s",
         type=float,
         default=2400.0,
         help="the same for prefetching, which takes time to learn",
     )
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one seed, main part")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="two seeds")
+    parser.add_argument("--seed", type=int, default=1000, help="the first one")
     parser.add_argument("--link-bytes-per-s", type=float, default=10e9)
     parser.add_argument("--overhead-s", type=float, default=0.002, help="of each load")
     args = parser.parse_args()
-    is_recorded = args.trace.exists()
-    requests = read_trace(args.trace) if is_recorded else generate(random.Random(args.seed))
-    args.seeds = 1 if args.quick else args.seeds
-    chosen = args.part or (["main"] if args.quick else ["main", "prefetch"])
+    args.seeds = min(args.seeds, 2) if args.quick else args.seeds
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    chosen = args.part or ["tempers"]
+    is_recorded = args.arrivals.exists()
+    requests = read_trace(args.arrivals) if is_recorded else generate(random.Random(args.seed))
     runs = []
-    for run in itertools.chain.from_iterable(run_part(part, requests, args) for part in chosen):
+    parts = [run_tempers(args) if part == "tempers" else run_part(part, requests, args) for part in chosen]
+    for run in itertools.chain.from_iterable(parts):
         runs.append(run)
         print(*row_of(run), file=sys.stderr, flush=True)
-    result = {
+    result = verdict(runs) | {
         "bench": "adapter_cache",
-        "trace": args.trace.name if is_recorded else "generated",
-        "num_requests": len(requests),
+        "arrivals": args.arrivals.name if is_recorded else "generated",
         "seeds": [args.seed + repeat for repeat in range(args.seeds)],
         "link_bytes_per_s": args.link_bytes_per_s,
         "overhead_s": args.overhead_s,
-        "adapter_bytes": sum(SIZES),
-        "runs": runs,
     }
+    if args.json:
+        print(json.dumps(result))
+        return
+    result["runs"] = runs
     head = (
         "traffic, cache, policy",
         "   hit  byte hit       moved     mean    p99 wait",

@@ -6,15 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from engine_bridge.core.adapter_table import Version
-from engine_bridge.policy.adapter_cache import (
-    POLICIES,
-    CachedAdapter,
-    EvictionPolicy,
-    PrefixFacts,
-    UseWindow,
-    choose_victims,
-    may_take_prefix,
-)
+from engine_bridge.policy.adapter_cache import POLICIES, PrefixFacts, choose_victims, may_take_prefix
+from engine_bridge.policy.cached_adapter import CachedAdapter, EvictionPolicy, UseWindow
 from kvtiers.policy.rates import Rate
 
 Tier = Literal["slot", "cached", "host"]
@@ -55,7 +48,7 @@ class Worth:
         self._uses.used(adapter_id, now)
 
     def touched(self, version: Version, now: float) -> None:
-        """A request came or ended, or it was loaded."""
+        """A request came or ended."""
         self._host.touched(self._facts(version, "host", now), now)
         self._device.touched(self._facts(version, "cached", now), now)
 
@@ -116,4 +109,5 @@ class Worth:
             uses=self._uses.uses(version.id, now),
             reload_s=version.num_bytes / rate.at(now),
             is_queued=bool(version.requests) or version.is_pinned,
+            num_requests=len(version.requests),
         )

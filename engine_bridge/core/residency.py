@@ -207,7 +207,6 @@ class AdapterPlaces:
         self.counts[f"load_bytes:{source}"] += host_bytes
         rate = self.worth.disk_rate if source == "disk" else self.worth.copy_rate
         rate.note(host_bytes, elapsed_s, now)
-        self.worth.touched(version, now)
         return self._forget_if_unused(version)
 
     def load_failed(self, adapter_id: int) -> list[Move]:

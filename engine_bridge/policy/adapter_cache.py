@@ -6,66 +6,16 @@ lists that policies see; adapters that a waiting request needs are, and go after
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from msgspec import Struct
 
-# After this long a use counts half. Measured: bench.sim.adapter_cache, --part sweep; anything from 100 to 300 s is as good within 1%.
-USE_HALF_LIFE_S = 150.0
-MAX_COUNTED_ADAPTERS = 4096  # 100 bytes each. Chosen.
+from engine_bridge.policy.adaptive_eviction import Adaptive
+from engine_bridge.policy.cached_adapter import CachedAdapter, EvictionPolicy, by_value
 
 
-class CachedAdapter(Struct, frozen=True, kw_only=True):
-    """An adapter that lies in device memory and that no running request uses.
-
-    last_used_s: on the clock of `now`. uses: in the caller's window, fractions allowed. reload_s: what bringing it back is predicted to take.
-    is_queued: a waiting request needs it, or one is announced.
-    """
-
-    adapter_id: int
-    num_bytes: int
-    last_used_s: float
-    uses: float
-    reload_s: float
-    is_queued: bool = False
-
-
-class EvictionPolicy(Protocol):
-    """Who goes first. A policy may keep state; it learns of what happens by the three hooks, from one caller and in order of time."""
-
-    @property
-    def name(self) -> str:
-        """As in `POLICIES`."""
-        ...
-
-    def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
-        """All of them, the first to go first, those that are queued after all others. Changes no state."""
-        ...
-
-    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
-        """What a byte of each saves, in seconds of waiting per second, as this policy judges. Changes no state.
-
-        None is higher than that of one which `order` lets go later. window_s: the time that `uses` were counted over.
-        """
-        ...
-
-    def touched(self, adapter: CachedAdapter, now: float) -> None:
-        """A request used it, or the last one that did has ended; its `uses` count this one already."""
-        ...
-
-    def evicted(self, adapter_id: int) -> None:
-        """It made room for something. Call it for every victim, in the order of `choose_victims`."""
-        ...
-
-    def forgotten(self, adapter_id: int) -> None:
-        """It is gone for another reason (unloaded, replaced by a new version)."""
-        ...
-
-
-class _Stateless:
+class Stateless:
     """Hooks for policies that judge by the facts alone."""
 
     def touched(self, adapter: CachedAdapter, now: float) -> None: ...
@@ -73,15 +23,6 @@ class _Stateless:
     def evicted(self, adapter_id: int) -> None: ...
 
     def forgotten(self, adapter_id: int) -> None: ...
-
-
-def _by_value(cached: Sequence[CachedAdapter], values: Sequence[float]) -> list[CachedAdapter]:
-    """Lowest value first; among equals the longest unused; queued ones last."""
-    ranked = sorted(
-        zip(values, cached, strict=True),
-        key=lambda item: (item[1].is_queued, item[0], item[1].last_used_s, item[1].adapter_id),
-    )
-    return [adapter for _, adapter in ranked]
 
 
 def _shares(scores: Sequence[float], cached: Sequence[CachedAdapter], window_s: float) -> list[float]:
@@ -96,13 +37,13 @@ def _shares(scores: Sequence[float], cached: Sequence[CachedAdapter], window_s: 
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
-class Lru(_Stateless):
+class Lru(Stateless):
     """Longest unused first. The baseline."""
 
     name = "lru"
 
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
-        return _by_value(cached, [adapter.last_used_s for adapter in cached])
+        return by_value(cached, [adapter.last_used_s for adapter in cached])
 
     def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
         """One unused for t seconds is taken to be used every t seconds; less than a second counts as one."""
@@ -110,7 +51,7 @@ class Lru(_Stateless):
 
 
 @dataclass(frozen=True, slots=True)
-class ChameleonScore(_Stateless):
+class ChameleonScore(Stateless):
     """Lowest F·frequency + R·recency + S·size first, each between 0 and 1.
 
     Source: Chameleon §4.1, its coefficients. It does not say how the three are normalised; here over the adapters in the list: frequency is uses
@@ -128,7 +69,7 @@ class ChameleonScore(_Stateless):
         return "chameleon"
 
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
-        return _by_value(cached, self.scores(cached, now))
+        return by_value(cached, self.scores(cached, now))
 
     def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
         return _shares(self.scores(cached, now), cached, window_s)
@@ -160,71 +101,11 @@ class EqualWeights(ChameleonScore):
         return "equal_weights"
 
 
-class GreedyDual(_Stateless):
-    """Lowest value first: a clock plus uses · reload_s / num_bytes, both as of the last use; each victim sets the clock to its value.
-
-    The clock ages what is not used: whoever is used later starts higher. With equal uses, sizes and costs it is LRU.
-
-    Source: Cao & Irani, GreedyDual-Size, USITS 1997; Cherkasova, GDSF, HPL-98-69 (the factor of uses). Departs from GDSF in that uses are those
-    of the caller's window, which an eviction does not reset.
-    """
-
-    name = "greedy_dual"
-
-    def __init__(self) -> None:
-        self.clock = 0.0
-        """In seconds per byte, as the values; it never goes back."""
-        self._values: dict[int, float] = {}
-
-    def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
-        return _by_value(cached, [self.value(adapter) for adapter in cached])
-
-    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
-        """What lies above the clock."""
-        return [max(self.value(adapter) - self.clock, 0.0) / window_s for adapter in cached]
-
-    def value(self, adapter: CachedAdapter) -> float:
-        """The adapter's credit; the lowest one is evicted first. One that was never used gets that of a first use."""
-        known = self._values.get(adapter.adapter_id)
-        return self.clock + gain_per_byte(adapter) if known is None else known
-
-    def touched(self, adapter: CachedAdapter, now: float) -> None:
-        self._values[adapter.adapter_id] = self.clock + gain_per_byte(adapter)
-
-    def evicted(self, adapter_id: int) -> None:
-        self.clock = max(self.clock, self._values.pop(adapter_id, 0.0))
-
-    def forgotten(self, adapter_id: int) -> None:
-        self._values.pop(adapter_id, None)
-
-
-class ExpectedGain(_Stateless):
-    """Lowest expected saving per byte first: uses in the window, as a forecast of uses to come, times reload_s over num_bytes.
-
-    What keeps it from holding yesterday's favourites is the window's decay alone. Source: ours; it is GDSF without the clock.
-    Measured (bench.sim.adapter_cache): waits 13 to 19% shorter than LRU's where popularity is stable, 2 to 5% where it changes every 3 minutes.
-    """
-
-    name = "expected_gain"
-
-    def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
-        return _by_value(cached, [gain_per_byte(adapter) for adapter in cached])
-
-    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
-        return [gain_per_byte(adapter) / window_s for adapter in cached]
-
-
-def gain_per_byte(adapter: CachedAdapter) -> float:
-    """Seconds of loading that a byte of it saved in the window."""
-    return adapter.uses * adapter.reload_s / max(adapter.num_bytes, 1)
-
-
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": Lru,
     "equal_weights": EqualWeights,
     "chameleon": ChameleonScore,
-    "greedy_dual": GreedyDual,
-    "expected_gain": ExpectedGain,
+    "adaptive": Adaptive,
 }
 
 
@@ -284,55 +165,3 @@ def may_take_prefix(worth: float, prefix: PrefixFacts) -> bool:
     cannot run without it.
     """
     return worth > prefix.reuse_per_s * prefix.restore_s / max(prefix.num_bytes, 1)
-
-
-# -- counting ----------------------------------------------------------------------------------------------------------
-
-
-class UseWindow:
-    """Uses per adapter in a window that fades: a use counts half after `half_life_s`. Remembers evicted adapters, too.
-
-    Source: Chameleon §4.1, "usage frequency … within a specific time frame", which it does not give. A fading window needs one number per adapter
-    and has no edge at which a burst drops out at once.
-    """
-
-    def __init__(
-        self, half_life_s: float = USE_HALF_LIFE_S, max_adapters: int = MAX_COUNTED_ADAPTERS
-    ) -> None:
-        if half_life_s <= 0 or max_adapters < 1:
-            raise ValueError("a window needs a positive half-life and room for an adapter")
-        self._mean_life_s = half_life_s / math.log(2)
-        self._max_adapters = max_adapters
-        self._counts: dict[int, tuple[float, float]] = {}  # as of a time; the longest unused first
-        self._started_s: float | None = None
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def used(self, adapter_id: int, now: float) -> None:
-        """A request came for it. If the window is full, the longest unused adapter is forgotten."""
-        if self._started_s is None:
-            self._started_s = now
-        uses = self.uses(adapter_id, now) + 1
-        self._counts.pop(adapter_id, None)
-        if len(self._counts) >= self._max_adapters:
-            del self._counts[next(iter(self._counts))]
-        self._counts[adapter_id] = (uses, now)
-
-    def uses(self, adapter_id: int, now: float) -> float:
-        """Faded uses; 0 for an unknown adapter."""
-        uses, at_s = self._counts.get(adapter_id, (0.0, now))
-        return uses * math.exp(-max(now - at_s, 0.0) / self._mean_life_s)
-
-    def length_s(self, now: float) -> float:
-        """What uses are counted over: one every second comes to so many. Over the first half-lives it is the time there was, at least a second."""
-        seen_s = max(now - self._started_s, 1.0) if self._started_s is not None else 1.0
-        return self._mean_life_s * -math.expm1(-seen_s / self._mean_life_s)
-
-    def per_s(self, adapter_id: int, now: float) -> float:
-        """Uses per second, by the window so far."""
-        return self.uses(adapter_id, now) / self.length_s(now)
-
-    def forget(self, adapter_id: int) -> None:
-        """Unloaded for good; unknown ones are ignored."""
-        self._counts.pop(adapter_id, None)

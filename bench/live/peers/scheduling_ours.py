@@ -18,7 +18,7 @@ from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLeng
 from engine_bridge.request_context import RequestContext
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
-DEFAULT_ADAPTER_POLICY = "expected_gain"
+DEFAULT_ADAPTER_POLICY = "adaptive"
 REFIT_TIMEOUT_S, QUEUE_TIMEOUT_S = 60.0, 120.0
 
 

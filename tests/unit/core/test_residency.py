@@ -24,13 +24,14 @@ from engine_bridge.core.adapter_worth import Worth
 from engine_bridge.core.residency import MAX_LOADS, AdapterPlaces, Rules
 from engine_bridge.core.staging import AHEAD_FOR_S, HistoryPrefetch, ReadAhead
 from engine_bridge.policy import adapter_cache
-from engine_bridge.policy.adapter_cache import POLICIES, CachedAdapter, Lru, PrefixFacts
+from engine_bridge.policy.adapter_cache import POLICIES, Lru, PrefixFacts
+from engine_bridge.policy.cached_adapter import CachedAdapter
 
 SIZE = 100
 NOBODY: frozenset[int] = frozenset()
 
 
-def make(num_adapters: int = 3, policy: str = "expected_gain", **rules: Any) -> AdapterPlaces:
+def make(num_adapters: int = 3, policy: str = "adaptive", **rules: Any) -> AdapterPlaces:
     """With adapters 1, 2, … of SIZE bytes, all on disk."""
     places = AdapterPlaces(Rules(**({"host_bytes": 2 * SIZE, "num_slots": 2} | rules)), Worth(policy))
     for adapter_id in range(1, num_adapters + 1):
@@ -60,6 +61,12 @@ def serve(places: AdapterPlaces, adapter_id: int, now: float = 0.0) -> None:
     """A request that comes, runs and ends, with the adapter in host memory already."""
     places.requested("r", adapter_id, now)
     lay_out(places, places.enter([adapter_id], {adapter_id}, now))
+    places.released("r", adapter_id, now)
+
+
+def ask(places: AdapterPlaces, adapter_id: int, now: float = 0.0) -> None:
+    """A request that comes and goes."""
+    places.requested("r", adapter_id, now)
     places.released("r", adapter_id, now)
 
 
@@ -242,7 +249,7 @@ def test_kv_gets_the_blocks_of_the_adapter_that_is_worth_the_least() -> None:
     places = make()
     for adapter_id in (1, 2):
         keep_copy(places, adapter_id)
-    places.worth.used(1, 0.0)
+    ask(places, 1)
     assert [places.copies.take_first_to_go(0.0) for _ in range(3)] == [2, 1, None]
     assert places.counts["evicted:cached:kv"] == 2
 
@@ -270,7 +277,7 @@ def test_a_copy_makes_way_only_for_one_that_is_worth_more() -> None:
     assert places.copies.room_for(2, 0.0) == [DropCopy(1)]
     places = make()
     keep_copy(places, 1)
-    places.worth.used(1, 0.0)
+    ask(places, 1)
     bring(places, 2)
     assert places.copies.room_for(2, 0.0) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,20 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.sim.adapter_policies import ExpectedGain, GreedyDual
 from engine_bridge.policy.adapter_cache import (
     POLICIES,
-    CachedAdapter,
     ChameleonScore,
     EqualWeights,
-    EvictionPolicy,
-    ExpectedGain,
-    GreedyDual,
     Lru,
     PrefixFacts,
-    UseWindow,
     choose_victims,
     may_take_prefix,
 )
+from engine_bridge.policy.cached_adapter import CachedAdapter, EvictionPolicy, UseWindow
 
 MIB = 1 << 20
 NOW = 1000.0
@@ -119,10 +115,10 @@ def test_at_equal_use_the_paper_keeps_the_large_one_and_gain_per_byte_the_small_
         assert ids(policy.order([large, small], NOW)) == [2, 1]
 
 
-@pytest.mark.parametrize("name", ["greedy_dual", "expected_gain"])
-def test_what_takes_longer_to_bring_back_stays_longer(name: str) -> None:
+@pytest.mark.parametrize("make", [GreedyDual, ExpectedGain])
+def test_what_takes_longer_to_bring_back_stays_longer(make: Callable[[], EvictionPolicy]) -> None:
     near, far = adapter(1, idle_s=1, reload_s=0.01), adapter(2, idle_s=2, reload_s=0.5)
-    assert ids(POLICIES[name]().order([far, near], NOW)) == [1, 2]
+    assert ids(make().order([far, near], NOW)) == [1, 2]
 
 
 # -- textbooks ---------------------------------------------------------------------------------------------------------
@@ -161,44 +157,6 @@ def test_lru_and_greedy_dual_among_equals_are_the_textbooks_lru(
     accesses: list[int], num_places: int, make: Callable[[], EvictionPolicy]
 ) -> None:
     assert faults(make(), accesses, num_places) == textbook_lru(accesses, num_places)
-
-
-def test_greedy_dual_forgets_yesterdays_favourite() -> None:
-    """Its clock overtakes what is no longer used, whose window has not faded here; expected gain waits for the window."""
-    policies = (GreedyDual(), ExpectedGain())
-    favourite = adapter(0, uses=4.5)
-    for policy in policies:
-        policy.touched(favourite, NOW)
-    went: list[list[int]] = [[], []]
-    for newcomer, (policy, victims) in itertools.product(range(1, 20), zip(policies, went, strict=True)):
-        if 0 in victims:
-            continue
-        policy.touched(adapter(newcomer, idle_s=0), NOW)
-        (victim,) = choose_victims([favourite, adapter(newcomer, idle_s=0)], 1, policy, NOW)
-        policy.evicted(victim)
-        victims.append(victim)
-    assert went[0] == [1, 2, 3, 4, 0]
-    assert 0 not in went[1]
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from(["use", "evict", "forget"]), st.integers(0, 5)), max_size=40),
-    st.data(),
-)
-def test_greedy_duals_clock_never_goes_back_and_only_victims_move_it(
-    steps: list[tuple[str, int]], data: st.DataObject
-) -> None:
-    policy = GreedyDual()
-    for what, adapter_id in steps:
-        before = policy.clock
-        if what == "use":
-            policy.touched(adapter(adapter_id, uses=data.draw(st.floats(0, 9))), NOW)
-        elif what == "evict":
-            policy.evicted(adapter_id)
-        else:
-            policy.forgotten(adapter_id)
-        assert policy.clock >= before
-        assert what == "evict" or policy.clock == before
 
 
 # -- victims -----------------------------------------------------------------------------------------------------------
