@@ -136,7 +136,11 @@ class EmulatedAdapters:
 
     def may_start(self, adapter_id: int) -> bool:
         room = self.free_room()
-        return self.is_at_hand(adapter_id) and (room is None or self.needed_room(adapter_id) <= room)
+        has_room = room is None or self.needed_room(adapter_id) <= room
+        return has_room and self.is_at_hand(adapter_id) and not self.is_held_back(adapter_id)
+
+    def is_held_back(self, adapter_id: int) -> bool:
+        return adapter_id in self.core.turns.held_back(self._running(), self._clock.now)
 
     def free_room(self) -> int | None:
         return self.core.free_room(self._running())

@@ -154,6 +154,8 @@ class EmulatedNode:
         self._held: tuple[set[int], Callable[[], None]] | None = None
         """A step that waits for copies of these adapters, and what begins it."""
         self.on_end: Callable[[Job], None] = lambda job: None
+        self.on_step: Callable[[], None] = lambda: None
+        """Called when a step ends, before requests leave with it."""
         has_names = engine.has_prefix_cache or tiers is not None
         self.requests = RequestMaker(engine.block_tokens if has_names else None, guesser)
 
@@ -166,6 +168,7 @@ class EmulatedNode:
             block_size=engine.block_tokens,
             is_ready=scheduler.is_ready,
             num_cached_tokens=self._num_cached_tokens,
+            block_pool=scheduler.kv_cache_manager.block_pool,
             adapters=self.adapters,  # type: ignore[arg-type]  # asks the same of it as of the driver's own
             # Its table learns; the device's stays as it is.
             pace=Pace(
@@ -377,6 +380,7 @@ class EmulatedNode:
         now, giving = self.clock.now, work.giving
         self._is_busy, self._step = False, None
         self.tally.num_steps += 1
+        self.on_step()
         self.tally.busy_s += now - began_s
         self.tally.stalled_s += max(now - began_s - work.seconds, 0.0)
         request_ids = list(output.num_scheduled_tokens)

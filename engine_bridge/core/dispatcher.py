@@ -69,12 +69,14 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False):
 
 class StepView(Struct, frozen=True, kw_only=True):
     """The engine before a step. running: all that hold device memory, in the engine's order. num_slots: how many more may run. adapter_bytes: free
-    for the adapters of further requests; None: they have no bound."""
+    for the adapters of further requests; None: they have no bound. shared_tokens: by how much the running requests hold more, each counted by itself,
+    than all of them together, because some begin alike."""
 
     running: Sequence[Progress]
     free_blocks: int
     num_slots: int
     adapter_bytes: int | None = None
+    shared_tokens: int = 0
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
@@ -102,7 +104,11 @@ class Engine(Protocol):
         ...
 
     def start_blocks(self, request_id: str) -> int:
-        """That starting takes of the free ones, also those that are cached and in nobody's use."""
+        """That starting takes of the free ones: new ones, and those that are cached and that no running request holds."""
+        ...
+
+    def shared_tokens(self, request_id: str) -> int:
+        """Leading ones of a waiting request that running requests hold already: starting it takes no memory for them."""
         ...
 
     def held_blocks(self, request_id: str) -> int:
@@ -405,9 +411,8 @@ class Dispatcher:
             prefill_tokens=step.starting_tokens if step is not None else None,
             is_prefilling=step is not None and step.num_prefilling > 0,
             adapter_bytes=view.adapter_bytes,
-            overcharged_tokens=_overcharged(self._running.values(), self._are_copied_back)
-            if self.policy.charges_tokens
-            else 0,
+            overcharged_tokens=view.shared_tokens
+            + _overcharged(self.policy, self._running, self._are_copied_back),
         )
         started_s = self._stopwatch()
         decision = self.policy.decide(self._waiting_facts, self.running_facts, room, now)
@@ -467,6 +472,7 @@ class Dispatcher:
             known.base = replace(
                 known.base,
                 num_blocks=num_blocks,
+                shared_tokens=engine.shared_tokens(request_id),
                 duration_s=self._duration_s(known, num_tokens, num_prefill),
                 num_prefill_tokens=num_prefill,
                 is_warm=2 * num_cached >= num_tokens,
@@ -572,9 +578,9 @@ def _first_facts(
     )
 
 
-def _overcharged(running: Iterable[Known], are_copied_back: bool) -> int:
+def _overcharged(policy: QueuePolicy, running: Mapping[str, Known], are_copied_back: bool) -> int:
     held = []
-    for known in running:
+    for known in running.values() if policy.charges_tokens else ():
         charged = known.charged_tokens
         left = charged - known.num_tokens - known.arrival.adapter_tokens
         held.append((charged, left if left > 0 else 0))

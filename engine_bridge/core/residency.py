@@ -19,6 +19,7 @@ from engine_bridge.core.adapter_copies import AdapterCopies
 from engine_bridge.core.adapter_moves import DropHost, Forget, LeaveSlot, Load, Move, WriteCopy
 from engine_bridge.core.adapter_slots import AdapterSlots
 from engine_bridge.core.adapter_table import AdapterTable, Version
+from engine_bridge.core.adapter_turns import AdapterTurns
 from engine_bridge.core.adapter_worth import Worth
 from engine_bridge.core.staging import NoPrefetch, Prefetch, StagingWishes
 from engine_bridge.node import AdapterPlace
@@ -60,6 +61,7 @@ class AdapterPlaces:
         parts = self.table, worth, self.wanted
         self._slots = AdapterSlots(*parts, rules.step_room, rules.fills_from_copies, self.counts, self._left)
         self.copies = AdapterCopies(*parts, self.counts, self._left)
+        self.turns = AdapterTurns(self.table, rules.step_room, rules.host_bytes)
 
     # -- what there is -----------------------------------------------------------------------------------------------
 

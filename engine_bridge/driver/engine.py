@@ -303,6 +303,7 @@ class VllmDriver:
             block_size=self._block_size,
             is_ready=self._scheduler.is_ready,
             num_cached_tokens=self._num_cached_tokens,
+            block_pool=self._block_pool,
             adapters=None if isinstance(self.adapters, NoAdapters) else self.adapters,
             ways=self._tiers.way_counts if self._tiers is not None else None,
             pace=Pace(self._scheduler, self.steps, self.speeds.times, config.max_step_ms / 1e3),

@@ -103,13 +103,15 @@ class Plan:
         return self._service.of(tenant) + self._gives.get(tenant, 0.0)
 
     def tokens(self, facts: Waiting) -> int:
-        """That it is charged if it starts."""
-        return capped_tokens(facts, self._capacity)
+        """That its start takes: what it shares with requests that run is there already."""
+        return max(capped_tokens(facts, self._capacity) - facts.shared_tokens, 0)
 
     def choose(self, lane: int, facts: Waiting, tokens: int) -> None:
         self.left.take(facts)
         self.spare.take(lane, tokens)
-        self._gives[facts.tenant] = self._gives.get(facts.tenant, 0.0) + share_tokens(facts, tokens)
+        self._gives[facts.tenant] = self._gives.get(facts.tenant, 0.0) + share_tokens(
+            facts, capped_tokens(facts, self._capacity)
+        )
         self.chosen[facts.request_id] = (lane, facts)
         self.deferred.pop(facts.request_id, None)
 

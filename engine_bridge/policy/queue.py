@@ -28,11 +28,12 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
     """A request that could start if there were room: its adapter is in host memory or on the device, its grammar is compiled.
 
     arrived_s: when it first came, also for one that was preempted or squashed. weighted_size: on the lanes' scale (Chameleon's WRS). size_tokens:
-    input + predicted output + adapter in token units. num_blocks: what starting takes from `Room.free_blocks`: new ones, and its own cached ones
-    that nobody holds. Together with adapter_blocks they must fit an empty device: the caller refuses what never can. duration_s: predicted, from
-    start to end. priority: lower first, as in vLLM. weight: its tenant's share against others'. adapter_blocks: device memory that its adapter
-    still needs; requests of one adapter_id need it once. adapter_bytes: the same where adapters have memory of their own. num_prefill_tokens: to be
-    computed before its first token. is_warm: its prefix is on the device. is_swapped: it ran before, and its KV waits in host memory.
+    input + predicted output + adapter in token units. shared_tokens: of these, what requests that run hold already. num_blocks: what starting takes
+    from `Room.free_blocks`: new ones, and its own cached ones that no request holds. Together with adapter_blocks they must fit an empty device:
+    the caller refuses what never can. duration_s: predicted, from start to end. priority: lower first, as in vLLM. weight: its tenant's share
+    against others'. adapter_blocks: device memory that its adapter still needs; requests of one adapter_id need it once. adapter_bytes: the same
+    where adapters have memory of their own. num_prefill_tokens: to be computed before its first token. is_warm: its prefix is on the device.
+    is_swapped: it ran before, and its KV waits in host memory.
     times_bypassed, times_squashed: as the caller counts them from `Decision.bypassed` and `Decision.squash`. times_deferred: decisions in which a
     step was too full for it.
     """
@@ -51,6 +52,7 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
     adapter_bytes: int = 0
     num_prefill_tokens: int = 0
     is_warm: bool = False
+    shared_tokens: int = 0
     is_swapped: bool = False
     times_bypassed: int = 0
     times_squashed: int = 0

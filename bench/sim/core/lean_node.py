@@ -71,6 +71,9 @@ class _Engine:
     def start_blocks(self, request_id: str) -> int:
         return self._node.start_blocks(self._request(request_id))
 
+    def shared_tokens(self, request_id: str) -> int:
+        return 0
+
     def held_blocks(self, request_id: str) -> int:
         return self.num_tokens(request_id) // BLOCK_TOKENS + 1  # as the driver says it
 

@@ -147,11 +147,14 @@ class Residency:
 
     def may_start(self, adapter_id: int) -> bool:
         """Whether the next step could compute with this adapter beside those that run."""
-        if not self.is_at_hand(adapter_id):
-            return False
+        return self.is_at_hand(adapter_id) and not self.is_held_back(adapter_id) and self.has_room(adapter_id)
+
+    def has_room(self, adapter_id: int) -> bool:
+        """Whether it fits beside those that run, and none of them is to make room for another one with it. Changes nothing."""
         running = self._running_ids()
         room = self.core.free_room(running)
-        return room is None or self.core.needed_room(adapter_id, running) <= room
+        fits = room is None or self.core.needed_room(adapter_id, running) <= room
+        return fits and adapter_id not in self.core.turns.last
 
     def free_room(self) -> int | None:
         """What adapters of further requests may take of the steps to come; None: no bound. One that is too large for all of it runs alone."""
@@ -167,6 +170,10 @@ class Residency:
     def is_at_hand(self, adapter_id: int) -> bool:
         """Whether a step could compute with this adapter as far as its weights are concerned."""
         return self.core.is_at_hand(adapter_id) or self._is_filled(adapter_id)
+
+    def is_held_back(self, adapter_id: int) -> bool:
+        """Whether it starts no further request, so that another adapter gets its turn."""
+        return adapter_id in self.core.turns.held_back(self._running_ids(), self._clock())
 
     def enter(self, adapter_ids: Collection[int]) -> None:
         """A step begins, with rows of these adapters. Called inside it."""

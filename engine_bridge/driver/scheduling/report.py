@@ -155,6 +155,8 @@ class _Reasons:
             return reason
         if _is_compiling(request):
             return "grammar_compiling"
+        if self._lacks_room(request):
+            return "adapter_memory"
         return "adapter_on_its_way" if request.lora_request is not None else "just_came"
 
     def _why_queued(self, request: Any) -> WaitReason:
@@ -175,7 +177,16 @@ class _Reasons:
             return None
         if self._is_on_disk(request.lora_request):
             return "adapter_on_its_way"
-        return "adapter_slots" if self._lacks_slot(request) else "kv_on_its_way"
+        if self._lacks_slot(request):
+            return "adapter_slots"
+        return "adapter_memory" if self._lacks_room(request) else "kv_on_its_way"
+
+    def _lacks_room(self, request: Any) -> bool:
+        """Its adapter is there, and those that run leave it no memory, or it is another adapter's turn."""
+        adapter, residency = request.lora_request, self._scheduler.residency
+        if adapter is None or residency is None or self._is_on_disk(adapter):
+            return False
+        return not residency.has_room(adapter.lora_int_id)
 
     def _lacks_slot(self, request: Any) -> bool:
         config = self._scheduler.lora_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ class Requests:
 
     Args:
         num_tokens: that requests may hold together.
-        is_ready, num_cached_tokens: as of `Scheduling`.
+        is_ready, num_cached_tokens, block_pool: as of `Scheduling`.
         adapters: whose memory is bounded; None: requests use none.
     """
 
@@ -25,11 +26,12 @@ class Requests:
         is_ready: Callable[[Any], bool],
         num_cached_tokens: Callable[[Any], int],
         adapters: Residency | None,
+        block_pool: Any = None,
     ) -> None:
         self._by_id: dict[str, Any] = {}
         self._num_blocks, self._block_size = num_tokens // block_size, block_size
         self._is_ready, self._num_cached_tokens = is_ready, num_cached_tokens
-        self._adapters = adapters
+        self._adapters, self._pool = adapters, block_pool
 
     def add(self, request: Any) -> None:
         self._by_id[request.request_id] = request
@@ -51,8 +53,25 @@ class Requests:
         return num_tokens
 
     def start_blocks(self, request_id: str) -> int:
-        # All of the prompt, as vLLM asks for it: what of it is cached and in nobody's use is among the free blocks, too.
-        return min(-(-self.num_tokens(request_id) // self._block_size), self._num_blocks)
+        # As vLLM asks for it: what of the prompt is cached and used by no request is among the free blocks, too.
+        num_blocks = min(-(-self.num_tokens(request_id) // self._block_size), self._num_blocks)
+        return num_blocks - self._num_shared_blocks(request_id)
+
+    def shared_tokens(self, request_id: str) -> int:
+        return self._num_shared_blocks(request_id) * self._block_size
+
+    def _num_shared_blocks(self, request_id: str) -> int:
+        """A request that holds a block holds all that come before it, so the last shared block is found by halving. The block of the last token is
+        always computed anew, because vLLM needs its output."""
+        if self._pool is None:
+            return 0
+        request = self._by_id[request_id]
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
+        return bisect_left(hashes, True, key=lambda block_hash: not self._is_held(block_hash))
+
+    def _is_held(self, block_hash: Any) -> bool:
+        cached = self._pool.get_cached_block(block_hash, [0])
+        return cached is not None and cached[0].ref_cnt > 0
 
     def held_blocks(self, request_id: str) -> int:
         return self.num_tokens(request_id) // self._block_size + 1

@@ -40,6 +40,7 @@ class Scheduling:
         num_tokens: that requests may hold together.
         is_ready: may a waiting request start as far as its adapter and its grammar are concerned?
         num_cached_tokens: leading ones of a waiting request that need not be computed.
+        block_pool: vLLM's, where requests that begin alike share blocks; None: each is charged all that it holds.
         adapters: whose memory is bounded, too; None: requests use none.
         ways: counts of how requests that are preempted are to get their KV back, and do. None: they compute it again.
         pace: keeps steps short; None: they are as long as vLLM makes them.
@@ -59,6 +60,7 @@ class Scheduling:
         block_size: int,
         is_ready: Callable[[Any], bool],
         num_cached_tokens: Callable[[Any], int] = lambda request: 0,
+        block_pool: Any = None,
         adapters: Residency | None = None,
         ways: Callable[[], Mapping[str, int]] | None = None,
         pace: Pace | None = None,
@@ -76,7 +78,11 @@ class Scheduling:
         self.queue = PolicyQueue(self)
         self.step_s = 0.0
         """Of our own work in all steps."""
-        self._block_size = block_size
+        self._block_size, self._num_blocks, self._block_pool = (
+            block_size,
+            num_tokens // block_size,
+            block_pool,
+        )
         self._adapters = adapters
         self._ways = ways or dict
         self._log = decision_log
@@ -84,7 +90,7 @@ class Scheduling:
         self._thread = None
         if run_fit is None:
             run_fit = self._thread = FitThread()
-        self._requests = Requests(num_tokens, block_size, is_ready, num_cached_tokens, adapters)
+        self._requests = Requests(num_tokens, block_size, is_ready, num_cached_tokens, adapters, block_pool)
         self._features: dict[str, LengthFeatures] = {}
         made = make_policy(num_tokens)
         self.dispatcher = Dispatcher(
@@ -157,6 +163,7 @@ class Scheduling:
             free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             num_slots=scheduler.max_num_running_reqs - len(scheduler.running),
             adapter_bytes=self._adapters.free_room() if self._adapters is not None else None,
+            shared_tokens=self._shared_tokens(scheduler),
         )
         plan = self.dispatcher.begin_step(view, now)
         for request_id in plan.squash:
@@ -177,6 +184,14 @@ class Scheduling:
         started_s = self._stopwatch()
         self.dispatcher.end_step(self.queue.end_step(), self._clock())
         self.step_s += self._stopwatch() - started_s
+
+    def _shared_tokens(self, scheduler: Any) -> int:
+        """By how much the requests that run hold more tokens, each counted by itself, than there are blocks in use."""
+        if self._block_pool is None or not self.dispatcher.policy.charges_tokens:
+            return 0
+        num_held = sum(-(-each.num_computed_tokens // self._block_size) for each in scheduler.running)
+        num_used = self._num_blocks - self._block_pool.get_num_free_blocks()
+        return max(num_held - num_used, 0) * self._block_size
 
     def squash(self, scheduler: Any, request_id: str) -> None:
         """Takes a running request off the device again, to start later. Without effect for one that has ended."""

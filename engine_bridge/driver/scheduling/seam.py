@@ -25,7 +25,8 @@ class _Gate:
     def has_adapter(self, request: Any) -> bool:
         if self.residency is None or request.lora_request is None:
             return True
-        return self.residency.is_at_hand(request.lora_request.lora_int_id)
+        adapter_id = request.lora_request.lora_int_id
+        return self.residency.is_at_hand(adapter_id) and not self.residency.is_held_back(adapter_id)
 
 
 class _Planned:

@@ -49,6 +49,21 @@ def test_a_policy_that_is_played_twice_decides_the_same_twice(policy: str) -> No
     assert first.ended_s > 60
 
 
+@pytest.mark.parametrize("policy", ["vllm", *POLICIES])
+def test_requests_that_begin_alike_are_charged_once_for_what_they_share(policy: str) -> None:
+    """Each holds 98 blocks of 500, but 96 of these are the same."""
+    clock = Clock()
+    node = EmulatedNode(clock, COST, Engine(500, max_running=64), policy, guesser=RIGHT)
+    num_running = []
+    node.on_step = lambda: num_running.append(len(node.scheduler.running))
+    asked = [Arrival(f"{at:02d}", 0.0, 1536 + 16, 16, session="the same") for at in range(50)]
+    play(clock, asked, node.submit)
+    node.close()
+    assert len(node.ended) == 50
+    assert max(num_running) == 50
+    assert node.tally.num_steps <= 20
+
+
 def test_lanes_are_fitted_in_virtual_time_before_the_next_step() -> None:
     clock = Clock()
     node = EmulatedNode(clock, SLOW, ROOMY, "mlq")

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from bench.emulated.adapters import AdapterMemory, EmulatedAdapters
-from bench.emulated.node import EmulatedNode, Engine
+from bench.emulated.assist import ColdStart
+from bench.emulated.node import EmulatedNode, Engine, Job
 from bench.emulated.trace import play_on_node
 from bench.sim.core.calibration import A40
 from bench.sim.core.clock import Clock
@@ -14,6 +15,7 @@ from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import play
 from engine_bridge.core.adapter_copies import BUSY_WRITE_S
+from engine_bridge.policy.registry import POLICIES
 
 COST = StepCost(A40, LLAMA2_7B)
 BLOCK_BYTES = 16 * LLAMA2_7B.kv_bytes_per_token
@@ -151,3 +153,27 @@ def test_a_histogram_has_an_adapter_that_a_timer_asks_for_read_before_its_reques
         played = play_on_node("fcfs", requests, COST, Engine(2000), ranks=(128, 128), memory=memory)
         found[has_forecast] = [job.found_adapter for job in played.jobs if job.arrival.adapter_id == 0][-3:]
     assert found == {False: ["disk"] * 3, True: ["host"] * 3}
+
+
+TWO_BUSY = [(0.5 * at, at % 2) for at in range(50)]
+LATE = (10.1, 2)
+
+
+@pytest.mark.parametrize("cold_start", ["step waits", "request waits"])
+@pytest.mark.parametrize("policy", ["vllm", *POLICIES])
+def test_a_third_adapter_gets_its_turn_between_two_that_are_asked_for_without_a_pause(
+    policy: str, cold_start: ColdStart
+) -> None:
+    """Room for two; of each of the two some request always runs."""
+    memory, engine = AdapterMemory(num_slots=2, cold_start=cold_start), Engine(3000)
+
+    def jobs(*asked: tuple[float, int]) -> list[Job]:
+        requests = asks(*sorted(asked), num_prompt_tokens=200, num_answer_tokens=100)
+        return play_on_node(policy, requests, COST, engine, ranks=(16, 16, 16), memory=memory).jobs
+
+    (alone,) = jobs(LATE)
+    without, crowd = jobs(*TWO_BUSY), jobs(*TWO_BUSY, LATE)
+    (third,) = (job for job in crowd if job.arrival.adapter_id == LATE[1])
+    assert third.ttft_s <= max(2.0, 3 * alone.e2e_s)
+    last_s = max(job.ended_s for job in crowd if job is not third)
+    assert last_s <= 1.05 * max(job.ended_s for job in without)

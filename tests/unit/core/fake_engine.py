@@ -49,6 +49,9 @@ class FakeEngine:
     def start_blocks(self, request_id: str) -> int:
         return min(self.held_blocks(request_id), NUM_BLOCKS)
 
+    def shared_tokens(self, request_id: str) -> int:
+        return 0
+
     def held_blocks(self, request_id: str) -> int:
         return self.tokens[request_id] // BLOCK_TOKENS + 1
 

@@ -52,6 +52,7 @@ def scheduler(*waiting: Waits, deferred: tuple[Waits, ...] = (), running: tuple[
         running=list(running),
         deferred_waiting=set(deferred),
         lora_config=SimpleNamespace(max_loras=1),
+        residency=None,
         num_preempted=3,
         num_ended_tokens=0,
     )
@@ -118,6 +119,18 @@ def test_one_that_was_to_start_and_did_not_says_what_stopped_it() -> None:
     }
     assert reasons(scheduler(second, deferred=(second,)), ours, host) == {"kv_on_its_way": 1}
     assert reasons(scheduler(second, deferred=(second,)), ours) == {"adapter_on_its_way": 1}, "it left again"
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize(("has_room", "reason"), [(False, "adapter_memory"), (True, "kv_on_its_way")])
+def test_an_adapter_that_finds_no_memory_beside_those_that_run_is_told_from_kv_that_is_on_its_way(
+    is_ours: bool, has_room: bool, reason: str
+) -> None:
+    second = request("a", adapter=2)
+    own = scheduler(second, deferred=(second,))
+    own.residency = SimpleNamespace(has_room=lambda adapter_id: has_room)
+    ours = Ours(Decision(("a",))) if is_ours else None
+    assert reasons(own, ours, {2: "host"}) == {reason: 1}
 
 
 def test_vllms_own_queue_tells_its_preemptions() -> None:
