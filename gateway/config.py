@@ -182,7 +182,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
             "KV tiers",
             "Learn which agent's request follows which (X-Agent-Name), and warm its session in advance.",
         ),
-    ] = True
+    ] = False
 
     length_predictor: Annotated[
         str | None,

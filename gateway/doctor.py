@@ -36,7 +36,11 @@ _SWITCHES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ("scheduling", lambda config: config.scheduling_policy == "vllm", "--scheduling-policy vllm"),
     ("short steps", lambda config: config.max_step_ms == 0, "--max-step-ms 0"),
     ("adapters in KV blocks", lambda config: not config.adapters_in_kv, "--no-adapters-in-kv"),
-    ("learned advisories", lambda config: not config.learned_advisories, "--no-learned-advisories"),
+    (
+        "learned advisories",
+        lambda config: not config.learned_advisories,
+        "it is off unless --learned-advisories is given",
+    ),
     ("drafts", lambda config: not config.draft_prefill, "it is off unless --draft-prefill is given"),
 )
 

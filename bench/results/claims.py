@@ -35,6 +35,7 @@ MECHANISMS = {
     "D4": "fair start",
     "E1": "draft prefill",
     "E3": "one budget for KV and adapters",
+    "E5": "learned advisories",
     "E7": "KV that survives a restart",
     "E9": "adapters loaded beside the steps",
     "E12": "token continuity",
@@ -56,6 +57,7 @@ _adaptivellm = partial(Figure, "emulated-adaptivellm")
 _chameleon = partial(Figure, "emulated-chameleon")
 _scheduling = partial(Figure, "live-scheduling")
 _advisory = partial(Figure, "live-advisory")
+_followers = partial(Figure, "sim-followers")
 _adapters = partial(Figure, "live-adapters")
 _restore = partial(Figure, "live-restore")
 _gateway = partial(Figure, "live-gateway")
@@ -369,6 +371,25 @@ OVERTURE_CLAIMS = (
         MS,
         live=_advisory("advisory_loop_ms"),
         aim=1.0,
+    ),
+    *(
+        _own_claim(
+            "E5",
+            f"{what} of learned advisories ÷ that of “this agent again”, worst of twelve data sets",
+            RATIO,
+            sim=_followers(f"{what}_vs_trivial"),
+            aim=1.0,
+            better=HIGHER,
+        )
+        for what in ("precision", "recall")
+    ),
+    _own_claim(
+        "E5",
+        "how far their probabilities are off, worst of these",
+        SHARE,
+        sim=_followers("calibration_error"),
+        aim=0.1,
+        better=LOWER,
     ),
     _own_claim(
         "E7",

@@ -224,7 +224,7 @@ async def test_keys_see_their_own_and_a_flood_harms_nobody(gateways: Gateways) -
 
 
 async def test_the_gateway_learns_who_follows_whom(gateways: Gateways) -> None:
-    server = await gateways()
+    server = await gateways(learned_advisories=True)
     async with aiohttp.ClientSession(server.url) as http:
 
         async def call(run: int, agent: str) -> None:
