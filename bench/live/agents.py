@@ -37,8 +37,8 @@ from gateway.config import Config
 
 SHAPE = ModelShape(vocab_size=1280, seed=1280, max_model_len=2048)
 DEMO = ROOT / "demo/model"
-BLOCK_TOKENS, NUM_BLOCKS = 32, 24
-HISTORY_WORDS, QUESTION_WORDS, FILL_WORDS = 140, 4, 120
+BLOCK_TOKENS, NUM_BLOCKS = 32, 56
+HISTORY_WORDS, QUESTION_WORDS, FILL_WORDS = 180, 4, 300
 CHAIN = ("planner", "solver", "solver", "solver", "critic")
 MODEL = "bench"
 AGENTS = tuple(dict.fromkeys(CHAIN))
@@ -220,7 +220,7 @@ async def serve(folder: Path, plan: Plan) -> None:
         data_dir=folder / "data",
         port=0,
         block_size=BLOCK_TOKENS,
-        max_model_len=640,
+        max_model_len=1536,
         kv_host_gib=0.25,
         kv_disk_gib=4,
         cpu_threads=1,
