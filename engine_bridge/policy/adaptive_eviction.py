@@ -171,7 +171,7 @@ class Adaptive:
         self.shares = RequestShares(max_adapters)
         self.shadows = [ShadowCache(self.shares.mixed)]
         self.shadows += [ShadowCache(partial(self.shares.by, at)) for at in SHADOW_HALF_LIVES]
-        self.followed = self.shadows[0]
+        self.followed = self.shadows[1]  # least recently used, until another has proved better
         self._rate = UseWindow()  # of all requests together
         self._num_requests: dict[int, int] = {}  # of adapters in use
         self._num_bytes: dict[int, int] = {}

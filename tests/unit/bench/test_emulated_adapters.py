@@ -104,7 +104,7 @@ def test_copies_grow_into_idle_memory_and_kv_takes_it_back_under_load() -> None:
 def test_kv_takes_the_adapter_that_the_policy_holds_for_worth_the_least() -> None:
     """Of two equal ones the first was asked for often, the second last."""
     kept = {}
-    for policy in ("lru", "adaptive"):
+    for policy in ("lru", "chameleon"):
         clock = Clock()
         memory = AdapterMemory(num_slots=1, policy=policy, in_kv=True)
         node = EmulatedNode(
@@ -116,7 +116,7 @@ def test_kv_takes_the_adapter_that_the_policy_holds_for_worth_the_least() -> Non
         kept[policy] = copies_of(node.adapters)
         node.close()
     assert 1 not in kept["lru"] and 2 in kept["lru"]
-    assert 1 in kept["adaptive"] and 2 not in kept["adaptive"]
+    assert 1 in kept["chameleon"] and 2 not in kept["chameleon"]
 
 
 def _large(at_s: float) -> list[Arrival]:

@@ -112,10 +112,10 @@ def test_of_many_a_shadow_compares_some_in_turn_and_none_escapes_for_ever() -> N
 # -- the policy --------------------------------------------------------------------------------------------------------
 
 
-def test_among_equals_what_is_asked_for_more_stays_longer() -> None:
+def test_until_another_order_has_proved_better_the_longest_unused_goes_first() -> None:
     policy = Adaptive()
     ask(policy, [1, 2, 1, 3, 1, 2])
-    assert order(policy, facts(1, 0.0), facts(2, 0.0), facts(3, 0.0)) == [3, 2, 1]
+    assert order(policy, facts(1, 0.0), facts(2, 0.0), facts(3, 0.0)) == [3, 1, 2]
 
 
 def test_at_equal_use_what_takes_longer_to_bring_back_by_the_byte_stays_longer() -> None:
