@@ -93,7 +93,7 @@ class Learned:
         lines = []
         for owner in self._followers.saved():
             lines.append(learned_file.line_of(owner))
-            await asyncio.sleep(0)  # a full one takes a millisecond, and others wait for the event loop
+            await asyncio.sleep(0)  # a full one takes some milliseconds, and others wait for the event loop
         try:
             await asyncio.to_thread(learned_file.write, self._file, lines)
         except OSError as error:

@@ -48,8 +48,8 @@ MAX_EXACT = 8
 """From here on, numbers of requests that have the same power of two below them are one context."""
 MAX_CANDIDATES = 16
 """Agents that are considered after each request: those of the run first. Chosen: bounds the time, 0.1 ms."""
-MAX_PENDING = 8
-"""Requests of a run that wait for the same agent and are remembered: the first and the latest. Chosen: bounds memory."""
+MAX_PENDING = 4
+"""Requests of a run that wait for the same agent and are remembered: the first and the latest. With 8 nothing is foreseen better."""
 MAX_CONTEXTS = 2048
 """Of an owner; beyond them the one that was silent for longest is forgotten."""
 MAX_GAPS = 32
@@ -296,11 +296,12 @@ class _Owner:
         return link
 
     def close_silent(self, now: float) -> None:
-        """Count as false what was promised in runs that seem to be over."""
+        """Count as false what was promised in the run that was silent for longest, if it seems to be over."""
         silence_s = MAX_GAP_S
         if len(self.gaps_s) >= MIN_COUNT:
             silence_s = min(max(SILENCE * max(self.gaps_s), MIN_SILENCE_S), MAX_GAP_S)
-        while self.open and now - (run := next(iter(self.open.values()))).last_s >= silence_s:
+        # One at a time: counting a run of forty agents takes a millisecond, and each run comes with a request.
+        if self.open and now - (run := next(iter(self.open.values()))).last_s >= silence_s:
             self.open.popitem(last=False)
             for agent, waiting in run.pending.items():
                 for visit, share in waiting:
