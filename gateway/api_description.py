@@ -512,4 +512,27 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(400,),
         is_public=True,
     ),
+    Operation(
+        "get",
+        "/sse",
+        "open_stream",
+        PAGE,
+        "The chat socket's frames as server-sent events",
+        "For networks that let no websocket through. The first event, `stream`, has the `id` to which the page posts its own frames.",
+        replies={200: Reply(description="Events, one for each frame.", media=("text/event-stream",))},
+        is_public=True,
+    ),
+    Operation(
+        "post",
+        "/sse/{id}",
+        "take_frame",
+        PAGE,
+        "A frame of the page, where no websocket is let through",
+        parameters=(
+            Parameter("id", "path", {"type": "string"}, "The id that the stream's first event has."),
+        ),
+        replies={204: Reply(description="It was taken. What comes of it comes as events.")},
+        errors=(400, 404),
+        is_public=True,
+    ),
 )

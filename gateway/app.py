@@ -26,6 +26,7 @@ from gateway import (
     chat_socket,
     engine_process,
     engine_routes,
+    event_stream,
     learned_file,
     node_routes,
     openai_routes,
@@ -225,6 +226,7 @@ def build_app(services: Services) -> web.Application:
     transfer_routes.add_routes(app)
     vllm_routes.add_routes(app)
     app.add_routes([web.get("/ws", chat_socket.chat_socket)])
+    event_stream.add_routes(app)
     app.on_response_prepare.append(web_policy.add_headers)
     app.cleanup_ctx.append(_background)
     return app

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
 
-from aiohttp import ClientConnectionError, WSCloseCode, WSMsgType, web
+from aiohttp import ClientConnectionError, WSCloseCode, WSMessage, WSMsgType, web
 from msgspec import to_builtins
 
 from engine_bridge.request_context import RequestContext
@@ -61,10 +62,23 @@ async def chat_socket(request: web.Request) -> web.WebSocketResponse:
             await asyncio.sleep(0)  # hundreds that come at once leave the event loop to others in between
     except ValueError as error:  # aiohttp's, for a key that is not ASCII
         raise web.HTTPBadRequest(reason="The Sec-WebSocket-Key is not Base64.") from error
-    connections = services.connections
-    if not gate.opened(request) or len(connections) >= services.config.max_sockets:
+    if not make_room(request):
         await socket.close(code=CloseCode.TOO_MANY_SOCKETS, message=b"too many sockets")
         return socket
+    await serve(socket, request)
+    return socket
+
+
+def make_room(request: web.Request) -> bool:
+    """Whether one more page may be connected by this request, which counts as one that has not said hello yet."""
+    services = request.app[SERVICES]
+    return gate.opened(request) and len(services.connections) < services.config.max_sockets
+
+
+async def serve(socket: Socket, request: web.Request) -> None:
+    """Talk to a page until it or the server closes the connection."""
+    services = request.app[SERVICES]
+    connections = services.connections
     connection = ChatConnection(socket, services, extract_key(request.headers), request)
     connections.add(connection)
     services.metrics.sockets.inc()
@@ -74,7 +88,21 @@ async def chat_socket(request: web.Request) -> web.WebSocketResponse:
         connections.discard(connection)
         services.metrics.sockets.dec()
         connection.leave()
-    return socket
+
+
+class Socket(Protocol):
+    """What frames come and go by: a websocket, or what stands in for one (`gateway.event_stream`)."""
+
+    def __aiter__(self) -> AsyncIterator[WSMessage]: ...
+
+    def set_limits(self, limit_bytes: int, hard_limit_bytes: int) -> None:
+        """For all frames that have not been read yet."""
+
+    async def send_frame(self, frame: bytes, kind: WSMsgType) -> None:
+        """Send a frame. Raises ConnectionError, ClientConnectionError or RuntimeError when the peer is gone."""
+
+    async def close(self, *, code: int, message: bytes) -> Any:
+        """Say why, and close. Raises as `send_frame` does."""
 
 
 class ChatConnection:
@@ -99,9 +127,7 @@ class ChatConnection:
         "is_given_up",
     )
 
-    def __init__(
-        self, socket: StrictWebSocket, services: Services, key: str | None, request: web.Request
-    ) -> None:
+    def __init__(self, socket: Socket, services: Services, key: str | None, request: web.Request) -> None:
         self._socket = socket
         self._request = request
         self._services = services

@@ -24,7 +24,7 @@ const byId = (id) => document.getElementById(id);
 /** The page. */
 export class App {
   #keyAsked = false;
-  #lists = 0; // lists asked for: only the last one's answer is shown
+  #lists = 0; // only the last one's answer is shown
   #isListing = false;
   #creating = false;
   #sought = null; // the turn that a search found, until it has been shown
@@ -184,7 +184,7 @@ export class App {
     this.#act(() => this.core.retry(turn.id, this.composer.adapter));
   }
 
-  /** Takes a message away that was not accepted, and with the first one its conversation, which holds nothing then. */
+  /** Takes away a message that was not accepted, and with the first one its empty conversation. */
   #discard(turn) {
     this.#act(() => this.core.discard(turn.id));
     const session = this.core.sessions.get(turn.sessionId);

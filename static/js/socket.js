@@ -1,12 +1,14 @@
-/** The thin shell around ChatCore: a WebSocket, its timers, and nothing else. */
+/** The thin shell around ChatCore: a WebSocket, or what stands in for one, its timers, and nothing else. */
 
 const PING_EVERY_MS = 25000; // below the server's own 30 s
+const OPEN_WITHIN_MS = 8000; // chosen: some proxies let it hang
 const PONG_WITHIN_MS = 10000; // chosen: a dead link shows within half a minute
 
 /** Connects a ChatCore to a server and keeps it connected. */
 export class Connection {
   #socket = null;
   #retryTimer = 0;
+  #openTimer = 0;
   #pingTimer = 0;
   #pongTimer = 0;
 
@@ -28,13 +30,36 @@ export class Connection {
     clearTimeout(this.#retryTimer);
     this.#drop();
     this.core.connecting();
-    const socket = new WebSocket(this.url);
-    this.#socket = socket;
-    socket.onopen = () => this.#tell(socket, () => this.core.opened());
-    socket.onmessage = ({ data }) => this.#tell(socket, () => this.#receive(data));
-    socket.onclose = ({ code }) => this.#tell(socket, () => this.#onClose(code));
+    // Where a proxy keeps websockets back, events get through.
+    this.#use(new WebSocket(this.url), () => this.#connectByEvents());
     this.changed();
     this.#schedulePing();
+  }
+
+  /** @param {() => void} neverOpened  what to do when it closes before it is open */
+  #use(socket, neverOpened) {
+    let closed = () => neverOpened();
+    this.#socket = socket;
+    socket.onopen = () => {
+      clearTimeout(this.#openTimer);
+      closed = (code) => this.#onClose(code);
+      this.#tell(socket, () => this.core.opened());
+    };
+    socket.onmessage = ({ data }) => this.#tell(socket, () => this.#receive(data));
+    socket.onclose = ({ code }) => this.#tell(socket, () => closed(code));
+    this.#openTimer = setTimeout(() => this.#tell(socket, () => closed(1006)), OPEN_WITHIN_MS);
+  }
+
+  async #connectByEvents() {
+    const blocked = this.#socket;
+    const events = await import('./events.js').catch(() => null);
+    if (blocked !== this.#socket) return;
+    const failed = () => this.#tell(this.#socket, () => this.#onClose(1006));
+    if (events) {
+      clearTimeout(this.#openTimer);
+      this.#use(new events.EventSocket(this.url.replace(/^ws/, 'http').replace(/ws$/, 'sse')), failed);
+      blocked.close();
+    } else failed();
   }
 
   /** Skips the rest of the countdown. Does nothing while connected. */
@@ -70,6 +95,7 @@ export class Connection {
   #drop() {
     clearTimeout(this.#pingTimer);
     clearTimeout(this.#pongTimer);
+    clearTimeout(this.#openTimer);
     const socket = this.#socket;
     this.#socket = null;
     socket?.close();

@@ -290,6 +290,8 @@ class Line:
         self._current: WebSocketRoute | None = None
         self._server: WebSocketRoute | None = None
         page.route_web_socket("**/ws", self._on_open)
+        # What stands in for the websocket where none gets through: a network that is down lets neither pass.
+        page.route("**/sse", lambda route: route.abort() if self.refuse else route.continue_())
 
     def say(self, text: str) -> None:
         """Let the model say this, whatever it says: the first `delta` carries it, the others are empty."""

@@ -1,0 +1,132 @@
+"""The page behind a proxy that lets no websocket through."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+# What belongs to one connection and is not passed on; `Upgrade` is what this proxy is about. Source: RFC 9110 §7.6.1.
+OF_ONE_HOP = {"connection", "upgrade", "transfer-encoding", "keep-alive", "content-length"}
+
+
+class StrippingProxy:
+    """Passes requests on, without the header that asks for a websocket. hangs: lets such a request wait for ever instead."""
+
+    def __init__(self, target: str, *, hangs: bool = False) -> None:
+        self.target = target
+        self.hangs = hangs
+        self.num_refused = 0
+        self.url = ""
+        self._ready = threading.Event()
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> StrippingProxy:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._loop is not None and self._stop is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with aiohttp.ClientSession(auto_decompress=False) as self._http:
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", self._pass_on)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            self._ready.set()
+            await self._stop.wait()
+            await runner.cleanup()
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in OF_ONE_HOP}
+        if "Upgrade" in request.headers:
+            self.num_refused += 1
+            if self.hangs:
+                await asyncio.Event().wait()
+        body = await request.read()
+        async with self._http.request(
+            request.method, self.target + request.path_qs, headers=headers, data=body
+        ) as reply:
+            kept = {name: value for name, value in reply.headers.items() if name.lower() not in OF_ONE_HOP}
+            response = web.StreamResponse(status=reply.status, headers=kept)
+            await response.prepare(request)
+            async for chunk in reply.content.iter_any():
+                await response.write(chunk)
+            return response
+
+
+@pytest.fixture
+def proxy(gateway_url: str, page_watch) -> Iterator[StrippingProxy]:
+    page_watch.forgive()  # the browser says on its console that the websocket was refused
+    with StrippingProxy(gateway_url) as proxy:
+        page_watch.origin = proxy.url
+        yield proxy
+
+
+def test_the_page_chats_by_events(open_page, make_chat, proxy: StrippingProxy) -> None:
+    """Also asks for the state of what is typed, stops an answer, and goes on after a reload."""
+    page = open_page()
+    told: list[str] = []
+    page.on(
+        "request", lambda request: told.append(request.post_data or "") if "/sse/" in request.url else None
+    )
+    chat = make_chat(page, proxy.url).open()
+    chat.ask("My secret word is marzipan.")
+    assert proxy.num_refused >= 1
+    chat.question.press_sequentially("What is my secret word?")
+    chat.question.press("Enter")
+    chat.wait_done()
+    expect(chat.answers.last).to_contain_text("marzipan")
+    assert any('"typing"' in each for each in told)
+    page.reload()
+    expect(chat.turns).to_have_count(2)
+    expect(chat.banner).to_be_hidden()
+    chat.ask("Hello!")
+
+
+def test_an_answer_goes_on_after_the_stream_was_cut(open_page, make_chat, proxy: StrippingProxy) -> None:
+    page = open_page()
+    chat = make_chat(page, proxy.url).open()
+    page.route(
+        "**/sse/*",
+        lambda route: route.abort() if '"ping"' in (route.request.post_data or "") else route.continue_(),
+    )
+    chat.send("Tell me a long story.")
+    expect(chat.answers.last).not_to_be_empty()
+    # A page that comes back to the front asks whether its connection lives: here that request fails, so it connects anew.
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    chat.wait_done()
+    expect(chat.turns).to_have_count(1)
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_websocket_that_hangs_is_given_up(gateway_url: str, open_page, make_chat, page_watch) -> None:
+    page_watch.forgive()
+    with StrippingProxy(gateway_url, hangs=True) as proxy:
+        page_watch.origin = proxy.url
+        page = open_page()
+        page.clock.install()
+        page.goto(proxy.url)
+        page.wait_for_function("() => document.querySelector('#server') !== null")
+        page.clock.run_for(9000)
+        chat = make_chat(page, proxy.url)
+        expect(chat.picker).to_be_enabled()
+        page.clock.resume()
+        chat.ask("Hello!")
+        page.close()
