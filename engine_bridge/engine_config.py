@@ -124,8 +124,11 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
 
     scheduling_policy: Annotated[
         SchedulingPolicy,
-        setting("Scheduling", "Who starts next: mlq has lanes by size; vllm is its own queue."),
-    ] = "mlq"
+        setting(
+            "Scheduling",
+            "Who starts next: bounded lets short requests overtake a little, mlq has lanes by size; vllm is its own queue.",
+        ),
+    ] = "bounded"
     lane_rule: Annotated[
         LaneRule,
         setting(

@@ -16,6 +16,7 @@ COMMANDS = {
     "chameleon": "adapters: queues and caches over loads, by the paper's device and requests",
     "symphony": "people who type, on one node: advisories over tiers, tiers over none",
     "urgent": "urgent requests: others paused for them, or never",
+    "order": "orders of starting against vLLM's own queue: never worse, and what is gained",
     "exact": "fcfs is vLLM's own order, policies repeat, and what our scheduling costs",
 }
 

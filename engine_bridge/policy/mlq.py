@@ -1,4 +1,4 @@
-"""The multi-level queue: lanes by size, each with a quota. The default. Pure."""
+"""Chameleon's multi-level queue: lanes by size, each with a quota. Pure."""
 
 from __future__ import annotations
 

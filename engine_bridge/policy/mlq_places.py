@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -23,6 +23,24 @@ class Entry(Struct, frozen=True, gc=False):
     facts: Waiting
     weighted_size: float
     lane: int
+
+
+class Ordered(Protocol):
+    """One tenant's requests of one priority in one lane, and the order in which they start."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, entry: Entry) -> None: ...
+
+    def remove(self, entry: Entry) -> None: ...
+
+    def lists(self) -> list[list[Any]]:
+        """All that holds entries."""
+        ...
+
+    def order(self, now: float, aging_s: float) -> Iterator[str]:
+        """Ids of all that wait, who starts first first. Changes nothing."""
+        ...
 
 
 class Flow:
@@ -126,8 +144,9 @@ class LaneQueue:
     `order`: the flows' (priority, what the tenant was given, tenant), rising.
     """
 
-    def __init__(self) -> None:
-        self.flows: dict[tuple[int, str], Flow] = {}
+    def __init__(self, make_flow: Callable[[], Ordered] = Flow) -> None:
+        self._make_flow = make_flow
+        self.flows: dict[tuple[int, str], Ordered] = {}
         self.order: list[tuple[int, float, str]] = []
         self.num_waiting = 0
         self._places: dict[str, dict[int, float]] = {}  # by tenant and priority: what `order` has as given
@@ -136,7 +155,7 @@ class LaneQueue:
         priority, tenant = entry.facts.priority, entry.facts.tenant
         flow = self.flows.get((priority, tenant))
         if flow is None:
-            flow = self.flows[priority, tenant] = Flow()
+            flow = self.flows[priority, tenant] = self._make_flow()
             self._places.setdefault(tenant, {})[priority] = given
             insert(self.order, (priority, given, tenant))
         flow.add(entry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .baselines import Fair, Fcfs, Priority, Sjf
+from .bounded import Bounded
 from .mlq import Mlq
 from .queue import QueuePolicy
 
@@ -17,4 +18,5 @@ POLICIES: dict[str, MakePolicy] = {
     "priority": lambda num_tokens: Priority(),
     "fair": lambda num_tokens: Fair(),
     "mlq": Mlq,
+    "bounded": Bounded,
 }

@@ -157,7 +157,7 @@ async def use(node: LocalNode, policy: str) -> Scheduling:
 
 
 class TestEveryOrder:
-    @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "mlq"])
+    @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "mlq", "bounded"])
     async def test_no_order_changes_an_answer(
         self, policy: str, tight: LocalNode, undisturbed: list[list[int]]
     ) -> None:
