@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from engine_bridge.core.adapter_table import AdapterTable, Version
 
-# An adapter without room waits so long before others make room for it. Swept over 0, 0.25, 0.5 and 1 s (`python -m bench.emulated order` has the
-# scenario): the wait grows by as much, the others' throughput changes by less than 0.1%. Not 0, so that a burst of adapters holds nobody back.
+# Chosen: how long an adapter without room waits before others make room for it, in seconds. A person hardly notices it beside a load; at 0 a burst
+# of adapters would hold everybody back.
 PATIENCE_S = 0.25
 
 

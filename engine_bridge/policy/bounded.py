@@ -16,7 +16,7 @@ from .quotas import Spare
 
 
 class BoundedSettings(Struct, frozen=True, kw_only=True):
-    """overtaken_share: of the tokens that waited before a request, so much may overtake it. 0 is vLLM's own order. Learned from a sweep over
+    """overtaken_share: of the tokens that waited before a request, so much may overtake it. 0 is vLLM's own order. Picked from
     0.05, 0.1 and 0.2 (`python -m bench.emulated order`); docs/decisions/0020 says why this one.
 
     num_looked_at: requests that one decision passes over because their adapter finds no memory. vLLM passes over all of them; with 16, half of what
