@@ -47,6 +47,7 @@ GREETING_BYTES = 64 << 10
 CLOSE_TIMEOUT_S = 2.0
 # Chosen: replies that may wait for a peer before no more of its frames are read.
 MAX_QUEUED_BYTES = 1 << 20
+MAX_READ = 64  # Chosen: conversations that a page has looked at since it was loaded.
 
 
 async def chat_socket(request: web.Request) -> web.WebSocketResponse:
@@ -115,6 +116,7 @@ class ChatConnection:
         "_outbox",
         "_principal",
         "_queued_bytes",
+        "_read",
         "_request",
         "_said_hello",
         "_sent",
@@ -141,6 +143,7 @@ class ChatConnection:
         self._queued_bytes = 0
         self._writer: asyncio.Task[None] | None = None
         self._told: dict[str, str] = {}  # by session: the state of its advisory that was sent last
+        self._read: dict[str, None] = {}  # an ordered set: sessions that the client may show, by their ids
         self._is_gone = False
         self.blocked_since: float | None = None
         self.is_given_up = False  # it reads too slowly and is being closed
@@ -210,6 +213,7 @@ class ChatConnection:
             self._services.budgets.count(principal.owner)
         if frame.session_id is not None:
             session = to_builtins(await self._services.store.get_session(principal.owner, frame.session_id))
+            self._note_read(frame.session_id)
         self._principal = self._services.keys.current(principal)  # it may have been withdrawn meanwhile
         self._said_hello = True
         self._send(
@@ -241,9 +245,23 @@ class ChatConnection:
         priority = checked_priority(frame.priority, may_hurry=self._services.config.client_priority)
         self._services.drafts.stop(self._owner, self._new_chat)
         context = RequestContext(weight=self._principal.weight, priority=priority)
+        is_known = self._services.turns.find(self._owner, frame.id) is not None
         live = await self._services.turns.ask(self._owner, frame, context)
         self._send_accepted(live)
         self._follow(live, 0)
+        self._note_read(live.session_id)
+        if not is_known:
+            self._services.tell_shown(self._owner, live.session_id, live.id, but=self)
+
+    def _note_read(self, session_id: str) -> None:
+        self._read.pop(session_id, None)
+        self._read[session_id] = None
+        if len(self._read) > MAX_READ:
+            del self._read[next(iter(self._read))]
+
+    def has_read(self, session_id: str) -> bool:
+        """See `OpenSocket.has_read`: the last MAX_READ sessions are remembered."""
+        return session_id in self._read
 
     def _send_accepted(self, live: LiveTurn) -> None:
         self._send(

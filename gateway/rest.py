@@ -229,9 +229,7 @@ async def choose_version(request: web.Request) -> web.Response:
     session_id = request.match_info["id"]
     session = await services.store.choose_version(owner, session_id, body.turn_id)
     services.advisories.end_session(owner, session_id)
-    for socket in services.connections:
-        if socket.owner == owner:
-            socket.tell({"type": "shown", "session_id": session_id, "turn_id": body.turn_id})
+    services.tell_shown(owner, session_id, body.turn_id)
     return json_reply(session)
 
 

@@ -43,6 +43,9 @@ class OpenSocket(Protocol):
     def blocked_since(self) -> float | None:
         """On the monotonic clock: since then its peer has taken nothing of what waits."""
 
+    def has_read(self, session_id: str) -> bool:
+        """Whether its client has asked for this session, or for an answer in it, not long ago."""
+
     def tell(self, frame: dict[str, Any]) -> None:
         """Send a frame that its client did not ask for."""
 
@@ -114,6 +117,12 @@ class Services:
         return [base] + [
             {"id": info.name, "adapter": True, "rank": info.rank} for info in self.node.adapters()
         ]
+
+    def tell_shown(self, owner: str, session_id: str, turn_id: str, *, but: OpenSocket | None = None) -> None:
+        """Tell the owner's sockets that have read this session, save one that knows it already, that this turn of it is shown now."""
+        for socket in self.connections:
+            if socket.has_read(session_id) and socket.owner == owner and socket is not but:
+                socket.tell({"type": "shown", "session_id": session_id, "turn_id": turn_id})
 
     def server_info(self, version: str) -> dict[str, Any]:
         """What a page is told about the server when it connects."""

@@ -217,6 +217,21 @@ def test_a_pinned_conversation_stays_on_top_of_newer_ones(chat) -> None:
     expect(chat.page.locator(".day").first).to_have_text("Today")
 
 
+def test_a_second_page_of_a_conversation_shows_what_is_asked_on_the_first(chat, open_page, make_chat) -> None:
+    """As it is written, and without a reload; the other way round, too."""
+    chat.ask("Hello!")
+    other = make_chat(open_page(), chat.url).open(f"#/s/{chat.session_id}")
+    expect(other.turns).to_have_count(1)
+    chat.ask("My secret word is marzipan.")
+    expect(other.turns).to_have_count(2)
+    other.wait_done()
+    expect(other.answers.last).to_have_text(chat.answers.last.inner_text())
+    other.ask("What is my secret word?")
+    expect(chat.turns).to_have_count(3)
+    chat.wait_done()
+    expect(chat.answers.last).to_contain_text("marzipan")
+
+
 def test_a_conversation_is_exported_and_imported(chat, tmp_path, page_watch) -> None:
     """As Markdown to be read; as JSON, which becomes another conversation that is opened. What is no conversation is refused in words."""
     name = f"Copied {uuid.uuid4().hex[:8]}"

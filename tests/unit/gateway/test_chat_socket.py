@@ -338,8 +338,8 @@ async def test_who_takes_nothing_is_not_read_from_either_and_costs_others_nothin
             turns = 0
             while (
                 turns < 100 and not writing.done()
-            ):  # what is on its way when the server stops reading still leaves
-                await asyncio.sleep(0)
+            ):  # what is on its way when the server stops reading still leaves, and the server rests for a moment between frames
+                await asyncio.sleep(0.001)
                 turns = turns + 1 if writer.transport.get_write_buffer_size() > 0 else 0
     writing.cancel()
     await asyncio.gather(writing, return_exceptions=True)
@@ -474,3 +474,26 @@ def test_the_fake_has_all_that_the_protocol_asks_for() -> None:
     assert len(names) > 15
     fake = FakeNode()
     assert not [name for name in names if not hasattr(fake, name)]
+
+
+async def test_other_pages_of_a_conversation_hear_of_a_new_turn(gateways: Gateways) -> None:
+    """Those that have read it; not the one that asked, other owners' or pages that show something else."""
+    gateway = await gateways()
+    turn = await gateway.answered("a", "Hi.", owner="local")
+    session = turn.session_id
+    async with (
+        gateway.socket(hello={"session_id": session}) as asking,
+        gateway.socket(hello={"session_id": session}) as reading,
+        gateway.socket(hello={}) as elsewhere,
+    ):
+        await asking.send(type="message", id="b", session_id=session, content="Hello!")
+        assert (await asking.next())["type"] == "accepted"
+        assert await reading.next() == {"type": "shown", "session_id": session, "turn_id": "b"}
+        await reading.send(type="hello", session_id=session, resume=[{"id": "b", "seq": 0}])
+        assert [turn["id"] for turn in (await reading.next())["session"]["turns"]] == ["a", "b"]
+        assert (await reading.next())["type"] == "accepted"
+        (await gateway.node.asked(1)).finish("Again.")
+        for socket in (asking, reading):
+            assert [(await socket.next())["type"] for _ in range(2)] == ["delta", "done"]
+        await elsewhere.send(type="ping", t=1)
+        assert (await elsewhere.next())["type"] == "pong"

@@ -81,7 +81,7 @@ async def test_another_version_of_a_message_is_chosen(gateway: Gateway, http: ai
     other = await gateway.answered("c", "No.", after=None, **session)
     assert other.versions == ["a", "c"]
     path = f"/api/sessions/{turn.session_id}/choose"
-    async with gateway.socket(hello={}) as socket:
+    async with gateway.socket(hello={"session_id": turn.session_id}) as socket:
         async with http.post(path, json={"turn_id": "a"}) as reply:
             turns = (await reply.json())["turns"]
         assert await socket.next() == {"type": "shown", "session_id": turn.session_id, "turn_id": "a"}

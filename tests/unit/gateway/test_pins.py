@@ -65,14 +65,18 @@ async def test_the_first_page_says_what_is_pinned(gateways: Gateways) -> None:
     """Also what it has no room for; a search and later pages do not. Anything but true and false is refused."""
     gateway = await gateways()
     turns = [await gateway.answered(f"t{number}", "Hello.", owner="local") for number in range(2)]
+    # The list's own order: both may have been used at the same moment.
+    listed, _ = await gateway.store.list_sessions("local")
+    newest, oldest = (str(session.id) for session in listed)
+    assert {newest, oldest} == {turn.session_id for turn in turns}
     async with aiohttp.ClientSession(gateway.server.url) as http:
-        path = f"/api/sessions/{turns[0].session_id}"
+        path = f"/api/sessions/{oldest}"
         async with http.patch(path, json={"is_pinned": True}) as reply:
             assert (reply.status, (await reply.json())["is_pinned"]) == (200, True)
         async with http.patch(path, json={"is_pinned": "yes"}) as reply:
             assert reply.status == 400
 
-        async def listed(query: str) -> tuple[list[str], list[str], str]:
+        async def page_of(query: str) -> tuple[list[str], list[str], str]:
             async with http.get(f"/api/sessions?{query}") as reply:
                 page = await reply.json()
             return (
@@ -81,10 +85,10 @@ async def test_the_first_page_says_what_is_pinned(gateways: Gateways) -> None:
                 page["next"],
             )
 
-        shown, pins, following = await listed("limit=1")
-        assert (shown, pins) == ([turns[1].session_id], [turns[0].session_id])
-        assert (await listed(f"limit=1&before={following}"))[:2] == ([turns[0].session_id], [])
-        assert (await listed("q=hello"))[1] == []
+        shown, pins, following = await page_of("limit=1")
+        assert (shown, pins) == ([newest], [oldest])
+        assert (await page_of(f"limit=1&before={following}"))[:2] == ([oldest], [])
+        assert (await page_of("q=hello"))[1] == []
 
 
 async def test_an_origin_that_does_not_exist_is_refused_by_name(gateways: Gateways) -> None:
