@@ -140,7 +140,7 @@ class EmulatedAdapters:
         return has_room and self.is_at_hand(adapter_id) and not self.is_held_back(adapter_id)
 
     def is_held_back(self, adapter_id: int) -> bool:
-        return adapter_id in self.core.turns.held_back(self._running(), self._clock.now)
+        return self.core.turns.holds_back(adapter_id, self._running, self._clock.now)
 
     def free_room(self) -> int | None:
         return self.core.free_room(self._running())

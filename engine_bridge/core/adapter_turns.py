@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from engine_bridge.core.adapter_table import AdapterTable, Version
 
 # Chosen: how long an adapter without room waits before others make room for it, in seconds. A person hardly notices it beside a load; at 0 a burst
 # of adapters would hold everybody back.
 PATIENCE_S = 0.25
+# Chosen: how often all adapters are looked at for one that is blocked, in seconds. A step asks about each request that waits.
+LOOK_EVERY_S = 0.01
 
 
 class AdapterTurns:
@@ -24,24 +26,30 @@ class AdapterTurns:
     def __init__(self, table: AdapterTable, step_room: int | None, host_bytes: int) -> None:
         self._table, self._step_room, self._host_bytes = table, step_room, host_bytes
         self._waiting: int | None = None
+        self._look_s = float("-inf")
         self.last: frozenset[int] = frozenset()
         """What `held_back` said last. From any thread."""
+
+    def holds_back(self, adapter_id: int, running: Callable[[], Collection[int]], now: float) -> bool:
+        """Whether this adapter starts no further request, as of a look that is at most LOOK_EVERY_S old. running: as of `held_back`."""
+        if now >= self._look_s:
+            self._look_s = now + LOOK_EVERY_S
+            self.held_back(running(), now)
+        return adapter_id in self.last
 
     def held_back(self, running: Collection[int], now: float) -> frozenset[int]:
         """Adapters of which no further request may start in this step. `running`: adapters that requests run with."""
         waiting = self._table.get(self._waiting) if self._waiting is not None else None
         if waiting is not None and waiting.requests and waiting.id not in running:
             return self.last
-        blocked = [
-            version
+        by_age = sorted(
+            (version.oldest_request_s, version.id)
             for version in self._table
-            if version.requests
-            and version.id not in running
-            and now - version.oldest_request_s >= PATIENCE_S
-            and self._lacks_room(version, running)
-        ]
-        if blocked:
-            oldest = min(blocked, key=lambda version: (version.oldest_request_s, version.id))
+            if version.requests and version.id not in running and now - version.oldest_request_s >= PATIENCE_S
+        )
+        waiting_long = (self._table[adapter_id] for _, adapter_id in by_age)
+        oldest = next((version for version in waiting_long if self._lacks_room(version, running)), None)
+        if oldest is not None:
             self._waiting, self.last = oldest.id, self._who_makes_room(oldest, running)
         else:
             self._waiting, self.last = None, frozenset()

@@ -9,6 +9,7 @@ import msgspec
 
 MATCH_CHARS: Final = 120  # Chosen: a longer match fills the place where an excerpt is shown.
 BEFORE_CHARS: Final = 30  # Chosen: the match stands near the start, where a narrow list still shows it.
+WINDOW_CHARS: Final = 500  # Before a place in a text, and three times as many after it: more than the longest query and an excerpt.
 AFTER_CHARS: Final = 90  # Chosen: about three lines of the page's list together with what stands before.
 
 

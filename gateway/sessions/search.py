@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from gateway.errors import GatewayError
 from gateway.sessions import tree
 from gateway.sessions.connection import Database, transaction
-from gateway.sessions.excerpt import Excerpt, excerpt
+from gateway.sessions.excerpt import WINDOW_CHARS, Excerpt, excerpt
 from gateway.sessions.records import TurnId
 
 logger = logging.getLogger(__name__)
@@ -159,11 +159,15 @@ def found_in(conn: sqlite3.Connection, owner: Owner, q: str, sessions: Iterable[
     order = f"ORDER BY t.seq IN ({tree.shown(f'IN ({rows})')} SELECT seq FROM shown), t.seq"
     # Of a session the last one stays.
     turns = {row: (turn_id, seq) for row, turn_id, seq in conn.execute(f"{sql} {order}", args)}
-    text = "SELECT content, answer FROM turns WHERE seq = ?"
-    return {
-        row: Found(turn_id, excerpt(q, *conn.execute(text, (seq,)).fetchone()))
-        for row, (turn_id, seq) in turns.items()
-    }
+    return {row: Found(turn_id, _excerpt(conn, q, seq)) for row, (turn_id, seq) in turns.items()}
+
+
+def _excerpt(conn: sqlite3.Connection, q: str, seq: int) -> Excerpt | None:
+    """Cut from what stands around `q` in a turn. SQLite finds the place, since it does not keep other threads from running meanwhile; it folds the
+    case of ASCII only, so of other letters in another case only those near the start are found."""
+    around = "substr({0}, max(1, instr(lower({0}), lower(?1)) - {1}), {2})"
+    columns = ", ".join(around.format(name, WINDOW_CHARS, 4 * WINDOW_CHARS) for name in ("content", "answer"))
+    return excerpt(q, *conn.execute(f"SELECT {columns} FROM turns WHERE seq = ?2", (q, seq)).fetchone())
 
 
 def _uses_index(owner: Owner, q: str) -> bool:

@@ -173,7 +173,7 @@ class Residency:
 
     def is_held_back(self, adapter_id: int) -> bool:
         """Whether it starts no further request, so that another adapter gets its turn."""
-        return adapter_id in self.core.turns.held_back(self._running_ids(), self._clock())
+        return self.core.turns.holds_back(adapter_id, self._running_ids, self._clock())
 
     def enter(self, adapter_ids: Collection[int]) -> None:
         """A step begins, with rows of these adapters. Called inside it."""

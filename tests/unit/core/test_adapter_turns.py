@@ -1,7 +1,7 @@
 """An adapter that has waited for room gets it: others start no further request until it runs."""
 
 from engine_bridge.core.adapter_table import AdapterTable, Version
-from engine_bridge.core.adapter_turns import PATIENCE_S, AdapterTurns
+from engine_bridge.core.adapter_turns import LOOK_EVERY_S, PATIENCE_S, AdapterTurns
 
 LATER = 100.0
 
@@ -55,3 +55,17 @@ def test_of_several_that_wait_the_one_that_came_first_has_its_turn() -> None:
     own, _ = turns(5, 2, 1, 1)
     assert own.held_back({1, 2}, LATER) == {2}
     assert own.held_back({1, 3}, LATER) == {3}, "adapter 2 came before adapter 4"
+
+
+def test_however_often_it_is_asked_all_adapters_are_looked_at_now_and_then_only() -> None:
+    own, table = turns(5, 2, 1)
+    looks: list[set[int]] = []
+
+    def running() -> set[int]:
+        looks.append({1, 2})
+        return {1, 2}
+
+    assert [own.holds_back(adapter_id, running, LATER) for adapter_id in (1, 2, 3)] == [False, True, False]
+    table[3].requests.clear()
+    assert own.holds_back(2, running, LATER + LOOK_EVERY_S / 2) and len(looks) == 1
+    assert not own.holds_back(2, running, LATER + LOOK_EVERY_S) and len(looks) == 2

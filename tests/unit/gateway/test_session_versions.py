@@ -198,7 +198,17 @@ async def test_a_search_shows_the_words_around_what_it_found(tmp_path: Path, ful
     await ask(store, "s", "b", "How far is the harbour of Lisbon from here?")
     await end(store, "s", "b", "Not far.")
     await store.create_session("ann", session_id="titled", title="Harbours", now=NOW)
+    await chat(store, "far", "c")
+    await ask(store, "far", "d", "Über " * 5000 + "harbour" + " Über" * 5000)
+    await end(store, "far", "d", "Far.")
     found = {summary.id: summary.excerpt for summary in (await store.list_sessions("ann", q="HARBOUR"))[0]}
+    far = found.pop("far")
+    assert far is not None and (far.before[-9:], far.match, far.after[:6]) == (
+        "Über Über "[-9:],
+        "harbour",
+        " Über ",
+    )
+    assert far.before.startswith("…") and far.after.endswith("…")
     assert found == {"s": Excerpt("How far is the ", "harbour", " of Lisbon from here?"), "titled": None}
     await store.close()
 
