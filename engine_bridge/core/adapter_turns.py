@@ -14,10 +14,10 @@ LOOK_EVERY_S = 0.01
 
 
 class AdapterTurns:
-    """Without this, adapters whose requests overlap without a pause keep their memory for ever, and one more adapter never gets any.
+    """Without this, adapters whose requests overlap without a pause would keep their memory, and one more adapter would never get any.
 
-    The oldest waiting adapter is served at a time: some that run start no further request until it runs. Their running requests go on, and so
-    does everybody else's traffic. So it waits for `PATIENCE_S`, for the longest answer that one of those adapters is giving, and for its own load.
+    The oldest waiting adapter has its turn first: some that run start no further request until it runs. Their running requests go on, as do all
+    other requests. So it waits for `PATIENCE_S`, for the longest answer that one of those adapters is giving, and for its own load.
 
     Args:
         step_room, host_bytes: as in `Rules`.

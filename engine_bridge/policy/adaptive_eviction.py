@@ -1,12 +1,12 @@
 """Eviction that learns what its traffic is like: how far back to look, and whether to trust frequency or recency. Pure: facts in, decisions out.
 
 Two layers. `RequestShares` forecasts which part of the requests each adapter will have: it counts requests at several half-lives at once and trusts
-each half-life by how well it foretold the requests that came (a Bayesian mixture whose weights may shift). What foretells the next request best is
+each half-life by how well it predicted the requests that came (a Bayesian mixture whose weights may shift). What predicts the next request best is
 not always best to keep, since most requests that come soon are hits under any order. So `Adaptive` also runs shadow caches, lists of ids without
 weights in them, in which the mixture and some single half-lives each have their own way, and it follows the one that lost the least time. The
 shortest half-life comes to least recently used, a long one to least frequently used.
 
-Time is counted in requests, so that a quiet night makes nobody forget, and traffic at ten times the speed is treated alike.
+Time is counted in requests, so that nothing is forgotten over a quiet night, and traffic at ten times the speed is treated alike.
 
 Source: ours. The parts: weights by log loss that share a little, Herbster and Warmuth, Tracking the Best Expert, 1998; following the shadow cache
 that lost the least, with hysteresis, as ARC and W-TinyLFU do with ghosts (Megiddo and Modha, FAST 2003; Einziger et al., ACM TOS 2017); value per
@@ -23,7 +23,7 @@ from itertools import islice
 from engine_bridge.policy.cached_adapter import MAX_COUNTED_ADAPTERS, CachedAdapter, UseWindow, by_value
 
 # Requests after which one counts half, and what each is trusted before anything was seen: recency until frequency has proved itself. Measured:
-# bench.sim.adapter_cache; a uniform start, or factors of 2 or 8 instead of 4, change no temper's wait by more than 1%.
+# bench.sim.adapter_cache; a uniform start, or factors of 2 or 8 instead of 4, change the wait of no kind of traffic by more than 1%.
 HALF_LIVES = (1, 4, 16, 64, 256, 1024, 4096)
 FIRST_TRUST = (0.2, 0.2, 0.4, 0.1, 0.05, 0.03, 0.02)
 # The part of all trust that is dealt anew as above at every lesson, so that none is lost for ever. Measured as above: 0.001 to 0.01 are alike.
@@ -34,7 +34,7 @@ UNSEEN = 1e-3  # Requests that every adapter has besides those that were seen: n
 SHADOW_HALF_LIVES = (0, 2, 3)
 COST_HALF_LIFE = 500  # Requests for unused adapters after which a shadow's loss counts half. Measured: 300 to 3,000 are alike.
 HYSTERESIS = 0.02  # Another is followed once it has lost so much less. Chosen.
-NUM_COMPARED = 64  # A shadow gives up the least valuable of so many in turn, so that it costs the same with thousands. Chosen.
+NUM_COMPARED = 64  # A shadow gives up the least valuable of this many in turn, so that it costs the same with thousands. Chosen.
 ROOM_FADE = 0.98  # Per eviction: how fast the size of shadows follows a cache that shrinks. Chosen.
 
 

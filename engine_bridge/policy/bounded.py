@@ -1,4 +1,4 @@
-"""Short requests first, but nobody is overtaken by more than a share of the work that was before it. The default. Pure."""
+"""Short requests first, but no request is overtaken by more than a share of the work that was before it. The default. Pure."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BoundedFlow:
 
 
 class Bounded:
-    """Lowest `priority` first, then the tenant who was given the fewest tokens for its weight; of one tenant the shortest, but nobody is overtaken
+    """Lowest `priority` first, then the tenant who was given the fewest tokens for its weight; of one tenant the shortest, but none is overtaken
     by more than a share of what waited before it.
 
     Bound: while only one tenant with one priority waits, a request is overtaken by at most twice `overtaken_share` times the most tokens that
