@@ -3,8 +3,8 @@
 Seconds = fixed + request_s · requests that decode + rank_s · their ranks as the kernel reads them + token_s · tokens of KV that they attend to
 + prompt_token_s · tokens of prompts + prompt_rank_s · (each of those times its adapter's rank).
 
-By least squares over the steps so far, older ones ever less, and none of the six below zero. Source: CaraServe §5, performance models from
-profiling; departs in learning on, because machines change (other tenants, heat, clocks), and in what a step is made of.
+By least squares over the steps so far, older ones ever less, and each of the six at least a hundredth of what was known ahead. Source: CaraServe §5,
+performance models from profiling; departs in learning on, because machines change (other tenants, heat, clocks), and in what a step is made of.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ KEPT_SHARE = 1 - 1 / 1000
 PRIOR_STEPS = 3.0
 # The times are solved for once in so many steps, by so many rounds from where they were. Chosen: a solution takes 0.3 ms (measured).
 SOLVE_EVERY, NUM_ROUNDS = 32, 30
+# None of the times falls below this share of what was known ahead: a few steps that were held up can make a prompt seem to cost nothing, and a
+# router would then send every prompt to this node. Chosen: no machine gets a hundred times faster.
+LEAST_SHARE = 0.01
 # Where nothing was measured ahead, steps are believed at once, however far off they are; so are the first few. Chosen.
 UNKNOWN_ERROR, NUM_BELIEVED = 1.0, 8
 # What a typical step has of each of the six. Chosen: eight chats that decode beside some of a prompt, their adapters of rank 16.
@@ -156,7 +159,7 @@ class StepTimes:
         ]
 
     def _solve(self) -> None:
-        """Least squares with none below zero, coordinate by coordinate.
+        """Least squares with none below LEAST_SHARE of what was known ahead, coordinate by coordinate.
 
         What steps do not tell apart leans on what was known ahead, times by how much the machine as a whole is slower than that.
         """
@@ -166,7 +169,7 @@ class StepTimes:
         for _ in range(NUM_ROUNDS):
             for at, row in enumerate(squares):
                 others = _dot(row, now) - row[at] * now[at]
-                now[at] = max((wanted[at] - others) / (row[at] + ridge[at]), 0.0)
+                now[at] = max((wanted[at] - others) / (row[at] + ridge[at]), LEAST_SHARE * self._prior[at])
         self.seconds = StepSeconds(
             fixed_s=now[0],
             request_s=now[1],

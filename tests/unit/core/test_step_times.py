@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.core.step_times import StepSeconds, StepTimes, StepWork
+from engine_bridge.core.step_times import LEAST_SHARE, StepSeconds, StepTimes, StepWork
 from engine_bridge.policy.costs import StepTable
 from engine_bridge.policy.routing import Ranks
 
@@ -131,3 +131,15 @@ def test_a_table_of_step_times_is_where_it_begins() -> None:
     table = StepTable.of(predict, (0, 64, 512, 2048), (0, 1, 8, 64), (0, 8192, 65536))
     found = StepSeconds.from_table(table, rank_s=1e-5)
     assert found.all == pytest.approx(replace(MACHINE, prompt_rank_s=0.0).all, rel=1e-6)
+
+
+def test_prompts_never_seem_to_cost_nothing_however_fast_steps_with_them_were() -> None:
+    """Steps without a prompt were held up, those with one were not: least squares alone has prompts take less than no time."""
+    times = StepTimes(replace(MACHINE, prompt_rank_s=0.0), "mbgmv")
+    batch = Ranks(8, 128, 16)
+    for _ in range(500):
+        times.observe(StepWork(batch, 4096, 0), 0.5)
+        times.observe(StepWork(batch, 4096, 512), 0.1)
+    assert times.seconds.prompt_token_s == pytest.approx(LEAST_SHARE * MACHINE.prompt_token_s)
+    show(times, MACHINE, 4000)
+    assert times.seconds.prompt_token_s == pytest.approx(MACHINE.prompt_token_s, rel=0.3)
