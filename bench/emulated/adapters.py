@@ -148,9 +148,6 @@ class EmulatedAdapters:
     def needed_room(self, adapter_id: int) -> int:
         return self.core.needed_room(adapter_id, self._running())
 
-    def room_of(self, adapter_id: int) -> int:
-        return self.core.room_of(adapter_id)
-
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def advance(self, is_busy: bool) -> float:

@@ -123,10 +123,6 @@ class Engine(Protocol):
         """Of adapter memory that it still needs to be computed with; 0 where that has no bound."""
         ...
 
-    def adapter_bytes(self, adapter_id: int) -> int:
-        """Of adapter memory that it has; 0 where that has no bound."""
-        ...
-
 
 @dataclass(slots=True)
 class Known:
@@ -486,14 +482,13 @@ class Dispatcher:
         return known.base
 
     def _facts_of_running(self, known: Known) -> Running:
-        request_id, adapter_id = known.arrival.request_id, known.arrival.adapter_id
+        request_id = known.arrival.request_id
         return Running(
             request_id=request_id,
             num_blocks=self._engine.held_blocks(request_id),
             predicted_end_s=known.predicted_end_s,
             promised_end_s=known.promised_end_s,
             is_bypasser=known.is_bypasser,
-            adapter_bytes=self._engine.adapter_bytes(adapter_id) if adapter_id is not None else 0,
         )
 
     def _duration_s(self, known: Known, num_tokens: int, num_prefill_tokens: int) -> float:

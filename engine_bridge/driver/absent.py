@@ -51,9 +51,6 @@ class NoAdapters(Idle):
     def needed_room(self, adapter_id: int) -> int:
         return 0
 
-    def room_of(self, adapter_id: int) -> int:
-        return 0
-
     def places(self) -> Mapping[int, AdapterPlace]:
         return {}
 

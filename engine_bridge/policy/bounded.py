@@ -1,9 +1,11 @@
-"""Short requests first, but no request is overtaken by more than a share of the work that was before it. The default. Pure."""
+"""Shortest first, but whoever would wait for as much as the longest wait of late is overtaken no more. The default. Pure."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -11,91 +13,143 @@ from msgspec import Struct
 from .mlq_places import Entry, LaneQueue, Service
 from .mlq_plan import Plan, Walk, share_tokens
 from .preemption import Order
-from .queue import Decision, Room, Running, Waiting, insert, refuse_twice, remove
+from .queue import NUM_PASSED_OVER, Decision, Room, Running, Waiting, insert, refuse_twice, remove
 from .quotas import Spare
+from .waits import Waits
 
 
 class BoundedSettings(Struct, frozen=True, kw_only=True):
-    """overtaken_share: of the tokens that waited before a request, so much may overtake it. 0 is vLLM's own order. Picked from
-    0.05, 0.1 and 0.2 (`python -m bench.emulated order`); docs/decisions/0020 says why this one.
+    """peak_share: a request may be overtaken until the tokens that it waits for reach this share of the most that waited before any request of late.
+    0 is vLLM's own order. Picked by `python -m bench.emulated order --share ...`; docs/decisions/0020 has the figures.
 
-    num_looked_at: requests that one decision passes over because their adapter finds no memory. vLLM passes over all of them; with 16, half of what
-    could run waited (P50 TTFT 3 to 4 times vLLM's own, 50 adapters on 16 slots at 1.2 of the capacity). So many take about 1 ms.
+    peak_fades_over: once the tokens of this many longest queues have left, the longest queue is forgotten.
     """
 
-    overtaken_share: float = 0.05
-    num_looked_at: int = 256
+    peak_share: float = 0.9
+    peak_fades_over: float = 30.0
+
+
+# Longest queues are kept of this many tenants' priorities; the one that was used longest ago is forgotten first. Chosen: 100 kB.
+NUM_PEAKS = 1024
+# Of the shortest, and of those that came first, that are looked at for one that may start. Chosen: 50 µs with 10,000 that wait.
+NUM_TRIED = 16
+
+
+class Peak:
+    """The most tokens that waited before a request when it came, of late. fades_over: as in `BoundedSettings`."""
+
+    def __init__(self, fades_over: float) -> None:
+        self.tokens = 0.0
+        self._fades_over = fades_over
+
+    def waited(self, tokens: float) -> None:
+        """A request came behind so many."""
+        self.tokens = max(self.tokens, tokens)
+
+    def left(self, tokens: float) -> None:
+        """A request of so many has started."""
+        self.tokens = max(self.tokens - tokens / self._fades_over, 0.0)
+
+
+class _Place(Struct, frozen=True, gc=False):
+    """place: by arrival. length: tokens times the seconds that they are held; the least is the shortest."""
+
+    place: int
+    tokens: int
+    length: float
 
 
 class BoundedFlow:
     """One tenant's requests of one priority.
 
-    Its clock is the tokens that have left the queue. In order of arrival a request would start when all that came before it have left: at
-    `arrived`, the tokens that had come by then. It is due later than that by the share of those that waited when it came. Until the first is due,
-    the shortest go ahead of it, if with them it is still not due.
+    Each waits for the tokens that waited before it when it came, and for those that have overtaken it since. In order of arrival the longest wait
+    is the peak itself. Next comes the shortest of those that leave all who came earlier below their share of the peak.
     """
 
-    def __init__(self, overtaken_share: float) -> None:
-        self._share = overtaken_share
-        self._arrived_tokens = self._left_tokens = 0
-        self._due: list[tuple[float, float, str]] = []
-        self._short: list[tuple[int, float, str]] = []
-        self._keys: dict[str, tuple[float, int]] = {}
+    def __init__(self, peak: Peak, peak_share: float) -> None:
+        self._peak, self._peak_share = peak, peak_share
+        self._places: dict[str, _Place] = {}
+        self._first: list[tuple[int, str]] = []
+        self._short: list[tuple[float, int, str]] = []
+        self._waits = Waits()
+        self._waiting_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._due)
+        return len(self._places)
 
     def add(self, entry: Entry) -> None:
         facts = entry.facts
         if facts.is_swapped:
-            # It has had its turn: it goes on before all others.
-            due_tokens, tokens = -math.inf, 0
+            # It has had its turn: it goes on before all others, does not count as overtaking them, and nothing overtakes it.
+            own = _Place(-1, 0, -math.inf)
         else:
-            tokens = facts.size_tokens
-            waiting_tokens = self._arrived_tokens - self._left_tokens
-            due_tokens = self._arrived_tokens + self._share * waiting_tokens
-            self._arrived_tokens += tokens
-        self._keys[facts.request_id] = due_tokens, tokens
-        insert(self._due, (due_tokens, facts.arrived_s, facts.request_id))
-        insert(self._short, (tokens, facts.arrived_s, facts.request_id))
+            place = self._waits.append(self._waiting_tokens)
+            self._peak.waited(self._waiting_tokens)
+            own = _Place(place, facts.size_tokens, facts.size_tokens * facts.duration_s)
+            self._waiting_tokens += own.tokens
+        self._places[facts.request_id] = own
+        insert(self._first, (own.place, facts.request_id))
+        insert(self._short, (own.length, own.place, facts.request_id))
 
-    def remove(self, entry: Entry) -> None:
-        facts = entry.facts
-        due_tokens, tokens = self._keys.pop(facts.request_id)
-        remove(self._due, (due_tokens, facts.arrived_s, facts.request_id))
-        remove(self._short, (tokens, facts.arrived_s, facts.request_id))
-        self._left_tokens += tokens
+    def remove(self, entry: Entry, has_started: bool) -> None:
+        request_id = entry.facts.request_id
+        own = self._places.pop(request_id)
+        remove(self._first, (own.place, request_id))
+        remove(self._short, (own.length, own.place, request_id))
+        if own.place < 0:
+            return
+        self._waiting_tokens -= own.tokens
+        self._waits.remove(own.place)
+        if has_started:
+            self._waits.raise_before(own.place, own.tokens)
+            self._peak.left(own.tokens)
+        else:
+            self._waits.lower_after(own.place, own.tokens)
 
     def lists(self) -> list[list[Any]]:
-        return [self._due, self._short]
+        return [self._first, self._short]
 
-    def order(self, now: float, aging_s: float) -> Iterator[str]:
-        """As `Ordered.order`, of which each one that is asked for is taken to start. Time plays no part in it."""
-        left_tokens, gone = self._left_tokens, set[str]()
-        due = (entry for entry in self._due if entry[-1] not in gone)
-        short = (entry for entry in self._short if entry[-1] not in gone)
-        first, shortest = next(due, None), next(short, None)
-        while first is not None and shortest is not None:
-            chosen = shortest if left_tokens + shortest[0] <= first[0] else first
-            request_id = chosen[-1]
+    def order(self, now: float, aging_s: float, chosen: Collection[str]) -> Iterator[str]:
+        """As `Ordered.order`. Time plays no part in it."""
+        gone = set[str]()
+        waits = self._waits.copy()
+        for _ in range(len(self._places)):
+            request_id = self._next(waits, gone)
             gone.add(request_id)
-            left_tokens += self._keys[request_id][1]
             yield request_id
-            if first[-1] in gone:
-                first = next(due, None)
-            if shortest[-1] in gone:
-                shortest = next(short, None)
+            own = self._places[request_id]
+            if own.place >= 0:
+                # Whoever cannot start now, because its adapter finds no memory, keeps nobody else from it.
+                waits.remove(own.place)
+                if request_id in chosen:
+                    waits.raise_before(own.place, own.tokens)
+
+    def _next(self, waits: Waits, gone: Collection[str]) -> str:
+        limit = self._peak_share * self._peak.tokens
+        left = (request_id for *_, request_id in self._short if request_id not in gone)
+        for request_id in itertools.islice(left, NUM_TRIED):
+            own = self._places[request_id]
+            if own.place < 0 or waits.most_before(own.place) + own.tokens <= limit:
+                return request_id
+        left = (request_id for _, request_id in self._first if request_id not in gone)
+        first = list(itertools.islice(left, NUM_TRIED))
+        may = [
+            each
+            for each in first[1:]
+            if waits.most_before(self._places[each].place) + self._places[each].tokens <= limit
+        ]
+        return min((first[0], *may), key=lambda each: self._places[each].length)
 
 
 class Bounded:
-    """Lowest `priority` first, then the tenant who was given the fewest tokens for its weight; of one tenant the shortest, but none is overtaken
-    by more than a share of what waited before it.
+    """Lowest `priority` first, then the tenant who was given the fewest tokens for its weight; of one tenant the one that holds the fewest
+    tokens times seconds, but none that would have to wait for as many tokens as the longest queue of late had is overtaken.
 
-    Bound: while only one tenant with one priority waits, a request is overtaken by at most twice `overtaken_share` times the most tokens that
-    waited at one time, and one request's. So in a queue of any length it waits hardly longer than in order of arrival. Whoever finds no room for
+    Bound: of one tenant and priority, whoever is overtaken waits for no more tokens than `peak_share` times the most that waited before a request
+    of late; whoever came behind more than that is not overtaken. So the longest waits are those of the order of arrival. Whoever finds no room for
     its KV stops all behind it, as with vLLM; whoever finds none for its adapter is passed over, because `AdapterTurns` sees to its turn.
 
-    Costs: `arrived`, `admitted`, `ended` a few binary searches; `decide` looks up those it starts, and one.
+    Costs: those of `Waits`; `decide` looks up those it starts, and one.
 
     Source: ours. Waiting in tokens rather than seconds is start-time fair queueing's (Goyal et al., SIGCOMM 1996); the order of arrival
     stands where that has the tenants' shares.
@@ -112,8 +166,17 @@ class Bounded:
         """num_tokens: all that requests may hold together; it plays no part."""
         self.settings = settings or BoundedSettings()
         self._entries: dict[str, Entry] = {}
-        self._queue = LaneQueue(lambda: BoundedFlow(self.settings.overtaken_share))
+        self._peaks: OrderedDict[tuple[int, str], Peak] = OrderedDict()
+        self._queue = LaneQueue(self._flow)
         self._service = Service()
+
+    def _flow(self, priority: int, tenant: str) -> BoundedFlow:
+        """An empty one, which knows the longest queue of those before it."""
+        peak = self._peaks.setdefault((priority, tenant), Peak(self.settings.peak_fades_over))
+        self._peaks.move_to_end((priority, tenant))
+        while len(self._peaks) > NUM_PEAKS:
+            self._peaks.popitem(last=False)
+        return BoundedFlow(peak, self.settings.peak_share)
 
     def arrived(self, facts: Waiting, now: float) -> None:
         if facts.weight <= 0:
@@ -125,8 +188,8 @@ class Bounded:
 
     def admitted(self, request_id: str, now: float) -> None:
         entry = self._entries.pop(request_id)
-        self._queue.remove(entry)
         facts = entry.facts
+        self._queue.remove(entry, has_started=True)
         self._service.serve(facts.tenant, share_tokens(facts, facts.size_tokens))
         self._queue.served(facts.tenant, self._service.of(facts.tenant))
         self._service.left(facts.tenant)
@@ -156,7 +219,7 @@ class Bounded:
             else:
                 plan.deferred[walk.head.request_id] = reason
                 num_passed += 1
-                if reason != "adapter_memory" or num_passed >= self.settings.num_looked_at:
+                if reason != "adapter_memory" or num_passed >= NUM_PASSED_OVER:
                     break
             walk.advance()
         return Decision(tuple(plan.chosen), plan.deferred)

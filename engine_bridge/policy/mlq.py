@@ -24,10 +24,11 @@ class Mlq:
        what it has left of it: otherwise smaller requests could borrow it again and again. (The paper pools it all.)
 
     In a lane: lower `priority` first, then the tenant who was given the fewest tokens for its weight, then, of one tenant, those who waited for
-    `aging_s` by waiting time over length (AdaptiveLLM), then the smallest. A lane's head that does not fit stops its lane. If it lacks memory
-    (not quota), one behind it may pass if it is predicted to end before the head could start; those whose prefix is warm are asked first. A
-    bypasser that runs on past its prediction is squashed if that lets a blocked head start. Of those that start in one step, warm ones go first in
-    their lane: all start, so it costs nobody, and their cached blocks are held before another could take them.
+    `aging_s` by waiting time over length (AdaptiveLLM), then the smallest. Whoever lacks memory for its adapter alone is passed over, because
+    `AdapterTurns` sees to its turn. Another head that does not fit stops its lane. If it lacks blocks (not quota), one behind it may pass if it is
+    predicted to end before the head could start; those whose prefix is warm are asked first. A bypasser that runs on past its prediction is squashed
+    if that lets a blocked head start. Of those that start in one step, warm ones go first in their lane: all start, so it costs nobody, and their
+    cached blocks are held before another could take them.
 
     Bound: let a request have waited for max_wait_s, and let D be the longest that a started request really runs, g the number of groups that
     those who came before it and still wait, and itself, make if one fills the room with them in order of arrival (g <= their number + 1). It
@@ -37,15 +38,14 @@ class Mlq:
     as long as somebody of those who run is nobody's victim until it ends: with vLLM's victims the one that started first, with ours
     the one that came first. So two never throw each other out in turns. Who becomes ready late (its adapter
     was loading) counts among those before by when it came. Predictions do not appear in the bound.
-    What it takes for granted is that the engine starts what was decided: vLLM passes over a request whose adapter would be one more than it
-    computes with in a step (`max_loras`), and the bound does not hold for that one.
+    The bound does not hold for whoever lacks memory for its adapter; `AdapterTurns` has that one's.
 
     Costs: `arrived`, `admitted`, `ended` a few binary searches. `decide` looks up those it starts, a head for each lane, `num_looked_at` behind a
     head without memory. It does not depend on how many wait, nor on how many tenants they are of (`python -m bench.emulated exact`).
 
     Source: Chameleon §4.2, Algorithm 1 and "Bypassing Adapter Blocking". Departs in the bound, in priorities and tenants, in aging, in that lanes
-    keep what a waiting head can use, in that heads that were passed go before other lanes' heads, in that lack of blocks counts as lack of
-    adapter memory, and in that a late bypasser is squashed only when it helps a head, within a budget.
+    keep what a waiting head can use, in that heads that were passed go before other lanes' heads, in that it is lack of blocks that is bypassed, not
+    lack of adapter memory, and in that a late bypasser is squashed only when it helps a head, within a budget.
     """
 
     name = "mlq"

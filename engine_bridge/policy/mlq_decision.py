@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from .mlq_places import Placing
 from .mlq_plan import Plan, Walk
-from .queue import Decision, DeferReason, Running, Waiting
+from .queue import NUM_PASSED_OVER, Decision, DeferReason, Running, Waiting
 
 
 class MlqSettings(Struct, frozen=True, kw_only=True):
@@ -48,6 +48,7 @@ class Deciding:
     ) -> None:
         self._plan, self._placing, self._arrivals = plan, placing, arrivals
         self._quotas, self._num_squashes, self._settings = quotas, num_squashes, settings
+        self._num_passed = 0
 
     def made(self) -> Decision:
         """Who starts in this step, who is put off, and who has to leave the device."""
@@ -72,6 +73,8 @@ class Deciding:
             reason = self._plan.left.refusal(facts)
             if reason is None and tokens > self._plan.spare.num_free:
                 reason = "lane_quota"
+            if self._is_passed_over(facts, reason):
+                continue
             if reason is not None:
                 self._defer(facts, reason)
                 return False
@@ -107,11 +110,22 @@ class Deciding:
                 self._plan.choose(lane, head, tokens)
                 open_lanes[lane].advance()
                 continue
+            if self._is_passed_over(head, reason):
+                open_lanes[lane].advance()
+                continue
             if reason is None:
                 lacking.add(lane)
             self._defer(head, reason or "lane_quota")
             del open_lanes[lane]
         return lacking
+
+    def _is_passed_over(self, facts: Waiting, reason: DeferReason | None) -> bool:
+        """Notes one whose adapter finds no memory: whoever comes behind it may start."""
+        if reason != "adapter_memory" or not self._plan.left.lacks_adapter_bytes(facts):
+            return False
+        self._plan.deferred[facts.request_id] = reason
+        self._num_passed += 1
+        return self._num_passed <= NUM_PASSED_OVER
 
     def _fits_quota(self, lane: int, head: Waiting | None) -> bool:
         """Whether the lane's head can start within the lane's own quota some day, so that the lane had better not lend what it has of it."""
@@ -147,15 +161,8 @@ class Deciding:
 
     def _start_s(self, head: Waiting) -> float:
         """When a blocked head could start, by the predicted ends of what runs."""
-        missing_bytes = self._plan.left.needed_bytes(head) - self._plan.left.adapter_bytes
-        return max(
-            earliest_start_s(
-                self._plan.left.needed(head) - self._plan.left.blocks, self._plan.ends(), self._plan.now
-            ),
-            earliest_start_s(
-                missing_bytes, self._plan.ends(), self._plan.now, lambda each: each.adapter_bytes
-            ),
-        )
+        missing = self._plan.left.needed(head) - self._plan.left.blocks
+        return earliest_start_s(missing, self._plan.ends(), self._plan.now)
 
     def _pass(self, lane: int, walk: Walk, head: Waiting, start_s: float) -> None:
         """Starts those behind one head that fit and are predicted to be gone before it could start."""
@@ -192,19 +199,16 @@ class Deciding:
         return tuple(squash) if missing <= 0 else ()
 
 
-def earliest_start_s(
-    missing: float, ends: Sequence[Running], now: float, held: Callable[[Running], int] | None = None
-) -> float:
-    """When so much more is free, if all that runs ends as predicted; those that should have ended count as ending now.
+def earliest_start_s(missing: float, ends: Sequence[Running], now: float) -> float:
+    """When so many more blocks are free, if all that runs ends as predicted; those that should have ended count as ending now.
 
-    held: what each gives back, by default its blocks. ends: in order of predicted_end_s. If all of them do not suffice, the last end. Adapters that
-    several share count for each of them; those in blocks that leave with their requests are not counted.
+    ends: in order of predicted_end_s. If all of them do not suffice, the last end.
     """
     at_s = now
     for each in ends:
         if missing <= 0:
             break
-        missing -= each.num_blocks if held is None else held(each)
+        missing -= each.num_blocks
         at_s = max(each.predicted_end_s, now)
     return at_s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -32,14 +32,14 @@ class Ordered(Protocol):
 
     def add(self, entry: Entry) -> None: ...
 
-    def remove(self, entry: Entry) -> None: ...
+    def remove(self, entry: Entry, has_started: bool) -> None: ...
 
     def lists(self) -> list[list[Any]]:
         """All that holds entries."""
         ...
 
-    def order(self, now: float, aging_s: float) -> Iterator[str]:
-        """Ids of all that wait, who starts first first. Changes nothing."""
+    def order(self, now: float, aging_s: float, chosen: Collection[str]) -> Iterator[str]:
+        """Ids of all that wait, who starts first first. Changes nothing. chosen: of those that were asked for already, the ones that start."""
         ...
 
 
@@ -61,7 +61,7 @@ class Flow:
         insert(self._small, self._key(entry))
         self._urgency.add(facts.request_id, facts.arrived_s, facts.size_tokens)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: Entry, has_started: bool) -> None:
         facts = entry.facts
         remove(self._small, self._key(entry))
         self._urgency.remove(facts.request_id, facts.arrived_s, facts.size_tokens)
@@ -78,7 +78,7 @@ class Flow:
             entry.facts.request_id,
         )
 
-    def order(self, now: float, aging_s: float) -> Iterator[str]:
+    def order(self, now: float, aging_s: float, chosen: Collection[str]) -> Iterator[str]:
         given = set()
         for is_fresh, *_, request_id in self._small:
             if is_fresh:
@@ -139,12 +139,12 @@ class Service:
 
 
 class LaneQueue:
-    """What waits in a lane, by (priority, tenant).
+    """What waits in a lane, by (priority, tenant), each in a flow that `make_flow` makes of these two.
 
     `order`: the flows' (priority, what the tenant was given, tenant), rising.
     """
 
-    def __init__(self, make_flow: Callable[[], Ordered] = Flow) -> None:
+    def __init__(self, make_flow: Callable[[int, str], Ordered] = lambda priority, tenant: Flow()) -> None:
         self._make_flow = make_flow
         self.flows: dict[tuple[int, str], Ordered] = {}
         self.order: list[tuple[int, float, str]] = []
@@ -155,16 +155,16 @@ class LaneQueue:
         priority, tenant = entry.facts.priority, entry.facts.tenant
         flow = self.flows.get((priority, tenant))
         if flow is None:
-            flow = self.flows[priority, tenant] = self._make_flow()
+            flow = self.flows[priority, tenant] = self._make_flow(priority, tenant)
             self._places.setdefault(tenant, {})[priority] = given
             insert(self.order, (priority, given, tenant))
         flow.add(entry)
         self.num_waiting += 1
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: Entry, has_started: bool = False) -> None:
         priority, tenant = entry.facts.priority, entry.facts.tenant
         flow = self.flows[priority, tenant]
-        flow.remove(entry)
+        flow.remove(entry, has_started)
         self.num_waiting -= 1
         if not flow:
             del self.flows[priority, tenant]

@@ -58,7 +58,9 @@ class Walk:
     def _order(self, priority: int, tenant: str) -> Iterator[str]:
         flow = (priority, tenant)
         if flow not in self._orders:
-            self._orders[flow] = self._lane.flows[flow].order(self._plan.now, self._aging_s)
+            self._orders[flow] = self._lane.flows[flow].order(
+                self._plan.now, self._aging_s, self._plan.chosen
+            )
         return self._orders[flow]
 
 

@@ -84,9 +84,6 @@ class _Engine:
     def missing_adapter_bytes(self, adapter_id: int) -> int:
         return 0
 
-    def adapter_bytes(self, adapter_id: int) -> int:
-        return 0
-
 
 class Node:
     """One device with its model.

@@ -164,9 +164,6 @@ class Residency:
         """For one more request of this adapter."""
         return self.core.needed_room(adapter_id, self._running_ids())
 
-    def room_of(self, adapter_id: int) -> int:
-        return self.core.room_of(adapter_id)
-
     def is_at_hand(self, adapter_id: int) -> bool:
         """Whether a step could compute with this adapter as far as its weights are concerned."""
         return self.core.is_at_hand(adapter_id) or self._is_filled(adapter_id)

@@ -82,9 +82,6 @@ class Requests:
     def missing_adapter_bytes(self, adapter_id: int) -> int:
         return self._adapters.needed_room(adapter_id) if self._adapters is not None else 0
 
-    def adapter_bytes(self, adapter_id: int) -> int:
-        return self._adapters.room_of(adapter_id) if self._adapters is not None else 0
-
 
 def waits_for(request: Any) -> Hashable:
     """What it waits for before it may start: its own grammar, its adapter, or nothing."""

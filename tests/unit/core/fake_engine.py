@@ -62,9 +62,6 @@ class FakeEngine:
     def missing_adapter_bytes(self, adapter_id: int) -> int:
         return self.missing_bytes.get(adapter_id, 0)
 
-    def adapter_bytes(self, adapter_id: int) -> int:
-        return 0
-
     # -- what happens ------------------------------------------------------------------------------------------------
 
     @property

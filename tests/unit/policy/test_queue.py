@@ -1364,21 +1364,15 @@ def test_adapters_with_memory_of_their_own_take_no_blocks() -> None:
     assert decision.reason("c") == "adapter_memory"
 
 
-def test_who_passes_a_head_that_lacks_adapter_memory_is_gone_by_then() -> None:
-    """The head lacks 50 bytes, and starts when the first adapter that runs leaves, at NOW + 5."""
+@pytest.mark.parametrize("waited_s", [1.0, MlqSettings().max_wait_s])
+def test_a_head_that_lacks_adapter_memory_stops_nobody(waited_s: float) -> None:
+    """Those behind it take nothing that it waits for: its adapter's turn is made elsewhere."""
     room = msgspec.structs.replace(AMPLE, adapter_bytes=10)
-    running = {
-        "r": runs("r", predicted_end_s=NOW + 5, adapter_bytes=50),
-        "s": runs("s", predicted_end_s=NOW + 8, adapter_bytes=100),
-    }
-    head = request("head", weighted_size=0.01, adapter_id=2, adapter_bytes=60)
-    quick = request("quick", weighted_size=0.02, duration_s=4)
-    slow = request("slow", weighted_size=0.03, duration_s=6)
-    policy, waiting = mlq_with(head, quick, slow)
-    for number in range(100):  # something to squash of
-        policy.arrived(request(f"x{number}"), NOW)
-        policy.admitted(f"x{number}", NOW)
-        policy.ended(f"x{number}")
-    decision = policy.decide(waiting, running, room, NOW)
-    assert dict(decision.bypassed) == {"quick": "head"}
+    head = request("head", arrived_s=NOW - waited_s, weighted_size=0.01, adapter_id=2, adapter_bytes=60)
+    small, large = request("small", weighted_size=0.02), request("large", weighted_size=0.9)
+    policy, waiting = mlq_with(head, small, large)
+    decision = policy.decide(waiting, {}, room, NOW)
+    assert decision.request_ids == ("small", "large") and not decision.bypassed
     assert decision.reason("head") == "adapter_memory"
+    ample = msgspec.structs.replace(AMPLE, adapter_bytes=60)
+    assert "head" in policy.decide(waiting, {}, ample, NOW).request_ids
