@@ -139,6 +139,11 @@ class EmulatedAdapters:
         has_room = room is None or self.needed_room(adapter_id) <= room
         return has_room and self.is_at_hand(adapter_id) and not self.is_held_back(adapter_id)
 
+    @property
+    def take_turns(self) -> bool:
+        """As in `Residency`."""
+        return bool(self.core.turns.last)
+
     def is_held_back(self, adapter_id: int) -> bool:
         return self.core.turns.holds_back(adapter_id, self._running, self._clock.now)
 

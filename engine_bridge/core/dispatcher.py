@@ -69,13 +69,14 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False):
 
 class StepView(Struct, frozen=True, kw_only=True):
     """The engine before a step. running: all that hold device memory, in the engine's order. num_slots: how many more may run. adapter_bytes: free
-    for the adapters of further requests; None: they have no bound. shared_tokens: by how much the running requests hold more, each counted by itself,
-    than all of them together, because some begin alike."""
+    for the adapters of further requests; None: they have no bound. adapters_take_turns: as in `Room`. shared_tokens: by how much the running requests
+    hold more, each counted by itself, than all of them together, because some begin alike."""
 
     running: Sequence[Progress]
     free_blocks: int
     num_slots: int
     adapter_bytes: int | None = None
+    adapters_take_turns: bool = False
     shared_tokens: int = 0
 
 
@@ -407,6 +408,7 @@ class Dispatcher:
             prefill_tokens=step.starting_tokens if step is not None else None,
             is_prefilling=step is not None and step.num_prefilling > 0,
             adapter_bytes=view.adapter_bytes,
+            adapters_take_turns=view.adapters_take_turns,
             overcharged_tokens=view.shared_tokens
             + _overcharged(self.policy, self._running, self._are_copied_back),
         )

@@ -10,10 +10,20 @@ from typing import Any
 
 from msgspec import Struct
 
-from .mlq_places import Entry, LaneQueue, Service
+from .mlq_places import Deciding, Entry, LaneQueue, Service
 from .mlq_plan import Plan, Walk, share_tokens
 from .preemption import Order
-from .queue import NUM_PASSED_OVER, Decision, Room, Running, Waiting, insert, refuse_twice, remove
+from .queue import (
+    NUM_PASSED_OVER,
+    Decision,
+    DeferReason,
+    Room,
+    Running,
+    Waiting,
+    insert,
+    refuse_twice,
+    remove,
+)
 from .quotas import Spare
 from .waits import Waits
 
@@ -109,23 +119,29 @@ class BoundedFlow:
     def lists(self) -> list[list[Any]]:
         return [self._first, self._short]
 
-    def order(self, now: float, aging_s: float, chosen: Collection[str]) -> Iterator[str]:
-        """As `Ordered.order`. Time plays no part in it."""
-        gone = set[str]()
+    def order(self, deciding: Deciding, aging_s: float) -> Iterator[str]:
+        """As `Ordered.order`. Time plays no part in it. Whoever cannot start keeps nobody else from it.
+
+        While adapters take turns nothing overtakes: short requests of many adapters would take the memory that one of them needs.
+        (P50 TTFT +29% of vLLM's own with 50 adapters on 16 slots and lengths of a heavy tail.)
+        """
+        limit = self._peak_share * self._peak.tokens if deciding.may_overtake else 0.0
+        gone = {request_id for request_id in deciding.deferred if request_id in self._places}
         waits = self._waits.copy()
-        for _ in range(len(self._places)):
-            request_id = self._next(waits, gone)
+        for request_id in gone:
+            if self._places[request_id].place >= 0:
+                waits.remove(self._places[request_id].place)
+        for _ in range(len(self._places) - len(gone)):
+            request_id = self._next(waits, gone, limit)
             gone.add(request_id)
             yield request_id
             own = self._places[request_id]
             if own.place >= 0:
-                # Whoever cannot start now, because its adapter finds no memory, keeps nobody else from it.
                 waits.remove(own.place)
-                if request_id in chosen:
+                if request_id in deciding.chosen:
                     waits.raise_before(own.place, own.tokens)
 
-    def _next(self, waits: Waits, gone: Collection[str]) -> str:
-        limit = self._peak_share * self._peak.tokens
+    def _next(self, waits: Waits, gone: Collection[str], limit: float) -> str:
         left = (request_id for *_, request_id in self._short if request_id not in gone)
         for request_id in itertools.islice(left, NUM_TRIED):
             own = self._places[request_id]
@@ -166,6 +182,8 @@ class Bounded:
         """num_tokens: all that requests may hold together; it plays no part."""
         self.settings = settings or BoundedSettings()
         self._entries: dict[str, Entry] = {}
+        self._by_adapter: dict[int, dict[str, None]] = {}
+        """Ids of those that wait, in order of arrival."""
         self._peaks: OrderedDict[tuple[int, str], Peak] = OrderedDict()
         self._queue = LaneQueue(self._flow)
         self._service = Service()
@@ -185,11 +203,13 @@ class Bounded:
         self._service.waits(facts.tenant)
         entry = self._entries[facts.request_id] = Entry(facts, facts.weighted_size, 0)
         self._queue.add(entry, self._service.of(facts.tenant))
+        if facts.adapter_id is not None:
+            self._by_adapter.setdefault(facts.adapter_id, {})[facts.request_id] = None
 
     def admitted(self, request_id: str, now: float) -> None:
-        entry = self._entries.pop(request_id)
+        entry = self._entries[request_id]
         facts = entry.facts
-        self._queue.remove(entry, has_started=True)
+        self._leave(entry, has_started=True)
         self._service.serve(facts.tenant, share_tokens(facts, facts.size_tokens))
         self._queue.served(facts.tenant, self._service.of(facts.tenant))
         self._service.left(facts.tenant)
@@ -199,10 +219,19 @@ class Bounded:
     def squashed(self, request_id: str) -> None: ...
 
     def ended(self, request_id: str) -> None:
-        entry = self._entries.pop(request_id, None)
+        entry = self._entries.get(request_id)
         if entry is not None:
-            self._queue.remove(entry)
+            self._leave(entry, has_started=False)
             self._service.left(entry.facts.tenant)
+
+    def _leave(self, entry: Entry, has_started: bool) -> None:
+        facts = entry.facts
+        del self._entries[facts.request_id]
+        self._queue.remove(entry, has_started)
+        if facts.adapter_id is not None:
+            del self._by_adapter[facts.adapter_id][facts.request_id]
+            if not self._by_adapter[facts.adapter_id]:
+                del self._by_adapter[facts.adapter_id]
 
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
@@ -210,6 +239,9 @@ class Bounded:
         if not self._entries:
             return Decision()
         plan = Plan(waiting, running, room, Spare([0], 0), self._service, room.num_tokens, now)
+        without = self._without_adapter(plan, room)
+        plan.deferred.update(without)
+        plan.may_overtake &= not without
         walk = Walk(self._queue, plan, 0.0)
         num_passed = 0
         while walk.head is not None:
@@ -223,3 +255,13 @@ class Bounded:
                     break
             walk.advance()
         return Decision(tuple(plan.chosen), plan.deferred)
+
+    def _without_adapter(self, plan: Plan, room: Room) -> dict[str, DeferReason]:
+        """Who waits for an adapter that finds no memory now: NUM_PASSED_OVER of them, who are left out of the order."""
+        if room.adapter_bytes is None:
+            return {}
+        found: dict[str, DeferReason] = {}
+        for ids in itertools.islice(self._by_adapter.values(), NUM_PASSED_OVER):
+            if len(found) < NUM_PASSED_OVER and plan.left.lacks_adapter_bytes(plan.waiting[next(iter(ids))]):
+                found |= dict.fromkeys(ids, "adapter_memory")
+        return found

@@ -25,6 +25,28 @@ class Entry(Struct, frozen=True, gc=False):
     lane: int
 
 
+class Deciding(Protocol):
+    """What is settled of a decision while it is made."""
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def chosen(self) -> Collection[str]:
+        """Ids of those that start."""
+        ...
+
+    @property
+    def deferred(self) -> Collection[str]:
+        """Ids of those that were looked at and cannot start."""
+        ...
+
+    @property
+    def may_overtake(self) -> bool:
+        """False while adapters take turns at the memory."""
+        ...
+
+
 class Ordered(Protocol):
     """One tenant's requests of one priority in one lane, and the order in which they start."""
 
@@ -38,8 +60,8 @@ class Ordered(Protocol):
         """All that holds entries."""
         ...
 
-    def order(self, now: float, aging_s: float, chosen: Collection[str]) -> Iterator[str]:
-        """Ids of all that wait, who starts first first. Changes nothing. chosen: of those that were asked for already, the ones that start."""
+    def order(self, deciding: Deciding, aging_s: float) -> Iterator[str]:
+        """Ids of all that wait, who starts first first. Changes nothing. What was deferred before the first is asked for may be left out."""
         ...
 
 
@@ -78,14 +100,14 @@ class Flow:
             entry.facts.request_id,
         )
 
-    def order(self, now: float, aging_s: float, chosen: Collection[str]) -> Iterator[str]:
+    def order(self, deciding: Deciding, aging_s: float) -> Iterator[str]:
         given = set()
         for is_fresh, *_, request_id in self._small:
             if is_fresh:
                 break
             given.add(request_id)
             yield request_id
-        for request_id in self._urgency.order(now, aging_s):
+        for request_id in self._urgency.order(deciding.now, aging_s):
             if request_id not in given:
                 given.add(request_id)
                 yield request_id

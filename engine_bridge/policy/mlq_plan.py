@@ -58,9 +58,7 @@ class Walk:
     def _order(self, priority: int, tenant: str) -> Iterator[str]:
         flow = (priority, tenant)
         if flow not in self._orders:
-            self._orders[flow] = self._lane.flows[flow].order(
-                self._plan.now, self._aging_s, self._plan.chosen
-            )
+            self._orders[flow] = self._lane.flows[flow].order(self._plan, self._aging_s)
         return self._orders[flow]
 
 
@@ -83,6 +81,7 @@ class Plan:
         self.chosen: dict[str, tuple[int, Waiting]] = {}
         self.deferred: dict[str, DeferReason] = {}
         self.bypassed: dict[str, str] = {}
+        self.may_overtake = not room.adapters_take_turns
         self.num_overdue = 0
         """Of the chosen, the first so many."""
         self.blocked: list[Waiting] = []

@@ -82,7 +82,7 @@ class Room(Struct, frozen=True, kw_only=True, gc=False):
 
     prefill_tokens: of prompts that this step may begin to compute; None: any number. is_prefilling: prompts are under way. adapter_bytes: free for
     the adapters of further requests; None: they take blocks, or nothing. overcharged_tokens: by how much what runs is charged more than it will hold
-    at any one time (`quotas.overcharged_tokens`).
+    at any one time (`quotas.overcharged_tokens`). adapters_take_turns: one waits for memory, and others make room for it.
     """
 
     free_blocks: int
@@ -92,6 +92,7 @@ class Room(Struct, frozen=True, kw_only=True, gc=False):
     is_prefilling: bool = False
     adapter_bytes: int | None = None
     overcharged_tokens: int = 0
+    adapters_take_turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,11 @@ class Residency:
         """Whether a step could compute with this adapter as far as its weights are concerned."""
         return self.core.is_at_hand(adapter_id) or self._is_filled(adapter_id)
 
+    @property
+    def take_turns(self) -> bool:
+        """One waits for memory, and others make room for it."""
+        return bool(self.core.turns.last)
+
     def is_held_back(self, adapter_id: int) -> bool:
         """Whether it starts no further request, so that another adapter gets its turn."""
         return self.core.turns.holds_back(adapter_id, self._running_ids, self._clock())

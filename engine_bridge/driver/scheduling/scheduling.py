@@ -163,6 +163,7 @@ class Scheduling:
             free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             num_slots=scheduler.max_num_running_reqs - len(scheduler.running),
             adapter_bytes=self._adapters.free_room() if self._adapters is not None else None,
+            adapters_take_turns=self._adapters is not None and self._adapters.take_turns,
             shared_tokens=self._shared_tokens(scheduler),
         )
         plan = self.dispatcher.begin_step(view, now)

@@ -208,3 +208,16 @@ def test_what_a_copy_is_told_its_original_does_not_learn() -> None:
     other.raise_before(BLOCK + 1, 5.0)
     other.remove(0)
     assert waits.most_before(BLOCK + 1) == 0.0 and other.most_before(BLOCK + 1) == 5.0
+
+
+def test_while_somebody_waits_for_adapter_memory_nothing_overtakes() -> None:
+    queue = after_a_long_queue(0.9)
+    crowd(queue).ask("adapter", adapter_id=1, adapter_bytes=10)
+    queue.ask("the same", adapter_id=1, adapter_bytes=10)
+    scarce = Room(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=0)
+    decision = queue.policy.decide(queue.waiting, {}, scarce, 0.0)
+    assert decision.request_ids == ("a", "b", "x", "y")
+    assert decision.deferred == {"adapter": "adapter_memory", "the same": "adapter_memory"}
+    queue.leave("adapter")
+    queue.leave("the same")
+    assert queue.start_all() == "x y a b"
