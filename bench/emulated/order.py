@@ -10,9 +10,9 @@ five are right. TTFT counts from arrival to first token, latency to the last one
 Orders: `vllm`, its own queue; `mlq`; `bounded` with each `--share` of the longest wait (0.8, 0.9 and 1 unless told), which gives the frontier.
 A class is a third of the requests by size, or those of adapters of one rank; its change is that of its mean TTFT, its P99's stands beside it.
 Each change is the geometric mean over the seeds, with the least and the most P99 beside it: the P99 of a few hundred requests is that of three or
-four of them, and moves by 10% or more with any change of their order. `worst` and `mean` are over traces, adapters and loads, `p50_change_at_1.2` is
+four of them, and moves by 10% or more with any change of their order. `worst` and `mean` are over traces, adapters and loads, `p50_change_at_1_2` is
 the median over traces, with and without adapters. Two scenes besides: one request for a third adapter while two that fill the
-memory are asked for without a pause (`starved_wait_s`, for `mlq`), and 50 requests with one prefix of 1,536 tokens (`shared_prefix_running`).
+memory are asked for without a pause (`starved_wait_s`), and 50 requests with one prefix of 1,536 tokens (`shared_prefix_running`); the worse of `mlq` and `bounded`.
 
 The last line is JSON.
 """
@@ -64,7 +64,7 @@ LEAST_OF_CLASS = 30
 COST = StepCost(A40, LLAMA2_7B)
 AIMS = {
     "p99_vs_vllm_worst": "aim ≤ 1.0",
-    "p50_change_at_1.2": "aim ≤ -0.4",
+    "p50_change_at_1_2": "aim ≤ -0.4",
     "worst_class_change": "aim ≤ 0.1",
 }
 TRACES = ("azure", "mooncake", "heavy tail")
@@ -271,7 +271,7 @@ def summary(order: str, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "p99_vs_vllm_worst": round(1 + max(each["ttft_p99"] for each in own), 4),
         "p99_vs_vllm_mean": round(statistics.geometric_mean(1 + each["ttft_p99"] for each in own), 4),
         "latency_p99_vs_vllm_worst": round(1 + max(each["latency_p99"] for each in own), 4),
-        "p50_change_at_1.2": round(statistics.median(at_12), 4) if at_12 else math.nan,
+        "p50_change_at_1_2": round(statistics.median(at_12), 4) if at_12 else math.nan,
         "p50_vs_vllm_mean": round(statistics.geometric_mean(1 + each["ttft_p50"] for each in own), 4),
         "worst_class_change": max(each["worst_class"] for each in own),
         "worst_class_p99_change": max(each["worst_class_p99"] for each in own),
@@ -325,11 +325,12 @@ def run(args: argparse.Namespace) -> None:
         "bench": "emulated-order",
         "seed": args.seed,
         "mlq_p99_vs_vllm_worst": mlq["p99_vs_vllm_worst"],
-        "mlq_p50_change_at_1.2": mlq["p50_change_at_1.2"],
+        "mlq_p50_change_at_1.2": mlq["p50_change_at_1_2"],
         "worst_class_change": mlq["worst_class_change"],
-        "starved_wait_s": starved_wait_s("mlq"),
-        "shared_prefix_running": shared_prefix_running("mlq"),
+        "starved_wait_s": max(map(starved_wait_s, ("mlq", "bounded"))),
+        "shared_prefix_running": min(map(shared_prefix_running, ("mlq", "bounded"))),
         "mlq_repeats": first == second,
+        "default": summaries.get(f"bounded {BoundedSettings().peak_share:g}"),
         "orders": summaries,
         "at": rows,
         "took_s": round(began.elapsed_s, 1),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.results.frontier import frontier
 from bench.results.page import page
 from bench.results.plots import plots
 from bench.results.runs import FOLDER, ROOT, RunError, keep, load
@@ -30,6 +31,7 @@ SIMULATED: dict[str, tuple[str, ...]] = {
     "sim-symphony-scale": ("symphony", "--part", "scale"),
     "emulated-adaptivellm": ("adaptivellm", "--part", "main", "--part", "turnaround"),
     "emulated-adaptivellm-limits": ("adaptivellm", "--part", "limits"),
+    "emulated-order": ("order", "--quick"),
 }
 
 
@@ -37,7 +39,8 @@ def made(root: Path = ROOT, folder: Path = FOLDER) -> dict[Path, str]:
     """The files and their text as the kept runs say. Raises RunError."""
     runs = load(folder)
     results = root / "bench/RESULTS.md"
-    drawn = {root / "docs/plots" / name: text for name, text in plots(runs).items()}
+    texts = plots(runs) | {"orders.svg": frontier(runs.get("emulated-order"))}
+    drawn = {root / "docs/plots" / name: text for name, text in texts.items()}
     return {results: page(results.read_text(), runs)} | drawn
 
 

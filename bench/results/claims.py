@@ -420,6 +420,28 @@ OVERTURE_CLAIMS = (
         aim=0.03,
         better=LOWER,
     ),
+    *(
+        _own_claim(
+            "C1",
+            f"the default order against vLLM's own queue: {what}; three traces, loads of 0.5 to 1.3 of capacity, with and without adapters",
+            unit,
+            sim=Figure("emulated-order", f"default.{key}"),
+            aim=aim,
+            better=LOWER,
+        )
+        for what, unit, key, aim in (
+            ("P99 TTFT, the worst", RATIO, "p99_vs_vllm_worst", 1.0),
+            ("median TTFT at 1.2 of the capacity", CHANGE, "p50_change_at_1_2", -0.4),
+            ("mean TTFT of the worst class", CHANGE, "worst_class_change", 0.1),
+        )
+    ),
+    _own_claim(
+        "C1",
+        "one request for a third adapter beside two that fill the memory without a pause, TTFT; alone 1.3 s",
+        S,
+        sim=Figure("emulated-order", "starved_wait_s"),
+        aim=2.0,
+    ),
     _own_claim(
         "E9",
         "longest gap that a cold adapter causes in other streams; aim: a step",

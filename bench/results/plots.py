@@ -78,13 +78,14 @@ def plots(runs: Mapping[str, Run], claims: Sequence[Claim] = CLAIMS) -> dict[str
         return found | {"chameleon-ttft.svg": ttft_over_load(runs.get("emulated-chameleon"))}
 
 
-def _drawing(height_in: float, title: str) -> Drawing:
+def drawing_of(height_in: float, title: str) -> Drawing:
+    """An empty one with its title. height_in: inches."""
     drawing = Drawing(figsize=(WIDTH_IN, height_in))
     drawing.text(0.012, 1 - 0.26 / height_in, title, fontsize=10.5, fontweight="bold")
     return drawing
 
 
-def _written(drawing: Drawing, title: str, description: str) -> str:
+def written(drawing: Drawing, title: str, description: str) -> str:
     """The file's text, the same each time; a dark page gets the dark colours."""
     text = io.StringIO()
     about = {"Title": title, "Description": description, "Date": None, "Creator": None}
@@ -116,7 +117,7 @@ def compared(group: str, rows: Sequence[Row]) -> str:
     panels = {unit: own for unit, own in panels.items() if own}
     height_in = HEAD_IN + sum(ROW_IN * len(own) + FOOT_IN for own in panels.values()) + 0.2
     title = f"{group}: the paper's figures and ours"
-    drawing = _drawing(height_in, title)
+    drawing = drawing_of(height_in, title)
     for name, (right, mark, color) in COLUMNS.items():
         drawing.text(right, 1 - 0.26 / height_in, f"{mark} {name}", color=color, ha="right")
     top_in = height_in - HEAD_IN
@@ -127,7 +128,7 @@ def compared(group: str, rows: Sequence[Row]) -> str:
         top_in -= rows_in + FOOT_IN
     if any(_is_other(row) for row in rows):
         drawing.text(COLUMNS["live"][0], 0.1 / height_in, OTHERWISE, color=MUTED, ha="right")
-    return _written(drawing, title, _in_words(rows))
+    return written(drawing, title, _in_words(rows))
 
 
 def _in_words(rows: Sequence[Row]) -> str:
@@ -156,7 +157,7 @@ def _panel(axes: Axes, unit: str, rows: Sequence[Row]) -> None:
         color=INK,
     )
     axes.set_xlabel(AXES[unit] + (", by logarithm" if is_log else ""))
-    _ticks(axes.xaxis, is_log, lambda value, _: _tick(value, unit))
+    ticks(axes.xaxis, is_log, lambda value, _: _tick(value, unit))
     axes.grid(axis="x")
     axes.set_axisbelow(True)
 
@@ -185,7 +186,7 @@ def _row(axes: Axes, row: Row, y: float) -> None:
         axes.text(COLUMNS[name][0], y, text, color=color, ha="right", va="center", transform=beside)
 
 
-def _ticks(axis: Any, is_log: bool, form: Callable[[float, Any], str]) -> None:
+def ticks(axis: Any, is_log: bool, form: Callable[[float, Any], str]) -> None:
     """Few and round."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if is_log else MaxNLocator(6, steps=(1, 2, 5, 10)))
     axis.set_minor_locator(NullLocator())
@@ -239,10 +240,10 @@ def ttft_over_load(run: Run | None) -> str:
     part = run.result.get("parts", {}).get("main", {}) if run else {}
     title = "Chameleon in virtual time: time to first token over the load"
     if run is None or "curve" not in part:
-        drawing = _drawing(0.8, title)
+        drawing = drawing_of(0.8, title)
         drawing.text(0.012, 0.2, NOT_MEASURED, color=MUTED)
-        return _written(drawing, title, NOT_MEASURED)
-    drawing = _drawing(3.9, title)
+        return written(drawing, title, NOT_MEASURED)
+    drawing = drawing_of(3.9, title)
     for key, label, left in PANELS:
         axes = drawing.add_axes((left, 0.13, 0.36, 0.62))
         axes.set_title(label, loc="left", fontsize=9)
@@ -252,7 +253,7 @@ def ttft_over_load(run: Run | None) -> str:
         *axes.get_legend_handles_labels(), loc="upper left", ncols=4, frameon=False, bbox_to_anchor=(0, 0.93)
     )
     about = f"Median over seeds, with the least and the most; {run.command}, commit {run.commit}."
-    return _written(drawing, title, about)
+    return written(drawing, title, about)
 
 
 def _curves(axes: Axes, curve: Mapping[str, Any], key: str, limit_s: float | None) -> None:
@@ -273,7 +274,7 @@ def _curves(axes: Axes, curve: Mapping[str, Any], key: str, limit_s: float | Non
         axes.text(1.02, limit_s, f"SLO {limit_s:.2g} s", va="center", transform=beside)
     axes.margins(y=0.15)
     axes.set_xlabel("load, requests/s")
-    _ticks(axes.xaxis, False, lambda value, _: f"{value:g}")
-    _ticks(axes.yaxis, True, lambda value, _: f"{value:g}")
+    ticks(axes.xaxis, False, lambda value, _: f"{value:g}")
+    ticks(axes.yaxis, True, lambda value, _: f"{value:g}")
     axes.grid(axis="y")
     axes.set_axisbelow(True)

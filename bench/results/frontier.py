@@ -1,0 +1,62 @@
+"""The plot of orders of starting: what each gains at the median, and what it costs at the tail, against vLLM's own queue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from bench.results.page import NOT_MEASURED
+from bench.results.plots import AXIS, BLUE, INK, MUTED, ORANGE, drawing_of, ticks, written
+from bench.results.runs import Run
+
+TITLE = "Orders of starting in virtual time: TTFT against vLLM's own queue"
+PANELS = (("without adapters", False, 0.07), ("50 adapters on 16 slots", True, 0.57))
+
+
+def frontier(run: Run | None) -> str:
+    """Two panels, without and with adapters: change of P50 across, of P99 upwards; means over traces, loads and seeds as marks, worst P99 as a stroke."""
+    rows = run.result.get("at", []) if run else []
+    if run is None or not rows:
+        drawing = drawing_of(0.8, TITLE)
+        drawing.text(0.012, 0.2, NOT_MEASURED, color=MUTED)
+        return written(drawing, TITLE, NOT_MEASURED)
+    drawing = drawing_of(3.9, TITLE)
+    for label, has_adapters, left in PANELS:
+        axes = drawing.add_axes((left, 0.13, 0.4, 0.66))
+        axes.set_title(label, loc="left", fontsize=9)
+        panel(axes, [row for row in rows if row["setting"].endswith("adapters") == has_adapters])
+    about = f"Geometric means over traces, loads and seeds; the stroke goes up to the worst trace and load. {run.command}, commit {run.commit}."
+    return written(drawing, TITLE, about)
+
+
+def panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The marks of one panel, vLLM's own queue at the origin."""
+    orders = [name for name in rows[0] if name == "mlq" or name.startswith("bounded")]
+    points = {order: _point([row[order] for row in rows]) for order in orders}
+    shares = [points[order] for order in orders if order != "mlq"]
+    axes.plot([0, *(p50 for p50, *_ in shares)], [0, *(p99 for _, p99, _ in shares)], color=BLUE, linewidth=1)
+    axes.plot(0, 0, "s", color=INK, markersize=6)
+    axes.annotate("vLLM", (0, 0), (6, -12), textcoords="offset points")
+    for order, (p50, p99, worst) in points.items():
+        color, mark = (ORANGE, "D") if order == "mlq" else (BLUE, "o")
+        axes.plot([p50, p50], [p99, worst], color=color, linewidth=1)
+        axes.plot(p50, p99, mark, color=color, markersize=6)
+        axes.annotate(order, (p50, worst), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+    for line in (axes.axhline, axes.axvline):
+        line(0, color=AXIS, linewidth=0.8, zorder=0)
+    axes.set_xlabel("P50 TTFT, change")
+    axes.set_ylabel("P99 TTFT, change", labelpad=1)
+    for axis in (axes.xaxis, axes.yaxis):
+        ticks(axis, False, lambda value, _: f"{100 * value:+g}%".replace("-", "−").replace("+0%", "0%"))
+    axes.margins(0.16)
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+
+
+def _point(changes: Sequence[Mapping[str, float]]) -> tuple[float, float, float]:
+    """Mean change of P50 and P99, and the worst of P99."""
+    p50, p99 = (geometric_mean(1 + each[name] for each in changes) - 1 for name in ("ttft_p50", "ttft_p99"))
+    return p50, p99, max(each["ttft_p99"] for each in changes)
