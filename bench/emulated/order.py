@@ -11,8 +11,8 @@ Orders: `vllm`, its own queue; `mlq`; `bounded` with each `--share` of the longe
 A class is a third of the requests by size, or those of adapters of one rank; its change is that of its mean TTFT, its P99's stands beside it.
 Each change is the geometric mean over the seeds, with the least and the most P99 beside it: the P99 of a few hundred requests is that of three or
 four of them, and moves by 10% or more with any change of their order. `worst` and `mean` are over traces, adapters and loads, `p50_change_at_1_2` is
-the median over traces, with and without adapters. Two scenes besides: one request for a third adapter while two that fill the
-memory are asked for without a pause (`starved_wait_s`), and 50 requests with one prefix of 1,536 tokens (`shared_prefix_running`); the worse of `mlq` and `bounded`.
+the median over traces, with and without adapters. Two scenes besides, the worse of `mlq` and `bounded`: one request for a third adapter while two
+that fill the memory are asked for without a pause (`starved_wait_s`), and 50 requests with one prefix of 1,536 tokens (`shared_prefix_running`).
 
 The last line is JSON.
 """

@@ -17,7 +17,10 @@ PANELS = (("without adapters", False, 0.07), ("50 adapters on 16 slots", True, 0
 
 
 def frontier(run: Run | None) -> str:
-    """Two panels, without and with adapters: change of P50 across, of P99 upwards; means over traces, loads and seeds as marks, worst P99 as a stroke."""
+    """Two panels, without and with adapters: change of P50 across, of P99 upwards.
+
+    Means over traces, loads and seeds as marks, the worst P99 at the end of a stroke.
+    """
     rows = run.result.get("at", []) if run else []
     if run is None or not rows:
         drawing = drawing_of(0.8, TITLE)

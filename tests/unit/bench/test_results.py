@@ -395,7 +395,7 @@ def test_one_table_that_fails_does_not_stop_the_others(monkeypatch: pytest.Monke
     assert written == [True]
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", [name for name, words in SIMULATED.items() if "--part" in words])
 def test_the_parts_that_are_kept_of_a_table_are_parts_of_it(name: str) -> None:
     _, _, package, table, *words = command_of(name)
     parts = importlib.import_module(f"{package}.{table}").PARTS
