@@ -165,11 +165,10 @@ def weight_bytes(ids: list[int], num_blocks: int) -> int:
 
 def mixed_batch_identical() -> bool:
     """Does a real engine answer five adapters and the base in one batch as it answers them one by one?"""
-    # The integration test's tiny model, adapters and engine: one writer of such things is enough.
     from vllm.lora.request import LoRARequest
 
+    from bench.live.mixed_batch import PROMPT, Engine, write_adapter, write_model
     from engine_bridge.driver import lora
-    from tests.integration.test_mixed_batch import PROMPT, Engine, write_adapter, write_model
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

@@ -1,5 +1,6 @@
 """Import purity: what must stay light and free of the engine is loaded in a fresh interpreter, and looked at."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -54,3 +55,21 @@ def test_the_client_loads_nothing_of_the_server(module: str) -> None:
 def test_no_gateway_loads_ray(module: str) -> None:
     """Nor with several nodes: a process of its own drives it."""
     assert "ray" not in {name.split(".")[0] for name in loaded_by(module)}
+
+
+def test_no_bench_needs_the_tests_or_what_only_they_install() -> None:
+    """`make bench` runs where `make serve` ran: there is no pytest."""
+    imports = {
+        (path.relative_to(ROOT).as_posix(), name.split(".")[0])
+        for path in (ROOT / "bench").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [each.name for each in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert ("bench/live/lora.py", "bench") in imports  # they were found at all, those inside functions too
+    assert {each for each in imports if each[1] in {"tests", "pytest"}} == set()
