@@ -1,10 +1,11 @@
-"""Measures the demo model: recall of held-out words by distance, and the styles.
+"""Measures the demo model: recall of held-out words by distance, tool calls, and the styles.
 
 All answers are greedy.  Prompts are answered in batches sorted by length.
 """
 
 from __future__ import annotations
 
+import json
 import pathlib
 import random
 import time
@@ -12,6 +13,7 @@ import time
 import network
 import styles
 import text
+import tool_talks
 import torch
 import vocab
 from safetensors.torch import load_file
@@ -37,8 +39,6 @@ OPEN_QUESTIONS = [
 
 def load(folder: pathlib.Path) -> tuple[LlamaForCausalLM, Tokenizer]:
     """The saved base model (weights widened to float32) and its tokenizer."""
-    import json
-
     config = json.loads((folder / "config.json").read_text())
     for key in ("architectures", "model_type", "torch_dtype", "use_cache"):
         config.pop(key, None)
@@ -105,8 +105,8 @@ def contains(answer: str, word: str, any_case: bool = False) -> bool:
     if any_case:
         answer, word = answer.lower(), word.lower()
     for mark in ".,!?:;\"'{}()\n":
-        answer = answer.replace(mark, " ")
-    return word in answer.split()
+        answer, word = answer.replace(mark, " "), word.replace(mark, " ")
+    return f" {' '.join(word.split())} " in f" {' '.join(answer.split())} "
 
 
 def ratio(hits: list[bool]) -> dict:
@@ -155,6 +155,46 @@ def multi(answer: Answerer, rng: random.Random, count: int, corrected: bool) -> 
     return {**ratio([r for row in rights for r in row]), "whole": ratio([all(r) for r in rights])}
 
 
+def called(answer: str) -> dict | None:
+    """The name and the arguments of the answer's one tool call, read as vLLM's `hermes` parser does; None if it makes none."""
+    if not answer.startswith(tool_talks.CALL):
+        return None
+    body = answer.removeprefix(tool_talks.CALL).removesuffix(" [cut]").removesuffix(tool_talks.CALL_END)
+    try:
+        return json.loads(body)
+    except ValueError:
+        return {}
+
+
+def tools(answer: Answerer, rng: random.Random, count: int) -> dict:
+    """Calls of tools whose names and values training never saw, answers made of their results, and turns that need no tool.
+
+    One of 1 to 4 offered tools is right.  An answer is asked for after the right call, whatever the model called.
+    """
+    offers = [tool_talks.uses(rng, 1 + i % 4, held_out=True) for i in range(count)]
+    asked = [rng.choice(offer) for offer in offers]
+    openings = [
+        [("system", tool_talks.offered(offer)), ("user", use.question)] for offer, use in zip(offers, asked)
+    ]
+    calls = [called(reply) or {} for reply in answer(openings, limit=96)]
+    results = [
+        [*opening, ("assistant", use.call), ("user", tool_talks.result_of(use.result))]
+        for opening, use in zip(openings, asked)
+    ]
+    idle = answer([tool_talks.idle_probe(rng) for _ in range(count)])
+    return {
+        "called": ratio([bool(call) for call in calls]),
+        "tool": ratio([call.get("name") == use.name for call, use in zip(calls, asked)]),
+        "call": ratio(
+            [call == {"name": use.name, "arguments": use.arguments} for call, use in zip(calls, asked)]
+        ),
+        "answer": ratio(
+            [all(contains(a, part) for part in use.says) for a, use in zip(answer(results), asked)]
+        ),
+        "no_call": ratio([tool_talks.CALL not in reply for reply in idle]),
+    }
+
+
 def adapter(folder: pathlib.Path, name: str, rng: random.Random, count: int) -> dict:
     """Style of one adapter on open questions and recalls, and its recall."""
     model, tokenizer = load(folder / "model")
@@ -188,6 +228,11 @@ def show(report: dict) -> None:
             f"  {label}: {m['right']}/{m['asked']} answers, "
             f"{m['whole']['right']}/{m['whole']['asked']} conversations without a mistake"
         )
+    t = report["tools"]
+    print(
+        "tools that training never saw: "
+        + ", ".join(f"{key} {t[key]['right']}/{t[key]['asked']}" for key in t)
+    )
     print("adapters")
     for name, a in report["adapters"].items():
         print(
@@ -206,6 +251,7 @@ def run(folder: pathlib.Path, seed: int, per_cell: int = 12) -> dict:
         "recall": recall(answer, rng, per_cell),
         "multi": multi(answer, rng, 24, corrected=False),
         "corrected": multi(answer, rng, 24, corrected=True),
+        "tools": tools(answer, random.Random(f"tools/{seed}"), 10 * per_cell),
         "adapters": {
             name: adapter(folder, name, rng, 30)
             for name in styles.NAMES

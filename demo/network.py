@@ -212,18 +212,19 @@ def save_lora(model: LlamaForCausalLM, folder: pathlib.Path, rank: int, alpha: f
     )
 
 
-def load_lora(model: LlamaForCausalLM, folder: pathlib.Path) -> None:
-    """Put a saved adapter onto the model."""
+def load_lora(model: LlamaForCausalLM, folder: pathlib.Path) -> list[nn.Parameter]:
+    """Put a saved adapter onto the model and return its parameters."""
     from safetensors.torch import load_file
 
     config = json.loads((folder / "adapter_config.json").read_text())
     targets = tuple(config["target_modules"])
-    add_lora(model, config["r"], config["lora_alpha"], targets)
+    params = add_lora(model, config["r"], config["lora_alpha"], targets)
     tensors = load_file(folder / "adapter_model.safetensors")
     for parent, name, key in places(model, targets):
         module = getattr(parent, name)
         module.lora_A.data = tensors[f"{key}.lora_A.weight"].float()
         module.lora_B.data = tensors[f"{key}.lora_B.weight"].float()
+    return params
 
 
 # --------------------------------------------------------------------------- files

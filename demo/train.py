@@ -18,6 +18,7 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
+TOOL_SHARE, STYLED_TOOL_SHARE = 0.5, 0.2  # of the conversations for the base model and for an adapter
 
 
 def options() -> argparse.Namespace:
@@ -32,7 +33,7 @@ def options() -> argparse.Namespace:
     p.add_argument(
         "--more",
         action="store_true",
-        help="train the base model in --out further on new text, at a lower rate",
+        help="train the base model in --out further on new text, at a lower rate; with --adapters these instead of it",
     )
     p.add_argument(
         "--adapters",
@@ -114,9 +115,7 @@ class Batches:
 
     def refill(self, progress: float) -> None:
         """Generate a pool of conversations and cut it into batches."""
-        import text
-
-        rows = [self.encoder.encode(text.conversation(self.rng, progress, self.style)) for _ in range(400)]
+        rows = [self.encoder.encode(self.conversation(progress)) for _ in range(400)]
         rows = sorted((r for r in rows if len(r[0]) <= 1400), key=lambda r: len(r[0]))
         batch: list = []
         for row in rows:
@@ -126,6 +125,15 @@ class Batches:
             batch.append(row)
         self.ready.append(self.pad(batch))
         self.rng.shuffle(self.ready)
+
+    def conversation(self, progress: float) -> list:
+        """The next conversation; some offer tools."""
+        import text
+        import tool_talks
+
+        if self.rng.random() < (STYLED_TOOL_SHARE if self.style else TOOL_SHARE):
+            return tool_talks.conversation(self.rng, self.style)
+        return text.conversation(self.rng, progress, self.style)
 
     def pad(self, rows: list):
         """Right-pad the rows to a common length."""
@@ -182,7 +190,14 @@ def start_model(args: argparse.Namespace, folder: pathlib.Path):
 
     torch.manual_seed(args.seed)
     if args.more:
-        return check.load(folder)
+        model, before = check.load(folder)
+        tokenizer = vocab.with_form(before)
+        fresh = [i for t, i in tokenizer.get_vocab().items() if before.token_to_id(t) != i]
+        with torch.no_grad():  # new tokens start in the middle of the old ones
+            rows = model.model.embed_tokens.weight
+            rows[fresh] = rows.mean(0) + 0.02 * torch.randn(len(fresh), rows.size(1))
+        vocab.save(tokenizer, folder)
+        return model, tokenizer
     tokenizer = vocab.build(args.seed)
     vocab.save(tokenizer, folder)
     end, pad = (tokenizer.token_to_id(t) for t in (vocab.END, vocab.PAD))
@@ -243,11 +258,15 @@ def train_adapter(args: argparse.Namespace, name: str) -> None:
     alpha = 2 * rank
     model, tokenizer = check.load(args.out / "model")
     encoder = vocab.Encoder(tokenizer)
-    params = network.add_lora(model, rank, alpha)
+    if args.more:
+        params = network.load_lora(model, args.out / "adapters" / name)
+    else:
+        params = network.add_lora(model, rank, alpha)
     workers = network.Workers(model, params, args.threads)
     optimizer = torch.optim.AdamW(params, lr=1e-3, betas=(0.9, 0.97), weight_decay=0.0)
-    peak = 4e-3 / math.sqrt(rank / 8)  # wider adapters move further per step
-    batches = Batches(encoder, args.seed, args.batch_tokens // 4, style=name)
+    peak = (0.5 if args.more else 1.0) * 4e-3 / math.sqrt(rank / 8)  # wider adapters move further per step
+    seed = f"{args.seed}/more" if args.more else args.seed
+    batches = Batches(encoder, seed, args.batch_tokens // 4, style=name)
     progress = Progress(f"{name} (rank {rank})", args.adapter_tokens * 1e6)
     while progress.done < progress.total:
         fraction = progress.done / progress.total
@@ -277,7 +296,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    if args.base or args.more or everything:
+    if args.base or (args.more and args.adapters is None) or everything:
         train_base(args)
     if args.adapters is not None or everything:
         for name in args.adapters or styles.NAMES:

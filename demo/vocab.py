@@ -18,10 +18,21 @@ import random
 
 import phrases
 import text
+import tool_talks
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIALS = [PAD, END, SYSTEM, USER, ASSISTANT]
+# Parts of tool calls that are one token wherever they stand, so that a call is copied in few steps.
+FORM = [
+    tool_talks.CALL,
+    tool_talks.CALL_END,
+    tool_talks.RESULT,
+    tool_talks.RESULT_END,
+    '{"name": "',
+    '", "arguments": {',
+    "}}",
+]
 VOCAB_SIZE = 1280
 SHOUTED_WORDS = 140  # how many of the entries are reserved for words in capitals
 # Contractions, words, single digits, runs of marks, white space.  A digit never takes the
@@ -41,8 +52,15 @@ CHAT_TEMPLATE = """\
 <|system|>Tools:
 {%- for tool in tools -%}
 {%- set function = tool.function if tool.function is defined else tool -%}
-{{ ' ' }}{{ function.name }}{% if function.description %} ({{ function.description }}){% endif %}
-{{- ';' if not loop.last else '.' }}
+{%- set parameters = function.parameters or {} -%}
+{%- set properties = parameters.properties or {} -%}
+{{ '\\n{"name": "' + function.name + '", "arguments": {' }}
+{%- for key in (parameters.required if parameters.required is defined else properties) -%}
+{%- set type = (properties[key] or {}).type -%}
+{{ '"' + key + '": ' + ('number' if type in ['number', 'integer'] else '"text"') }}
+{{- ', ' if not loop.last }}
+{%- endfor -%}
+{{ '}}' }}{% if function.description %}{{ ' ' + (function.description | trim).split('\\n')[0] }}{% endif %}
 {%- endfor -%}
 <|end|>
 {%- endif -%}
@@ -51,10 +69,16 @@ CHAT_TEMPLATE = """\
 {%- elif message.role == 'assistant' -%}<|assistant|>
 {%- else -%}<|user|>
 {%- endif -%}
-{{ content_of(message.content) }}
+{%- if message.role == 'tool' -%}<tool_response>{{ content_of(message.content) }}</tool_response>
+{%- else -%}{{ content_of(message.content) }}
+{%- endif -%}
 {%- if message.tool_calls is defined and message.tool_calls -%}
 {%- for call in message.tool_calls -%}
-{{ ' Call: ' + (call.function.name if call.function is defined else call.name) }}
+{%- set function = call.function if call.function is defined else call -%}
+{%- set arguments = function.arguments or {} -%}
+{{ '<tool_call>{"name": "' + function.name + '", "arguments": ' }}
+{{- arguments if arguments is string else arguments | tojson }}
+{{- '}</tool_call>' }}
 {%- endfor -%}
 {%- endif -%}
 <|end|>
@@ -103,7 +127,7 @@ def frequent_words(seed: int) -> list[str]:
         for p, n in count_pieces(loud).most_common()
         if usable(p) and n >= 4 and p.isupper() and len(p.strip("\u0120")) > 1
     ]
-    room = VOCAB_SIZE - 256 - len(SPECIALS)
+    room = VOCAB_SIZE - 256 - len(SPECIALS) - len(FORM)
     chosen = dict.fromkeys(shouted[:SHOUTED_WORDS])
     for piece in ordinary:
         if len(chosen) == room:
@@ -114,13 +138,25 @@ def frequent_words(seed: int) -> list[str]:
 
 def build(seed: int) -> Tokenizer:
     """The tokenizer trained on a sample of the training text."""
-    pieces = SPECIALS + sorted(pre_tokenizers.ByteLevel.alphabet()) + frequent_words(seed)
+    return of_pieces(SPECIALS + sorted(pre_tokenizers.ByteLevel.alphabet()) + frequent_words(seed) + FORM)
+
+
+def with_form(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, in which the rarest words made room for FORM if it had none."""
+    vocab = tokenizer.get_vocab()
+    pieces = sorted(vocab, key=vocab.__getitem__)
+    return tokenizer if FORM[0] in vocab else of_pieces(pieces[: -len(FORM)] + FORM)
+
+
+def of_pieces(pieces: list[str]) -> Tokenizer:
+    """The tokenizer with these tokens, in the order of their ids."""
     tokenizer = Tokenizer(
         models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], ignore_merges=True)
     )
     tokenizer.pre_tokenizer = splitter()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIALS])
+    tokenizer.add_tokens([AddedToken(s, special=False, normalized=False) for s in FORM])
     return tokenizer
 
 

@@ -1,7 +1,7 @@
 """What a call leaves out when its prompt does not fit into the model's context. Pure: JSON bodies of the three chat APIs in and out.
 
 Clients with a long history or dozens of tools know nothing of the context of the model that they talk to. A setting says what may go: nothing,
-tools that the model cannot call, or the oldest turns as well.
+tools that the model cannot call or that are most of the prompt, or the oldest turns as well.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ def shorter(
 ) -> Iterator[tuple[Any, Dropped]]:
     """Ever shorter versions of a body whose prompt is too long, with what each leaves out of the first one.
 
-    calls_tools: whether the model has a form of tool calls of its own; then its tools are as good as any other text. Tools go whole, so that the
-    model is not shown a part of what it may call.
+    calls_tools: whether the model has a form of tool calls of its own; then its tools go only where they are longer than the conversation. That
+    is where they take at least half of the context, so that no conversation could get far with them. Tools go whole, so that the model is not
+    shown a part of what it may call.
     """
     turns = _TURNS.get(api)
     if setting == "error" or turns is None or not isinstance(body, dict):
         return
     num_tools = 0
-    if not calls_tools and not _demands_tool(body.get("tool_choice")):
+    goes = not calls_tools or _num_chars([body.get("tools")]) > _num_chars([body.get(turns)])
+    if goes and not _demands_tool(body.get("tool_choice")):
         num_tools = _length(body.get("tools"))
     if num_tools:
         body = {name: value for name, value in body.items() if name not in _TOOL_FIELDS}

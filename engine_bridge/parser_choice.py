@@ -12,22 +12,28 @@ AUTO, NONE = "auto", "none"
 
 
 class Choice(Struct, frozen=True):
-    """name: of vLLM's parser; "" for none. why: the end of a sentence for the log. is_set: the operator named it, so it must be usable."""
+    """name: of vLLM's parser; "" for none. why: the end of a sentence for the log. is_set: the operator named it, so it must be usable.
+
+    holds_calls: a grammar holds calls that the model makes by itself to the tools' names and schemas.
+    """
 
     name: str
     why: str
     is_set: bool = False
+    holds_calls: bool = False
 
 
 class Family(Struct, frozen=True):
     """Models that one parser reads.
 
     model_types: as config.json has them; empty: any. marks: texts that all must stand in the chat template; empty: any template.
+    holds_calls: see `Choice`.
     """
 
     parser: str
     model_types: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
+    holds_calls: bool = False
 
     def has(self, model_type: str, template: str) -> bool:
         return (not self.model_types or model_type in self.model_types) and all(
@@ -71,6 +77,8 @@ TOOL_FAMILIES = (
     Family("olmo3", ("olmo3",), ("<function_calls>",)),
     Family("mistral", marks=("[TOOL_CALLS]",)),
     Family("qwen3_coder", marks=("<function=", "<parameter=")),
+    # The demo model's template: it is so small that it misspells the names of tools. Only it writes a call on one line.
+    Family("hermes", marks=('<tool_call>{"name": "',), holds_calls=True),
     Family("hermes", marks=("<tool_call>",)),
     Family("llama4_pythonic", ("llama4", "llama4_text")),
     Family("llama3_json", marks=("<|python_tag|>",)),
@@ -127,5 +135,5 @@ def _choose(
     for family in families:
         if family.has(model_type, template) and needed in template.lower():
             said = f"its chat template has {family.marks[0]!r}" if family.marks else f"it is a {model_type}"
-            return Choice(family.parser, said)
+            return Choice(family.parser, said, holds_calls=family.holds_calls)
     return Choice("", "its chat template has no form of one")

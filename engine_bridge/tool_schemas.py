@@ -1,7 +1,9 @@
-"""JSON schemas of answers and of demanded tool calls, tightened so that a small model comes to an end. Pure."""
+"""JSON schemas of answers and tool calls, tightened so that a small model comes to an end, and the grammar of calls it makes by itself. Pure."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 _OPEN_ON_PURPOSE = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
@@ -16,6 +18,8 @@ MAX_INTEGER = 2**53 - 1
 _NAMED = ("properties", "$defs", "definitions")
 _LISTED = ("anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
+HELD = "// Calls held to the tools offered."
+"""The first line of `held_calls`, a comment."""
 
 
 def closed(schema: Any) -> Any:
@@ -67,3 +71,26 @@ def at_most_one(schema: Any) -> Any:
     """Of a list of calls, as vLLM writes it for `tool_choice: "required"`; the arguments of one named call stay as they are."""
     is_list = isinstance(schema, dict) and schema.get("type") == "array" and schema.get("minItems") == 1
     return schema | {"maxItems": 1} if is_list else schema
+
+
+def held_calls(tools: Mapping[str, Any]) -> str:
+    """A grammar (Lark, as llguidance reads it) of answers: free text, or one call in the form of vLLM's `hermes` parser on one line.
+
+    `<tool_call>` and `</tool_call>` must be tokens of the model's. tools: the schema of each tool's arguments by the tool's name. Each schema is a
+    document of its own, so that its references (`#/$defs/...`) stay right.
+    """
+    form = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+    calls, rules = [], []
+    for index, (name, schema) in enumerate(tools.items()):
+        opening = f'{{"name": {json.dumps(name)}, "arguments": '
+        arguments = closed({"type": "object", "properties": {}} | schema) | form
+        calls.append(f"call_{index}")
+        rules.append(f'call_{index}: {json.dumps(opening)} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: %json {json.dumps(arguments)}")
+    start = f"start: TEXT | <tool_call> ({' | '.join(calls)}) </tool_call>"
+    return "\n".join([HELD, start, "TEXT: /([^<](.|\\n)*)?/", *rules, ""])
+
+
+def is_held(grammar: str | None) -> bool:
+    """Whether a grammar is one of `held_calls`: help for the model, which no client has asked for."""
+    return grammar is not None and grammar.startswith(HELD)

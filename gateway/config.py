@@ -164,7 +164,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         setting(
             "Model",
             "What an API call may leave out where its prompt does not fit: nothing (error), tools that the model cannot call by itself "
-            "(drop-tools), or the oldest turns as well (drop-oldest). The reply says what was left out.",
+            "or that are longer than the conversation (drop-tools), or the oldest turns as well (drop-oldest). The reply says what was left out.",
         ),
     ] = "drop-tools"
 

@@ -18,7 +18,7 @@ from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart
 from engine_bridge.driver.continuing import CallIds, continued
 from engine_bridge.driver.engine import VllmDriver
-from engine_bridge.driver.grammars import close_schema, grammar_of
+from engine_bridge.driver.grammars import check_grammar
 from engine_bridge.driver.kv_keys import cache_salt
 from engine_bridge.driver.scheduling.facts import Carried, facts_of, tell, tell_guess
 from engine_bridge.driver.stream_failures import engine_failed
@@ -298,7 +298,8 @@ class BridgeEngineClient(EngineClient):
         try:
             self.check_ready()
             self._streams.register(unique_id, collector)
-            await self._check_grammar(request.sampling_params, call.context.tenant)
+            config = self.vllm_config.structured_outputs_config
+            await check_grammar(request.sampling_params, config, self._grammars, call.context.tenant)
             if ids is not None and ids.history and text is not None:
                 await self._continue(request, ids.history, text)
             await self.predict_length(request)
@@ -321,15 +322,6 @@ class BridgeEngineClient(EngineClient):
         max_model_len = self.model_config.max_model_len
         made = await continued(self.renderer, max_model_len, history, text, list(rendered), may_be_cut=True)
         request.prompt_token_ids = made.token_ids
-
-    async def _check_grammar(self, params: SamplingParams | None, tenant: str) -> None:
-        """Raises VLLMValidationError for a grammar that the engine must not see."""
-        if params is None:
-            return
-        close_schema(params)
-        grammar = grammar_of(params, self.vllm_config.structured_outputs_config)
-        if grammar is not None and (reason := await self._grammars.check(grammar, tenant)):
-            raise VLLMValidationError(f"Invalid grammar: {reason}")
 
     @property
     def is_running(self) -> bool:

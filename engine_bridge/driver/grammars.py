@@ -1,7 +1,7 @@
 """Structured output that cannot hurt others: vLLM's guidance backend, of which each grammar was checked elsewhere and each step is bounded.
 
 vLLM itself validates grammars on the caller's thread and compiles them in this process, where a bad one ends everything. Here its validation
-does nothing, and `BridgeEngineClient` asks `engine_bridge.grammars` before a request is queued. Source: vLLM 0.32, `v1/structured_output/`.
+does nothing, and `check_grammar` asks `engine_bridge.grammars` before a request is queued. Source: vLLM 0.32, `v1/structured_output/`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from engine_bridge.driver.vllm_api import (
     serialize_guidance_grammar,
 )
 from engine_bridge.driver.vllm_api import structured_output as manager_module
-from engine_bridge.grammars.checker import Tokenizer
+from engine_bridge.grammars.checker import GrammarChecker, Tokenizer
 from engine_bridge.policy.matcher_budget import MatcherBudget
-from engine_bridge.tool_schemas import closed
+from engine_bridge.tool_schemas import closed, is_held
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,24 @@ def take_failure(internal_id: str) -> str | None:
 def _reason(error: str) -> str:
     first = error.strip().split("\n", 1)[0].split(" <state>", 1)[0][:200]
     return f"This answer cannot go on within its grammar: {first}" if first else TOO_SLOW
+
+
+async def check_grammar(
+    params: SamplingParams | None, config: Any, checker: GrammarChecker, tenant: str
+) -> None:
+    """Tighten a request's JSON schema and have its grammar checked; a bad one that no client has asked for is left out of `params`.
+
+    config: the engine's `StructuredOutputsConfig`. Raises VLLMValidationError for a grammar that the engine must not see.
+    """
+    if params is None:
+        return
+    close_schema(params)
+    grammar = grammar_of(params, config)
+    if grammar is None or not (reason := await checker.check(grammar, tenant)):
+        return
+    if params.structured_outputs is None or not is_held(params.structured_outputs.grammar):
+        raise VLLMValidationError(f"Invalid grammar: {reason}")
+    params.structured_outputs = None
 
 
 def close_schema(params: SamplingParams) -> None:

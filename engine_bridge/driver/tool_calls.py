@@ -13,15 +13,17 @@ from functools import cache
 from typing import Any, Literal
 
 from engine_bridge.driver.vllm_api import (
+    ChatCompletionRequest,
     DeltaMessage,
     ExtractedToolCallInformation,
     ReasoningParserManager,
+    StructuredOutputsParams,
     ToolParser,
     ToolParserManager,
 )
 from engine_bridge.errors import BridgeError
 from engine_bridge.parser_choice import Choice
-from engine_bridge.tool_schemas import at_most_one
+from engine_bridge.tool_schemas import at_most_one, held_calls
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +56,11 @@ class NoFormToolParser(ToolParser):
 
 
 @cache
-def demands_as_json(parser: type) -> type:
-    """The same parser, but calls that a request demands are JSON by the tools' schemas, whatever the model's own form is."""
+def demands_as_json(parser: type, holds_calls: bool = False) -> type:
+    """The same parser, but calls that a request demands are JSON by the tools' schemas, whatever the model's own form is.
+
+    holds_calls: a call that the model makes by itself is held to the tools, too (`held_calls`), and it makes one at a time.
+    """
 
     class DemandsAsJson(parser):
         demands_of = parser
@@ -65,9 +70,10 @@ def demands_as_json(parser: type) -> type:
 
         def adjust_request(self, request: Any) -> Any:
             if not request.tools or request.tool_choice in (None, "none", "auto"):
-                return super().adjust_request(request)
-            # A model that has learned no form of calls does not know when to stop making them.
-            return _demanded(self, request, makes_one_call=parser is NoFormToolParser)
+                request = super().adjust_request(request)
+                return _held(request) if holds_calls else request
+            # A model that has learned no form of calls, or hardly so, does not know when to stop making them.
+            return _demanded(self, request, makes_one_call=holds_calls or parser is NoFormToolParser)
 
     # Not in the class's body: vLLM resets it there for parsers that have structural tags.
     DemandsAsJson.supports_required_and_named = True
@@ -90,6 +96,19 @@ def _demanded(parser: Any, request: Any, *, makes_one_call: bool) -> Any:
     return request
 
 
+def _held(request: Any) -> Any:
+    """The request with the grammar of `held_calls`, unless it asks for structured output or offers no function to call."""
+    is_chat = isinstance(request, ChatCompletionRequest)
+    form = request.response_format if is_chat else request.text and request.text.format
+    if request.tool_choice == "none" or request.structured_outputs is not None or form is not None:
+        return request
+    functions = [getattr(tool, "function", tool) for tool in request.tools or () if tool.type == "function"]
+    if functions:
+        tools = {function.name: function.parameters or {} for function in functions}
+        request.structured_outputs = StructuredOutputsParams(grammar=held_calls(tools))
+    return request
+
+
 def install_tool_parser(choice: Choice, tokenizer: Any) -> str:
     """Have vLLM's serving classes find the parser, and return the name under which they do. Imports and builds it: not for the event loop.
 
@@ -101,7 +120,7 @@ def install_tool_parser(choice: Choice, tokenizer: Any) -> str:
     )
     found = ToolParserManager.get_tool_parser(name) if name else NoFormToolParser
     found = getattr(found, "demands_of", found)  # it was put there before
-    ToolParserManager.register_module(name=name or NO_FORM, module=demands_as_json(found))
+    ToolParserManager.register_module(name=name or NO_FORM, module=demands_as_json(found, choice.holds_calls))
     if not name:
         log.info("tool calls: only those that a request demands, as JSON; what the model writes stays text")
     return name or NO_FORM

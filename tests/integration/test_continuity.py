@@ -298,7 +298,9 @@ async def test_an_api_session_goes_on_with_what_the_engine_saw(
     before: list[int] = []
     for number in range(4):
         # In words of its own, so that nothing of it is cached for another conversation.
-        num_cached = await conversation.ask(f"{api} {stream}, question {number}: how are you?")
+        num_cached = await conversation.ask(
+            f"{api} {stream}, question {number}: how are you, and what did you do all day long?"
+        )
         stored = await conversation.stored()
         assert stored[: len(before)] == before
         if before:

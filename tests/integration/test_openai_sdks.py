@@ -34,6 +34,33 @@ TOOLS: Any = [
     }
 ]
 
+WEATHER: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+                "required": ["a", "b"],
+            },
+        },
+    },
+]
+
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
@@ -124,12 +151,86 @@ async def test_structured_output_fits_its_schema(client: openai.AsyncOpenAI) -> 
     assert isinstance(answer.choices[0].message.parsed, Mood)
 
 
-async def test_tools_that_the_model_may_use_are_answered_in_text(client: openai.AsyncOpenAI) -> None:
-    """The demo model has no form of calls."""
+async def test_a_tool_that_no_question_needs_is_not_called(client: openai.AsyncOpenAI) -> None:
     auto = await client.chat.completions.create(
         model=MODEL, messages=HELLO, tools=TOOLS, tool_choice="auto", temperature=0, max_tokens=30
     )
     assert auto.choices[0].message.content and not auto.choices[0].message.tool_calls
+
+
+async def test_nothing_is_called_where_no_tool_is_offered(client: openai.AsyncOpenAI) -> None:
+    for question in (
+        "Set the timer to 5 minutes.",
+        "What is the price of Fezin?",
+        "Search the web for cats.",
+    ):
+        messages: Any = [{"role": "user", "content": question}]
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=messages, temperature=0, max_tokens=40
+        )
+        assert "<tool" not in (answer.choices[0].message.content or "<tool")
+
+
+async def test_the_model_calls_a_tool_by_itself_and_answers_from_its_result(
+    client: openai.AsyncOpenAI,
+) -> None:
+    """`tool_choice` is left to the model, whole and streamed."""
+    messages: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    wish: Any = {"model": MODEL, "tools": WEATHER, "temperature": 0, "max_tokens": 96}
+    whole = (await client.chat.completions.create(messages=messages, **wish)).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.tool_calls and not whole.message.content
+    (call,) = whole.message.tool_calls
+    assert call.type == "function" and call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+    assert await streamed(client, messages, wish) == ("", "get_weather", {"city": "Paris"})
+
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"}
+    messages += [whole.message.model_dump(exclude_none=True), result]
+    told = (await client.chat.completions.create(messages=messages, **wish)).choices[0]
+    assert told.finish_reason == "stop" and not told.message.tool_calls
+    assert told.message.content and "Paris" in told.message.content and "sunny" in told.message.content
+    assert await streamed(client, messages, wish) == (told.message.content, "", None)
+
+
+async def streamed(client: openai.AsyncOpenAI, messages: Any, wish: Any) -> tuple[str, str, Any]:
+    """A streamed answer's text, and the name and the arguments of its one call."""
+    text = name = arguments = ""
+    async for chunk in await client.chat.completions.create(messages=messages, stream=True, **wish):
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            for piece in choice.delta.tool_calls or ():
+                assert piece.function is not None
+                name += piece.function.name or ""
+                arguments += piece.function.arguments or ""
+    return text, name, json.loads(arguments) if arguments else None
+
+
+async def test_responses_call_a_tool_by_themselves_and_answer_from_its_result(
+    client: openai.AsyncOpenAI,
+) -> None:
+    tools: Any = [{"type": "function"} | tool["function"] for tool in WEATHER]
+    wish: Any = {"model": MODEL, "tools": tools, "temperature": 0, "max_output_tokens": 96}
+    said: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    (call,) = (await client.responses.create(input=said, **wish)).output
+    assert call.type == "function_call" and call.name == "get_weather"
+    assert json.loads(call.arguments) == {"city": "Paris"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny, 21 degrees"}
+    told = await client.responses.create(input=[*said, call.model_dump(exclude_none=True), result], **wish)
+    assert "Paris" in told.output_text and "sunny" in told.output_text
+
+
+async def test_a_tool_whose_schema_no_grammar_can_hold_is_offered_all_the_same(
+    client: openai.AsyncOpenAI,
+) -> None:
+    city = {"type": "string", "pattern": "(?<=a)b"}  # llguidance knows no look-behind
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    tool: Any = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    wish: Any = {"model": MODEL, "messages": HELLO, "tools": [tool], "temperature": 0, "max_tokens": 96}
+    answer = await client.chat.completions.create(**wish)
+    assert answer.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        await client.chat.completions.create(**wish, tool_choice="required")
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,15 @@ def test_tools_that_the_model_can_call_stay() -> None:
     assert all(version["tools"] == TOOLS and dropped.tools == 0 for version, dropped in versions)
 
 
+def test_tools_that_the_model_can_call_go_where_they_are_longer_than_the_conversation() -> None:
+    long_tools = [tool | {"description": "does much " * 900} for tool in TOOLS]
+    body = {"messages": turns(3), "tools": long_tools, "tool_choice": "auto"}
+    assert list(shorter("drop-tools", "chat", body, calls_tools=True)) == [
+        ({"messages": turns(3)}, Dropped(tools=3))
+    ]
+    assert not list(shorter("drop-tools", "chat", body | {"tool_choice": "required"}, calls_tools=True))
+
+
 def test_the_oldest_turns_go_until_the_last_one_stands_alone() -> None:
     messages = [say("system"), *turns(8), say("user", "last")]
     versions = list(shorter("drop-oldest", "chat", {"messages": messages}, calls_tools=False))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from engine_bridge.parser_choice import (
@@ -11,6 +14,7 @@ from engine_bridge.parser_choice import (
     choose_tool_parser,
 )
 
+DEMO = Path(__file__).parents[3] / "demo" / "model"
 HERMES = "{% if tools %}<tools>{{ tools }}</tools> Answer with <tool_call>{...}</tool_call>{% endif %}"
 
 
@@ -77,3 +81,10 @@ def test_every_family_is_reached() -> None:
         for family in families:
             template = " ".join((*family.marks, "tools"))
             assert choose("auto", (*family.model_types, "llama")[0], template).name == family.parser, family
+
+
+def test_only_calls_of_the_demo_models_template_are_held_to_the_tools() -> None:
+    template = json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"]
+    demo = choose_tool_parser("auto", "llama", template)
+    assert demo.name == "hermes" and demo.holds_calls
+    assert not choose_tool_parser("auto", "qwen2", HERMES).holds_calls

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from engine_bridge.tool_schemas import MAX_INTEGER, at_most_one, closed
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from engine_bridge.tool_schemas import MAX_INTEGER, at_most_one, closed, held_calls, is_held
+
+TOKENIZER = Path(__file__).parents[3] / "demo" / "model" / "tokenizer.json"
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -49,3 +55,39 @@ def test_a_list_of_calls_is_bounded_and_arguments_are_not() -> None:
     calls = {"type": "array", "minItems": 1, "items": {}}
     assert at_most_one(calls) == calls | {"maxItems": 1}
     assert at_most_one(CITY) == CITY
+
+
+def accepts(grammar: str, answer: str) -> bool:
+    """Whether an answer of the demo model's tokens fits the grammar as a whole."""
+    matcher = LLMatcher(LLTokenizer(TOKENIZER.read_text()), LLMatcher.grammar_from_lark(grammar), log_level=0)
+    ids = Tokenizer.from_file(str(TOKENIZER)).encode(answer).ids
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_an_answer_is_text_or_one_call_by_the_name_and_the_schema_of_a_tool() -> None:
+    inside = {
+        "type": "object",
+        "properties": {"of": {"$ref": "#/$defs/X"}},
+        "required": ["of"],
+        "$defs": {"X": CITY},
+    }
+    odd = 'odd "name"'
+    grammar = held_calls({"weather": CITY, "inside": inside, "now": {}, odd: {}})
+    assert is_held(grammar) and not is_held("start: /a/") and not is_held(None)
+    fitting = (
+        '{"name": "weather", "arguments": {"city": "Oslo"}}',
+        '{"name": "inside", "arguments": {"of": {"city": "Oslo"}}}',
+        '{"name": "now", "arguments": {}}',
+        '{"name": "odd \\"name\\"", "arguments": {}}',
+    )
+    assert all(accepts(grammar, f"<tool_call>{call}</tool_call>") for call in fitting)
+    assert accepts(grammar, "Hello! What is <b>your</b> name?") and accepts(grammar, "")
+    others = (
+        '{"name": "wether", "arguments": {"city": "Oslo"}}',
+        '{"name": "weather", "arguments": {"town": "Oslo"}}',
+        '{"name": "weather", "arguments": {}}',
+        '{"name": "inside", "arguments": {"of": {"city": 3}}}',
+        '{"name": "now", "arguments": {"city": "Oslo"}}',
+    )
+    assert not any(accepts(grammar, f"<tool_call>{call}</tool_call>") for call in others)
