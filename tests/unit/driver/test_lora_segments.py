@@ -220,3 +220,21 @@ def test_a_layer_that_never_announced_itself_is_refused():
     stranger = fake_layer(OUTS)
     with pytest.raises(SeamMoved):
         add(wrapper, stranger, torch.zeros(6, sum(OUTS)).bfloat16(), torch.zeros(6, 24).bfloat16())
+
+
+def test_stacks_that_only_the_wrapper_stands_for_are_never_written():
+    """They are gigabytes at the largest rank, once written; what the rows get is the same."""
+    torch.manual_seed(0)
+    layer, written = fake_layer(OUTS), fake_layer(OUTS)
+    layer.tp_size = 1  # as vLLM's own layers say
+    stacks = layer.lora_a_stacked + layer.lora_b_stacked  # those that its own set_lora writes into
+    x, zero = torch.randn(6, 24).bfloat16(), torch.zeros(6, sum(OUTS)).bfloat16()
+    weights = [adapter(ranks, OUTS) for ranks in ((4, 8, 2), (0, 5, 0), (16, 16, 16))]
+    answers = []
+    for each in (layer, written):
+        wrapper = wrapper_for(each)
+        for slot, (a, b) in enumerate(weights):
+            each.set_lora(slot, a, b)
+        answers.append(add(wrapper, each, zero.clone(), x))
+    assert torch.equal(*answers) and answers[0].any()
+    assert not any(stack.any() for stack in stacks + layer.lora_a_stacked + layer.lora_b_stacked)
