@@ -21,6 +21,8 @@ from bench.results import limits
 from bench.results.__main__ import SIMULATED, check, command_of, made, main, simulate, stale, write
 from bench.results.claim import CHANGE, HIGHER, LOWER, RATIO, YES, Claim, Figure
 from bench.results.claims import CHAMELEON, CLAIMS, GROUPS, MECHANISMS
+from bench.results.frontier import frontier
+from bench.results.frontier import panel as draw_frontier
 from bench.results.lookup import find, rows_of, shown
 from bench.results.page import MARKER, page, top
 from bench.results.plots import ARMS, DARK, OTHERWISE, plots
@@ -539,3 +541,23 @@ def test_the_curves_have_a_line_for_each_arm_through_its_medians_and_the_slo() -
 
 def test_without_a_run_the_curves_say_so() -> None:
     assert "not measured" in labels_of(plots({})["chameleon-ttft.svg"])
+
+
+def test_the_frontier_has_a_mark_at_each_orders_means_and_a_stroke_to_its_worst_p99() -> None:
+    def row(p50: float, p99: float) -> dict[str, object]:
+        change = {"ttft_p50": p50, "ttft_p99": p99}
+        return {"setting": "azure", "load": 1.2, "mlq": change, "bounded 0.8": change}
+
+    axes = Drawing().add_subplot()
+    draw_frontier(axes, [row(-0.5, 0.0), row(-0.5, 3.0)])
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    assert lines[2] == ([-0.5, -0.5], [1.0, 3.0]) and lines[3] == ([-0.5], [1.0]), (
+        "twice, and four times at worst"
+    )
+
+
+def test_the_frontier_is_drawn_the_same_each_time_and_says_when_there_is_none() -> None:
+    kept = KEPT["emulated-order"]
+    assert frontier(kept) == frontier(kept)
+    assert {"P50 TTFT, change", "P99 TTFT, change", "mlq", "bounded 0.8", "vLLM"} <= labels_of(frontier(kept))
+    assert "not measured" in labels_of(frontier(None))
