@@ -36,8 +36,8 @@ import aiohttp
 import numpy as np
 import orjson
 import psutil
-from scipy.stats import bootstrap
 
+from bench.intervals import Aim, interval, verdict
 from bench.live.peers.client import QUIET_OPENMP, ROOT
 from bench.live.report import Progress, report, spread
 from bench.live.soak.server import HOST, free_port
@@ -217,11 +217,10 @@ class Plays:
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     """Of ratios round by round: median, interval, and what they say."""
     ratios = np.array(ours) / np.array(theirs)
-    found = bootstrap((ratios,), np.median, confidence_level=0.95, method="percentile", rng=0)
-    low, high = (round(float(each), 3) for each in found.confidence_interval)
-    limit = 1 + TOLERANCE
-    verdict = "no worse" if high <= limit else "worse" if low > limit else "undecided"
-    return {"ratio": round(float(np.median(ratios)), 3), "interval": [low, high], "verdict": verdict}
+    found = interval(ratios)
+    told = {"reached": "no worse", "missed": "worse"}
+    said = verdict(found, Aim(1 + TOLERANCE, is_most=True))
+    return {"ratio": round(float(np.median(ratios)), 3), "interval": found, "verdict": told.get(said, said)}
 
 
 @asynccontextmanager

@@ -1,0 +1,45 @@
+"""What repeats say of an aim: their median, the interval that it may lie in, and whether that is enough to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.stats import bootstrap
+
+
+class Aim(NamedTuple):
+    """value: to be reached by the median. is_most: as an upper bound, else as a lower one."""
+
+    value: float
+    is_most: bool = False
+
+    def __str__(self) -> str:
+        return f"aim {'≤' if self.is_most else '≥'} {self.value:g}"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """In which the median lies at 95%, by bootstrap over the repeats; None of a single one, which says nothing about others."""
+    if len(values) < 2:
+        return None
+    found = bootstrap((np.array(values),), np.median, confidence_level=0.95, method="percentile", rng=0)
+    low, high = found.confidence_interval
+    return round(float(low), 4), round(float(high), 4)
+
+
+def verdict(found: tuple[float, float] | None, aim: Aim) -> str:
+    """`reached` or `missed` where the whole interval is, else `undecided`."""
+    if found is None:
+        return "undecided"
+    low, high = found
+    if aim.is_most:
+        low, high = -high, -low
+    value = -aim.value if aim.is_most else aim.value
+    return "reached" if low >= value else "missed" if high < value else "undecided"
+
+
+def judged(values: Mapping[str, Sequence[float]], aims: Mapping[str, Aim]) -> dict[str, Any]:
+    """For a bench's JSON, `intervals` and `verdicts` by figure, of those that were measured."""
+    found = {name: interval(repeats) for name, repeats in values.items() if repeats}
+    return {"intervals": found, "verdicts": {name: verdict(each, aims[name]) for name, each in found.items()}}
