@@ -9,8 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 
-from bench.results.page import NOT_MEASURED
-from bench.results.plots import AXIS, BLUE, INK, MUTED, ORANGE, STYLE, drawing_of, ticks, written
+from bench.results.plots import AXIS, BLUE, INK, ORANGE, STYLE, drawing_of, not_measured, ticks, written
 from bench.results.runs import Run
 
 TITLE = "Orders of starting in virtual time: TTFT against vLLM's own queue"
@@ -32,9 +31,7 @@ def frontier(run: Run | None) -> str:
 def _drawn(run: Run | None) -> str:
     rows = run.result.get("at", []) if run else []
     if run is None or not rows:
-        drawing = drawing_of(0.8, TITLE)
-        drawing.text(0.012, 0.2, NOT_MEASURED, color=MUTED)
-        return written(drawing, TITLE, NOT_MEASURED)
+        return not_measured(TITLE)
     drawing = drawing_of(3.9, TITLE)
     for label, has_adapters, left in PANELS:
         axes = drawing.add_axes((left, 0.13, 0.4, 0.66))

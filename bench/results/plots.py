@@ -85,6 +85,13 @@ def drawing_of(height_in: float, title: str) -> Drawing:
     return drawing
 
 
+def not_measured(title: str) -> str:
+    """The file's text where there is no run to draw."""
+    drawing = drawing_of(0.8, title)
+    drawing.text(0.012, 0.2, NOT_MEASURED, color=MUTED)
+    return written(drawing, title, NOT_MEASURED)
+
+
 def written(drawing: Drawing, title: str, description: str) -> str:
     """The file's text, the same each time; a dark page gets the dark colours."""
     text = io.StringIO()
@@ -240,9 +247,7 @@ def ttft_over_load(run: Run | None) -> str:
     part = run.result.get("parts", {}).get("main", {}) if run else {}
     title = "Chameleon in virtual time: time to first token over the load"
     if run is None or "curve" not in part:
-        drawing = drawing_of(0.8, title)
-        drawing.text(0.012, 0.2, NOT_MEASURED, color=MUTED)
-        return written(drawing, title, NOT_MEASURED)
+        return not_measured(title)
     drawing = drawing_of(3.9, title)
     for key, label, left in PANELS:
         axes = drawing.add_axes((left, 0.13, 0.36, 0.62))

@@ -276,7 +276,8 @@ def _is_whole(layer: Any) -> bool:
 
 def _untouched(zeros: torch.Tensor) -> torch.Tensor:
     """Zeros of the same shape that take memory only where they are written: torch.zeros writes all of them."""
-    memory = mmap.mmap(-1, zeros.numel() * zeros.element_size())
+    num_bytes = zeros.numel() * zeros.element_size()
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=zeros.dtype).view(zeros.shape)
 
 
