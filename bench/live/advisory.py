@@ -1,13 +1,15 @@
 """What advisories are worth: people who read and type, pasted drafts, and agents that call each other, with too little device memory.
 
-    python -m bench.live.advisory [--quick]
+    python -m bench.live.advisory [--quick] [--source device | disk]
+
+`--source disk` is another bench: see `bench.live.advisory_disk`. The rest is of the other one.
 
 Engines, each in a process of its own, all alive at once and taking turns: our node; an oracle (our node without tiers, whose device holds
 everything); stock vLLM (prefix cache, statistics off) with our node's device memory, a tenth of what the conversations need. Model:
 `bench.live.models`.
 
-People read an answer at 238 words a minute (Brysbaert 2019) and type a question of ten words at 52 (Dhakal et al. 2018), each with a lognormal
-spread; an advisory goes out when they begin to type. A round begins in the middle of their reading and typing. Arms on our node: all advisories;
+People read an answer and type a question of ten words (`bench.live.people`); an advisory goes out when they begin to
+type. A round begins in the middle of their reading and typing. Arms on our node: all advisories;
 none; one in ten missing; nine wrong ones for each right one, from another key, about conversations that nobody goes on with. Arms take turns
 in random order, and each begins with the same histories.
 
@@ -33,19 +35,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.live.advisory_disk import run_disk
 from bench.live.models import ModelShape, model_folder
 from bench.live.peers.client import Worker
 from bench.live.peers.engine import Settings
 from bench.live.peers.play import text
+from bench.live.people import times_of
 from bench.live.report import Progress, figures, options, report, spread
 from bench.measures import quantile
 
-READ_WORDS_PER_MIN, TYPE_WORDS_PER_MIN = 238, 52
-ANSWER_WORDS, QUESTION_WORDS = (
-    40,
-    10,
-)  # a paragraph; the engines write its first tokens only, so that TTFT is what counts
-SPREAD = 0.4  # of the logarithm of a person's times. Chosen.
+# A paragraph; the engines write its first tokens only, so that TTFT is what counts.
+ANSWER_WORDS = 40
 NEW_TOKENS, ANSWER_TOKENS = 32, 8
 WRONG_FOR_EACH = 9
 DRAFT_TOKENS, TAIL_TOKENS = 2000, 8
@@ -103,7 +103,7 @@ class Bench(Progress):
     def begin(self) -> None:
         for kind, worker in self.workers.items():
             idle = self.idle if kind == "ours" else []
-            worker.call("begin", sessions=[*self.people, *idle], num_tokens=self.plan.history_tokens)
+            worker.call("begin", histories=dict.fromkeys([*self.people, *idle], self.plan.history_tokens))
             worker.call("settle")
 
     # -- people ------------------------------------------------------------------------------------------------------
@@ -137,29 +137,19 @@ class Bench(Progress):
 
     def script(self, arm: str, number: int) -> list[dict[str, Any]]:
         """Everybody's times in one round: the same for each arm, but for what is advised."""
-        chance = random.Random(f"round {number}")
         doubt = random.Random(f"{arm} {number}")
         script = []
-        for session in self.people:
-            read_s, type_s = human_times(chance)
-            phase_s = chance.random() * (
-                read_s + type_s
-            )  # where in their reading and typing the round begins
-            asks_s, leads_s = [], []
-            due_s, total_s = read_s + type_s - phase_s, 0.0
-            while total_s + due_s < self.plan.round_s:
-                asks_s.append(due_s)
-                leads_s.append(type_s)
-                total_s += due_s
-                read_s, type_s = human_times(chance)
-                due_s = read_s + type_s
+        for times in times_of(self.people, ANSWER_WORDS, self.plan.round_s, number):
             if arm == "none":
-                leads: list[float | None] = [None] * len(leads_s)
+                leads: list[float | None] = [None] * len(times.leads_s)
             else:
-                leads = [None if arm == "missing" and doubt.random() < 0.1 else lead for lead in leads_s]
-            wrong = [doubt.choices(self.idle, k=WRONG_FOR_EACH) if arm == "wrong" else [] for _ in asks_s]
-            if asks_s:
-                script.append({"session": session, "asks_s": asks_s, "leads_s": leads, "wrong": wrong})
+                leads = [
+                    None if arm == "missing" and doubt.random() < 0.1 else lead for lead in times.leads_s
+                ]
+            wrong = [doubt.choices(self.idle, k=WRONG_FOR_EACH) if arm == "wrong" else [] for _ in leads]
+            script.append(
+                {"session": times.session, "asks_s": times.asks_s, "leads_s": leads, "wrong": wrong}
+            )
         return script
 
     # -- drafts, agents, cost ----------------------------------------------------------------------------------------
@@ -212,13 +202,6 @@ class Bench(Progress):
                     ]
                 )
         return stages
-
-
-def human_times(chance: random.Random) -> tuple[float, float]:
-    """Seconds to read an answer and to type a question."""
-    read_s = ANSWER_WORDS / READ_WORDS_PER_MIN * 60 * math.exp(chance.gauss(0, SPREAD))
-    type_s = QUESTION_WORDS / TYPE_WORDS_PER_MIN * 60 * math.exp(chance.gauss(0, SPREAD))
-    return read_s, type_s
 
 
 def start_workers(plan: Plan, shape: ModelShape, folder: Path, stack: ExitStack) -> dict[str, Worker]:
@@ -349,7 +332,15 @@ def wasted_share(accounts: Sequence[dict[str, Any]]) -> float | None:
 
 
 def main() -> None:
-    run(QUICK if options(__doc__, quick="within five minutes").parse_args().quick else Plan())
+    parser = options(__doc__, quick="within five minutes; `--source disk` within ten")
+    parser.add_argument(
+        "--source", choices=("device", "disk"), default="device", help="what memory is scarce"
+    )
+    asked = parser.parse_args()
+    if asked.source == "disk":
+        run_disk(asked.quick)
+    else:
+        run(QUICK if asked.quick else Plan())
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ WRONG_TTL_S = 2.0
 class TieredNode(OwnNode, Engine):
     """A node with KV tiers, or the same node without them."""
 
-    def __init__(self, settings: Settings, has_tiers: bool) -> None:
-        self._files = SlowableFiles()
+    def __init__(self, settings: Settings, has_tiers: bool, files: SlowableFiles | None = None) -> None:
+        self._files = files or SlowableFiles()
         self._tiers = make_tiers(settings, self._files) if has_tiers else None
         self.sources = ("recompute", "disk_cold", "disk", "host", "device") if has_tiers else ()
         self._num_requests = 0
@@ -94,14 +94,14 @@ class TieredNode(OwnNode, Engine):
 
     # -- people and agents, by the gateway's own advisories ----------------------------------------------------------
 
-    def begin(self, sessions: list[str], num_tokens: int) -> None:
-        self._await(self._begin(sessions, num_tokens))
+    def begin(self, histories: dict[str, int]) -> None:
+        self._await(self._begin(histories))
 
-    async def _begin(self, sessions: list[str], num_tokens: int) -> None:
+    async def _begin(self, histories: dict[str, int]) -> None:
         self.talk = Conversations()
         self._advisories, self._store = await make_advisories(self._node, Path(self.settings.folder))
         self._records: list[Record] = []
-        for session in sessions:
+        for session, num_tokens in histories.items():
             asked = await self._ask(session, self.talk.begin(session, num_tokens), 2)
             self.talk.answered(session, asked.answer)
 

@@ -90,10 +90,10 @@ class StockEngine(Engine):
 
     # -- people and agents -------------------------------------------------------------------------------------------
 
-    def begin(self, sessions: list[str], num_tokens: int) -> None:
-        """First turns, one after the other."""
+    def begin(self, histories: dict[str, int]) -> None:
+        """First turns, of so many tokens by session, one after the other."""
         self.talk = Conversations()
-        for session in sessions:
+        for session, num_tokens in histories.items():
             self.talk.answered(session, self.turn(self.talk.begin(session, num_tokens), 2)["token_ids"])
 
     def people(

@@ -17,7 +17,7 @@ from bench.live.peers.engine import Settings
 COMMANDS = frozenset(
     (
         "turn batch place settle memcpy kv_files host_copy disk_read slow_disk layerwise cpu_s "
-        "begin people agents draft advisory_cost accounts "
+        "begin people people_beside hold agents draft advisory_cost accounts "
         "play put empty set_assist adapter_account "
         "use counts preemptions decision_share note_work steps"
     ).split()
@@ -35,6 +35,10 @@ def make_engine(kind: str, settings: Any) -> Any:
         from bench.live.peers.ours import TieredNode
 
         return TieredNode(settings, has_tiers=kind == "ours")
+    if kind == "ours_disk":
+        from bench.live.peers.ours_disk import DiskNode
+
+        return DiskNode(settings)
     if kind == "adapters_ours":
         from bench.live.peers.adapters_ours import NodeAdapters
 
