@@ -134,8 +134,10 @@ def test_others_debug_messages_are_never_logged(log_format: str, level: str) -> 
     ],
 )
 def test_the_text_of_an_exception_that_may_quote_a_request_is_left_out(log_format: str, error: str) -> None:
+    # In two parts: from Python 3.13 on a traceback shows the line of code itself.
+    raised = error.replace("SECRET", "SEC' + 'RET")
     code = (
-        f"try:\n    try:\n        raise {error}\n    except Exception as first:\n        raise OSError('disk gone') from first\n"
+        f"try:\n    try:\n        raise {raised}\n    except Exception as first:\n        raise OSError('disk gone') from first\n"
         "except OSError:\n    logging.getLogger('gateway').exception('bad')"
     )
     text = "\n".join(log(log_format, "debug", code))
