@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 from msgspec import structs
 
@@ -28,7 +29,7 @@ from bench.sim.core.session_cluster import (
     Workflows,
 )
 from bench.sim.core.session_node import SessionNode, StepPrefill
-from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
+from bench.sim.core.shapes import BLOCK_TOKENS, VLLM, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tiers import HostTiers
 from engine_bridge.policy import routing
@@ -44,6 +45,8 @@ KV_LINK_SHARE = 0.8
 LLAMA31_8B = replace(LLAMA3_8B, name="llama3.1-8b", max_tokens=131_072)
 GPU = replace(A100, link_share=KV_LINK_SHARE)
 PAPER_USERS, PAPER_LIMIT = 64, 20.5 / 18
+# Bytes, and bytes a second, that are as good as endless.
+FREE = 1e17
 # Of the adapters that people of `Habits.num_adapters` ask for. Source: S-LoRA's, as in bench.sim.caraserve.
 ADAPTER_RANKS = (8, 16, 32, 64)
 
@@ -87,7 +90,8 @@ def route_of(name: str, perfs: Sequence[NodePerf]) -> RoutingPolicy:
     empty = NodeFacts(
         node_id="", running=Ranks(), queued=Ranks(), num_tokens=0, queued_tokens=0, free_tokens=0
     )
-    return ROUTES[name](routing.settings_of(structs.replace(empty, perf=perf) for perf in perfs))
+    made = routing.relief if name == "relief" else ROUTES[name]
+    return made(routing.settings_of(structs.replace(empty, perf=perf) for perf in perfs))
 
 
 EVICTIONS: dict[str, EvictionPolicy] = {"by_value": ByValue(), "lru": Lru()}
@@ -101,7 +105,8 @@ class Arm:
     """One system. route, unannounced, second, new: names in `routing.POLICIES`, of what is announced, of what is not, when what was announced comes,
     and of sessions that begin unannounced; "" for the first of these, and nobody in second's place.
 
-    eviction: of host memory, "" for none; has_cache: KV stays on the device. queue: a name in `registry.POLICIES`.
+    eviction: of host memory, "" for none; has_cache: KV stays on the device. queue: a name in `registry.POLICIES`. knows_all: KV is where it is
+    needed when it is needed, at no cost.
     """
 
     route: str
@@ -113,6 +118,7 @@ class Arm:
     has_cache: bool = False
     has_advisories: bool = False
     queue: str = "fcfs"
+    knows_all: bool = False
 
     @property
     def made_by(self) -> str:
@@ -137,16 +143,25 @@ DEMAND = Arm("sticky", eviction="by_value", has_disk=True, has_cache=True)
 DEMAND_BALANCED = replace(DEMAND, route="load_balance")
 # An unannounced request goes to its KV.
 BY_LOAD = replace(DEMAND, route="load_balance", unannounced="sticky", has_advisories=True)
-REROUTED = replace(BY_LOAD, second="relieve")
-OURS = replace(BY_LOAD, route="relieve")
-# As the live router has it (`policy.homes.doors_of`).
-ROUTED = replace(BY_LOAD, route="overture", new="overture")
-CHAT = {"recompute": RECOMPUTE, "prefix": PREFIX, "sticky": STICKY, "ours": OURS}
+# As the live router has it (`policy.homes.doors_of`), and without its second look.
+OURS = replace(BY_LOAD, route="overture", new="overture", second="relief")
+FIRST_LOOK = replace(OURS, second="")
+# For `Setting.with_free_kv`: by the true numbers of requests when a request comes.
+CLAIRVOYANT = replace(STICKY, route="load_balance", knows_all=True)
+CHAT = {
+    "recompute": RECOMPUTE,
+    "prefix": PREFIX,
+    "sticky": STICKY,
+    "ours": OURS,
+    "clairvoyant": CLAIRVOYANT,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all arms share. host_bytes, disk_bytes_per_s, network_bytes_per_s: of a machine. slow_share: the last machine's speed, of the others'."""
+    """What all arms share. The defaults: SYMPHONY §4, with KV by the model's config.json.
+
+    host_bytes, disk_bytes_per_s, network_bytes_per_s: of a machine. slow_share: the last machine's speed, of the others'."""
 
     gpu: Gpu = GPU
     model: Model = LLAMA31_8B
@@ -159,6 +174,11 @@ class Setting:
     habits: Habits = field(default_factory=Habits)
     span_s: float = SPAN_S
     warm_up_s: float = WARM_UP_S
+
+    def with_free_kv(self) -> Setting:
+        """All KV has room, and moves in no time."""
+        gpu = replace(self.gpu, link_bytes_per_s=FREE, load_setup_s=0.0)
+        return replace(self, gpu=gpu, host_bytes=int(FREE), network_bytes_per_s=FREE)
 
     @property
     def engine(self) -> str:
@@ -177,6 +197,45 @@ class Setting:
         return StepCost(gpu, self.model)
 
 
+PAPER = Setting(model=replace(LLAMA31_8B, name="llama3.1-8b of 1.1 MB a token", counted_kv_bytes=1_100_000))
+"""SYMPHONY's set-up, as far as its text says.
+
+8 A100 of 80 GB in two machines of 256 GB and 4 TB of disk each, 100 Gb/s between them, vLLM's steps, Llama-3.1-8B with 128K of context: §4.
+1.1 MB of KV a token: §2.4, which counts 256 GB as 238K tokens and 108 sessions. That a device is full with 36 requests (§2.4), and that 32 requests
+decode at almost half the speed of 8 (Fig. 2), agree with it and not with the 131 kB that the model's config.json gives. ShareGPT's turns and
+lengths: §2.3, §2.4; reading and typing speeds: the two studies that §4 names; leads of 11.3 s: §1. A fixed number of people at once: §4, Fig. 12
+to 14. Baselines recompute by least requests, and load from host memory where the session began: §4. KV is read layer by layer: §3.3.
+Chosen, since it does not say: disks of 3 GB/s each way, the share of PCIe that copies get, sessions as they are met at any moment (it serves 1,000
+from their beginning, but 1,000 sessions never keep 1,024 people busy), 420 s of which 120 are not counted, LRU in InferCept's host memory, and that a
+load is waited for by the step that needs it alone.
+"""
+
+
+# Of a figure that the text gives as "almost", "around" or without its load.
+NEAR = 0.15
+MEAN_SESSION_TOKENS = 2200
+
+
+def still_baselines(setting: Setting) -> dict[str, Any]:
+    """What the paper says of memory and steps, which decide how scarce memory is."""
+    cost = setting.cost(0)
+    # A session is half grown on average.
+    context = MEAN_SESSION_TOKENS // 2
+    few, many = (cost.step_s((), num, num * context) for num in (8, 32))
+    device_tokens = pool_blocks(cost) * BLOCK_TOKENS
+    host_tokens = setting.host_bytes / setting.model.kv_bytes_per_token
+    return {
+        "tokens in a machine's memory (§2.4)": check(host_tokens, 238_000),
+        "half-grown sessions that fill a device (§2.4)": check(device_tokens / context, 36, 0.3),
+        "time a token of 32 requests over that of 8 (Fig. 2, almost)": check(many / few, 2.0),
+    }
+
+
+def check(ours: float, paper: float, near: float = NEAR) -> dict[str, Any]:
+    """A figure of ours beside the paper's. near: share by which they may differ."""
+    return {"ours": round(ours, 3), "paper": paper, "matches": abs(ours / paper - 1) <= near}
+
+
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
@@ -189,10 +248,16 @@ class Point:
     num_users: int
     seed: int
 
+    @property
+    def served(self) -> Setting:
+        """What the arm finds."""
+        return self.setting.with_free_kv() if self.arm.knows_all else self.setting
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Means in seconds; imbalance as in the module's docstring; shares of the sessions' known blocks that came from where."""
+    """Means in seconds; imbalance as in the module's docstring; peak: the most requests at any node at any look over the median node's in the middle
+    look; widest: between the fullest and the emptiest node, at most; shares of the sessions' known blocks that came from where."""
 
     latency_s: float
     urgent_latency_s: float
@@ -203,6 +268,8 @@ class Outcome:
     tpot_p99_s: float
     num_requests: int
     imbalance: float
+    peak: float
+    widest: int
     most: float
     median: float
     least: float
@@ -255,7 +322,7 @@ def _host(arm: Arm, setting: Setting, clock: Clock) -> HostTiers:
 
 
 def run(point: Point) -> Outcome:
-    arm, setting, clock = point.arm, point.setting, Clock()
+    arm, setting, clock = point.arm, point.served, Clock()
     ended: list[Request] = []
 
     def on_end(request: Request, now: float) -> None:
@@ -300,6 +367,8 @@ def _outcome(
         tpot_p99_s=quantile([r.tpot_s for r in requests if r.arrival.num_answer_tokens > 1], 0.99),
         num_requests=len(requests),
         imbalance=most / max(median, 0.5),
+        peak=max(loads.most) / max(statistics.median(loads.median), 0.5),
+        widest=max(most - least for most, least in zip(loads.most, loads.least, strict=True)),
         most=most,
         median=median,
         least=statistics.fmean(loads.least),
@@ -334,7 +403,7 @@ class AgentsOutcome:
 def run_agents(point: Point) -> AgentsOutcome:
     """`num_users` workflows, begun within ten seconds."""
     clock = Clock()
-    cluster = cluster_of(point.arm, point.setting, clock, lambda request, now: workflows.ended(request, now))
+    cluster = cluster_of(point.arm, point.served, clock, lambda request, now: workflows.ended(request, now))
     workflows = Workflows(
         clock, cluster, Company(), point.num_users, point.seed, has_advisories=point.arm.has_advisories
     )

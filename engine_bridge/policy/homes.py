@@ -11,6 +11,7 @@ it since: until one can, `Homes` counts it itself.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +25,13 @@ from .routing import (
     CachedKv,
     LoadBalance,
     NodeFacts,
+    NodePerf,
     Ranks,
     Relieve,
     Route,
     RoutingPolicy,
     Sticky,
+    relief,
     settings_of,
 )
 
@@ -63,13 +66,15 @@ def doors_of(name: str, nodes: Sequence[NodeFacts]) -> Doors:
     """Of a policy's name, for nodes as fast as these say.
 
     `auto`: `overture` once a node says how fast it is; before that by numbers of requests, moving a session only where that relieves its node.
+    `overture`: an announced request goes elsewhere after all where fewer requests are and its KV is near.
     """
     if name == "auto":
         if all(node.perf is None for node in nodes):
             return Doors(Relieve(), Sticky(), LoadBalance())
         name = "overture"
-    policy = POLICIES[name](settings_of(nodes))
-    return Doors(policy, Sticky(), policy)
+    settings = settings_of(nodes)
+    policy = POLICIES[name](settings)
+    return Doors(policy, Sticky(), policy, relief(settings) if name == "overture" else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +209,7 @@ class _Node:
             num_urgent=max(facts.num_urgent, self.num_urgent) + expected.num_urgent,
             is_open=self.is_open and facts.is_open,
             perf=facts.perf,
+            store=facts.store,
         )
 
 
@@ -304,7 +310,7 @@ class Homes:
             door = self.doors.unannounced if self._can_serve(session.home, ask, avoid) else self.doors.new
             route = self._choose(door, asked, avoid)
         elif self.doors.second is not None:
-            asked = structs.replace(asked, home=announced)
+            asked = self._announced(ask, session, announced)
             route = self._choose(self.doors.second, asked, avoid, with_expected=False)
         node_id = announced if route is None else route.node_id
         over = told if announced != node_id else None
@@ -447,18 +453,44 @@ class Homes:
         if not ask.num_prompt_tokens:
             ask = structs.replace(ask, num_prompt_tokens=session.num_tokens)
         num_cached = min(session.num_tokens, ask.num_prompt_tokens)
-        if not num_cached:
-            return structs.replace(ask, home=session.home)
-        node = self._nodes.get(session.home)
-        perf = node.facts.perf if node is not None and node.facts is not None else None
-        load_s = perf.kv_load_s(num_cached) if perf is not None else 0.0
+        perf = self._perf(session.home)
+        if not num_cached or perf is None:
+            kv = {session.home: CachedKv(num_cached)} if num_cached else {}
+            return structs.replace(ask, home=session.home, kv=kv)
+        load_s = perf.kv_load_s(num_cached)
+        # Where it goes it is written to disk again, which holds up what is read there.
+        move_s = num_cached * perf.kv_disk_token_s
+        return self._with_kv(ask, session.home, CachedKv(num_cached, load_s), load_s, move_s)
+
+    def _announced(self, ask: Ask, session: _Session, place: str) -> Ask:
+        """With its KV where it was announced, on the device by now."""
+        num_cached = min(session.num_tokens, ask.num_prompt_tokens)
+        perf = self._perf(place)
+        if perf is None:
+            return self._with_kv(ask, place, CachedKv(num_cached), 0.0)
+        # A disk that writes KV more slowly than it is computed is what is short: nothing moves for the sake of even numbers.
+        is_short = perf.kv_disk_token_s > perf.prompt_token_s
+        move_s = math.inf if is_short else 0.0
+        return self._with_kv(ask, place, CachedKv(num_cached), perf.kv_load_s(num_cached), move_s)
+
+    def _with_kv(self, ask: Ask, place: str, here: CachedKv, load_s: float, move_s: float = 0.0) -> Ask:
+        """With what nodes have of the KV that lies at a place. load_s: from host memory to a device; move_s: what moving costs beside the way."""
+        perf, node = self._perf(place), self._nodes[place]
         elsewhere = NO_KV
         if perf is not None and perf.kv_fetch_token_s is not None:
-            # Where it goes it is written to disk again, which holds up what is read there.
-            move_s = perf.kv_fetch_token_s + perf.kv_disk_token_s
-            elsewhere = CachedKv(num_cached, load_s + num_cached * move_s)
-        kv = {session.home: CachedKv(num_cached, load_s)}
-        return structs.replace(ask, home=session.home, kv=kv, kv_elsewhere=elsewhere)
+            fetch_s = here.num_tokens * perf.kv_fetch_token_s
+            elsewhere = CachedKv(here.num_tokens, load_s + fetch_s + move_s)
+        kv = {place: here}
+        if node.facts is not None and node.facts.store:
+            beside = CachedKv(here.num_tokens, load_s)
+            for name, other in self._nodes.items():
+                if other.facts is not None and other.facts.store == node.facts.store:
+                    kv.setdefault(name, beside)
+        return structs.replace(ask, home=place, kv=kv, kv_elsewhere=elsewhere)
+
+    def _perf(self, node_id: str) -> NodePerf | None:
+        node = self._nodes.get(node_id)
+        return node.facts.perf if node is not None and node.facts is not None else None
 
     def _choose(
         self, door: RoutingPolicy, ask: Ask, avoid: Collection[str] = (), *, with_expected: bool = True

@@ -10,6 +10,7 @@ How long a batch takes is told by a `PerfModel`, which `fit` makes of measured s
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -165,7 +166,8 @@ class NodeFacts(Struct, frozen=True, kw_only=True, gc=False):
     running, queued: ranks of requests that have begun, and of those that have not. num_tokens: of KV that all of them hold or will take when they
     begin. queued_tokens: of the prompts of those that are queued, what has to be computed. answer_tokens: that all of them are predicted to answer
     still, None where nobody predicts it. free_tokens: of KV, that more requests could take when all of those have what they will need.
-    num_urgent: requests of urgent sessions. is_open: takes requests. perf: None: as `Settings` have it for all nodes.
+    num_urgent: requests of urgent sessions. is_open: takes requests. perf: None: as `Settings` have it for all nodes. store: nodes that name the same
+    one have their host memory and disk in common; "": its own.
     """
 
     node_id: str
@@ -178,6 +180,7 @@ class NodeFacts(Struct, frozen=True, kw_only=True, gc=False):
     num_urgent: int = 0
     is_open: bool = True
     perf: NodePerf | None = None
+    store: str = ""
 
     @property
     def num_requests(self) -> int:
@@ -270,6 +273,11 @@ class Settings:
         if self.slo_s <= 0 or self.answer_tokens <= 0 or self.max_batch < 1:
             raise ValueError("an SLO, the usual answer and a batch are positive")
 
+    @property
+    def usual_step_s(self) -> float:
+        """By which nodes are compared."""
+        return self.decode.seconds(TYPICAL, TYPICAL_TOKENS)
+
 
 class RoutingPolicy(Protocol):
     """Chooses a node for a request."""
@@ -311,6 +319,11 @@ def _num_requests(node: NodeFacts) -> int:
     return node.running.num + node.queued.num
 
 
+def _pace(node: NodeFacts, usual_s: float) -> float:
+    """How much slower it is than nodes that take `usual_s` for a usual step; 1 where nobody says."""
+    return node.perf.decode.seconds(TYPICAL, TYPICAL_TOKENS) / usual_s if node.perf and usual_s else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class LoadBalance:
     """The fewest requests; of equals, where the session was. Source: SYMPHONY §3.2, its default."""
@@ -348,23 +361,41 @@ class Sticky:
 class Relieve:
     """Where the session was, unless more than `share` of the requests at the emptiest node and `more` beyond are there; then the emptiest.
 
-    For advisories: their KV moves only where that buys balance. SYMPHONY §3.2 balances the load alone; with a slow disk or network that costs
-    many times what it saves (`python -m bench.sim symphony --part limits`). Both numbers are chosen.
+    `within_s`: of nodes to whose device all of its KV comes in so many seconds; others do not count. `usual_s`: what `usual_step_s` says, so that
+    a request counts for more at a slower node; 0: all count alike. For advisories: their KV moves only where that buys balance. SYMPHONY §3.2
+    balances the load alone; with a slow disk or network that costs many times what it saves (`python -m bench.sim symphony --part limits`).
     """
 
     share: float = 1.25
     more: int = 1
+    within_s: float = math.inf
+    usual_s: float = 0.0
     name = "relieve"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
         found, reason = candidates(ask, nodes)
         if not found:
             return Route(node_id=None, reason=reason)
-        emptiest = min(found, key=_num_requests)
-        home = next((node for node in found if node.node_id == ask.home), emptiest)
-        limit = _num_requests(emptiest) * self.share + self.more
-        chosen = home if _num_requests(home) <= limit else emptiest
-        return Route(node_id=chosen.node_id, reason=reason)
+        near = [node for node in found if self._wait_s(ask, node.node_id) <= self.within_s] or found
+        loads = [(_num_requests(node) + 1) * _pace(node, self.usual_s) for node in near]
+        least, emptiest = min(zip(loads, near, strict=True), key=lambda pair: pair[0])
+        limit = least * self.share + (self.more + 1 - self.share) * _pace(emptiest, self.usual_s)
+        at_home = [
+            node for load, node in zip(loads, near, strict=True) if node.node_id == ask.home and load <= limit
+        ]
+        return Route(node_id=(at_home or [emptiest])[0].node_id, reason=reason)
+
+    @staticmethod
+    def _wait_s(ask: Ask, node_id: str) -> float:
+        """Until there is as much of its KV on the device as where the session was; without end where some would have to be computed."""
+        there = ask.kv.get(node_id, ask.kv_elsewhere)
+        return there.load_s if there.num_tokens >= ask.kv.get(ask.home, NO_KV).num_tokens else math.inf
+
+
+def relief(settings: Settings) -> Relieve:
+    """For announced requests when they come: other nodes may be emptier by then. Chosen in virtual time: a longer wait evens out numbers more and
+    costs TTFT (docs/decisions/0014)."""
+    return Relieve(share=1.0, more=0, within_s=0.04, usual_s=settings.usual_step_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,11 +521,7 @@ class Overture:
 
     def _within_bounds(self, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
         """Without those that have far more to do than the emptiest. A request counts for as many as its node is slower than usual."""
-        usual_s = self.settings.decode.seconds(TYPICAL, TYPICAL_TOKENS)
-        paces = [
-            1.0 if node.perf is None else node.perf.decode.seconds(TYPICAL, TYPICAL_TOKENS) / usual_s
-            for node in nodes
-        ]
+        paces = [_pace(node, self.settings.usual_step_s) for node in nodes]
         loads = [_num_requests(node) * pace for node, pace in zip(nodes, paces, strict=True)]
         limit = min(load * self.share + self.more * pace for load, pace in zip(loads, paces, strict=True))
         return [node for node, load in zip(nodes, loads, strict=True) if load <= limit]

@@ -10,6 +10,7 @@ class Model:
     """A decoder, Llama-shaped or, with two matrices in its MLP, OPT-shaped.
 
     max_tokens: of a request, prompt and answer together. adapts_output: adapters are on q, k, v and o, else on q, k and v.
+    counted_kv_bytes: of a token's KV where somebody counts other than by heads and dtype; 0 for nobody.
 
     Source of the figures: each model's config.json. OPT's embedding is its head, too, and has positions; that is not modelled.
     """
@@ -25,6 +26,7 @@ class Model:
     dtype_bytes: int = 2
     mlp_matrices: int = 3
     adapts_output: bool = True
+    counted_kv_bytes: int = 0
 
     @property
     def hidden_kv(self) -> int:
@@ -52,7 +54,7 @@ class Model:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.hidden_kv * self.dtype_bytes
+        return self.counted_kv_bytes or 2 * self.num_layers * self.hidden_kv * self.dtype_bytes
 
     @property
     def lora_weights_per_rank(self) -> int:

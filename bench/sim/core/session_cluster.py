@@ -19,7 +19,11 @@ from engine_bridge.policy.urgency import is_urgent
 
 
 def facts_of(
-    node_id: str, node: SessionNode, perf: NodePerf | None = None, adapter_ranks: Sequence[int] = ()
+    node_id: str,
+    node: SessionNode,
+    perf: NodePerf | None = None,
+    adapter_ranks: Sequence[int] = (),
+    store: str = "",
 ) -> NodeFacts:
     """What a node reports. Turns that wait for their KV are queued, too."""
     waiting, held = node.waiting.values(), node.held
@@ -35,6 +39,7 @@ def facts_of(
         queued_tokens=sum(map(node.start_tokens, waiting)) + sum(map(node.tail_tokens, held)),
         free_tokens=max(node.free_blocks * BLOCK_TOKENS - start_tokens, 0),
         perf=perf,
+        store=store,
     )
 
 
@@ -68,6 +73,8 @@ class SessionCluster:
         self._ids = [str(at) for at in range(len(nodes))]
         self._perfs, self._answer_tokens = perfs, answer_tokens
         self._homes = Homes(doors, settle_s=0.0)
+        hosts = list(dict.fromkeys(node.host for node in nodes))
+        self._stores = ["" if node.host is None else f"host {hosts.index(node.host)}" for node in nodes]
 
     def place(self, kv: SessionKv, num_blocks: int, at: int) -> None:
         """A session that went on there before the run began."""
@@ -102,8 +109,8 @@ class SessionCluster:
         )
 
     def _look(self, now: float) -> None:
-        for node_id, node, perf in zip(self._ids, self.nodes, self._perfs, strict=True):
-            self._homes.reported(node_id, facts_of(node_id, node, perf, self._ranks), now)
+        for node_id, node, perf, store in zip(self._ids, self.nodes, self._perfs, self._stores, strict=True):
+            self._homes.reported(node_id, facts_of(node_id, node, perf, self._ranks, store), now)
 
     def ended(self, turn: Turn) -> None:
         """A request ended where it was sent."""

@@ -24,6 +24,8 @@ from engine_bridge.policy.routing import (
     Relieve,
     Route,
     Sticky,
+    relief,
+    settings_of,
 )
 
 DOORS = Doors(LoadBalance(), Sticky(), LoadBalance())
@@ -135,6 +137,42 @@ def test_a_second_look_is_told_only_of_requests_that_are_there() -> None:
     assert (sent.node_id, sent.over) == ("n0", None)
 
 
+def test_an_announced_request_goes_elsewhere_after_all_only_where_its_kv_is_near() -> None:
+    # A token's KV takes 10 µs to the device and 100 µs over the network; 40 ms are at most waited for.
+    perf = structs.replace(UNKNOWN, kv_token_s=1e-5, kv_fetch_token_s=1e-4)
+    for num_tokens, stores, expected in (
+        (300, ("", "", ""), "n2"),  # 33 ms
+        (400, ("", "", ""), "n0"),  # 44 ms
+        (400, ("one", "one", ""), "n1"),  # 4 ms where it shares host memory, though another is emptier
+        (5_000, ("one", "one", "one"), "n0"),  # 50 ms
+    ):
+        own = Homes(Doors(LoadBalance(), Sticky(), LoadBalance(), relief(settings_of([facts(perf=perf)]))))
+        for at, store in enumerate(stores):
+            own.reported(f"n{at}", facts(perf=perf, store=store), 0.0)
+        own.placed(KEY, "n0", num_tokens)
+        own.advised(KEY, "a", ask(num_prompt_tokens=num_tokens))
+        for at, (num_running, store) in enumerate(zip((3, 2, 1), stores, strict=True)):
+            own.reported(f"n{at}", facts(num_running, perf=perf, store=store), 1.0)
+        sent = own.requested(KEY, ask(num_prompt_tokens=num_tokens + 20), 1.0)
+        assert sent.node_id == expected, (num_tokens, stores)
+        assert sent.over == (("n0", "a") if expected != "n0" else None)
+
+
+def test_slow_nodes_and_nodes_with_slow_disks_are_not_evened_out_by_numbers() -> None:
+    perf = structs.replace(UNKNOWN, kv_token_s=1e-6, kv_fetch_token_s=1e-6)
+    slow = structs.replace(perf, decode=PerfModel("mbgmv", 0.0, 0.09))
+    busy_disk = structs.replace(perf, kv_disk_token_s=2 * perf.prompt_token_s)
+    for there, other, expected in ((perf, perf, "n1"), (perf, slow, "n0"), (busy_disk, busy_disk, "n0")):
+        own = Homes(Doors(LoadBalance(), Sticky(), LoadBalance(), relief(settings_of([facts(perf=perf)]))))
+        own.reported("n0", facts(perf=there), 0.0)
+        own.reported("n1", facts(perf=other), 0.0)
+        own.placed(KEY, "n0", 100)
+        own.advised(KEY, "a", ask())
+        own.reported("n0", facts(4, perf=there), 1.0)
+        own.reported("n1", facts(2, perf=other), 1.0)
+        assert own.requested(KEY, ask(), 1.0).node_id == expected
+
+
 def test_what_is_computed_ahead_goes_where_the_request_is_expected_or_at_home() -> None:
     own = homes(0, 5)
     own.placed(KEY, "n1")
@@ -161,6 +199,7 @@ def test_by_itself_the_policy_that_reckons_with_speeds_takes_over_once_a_node_kn
         "sticky",
         "overture",
     )
+    assert unknown.second is None and known.second is not None, "what KV takes is unknown at first"
 
 
 @pytest.mark.parametrize("name", POLICIES)
