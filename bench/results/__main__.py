@@ -18,6 +18,7 @@ from bench.results.page import page
 from bench.results.plots import plots
 from bench.results.runs import FOLDER, ROOT, RunError, keep, load
 
+PARTS_OF_SYMPHONY = ("--part", "paper", "--part", "chat8b", "--part", "agents", "--part", "missing")
 # What `sim` runs, on two cores in less than 25 minutes together: by the name that a run is kept under, which
 # begins with the package's, the table and its arguments.
 SIMULATED: dict[str, tuple[str, ...]] = {
@@ -26,7 +27,7 @@ SIMULATED: dict[str, tuple[str, ...]] = {
     "emulated-caraserve": ("caraserve", "--part", "cold", "--part", "production", "--part", "lengths"),
     "sim-caraserve": ("caraserve", "--part", "router", "--part", "mixed"),
     "emulated-symphony": ("symphony", "--part", "users", "--part", "missing", "--seeds", "2"),
-    "sim-symphony": ("symphony", "--part", "chat8b", "--part", "agents", "--part", "missing"),
+    "sim-symphony": ("symphony", *PARTS_OF_SYMPHONY, "--seeds", "3"),
     "sim-symphony-limits": ("symphony", "--part", "limits", "--seeds", "3"),
     "sim-symphony-scale": ("symphony", "--part", "scale"),
     "emulated-adaptivellm": ("adaptivellm", "--part", "main", "--part", "turnaround"),

@@ -70,6 +70,7 @@ from bench.sim.symphony_runs import (
     Point,
     Setting,
     check,
+    of_clairvoyant,
     route_of,
     run,
     run_agents,
@@ -139,26 +140,22 @@ def _ratio(
     return Figure(what, tuple(values), paper, is_less_better, arm.made_by, "ratio")
 
 
-def _most(figures: Sequence[Figure]) -> Figure:
-    """The one with the greatest median."""
-    return max(figures, key=lambda figure: figure.median)
-
-
-def of_clairvoyant(ours: Sequence[float], clairvoyant: Sequence[float]) -> float:
-    """What ours gain of what the clairvoyant gains, both ratios to the same baseline; median over seeds."""
-    return round(statistics.median((a - 1) / (b - 1) for a, b in zip(ours, clairvoyant, strict=True)), 4)
-
-
 # -- chats -------------------------------------------------------------------------------------------------------------
 
-LOADS_8B = (64, 256, 512, 768, 1024, 1536, 2048)
-PAPER_8B = {"users": {"recompute": 4.0, "sticky": 4.2}, "least": 1.4, "most": 1.9, "sticky": 2.5, "ttft": 2.4}
-LOADS_PAPER = (64, 96, 128, 192, 256, 384, 1024)
+LOADS_8B = (64, 256, 512, 768, 1024, 1536)
+PAPER_8B: dict[str, Any] = {
+    "users": {"recompute": 4.0, "sticky": 4.2},
+    "least": 1.4,
+    "most": 1.9,
+    "sticky": 2.5,
+    "ttft": 2.4,
+}
+LOADS_PAPER = (64, 96, 128, 192, 256, 384)
 BALANCE_LOADS = (256, 1024)
 
 
-def chat_part(bench: Bench, setting: Setting, loads: Sequence[int], paper: dict[str, Any]) -> Part:
-    """Fig. 12: users at equal latency, latency and TTFT over users."""
+def chat_part(bench: Bench, setting: Setting, loads: Sequence[int], balance_loads: Sequence[int]) -> Part:
+    """Fig. 12: users at equal latency, latency and TTFT over users; Fig. 14."""
     bench.run(CHAT.values(), [setting], loads)
     within = {name: users_within(bench, arm, setting, loads) for name, arm in CHAT.items()}
     figures: list[Figure] = []
@@ -173,7 +170,9 @@ def chat_part(bench: Bench, setting: Setting, loads: Sequence[int], paper: dict[
         ratios, bounds = (
             [a / b for a, b in zip(within[arm], within[name], strict=True)] for arm in ("ours", "clairvoyant")
         )
-        figures.append(_ratio(f"users at equal latency, over {name}", ratios, paper["users"].get(name), OURS))
+        figures.append(
+            _ratio(f"users at equal latency, over {name}", ratios, PAPER_8B["users"].get(name), OURS)
+        )
         result["users_ratio"][name] = round(figures[-1].median, 4)
         result["bound_users_ratio"][name] = round(statistics.median(bounds), 4)
         result["of_clairvoyant"][name] = of_clairvoyant(ratios, bounds)
@@ -188,23 +187,26 @@ def chat_part(bench: Bench, setting: Setting, loads: Sequence[int], paper: dict[
             _ratio(
                 f"{what} of {name} over ours, most at any load (here {load} users)",
                 bench.ratios(CHAT[name], OURS, setting, load, key),
-                paper.get(claim),
+                PAPER_8B.get(claim),
                 OURS,
             )
             for load in loads
         ]
-        figures.append(_most(found))
+        figures.append(max(found, key=lambda figure: figure.median))
         result[f"{key[:-2]}_over_ours_{name}"] = {
             str(load): round(figure.median, 3) for load, figure in zip(loads, found, strict=True)
         }
     at_least = bench.ratios(RECOMPUTE, OURS, setting, loads[0], "latency_s")
     figures.append(
         _ratio(
-            f"normalised latency of recompute over ours at {loads[0]} users", at_least, paper["least"], OURS
+            f"normalised latency of recompute over ours at {loads[0]} users",
+            at_least,
+            PAPER_8B["least"],
+            OURS,
         )
     )
     result["curve"] = {name: _curve(bench, arm, setting, loads) for name, arm in CHAT.items()}
-    more, result["imbalance"] = balance_figures(bench, setting)
+    more, result["imbalance"] = balance_figures(bench, setting, balance_loads)
     return figures + more, result
 
 
@@ -223,18 +225,18 @@ def _curve(bench: Bench, arm: Arm, setting: Setting, loads: Sequence[int]) -> di
     }
 
 
-def balance_figures(bench: Bench, setting: Setting) -> Part:
+def balance_figures(bench: Bench, setting: Setting, loads: Sequence[int]) -> Part:
     """Fig. 14, at 256 users, and at more."""
     arms = CHAT | {"by_load": BY_LOAD, "first_look": FIRST_LOOK}
-    bench.run(arms.values(), [setting], BALANCE_LOADS)
+    bench.run(arms.values(), [setting], loads)
     papers = {"sticky": 3.1, "ours": 1.0, "by_load": 1.0, "recompute": 1.0}
     figures: list[Figure] = []
     result: dict[str, Any] = {}
-    for load in BALANCE_LOADS:
+    for load in loads:
         found = result[str(load)] = {"peak": {}}
         for name, arm in arms.items():
             values = bench.values(arm, setting, load, "imbalance")
-            paper = papers.get(name) if load == BALANCE_LOADS[0] else None
+            paper = papers.get(name) if load == loads[0] else None
             what = f"requests at the fullest node over the median one, {load} users, {name}"
             figures.append(_ratio(what, values, paper, arm, is_less_better=name != "sticky"))
             found[name] = round(figures[-1].median, 4)
@@ -245,26 +247,27 @@ def balance_figures(bench: Bench, setting: Setting) -> Part:
 
 
 def chat8b_part(bench: Bench) -> Part:
-    return chat_part(bench, bench.setting, LOADS_8B, PAPER_8B)
+    return chat_part(bench, bench.setting, LOADS_8B, BALANCE_LOADS)
 
 
 def paper_part(bench: Bench) -> Part:
     """The paper's own set-up: its baselines first."""
-    setting = _paper(bench)
-    figures, result = chat_part(bench, setting, LOADS_PAPER, PAPER_8B)
-    most = str(LOADS_PAPER[-1])
-    served = bench.ratios(OURS, STICKY, setting, LOADS_PAPER[-1], "num_requests")
+    setting = PAPER.lasting(bench.setting)
+    at, most = BALANCE_LOADS
+    figures, result = chat_part(bench, setting, LOADS_PAPER, [at])
+    bench.run([STICKY, OURS, CLAIRVOYANT], [setting], [most])
+    served, bound = (bench.ratios(arm, STICKY, setting, most, "num_requests") for arm in (OURS, CLAIRVOYANT))
     figures.append(_ratio(f"requests served, over sticky, {most} users", served, 4.2, OURS))
+    result["served_ratio"] = {
+        "sticky": round(figures[-1].median, 4),
+        "bound": round(statistics.median(bound), 4),
+    }
     result["baselines"] = checks = baselines(bench, setting)
     result["baseline_matches_paper"] = all(check["matches"] for check in checks.values())
     result["baseline_misses"] = [name for name, check in checks.items() if not check["matches"]]
     # Of the checks that need no run, with the KV of the model's config.json.
     result["config_baselines"] = still_baselines(bench.setting)
     return figures, result
-
-
-def _paper(bench: Bench) -> Setting:
-    return replace(PAPER, span_s=bench.setting.span_s, warm_up_s=bench.setting.warm_up_s)
 
 
 def baselines(bench: Bench, setting: Setting) -> dict[str, Any]:
@@ -274,8 +277,7 @@ def baselines(bench: Bench, setting: Setting) -> dict[str, Any]:
         return statistics.median(bench.values(arm, setting, load, name))
 
     slower = [
-        statistics.median(bench.ratios(STICKY, RECOMPUTE, setting, load, "latency_s"))
-        for load in LOADS_PAPER[:-1]
+        statistics.median(bench.ratios(STICKY, RECOMPUTE, setting, load, "latency_s")) for load in LOADS_PAPER
     ]
     load, most = BALANCE_LOADS
     mean, peak = median(STICKY, load, "imbalance"), median(STICKY, load, "peak")
@@ -296,7 +298,7 @@ def baselines(bench: Bench, setting: Setting) -> dict[str, Any]:
 
 # -- agents, missing, priority --------------------------------------------------------------------------------
 
-NUM_WORKFLOWS = (16, 64, 128)
+NUM_WORKFLOWS = (64, 128)
 
 
 def agents_part(bench: Bench) -> Part:
@@ -305,13 +307,16 @@ def agents_part(bench: Bench) -> Part:
     bench = replace(bench, outcomes={})
     figures: list[Figure] = []
     result: dict[str, Any] = {"made_by": f"{bench.setting.engine}, workflows by {Company()}"}
-    for key, setting in (("config", bench.setting), ("paper", _paper(bench))):
-        bench.run(CHAT.values(), [setting], NUM_WORKFLOWS, run_agents)
+    for key, setting, loads in (
+        ("config", bench.setting, NUM_WORKFLOWS),
+        ("paper", PAPER.lasting(bench.setting), NUM_WORKFLOWS[:1]),
+    ):
+        bench.run(CHAT.values(), [setting], loads, run_agents)
         found: dict[str, Any] = {}
-        for load in NUM_WORKFLOWS:
+        for load in loads:
             for name in ("recompute", "sticky", "prefix"):
                 values = bench.ratios(CHAT[name], OURS, setting, load, "workflow_s")
-                paper = 2.8 if (name, load) == ("recompute", NUM_WORKFLOWS[-1]) else None
+                paper = 2.8 if (name, load) == ("recompute", loads[-1]) else None
                 what = f"workflow time of {name} over ours, {load} workflows, {setting.model.name}"
                 figures.append(_ratio(what, values, paper, OURS))
                 found.setdefault(str(load), {})[name] = round(figures[-1].median, 4)
@@ -562,6 +567,7 @@ def _made(names: Iterable[str], bench: Bench) -> Iterator[tuple[str, Part]]:
 
 HEADLINES = (
     "users_ratio",
+    "bound_users_ratio",
     "of_clairvoyant",
     "missing_10pct_penalty",
     "agents_speedup",
@@ -577,7 +583,13 @@ def _top(parts: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, part in parts.items():
         if name == "paper":
-            keys = ("baseline_matches_paper", "baseline_misses", "users_ratio", "of_clairvoyant")
+            keys = (
+                "baseline_matches_paper",
+                "baseline_misses",
+                "users_ratio",
+                "bound_users_ratio",
+                "of_clairvoyant",
+            )
             found["paper"] = {key: part[key] for key in keys}
             found["baseline_matches_paper"] = part["baseline_matches_paper"]
             continue

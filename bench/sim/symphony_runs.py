@@ -175,6 +175,10 @@ class Setting:
     span_s: float = SPAN_S
     warm_up_s: float = WARM_UP_S
 
+    def lasting(self, other: Setting) -> Setting:
+        """As long as another."""
+        return replace(self, span_s=other.span_s, warm_up_s=other.warm_up_s)
+
     def with_free_kv(self) -> Setting:
         """All KV has room, and moves in no time."""
         gpu = replace(self.gpu, link_bytes_per_s=FREE, load_setup_s=0.0)
@@ -234,6 +238,11 @@ def still_baselines(setting: Setting) -> dict[str, Any]:
 def check(ours: float, paper: float, near: float = NEAR) -> dict[str, Any]:
     """A figure of ours beside the paper's. near: share by which they may differ."""
     return {"ours": round(ours, 3), "paper": paper, "matches": abs(ours / paper - 1) <= near}
+
+
+def of_clairvoyant(ours: Sequence[float], clairvoyant: Sequence[float]) -> float:
+    """What ours gain of what the clairvoyant gains, both ratios to the same baseline; median over seeds."""
+    return round(statistics.median((a - 1) / (b - 1) for a, b in zip(ours, clairvoyant, strict=True)), 4)
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------

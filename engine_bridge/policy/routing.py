@@ -395,7 +395,7 @@ class Relieve:
 def relief(settings: Settings) -> Relieve:
     """For announced requests when they come: other nodes may be emptier by then. Chosen in virtual time: a longer wait evens out numbers more and
     costs TTFT (docs/decisions/0014)."""
-    return Relieve(share=1.0, more=0, within_s=0.04, usual_s=settings.usual_step_s)
+    return Relieve(share=1.1, more=0, within_s=0.04, usual_s=settings.usual_step_s)
 
 
 @dataclass(frozen=True, slots=True)
