@@ -11,7 +11,7 @@ Arms:
   prefix     vLLM's prefix cache: KV stays on the device while nobody needs its room
   on_demand  three tiers without advisories: what the device lacks is loaded, or computed again, when its request comes
   advised    three tiers; typing is announced when it begins
-  oracle     prefix, on a device that has room for everything
+  oracle     prefix, on a device that has room for everything. `of_clairvoyant`: what advised gains over an arm, of what this gains
 
 Parts:
   users      normalised latency (E2E over the answer's tokens) and TTFT over users. Users at equal latency: at 20.5/18 of what `recompute` has with
@@ -44,7 +44,7 @@ from bench.sim.core.tables import (
     report_parts,
     seeds_of,
 )
-from bench.sim.symphony_runs import PAPER_LIMIT, PAPER_USERS, Setting
+from bench.sim.symphony_runs import PAPER_LIMIT, PAPER_USERS, Setting, of_clairvoyant
 
 SETTING = Setting()
 # The paper's pair of loads is of 8 devices.
@@ -270,9 +270,19 @@ def run(args: argparse.Namespace) -> None:
 def _top(parts: dict[str, Any]) -> dict[str, Any]:
     top: dict[str, Any] = {}
     if "users" in parts:
-        within = {arm: statistics.median(found) for arm, found in parts["users"]["users_within"].items()}
+        seeds = parts["users"]["users_within"]
+        within = {arm: statistics.median(found) for arm, found in seeds.items()}
         top["users_ratio"] = {
             arm: round(within["advised"] / number, 3) for arm, number in within.items() if arm != "advised"
+        }
+        top["of_clairvoyant"] = {
+            base: of_clairvoyant(
+                *(
+                    [a / b for a, b in zip(seeds[arm], seeds[base], strict=True)]
+                    for arm in ("advised", "oracle")
+                )
+            )
+            for base in ("recompute", "prefix")
         }
     if "missing" in parts:
         top["missing_10pct_penalty"] = parts["missing"]["missing_10pct_penalty"]

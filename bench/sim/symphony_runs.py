@@ -241,8 +241,9 @@ def check(ours: float, paper: float, near: float = NEAR) -> dict[str, Any]:
 
 
 def of_clairvoyant(ours: Sequence[float], clairvoyant: Sequence[float]) -> float:
-    """What ours gain of what the clairvoyant gains, both ratios to the same baseline; median over seeds."""
-    return round(statistics.median((a - 1) / (b - 1) for a, b in zip(ours, clairvoyant, strict=True)), 4)
+    """What ours gain of what the clairvoyant gains, both ratios to the same baseline; median over seeds. 1 where it gains nothing."""
+    shares = [(a - 1) / (b - 1) if b != 1 else 1.0 for a, b in zip(ours, clairvoyant, strict=True)]
+    return round(statistics.median(shares), 4)
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------

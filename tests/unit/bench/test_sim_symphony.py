@@ -34,14 +34,17 @@ from bench.sim.symphony_runs import (
     GPU,
     LLAMA31_8B,
     OURS,
+    PAPER,
     RECOMPUTE,
     STICKY,
     Arm,
     Point,
     Setting,
     cluster_of,
+    of_clairvoyant,
     run,
     run_agents,
+    still_baselines,
 )
 from bench.sim.symphony_scale import Cell, measure
 from engine_bridge.policy.baselines import Fcfs
@@ -333,6 +336,16 @@ def test_sticky_is_imbalanced_where_load_balance_is_not() -> None:
     assert bound.imbalance < 1.1 * ours.imbalance < 0.9 * first.imbalance
     assert bound.latency_s < 1.01 * ours.latency_s < 1.02 * first.latency_s
     assert ours.ttft_p99_s < 2 * bound.ttft_p99_s
+
+
+def test_what_the_paper_says_of_memory_and_steps_goes_with_the_kv_that_it_counts() -> None:
+    assert all(each["matches"] for each in still_baselines(PAPER).values())
+    assert not any(each["matches"] for each in still_baselines(Setting()).values())
+
+
+def test_a_share_of_what_the_clairvoyant_gains() -> None:
+    assert of_clairvoyant([1.2, 1.1, 1.0], [1.4, 1.1, 1.0]) == 1.0
+    assert of_clairvoyant([1.3], [1.4]) == 0.75
 
 
 def test_sessions_spare_prefill_and_a_run_is_the_seeds_alone() -> None:
