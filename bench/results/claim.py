@@ -25,8 +25,9 @@ class Claim:
     """One number to be reached.
 
     paper: its figure, None if no paper has one; a range as (from, to). source: where the paper shows it. aim: what ours is held to: the paper's
-    figure if not given (of a range, the end that is easier to reach), or a figure of ours. live_what: what the live figure is, where it is not
-    quite the same thing. better: which way, if not its unit's.
+    figure if not given (of a range, the end that is easier to reach), or a figure of ours. bound: what one that knows the future reaches on the same
+    requests, in virtual time; where even that misses the aim, ours is held to a part of what it gains. live_what: what the live figure is, where it
+    is not quite the same thing. better: which way, if not its unit's.
     """
 
     group: str
@@ -38,6 +39,7 @@ class Claim:
     sim: Figure | None = None
     live: Figure | None = None
     aim: float | Figure | None = None
+    bound: Figure | None = None
     live_what: str = ""
     note: str = ""
     better: str = ""

@@ -19,6 +19,10 @@ FORMS = {
 }
 
 
+OF_BOUND = 0.9
+"""Of what one that knows the future gains, ours is to gain this part."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A number that a run holds. spread: least and most, None if the bench does not say."""
@@ -30,12 +34,13 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A claim with what was found. aim: None if there is none, or it is a figure that was not measured."""
+    """A claim with what was found. aim: None if there is none, or it is a figure that was not measured. bound: None if it was not measured."""
 
     claim: Claim
     sim: Found | None
     live: Found | None
     aim: float | None
+    bound: Found | None = None
 
     def is_short(self, found: Found | None) -> bool:
         if found is None or self.aim is None:
@@ -45,6 +50,19 @@ class Row:
     @property
     def falls_short(self) -> bool:
         return self.is_short(self.sim) or self.is_short(self.live)
+
+    @property
+    def is_near_bound(self) -> bool:
+        """Is the aim out of reach of what knows the future, and does ours gain nearly as much as that?"""
+        if (
+            self.sim is None
+            or self.bound is None
+            or not self.is_short(self.bound)
+            or self.is_short(self.live)
+        ):
+            return False
+        nothing = 1.0 if self.claim.unit == RATIO else 0.0
+        return (self.sim.value - nothing) / (self.bound.value - nothing) >= OF_BOUND
 
     @property
     def is_measured(self) -> bool:
@@ -61,7 +79,8 @@ def rows_of(claims: Sequence[Claim], runs: Mapping[str, Run]) -> list[Row]:
         goal = claim.goal
         aim = find(runs, goal) if isinstance(goal, Figure) else goal
         sim, live = (find(runs, figure, claim.paper_ends) for figure in (claim.sim, claim.live))
-        rows.append(Row(claim, sim, live, aim.value if isinstance(aim, Found) else aim))
+        bound = find(runs, claim.bound)
+        rows.append(Row(claim, sim, live, aim.value if isinstance(aim, Found) else aim, bound))
     return rows
 
 

@@ -18,6 +18,7 @@ from bench.emulated.chameleon_runs import (
     BASE,
     CACHE,
     FULL,
+    KNOWING,
     MAIN,
     Arm,
     Bench,
@@ -118,6 +119,32 @@ def test_changes_are_fractions_of_the_same_seeds_base_and_ratios_of_its_load_wit
     assert result["slo_load_ratio"] == pytest.approx(2.5, rel=0.02)
     assert result["cache_only_ratio"] == result["sched_only_ratio"] == 1
     assert set(result["curve"]) == set(MAIN) == set(result["knees_per_s"])
+
+
+def test_beside_ours_stands_what_the_best_of_those_that_know_the_future_gains() -> None:
+    limit_s = slo_s(BRIEF)
+
+    def p99_s(point: Point) -> float:
+        """Adapters that are all there take a quarter off the tail, shortest first another quarter, the full system a quarter."""
+        gain = (
+            0.25 * point.arm.has_all_adapters + 0.25 * (point.arm.queue == "sjf") + 0.25 * (point.arm == FULL)
+        )
+        return limit_s * point.per_s / 8 * (1 - gain)
+
+    _, result = main_part(Bench(Formula(p99_s), (1, 2), {}), BRIEF, (6, 9))
+    assert result["bound"]["ttft_p99_change"] == {"6": -0.5, "9": -0.5}
+    assert result["bound"]["ttft_p99_change_by_arm"]["cache"] == {"6": -0.25, "9": -0.25}
+    assert result["of_clairvoyant"]["ttft_p99"]["full"] == {"6": 0.5, "9": 0.5}
+    assert result["of_clairvoyant"]["ttft_p99"]["cache"] == {"6": 0.0, "9": 0.0}
+    assert result["of_clairvoyant"]["ttft_p50"]["full"] == {"6": None, "9": None}
+    assert result["bound"]["slo_load_ratio"] == pytest.approx(2, rel=0.02)
+    assert result["baseline_matches_paper"] == {"load_within_slo": True, "tpot_p99_within_slo": True}
+
+
+def test_where_all_adapters_are_there_none_is_copied_and_requests_wait_less() -> None:
+    base, knowing = (run(Point(arm, BRIEF, 8.0, 1)) for arm in (BASE, KNOWING["cache"][0]))
+    assert knowing.link_bytes == 0 < base.link_bytes
+    assert knowing.ttft_p50_s < base.ttft_p50_s and knowing.ttft_p99_s < base.ttft_p99_s
 
 
 def test_timers_ask_for_each_adapter_at_its_own_pace_at_the_rate_that_was_asked_for() -> None:

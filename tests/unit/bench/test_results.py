@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -222,7 +223,23 @@ def test_what_falls_short_comes_first_and_is_bold_with_its_spread_and_run() -> N
     assert "| 2×, Chameleon Fig. 1 |" in line and "≥ 2×" in line
     assert "[sim-x](results/sim-x.json) abc1234" in line
     assert "**" not in lines_of(text, "C1 reached")[0]
-    assert "Of 3 claims 1 fall short, 1 are not measured, 1 reach their aim." in text
+    assert "Of 3 claims 1 fall short, 0 fall short where even" in text
+    assert "1 are not measured, 1 reach their aim." in text
+
+
+def test_what_is_near_a_bound_that_misses_the_aim_too_stands_apart() -> None:
+    def bounded(what: str, path: str) -> Claim:
+        return replace(claim(what, 2, path), bound=Figure("sim-x", "bound"), live=None)
+
+    text = page_of(
+        bounded("near", "near"),
+        bounded("far", "far"),
+        replace(bounded("reachable", "near"), aim=1.5),
+        runs=[run("sim-x", bound=1.6, near=1.55, far=1.3)],
+    )
+    short, as_all_must = (text.index(f"## What falls short{more}\n") for more in ("", " as all must"))
+    assert short < text.index("C1 far") < as_all_must < text.index("C1 near") < text.index("C1 reachable")
+    assert "| ≥ 2× | 1.6× |" in lines_of(text, "C1 near")[0]
 
 
 def test_each_run_is_listed_with_command_commit_date_machine_and_source() -> None:
@@ -239,7 +256,8 @@ def test_each_run_is_listed_with_command_commit_date_machine_and_source() -> Non
 
 def test_without_runs_nothing_has_a_number_of_ours() -> None:
     text = page(MARKER, {})
-    assert f"Of {len(CLAIMS)} claims 0 fall short, {len(CLAIMS)} are not measured, 0 reach their aim." in text
+    assert f"Of {len(CLAIMS)} claims 0 fall short, " in text
+    assert f", {len(CLAIMS)} are not measured, 0 reach their aim." in text
     for row in rows_of(CLAIMS, {}):
         assert not row.is_measured
 
