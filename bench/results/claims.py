@@ -326,6 +326,8 @@ ADAPTIVELLM_CLAIMS = (
         _adaptivellm("throughput_vs_recompute"),
         _scheduling("tight_memory_throughput_vs_recompute"),
         aim=1.4,
+        bound=_adaptivellm("parts.main.bound.throughput_vs_recompute"),
+        note="in today's vLLM prompts are computed in chunks beside those that decode: even free swaps save no more",
     ),
     _adaptivellm_claim(
         "D3",
@@ -336,6 +338,8 @@ ADAPTIVELLM_CLAIMS = (
         _adaptivellm("throughput_vs_swap"),
         _scheduling("tight_memory_throughput_vs_swap"),
         aim=2.55,
+        bound=_adaptivellm("parts.main.bound.throughput_vs_swap"),
+        note="the paper's system without recomputing can run no more than host memory holds; that is throughput_vs_swap_only",
     ),
     _adaptivellm_claim(
         "D4",

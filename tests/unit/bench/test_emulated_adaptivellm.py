@@ -12,6 +12,7 @@ import pytest
 from bench.emulated import adaptivellm
 from bench.emulated.adaptivellm import (
     ARMS,
+    FREE,
     MAX_ANSWER_TOKENS,
     AlwaysLoads,
     Bench,
@@ -68,10 +69,10 @@ def test_arms_are_what_serves() -> None:
         "cost",
     }
     policies = {name: node.scheduling.dispatcher.policy for name, node in nodes.items() if node.scheduling}
-    assert type(policies["adaptive"]) is Fair and type(policies["ours"]) is Mlq
+    assert type(policies["adaptive"]) is Fair and type(policies["mlq"]) is Mlq
     assert nodes["vllm"].tiers is None
     tiers = {name: node.tiers for name, node in nodes.items() if node.tiers is not None}
-    for name in ("cost", "adaptive", "ours"):
+    for name in ("cost", "adaptive", "mlq", "default"):
         assert type(tiers[name].policy) is FullCost
         assert type(tiers[name].swap_or_recompute()) is SwapOrRecompute
     assert type(tiers["swap"].policy) is type(tiers["swap only"].policy) is AlwaysLoads
@@ -224,6 +225,15 @@ def test_short_figures_are_printed_first_and_json_last(capsys: pytest.CaptureFix
     start = next(at for at, line in enumerate(lines) if "-- turnaround" in line)
     short = ["FALLS SHORT" in line for line in lines[start + 1 : -1]]
     assert any(short) and short == sorted(short, reverse=True)
+
+
+def test_free_swaps_lose_to_no_way_back() -> None:
+    found = bench(1)
+    setting = found.setting(found.groups[0])
+    found.run([*ARMS.values(), *FREE], [setting])
+    best = max(found.of(arm, setting)[0].per_s for arm in FREE)
+    assert best >= max(found.of(ARMS[name], setting)[0].per_s for name in ("vllm", "swap", "cost"))
+    assert found.of(FREE[0], setting)[0].stalled_share < 1e-4
 
 
 def test_limits_are_in_the_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
