@@ -11,20 +11,22 @@ import pytest
 
 from bench.emulated import adaptivellm
 from bench.emulated.adaptivellm import (
+    Bench,
+    PerRequest,
+    over_time_settings,
+    pays_from,
+    ratios,
+    show,
+    throughput_figure,
+)
+from bench.emulated.adaptivellm_runs import (
     ARMS,
     FREE,
     MAX_ANSWER_TOKENS,
     AlwaysLoads,
-    Bench,
-    PerRequest,
     Setting,
     engine_of,
-    over_time_settings,
-    pays_from,
-    ratios,
     run_once,
-    show,
-    throughput_figure,
     tiers_of,
 )
 from bench.emulated.node import EmulatedNode
