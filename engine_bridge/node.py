@@ -231,8 +231,9 @@ class AdvisoryReport(Struct, frozen=True, kw_only=True):
     """How an advisory stands.
 
     `num_tokens`: of the prefix, as far as any tier holds it; `missing_tokens`: what follows and must be computed; `device_tokens`: on the device.
-    `host_bytes`, `disk_bytes`: copied to the device for it, by where they were; what another node gave counts as read. `lead_s`: from the advisory to
-    its request. `late_s`: what moving the rest would have taken, as predicted.
+    `host_bytes`: copied from host memory to the device for it; `disk_bytes`, `peer_bytes`: brought to host memory, from disk and from another
+    node, whether or not they came to the device. `lead_s`: from the advisory to its request. `late_s`: what moving the rest would have taken, as
+    predicted.
     """
 
     advisory_id: str
@@ -243,6 +244,7 @@ class AdvisoryReport(Struct, frozen=True, kw_only=True):
     device_tokens: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
+    peer_bytes: int = 0
     lead_s: float | None = None
     late_s: float | None = None
 

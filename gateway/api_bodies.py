@@ -116,6 +116,7 @@ class AdvisoryStanding(Struct, frozen=True, kw_only=True):
     device_tokens: int | UnsetType = UNSET
     host_bytes: int | UnsetType = UNSET
     disk_bytes: int | UnsetType = UNSET
+    peer_bytes: int | UnsetType = UNSET
     lead_ms: float | UnsetType | None = UNSET
     late_ms: float | UnsetType | None = UNSET
 

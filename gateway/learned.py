@@ -153,7 +153,9 @@ class _Account:
     def __call__(self, record: Record) -> None:
         if not record.is_over or record.report is None:
             return
-        moved = record.report.host_bytes + record.report.disk_bytes
+        # What is read is copied as well, unless the device had no room: the larger is what there was to move.
+        report = record.report
+        moved = max(report.host_bytes, report.disk_bytes + report.peer_bytes)
         if moved:
             learned = self._learned
             learned._mean_bytes += SMOOTHING * (moved - learned._mean_bytes)

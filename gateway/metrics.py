@@ -103,7 +103,7 @@ class Metrics:
         )
         self._advisory_bytes = Counter(
             "overture_advisory_bytes",
-            "KV copied to the device for advisories, by the tier it came from and how the advisory ended",
+            "KV moved for advisories, by the tier it came from and how the advisory ended",
             ["tier", "outcome"],
             registry=registry,
         )
@@ -168,8 +168,8 @@ class Metrics:
     def advisory_ended(self, source: str, report: AdvisoryReport) -> None:
         """Counts how an advisory request ended, the bytes it moved and how early it was, in seconds."""
         self._advisory_outcomes.labels(source, report.state).inc()
-        self._advisory_bytes.labels("host", report.state).inc(report.host_bytes)
-        self._advisory_bytes.labels("disk", report.state).inc(report.disk_bytes)
+        for tier in ("host", "disk", "peer"):
+            self._advisory_bytes.labels(tier, report.state).inc(getattr(report, f"{tier}_bytes"))
         if report.state in ("hit", "late") and report.lead_s is not None:
             self._advisory_lead.observe(report.lead_s)
         if report.late_s is not None:

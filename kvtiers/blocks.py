@@ -108,15 +108,17 @@ class Stage:
     """Consecutive blocks held in host memory, or on their way there. Lives until `KvStore.release`.
 
     `slots[i][l]` is the slot of layer `l` of block `i`; `origins[i]` where it was; `bytes_before` what each of its supplies had read before it.
+    `is_revoked`: it gave way to one that needed its memory, and holds nothing any more.
     """
 
-    __slots__ = ("blocks", "bytes_before", "jobs", "origins", "started_s")
+    __slots__ = ("blocks", "bytes_before", "is_revoked", "jobs", "origins", "started_s")
 
     def __init__(self, started_s: float) -> None:
         self.blocks: list[Block] = []
         self.origins: list[Origin] = []
         self.jobs: set[ReadJob] = set()
         self.bytes_before: dict[Supply, int] = {}
+        self.is_revoked = False
         self.started_s = started_s
 
     @property

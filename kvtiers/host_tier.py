@@ -186,6 +186,12 @@ class HostTier:
                     self.stats.num_evicted += not block.slots
                     self.stats.num_trimmed += bool(block.slots)
 
+    def clear(self) -> None:
+        """Free what nobody holds and the disk has."""
+        for block in list(self.blocks.values()):
+            if block.pins == 0 and not block.is_unwritten:
+                self.trim(block, 0)
+
     def cut_to_room(self, stage: Stage) -> None:
         """Shorten a stage to what the free memory can take."""
         num_layers, num_free = self.shape.num_layers, self.pool.num_free

@@ -67,6 +67,7 @@ class KvStore:
         is_on_disk = disk.__contains__ if disk is not None else None
         self._host = HostTier(shape, host_bytes, eviction, is_on_disk, clock)
         self.pool = self._host.pool
+        self._yielding: list[Stage] = []  # those that give way, the latest last
         self._readers = Readers(
             disk,
             Surroundings(
@@ -90,13 +91,13 @@ class KvStore:
         num_layers = self.shape.num_layers
         with self._lock:
             positions = [index for index, key in enumerate(keys) if not self._host.is_held(key)]
-            self._host.make_room(len(positions) * num_layers, tenant)
+            self._make_room(len(positions) * num_layers, tenant)
             num_fitting = min(self.pool.num_free // num_layers, len(positions))
             self._host.stats.num_dropped_saves += len(positions) - num_fitting
             owner = self._host.touch(tenant, group)
             blocks = [self._host.new_block(keys[index], owner) for index in positions[:num_fitting]]
             self._host.deal(blocks, 0)
-            return Save(blocks, positions[:num_fitting])
+        return Save(blocks, positions[:num_fitting])
 
     def commit(self, save: Save) -> None:
         """The slots of a save hold its bytes now: they may be read, and go to disk behind the scenes."""
@@ -120,12 +121,20 @@ class KvStore:
 
     # -- restoring (engine thread) -----------------------------------------------------------------------------------
 
-    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage:
+    def stage(
+        self,
+        group: str,
+        keys: Sequence[BlockKey],
+        *,
+        tenant: str = "",
+        peer: str = "",
+        gives_way: bool = False,
+    ) -> Stage:
         """Hold the leading `keys` that any tier has in host memory, and begin to read what is only on disk.
 
         Blocks that another stage is reading already are shared with it. The stage is shorter than `keys` where a block is nowhere, or where
         memory for what must be read cannot be had. peer: the address of a node that is asked for all that is nowhere here; what it does not
-        have turns out to be bad.
+        have turns out to be bad. gives_way: saves, and stages that do not, may take its memory: it is revoked then, and still to be released.
         """
         num_layers = self.shape.num_layers
         with self._lock:
@@ -145,11 +154,24 @@ class KvStore:
                 block.pins += 1
                 stage.blocks.append(block)
                 self._host.move(block, owner)
-            self._host.make_room(sum(num_layers - len(block.slots) for block in stage.blocks), tenant)
+            num_slots = sum(num_layers - len(block.slots) for block in stage.blocks)
+            self._make_room(num_slots, tenant, may_revoke=not gives_way)
             self._host.cut_to_room(stage)
             jobs = self._readers.plan(stage, reader)
+            if gives_way:
+                self._yielding.append(stage)
         self._readers.start(jobs)
         return stage
+
+    def _make_room(self, num_slots: int, tenant: str, *, may_revoke: bool = True) -> None:
+        """Have so many slots free if that can be. Under the lock."""
+        self._host.make_room(num_slots, tenant)
+        while may_revoke and self._yielding and self.pool.num_free < num_slots:
+            stage = self._yielding.pop()
+            jobs, stage.is_revoked = stage.jobs, True
+            self._let_go(stage)
+            self._readers.stop_unwanted(jobs)
+            self._host.make_room(num_slots, tenant)
 
     def num_held(self, keys: Sequence[BlockKey]) -> int:
         """How many of these, from the first on, a stage could bring now."""
@@ -202,14 +224,24 @@ class KvStore:
 
     def release(self, stage: Stage) -> None:
         """Let go of a stage. What nobody waits for any more is not read further."""
+        if stage.is_revoked:
+            return
+        jobs = stage.jobs
         with self._lock:
-            for block in stage.blocks:
-                self._host.unpin(block)
-            for job in stage.jobs:
-                job.num_users -= 1
-            self._readers.give_up_unwanted(stage.jobs)
-        self._readers.stop_unwanted(stage.jobs)
-        stage.blocks, stage.jobs = [], set()
+            if stage in self._yielding:
+                self._yielding.remove(stage)
+            self._let_go(stage)
+        self._readers.stop_unwanted(jobs)
+        stage.blocks = []
+
+    def _let_go(self, stage: Stage) -> None:
+        """Nothing is held for it any more. Under the lock."""
+        for block in stage.blocks:
+            self._host.unpin(block)
+        for job in stage.jobs:
+            job.num_users -= 1
+        self._readers.give_up_unwanted(stage.jobs)
+        stage.jobs = set()
 
     def assume_disk_rate(self, bytes_per_s: float) -> None:
         """Until it is seen at work, and again long after a time when it was slower."""
@@ -330,25 +362,15 @@ class KvStore:
     def drop_host(self) -> None:
         """Empty the host tier of all that nobody holds; what is on disk stays there. For benches and tests."""
         with self._lock:
-            for block in list(self._host.blocks.values()):
-                if block.pins == 0 and not block.is_unwritten:
-                    self._host.trim(block, 0)
+            self._host.clear()
 
     def stats(self) -> TierStats:
         """A snapshot; takes the lock for microseconds."""
         with self._lock:
-            now = self._clock()
-            host, reader, writer = self._host.snapshot(), self._readers.disk, self._writer
-            disk = DiskTierStats(
-                is_on=self._disk is not None,
-                num_hits=reader.num_hits,
-                num_skipped_writes=writer.num_skipped if writer is not None else 0,
-                num_unwritten=writer.num_unwritten if writer is not None else 0,
-                write_lag_s=writer.lag_s(now) if writer is not None else 0.0,
-                num_reads_queued=self._readers.num_queued(),
-                bytes_per_s=reader.rate.value or 0.0,
-            )
+            host = self._host.snapshot()
+            disk = _disk_stats(self._readers, self._writer, self._clock())
         if self._disk is not None:
+            disk.is_on = True
             figures = self._disk.stats
             for name in _DISK_FIGURES:
                 setattr(disk, name, getattr(figures, name))
@@ -362,3 +384,15 @@ class KvStore:
             self._readers.check_invariants()
             num_unwritten = self._writer.num_unwritten if self._writer is not None else 0
             assert num_unwritten == sum(block.is_unwritten for block in self._host.blocks.values())
+
+
+def _disk_stats(readers: Readers, writer: WriteBehind | None, now: float) -> DiskTierStats:
+    """What is known of the disk beside what its log counts. Under the lock."""
+    return DiskTierStats(
+        num_hits=readers.disk.num_hits,
+        num_skipped_writes=writer.num_skipped if writer is not None else 0,
+        num_unwritten=writer.num_unwritten if writer is not None else 0,
+        write_lag_s=writer.lag_s(now) if writer is not None else 0.0,
+        num_reads_queued=readers.num_queued(),
+        bytes_per_s=readers.disk.rate.value or 0.0,
+    )

@@ -18,7 +18,7 @@ vLLM's. `missing_10pct_penalty`, `wrong_90pct_penalty_others`: mean TTFT of that
 `draft_ttft_ratio`: TTFT of a pasted question of 2,000 tokens that was computed as a draft before Enter, over the same without.
 `advisory_loop_ms`: processor time of the event loop for each advisory, from the call to its end. `agent_workflow_speedup`: stock vLLM's time over
 ours for an architect, three engineers and QA in three review rounds over shared documents. `precision`: advisories whose request came over all
-that ended, in the arm with right ones only; `wasted_bytes_share`: of all bytes moved to the device in the arm with nine wrong ones, those
+that ended, in the arm with right ones only; `wasted_bytes_share`: of all bytes moved in the arm with nine wrong ones, those
 moved for nothing. `tokens_identical`: the same turns of the same conversations got the same tokens everywhere.
 """
 
@@ -326,7 +326,7 @@ def share_of(accounts: Sequence[dict[str, Any]], states: Sequence[str]) -> float
 
 
 def wasted_share(accounts: Sequence[dict[str, Any]]) -> float | None:
-    moved = [(a["state"], a["host_bytes"] + a["disk_bytes"]) for a in accounts]
+    moved = [(a["state"], a["host_bytes"] + a["disk_bytes"] + a["peer_bytes"]) for a in accounts]
     total = sum(num_bytes for _, num_bytes in moved)
     return round(sum(n for state, n in moved if state not in ("hit", "late")) / total, 3) if total else None
 

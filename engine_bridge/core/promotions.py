@@ -1,7 +1,8 @@
 """Brings the KV of expected sessions up: disk to host while the engine works, host to device between its steps.
 
 What is promoted becomes ordinary prefix cache: nothing holds it, so no guess ever holds a block of the device while requests run, none can be
-refused or preempted for it, and the engine may overwrite what was promoted at any moment, because host or disk have it.
+refused or preempted for it, and the engine may overwrite what was promoted at any moment, because host or disk have it. Host memory is passed through
+a piece at a time, and a piece gives way to any request that wants its memory.
 Source: SYMPHONY §3.3.
 
 A pure state machine: advisories and requests come in with the time; `advance` returns what to copy.
@@ -9,35 +10,27 @@ A pure state machine: advisories and requests come in with the time; `advance` r
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine_bridge.core.expected import Guess, Hashes, Memory, OnChange, Whose
 from engine_bridge.core.fetching import peer_to_ask
-from engine_bridge.node import Advisory, AdvisoryReport, AdvisoryState
+from engine_bridge.node import Advisory, AdvisoryState
+from engine_bridge.policy.beside import WorkShare
 from engine_bridge.policy.guesses import GuessFacts, Target, due_s, plan
-from engine_bridge.policy.urgency import is_urgent
-from kvtiers.blocks import Block, Origin, Stage, StageProgress
+from kvtiers.blocks import Block, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 
 # Copying to the device between two steps may take so long: with nobody waiting, and while requests run. Chosen. Where copies take the engine
-# thread's own time (on a CPU), nothing is copied while requests run: they would wait now for what another may not wait for later. But for urgent
-# sessions: others wait for them.
+# thread's own time (on a CPU), it has a share of that of the requests which run (`policy/beside.py`). But for urgent sessions: others wait for them.
 IDLE_SLICE_S, BUSY_SLICE_S = 0.005, 0.002
 # Promoted blocks are looked after this often: what was used meanwhile may have pushed them out.
 LOOK_EVERY_S = 0.5
-# Of the host tier, what guesses may hold there at once while it is read or waits for the device. Chosen.
-STAGED_SHARE = 0.25
-# Prefixes of ended requests that are remembered, in block hashes (32 bytes each, 16 MB in all). Chosen.
-MAX_REMEMBERED_HASHES = 1 << 19
-
-OnChange = Callable[[AdvisoryReport], None]
-Hashes = Sequence[bytes]
-"""Of a conversation's whole blocks, as the engine makes them."""
-Whose = tuple[str, str | None]
-"""A session, and the salt that keeps its tenant's and adapter's KV apart: nobody can say anything about another's."""
+# Of the host tier, what guesses may hold there at once while it is read or waits for the device, and each of them at once. Chosen.
+STAGED_SHARE, PIECE_SHARE = 0.25, 0.125
+# Of the host tier, what may be read for guesses that have no room on the device. More would push out what was read for others before. Chosen.
+HOSTED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +63,16 @@ class KvBlocks(Protocol):
 
     @property
     def num_host_blocks(self) -> int: ...
-    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage: ...
+    def stage(
+        self,
+        group: str,
+        keys: Sequence[BlockKey],
+        *,
+        tenant: str = "",
+        peer: str = "",
+        gives_way: bool = False,
+    ) -> Stage: ...
+    def num_held(self, keys: Sequence[BlockKey]) -> int: ...
     def peer_bytes_per_s(self, address: str) -> float | None: ...
     def progress(self, stage: Stage) -> StageProgress: ...
     def release(self, stage: Stage) -> None: ...
@@ -106,88 +108,6 @@ class Refresh:
     num_blocks: int
 
 
-class _Guess:
-    """One advisory under way. `first`: the block at which its stage begins; `limit`: blocks that the tiers or the device hold."""
-
-    def __init__(
-        self, advisory: Advisory, salt: str | None, hashes: Hashes, now: float, on_change: OnChange
-    ) -> None:
-        self.advisory = advisory
-        self.whose: Whose = (advisory.session_id, salt)
-        self.priority = advisory.priority or 0
-        self.is_urgent = is_urgent(self.priority)
-        self.hashes = hashes
-        self.on_change = on_change
-        self.issued_s = now
-        wait_s = advisory.expected_arrival_s
-        self.arrival_s = now + wait_s if wait_s is not None else None
-        self.state: AdvisoryState = "staging"
-        self.stage: Stage | None = None
-        self.first = 0
-        self.limit = len(hashes)
-        self.num_on_device = 0
-        self.host_blocks = 0
-        self.disk_blocks = 0
-        self.looked_s = -math.inf
-
-    @property
-    def num_staged(self) -> int:
-        return len(self.stage.blocks) if self.stage is not None else 0
-
-    def report(
-        self,
-        state: AdvisoryState,
-        block_size: int,
-        block_bytes: int,
-        *,
-        lead_s: float | None = None,
-        late_s: float | None = None,
-    ) -> None:
-        self.state = state
-        self.on_change(
-            AdvisoryReport(
-                advisory_id=self.advisory.advisory_id,
-                session_id=self.advisory.session_id,
-                state=state,
-                num_tokens=self.limit * block_size,
-                missing_tokens=(len(self.hashes) - self.limit) * block_size,
-                device_tokens=self.num_on_device * block_size,
-                host_bytes=self.host_blocks * block_bytes,
-                disk_bytes=self.disk_blocks * block_bytes,
-                lead_s=lead_s,
-                late_s=late_s,
-            )
-        )
-
-
-class _Memory:
-    """What sessions' last requests left, the longest ago forgotten first."""
-
-    def __init__(self) -> None:
-        self._hashes: OrderedDict[Whose, Hashes] = OrderedDict()
-        self._num_hashes = 0
-
-    def __contains__(self, whose: Whose) -> bool:
-        return whose in self._hashes
-
-    def of(self, whose: Whose) -> Hashes:
-        return self._hashes.get(whose, ())
-
-    def forget_session(self, session: str) -> None:
-        for whose in [whose for whose in self._hashes if whose[0] == session]:
-            self._forget(whose)
-
-    def keep(self, whose: Whose, hashes: Hashes) -> None:
-        self._forget(whose)
-        self._hashes[whose] = list(hashes)
-        self._num_hashes += len(hashes)
-        while self._num_hashes > MAX_REMEMBERED_HASHES:
-            self._forget(next(iter(self._hashes)))
-
-    def _forget(self, whose: Whose) -> None:
-        self._num_hashes -= len(self._hashes.pop(whose, ()))
-
-
 class Promotions:
     """Acts on advisories. Each that it has taken reports its end exactly once.
 
@@ -209,14 +129,17 @@ class Promotions:
         self._device = device
         self._store = store
         self._block_size = block_size
+        self._block_bytes = store.shape.block_bytes
         self._host_bytes_per_s = host_bytes_per_s
         self._prefill_s_per_token = prefill_s_per_token
-        self._guesses: dict[str, _Guess] = {}  # by advisory id
-        self._expected: dict[Whose, _Guess] = {}  # the same
-        self._memory = _Memory()
+        self._guesses: dict[str, Guess] = {}  # by advisory id
+        self._expected: dict[Whose, Guess] = {}  # the same
+        self._memory = Memory()
         self._has_news = False
         self._released: list[Stage] = []  # of requests that came; held until those have staged for themselves
         self._look_at_s: float | None = None
+        self._share = WorkShare()
+        self._is_owed = False  # there is news that only urgent guesses have heard of
         self._was_busy = False
         self._idle_since_s = 0.0
 
@@ -233,14 +156,15 @@ class Promotions:
         for replaced in (self._expected.get(whose), self._guesses.get(advisory.advisory_id)):
             if replaced is not None and replaced.advisory.advisory_id in self._guesses:
                 self._end(replaced, "cancelled")
-        guess = _Guess(advisory, salt, hashes or self._memory.of(whose), now, on_change)
+        block = self._store.shape, self._block_size
+        guess = Guess(advisory, salt, hashes or self._memory.of(whose), block, now, on_change)
         if not guess.hashes:
-            self._report(guess, "unknown")
+            guess.report("unknown")
             return
         self._guesses[advisory.advisory_id] = self._expected[whose] = guess
         self._store.expect(advisory.session_id, guess.arrival_s or now, tenant=advisory.tenant)
         self._has_news = True
-        self._report(guess, "staging")
+        guess.report("staging")
 
     def retract(self, advisory_id: str, *, is_expired: bool, now: float) -> None:
         """Stop paying for an advisory. Nothing happens if it is over."""
@@ -249,7 +173,7 @@ class Promotions:
             return
         if not is_expired:
             self._end(guess, "cancelled")
-        elif guess.host_blocks + guess.disk_blocks > 0:
+        elif guess.has_moved:
             self._end(guess, "wasted", lead_s=now - guess.issued_s)
         else:
             self._end(guess, "expired")
@@ -266,12 +190,12 @@ class Promotions:
         self._hand_over(guess)
         lead_s = now - guess.issued_s
         if common == 0:
-            self._report(guess, "wasted", lead_s=lead_s)  # the session went on as another conversation
+            guess.report("wasted", lead_s=lead_s)  # the session went on as another conversation
         elif resident >= min(guess.limit, common):
-            self._report(guess, "hit", lead_s=lead_s)
+            guess.report("hit", lead_s=lead_s)
         else:
             late_s = self._left_s(min(guess.limit, common) - resident)
-            self._report(guess, "late", lead_s=lead_s, late_s=late_s)
+            guess.report("late", lead_s=lead_s, late_s=late_s)
 
     def remember(self, session: str, salt: str | None, hashes: Hashes) -> None:
         """A request ends: its session's next one will begin with what it leaves."""
@@ -324,47 +248,52 @@ class Promotions:
             # What ran may have pushed out what was promoted, and it no longer forbids copies.
             self._has_news, self._idle_since_s = True, now
         self._was_busy = beside.is_busy
+        slice_s = self._slice_s(beside, now)
         if not self._guesses:
-            self._has_news, self._look_at_s = False, None
+            self._has_news, self._is_owed, self._look_at_s = False, False, None
             return
-        if not self.has_work(now):
+        only_urgent = slice_s == 0
+        if not (self.has_work(now) or (self._is_owed and not only_urgent)):
             return
-        self._has_news = False
-        only_urgent = beside.is_busy and not beside.overlaps
+        self._has_news, self._is_owed, self._look_at_s = False, only_urgent, None
         has_urgent = any(guess.is_urgent for guess in self._guesses.values())
-        self._look_at_s = None
         if beside.can_copy and (has_urgent or not only_urgent):
-            yield from self._bring_up(self._num_blocks_to_copy(beside), now, only_urgent=only_urgent)
+            num_blocks = int((slice_s or BUSY_SLICE_S) * self._host_bytes_per_s() / self._block_bytes)
+            yield from self._bring_up(max(num_blocks, 1), now, only_urgent=only_urgent)
             self._look_at_s = self._next_look(now, beside)
         if only_urgent or not beside.can_copy:
             # The engine's thread has better to do than to look after every guess: only let the disk begin with new ones.
             self._stage_new(now)
 
-    def _num_blocks_to_copy(self, beside: Beside) -> int:
-        """Between these two steps."""
-        slice_s = BUSY_SLICE_S if beside.is_busy else IDLE_SLICE_S
-        return max(int(slice_s * self._host_bytes_per_s() / self._store.shape.block_bytes), 1)
+    def took(self, seconds: float, now: float) -> None:
+        """What `advance` returned was carried out beside requests, which took the engine's thread so long."""
+        self._share.took(seconds, now)
+
+    def _slice_s(self, beside: Beside, now: float) -> float:
+        """How long copying may take now; 0: only for urgent sessions."""
+        if not beside.is_busy:
+            return IDLE_SLICE_S
+        return BUSY_SLICE_S if beside.overlaps else self._share.allowed_s(now)
 
     def _bring_up(self, room: int, now: float, *, only_urgent: bool) -> Iterator[Copy | Refresh]:
         """Move every guess towards its target, with at most `room` blocks copied."""
-        num_staged = 0
-        urgent: list[_Guess] = []  # those before, which keep their place
-        for target in self._plan(now):
+        urgent: list[Guess] = []  # those before, which keep their place
+        facts = [self._facts(guess) for guess in self._guesses.values()]
+        for target in plan(facts, self._device.num_free_blocks(), self._device.num_blocks, now):
             guess = self._guesses[target.name]
             if guess.is_urgent:
                 urgent.append(guess)
             elif only_urgent:
                 break
-            for move in self._move(guess, target, room, now, may_stage=num_staged < self._max_staged()):
+            for move in self._move(guess, target, room, now):
                 if isinstance(move, Copy):
                     if not guess.is_urgent:
                         yield from self._refreshed(urgent)
                         urgent = []
                     room -= len(move.sources)
                 yield move
-            num_staged += guess.num_staged
 
-    def _refreshed(self, guesses: Sequence[_Guess]) -> Iterator[Refresh]:
+    def _refreshed(self, guesses: Sequence[Guess]) -> Iterator[Refresh]:
         """Put what the device has of them behind what a copy takes room from."""
         for guess in guesses:
             num_there = self._resident(guess).num_blocks
@@ -372,27 +301,21 @@ class Promotions:
                 yield Refresh(guess.hashes, num_there)
 
     def _stage_new(self, now: float) -> None:
-        guesses = sorted(self._guesses.values(), key=lambda guess: not guess.is_urgent)
-        num_staged = sum(guess.num_staged for guess in guesses)
-        for guess in guesses:
-            if guess.looked_s < guess.issued_s and num_staged < self._max_staged():
+        for guess in sorted(self._guesses.values(), key=lambda guess: not guess.is_urgent):
+            if guess.looked_s < guess.issued_s:
                 guess.looked_s = now
                 self._restage(guess, self._resident(guess).num_blocks)
-                num_staged += guess.num_staged
 
-    def _max_staged(self) -> float:
-        """Blocks that guesses may hold in host memory."""
-        return self._store.num_host_blocks * STAGED_SHARE
+    def _may_host(self) -> bool:
+        """Whether host memory has room for what can go no further."""
+        num_hosted = sum(g.limit - g.num_on_device for g in self._guesses.values() if g.state == "host")
+        return num_hosted + _num_staged(self._guesses.values()) < self._store.num_host_blocks * HOSTED_SHARE
 
-    def _plan(self, now: float) -> list[Target]:
-        facts = [self._facts(guess) for guess in self._guesses.values()]
-        return plan(facts, self._device.num_free_blocks(), self._device.num_blocks, now)
-
-    def _facts(self, guess: _Guess) -> GuessFacts:
-        advisory, block_bytes = guess.advisory, self._store.shape.block_bytes
-        copy_s = guess.limit * block_bytes / self._host_bytes_per_s()
-        on_disk = guess.limit if guess.stage is None else _num_read(guess.stage.origins)
-        read_s = on_disk * block_bytes / self._store.disk_bytes_per_s()
+    def _facts(self, guess: Guess) -> GuessFacts:
+        advisory, num_bytes = guess.advisory, guess.limit * self._block_bytes
+        copy_s = num_bytes / self._host_bytes_per_s()
+        # Where its KV lay at first: what is under way is worth no less for being half done.
+        read_s = num_bytes / self._store.disk_bytes_per_s() if guess.is_far else 0.0
         return GuessFacts(
             name=advisory.advisory_id,
             tenant=advisory.tenant,
@@ -408,16 +331,15 @@ class Promotions:
     def _next_look(self, now: float, beside: Beside) -> float | None:
         """When something changes by itself: a guess becomes due, or it is time to look after what was promoted."""
         # While nothing runs, nothing pushes out what was promoted.
-        times = [now + LOOK_EVERY_S] if self._guesses and beside.is_busy else []
+        is_short = any(guess.state == "staging" and guess.stage is None for guess in self._guesses.values())
+        times = [now + LOOK_EVERY_S] if self._guesses and (beside.is_busy or is_short) else []
         for guess in self._guesses.values():
             due = due_s(self._facts(guess))
             if due is not None and due > now:
                 times.append(due)
         return min(times, default=None)
 
-    def _move(
-        self, guess: _Guess, target: Target, room: int, now: float, *, may_stage: bool
-    ) -> Iterator[Copy | Refresh]:
+    def _move(self, guess: Guess, target: Target, room: int, now: float) -> Iterator[Copy | Refresh]:
         """Bring one guess further, with at most `room` blocks."""
         was_looked_at = guess.looked_s >= self._idle_since_s and now - guess.looked_s < LOOK_EVERY_S
         if guess.state == "warm" and was_looked_at:
@@ -429,80 +351,103 @@ class Promotions:
             yield Refresh(guess.hashes, num_there)
             self._finish(guess, "warm")
             return
-        if guess.stage is None or num_there < guess.first:
-            if (guess.state == "host" and target.num_device_blocks <= num_there) or not may_stage:
-                return
-            self._restage(guess, num_there)
+        may_copy = target.num_device_blocks > num_there
+        if guess.stage is not None and guess.stage.is_revoked:
+            self._release(guess)
+        # What is read ahead for host memory begins behind what the device lacks.
+        is_needed = guess.stage is None or (num_there < guess.first and (may_copy or not guess.is_ahead))
+        is_settled = not may_copy and (guess.state == "host" or not self._may_host())
+        if is_needed and (is_settled or not self._restage(guess, num_there)):
+            return
         assert guess.stage is not None
         progress = self._store.progress(guess.stage)
-        guess.limit = max(guess.first + progress.num_blocks, num_there)
+        if progress.num_blocks < len(guess.stage.blocks):
+            guess.limit = max(guess.first + progress.num_blocks, num_there)  # the next one is damaged
         if guess.limit == 0:
             self._end(guess, "unknown")
             return
         end = min(guess.first + progress.num_ready_blocks, target.num_device_blocks, num_there + room)
         num_copied = min(end - num_there, self._device.num_free_blocks() - resident.num_unused)
-        if num_copied > 0:
-            yield self._promote(guess, guess.stage, num_there, num_copied)
+        if num_copied > 0 and num_there >= guess.first:
+            offset = num_there - guess.first
+            yield Copy(guess.hashes, num_there, guess.stage.blocks[offset : offset + num_copied])
+            guess.num_copied += num_copied
             guess.num_on_device += num_copied
         self._settle(guess, progress, target)
 
-    def _promote(self, guess: _Guess, stage: Stage, start: int, num_blocks: int) -> Copy:
-        offset = start - guess.first
-        num_from_disk = _num_read(stage.origins[offset : offset + num_blocks])
-        guess.disk_blocks += num_from_disk
-        guess.host_blocks += num_blocks - num_from_disk
-        return Copy(guess.hashes, start, stage.blocks[offset : offset + num_blocks])
-
-    def _settle(self, guess: _Guess, progress: StageProgress, target: Target) -> None:
-        """Whether a guess is where it may go."""
+    def _settle(self, guess: Guess, progress: StageProgress, target: Target) -> None:
+        """Whether a guess, or a piece of it, is where it may go."""
+        staged_end = guess.first + progress.num_blocks
         if guess.num_on_device >= guess.limit:
             self._finish(guess, "warm")
         elif progress.num_ready_blocks < progress.num_blocks:
             pass  # the disk reads on; `staged` tells
         elif guess.num_on_device >= target.num_device_blocks:
-            self._finish(guess, "host")
-        else:
-            self._has_news = True  # cut short by the slice
+            self._release(guess)
+            if staged_end >= guess.limit or not self._may_host():
+                self._finish(guess, "host")
+            elif self._restage(guess, staged_end):
+                guess.is_ahead = self._has_news = True
+        elif guess.num_on_device < staged_end or self._restage(guess, guess.num_on_device):
+            self._has_news = True  # cut short by the slice, or the next piece may be there
 
-    def _resident(self, guess: _Guess) -> Resident:
+    def _resident(self, guess: Guess) -> Resident:
         return self._device.resident(guess.hashes[: guess.limit])
 
-    def _restage(self, guess: _Guess, first: int) -> None:
+    def _restage(self, guess: Guess, first: int) -> bool:
+        """Hold the next piece of it in host memory, from the block `first` on. False where there is no room for it now."""
         self._release(guess)
         session_id, tenant = guess.advisory.session_id, guess.advisory.tenant
         seconds = self._prefill_s_per_token()
         peer = peer_to_ask(guess.advisory.kv_from, self._store, self._block_size, seconds)
         keys = [BlockKey(bytes(block_hash)) for block_hash in guess.hashes[first:]]
-        guess.stage, guess.first = self._store.stage(session_id, keys, tenant=tenant, peer=peer), first
+        num_held = len(keys) if peer else self._store.num_held(keys)
+        guess.limit = first + num_held
+        num_host = self._store.num_host_blocks
+        is_full = _num_staged(self._guesses.values()) >= num_host * STAGED_SHARE
+        if is_full and num_held and not guess.is_urgent:
+            return False
+        stage = self._store.stage(
+            session_id,
+            keys[: min(max(int(num_host * PIECE_SHARE), 1), num_held)],
+            tenant=tenant,
+            peer=peer,
+            gives_way=True,
+        )
+        guess.hold(stage, first)
         self._store.expect(session_id, guess.arrival_s or guess.issued_s, tenant=tenant)
+        if num_held and not stage.blocks:
+            self._release(guess)
+            return False
+        return True
 
     # -- how it ends -------------------------------------------------------------------------------------------------
 
-    def _finish(self, guess: _Guess, state: AdvisoryState) -> None:
+    def _finish(self, guess: Guess, state: AdvisoryState) -> None:
         """As far up as it may go: hold no host memory for it any more."""
         self._release(guess)
         if guess.state != state:
-            self._report(guess, state)
+            guess.report(state)
 
-    def _end(self, guess: _Guess, outcome: AdvisoryState, lead_s: float | None = None) -> None:
+    def _end(self, guess: Guess, outcome: AdvisoryState, lead_s: float | None = None) -> None:
         del self._guesses[guess.advisory.advisory_id], self._expected[guess.whose]
         self._drop(guess, outcome, lead_s)
 
-    def _drop(self, guess: _Guess, outcome: AdvisoryState, lead_s: float | None = None) -> None:
+    def _drop(self, guess: Guess, outcome: AdvisoryState, lead_s: float | None = None) -> None:
         self._release(guess)
         self._store.expect(guess.advisory.session_id, None, tenant=guess.advisory.tenant)
-        self._report(guess, outcome, lead_s=lead_s)
+        guess.report(outcome, lead_s=lead_s)
 
-    def _release(self, guess: _Guess) -> None:
-        stage, guess.stage = guess.stage, None
+    def _release(self, guess: Guess) -> None:
+        stage = guess.let_go()
         if stage is not None:
             self._store.release(stage)
 
-    def _hand_over(self, guess: _Guess) -> None:
+    def _hand_over(self, guess: Guess) -> None:
         """The request stages for itself when it is scheduled; until then its reads must not be stopped."""
-        if guess.stage is not None:
-            self._released.append(guess.stage)
-            guess.stage = None
+        stage = guess.let_go()
+        if stage is not None:
+            self._released.append(stage)
 
     def _let_go(self) -> None:
         released, self._released = self._released, []
@@ -511,23 +456,13 @@ class Promotions:
 
     def _left_s(self, num_blocks: int) -> float:
         """How long moving so many would have taken, at the speeds measured."""
-        num_bytes = num_blocks * self._store.shape.block_bytes
+        num_bytes = num_blocks * self._block_bytes
         return num_bytes / self._store.disk_bytes_per_s() + num_bytes / self._host_bytes_per_s()
 
-    def _report(
-        self,
-        guess: _Guess,
-        state: AdvisoryState,
-        *,
-        lead_s: float | None = None,
-        late_s: float | None = None,
-    ) -> None:
-        guess.report(state, self._block_size, self._store.shape.block_bytes, lead_s=lead_s, late_s=late_s)
 
-
-def _num_read(origins: Sequence[Origin]) -> int:
-    """How many were not in host memory."""
-    return len(origins) - origins.count("host")
+def _num_staged(guesses: Iterable[Guess]) -> int:
+    """Blocks that guesses hold in host memory."""
+    return sum(len(guess.stage.blocks) for guess in guesses if guess.stage is not None)
 
 
 def _count_common(first: Hashes, second: Hashes) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine_bridge.adapters.files import ModelContract
     from engine_bridge.adapters.registry import AdapterRecord
-    from engine_bridge.core.promotions import Hashes, OnChange
+    from engine_bridge.core.expected import Hashes, OnChange
     from engine_bridge.node import AdapterPlace, AdapterStats, Advisory
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from engine_bridge.adapters.catalog import Catalog, NoCatalog
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.bridge import EngineThread
-from engine_bridge.core.promotions import Hashes
+from engine_bridge.core.expected import Hashes
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
 from engine_bridge.driver.vllm_api import LoRARequest, Request, SamplingParams

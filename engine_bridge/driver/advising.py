@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from engine_bridge.bridge import EngineThread
-from engine_bridge.core.promotions import Hashes
+from engine_bridge.core.expected import Hashes
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.driver.vllm_api import LoRARequest

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.core.promotions import Beside, Copy, Hashes, OnChange, Promotions, Refresh, Resident
+from engine_bridge.core.expected import Hashes, OnChange
+from engine_bridge.core.promotions import Beside, Copy, Promotions, Refresh, Resident
 from engine_bridge.driver.kv_tiers import KvTiers
 from engine_bridge.node import Advisory
 
@@ -131,12 +132,16 @@ class Promoter:
             can_copy=copier is not None,
             overlaps=copier is not None and copier.overlaps,
         )
+        started_s = self._clock()
         with self._contained():
-            for move in self._core.advance(beside, self._clock()):
+            for move in self._core.advance(beside, started_s):
                 if isinstance(move, Copy):
                     self._copy(move)
                 else:
                     self._refresh(move)
+            if beside.is_busy:
+                now = self._clock()
+                self._core.took(now - started_s, now)
 
     def _hear(self) -> None:
         if self._tiers.has_progressed:

@@ -50,7 +50,15 @@ class Shelf:
     def peer_bytes_per_s(self, address: str) -> float | None:
         return self.peers.get(address)
 
-    def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage:
+    def stage(
+        self,
+        group: str,
+        keys: Sequence[BlockKey],
+        *,
+        tenant: str = "",
+        peer: str = "",
+        gives_way: bool = False,
+    ) -> Stage:
         stage = Stage(0.0)
         owner = Group(tenant, group)
         for key in keys:
@@ -94,7 +102,15 @@ class Shelf:
                 unread.ready = SHAPE.num_layers
                 self.on_disk[unread.key] = False
 
+    def revoke(self) -> None:
+        """Every stage gives way."""
+        for stage in self.stages:
+            stage.is_revoked = True
+        self.stages = []
+
     def release(self, stage: Stage) -> None:
+        if stage.is_revoked:
+            return
         assert stage in self.stages, "released twice"
         self.stages.remove(stage)
 

@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine_bridge.core.promotions import (
     BUSY_SLICE_S,
+    HOSTED_SHARE,
     IDLE_SLICE_S,
     LOOK_EVERY_S,
+    PIECE_SHARE,
     Beside,
     Copy,
     Promotions,
@@ -20,6 +22,7 @@ from engine_bridge.core.promotions import (
     Resident,
 )
 from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport
+from engine_bridge.policy.beside import LONGEST_TURN_S, SHARE
 
 from .shelf import SHAPE, Shelf, keys_of
 
@@ -221,16 +224,83 @@ def test_a_newer_advisory_takes_the_place_of_the_older() -> None:
     assert bench.advance() == 2
 
 
-def test_nothing_is_copied_while_requests_run_where_that_takes_the_engine_s_time() -> None:
+def test_beside_requests_copies_take_their_share_of_the_engine_s_time() -> None:
     bench = Bench()
     bench.shelf.put(keys_of("a", 8), on_disk=True)
     bench.advise()
     assert bench.advance(BUSY) == 0
-    assert len(bench.shelf.stages) == 1  # but the disk begins
+    assert len(bench.shelf.stages) == 1  # but the disk begins at once
     for _ in range(8):
         bench.shelf.read_one()
-    assert bench.advance(BUSY) == 0
-    assert bench.advance(IDLE) == 5
+    bench.promotions.staged()
+    began_s, copied = bench.now, []
+    while sum(copied) < 8:
+        bench.now += 0.01  # a step
+        copied.append(bench.advance(BUSY))
+        took_s = copied[-1] * SHAPE.block_bytes / BYTES_PER_S
+        bench.now += took_s
+        bench.promotions.took(took_s, bench.now)
+    assert max(copied) <= LONGEST_TURN_S * BYTES_PER_S / SHAPE.block_bytes
+    busy_s = bench.now - began_s
+    assert 0.5 * SHARE * busy_s < 8 * SHAPE.block_bytes / BYTES_PER_S <= SHARE * busy_s + LONGEST_TURN_S
+    assert bench.states == ["staging", "warm"]
+
+
+def test_a_long_session_passes_through_a_part_of_host_memory() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 40), on_disk=True)
+    bench.advise(num_blocks=40)
+    most = 0
+    while bench.states[-1] != "warm":
+        bench.advance()
+        most = max(most, sum(len(stage.blocks) for stage in bench.shelf.stages))
+        bench.shelf.read_one()
+        bench.promotions.staged()
+    assert 0 < most <= PIECE_SHARE * bench.shelf.num_host_blocks
+    assert bench.reports[-1].num_tokens == 40 * BLOCK_TOKENS
+    assert bench.reports[-1].disk_bytes == bench.reports[-1].host_bytes == 40 * SHAPE.block_bytes
+
+
+def test_what_gave_way_to_a_request_is_staged_again() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8), on_disk=True)
+    bench.advise()
+    bench.advance()
+    bench.shelf.revoke()
+    bench.promotions.staged()
+    bench.advance()
+    assert [len(stage.blocks) for stage in bench.shelf.stages] == [8]
+    for _ in range(8):
+        bench.shelf.read_one()
+    bench.promotions.staged()
+    assert [bench.advance(), bench.advance()] == [5, 3]
+    assert bench.states == ["staging", "warm"]
+
+
+def test_what_has_no_room_on_the_device_fills_no_more_than_its_part_of_host_memory() -> None:
+    bench = Bench()
+    names = "abcdefgh"
+    for name in names:
+        bench.shelf.put(keys_of(name, 8))
+        bench.advise(name, 8, priority=1)
+    for _ in range(20):
+        bench.advance()
+    num_hosted = 8 * sum(report.state == "host" for report in bench.reports)
+    assert num_hosted == HOSTED_SHARE * bench.shelf.num_host_blocks
+
+
+def test_what_was_only_read_counts_as_moved() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 2), on_disk=True)
+    bench.shelf.peers["home"] = 1e6
+    bench.advise(num_blocks=3, kv_from="home", priority=1)
+    bench.advance()
+    for _ in range(3):
+        bench.shelf.read_one()
+    bench.promotions.retract("a!", is_expired=True, now=bench.now)
+    last = bench.reports[-1]
+    assert (last.state, last.host_bytes) == ("wasted", 0)
+    assert (last.disk_bytes, last.peer_bytes) == (2 * SHAPE.block_bytes, SHAPE.block_bytes)
 
 
 def test_a_busy_engine_copies_a_smaller_slice_where_copies_run_beside_it() -> None:
@@ -328,8 +398,8 @@ def test_an_urgent_session_takes_the_room_that_promoted_ones_have() -> None:
     bench.advise("usual", 9)
     bench.advance()
     bench.advise("urgent", 9, priority=-1)
-    bench.advance()
-    bench.advance()
+    for _ in range(3):
+        bench.advance()
     assert bench.cache.resident(keys_of("urgent", 9)).num_blocks == 9
     for _ in range(5):
         bench.now += LOOK_EVERY_S
@@ -367,6 +437,7 @@ class PromotionsMachine(RuleBasedStateMachine):
         self.ids: list[str] = []
         self.priorities: dict[str, int | None] = {}  # by session
         self.num_arrived = 0  # since the last step
+        self.beside_s = 0.0  # of copies beside requests
         self.ends: Counter[str] = Counter()
 
     def report(self, report: AdvisoryReport) -> None:
@@ -428,13 +499,20 @@ class PromotionsMachine(RuleBasedStateMachine):
         num_copied = self.num_arrived = 0
         for move in self.promotions.advance(beside, self.now):
             self.cache.carry_out(move)
-            # Of sessions that are not urgent, nothing is copied in the engine thread's time.
-            if isinstance(move, Copy) and beside is BUSY:
-                assert self.priorities[move.hashes[0][:1].decode()] == -1
-            num_copied += len(move.sources) if isinstance(move, Copy) else 0
+            if isinstance(move, Copy):
+                num_copied += len(move.sources)
+                # Of sessions that are not urgent, little is copied in the engine thread's time.
+                if beside is BUSY and self.priorities[move.hashes[0][:1].decode()] != -1:
+                    self.beside_s += len(move.sources) * SHAPE.block_bytes / BYTES_PER_S
             assert len(self.cache.kept) <= self.cache.num_blocks
-        slice_s = BUSY_SLICE_S if beside.is_busy else IDLE_SLICE_S
-        assert num_copied <= slice_s / IDLE_SLICE_S * 5
+        took_s = num_copied * SHAPE.block_bytes / BYTES_PER_S
+        if beside.is_busy:
+            self.now += took_s
+            self.promotions.took(took_s, self.now)
+        assert took_s <= (
+            LONGEST_TURN_S if beside is BUSY else BUSY_SLICE_S if beside.is_busy else IDLE_SLICE_S
+        )
+        assert self.beside_s <= SHARE * self.now + LONGEST_TURN_S
 
     @invariant()
     def no_advisory_ends_twice(self) -> None:

@@ -179,6 +179,29 @@ def test_a_stage_is_cut_to_the_memory_that_there_is(tmp_path: Path) -> None:
     tiers.close()
 
 
+def test_a_stage_that_gives_way_leaves_its_memory_to_requests_and_to_saves(tiers: Tiers) -> None:
+    for start in range(0, 16, 4):
+        tiers.save("a", KEYS[start : start + 4])
+        tiers.store.flush()
+    guess = tiers.store.stage("a", KEYS[:6], gives_way=True)
+    tiers.check(guess, KEYS[:6])
+    tiers.store.wait_for_reads(SETTLE_S)
+    other = tiers.store.stage("b", KEYS[6:12], gives_way=True)
+    assert not guess.is_revoked, "one guess displaces no other"
+    tiers.store.release(other)
+    tiers.store.wait_for_reads(SETTLE_S)
+    assert tiers.restore("a", KEYS[8:16])[0] == 8
+    assert guess.is_revoked
+    tiers.store.release(guess)
+    tiers.store.wait_for_reads(SETTLE_S)
+    again = tiers.store.stage("a", KEYS[:8], gives_way=True)
+    assert tiers.check(again, KEYS[:8]) == 8
+    tiers.store.wait_for_reads(SETTLE_S)
+    assert tiers.save("c", KEYS[20:24]) == 4 and again.is_revoked
+    tiers.store.release(again)
+    tiers.store.check_invariants()
+
+
 def test_two_stages_share_one_read(tiers: Tiers) -> None:
     tiers.save("a", KEYS[:4])
     tiers.store.flush()

@@ -1,0 +1,148 @@
+"""What is expected: guesses under way, and what sessions' last requests left."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+
+from engine_bridge.node import Advisory, AdvisoryReport, AdvisoryState
+from engine_bridge.policy.urgency import is_urgent
+from kvtiers.blocks import Origin, Stage
+from kvtiers.keys import BlockShape
+
+# Prefixes of ended requests that are remembered, in block hashes (32 bytes each, 16 MB in all). Chosen.
+MAX_REMEMBERED_HASHES = 1 << 19
+
+OnChange = Callable[[AdvisoryReport], None]
+Hashes = Sequence[bytes]
+"""Of a conversation's whole blocks, as the engine makes them."""
+Whose = tuple[str, str | None]
+"""A session, and the salt that keeps its tenant's and adapter's KV apart: nobody can say anything about another's."""
+
+
+class Guess:
+    """One advisory under way.
+
+    block: a block's shape, and its tokens. first: the block at which its stage begins, a piece of it. limit: blocks that the tiers or the device
+    hold. is_ahead: the stage is behind blocks that the device lacks, and only to be in host memory. is_far: some of its KV lay on disk or on another
+    node. num_copied: blocks, to the device.
+    """
+
+    def __init__(
+        self,
+        advisory: Advisory,
+        salt: str | None,
+        hashes: Hashes,
+        block: tuple[BlockShape, int],
+        now: float,
+        on_change: OnChange,
+    ) -> None:
+        self.advisory = advisory
+        self.shape, self._block_size = block
+        self.whose: Whose = (advisory.session_id, salt)
+        self.priority = advisory.priority or 0
+        self.is_urgent = is_urgent(self.priority)
+        self.hashes = hashes
+        self.on_change = on_change
+        self.issued_s = now
+        wait_s = advisory.expected_arrival_s
+        self.arrival_s = now + wait_s if wait_s is not None else None
+        self.state: AdvisoryState = "staging"
+        self.stage: Stage | None = None
+        self.first = 0
+        self.limit = len(hashes)
+        self.num_on_device = 0
+        self.is_ahead = False
+        self.is_far = True
+        self.num_copied = 0
+        self.looked_s = -math.inf
+        self._unread: Counter[Origin] = Counter()  # layers that the stage lacked at first, by where they are
+        self._num_read: Counter[Origin] = Counter()  # layers of the stages before
+
+    def hold(self, stage: Stage, first: int) -> None:
+        """Take a piece, from the block `first` on."""
+        if self.first == 0 and not self._num_read:
+            self.is_far = any(origin != "host" for origin in stage.origins)
+        self.stage, self.first, self.is_ahead = stage, first, False
+        self._unread = self._unread_layers()
+
+    def let_go(self) -> Stage | None:
+        """Give up the piece, for whoever is to release it."""
+        self._num_read, self._unread = self._read_so_far(), Counter()
+        stage, self.stage = self.stage, None
+        return stage
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything was read or copied for it."""
+        return self.num_copied > 0 or self._read_so_far().total() > 0
+
+    def _read_so_far(self) -> Counter[Origin]:
+        """Layers that came to host memory for it, by where they were."""
+        return self._num_read + (self._unread - self._unread_layers())
+
+    def _unread_layers(self) -> Counter[Origin]:
+        """Of the stage, by where they are."""
+        unread: Counter[Origin] = Counter()
+        if self.stage is not None:
+            for origin, block in zip(self.stage.origins, self.stage.blocks, strict=True):
+                if origin != "host":
+                    unread[origin] += self.shape.num_layers - block.ready
+        return unread
+
+    def report(
+        self,
+        state: AdvisoryState,
+        *,
+        lead_s: float | None = None,
+        late_s: float | None = None,
+    ) -> None:
+        """Tell how it stands."""
+        self.state = state
+        block_size = self._block_size
+        num_read, layer_bytes = self._read_so_far(), self.shape.layer_bytes
+        self.on_change(
+            AdvisoryReport(
+                advisory_id=self.advisory.advisory_id,
+                session_id=self.advisory.session_id,
+                state=state,
+                num_tokens=self.limit * block_size,
+                missing_tokens=(len(self.hashes) - self.limit) * block_size,
+                device_tokens=self.num_on_device * block_size,
+                host_bytes=self.num_copied * self.shape.block_bytes,
+                disk_bytes=num_read["disk"] * layer_bytes,
+                peer_bytes=num_read["peer"] * layer_bytes,
+                lead_s=lead_s,
+                late_s=late_s,
+            )
+        )
+
+
+class Memory:
+    """What sessions' last requests left, the longest ago forgotten first."""
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[Whose, Hashes] = OrderedDict()
+        self._num_hashes = 0
+
+    def __contains__(self, whose: Whose) -> bool:
+        return whose in self._hashes
+
+    def of(self, whose: Whose) -> Hashes:
+        return self._hashes.get(whose, ())
+
+    def forget_session(self, session: str) -> None:
+        """Under every salt."""
+        for whose in [whose for whose in self._hashes if whose[0] == session]:
+            self._forget(whose)
+
+    def keep(self, whose: Whose, hashes: Hashes) -> None:
+        self._forget(whose)
+        self._hashes[whose] = list(hashes)
+        self._num_hashes += len(hashes)
+        while self._num_hashes > MAX_REMEMBERED_HASHES:
+            self._forget(next(iter(self._hashes)))
+
+    def _forget(self, whose: Whose) -> None:
+        self._num_hashes -= len(self._hashes.pop(whose, ()))
