@@ -62,7 +62,8 @@ class Row:
         ):
             return False
         nothing = 1.0 if self.claim.unit == RATIO else 0.0
-        return (self.sim.value - nothing) / (self.bound.value - nothing) >= OF_BOUND
+        own, most = self.sim.value - nothing, OF_BOUND * (self.bound.value - nothing)
+        return own <= most if self.claim.better == LOWER else own >= most
 
     @property
     def is_measured(self) -> bool:

@@ -234,12 +234,14 @@ def test_what_is_near_a_bound_that_misses_the_aim_too_stands_apart() -> None:
     text = page_of(
         bounded("near", "near"),
         bounded("far", "far"),
+        replace(bounded("nothing", "nothing"), bound=Figure("sim-x", "nothing")),
         replace(bounded("reachable", "near"), aim=1.5),
-        runs=[run("sim-x", bound=1.6, near=1.55, far=1.3)],
+        runs=[run("sim-x", bound=1.6, near=1.55, far=1.3, nothing=1.0)],
     )
     short, as_all_must = (text.index(f"## What falls short{more}\n") for more in ("", " as all must"))
     assert short < text.index("C1 far") < as_all_must < text.index("C1 near") < text.index("C1 reachable")
     assert "| ≥ 2× | 1.6× |" in lines_of(text, "C1 near")[0]
+    assert as_all_must < text.index("C1 nothing")
 
 
 def test_each_run_is_listed_with_command_commit_date_machine_and_source() -> None:
