@@ -135,8 +135,9 @@ class EmulatedAdapters:
         return self.core.is_at_hand(adapter_id)
 
     def may_start(self, adapter_id: int) -> bool:
-        room = self.free_room()
-        has_room = room is None or self.needed_room(adapter_id) <= room
+        running = self._running()
+        room = self.free_room(running)
+        has_room = room is None or self.needed_room(adapter_id, running) <= room
         return has_room and self.is_at_hand(adapter_id) and not self.is_held_back(adapter_id)
 
     @property
@@ -147,11 +148,11 @@ class EmulatedAdapters:
     def is_held_back(self, adapter_id: int) -> bool:
         return self.core.turns.holds_back(adapter_id, self._running, self._clock.now)
 
-    def free_room(self) -> int | None:
-        return self.core.free_room(self._running())
+    def free_room(self, running: Collection[int]) -> int | None:
+        return self.core.free_room(running)
 
-    def needed_room(self, adapter_id: int) -> int:
-        return self.core.needed_room(adapter_id, self._running())
+    def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
+        return self.core.needed_room(adapter_id, running)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

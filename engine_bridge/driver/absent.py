@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ class NoAdapters(Idle):
 
     def released(self, request_id: str, adapter_id: int) -> None: ...
 
-    def free_room(self) -> int | None:
+    def free_room(self, running: Collection[int]) -> int | None:
         """None: adapters bound nobody's start."""
         return None
 
-    def needed_room(self, adapter_id: int) -> int:
+    def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
         return 0
 
     def places(self) -> Mapping[int, AdapterPlace]:

@@ -126,12 +126,25 @@ class BoundedFlow:
         (P50 TTFT +29% of vLLM's own with 50 adapters on 16 slots and lengths of a heavy tail.)
         """
         limit = self._peak_share * self._peak.tokens if deciding.may_overtake else 0.0
+        if limit:
+            yield from self._overtaking(deciding, limit)
+        started = deciding.chosen
+        yield from (
+            request_id
+            for _, request_id in self._first
+            if request_id not in started and request_id not in deciding.deferred
+        )
+
+    def _overtaking(self, deciding: Deciding, limit: float) -> Iterator[str]:
+        """As long as that may be."""
         gone = {request_id for request_id in deciding.deferred if request_id in self._places}
         waits = self._waits.copy()
         for request_id in gone:
             if self._places[request_id].place >= 0:
                 waits.remove(self._places[request_id].place)
         for _ in range(len(self._places) - len(gone)):
+            if not deciding.may_overtake:
+                return
             request_id = self._next(waits, gone, limit)
             gone.add(request_id)
             yield request_id
@@ -250,6 +263,7 @@ class Bounded:
                 plan.choose(0, walk.head, plan.tokens(walk.head))
             else:
                 plan.deferred[walk.head.request_id] = reason
+                plan.may_overtake = False
                 num_passed += 1
                 if reason != "adapter_memory" or num_passed >= NUM_PASSED_OVER:
                     break

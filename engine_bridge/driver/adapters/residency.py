@@ -152,17 +152,17 @@ class Residency:
     def has_room(self, adapter_id: int) -> bool:
         """Whether it fits beside those that run, and none of them is to make room for another one with it. Changes nothing."""
         running = self._running_ids()
-        room = self.core.free_room(running)
-        fits = room is None or self.core.needed_room(adapter_id, running) <= room
+        room = self.free_room(running)
+        fits = room is None or self.needed_room(adapter_id, running) <= room
         return fits and adapter_id not in self.core.turns.last
 
-    def free_room(self) -> int | None:
+    def free_room(self, running: Collection[int]) -> int | None:
         """What adapters of further requests may take of the steps to come; None: no bound. One that is too large for all of it runs alone."""
-        return self.core.free_room(self._running_ids())
+        return self.core.free_room(running)
 
-    def needed_room(self, adapter_id: int) -> int:
-        """For one more request of this adapter."""
-        return self.core.needed_room(adapter_id, self._running_ids())
+    def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
+        """For one more request of this adapter, beside those that run."""
+        return self.core.needed_room(adapter_id, running)
 
     def is_at_hand(self, adapter_id: int) -> bool:
         """Whether a step could compute with this adapter as far as its weights are concerned."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class Requests:
         self._num_blocks, self._block_size = num_tokens // block_size, block_size
         self._is_ready, self._num_cached_tokens = is_ready, num_cached_tokens
         self._adapters, self._pool = adapters, block_pool
+        self.running_adapters: Collection[int] = ()
+        """Ids of those that requests run with, as of the step that is decided. Collected once, as hundreds that wait are asked about."""
 
     def add(self, request: Any) -> None:
         self._by_id[request.request_id] = request
@@ -80,7 +82,9 @@ class Requests:
         return self._num_cached_tokens(self._by_id[request_id])
 
     def missing_adapter_bytes(self, adapter_id: int) -> int:
-        return self._adapters.needed_room(adapter_id) if self._adapters is not None else 0
+        return (
+            self._adapters.needed_room(adapter_id, self.running_adapters) if self._adapters is not None else 0
+        )
 
 
 def waits_for(request: Any) -> Hashable:

@@ -15,6 +15,7 @@ from engine_bridge.core.pacer import Progress
 from engine_bridge.core.pauses import Pauses
 from engine_bridge.core.refits import REFIT_EVERY_S, Refits, Run
 from engine_bridge.core.victims import most_new_blocks
+from engine_bridge.driver.adapters.residency import lora_ids
 from engine_bridge.driver.background import is_background
 from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.driver.scheduling.fit_thread import FitThread
@@ -158,11 +159,12 @@ class Scheduling:
         started_s = self._stopwatch()
         now = self._clock()
         running = _progress(scheduler.running)
+        running_adapters = self._requests.running_adapters = lora_ids(scheduler.running)
         view = StepView(
             running=running,
             free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             num_slots=scheduler.max_num_running_reqs - len(scheduler.running),
-            adapter_bytes=self._adapters.free_room() if self._adapters is not None else None,
+            adapter_bytes=self._adapters.free_room(running_adapters) if self._adapters is not None else None,
             adapters_take_turns=self._adapters is not None and self._adapters.take_turns,
             shared_tokens=self._shared_tokens(scheduler),
         )

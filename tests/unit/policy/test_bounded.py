@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine_bridge.policy.bounded import NUM_PEAKS, Bounded, BoundedSettings
-from engine_bridge.policy.queue import Room, Waiting
+from engine_bridge.policy.queue import NUM_PASSED_OVER, Room, Waiting
 from engine_bridge.policy.waits import BLOCK, GONE, Waits
 from tests.unit.facts import waiting_facts
 
@@ -221,3 +222,44 @@ def test_while_somebody_waits_for_adapter_memory_nothing_overtakes() -> None:
     queue.leave("adapter")
     queue.leave("the same")
     assert queue.start_all() == "x y a b"
+
+
+def test_once_a_start_has_taken_the_adapter_memory_that_another_needs_nothing_more_overtakes() -> None:
+    queue = after_a_long_queue(0.9)
+    queue.ask("needs it", 1000, adapter_id=1, adapter_bytes=10)
+    queue.ask("takes it", 10, adapter_id=2, adapter_bytes=10)
+    queue.ask("early", 1000)
+    queue.ask("late", 990)
+    room = Room(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=10)
+    # Shortest first until the one is refused, which comes last by its length.
+    assert queue.policy.decide(queue.waiting, {}, room, 0.0).request_ids == ("takes it", "late", "early")
+    short = replace(queue.waiting["needs it"], duration_s=0.01)
+    queue.leave("needs it")
+    queue.waiting["needs it"] = short
+    queue.policy.arrived(short, 0.0)
+    decision = queue.policy.decide(queue.waiting, {}, room, 0.0)
+    assert decision.request_ids == ("takes it", "early", "late"), (
+        "it is refused before those two are looked at"
+    )
+    assert decision.deferred == {"needs it": "adapter_memory"}
+
+
+class Counted(dict[str, Waiting]):
+    """Counts how often it is asked for facts, which take a look at the engine each."""
+
+    num_asked = 0
+
+    def __getitem__(self, request_id: str) -> Waiting:
+        self.num_asked += 1
+        return super().__getitem__(request_id)
+
+
+def test_thousands_that_wait_for_hundreds_of_adapters_are_not_all_asked_about() -> None:
+    queue = after_a_long_queue(0.9)
+    for number in range(4000):
+        queue.ask(f"{number:04d}", 100 + number % 7, adapter_id=1 + number % 800, adapter_bytes=10)
+    waiting = Counted(queue.waiting)
+    scarce = Room(free_blocks=10_000, num_slots=9, num_tokens=10_000, adapter_bytes=0)
+    decision = queue.policy.decide(waiting, {}, scarce, 0.0)
+    assert not decision.request_ids
+    assert waiting.num_asked <= 2 * NUM_PASSED_OVER + 1
