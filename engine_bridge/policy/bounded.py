@@ -178,7 +178,7 @@ class Bounded:
     of late; whoever came behind more than that is not overtaken. So the longest waits are those of the order of arrival. Whoever finds no room for
     its KV stops all behind it, as with vLLM; whoever finds none for its adapter is passed over, because `AdapterTurns` sees to its turn.
 
-    Costs: those of `Waits`; `decide` looks up those it starts, and one.
+    Costs: those of `Waits`; `decide` looks up those it starts, and one. While adapters find no memory, twice `NUM_PASSED_OVER` more at most.
 
     Source: ours. Waiting in tokens rather than seconds is start-time fair queueing's (Goyal et al., SIGCOMM 1996); the order of arrival
     stands where that has the tenants' shares.
