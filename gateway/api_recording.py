@@ -79,15 +79,18 @@ def adapter_named(services: Services, body: Any) -> str | None:
 async def record(
     services: Services, recording: Recording, reader: AnswerReader, reply: dict[str, Any] | None = None
 ) -> None:
-    """Write the call down as a turn. reply: the response object to keep, where it is another than what the reader has.
+    """Write the call down as a turn, and tell the pages that show its session.
+
+    reply: the response object to keep, where it is another than what the reader has.
 
     A full disk or quota must not turn a good answer into an error: it is logged.
     """
+    turn_id = uuid.uuid4().hex
     try:
         await services.store.record_turn(
             recording.owner,
             recording.session_id,
-            uuid.uuid4().hex,
+            turn_id,
             recording.question,
             answer=reader.answer,
             status="done" if reader.is_complete else "stopped",
@@ -103,6 +106,8 @@ async def record(
         )
     except GatewayError as error:
         log.error("an API turn could not be stored: %s", error.code)
+        return
+    services.tell_shown(recording.owner, recording.session_id, turn_id)
 
 
 def _stored(recording: Recording, reply: dict[str, Any] | None) -> StoredResponse | None:

@@ -53,11 +53,15 @@ class WatchEngine(Struct, frozen=True, tag="watch_engine"):
     on: bool = True
 
 
+class WatchList(Struct, frozen=True, tag="watch_list"):
+    pass
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     t: Any = None
 
 
-ClientFrame = Hello | Message | Stop | Typing | WatchEngine | Ping
+ClientFrame = Hello | Message | Stop | Typing | WatchEngine | WatchList | Ping
 
 _decoder: msgspec.json.Decoder[ClientFrame] = msgspec.json.Decoder(ClientFrame)
 _encoder = msgspec.json.Encoder()

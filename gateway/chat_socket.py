@@ -24,6 +24,7 @@ from gateway.chat_protocol import (
     Stop,
     Typing,
     WatchEngine,
+    WatchList,
     decode,
     encode,
     frame_id,
@@ -181,7 +182,7 @@ class ChatConnection:
             if isinstance(frame, Hello):
                 await self._on_hello(frame)
             elif isinstance(frame, Ping):
-                self._send({"type": "pong", "t": frame.t})
+                self.tell({"type": "pong", "t": frame.t})
             elif not self._said_hello:
                 raise GatewayError("bad_request", "The first frame must be hello.")
             elif isinstance(frame, Message):
@@ -192,6 +193,8 @@ class ChatConnection:
                 self._on_typing(frame)
             elif isinstance(frame, WatchEngine):
                 self._on_watch_engine(frame)
+            elif isinstance(frame, WatchList):
+                self._services.list_watch.add(self)
         except GatewayError as error:
             await self._fail(error, turn_id)
         except Exception as error:
@@ -216,7 +219,7 @@ class ChatConnection:
             self._note_read(frame.session_id)
         self._principal = self._services.keys.current(principal)  # it may have been withdrawn meanwhile
         self._said_hello = True
-        self._send(
+        self.tell(
             {"type": "ready", "protocol": PROTOCOL_VERSION, "session": session}
             | {"models": self._services.models(), "server": self._services.server_info(__version__)}
         )
@@ -264,7 +267,7 @@ class ChatConnection:
         return session_id in self._read
 
     def _send_accepted(self, live: LiveTurn) -> None:
-        self._send(
+        self.tell(
             {"type": "accepted", "id": live.id, "session_id": live.session_id}
             | {"title": live.title, "versions": live.versions}
         )
@@ -280,7 +283,7 @@ class ChatConnection:
         services = self._services
         services.metrics.typing.inc()
         if not services.config.kv_host_gib:
-            self._send({"type": "advisory", "session_id": frame.session_id, "state": "off"})
+            self.tell({"type": "advisory", "session_id": frame.session_id, "state": "off"})
             return
         try:
             if (
@@ -292,7 +295,7 @@ class ChatConnection:
             wanted = AdvisoryRequest(session_id=frame.session_id, model=frame.adapter, draft=frame.draft)
             services.advisories.submit(self._owner, wanted, "typing", self._on_advisory)
         except GatewayError:
-            self._send({"type": "advisory", "session_id": frame.session_id, "state": "unknown"})
+            self.tell({"type": "advisory", "session_id": frame.session_id, "state": "unknown"})
 
     def _on_watch_engine(self, frame: WatchEngine) -> None:
         watch = self._services.engine_watch
@@ -313,7 +316,7 @@ class ChatConnection:
         told = self._told.get(record.wanted.session_id)
         if told != record.report.state:
             self._told[record.wanted.session_id] = record.report.state
-            self._send(
+            self.tell(
                 {
                     "type": "advisory",
                     "session_id": record.wanted.session_id,
@@ -344,15 +347,12 @@ class ChatConnection:
         if live.is_over or live.seq > num_sent:
             self.wake(live)
 
-    def _send(self, frame: dict[str, Any]) -> None:
+    def tell(self, frame: dict[str, Any]) -> None:
+        """Send a frame."""
         data = encode(frame)
         self._outbox.append(data)
         self._queued_bytes += len(data)
         self._start_writer()
-
-    def tell(self, frame: dict[str, Any]) -> None:
-        """Send a frame that the client did not ask for."""
-        self._send(frame)
 
     def show(self, picture: bytes) -> None:
         """What the engine does, for one who watches. While the peer has not taken all that came before, it is left out: the next one is newer."""
@@ -363,7 +363,7 @@ class ChatConnection:
 
     def _send_error(self, error: GatewayError, turn_id: str | None = None) -> None:
         self._services.metrics.socket_errors.labels(error.code).inc()
-        self._send(to_frame(error, turn_id))
+        self.tell(to_frame(error, turn_id))
 
     async def _fail(self, error: GatewayError, turn_id: str | None) -> None:
         self._send_error(error, turn_id)
@@ -443,6 +443,7 @@ class ChatConnection:
         """Let go of everything; the turns go on for a while without this socket."""
         self._is_gone = True
         self._services.engine_watch.remove(self)
+        self._services.list_watch.remove(self)
         if self._writer is not None:
             self._writer.cancel()
         for turn in list(self._sent):

@@ -162,7 +162,7 @@ async def list_sessions(request: web.Request) -> web.Response:
     sessions, following = await services.store.list_sessions(
         owner, q=q, limit=limit, before=before, origin=_origin_query(request)
     )
-    pinned = [] if q or before else await services.store.pinned_sessions(owner)
+    pinned = [] if q or before else await services.store.rows.pinned(owner)
     return json_reply({"sessions": sessions, "next": following, "pinned": pinned})
 
 
@@ -186,6 +186,7 @@ async def create_session(request: web.Request) -> web.Response:
     session = await services.store.create_session(
         owner, title=body.title, adapter=adapter or None, settings=body.settings, now=time.time()
     )
+    services.list_watch.changed(owner, session.id)
     return json_reply(session, status=201)
 
 
@@ -215,6 +216,7 @@ async def patch_session(request: web.Request) -> web.Response:
         # Its prompts begin differently from now on: what is prepared, and what nodes keep for it, fits none of them.
         services.advisories.end_session(owner, session_id)
         services.node.end_session(tenant_of(owner), session_id)
+    services.list_watch.changed(owner, session_id)
     return json_reply(summary)
 
 
@@ -239,6 +241,7 @@ async def delete_session(request: web.Request) -> web.Response:
     owner = services.admit(request).owner
     session_id = request.match_info["id"]
     await services.store.delete(owner, session_id, time.time())
+    services.list_watch.changed(owner, session_id)
     services.node.end_session(tenant_of(owner), session_id)
     services.drafts.stop(owner, session_id)
     await services.turns.stop_session(owner, session_id)
@@ -249,7 +252,9 @@ async def restore_session(request: web.Request) -> web.Response:
     """`POST /api/sessions/{id}/restore`: brings a deleted conversation back."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
-    return json_reply(await services.store.restore(owner, request.match_info["id"], time.time()))
+    session = await services.store.restore(owner, request.match_info["id"], time.time())
+    services.list_watch.changed(owner, session.id)
+    return json_reply(session)
 
 
 async def list_models(request: web.Request) -> web.Response:

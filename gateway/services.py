@@ -18,6 +18,7 @@ from gateway.drafts import Drafts
 from gateway.engine_watch import EngineWatch
 from gateway.errors import GatewayError
 from gateway.learned import Learned
+from gateway.list_watch import ListWatch
 from gateway.metrics import Metrics
 from gateway.node_metrics import NodeCollector
 from gateway.open_calls import OpenCalls
@@ -83,6 +84,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.engine_watch = EngineWatch(self.steward, self.advisories, self.keys)
+        self.list_watch = ListWatch(self.store)
 
     def principal(self, request: web.Request) -> Principal:
         """Who asks. Raises GatewayError `unauthorized`, `rate_limited` (wrong keys)."""
@@ -120,6 +122,7 @@ class Services:
 
     def tell_shown(self, owner: str, session_id: str, turn_id: str, *, but: OpenSocket | None = None) -> None:
         """Tell the owner's sockets that have read this session, save one that knows it already, that this turn of it is shown now."""
+        self.list_watch.changed(owner, session_id, but=but)
         for socket in self.connections:
             if socket.has_read(session_id) and socket.owner == owner and socket is not but:
                 socket.tell({"type": "shown", "session_id": session_id, "turn_id": turn_id})

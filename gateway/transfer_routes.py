@@ -51,6 +51,7 @@ async def import_session(request: web.Request) -> web.Response:
     archive = await asyncio.to_thread(read_archive, await json_body(request))
     adapters = frozenset(model["id"] for model in services.models() if model.get("adapter"))
     session = await services.store.bring_in(owner, archive, adapters, time.time())
+    services.list_watch.changed(owner, session.id)
     return json_reply(session, status=201)
 
 

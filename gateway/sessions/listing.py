@@ -32,9 +32,10 @@ def _summary(columns: tuple[Any, ...], found: search.Found | None = None) -> Ses
     )
 
 
-def summary_of(conn: sqlite3.Connection, owner: str, session_id: str) -> SessionSummary:
-    """One session that is there, as a list shows it."""
-    return _summary(conn.execute(_SUMMARY + " AND s.id = ?", (owner, session_id)).fetchone())
+def summary_of(conn: sqlite3.Connection, owner: str, session_id: str) -> SessionSummary | None:
+    """One session as a list shows it; None if it does not exist or was deleted."""
+    columns = conn.execute(_SUMMARY + " AND s.id = ?", (owner, session_id)).fetchone()
+    return None if columns is None else _summary(columns)
 
 
 def list_sessions(

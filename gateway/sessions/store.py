@@ -37,6 +37,7 @@ from gateway.sessions.records import (
 from gateway.sessions.reserve import Reserve
 from gateway.sessions.responses import Responses
 from gateway.sessions.room import Room
+from gateway.sessions.rows import Rows
 from gateway.sessions.text import checked_end, checked_id, checked_title, clean, decode_cursor, encoded
 from gateway.sessions.wal import check_log
 
@@ -67,6 +68,7 @@ class SessionStore:
         self._room = Room(writer, self._reader, reserve, file)
         self._searches = search.Searches()
         self.responses = Responses(self._reader, self._write)
+        self.rows = Rows(self._reader)
         self._lock_fd: int | None = lock_fd
 
     @classmethod
@@ -193,10 +195,6 @@ class SessionStore:
             return await self._search(
                 owner, search.bounded, one, listing.list_sessions, owner, text, limit, cursor, origin
             )
-
-    async def pinned_sessions(self, owner: str) -> list[SessionSummary]:
-        """The sessions that this owner has pinned, wherever they were made, the one that was pinned last first."""
-        return await self._reader.transact(listing.pinned_sessions, owner)
 
     async def _search(self, owner: str, work: Callable[..., _T], *args: Any) -> _T:
         """A transaction that reads an owner's index; where that is damaged, it is done again without."""

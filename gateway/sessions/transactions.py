@@ -196,7 +196,9 @@ def patch(
     if not isinstance(is_pinned, UnsetType):
         listing.pin(conn, owner, row.row, now if is_pinned else None)
     _set_title(conn, row, new_title)
-    return listing.summary_of(conn, owner, session_id)
+    summary = listing.summary_of(conn, owner, session_id)
+    assert summary is not None, "it was there when this transaction began"
+    return summary
 
 
 def _set_title(conn: sqlite3.Connection, row: Row, title: str | None) -> None:

@@ -39,6 +39,7 @@ export class App {
     turn: ({ turn }) => this.#onTurn(turn),
     text: ({ turn }) => this.#onText(turn),
     listed: (event) => this.#onListed(event),
+    relisted: (event) => this.#onRelisted(event),
     gone: ({ sessionId }) => this.#onGone(sessionId),
     stale: ({ sessionId }) => this.#reload(sessionId),
     problem: ({ message }) => toast(message),
@@ -102,7 +103,6 @@ export class App {
   }
 
   #listen() {
-    document.addEventListener('imported', () => this.#list(true));
     document.addEventListener('typeset', () => this.follower.grown());
     addEventListener('hashchange', () => this.#openSession(sessionFromHash()));
     document.addEventListener('keydown', (event) => this.#onKey(event));
@@ -189,9 +189,7 @@ export class App {
     this.#act(() => this.core.discard(turn.id));
     const session = this.core.sessions.get(turn.sessionId);
     if (!session?.loaded || session.turns.length) return;
-    const wasOpen = turn.sessionId === this.core.current;
-    this.#forget(turn.sessionId);
-    if (wasOpen) this.composer.write(turn.content);
+    if (this.#forget(turn.sessionId)) this.composer.write(turn.content);
     this.#tell(this.api.remove(turn.sessionId));
   }
 
@@ -264,26 +262,21 @@ export class App {
 
   async #rename(id, title) {
     this.index.upsert({ id, title });
-    if (this.core.sessions.has(id)) this.core.sessions.get(id).title = title;
-    this.#showTitle();
     await this.#tell(this.api.patch(id, { title }));
-    this.#refreshList();
+    this.rail.refreshSearch();
   }
 
   async #pin(id, isPinned) {
     if (!await this.#tell(this.api.patch(id, { is_pinned: isPinned }))) return;
-    this.index.upsert({ id, is_pinned: isPinned });
-    this.#refreshList();
+    this.rail.refreshSearch();
     this.announcer.say(isPinned ? 'Pinned.' : 'No longer pinned.');
   }
 
   async #remove(id) {
     const title = this.index.get(id)?.title || 'New chat';
     if (await this.#tell(this.api.remove(id)) === undefined) return;
-    const session = this.index.get(id);
-    const wasOpen = id === this.core.current;
-    this.#forget(id);
-    toast(`“${title}” deleted.`, { label: 'Undo', ms: UNDO_MS, act: () => this.#restore(id, session, wasOpen) });
+    const wasOpen = this.#forget(id);
+    toast(`“${title}” deleted.`, { label: 'Undo', ms: UNDO_MS, act: () => this.#restore(id, wasOpen) });
     this.announcer.say('Conversation deleted. Undo is available for ten seconds.');
   }
 
@@ -292,13 +285,13 @@ export class App {
     const wasOpen = id === this.core.current;
     this.core.forget(id);
     if (wasOpen) this.#newChat();
-    this.#refreshList();
+    this.rail.refreshSearch();
+    return wasOpen;
   }
 
-  async #restore(id, session, wasOpen) {
+  async #restore(id, wasOpen) {
     if (await this.#tell(this.api.restore(id)) === undefined) return;
-    if (session) this.index.upsert(session);
-    this.#refreshList();
+    this.rail.refreshSearch();
     if (!wasOpen) return;
     setHash(id);
     this.#openSession(id);
@@ -418,6 +411,14 @@ export class App {
     this.rail.draw();
   }
 
+  #onRelisted({ sessionId, session }) {
+    const isShown = session?.is_pinned || session?.origin === 'chat' || readCalls();
+    if (session && isShown) this.index.put(session);
+    else this.index.remove(sessionId);
+    this.#showTitle();
+    this.rail.draw();
+  }
+
   #onGone(sessionId) {
     setHash(null);
     toast('This conversation does not exist any more.');
@@ -469,11 +470,6 @@ export class App {
     writeCalls(shown);
     byId('calls-button').setAttribute('aria-pressed', String(shown));
     this.#list(true);
-    this.rail.refreshSearch();
-  }
-
-  #refreshList() {
-    this.rail.draw();
     this.rail.refreshSearch();
   }
 

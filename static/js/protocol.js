@@ -55,6 +55,7 @@ export class ChatCore {
     error: (frame) => this.#onError(frame),
     advisory: (frame) => this.#onAdvisory(frame),
     shown: (frame) => this.#onShown(frame),
+    listed: (frame) => this.#onListFrame(frame),
   };
 
   constructor() {
@@ -196,6 +197,12 @@ export class ChatCore {
     if (session?.loaded && !session.turns.some((turn) => turn.id === turnId)) this.#emit('stale', { sessionId });
   }
 
+  /** A conversation is new, changed or gone. */
+  #onListFrame({ session_id: sessionId, session }) {
+    this.#retitle(sessionId, session?.title);
+    this.#emit('relisted', { sessionId, session });
+  }
+
   /** Puts a session read by REST in place, its turns included. */
   load(raw) {
     this.#mergeSession(raw);
@@ -236,6 +243,7 @@ export class ChatCore {
     this.#emit('models', {});
     if (session) this.#mergeSession(session);
     if (wasReady) return;
+    this.#send({ type: 'watch_list' });
     if (this.current && this.current !== session?.id) this.open(this.current);
     this.#catchUp();
   }

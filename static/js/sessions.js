@@ -11,27 +11,26 @@ export class SessionIndex {
   /** Takes one page of `GET /api/sessions`; the first page starts afresh, and brings what is pinned. */
   addPage({ sessions, next, pinned = [] }, isFirst) {
     if (isFirst) this.#byId.clear();
-    // One without a title and a turn is what a first message leaves that was refused and never sent again.
-    for (const session of [...sessions, ...pinned]) {
-      if (session.title || session.num_turns !== 0) this.#byId.set(session.id, session);
-    }
+    for (const session of [...sessions, ...pinned]) this.put(session);
     this.next = next ?? null;
   }
 
+  /** Takes one session as listed, but not the empty one that a refused first message leaves. */
+  put(session) {
+    if (session.title || session.num_turns !== 0) this.#byId.set(session.id, session);
+  }
+
   /** Adds or changes one session; undefined fields are left as they are. */
-  upsert({ id, title, adapter, is_pinned: isPinned, updated_at: updatedAt }) {
+  upsert({ id, title, adapter, updated_at: updatedAt }) {
     const known = this.#byId.get(id) ?? { id, title: null, adapter: null, updated_at: 0 };
     this.#byId.set(id, { ...known, title: title ?? known.title,
       adapter: adapter === undefined ? known.adapter : adapter,
-      is_pinned: isPinned ?? known.is_pinned,
       updated_at: Math.max(known.updated_at, updatedAt ?? 0) });
   }
 
-  /** Takes a session out and returns it. */
+  /** Takes a session out. */
   remove(id) {
-    const session = this.#byId.get(id);
     this.#byId.delete(id);
-    return session;
   }
 
   /** One session, or undefined. */

@@ -232,6 +232,36 @@ def test_a_second_page_of_a_conversation_shows_what_is_asked_on_the_first(chat, 
     expect(chat.answers.last).to_contain_text("marzipan")
 
 
+def test_a_second_page_follows_what_is_done_to_the_list(chat, open_page, make_chat) -> None:
+    """A conversation that is asked in, renamed, pinned and deleted on the first page, and one that a call of the API goes on with."""
+    other = make_chat(open_page(), chat.url).open()
+    expect(other.page.locator("#welcome")).to_be_visible()
+    name = f"Seen {uuid.uuid4().hex[:8]}"
+    chat.ask(f"{name}.")
+    row = other.row(name)
+    expect(row).to_have_count(1)
+    row.locator(".session").click()
+    expect(other.turns).to_have_count(1)
+    body = {
+        "messages": [{"role": "user", "content": "And now?"}],
+        "max_tokens": 4,
+        "session_id": chat.session_id,
+    }
+    assert chat.page.request.post(f"{chat.url}/v1/chat/completions", data=body).ok
+    for page in (chat, other):
+        expect(page.turns).to_have_count(2)
+    chat.row(name).locator(".session").press("p")
+    expect(other.page.locator(".day").first).to_have_text("Pinned")
+    renamed = f"Named {uuid.uuid4().hex[:8]}"
+    chat.row(name).locator(".session").press("F2")
+    chat.page.get_by_label("New title").fill(renamed)
+    chat.page.keyboard.press("Enter")
+    expect(other.row(renamed)).to_have_count(1)
+    expect(other.page.locator("#title")).to_have_text(renamed)
+    chat.row(renamed).locator(".session").press("Delete")
+    expect(other.row(renamed)).to_have_count(0)
+
+
 def test_a_conversation_is_exported_and_imported(chat, tmp_path, page_watch) -> None:
     """As Markdown to be read; as JSON, which becomes another conversation that is opened. What is no conversation is refused in words."""
     name = f"Copied {uuid.uuid4().hex[:8]}"

@@ -78,7 +78,6 @@ export class Sheet {
     if (!session) return;
     if (NARROW.matches) this.#close();
     location.hash = `#/s/${encodeURIComponent(session.id)}`;
-    document.dispatchEvent(new Event('imported'));
     toast(`“${session.title || 'New chat'}” imported.`);
   }
 

@@ -95,6 +95,66 @@ async def test_another_version_of_a_message_is_chosen(gateway: Gateway, http: ai
     answer.finish("Well.")
 
 
+async def test_a_socket_that_watches_the_list_hears_of_every_change(
+    gateway: Gateway, http: aiohttp.ClientSession
+) -> None:
+    """Made, asked in, renamed, pinned, deleted, brought back and imported. One that does not watch hears of none."""
+    async with gateway.socket(hello={}) as watching, gateway.socket(hello={}) as asking:
+        await watching.send(type="watch_list")
+        await watching.send(type="ping")
+        assert (await watching.next())["type"] == "pong"
+
+        async def heard(session_id: str, **fields: object) -> None:
+            frame = await watching.next()
+            assert (frame["type"], frame["session_id"]) == ("listed", session_id)
+            assert {name: frame["session"][name] for name in fields} == fields
+
+        async with http.post("/api/sessions", json={}) as reply:
+            session_id = (await reply.json())["id"]
+        await heard(session_id, title=None, num_turns=0)
+        assert (await asking.ask("a", "Hello!", session_id=session_id))["type"] == "accepted"
+        await heard(session_id, title="Hello!", num_turns=1)
+        (await gateway.node.asked()).finish("Hi.")
+        assert (await asking.rest())[1]["type"] == "done"
+        path = f"/api/sessions/{session_id}"
+        for change in ({"title": "Greetings"}, {"is_pinned": True}):
+            async with http.patch(path, json=change) as reply:
+                assert reply.status == 200
+            await heard(session_id, **change)
+        async with http.delete(path) as reply:
+            assert reply.status == 204
+        assert await watching.next() == {"type": "listed", "session_id": session_id, "session": None}
+        async with http.post(f"{path}/restore") as reply:
+            assert reply.status == 200
+        await heard(session_id, is_pinned=True)
+        async with http.get(f"{path}/export") as reply:
+            archive = await reply.json()
+        async with http.post("/api/sessions/import", json=archive) as reply:
+            copy = (await reply.json())["id"]
+        await heard(copy, title="Greetings", num_turns=1)
+        await asking.send(type="ping")
+        assert (await asking.next())["type"] == "pong"
+
+
+async def test_only_the_owner_hears_of_changes_of_a_list(gateways: Gateways) -> None:
+    gateway = await gateways(api_keys=("ov-one", "ov-two"))
+    ann, bob = gateway.socket(key="ov-one", hello={}), gateway.socket(key="ov-two", hello={})
+    async with ann as own, bob as other:
+        for socket in (other, own):
+            await socket.send(type="watch_list")
+            await socket.send(type="ping")
+            assert (await socket.next())["type"] == "pong"
+        headers = {"Authorization": "Bearer ov-one"}
+        async with (
+            aiohttp.ClientSession(gateway.server.url, headers=headers) as http,
+            http.post("/api/sessions", json={"title": "Mine"}) as reply,
+        ):
+            assert reply.status == 201
+        assert (await own.next())["session"]["title"] == "Mine"
+        await other.send(type="ping")
+        assert (await other.next())["type"] == "pong"
+
+
 async def test_deleting_a_session_stops_its_answer(gateway: Gateway, http: aiohttp.ClientSession) -> None:
     turn = await gateway.ask("a", owner="local")
     answer = await gateway.node.asked()

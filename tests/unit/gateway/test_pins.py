@@ -23,7 +23,7 @@ async def store(tmp_path: Path) -> SessionStore:
 
 
 async def pinned(store: SessionStore, owner: str = "ann") -> list[str]:
-    return [str(session.id) for session in await store.pinned_sessions(owner)]
+    return [str(session.id) for session in await store.rows.pinned(owner)]
 
 
 async def test_what_was_pinned_last_is_first_until_it_is_unpinned(store: SessionStore) -> None:

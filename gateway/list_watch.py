@@ -1,0 +1,58 @@
+"""What changes in an owner's list of conversations, told to the sockets that watch it. Source: docs/protocol.md, frame `listed`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Protocol
+
+from msgspec import to_builtins
+
+from gateway.errors import GatewayError
+from gateway.sessions import SessionStore
+
+log = logging.getLogger(__name__)
+
+
+class ListWatcher(Protocol):
+    """A socket that shows a list."""
+
+    @property
+    def owner(self) -> str | None:
+        """Whose list it is."""
+
+    def tell(self, frame: dict[str, Any]) -> None:
+        """Send a frame that its client did not ask for."""
+
+
+class ListWatch:
+    """The sockets that watch. The database is read only where a change concerns one of them."""
+
+    def __init__(self, store: SessionStore) -> None:
+        self._store = store
+        self._watchers: set[ListWatcher] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, watcher: ListWatcher) -> None:
+        self._watchers.add(watcher)
+
+    def remove(self, watcher: ListWatcher) -> None:
+        """One that does not watch is passed over."""
+        self._watchers.discard(watcher)
+
+    def changed(self, owner: str, session_id: str, *, but: ListWatcher | None = None) -> None:
+        """A session is new, was changed or has gone: tell the owner's watchers, save one that knows it already. Returns at once."""
+        if any(watcher.owner == owner and watcher is not but for watcher in self._watchers):
+            self._tasks.add(task := asyncio.create_task(self._tell(owner, session_id, but)))
+            task.add_done_callback(self._tasks.discard)
+
+    async def _tell(self, owner: str, session_id: str, but: ListWatcher | None) -> None:
+        try:
+            summary = await self._store.rows.one(owner, session_id)
+        except GatewayError as error:
+            log.warning("a change of the list of conversations was not announced: %s", error.code)
+            return
+        frame = {"type": "listed", "session_id": session_id, "session": to_builtins(summary)}
+        for watcher in list(self._watchers):
+            if watcher.owner == owner and watcher is not but:
+                watcher.tell(frame)
