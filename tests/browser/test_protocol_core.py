@@ -9,6 +9,8 @@ import pytest
 
 STATIC = Path(__file__).resolve().parents[2] / "static"
 ORIGIN = "http://core.test"
+# Said once on each connection, as soon as it is ready.
+WATCH_LIST = {"type": "watch_list"}
 PRELUDE = """
 const { ChatCore, backoffMs } = await import('/js/protocol.js');
 const ready = (session = null) => ({ type: 'ready', protocol: 1, session, models: [], server: {} });
@@ -90,7 +92,7 @@ def test_a_drop_resumes_after_the_last_piece(core) -> None:
         const hello = again(stored('a', 'running')); delta('a', 6, 'two'); done('a', 6); return [hello, sent(), shown()];""")
     assert result == [
         [{"type": "hello", "session_id": "s", "resume": [{"id": "a", "seq": 4}]}],
-        [],
+        [WATCH_LIST],
         [["a", "done", "one two"]],
     ]
 
@@ -103,7 +105,7 @@ def test_a_turn_that_ended_while_the_socket_was_down_is_not_doubled(core) -> Non
 def test_an_unacknowledged_message_is_sent_again_and_not_resumed(core) -> None:
     hello, frames = core("begin(); ask('a'); core.drain(); const hello = again(); return [hello, sent()];")
     assert "resume" not in hello[0]
-    assert [(frame["type"], frame["id"]) for frame in frames] == [("message", "a")]
+    assert [(frame["type"], frame.get("id")) for frame in frames] == [("watch_list", None), ("message", "a")]
 
 
 def test_a_message_that_kills_every_socket_is_given_up(core) -> None:
@@ -145,7 +147,7 @@ def test_a_turn_that_runs_elsewhere_is_followed_once(core) -> None:
         core.receive(ready(session(stored('a', 'running')))); const first = sent();
         core.receive(ready(session(stored('a', 'running')))); const second = sent();
         delta('a', 5, 'all'); done('a', 5); return [first, second, shown()];""")
-    assert first == [{"type": "hello", "session_id": "s", "resume": [{"id": "a", "seq": 0}]}]
+    assert first == [{"type": "hello", "session_id": "s", "resume": [{"id": "a", "seq": 0}]}, WATCH_LIST]
     assert second == []
     assert turns == [["a", "done", "all"]]
 
@@ -237,7 +239,8 @@ def test_a_session_that_is_gone_is_left(core) -> None:
 def test_the_session_chosen_while_connecting_is_the_one_opened(core) -> None:
     assert core("""core.open('other'); core.connecting(); core.opened(); core.open('s'); core.drain();
         core.receive(ready({ ...session(), id: 'other' })); return sent();""") == [
-        {"type": "hello", "session_id": "s"}
+        WATCH_LIST,
+        {"type": "hello", "session_id": "s"},
     ]
 
 
