@@ -6,7 +6,7 @@ until it is worth a turn: looking what there is to do takes as long as copying s
 
 from __future__ import annotations
 
-# Of the time in which requests run. Chosen: what nobody notices, and on a memory of 5 GB/s 100 MB of KV each second.
+# Of the time in which requests run. Chosen: too little to be noticed, and on a memory of 5 GB/s 100 MB of KV each second.
 SHARE = 0.02
 # A turn takes this part of a step, within these bounds in seconds. Chosen: no token comes much later than it would.
 TURN_STEPS = 0.5

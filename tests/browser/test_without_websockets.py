@@ -89,6 +89,9 @@ def test_the_page_chats_by_events(open_page, make_chat, proxy: StrippingProxy) -
     chat = make_chat(page, proxy.url).open()
     chat.ask("My secret word is marzipan.")
     assert proxy.num_refused >= 1
+    # Sampled, the demo model misspells the word now and then.
+    greedy = {"settings": {"temperature": 0}}
+    assert page.request.patch(f"{chat.url}/api/sessions/{chat.session_id}", data=greedy).ok
     chat.question.press_sequentially("What is my secret word?")
     chat.question.press("Enter")
     chat.wait_done()

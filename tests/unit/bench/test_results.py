@@ -25,7 +25,7 @@ from bench.results.claims import CHAMELEON, CLAIMS, GROUPS, MECHANISMS
 from bench.results.frontier import frontier
 from bench.results.frontier import panel as draw_frontier
 from bench.results.lookup import find, rows_of, shown
-from bench.results.page import MARKER, page, top
+from bench.results.page import BOUNDED, MARKER, SHORT, page, top
 from bench.results.plots import ARMS, DARK, OTHERWISE, plots
 from bench.results.plots import _curves as draw_curves
 from bench.results.plots import _panel as draw_panel
@@ -238,7 +238,7 @@ def test_what_is_near_a_bound_that_misses_the_aim_too_stands_apart() -> None:
         replace(bounded("reachable", "near"), aim=1.5),
         runs=[run("sim-x", bound=1.6, near=1.55, far=1.3, nothing=1.0)],
     )
-    short, as_all_must = (text.index(f"## What falls short{more}\n") for more in ("", " as all must"))
+    short, as_all_must = (text.index(f"## {name}\n") for name in (SHORT, BOUNDED))
     assert short < text.index("C1 far") < as_all_must < text.index("C1 near") < text.index("C1 reachable")
     assert "| ≥ 2× | 1.6× |" in lines_of(text, "C1 near")[0]
     assert as_all_must < text.index("C1 nothing")
