@@ -60,9 +60,10 @@ class ProcessNode(RemoteNode):
     def progress(self) -> Progress:
         if self._closing.is_set():
             return self._progress("closed", "closed")
-        if self._link is None and self._num_deaths:
+        # Its connection ends before the process does: what it said last is true no more.
+        if not self.is_up and (self._num_deaths or self._report is not None):
             return self._progress("rebuilding", "starting the engine's process again")
-        if self._link is None:
+        if not self.is_up:
             return self._progress("starting", "starting the engine's process")
         told = super().progress
         # Clients were told of one engine: that it starts once more is their second word of it.
@@ -150,6 +151,8 @@ class ProcessNode(RemoteNode):
                 start_new_session=True,
             )
             theirs.close()
+            if self._closing.is_set():
+                self._kill()  # `close` came while it was being started, and found nothing to end
             lost = asyncio.Event()
             loop = asyncio.get_running_loop()
             _, link = await loop.create_connection(

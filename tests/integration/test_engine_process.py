@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import aiohttp
@@ -28,13 +27,8 @@ from tests.integration.test_process import (
 
 def engine_of(gateway_pid: int) -> psutil.Process:
     """The child that the engine runs in."""
-    until_s = time.monotonic() + 10
-    while time.monotonic() < until_s:  # one that has just begun has no command line for a moment
-        for child in psutil.Process(gateway_pid).children(recursive=True):
-            if "gateway.engine_process" in child.cmdline():
-                return child
-        time.sleep(0.1)
-    pytest.fail("no engine runs")
+    children = psutil.Process(gateway_pid).children(recursive=True)
+    return next(child for child in children if "gateway.engine_process" in child.cmdline())
 
 
 async def until_ready(http: aiohttp.ClientSession) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
+
+import pytest
 
 from engine_bridge.cluster.child import serve
 from engine_bridge.cluster.process import ProcessNode
@@ -35,6 +38,33 @@ async def test_a_child_that_is_started_again_is_another_process_and_takes_reques
         assert await answer_of(node) != first and node.incarnation != before != ""
         await node.close()
     assert node.incarnation == ""
+
+
+async def test_a_node_whose_process_has_died_does_not_say_that_it_is_ready() -> None:
+    node = ProcessNode([sys.executable, "-m", __name__], b"", "fake-model")
+    async with asyncio.timeout(3 * PATIENCE_S):
+        await node.start()
+        os.kill(int(await answer_of(node)), signal.SIGKILL)
+        while node.is_up:
+            await asyncio.sleep(0)
+        assert node.progress.state == "rebuilding"
+        while node.progress.state != "ready":
+            await asyncio.sleep(0.05)
+        assert await answer_of(node)
+        await node.close()
+
+
+@pytest.mark.parametrize("num_turns", range(1, 7))
+async def test_closing_ends_a_process_that_is_just_being_started(num_turns: int) -> None:
+    """After so many turns of the loop."""
+    node = ProcessNode([sys.executable, "-m", __name__], b"", "fake-model")
+    starting = asyncio.create_task(node.start())
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S):
+        await node.close()
+    starting.cancel()
+    assert node.progress.state == "closed"
 
 
 if __name__ == "__main__":
