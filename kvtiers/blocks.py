@@ -68,9 +68,10 @@ class Supply(Protocol):
 
 
 class ReadJob:
-    """Blocks that are being read from `first_layer` on, for as many stages as want them. num_left: layers of blocks that have not come."""
+    """Blocks that are being read from `first_layer` on, for as many stages as want them. num_left: layers of blocks that have not come.
+    is_stopped: nobody wanted it for a moment, so that its reading was told to end."""
 
-    __slots__ = ("blocks", "first_layer", "num_left", "num_users", "supply", "task")
+    __slots__ = ("blocks", "first_layer", "is_stopped", "num_left", "num_users", "supply", "task")
 
     def __init__(self, supply: Supply, blocks: list[Block], first_layer: int, num_layers: int) -> None:
         self.supply = supply
@@ -78,11 +79,13 @@ class ReadJob:
         self.first_layer = first_layer
         self.num_left = len(blocks) * (num_layers - first_layer)
         self.num_users = 0
+        self.is_stopped = False
         self.task: Task | None = None
 
     def stop_if_unwanted(self) -> None:
         """Runs on the I/O thread. A read that has not begun looks for itself whether it is wanted."""
         if self.num_users == 0 and self.task is not None:
+            self.is_stopped = True
             self.task.cancel()
 
 

@@ -154,10 +154,20 @@ class Reader:
             if job.num_users:
                 keys = [block.key for block in blocks]
                 await source.read(keys, part, first_layer=job.first_layer, on_layer=on_layer, on_bad=on_bad)
+            else:
+                job.is_stopped = True
         except Exception:
             log.exception("reading %d KV blocks failed", len(blocks))
         finally:
             self._end_read(job)
+
+    def _is_wanted_again(self, job: ReadJob) -> bool:
+        """Whether a stage has joined a reading that was stopped, before it ended: it goes on with the layers that have not come. Under the lock."""
+        if not (job.is_stopped and job.num_users and job.num_left):
+            return False
+        job.is_stopped = False
+        job.first_layer = min(block.ready for block in job.blocks if not block.is_bad)
+        return True
 
     def _note_layer(self, job: ReadJob, layer: int) -> None:
         good = [block for block in job.blocks if not block.is_bad]
@@ -171,6 +181,9 @@ class Reader:
 
     def _end_read(self, job: ReadJob) -> None:
         with self._arrived:
+            if self._is_wanted_again(job):
+                self.start(job)
+                return
             for block in job.blocks:
                 block.job = None
                 if not block.is_bad and block.ready < self._host.shape.num_layers:

@@ -215,6 +215,37 @@ def test_two_stages_share_one_read(tiers: Tiers) -> None:
     assert tiers.store.stats().disk.bytes_read == 4 * SHAPE.block_bytes
 
 
+class HeldReads(Files):
+    """A disk whose reads wait until they are let through."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.has_begun.set()
+        assert self.may_go_on.wait(SETTLE_S)
+        return super().preadv(fd, buffers, offset)
+
+
+def test_a_stage_that_joins_a_reading_just_as_it_is_stopped_gets_all_blocks(tmp_path: Path) -> None:
+    files = HeldReads()
+    tiers = Tiers(tmp_path, files=files)
+    tiers.save("a", KEYS[:4])
+    tiers.store.flush()
+    tiers.store.drop_host()
+    first = tiers.store.stage("a", KEYS[:4])
+    assert files.has_begun.wait(SETTLE_S)
+    tiers.store.release(first)  # nobody wants it: it is told to stop
+    tiers.io.start(asyncio.sleep(0)).result()  # and has heard of it
+    second = tiers.store.stage("a", KEYS[:4])
+    files.may_go_on.set()
+    assert tiers.check(second, KEYS[:4]) == 4
+    tiers.store.release(second)
+    assert tiers.store.wait_for_reads(SETTLE_S)
+    tiers.store.check_invariants()
+    tiers.close()
+
+
 def test_last_layers_leave_before_any_session_loses_its_first(tmp_path: Path) -> None:
     tiers = Tiers(tmp_path, host_blocks=8, eviction=ByValue())
     for number, group in enumerate(("a", "b")):
