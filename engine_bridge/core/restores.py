@@ -155,7 +155,8 @@ class _Restore:
 @dataclass(slots=True)
 class _Known:
     """One request. entered: the group that the store was told of; has_looked: whether `restore` is what the tiers hold now; num_offered: blocks
-    that the tiers were offered, None before it ran; way: chosen for its return when it was preempted."""
+    that the tiers were offered, None before it ran; way: chosen for its return when it was preempted. waits_for: requests whose restores hold the
+    host memory that its own needs; None: it has not waited for any yet."""
 
     request: NewRequest
     entered: str | None = None
@@ -163,6 +164,7 @@ class _Known:
     restore: _Restore | None = None
     num_offered: int | None = None
     way: Way | None = None
+    waits_for: set[str] | None = None
 
 
 class Restores:
@@ -174,6 +176,7 @@ class Restores:
         self._known: dict[str, _Known] = {}
         self._sources: dict[str, Sources] = {}
         self._loads: list[Load] = []
+        self._starting: set[str] = set()  # whose these are
 
     # -- a request waits -----------------------------------------------------------------------------------------------
 
@@ -205,7 +208,7 @@ class Restores:
         first = num_computed_tokens // self._block_size
         restore = self._find_restore(known, first, num_tokens)
         if restore is None:
-            return 0
+            return None if known.waits_for else 0
         restore.num_skipped = first - restore.first
         facts = self._facts(restore, num_tokens)
         if facts.num_blocks <= 0:
@@ -244,6 +247,10 @@ class Restores:
             if known.restore is None or first >= known.restore.first:
                 return known.restore
             self._release(known)
+        if known.waits_for:
+            known.waits_for = {each for each in known.waits_for if self._is_restoring(each)}
+            if known.waits_for:
+                return None
         # The last token is always computed: its logits are what the request is for.
         last = (num_tokens - 1) // self._block_size
         known.has_looked, known.restore = True, None
@@ -251,11 +258,29 @@ class Restores:
             request = known.request
             keys, peer = request.block_keys(first, last), self._peer_of(known, store)
             stage = store.stage(request.group, keys, tenant=request.tenant, peer=peer)
-            if stage.blocks:
-                known.restore = _Restore(stage, first)
-            else:
+            if known.waits_for is None and self._is_whole_sooner(stage, keys, store):
+                known.waits_for = {name for name in self._known if self._is_restoring(name)}
+            if known.waits_for or not stage.blocks:
                 store.release(stage)
+                known.has_looked = not known.waits_for
+            else:
+                known.restore = _Restore(stage, first)
         return known.restore
+
+    def _is_restoring(self, request_id: str) -> bool:
+        """Whether it holds host memory that it gives back soon."""
+        known = self._known.get(request_id)
+        return known is not None and (known.restore is not None or request_id in self._starting)
+
+    def _is_whole_sooner(self, stage: Stage, keys: Sequence[BlockKey], store: KvBlocks) -> bool:
+        """Whether a stage that host memory has cut short would be whole, once others' are read, before the rest of it could be computed."""
+        num_cut = store.num_held(keys) - len(stage.blocks)
+        seconds = self._tiers.prefill_s_per_token()
+        if num_cut <= 0 or seconds is None:
+            return False
+        progress = store.progress(stage)
+        num_bytes = progress.disk_bytes_ahead + num_cut * store.shape.block_bytes
+        return num_bytes / progress.disk_bytes_per_s < num_cut * self._block_size * seconds
 
     def _peer_of(self, known: _Known, store: KvBlocks) -> str:
         """Who is asked for what this node lacks. What ran here has left its KV here."""
@@ -305,6 +330,7 @@ class Restores:
             self._release(known)
             return
         known.restore, known.has_looked = None, False  # the load has the stage now
+        self._starting.add(request_id)
         start, skipped = restore.first + restore.num_skipped, restore.num_skipped
         is_whole = self._store.progress(restore.stage).num_ready_blocks >= skipped + num_blocks
         self._loads.append(
@@ -379,7 +405,7 @@ class Restores:
             block_ids_of: the device's blocks of one of them.
         """
         moves = StepMoves(self._loads)
-        self._loads = []
+        self._loads, self._starting = [], set()
         store = self._tiers.usable_store
         if store is None:
             return moves

@@ -33,6 +33,7 @@ class Shelf:
         self.live: Counter[tuple[str, str]] = Counter()
         self.expected: dict[tuple[str, str], float | None] = {}
         self.disk_rate = 1e6
+        self.room: int | None = None  # blocks that all stages may hold; None: any number
 
     def put(self, keys: Sequence[bytes], *, on_disk: bool = False) -> None:
         self.on_disk |= {BlockKey(key): on_disk for key in keys}
@@ -61,8 +62,9 @@ class Shelf:
     ) -> Stage:
         stage = Stage(0.0)
         owner = Group(tenant, group)
+        num_held = sum(len(each.blocks) for each in self.stages)
         for key in keys:
-            if key not in self.on_disk and not peer:
+            if (key not in self.on_disk and not peer) or num_held + len(stage.blocks) == self.room:
                 break
             block = Block(key, owner)
             block.slots = [0] * SHAPE.num_layers
@@ -90,7 +92,13 @@ class Shelf:
             waited_s=0.0,
             disk_bytes_done=0,
             disk_bytes_left=left,
-            disk_bytes_ahead=0,
+            disk_bytes_ahead=sum(
+                SHAPE.block_bytes
+                for each in self.stages
+                if each is not stage
+                for block in each.blocks
+                if not block.ready
+            ),
             disk_bytes_per_s=self.disk_rate,
         )
 

@@ -110,6 +110,42 @@ def test_a_peer_is_not_asked_where_computing_is_faster_or_it_is_away_or_after_a_
     assert bench.match("d", is_resumed=True) == 0
 
 
+def test_a_restore_that_host_memory_cuts_short_waits_once_for_those_before_it() -> None:
+    bench = Bench()
+    bench.shelf.room = 6
+    for name in "ab":
+        bench.shelf.put(keys_of(name, 5), on_disk=True)
+        bench.enter(name)
+    assert [bench.match("a"), bench.match("b")] == [None, None]
+    assert [len(stage.blocks) for stage in bench.shelf.stages] == [5], "who waits holds nothing"
+    for _ in range(5):
+        bench.shelf.read_one()
+    assert bench.match("a") == 5 * BLOCK_TOKENS
+    bench.admit("a", 5)
+    assert bench.match("b") is None, "the step that copies the other's has not run"
+    (load,) = bench.step(a=22).loads
+    bench.shelf.release(load.stage)
+    assert bench.match("b") is None
+    assert [len(stage.blocks) for stage in bench.shelf.stages] == [5]
+    for _ in range(5):
+        bench.shelf.read_one()
+    assert bench.match("b") == 5 * BLOCK_TOKENS
+    bench.restores.forget("b")
+    assert bench.shelf.stages == []
+
+
+def test_a_restore_that_is_cut_short_goes_on_where_nobody_gives_room_or_computing_is_faster() -> None:
+    for s_per_token, disk_rate, num_before in ((1.0, 1e6, 0), (1e-4, 1e6, 1), (1.0, 1e2, 1)):
+        bench = Bench()
+        bench.shelf.room = 3 + 5 * num_before
+        bench.tiers.s_per_token, bench.shelf.disk_rate = s_per_token, disk_rate
+        for name in "ab"[: num_before + 1]:
+            bench.shelf.put(keys_of(name, 5), on_disk=True)
+            bench.enter(name)
+            bench.match(name)
+        assert [len(stage.blocks) for stage in bench.shelf.stages] == [5, 3][1 - num_before :]
+
+
 def test_what_the_device_came_to_hold_meanwhile_is_skipped_and_what_it_lost_is_staged_anew() -> None:
     bench = Bench()
     bench.shelf.put(keys_of("a", 5))
@@ -368,12 +404,26 @@ class RestoresMachine(RuleBasedStateMachine):
             else:
                 self.shelf.on_disk.pop(key, None)  # type: ignore[call-overload]
 
+    @rule(room=st.none() | st.integers(0, 12))
+    def host_memory_has_room_for(self, room: int | None) -> None:
+        self.shelf.room = room
+
     @invariant()
     def only_who_waits_or_is_about_to_load_holds_a_stage(self) -> None:
         assert len(self.shelf.stages) <= len(self.waiting) + self.num_loads
 
     def teardown(self) -> None:
-        for request_id in self.waiting | self.running:
+        for _ in range(10 * len(self.waiting)):  # nobody waits for ever
+            for request_id, times in list(self.waiting.items()):
+                num_tokens = self.restores.match(request_id, 0, 22, is_resumed=times > 0)
+                if num_tokens is not None:
+                    self.restores.admit(request_id, list(range(6)), num_tokens, 22, is_resumed=times > 0)
+                    self.running[request_id] = self.waiting.pop(request_id)
+                    self.num_loads += num_tokens > 0
+            self.a_step_runs(0)
+            self.shelf.read_one()
+        assert not self.waiting
+        for request_id in self.running:
             self.restores.forget(request_id)
         self.a_step_runs(0)
         assert self.shelf.stages == [] and self.shelf.saves == []
