@@ -202,15 +202,16 @@ class Advisory(Struct, frozen=True, kw_only=True):
     """Word that a request of this session will come. Source: SYMPHONY §3.1, plus the adapter.
 
     `expected_arrival_s` is a lower bound from now, or None when nobody can tell (a person typing). `priority`: lower first, as of requests; None is
-    0, as any other. `probability`: that the request comes,
-    as far as the gateway has learned. `token_ids`: what its prompt will begin with, packed; without them a node goes by what the session's
-    last request left. `tenant`, `kv_from`: as in `RequestContext`.
+    0, as any other. `is_ordered`: it comes before the requests of this tenant's ordered advisories that are sent later. `probability`: that the
+    request comes, as far as the gateway has learned. `token_ids`: what its prompt will begin with, packed; without them a node goes by what the
+    session's last request left. `tenant`, `kv_from`: as in `RequestContext`.
     """
 
     advisory_id: str
     session_id: str
     expected_arrival_s: float | None = None
     priority: int | None = None
+    is_ordered: bool = False
     adapter: str | None = None
     probability: float = 1.0
     token_ids: bytes = b""

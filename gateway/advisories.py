@@ -53,8 +53,8 @@ OnChange = Callable[["Record"], None]
 
 
 class AdvisoryRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /v1/advisories`, and the payload of a hint. ordered: SYMPHONY's word that advisories come in the order of their requests;
-    taken, and not acted on: arrival, priority and probability order the copies. priority: lower first, as of requests.
+    """The body of `POST /v1/advisories`, and the payload of a hint. ordered: a key's requests of such advisories come
+    in the order in which these are sent, so the first ones' KV is brought first. priority: lower first, as of requests. Source: SYMPHONY §3.1.
     """
 
     session_id: SessionName
@@ -334,6 +334,7 @@ class Advisories:
             session_id=wanted.session_id,
             expected_arrival_s=wanted.expected_arrival_s,
             priority=wanted.priority,
+            is_ordered=wanted.ordered,
             adapter=record.adapter,
             probability=self._precision.probability(record.owner, self._clock())
             if likely is None

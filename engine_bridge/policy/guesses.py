@@ -35,8 +35,9 @@ class GuessFacts(Struct, frozen=True, kw_only=True):
     """What is known of one expected request.
 
     num_blocks: of its prefix, as far as any tier holds it. probability: that the request comes while it is expected. priority: lower first, as of
-    requests. arrival_s: a lower bound on the caller's clock, None when nobody can tell. saved_s: what the request would wait for if nothing were
-    moved. copy_s: what moving it to the device takes the engine.
+    requests. is_ordered: the request comes before those of the tenant's ordered guesses that were issued later. arrival_s: a lower bound on the
+    caller's clock, None when nobody can tell. saved_s: what the request would wait for if nothing were moved. copy_s: what moving it to the device
+    takes the engine.
     """
 
     name: str
@@ -48,6 +49,7 @@ class GuessFacts(Struct, frozen=True, kw_only=True):
     issued_s: float
     saved_s: float
     copy_s: float
+    is_ordered: bool = False
 
 
 class Target(Struct, frozen=True):
@@ -102,10 +104,23 @@ def _in_turn(guesses: Sequence[GuessFacts]) -> list[GuessFacts]:
     placed: list[tuple[float, int, GuessFacts]] = []
     for own in by_tenant.values():
         own.sort(key=_merit)
+        _put_in_order(own)
         likely = max(guess.probability for guess in own)
         placed += [(likely / (place + 1), place, guess) for place, guess in enumerate(own)]
     placed.sort(key=lambda item: (not is_urgent(item[2].priority), -item[0], item[1], item[2].issued_s))
     return [guess for _, _, guess in placed]
+
+
+def _put_in_order(guesses: list[GuessFacts]) -> None:
+    """Of a tenant's guesses of one priority, those that are ordered share the places that they have by merit: the first issued gets the best."""
+    by_priority: dict[int, list[int]] = defaultdict(list)
+    for place, guess in enumerate(guesses):
+        if guess.is_ordered:
+            by_priority[guess.priority].append(place)
+    for places in by_priority.values():
+        in_order = sorted((guesses[place] for place in places), key=lambda guess: guess.issued_s)
+        for place, guess in zip(places, in_order, strict=True):
+            guesses[place] = guess
 
 
 def _merit(guess: GuessFacts) -> tuple[int, int, float]:

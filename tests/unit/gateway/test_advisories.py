@@ -52,7 +52,7 @@ async def test_an_advisory_reaches_the_node_with_what_the_session_ends_in(parts:
     advisory = (await parts.node.told()).advisory
     assert (advisory.advisory_id, advisory.session_id) == (record.id, turn.session_id)
     assert (advisory.adapter, advisory.tenant) == ("shout", "ann")
-    assert (advisory.expected_arrival_s, advisory.priority) == (5.0, 3)
+    assert (advisory.expected_arrival_s, advisory.priority, advisory.is_ordered) == (5.0, 3, True)
     assert advisory.token_ids == pack_token_ids([7, 8, 9, 1, 2])
     assert 0 < advisory.probability < 1
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine_bridge.policy.guesses import MARGIN_SHARE, MIN_LEAD_S, GuessFacts, due_s, plan
 
@@ -32,6 +33,7 @@ guesses = st.lists(
         num_blocks=st.integers(1, 50),
         probability=st.floats(0, 1),
         priority=st.integers(-1, 1),
+        is_ordered=st.booleans(),
         arrival_s=st.none() | st.floats(0, 100),
         saved_s=st.floats(0, 10),
     ),
@@ -110,3 +112,15 @@ def test_a_known_arrival_takes_the_device_shortly_before() -> None:
 
 def test_a_prefix_that_fits_in_part_goes_up_in_part() -> None:
     assert plan([guess("only", num_blocks=90)], 50, 100, 0.0)[0].num_device_blocks == 45
+
+
+def test_ordered_guesses_share_their_places_in_the_order_in_which_they_were_issued() -> None:
+    facts = [
+        guess("third", issued_s=3.0, saved_s=9.0, is_ordered=True),
+        guess("alone", issued_s=4.0, saved_s=3.0),
+        guess("first", issued_s=1.0, saved_s=0.1, is_ordered=True),
+        guess("second", issued_s=2.0, saved_s=1.0, is_ordered=True),
+        guess("can wait", issued_s=0.0, saved_s=9.0, is_ordered=True, priority=1),
+    ]
+    assert names(facts) == ["first", "alone", "second", "third", "can wait"]
+    assert names([structs.replace(fact, is_ordered=False) for fact in facts])[0] == "third"
