@@ -26,7 +26,7 @@ class Guess:
 
     block: a block's shape, and its tokens. first: the block at which its stage begins, a piece of it. limit: blocks that the tiers or the device
     hold. is_ahead: the stage is behind blocks that the device lacks, and only to be in host memory. is_far: some of its KV lay on disk or on another
-    node. num_copied: blocks, to the device.
+    node. num_copied: blocks, to the device; num_beside: of these, while requests ran.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Guess:
         self.num_on_device = 0
         self.is_ahead = False
         self.is_far = True
-        self.num_copied = 0
+        self.num_copied = self.num_beside = 0
         self.looked_s = -math.inf
         self._unread: Counter[Origin] = Counter()  # layers that the stage lacked at first, by where they are
         self._num_read: Counter[Origin] = Counter()  # layers of the stages before

@@ -139,6 +139,7 @@ class Promotions:
         self._released: list[Stage] = []  # of requests that came; held until those have staged for themselves
         self._look_at_s: float | None = None
         self._share = WorkShare()
+        self._num_turn_blocks = 0
         self._is_owed = False  # there is news that only urgent guesses have heard of
         self._was_busy = False
         self._idle_since_s = 0.0
@@ -187,6 +188,7 @@ class Promotions:
         resident = self._resident(guess).num_blocks
         common = _count_common(guess.hashes, hashes)
         guess.num_on_device = resident
+        self._share.used(min(guess.num_beside, resident, common))
         self._hand_over(guess)
         lead_s = now - guess.issued_s
         if common == 0:
@@ -248,6 +250,7 @@ class Promotions:
             # What ran may have pushed out what was promoted, and it no longer forbids copies.
             self._has_news, self._idle_since_s = True, now
         self._was_busy = beside.is_busy
+        self._num_turn_blocks = 0
         slice_s = self._slice_s(beside, now)
         if not self._guesses:
             self._has_news, self._is_owed, self._look_at_s = False, False, None
@@ -267,7 +270,7 @@ class Promotions:
 
     def took(self, seconds: float, now: float) -> None:
         """What `advance` returned was carried out beside requests, which took the engine's thread so long."""
-        self._share.took(seconds, now)
+        self._share.took(seconds, self._num_turn_blocks, now)
 
     def _slice_s(self, beside: Beside, now: float) -> float:
         """How long copying may take now; 0: only for urgent sessions."""
@@ -312,20 +315,9 @@ class Promotions:
         return num_hosted + _num_staged(self._guesses.values()) < self._store.num_host_blocks * HOSTED_SHARE
 
     def _facts(self, guess: Guess) -> GuessFacts:
-        advisory, num_bytes = guess.advisory, guess.limit * self._block_bytes
-        copy_s = num_bytes / self._host_bytes_per_s()
-        # Where its KV lay at first: what is under way is worth no less for being half done.
-        read_s = num_bytes / self._store.disk_bytes_per_s() if guess.is_far else 0.0
-        return GuessFacts(
-            name=advisory.advisory_id,
-            tenant=advisory.tenant,
-            num_blocks=guess.limit,
-            probability=advisory.probability,
-            priority=guess.priority,
-            arrival_s=guess.arrival_s,
-            issued_s=guess.issued_s,
-            saved_s=copy_s + read_s,
-            copy_s=copy_s,
+        num_bytes = guess.limit * self._block_bytes
+        return _facts_of(
+            guess, num_bytes / self._host_bytes_per_s(), num_bytes / self._store.disk_bytes_per_s()
         )
 
     def _next_look(self, now: float, beside: Beside) -> float | None:
@@ -372,7 +364,9 @@ class Promotions:
             offset = num_there - guess.first
             yield Copy(guess.hashes, num_there, guess.stage.blocks[offset : offset + num_copied])
             guess.num_copied += num_copied
+            guess.num_beside += num_copied * self._was_busy
             guess.num_on_device += num_copied
+            self._num_turn_blocks += num_copied
         self._settle(guess, progress, target)
 
     def _settle(self, guess: Guess, progress: StageProgress, target: Target) -> None:
@@ -458,6 +452,23 @@ class Promotions:
         """How long moving so many would have taken, at the speeds measured."""
         num_bytes = num_blocks * self._block_bytes
         return num_bytes / self._store.disk_bytes_per_s() + num_bytes / self._host_bytes_per_s()
+
+
+def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:
+    """copy_s: to the device; read_s: from where it lay at first, as what is under way is worth no less for being half done."""
+    advisory = guess.advisory
+    return GuessFacts(
+        name=advisory.advisory_id,
+        tenant=advisory.tenant,
+        num_blocks=guess.limit,
+        probability=advisory.probability,
+        priority=guess.priority,
+        is_ordered=advisory.is_ordered,
+        arrival_s=guess.arrival_s,
+        issued_s=guess.issued_s,
+        saved_s=copy_s + read_s * guess.is_far,
+        copy_s=copy_s,
+    )
 
 
 def _num_staged(guesses: Iterable[Guess]) -> int:

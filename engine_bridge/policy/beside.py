@@ -1,27 +1,31 @@
 """How long the engine's thread may prepare for requests that may come, while others' run. Pure: times in, seconds out.
 
-Where copies take the engine's own time (on a CPU), each of them holds up all who wait for tokens. They get a small share of the time, saved up
-until it is worth a turn: looking what there is to do takes as long as copying some blocks.
+Where copies take the engine's own time (on a CPU), each of them holds up all who wait for tokens. But a request whose KV was not copied before it
+came has it copied in a step of its own, for the same time. So only what is copied in vain costs anything, and that is what is bounded: turns are
+paid from a small share of the time, and paid back as their blocks come to use.
 """
 
 from __future__ import annotations
 
-# Of the time in which requests run. Chosen: too little to be noticed, and on a memory of 5 GB/s 100 MB of KV each second.
+# Of the time in which requests run, what may go to copies in vain. Chosen: too little to be noticed.
 SHARE = 0.02
+# Seconds of turns that may be under way or lost before any has paid off. Chosen: on a memory of 5 GB/s, 5 GB of KV.
+CREDIT_S = 1.0
 # A turn takes this part of a step, within these bounds in seconds. Chosen: no token comes much later than it would.
 TURN_STEPS = 0.5
 SHORTEST_TURN_S, LONGEST_TURN_S = 0.002, 0.01
-# Of how long steps take, the last one's weight. Chosen.
+# Of how long steps take, and of what a block costs, the last one's weight. Chosen.
 SMOOTHING = 0.1
 
 
 class WorkShare:
-    """A bucket of seconds that fills with `SHARE` of the time, and holds no more than one turn."""
+    """A bucket of seconds that time fills with `SHARE` of it, and useful blocks with what they took. It holds `CREDIT_S`, and is full at first."""
 
     def __init__(self) -> None:
-        self._level_s = 0.0
+        self._level_s = CREDIT_S
         self._filled_s: float | None = None
         self._step_s = 0.0
+        self._block_s: float | None = None
 
     @property
     def turn_s(self) -> float:
@@ -34,11 +38,19 @@ class WorkShare:
             passed_s = max(now - self._filled_s, 0.0)
             # A pause between two steps is no long step.
             self._step_s += SMOOTHING * (min(passed_s, LONGEST_TURN_S / TURN_STEPS) - self._step_s)
-            self._level_s = min(self._level_s + SHARE * passed_s, self.turn_s)
+            self._level_s = min(self._level_s + SHARE * passed_s, CREDIT_S)
         self._filled_s = now
         return self.turn_s if self._level_s >= self.turn_s else 0.0
 
-    def took(self, seconds: float, now: float) -> None:
-        """A turn has ended, which took so long. More than was allowed is paid back before the next one."""
+    def took(self, seconds: float, num_blocks: int, now: float) -> None:
+        """A turn has ended, which took so long and copied so many blocks. More than was allowed is paid back before the next one."""
         self._level_s -= seconds
         self._filled_s = now
+        if num_blocks:
+            block_s = seconds / num_blocks
+            before_s = self._block_s if self._block_s is not None else block_s
+            self._block_s = before_s + SMOOTHING * (block_s - before_s)
+
+    def used(self, num_blocks: int) -> None:
+        """A request has come for so many of the blocks that turns copied: it need not have them copied itself."""
+        self._level_s = min(self._level_s + num_blocks * (self._block_s or 0.0), CREDIT_S)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.beside import LONGEST_TURN_S, SHARE, SHORTEST_TURN_S, WorkShare
+from engine_bridge.policy.beside import CREDIT_S, LONGEST_TURN_S, SHARE, SHORTEST_TURN_S, WorkShare
 
 
 @given(
     steps=st.lists(st.floats(1e-4, 5.0), min_size=1, max_size=60),
     overrun=st.floats(0.1, 3.0),
 )
-def test_turns_take_their_share_of_the_time_and_no_more_however_long_steps_and_turns_are(
+def test_turns_in_vain_take_their_share_of_the_time_and_no_more_however_long_steps_and_turns_are(
     steps: list[float], overrun: float
 ) -> None:
     share, now, taken_s, last_s = WorkShare(), 50.0, 0.0, 0.0
@@ -24,9 +24,9 @@ def test_turns_take_their_share_of_the_time_and_no_more_however_long_steps_and_t
         if allowed_s:
             last_s = allowed_s * overrun
             now += last_s
-            share.took(last_s, now)
+            share.took(last_s, 10, now)
             taken_s += last_s
-    assert taken_s <= SHARE * (now - 50.0) + last_s
+    assert taken_s <= CREDIT_S + SHARE * (now - 50.0) + last_s
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,33 @@ def test_a_turn_takes_half_of_a_step_within_bounds(step_s: float, turn_s: float)
     assert share.allowed_s(now + step_s) == pytest.approx(turn_s, rel=0.01)
 
 
-def test_steady_work_gets_the_whole_share() -> None:
+def test_steady_work_in_vain_gets_the_whole_share() -> None:
+    share, now, taken_s = WorkShare(), 0.0, 0.0
+    share.took(CREDIT_S, 0, now)
+    while now < 100:
+        now += 0.01
+        if allowed_s := share.allowed_s(now):
+            now += allowed_s
+            share.took(allowed_s, 10, now)
+            taken_s += allowed_s
+    assert taken_s == pytest.approx(SHARE * now, rel=0.05)
+
+
+def test_work_that_comes_to_use_costs_nothing() -> None:
     share, now, taken_s = WorkShare(), 0.0, 0.0
     while now < 100:
         now += 0.01
         if allowed_s := share.allowed_s(now):
             now += allowed_s
-            share.took(allowed_s, now)
+            share.took(allowed_s, 10, now)
+            share.used(10)
             taken_s += allowed_s
-    assert taken_s == pytest.approx(SHARE * now, rel=0.05)
+    assert taken_s == pytest.approx(now / 3, rel=0.05)  # half a step after each
+
+
+def test_more_than_was_lost_is_never_paid_back() -> None:
+    share = WorkShare()
+    share.took(CREDIT_S / 100, 10, 0.0)
+    share.used(1000)
+    share.took(CREDIT_S, 0, 0.0)
+    assert share.allowed_s(0.0) == 0.0
