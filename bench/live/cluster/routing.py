@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from bench.intervals import Aim, quantile_ratio_interval, verdict
 from bench.live.cluster.servers import MODEL, Server, complete, num_requests
 from bench.live.peers.play import text
 from bench.measures import quantile
@@ -23,6 +24,7 @@ THINK_S = 8.0
 WARM_UP_S = 12.0
 # Whose conversation grows beyond this begins another one.
 MAX_TOKENS = 3400
+P99_AIM = Aim(0.7, is_most=True)
 
 
 class People:
@@ -108,7 +110,10 @@ async def advised_vs_sticky(
             "imbalance": round(max(loads) / statistics.median(loads), 3),
             "slowest": sorted((each for play in plays for each in play.answers), reverse=True)[:5],
         }
+    rounds = {name: [play.ttft_s for play in plays] for name, plays in arms.items()}
+    lies_in = quantile_ratio_interval(rounds["advised"], rounds["sticky"], 0.99)
     return {
+        "routing_confidence": {"interval": lies_in, "verdict": verdict(lies_in, P99_AIM)},
         "advised_vs_sticky_ttft_p99": round(
             found["advised"]["ttft_p99_ms"] / found["sticky"]["ttft_p99_ms"], 3
         ),
