@@ -227,6 +227,11 @@ class Readers:
         """Whether nothing is being read or waits to be."""
         return not any(reader.jobs for reader in self._all())
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether something is being read that nobody wants."""
+        return any(job.num_users == 0 for reader in self._all() for job in reader.jobs)
+
     def _all(self) -> list[Reader]:
         return [self.disk, *self._peers.values()]
 

@@ -147,9 +147,8 @@ class KvStore:
                 num_wanted = len(keys)
             self._host.stats.num_misses += len(keys) - num_wanted
             num_wanted = min(num_wanted, self.pool.num_slots // num_layers)
-            for key in keys[
-                :num_wanted
-            ]:  # pinned before room is made, or they would make room for one another
+            # Pinned before room is made, or they would make room for one another.
+            for key in keys[:num_wanted]:
                 block = self._host.blocks.get(key) or self._host.new_block(key, owner, pins=0)
                 block.pins += 1
                 stage.blocks.append(block)
@@ -178,12 +177,17 @@ class KvStore:
         with self._lock:
             return next((at for at, key in enumerate(keys) if not self._host.is_held(key)), len(keys))
 
+    @property
+    def is_stopping_reads(self) -> bool:
+        """Whether something is still being read that nobody wants: its memory comes back when that has ended, which `on_progress` tells."""
+        with self._lock:
+            return self._readers.is_stopping
+
     def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
         """Of these, which are held, what is not in host memory, or about to be: what is being saved need not be read."""
         with self._lock:
-            return (
-                sum(self._layers_to_read(self._host.blocks.get(key)) for key in keys) * self.shape.layer_bytes
-            )
+            num_layers = sum(self._layers_to_read(self._host.blocks.get(key)) for key in keys)
+            return num_layers * self.shape.layer_bytes
 
     def _layers_to_read(self, block: Block | None) -> int:
         num_layers = self.shape.num_layers
@@ -293,11 +297,8 @@ class KvStore:
 
     def _keep_fetched(self, blocks: list[Block]) -> None:
         """A peer gave them, under the lock: one copy belongs on our own disk, too."""
-        if self._writer is not None and blocks:
-            now = self._clock()
-            for block in blocks:
-                self._writer.add(block, now)
-            self._writer.wake()
+        if self._writer is not None:
+            self._writer.add_all(blocks, self._clock())
 
     # -- what is known of sessions (any thread) ----------------------------------------------------------------------
 

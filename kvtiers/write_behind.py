@@ -55,6 +55,13 @@ class WriteBehind:
         self.num_unwritten += 1
         self._unwritten.setdefault(block.group, []).append((now, block))
 
+    def add_all(self, blocks: list[Block], now: float) -> None:
+        """Of which the writer then hears."""
+        for block in blocks:
+            self.add(block, now)
+        if blocks:
+            self.wake()
+
     def lag_s(self, now: float) -> float:
         """How long the block that has waited longest has."""
         return now - min((queue[0][0] for queue in self._unwritten.values() if queue), default=now)

@@ -179,11 +179,14 @@ class Promotions:
         else:
             self._end(guess, "expired")
 
-    def arrived(self, session: str, salt: str | None, hashes: Hashes, now: float) -> None:
-        """A request came: score the advisory that expected it, before the request takes anything."""
+    def arrived(self, session: str, salt: str | None, hashes: Hashes, now: float) -> Refresh | None:
+        """A request came: score the advisory that expected it, before the request takes anything.
+
+        Returns what is to be carried out at once: while it waits for the rest of its KV, others' guesses are not to push out what it has.
+        """
         guess = self._expected.pop((session, salt), None)
         if guess is None:
-            return
+            return None
         del self._guesses[guess.advisory.advisory_id]
         resident = self._resident(guess).num_blocks
         common = _count_common(guess.hashes, hashes)
@@ -196,8 +199,10 @@ class Promotions:
         elif resident >= min(guess.limit, common):
             guess.report("hit", lead_s=lead_s)
         else:
-            late_s = self._left_s(min(guess.limit, common) - resident)
+            num_bytes = (min(guess.limit, common) - resident) * self._block_bytes
+            late_s = num_bytes / self._store.disk_bytes_per_s() + num_bytes / self._host_bytes_per_s()
             guess.report("late", lead_s=lead_s, late_s=late_s)
+        return Refresh(guess.hashes, resident) if resident and common else None
 
     def remember(self, session: str, salt: str | None, hashes: Hashes) -> None:
         """A request ends: its session's next one will begin with what it leaves."""
@@ -447,11 +452,6 @@ class Promotions:
         released, self._released = self._released, []
         for stage in released:
             self._store.release(stage)
-
-    def _left_s(self, num_blocks: int) -> float:
-        """How long moving so many would have taken, at the speeds measured."""
-        num_bytes = num_blocks * self._block_bytes
-        return num_bytes / self._store.disk_bytes_per_s() + num_bytes / self._host_bytes_per_s()
 
 
 def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:

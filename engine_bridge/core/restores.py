@@ -22,6 +22,8 @@ from kvtiers.policy.restore import Action, RestoreFacts, RestorePolicy, disk_s
 MIN_PREFILL_TOKENS = 128
 # Sources of requests that were aborted are never asked for: so many, and twice as many as there are requests, are kept. Chosen.
 MAX_SPARE_SOURCES = 64
+# Among those who hold host memory, in the place of a request's id.
+STOPPED_READS = ""
 
 
 class KvBlocks(Protocol):
@@ -39,6 +41,8 @@ class KvBlocks(Protocol):
     def release(self, stage: Stage) -> None: ...
     def num_held(self, keys: Sequence[BlockKey]) -> int: ...
     def bytes_to_read(self, keys: Sequence[BlockKey]) -> int: ...
+    @property
+    def is_stopping_reads(self) -> bool: ...
     def disk_bytes_per_s(self) -> float: ...
     def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save: ...
 
@@ -155,8 +159,8 @@ class _Restore:
 @dataclass(slots=True)
 class _Known:
     """One request. entered: the group that the store was told of; has_looked: whether `restore` is what the tiers hold now; num_offered: blocks
-    that the tiers were offered, None before it ran; way: chosen for its return when it was preempted. waits_for: requests whose restores hold the
-    host memory that its own needs; None: it has not waited for any yet."""
+    that the tiers were offered, None before it ran; way: chosen for its return when it was preempted. waits_for: who holds the host memory that
+    its restore needs (requests, STOPPED_READS); None: it has not waited for any yet."""
 
     request: NewRequest
     entered: str | None = None
@@ -243,34 +247,42 @@ class Restores:
         store = self._tiers.usable_store
         if store is None:
             return None
-        if known.has_looked:
-            if known.restore is None or first >= known.restore.first:
-                return known.restore
-            self._release(known)
+        if known.has_looked and (known.restore is None or first >= known.restore.first):
+            return known.restore
         if known.waits_for:
-            known.waits_for = {each for each in known.waits_for if self._is_restoring(each)}
+            known.waits_for = {each for each in known.waits_for if self._holds_memory(each, store)}
             if known.waits_for:
                 return None
+        before, known.restore = known.restore, None
+        self._stage(known, first, num_tokens, store)
+        if before is not None:
+            store.release(before.stage)  # not sooner, or its blocks might make room for one another
+        return known.restore
+
+    def _stage(self, known: _Known, first: int, num_tokens: int, store: KvBlocks) -> None:
+        """Have what the tiers hold of a request from the block `first` on in host memory."""
         # The last token is always computed: its logits are what the request is for.
         last = (num_tokens - 1) // self._block_size
-        known.has_looked, known.restore = True, None
+        known.has_looked = True
         if first < last:
             request = known.request
             keys, peer = request.block_keys(first, last), self._peer_of(known, store)
             stage = store.stage(request.group, keys, tenant=request.tenant, peer=peer)
             if known.waits_for is None and self._is_whole_sooner(stage, keys, store):
-                known.waits_for = {name for name in self._known if self._is_restoring(name)}
+                names = (STOPPED_READS, *self._known)
+                known.waits_for = {name for name in names if self._holds_memory(name, store)}
             if known.waits_for or not stage.blocks:
                 store.release(stage)
                 known.has_looked = not known.waits_for
             else:
                 known.restore = _Restore(stage, first)
-        return known.restore
 
-    def _is_restoring(self, request_id: str) -> bool:
-        """Whether it holds host memory that it gives back soon."""
-        known = self._known.get(request_id)
-        return known is not None and (known.restore is not None or request_id in self._starting)
+    def _holds_memory(self, name: str, store: KvBlocks) -> bool:
+        """Whether a request, or what is being read for nobody, holds host memory that it gives back soon."""
+        if name == STOPPED_READS:
+            return store.is_stopping_reads
+        known = self._known.get(name)
+        return known is not None and (known.restore is not None or name in self._starting)
 
     def _is_whole_sooner(self, stage: Stage, keys: Sequence[BlockKey], store: KvBlocks) -> bool:
         """Whether a stage that host memory has cut short would be whole, once others' are read, before the rest of it could be computed."""

@@ -92,9 +92,11 @@ class Promoter:
 
     def arrived(self, request: Request) -> None:
         with self._contained():
-            self._core.arrived(
+            move = self._core.arrived(
                 str(request.session_id), request.cache_salt, request.block_hashes, self._clock()
             )
+            if move is not None:
+                self._refresh(move)
 
     def remember(self, request: Request) -> None:
         """It ends."""

@@ -33,6 +33,7 @@ class Shelf:
         self.live: Counter[tuple[str, str]] = Counter()
         self.expected: dict[tuple[str, str], float | None] = {}
         self.disk_rate = 1e6
+        self.is_stopping_reads = False
         self.room: int | None = None  # blocks that all stages may hold; None: any number
 
     def put(self, keys: Sequence[bytes], *, on_disk: bool = False) -> None:

@@ -92,7 +92,9 @@ class Bench:
         return num_copied
 
     def arrive(self, name: str = "a", num_blocks: int = 9) -> None:
-        self.promotions.arrived(name, None, keys_of(name, num_blocks), self.now)
+        move = self.promotions.arrived(name, None, keys_of(name, num_blocks), self.now)
+        if move is not None:
+            self.cache.carry_out(move)
 
 
 def test_a_session_comes_up_slice_by_slice_and_its_request_is_a_hit() -> None:
@@ -120,6 +122,18 @@ def test_nothing_wakes_the_engine_for_an_advisory_that_is_over() -> None:
     bench.now += 100.0
     assert not bench.promotions.has_work(bench.now)
     assert bench.promotions.wait_s(bench.now) is None
+
+
+def test_what_a_request_finds_of_its_kv_is_what_goes_last_while_it_waits_for_the_rest() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8))
+    bench.advise()
+    bench.advance()
+    bench.cache.put([b"other%d" % number for number in range(90)])
+    bench.arrive()
+    bench.cache.put([b"another%d" % number for number in range(90)])
+    assert bench.states[-1] == "late"
+    assert bench.cache.resident(keys_of("a", 8)).num_blocks == 5
 
 
 def test_an_advisory_waits_for_the_disk_without_asking_again_and_again() -> None:
@@ -506,7 +520,9 @@ class PromotionsMachine(RuleBasedStateMachine):
         self.num_arrived += 1
         num_found = self.cache.resident(keys_of(name, num_blocks)).num_blocks
         self.used_s += num_found * SHAPE.block_bytes / BYTES_PER_S
-        self.promotions.arrived(name, None, keys_of(name, num_blocks), self.now)
+        move = self.promotions.arrived(name, None, keys_of(name, num_blocks), self.now)
+        if move is not None:
+            self.cache.carry_out(move)
         if ends and num_blocks:
             self.promotions.remember(name, None, keys_of(name, num_blocks))
 

@@ -134,6 +134,33 @@ def test_a_restore_that_host_memory_cuts_short_waits_once_for_those_before_it() 
     assert bench.shelf.stages == []
 
 
+def test_a_restore_waits_for_the_memory_of_reads_that_are_being_stopped() -> None:
+    bench = Bench()
+    bench.shelf.room, bench.shelf.is_stopping_reads = 0, True
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a")
+    assert [bench.match("a"), bench.match("a")] == [None, None]
+    bench.shelf.room, bench.shelf.is_stopping_reads = None, False
+    assert bench.match("a") == 5 * BLOCK_TOKENS
+
+
+def test_what_was_staged_is_held_until_what_the_device_has_lost_is_staged_too() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 5))
+    bench.enter("a")
+    assert bench.match("a", device=3) == 2 * BLOCK_TOKENS
+    num_held, stage = [], bench.shelf.stage
+
+    def staging(*args: Any, **fields: Any) -> Any:
+        num_held.append(len(bench.shelf.stages))
+        return stage(*args, **fields)
+
+    bench.shelf.stage = staging  # type: ignore[method-assign]
+    assert bench.match("a", device=1) == 4 * BLOCK_TOKENS
+    assert num_held == [1]
+    assert [len(each.blocks) for each in bench.shelf.stages] == [4]
+
+
 def test_a_restore_that_is_cut_short_goes_on_where_nobody_gives_room_or_computing_is_faster() -> None:
     for s_per_token, disk_rate, num_before in ((1.0, 1e6, 0), (1e-4, 1e6, 1), (1.0, 1e2, 1)):
         bench = Bench()
