@@ -24,6 +24,8 @@ MIN_PREFILL_TOKENS = 128
 MAX_SPARE_SOURCES = 64
 # Among those who hold host memory, in the place of a request's id.
 STOPPED_READS = ""
+# A request waits so often for others to give host memory back, a quarter of a second each time where measured. Chosen: nobody waits for ever.
+MAX_WAITS = 8
 
 
 class KvBlocks(Protocol):
@@ -160,7 +162,7 @@ class _Restore:
 class _Known:
     """One request. entered: the group that the store was told of; has_looked: whether `restore` is what the tiers hold now; num_offered: blocks
     that the tiers were offered, None before it ran; way: chosen for its return when it was preempted. waits_for: who holds the host memory that
-    its restore needs (requests, STOPPED_READS); None: it has not waited for any yet."""
+    its restore needs (requests, STOPPED_READS); num_waits: how often it has waited for others to give it back."""
 
     request: NewRequest
     entered: str | None = None
@@ -168,7 +170,8 @@ class _Known:
     restore: _Restore | None = None
     num_offered: int | None = None
     way: Way | None = None
-    waits_for: set[str] | None = None
+    waits_for: set[str] = field(default_factory=set)
+    num_waits: int = 0
 
 
 class Restores:
@@ -254,13 +257,16 @@ class Restores:
             if known.waits_for:
                 return None
         before, known.restore = known.restore, None
-        self._stage(known, first, num_tokens, store)
+        # Where it lets go of what was read for it, that is memory for its next try.
+        self._stage(known, first, num_tokens, store, {STOPPED_READS} if before is not None else set())
         if before is not None:
             store.release(before.stage)  # not sooner, or its blocks might make room for one another
         return known.restore
 
-    def _stage(self, known: _Known, first: int, num_tokens: int, store: KvBlocks) -> None:
-        """Have what the tiers hold of a request from the block `first` on in host memory."""
+    def _stage(
+        self, known: _Known, first: int, num_tokens: int, store: KvBlocks, giving_back: set[str]
+    ) -> None:
+        """Have what the tiers hold of a request from the block `first` on in host memory. giving_back: who will have given some of it back."""
         # The last token is always computed: its logits are what the request is for.
         last = (num_tokens - 1) // self._block_size
         known.has_looked = True
@@ -268,9 +274,10 @@ class Restores:
             request = known.request
             keys, peer = request.block_keys(first, last), self._peer_of(known, store)
             stage = store.stage(request.group, keys, tenant=request.tenant, peer=peer)
-            if known.waits_for is None and self._is_whole_sooner(stage, keys, store):
+            if known.num_waits < MAX_WAITS and self._is_whole_sooner(stage, keys, store):
                 names = (STOPPED_READS, *self._known)
-                known.waits_for = {name for name in names if self._holds_memory(name, store)}
+                known.waits_for = giving_back | {name for name in names if self._holds_memory(name, store)}
+                known.num_waits += 1
             if known.waits_for or not stage.blocks:
                 store.release(stage)
                 known.has_looked = not known.waits_for

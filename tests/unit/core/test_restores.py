@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine_bridge.core.restores import (
     MAX_SPARE_SOURCES,
+    MAX_WAITS,
     MIN_PREFILL_TOKENS,
     NewRequest,
     PrefillMeter,
@@ -110,7 +111,7 @@ def test_a_peer_is_not_asked_where_computing_is_faster_or_it_is_away_or_after_a_
     assert bench.match("d", is_resumed=True) == 0
 
 
-def test_a_restore_that_host_memory_cuts_short_waits_once_for_those_before_it() -> None:
+def test_a_restore_that_host_memory_cuts_short_waits_for_those_before_it() -> None:
     bench = Bench()
     bench.shelf.room = 6
     for name in "ab":
@@ -142,6 +143,36 @@ def test_a_restore_waits_for_the_memory_of_reads_that_are_being_stopped() -> Non
     assert [bench.match("a"), bench.match("a")] == [None, None]
     bench.shelf.room, bench.shelf.is_stopping_reads = None, False
     assert bench.match("a") == 5 * BLOCK_TOKENS
+
+
+def test_what_the_device_loses_of_a_request_for_which_host_memory_is_short_is_staged_a_moment_later() -> None:
+    bench = Bench()
+    bench.shelf.room = 5
+    bench.shelf.put(keys_of("a", 5), on_disk=True)
+    bench.enter("a")
+    assert bench.match("a", device=3) is None
+    assert bench.match("a", device=0) is None
+    assert bench.shelf.stages == [], "there was room for two of five beside the other"
+    assert bench.match("a", device=0) is None
+    assert [len(each.blocks) for each in bench.shelf.stages] == [5]
+
+
+def test_nobody_waits_for_ever() -> None:
+    bench = Bench()
+    bench.shelf.room = 5
+    for name in "abc":
+        bench.shelf.put(keys_of(name, 5))
+    bench.enter("b")
+    bench.match("b")
+    bench.enter("a")
+    others, num_looks = ["b", "c"], 0
+    while bench.match("a") is None:
+        num_looks += 1
+        bench.restores.forget(others[0])  # it is through, and the next one was quicker
+        others.reverse()
+        bench.enter(others[0])
+        bench.match(others[0])
+    assert num_looks == MAX_WAITS
 
 
 def test_what_was_staged_is_held_until_what_the_device_has_lost_is_staged_too() -> None:
