@@ -35,13 +35,13 @@ from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 from engine_bridge.driver.continuing import CallIds, continued
 from engine_bridge.driver.engine_client import ADAPTER_FAILURES, BridgeEngineClient
+from engine_bridge.driver.messages import Messages
 from engine_bridge.driver.reasoning_split import ReasoningSplit
 from engine_bridge.driver.tokenize_request import TokenizeBody
 from engine_bridge.driver.tool_calls import NO_FORM
 from engine_bridge.driver.vllm_api import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
-    AnthropicServingMessages,
     BaseModelPath,
     ChatCompletionRequest,
     CompletionRequest,
@@ -159,7 +159,7 @@ class Serving:
             enable_prompt_tokens_details=True,
         )
         responses = OpenAIServingResponses(client, self.models, self._renderer, **parsers)
-        messages = AnthropicServingMessages(
+        messages = Messages(
             client,
             self.models,
             "assistant",

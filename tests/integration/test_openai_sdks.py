@@ -286,6 +286,79 @@ async def test_messages_call_a_tool_that_is_demanded_and_may_wish_for_thinking(
     assert thought.content[0].type == "text", "a model that does not reason answers without"
 
 
+PLACE: Any = {
+    "name": "go_to",
+    "input_schema": {
+        "type": "object",
+        "properties": {
+            "mode": {"const": "walk"},
+            "city": {"enum": ["Rome, the eternal city of seven hills"]},
+        },
+        "required": ["mode", "city"],
+    },
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 14])
+async def test_a_call_of_messages_that_runs_out_of_tokens_is_a_reply_that_says_so(
+    claude: anthropic.AsyncAnthropic, num_tokens: int
+) -> None:
+    wish: Any = {
+        "model": MODEL,
+        "max_tokens": num_tokens,
+        "messages": HELLO,
+        "tools": [PLACE],
+        "tool_choice": {"type": "tool", "name": "go_to"},
+        "extra_body": GREEDY,
+    }
+    whole = await claude.messages.create(**wish)
+    async with claude.messages.stream(**wish) as stream:
+        streamed = await stream.get_final_message()
+    for reply in (whole, streamed):
+        assert reply.stop_reason == "max_tokens" and reply.usage.output_tokens == num_tokens
+        (call,) = reply.content
+        assert call.type == "tool_use" and call.name == "go_to"
+        assert call.input in ({}, {"mode": "walk"}), "no half of a city"
+    assert whole.content[0].input == streamed.content[0].input  # type: ignore[union-attr]
+
+
+async def test_a_call_of_messages_that_a_stop_sequence_cuts_is_not_one_to_make(
+    claude: anthropic.AsyncAnthropic,
+) -> None:
+    reply = await claude.messages.create(
+        model=MODEL,
+        max_tokens=60,
+        messages=HELLO,
+        tools=[PLACE],
+        tool_choice={"type": "tool", "name": "go_to"},
+        stop_sequences=["eternal"],
+        extra_body=GREEDY,
+    )
+    assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "eternal")
+    assert reply.content[0].type == "tool_use" and reply.content[0].input == {"mode": "walk"}
+
+
+async def test_what_looks_like_a_call_stays_text_where_messages_offers_no_tool(
+    claude: anthropic.AsyncAnthropic,
+) -> None:
+    """The system prompt is the one by which the demo model's template offers a tool, so that it writes a call."""
+    wish: Any = {
+        "model": MODEL,
+        "max_tokens": 60,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "system": 'Tools:\n{"name": "get_weather", "arguments": {"city": "text"}} The weather of a city.',
+        "extra_body": GREEDY,
+    }
+    whole = await claude.messages.create(**wish)
+    async with claude.messages.stream(**wish) as stream:
+        streamed = await stream.get_final_message()
+    for reply in (whole, streamed):
+        assert reply.stop_reason == "end_turn"
+        assert reply.content[0].type == "text" and reply.content[0].text.startswith("<tool_call>")
+    with pytest.raises(anthropic.BadRequestError, match="offer `tools`"):
+        await claude.messages.create(**wish, tool_choice={"type": "any"})
+
+
 async def test_completions(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(
         model=MODEL, prompt=["Hello", "Bye"], max_tokens=5, temperature=0

@@ -141,6 +141,9 @@ OWNERS = (
             f"engine_client, models, response_role, *, online_renderer, enable_prompt_tokens_details, {_PARSERS}"
         ),
         calls("create_messages(request, raw_request)", "count_tokens(request, raw_request)"),
+        overrides(
+            "to_chat_completion_request(anthropic_request, **options)", "messages_full_converter(generator)"
+        ),
     ),
     owner("vllm.entrypoints.anthropic.api_router", APIS, calls("translate_error_response(response)")),
     # -- what they take and give -------------------------------------------------------------------------------------
