@@ -14,7 +14,7 @@ from typing import Final
 
 from aiohttp import ClientConnectionError, WSMessage, WSMsgType, web
 
-from gateway.chat_socket import GREETING_BYTES, HARD_FRAME_BYTES, make_room, serve
+from gateway.chat_socket import GREETING_BYTES, HARD_FRAME_BYTES, MAX_QUEUED_BYTES, make_room, serve
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
 from gateway.websocket import MessageTooLarge
@@ -34,6 +34,7 @@ class EventStream:
         self.limit_bytes = limit_bytes
         self._response = response
         self._inbox: asyncio.Queue[WSMessage | None] = asyncio.Queue(MAX_WAITING)
+        self._num_waiting_chars = 0
         self._is_closed = False
 
     def set_limits(self, limit_bytes: int, hard_limit_bytes: int) -> None:
@@ -42,12 +43,13 @@ class EventStream:
 
     def put(self, text: str | None) -> None:
         """A frame of the page; None: one that was too large. Raises GatewayError `rate_limited` where too many wait."""
-        if self._inbox.full():
+        if self._inbox.full() or self._num_waiting_chars > MAX_QUEUED_BYTES:
             raise GatewayError("rate_limited", "Too many frames wait: send it again.", retry_after_s=1.0)
         if text is None:
             large = MessageTooLarge(f"A frame may have {self.limit_bytes} bytes at most.")
             self._inbox.put_nowait(WSMessage(WSMsgType.ERROR, large, None))
         else:
+            self._num_waiting_chars += len(text)
             self._inbox.put_nowait(WSMessage(WSMsgType.TEXT, text, None))
 
     def __aiter__(self) -> EventStream:
@@ -65,6 +67,8 @@ class EventStream:
                 break  # the page is gone
             if message is None:
                 break
+            if message.type is WSMsgType.TEXT:
+                self._num_waiting_chars -= len(message.data)
             return message
         raise StopAsyncIteration
 

@@ -6,8 +6,9 @@ export class EventSocket {
   #path = null;
   #sending = Promise.resolve();
 
-  /** @param {string} url  of the stream of events */
-  constructor(url) {
+  /** @param {string} address  of the server's websockets */
+  constructor(address) {
+    const url = address.replace(/^ws/, 'http').replace(/ws$/, 'sse');
     this.readyState = WebSocket.CONNECTING;
     this.#source = new EventSource(url);
     this.#source.addEventListener('stream', ({ data }) => {

@@ -1,4 +1,4 @@
-/** The thin shell around ChatCore: a WebSocket, or what stands in for one, its timers, and nothing else. */
+/** The thin shell around ChatCore: a socket and its timers, and nothing else. */
 
 const PING_EVERY_MS = 25000; // below the server's own 30 s
 const OPEN_WITHIN_MS = 8000; // chosen: some proxies let it hang
@@ -7,6 +7,7 @@ const PONG_WITHIN_MS = 10000; // chosen: a dead link shows within half a minute
 /** Connects a ChatCore to a server and keeps it connected. */
 export class Connection {
   #socket = null;
+  #Kind = WebSocket; // what got through last
   #retryTimer = 0;
   #openTimer = 0;
   #pingTimer = 0;
@@ -30,18 +31,18 @@ export class Connection {
     clearTimeout(this.#retryTimer);
     this.#drop();
     this.core.connecting();
-    // Where a proxy keeps websockets back, events get through.
-    this.#use(new WebSocket(this.url), () => this.#connectByEvents());
+    this.#use(this.#Kind, () => this.#useOther());
     this.changed();
     this.#schedulePing();
   }
 
-  /** @param {() => void} neverOpened  what to do when it closes before it is open */
-  #use(socket, neverOpened) {
-    let closed = () => neverOpened();
-    this.#socket = socket;
+  /** @param {() => void} neverOpened  called when it closes before it is open */
+  #use(Kind, neverOpened) {
+    const socket = (this.#socket = new Kind(this.url));
+    let closed = neverOpened;
     socket.onopen = () => {
       clearTimeout(this.#openTimer);
+      this.#Kind = Kind;
       closed = (code) => this.#onClose(code);
       this.#tell(socket, () => this.core.opened());
     };
@@ -50,16 +51,16 @@ export class Connection {
     this.#openTimer = setTimeout(() => this.#tell(socket, () => closed(1006)), OPEN_WITHIN_MS);
   }
 
-  async #connectByEvents() {
+  /** Where a proxy keeps websockets back, events get through. */
+  async #useOther() {
     const blocked = this.#socket;
     const events = await import('./events.js').catch(() => null);
     if (blocked !== this.#socket) return;
-    const failed = () => this.#tell(this.#socket, () => this.#onClose(1006));
-    if (events) {
-      clearTimeout(this.#openTimer);
-      this.#use(new events.EventSocket(this.url.replace(/^ws/, 'http').replace(/ws$/, 'sse')), failed);
-      blocked.close();
-    } else failed();
+    const failed = () => this.#onClose(1006);
+    if (!events) return this.#tell(blocked, failed);
+    clearTimeout(this.#openTimer);
+    this.#use(blocked instanceof WebSocket ? events.EventSocket : WebSocket, failed);
+    blocked.close();
   }
 
   /** Skips the rest of the countdown. Does nothing while connected. */

@@ -132,4 +132,12 @@ def test_a_websocket_that_hangs_is_given_up(gateway_url: str, open_page, make_ch
         expect(chat.picker).to_be_enabled()
         page.clock.resume()
         chat.ask("Hello!")
+        # What got through last is tried first, so that no page waits for the websocket again each time.
+        page.route("**/sse/*", lambda route: route.abort(), times=1)
+        num_refused = proxy.num_refused
+        with page.expect_request("**/sse"):
+            # The page asks whether its connection lives, which fails.
+            page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        chat.ask("Hello again!")
+        assert proxy.num_refused == num_refused
         page.close()
