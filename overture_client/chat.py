@@ -19,7 +19,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -42,6 +42,7 @@ from overture_client.chat_frames import (
     decoder,
     encoder,
 )
+from overture_client.chat_http import call_api
 from overture_client.chat_question import Question
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,15 @@ class ChatClient:
             if not self._put(Hello(session_id=session_id)):
                 raise ChatError("unreachable", "no connection to the server at the moment", retryable=True)
             return await self._opening
+
+    async def choose_version(self, session_id: str, turn_id: str) -> Session:
+        """Show another version of a message, one of its `Turn.versions`, with what followed it last. Returns the session as it is shown then.
+
+        Raises ChatError: `not_found`, `busy` while an answer of the session is written, `unreachable`.
+        """
+        path = f"/api/sessions/{quote(session_id, safe='')}/choose"
+        reply = await asyncio.to_thread(call_api, self._url, path, self._headers, {"turn_id": turn_id})
+        return msgspec.json.decode(reply, type=Session)
 
     async def ask(
         self,

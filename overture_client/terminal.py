@@ -15,10 +15,8 @@ import re
 import sys
 import threading
 import time
-import urllib.parse
-import urllib.request
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +27,8 @@ from rich.status import Status as Spinner
 from rich.table import Table
 
 from overture_client.chat import ChatClient, socket_url
-from overture_client.chat_frames import Accepted, ChatError, Delta, Done, Event, Restarted, Session
+from overture_client.chat_frames import Accepted, ChatError, Delta, Done, Event, Restarted, Session, Turn
+from overture_client.chat_http import call_api
 
 T = TypeVar("T")
 
@@ -48,6 +47,7 @@ HELP = """\
   /adapter [NAME]   answer with this adapter from now on; "base" for the base model; alone: list them
   /new              start a new session
   /sessions [ID]    list sessions, or open one; "all" lists those of API calls as well
+  /version [M V]    show version V of message M; alone: list the messages that have several
   /help             this list
   /quit             leave (or Ctrl+D)
 Ctrl+C stops an answer."""
@@ -293,6 +293,7 @@ class Terminal:
             "help": lambda _: self._console.print(HELP, markup=False),
             "adapter": self._choose_adapter,
             "new": lambda _: self._start_session(),
+            "version": self._choose_version,
             "sessions": lambda wanted: (
                 self._open_session(wanted)
                 if wanted not in ("", "all")
@@ -336,6 +337,28 @@ class Terminal:
         for turn in session.turns[-MAX_SHOWN_TURNS:]:
             self._console.print(f"> {_clean(turn.content)}\n{_clean(turn.answer)}", markup=False)
 
+    def _choose_version(self, argument: str) -> None:
+        if self._session_id is None:
+            self._complain("there is no conversation yet; /sessions opens one")
+            return
+        turns = self._loop.call(self._client.open_session(self._session_id)).turns
+        if not argument:
+            self._list_versions(turns)
+        elif (turn_id := version_of(turns, argument)) is None:
+            self._complain("no such version; /version lists them")
+        else:
+            self._show_history(self._loop.call(self._client.choose_version(self._session_id, turn_id)))
+
+    def _list_versions(self, turns: Sequence[Turn]) -> None:
+        table = Table(box=None, header_style="dim")
+        for heading in ("message", "version", "text"):
+            table.add_column(heading)
+        for number, turn in enumerate(turns, start=1):
+            if len(turn.versions) > 1:
+                shown = f"{turn.versions.index(turn.id) + 1} of {len(turn.versions)}"
+                table.add_row(str(number), shown, escape(_clean(turn.content)))
+        self._console.print(table if table.row_count else "[dim]no message has another version[/dim]")
+
     def _list_sessions(self, origin: str) -> None:
         table = Table(box=None, header_style="dim")
         table.add_column("id", no_wrap=True, min_width=32)  # whole, so that it can be copied
@@ -362,6 +385,16 @@ class Terminal:
         self._console.print(message, style="red", markup=False)
 
 
+def version_of(turns: Sequence[Turn], argument: str) -> str | None:
+    """The id of the turn that "M V" names: version V of message M of `turns`, both counted from 1. None if there is no such version."""
+    numbers = argument.split()
+    if len(numbers) != 2 or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        return None
+    message, version = (int(number) - 1 for number in numbers)
+    versions = turns[message].versions if message < len(turns) else ()
+    return versions[version] if version < len(versions) else None
+
+
 def summary(done: Done) -> str:
     """One line about an answer: "12 tokens · first after 80 ms · 45.2 tokens/s · 96 of 120 prompt tokens from cache"."""
     usage, timings = done.usage, done.timings
@@ -380,24 +413,10 @@ def summary(done: Done) -> str:
 def fetch_sessions(options: Options, origin: str = "chat") -> list[dict[str, Any]]:
     """The newest sessions that people began in a chat, or with origin "all" those of API calls as well, as `GET /api/sessions` gives them.
     Raises ChatError."""
-    parts = urllib.parse.urlsplit(socket_url(options.url))
-    base = parts.path.removesuffix("/ws")
-    address = urllib.parse.urlunsplit(
-        (
-            {"ws": "http", "wss": "https"}[parts.scheme],
-            parts.netloc,
-            f"{base}/api/sessions",
-            f"limit={MAX_LISTED_SESSIONS}&origin={origin}",
-            "",
-        )
-    )
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=10) as response:
-            sessions: list[dict[str, Any]] = json.load(response)["sessions"]
-            return sessions
-    except (OSError, ValueError, KeyError) as error:
-        raise ChatError("unreachable", f"cannot list the sessions: {error}", retryable=True) from error
+    path = f"/api/sessions?limit={MAX_LISTED_SESSIONS}&origin={origin}"
+    sessions: list[dict[str, Any]] = json.loads(call_api(socket_url(options.url), path, headers))["sessions"]
+    return sessions
 
 
 def _clean(text: str) -> str:

@@ -1,0 +1,102 @@
+"""The Python client and `overture chat` choose among the versions of a message, from the gateway itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from overture_client import terminal
+from overture_client.chat import ChatClient
+from overture_client.chat_frames import ChatError, Turn
+
+from .front import Gateway, Gateways
+
+KEY = "a-key-of-many-characters"
+
+
+async def ask(client: ChatClient, turn_id: str, content: str, **options: Any) -> None:
+    async for _ in client.ask(content, turn_id=turn_id, **options):
+        pass
+
+
+async def edited(gateway: Gateway, client: ChatClient, owner: str = "local") -> str:
+    """The id of a conversation of two messages, whose first was edited: the second followed what it was before."""
+    gateway.node.script = ["Well."]
+    session = await gateway.store.create_session(owner, now=1.0)
+    await ask(client, "a", "Where is Dalvek?", session_id=session.id)
+    await ask(client, "b", "And Fezin?", session_id=session.id)
+    await ask(client, "c", "Where is Quorin?", session_id=session.id, after=None)
+    return session.id
+
+
+async def test_a_version_comes_back_with_what_followed_it(gateway: Gateway) -> None:
+    async with ChatClient(gateway.server.url) as client:
+        session_id = await edited(gateway, client)
+        (turn,) = (await client.open_session(session_id)).turns
+        assert (turn.id, turn.versions) == ("c", ("a", "c"))
+        chosen = await client.choose_version(session_id, turn.versions[0])
+        assert [turn.id for turn in chosen.turns] == ["a", "b"]
+        assert (await client.open_session(session_id)).turns == chosen.turns
+
+
+async def test_what_cannot_be_chosen_is_said(gateways: Gateways) -> None:
+    gateway = await gateways(api_keys=(KEY,))
+    async with ChatClient(gateway.server.url, api_key=KEY) as client:
+        owner = next(iter(gateway.server.services.connections)).owner
+        assert owner is not None
+        session_id = await edited(gateway, client, owner)
+        with pytest.raises(ChatError, match="turn") as missing:
+            await client.choose_version(session_id, "never asked")
+        assert missing.value.code == "not_found" and not missing.value.retryable
+        gateway.node.script = None
+        asking = asyncio.create_task(ask(client, "d", "And now?", session_id=session_id))
+        answer = await gateway.node.asked(3)
+        with pytest.raises(ChatError) as busy:
+            await client.choose_version(session_id, "a")
+        assert busy.value.code == "busy"
+        answer.finish("Now.")
+        await asking
+
+
+async def test_the_terminal_lists_versions_and_shows_another(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with ChatClient(gateway.server.url) as client:
+        session_id = await edited(gateway, client)
+        lines = iter(["/version", "/version 1 1", "/version 2 1", "/version 1 3", "And then?"])
+
+        def typed(prompt: str) -> str:
+            try:
+                return next(lines)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("builtins.input", typed)
+        options = terminal.Options(gateway.server.url, session_id=session_id)
+        assert await asyncio.to_thread(terminal.Terminal(options).run) == 0
+        assert [turn.content for turn in (await client.open_session(session_id)).turns] == [
+            "Where is Dalvek?",
+            "And Fezin?",
+            "And then?",
+        ]
+    output = capsys.readouterr().out
+    assert "2 of 2" in output and "Where is Quorin?" in output, "the message that has versions"
+    assert output.count("no such version") == 1, "the second message of what is shown then has one version"
+
+
+async def test_the_terminal_without_a_conversation_has_no_versions(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["/version", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    await asyncio.to_thread(terminal.Terminal(terminal.Options(gateway.server.url)).run)
+    assert "no conversation yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argument", ["1", "0 1", "1 0", "-1 1", "1 3", "3 1", "one two", "1 1 1", "²  1"])
+def test_what_names_no_version_is_none(argument: str) -> None:
+    turns = [Turn("c", versions=("a", "c")), Turn("d", versions=("d",))]
+    assert terminal.version_of(turns, argument) is None
+    assert terminal.version_of(turns, "1 1") == "a" and terminal.version_of(turns, "2 1") == "d"
