@@ -318,6 +318,7 @@ class Server:
         await services.engine_watch.close()
         await services.steward.close()
         await services.drafts.close()
+        await services.titles.close()
         await asyncio.gather(
             services.turns.drain(services.config.drain_timeout_s),
             services.background.drain(services.config.drain_timeout_s),

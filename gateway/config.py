@@ -168,6 +168,15 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         ),
     ] = "drop-tools"
 
+    titles: Annotated[
+        Literal["auto", "model", "first-words"],
+        setting(
+            "Model",
+            "What names a conversation: the words that it begins with (first-words), or the model, once the engine is idle after the first "
+            "answer (model). auto: the model, but for the demo model, which is too small.",
+        ),
+    ] = "auto"
+
     draft_prefill: Annotated[
         bool,
         setting(
@@ -282,6 +291,8 @@ class Config(LimitSettings, frozen=True, kw_only=True):
             # It costs nothing that can be measured: docs/decisions/0015.
             place = "in-process" if _is_loopback(self.host) else "process"
             msgspec.structs.force_setattr(self, "engine", place)
+        if self.titles == "auto":
+            msgspec.structs.force_setattr(self, "titles", "first-words" if self.is_demo_model else "model")
         if self.kv_dir is None:
             msgspec.structs.force_setattr(self, "kv_dir", self.data_dir / "kv")
         if self.cpu_threads is None and self.is_demo_model:

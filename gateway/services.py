@@ -24,6 +24,7 @@ from gateway.node_metrics import NodeCollector
 from gateway.open_calls import OpenCalls
 from gateway.sessions import SessionStore
 from gateway.steward import Steward
+from gateway.titles import Titles
 from gateway.turns import Turns
 
 # Chosen: one takes about a third of a millisecond.
@@ -85,6 +86,10 @@ class Services:
     def __post_init__(self) -> None:
         self.engine_watch = EngineWatch(self.steward, self.advisories, self.keys)
         self.list_watch = ListWatch(self.store)
+        self.titles = Titles(
+            self.node, self.store, self.list_watch.changed, is_on=self.config.titles == "model"
+        )
+        self.turns.on_first_answer = self.titles.first_answer
 
     def principal(self, request: web.Request) -> Principal:
         """Who asks. Raises GatewayError `unauthorized`, `rate_limited` (wrong keys)."""

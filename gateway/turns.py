@@ -174,6 +174,8 @@ class Turns:
         self._budgets = budgets
         self._keeps_questions = keeps_questions
         self._home_of = home_of
+        self.on_first_answer: Callable[[str, str, str | None, list[ChatMessage]], None] | None = None
+        """Is told of each conversation that was answered for the first time: its owner, id, title and messages."""
         self._live: dict[tuple[str, str], LiveTurn] = {}
         self._asking: dict[tuple[str, str], asyncio.Task[LiveTurn]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -392,6 +394,9 @@ class Turns:
                 log.exception("%s failed", live.request_id)
                 error = GatewayError("internal", "Something went wrong on the server. Its log says what.")
             await self._finish(live, final, error)
+        if live.done is not None and not begun.history and self.on_first_answer is not None:
+            answered = [*messages, ChatMessage("assistant", live.whole.text)]
+            self.on_first_answer(live.owner, live.session_id, live.title, answered)
 
     async def _finish(self, live: LiveTurn, final: Delta | None, error: GatewayError | None) -> None:
         """Store how the turn ended, then tell: never the other way round."""

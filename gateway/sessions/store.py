@@ -288,6 +288,10 @@ class SessionStore:
         message = Message(checked_id(turn_id, "id"), content, adapter, after, now)
         return await self._write(owner, transactions.begin, owner, session_id, message)
 
+    async def retitle(self, owner: str, session_id: str, was: str, title: str) -> bool:
+        """Replace the title `was`; False if the session has another one, or has gone."""
+        return await self._write(owner, transactions.retitle, owner, session_id, was, title)
+
     async def choose_version(self, owner: str, session_id: str, turn_id: str) -> Session:
         """Show a turn of the session, with what it follows and what followed it last. Returns the session as it is shown then.
 

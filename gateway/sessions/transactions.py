@@ -201,6 +201,14 @@ def patch(
     return summary
 
 
+def retitle(conn: sqlite3.Connection, owner: str, session_id: str, was: str, title: str) -> bool:
+    row = _find(conn, owner, session_id)
+    if row is None or row.title != was:
+        return False
+    _set_title(conn, row, title)
+    return True
+
+
 def _set_title(conn: sqlite3.Connection, row: Row, title: str | None) -> None:
     if title != row.title:
         search.drop_title(conn, row.owner, row.row, row.title)
