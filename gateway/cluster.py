@@ -78,8 +78,8 @@ def _check_ray() -> None:
         metadata.version("ray")
     except metadata.PackageNotFoundError as error:
         raise StartupError(
-            "several nodes need Ray, which is not installed. `make serve NODES=2` installs it, and so does: "
-            "python -m pip install --no-deps --require-hashes -r requirements/ray.txt"
+            "several nodes need Ray, which is not installed. In a checkout `make ray` installs it, elsewhere "
+            "`pip install 'overture-gateway[cluster]'`."
         ) from error
 
 

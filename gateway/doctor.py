@@ -19,7 +19,7 @@ from msgspec import Struct
 from engine_bridge.machine import Machine, look
 from engine_bridge.profile import MachineProfile
 from gateway import remedies
-from gateway.config import Config
+from gateway.config import PROJECT_ROOT, Config
 from gateway.remedies import Finding, ModelFacts
 from kvtiers.keys import folder_revision
 from overture_client import __version__
@@ -28,6 +28,7 @@ from overture_client import __version__
 IMPORT_S = 300.0
 CHECK_FAILED = 2  # exit codes above it: nothing was checked
 GIB = 1 << 30
+IS_CHECKOUT = (PROJECT_ROOT / "Makefile").is_file()
 
 # What settings turn off, as it is called, and by what.
 _SWITCHES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
@@ -108,8 +109,8 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
     build, model = _vllm_build(), model_facts(config)
     folders = list(_folders(config))
     problems = [
-        *remedies.about_vllm(failure, matter, device),
-        *remedies.about_device(device, machine, build),
+        *remedies.about_vllm(failure, matter, device, is_checkout=IS_CHECKOUT),
+        *remedies.about_device(device, machine, build, is_checkout=IS_CHECKOUT),
         *remedies.about_model(model),
     ]
     for each in folders:
@@ -126,7 +127,15 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
         folders=folders,
         problems=problems,
         advice=[
-            *remedies.advice(device, machine, build, model, config.kv_cache_gib, config.kv_host_gib),
+            *remedies.advice(
+                device,
+                machine,
+                build,
+                model,
+                config.kv_cache_gib,
+                config.kv_host_gib,
+                is_checkout=IS_CHECKOUT,
+            ),
             *_about_disk(config, folders),
         ],
     )

