@@ -110,7 +110,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         float,
         setting(
             "KV tiers",
-            "Host memory for KV that leaves the engine's cache, in GiB; 0: none, and none on disk.",
+            "Host memory for KV that leaves the engine's cache, in GiB; 0: KV is kept neither there nor on disk.",
             ge=0,
         ),
     ] = 2.0
@@ -126,7 +126,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         SchedulingPolicy,
         setting(
             "Scheduling",
-            "Who starts next: bounded lets short requests overtake a little, mlq has lanes by size; vllm is its own queue.",
+            "Which request starts next: bounded lets short requests overtake a little, mlq has lanes by size, vllm is vLLM's own queue.",
         ),
     ] = "bounded"
     lane_rule: Annotated[
@@ -162,7 +162,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         Path | None,
         setting(
             "Scheduling",
-            "Record who starts and why, for `overture replay`; the last such file becomes FILE.1.",
+            "Record who starts and why, for `overture replay`; an earlier file is renamed to FILE.1.",
         ),
     ] = None
     decision_log_mib: Annotated[
@@ -171,7 +171,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
 
     lora_modules: Annotated[
         tuple[NonEmpty, ...],
-        setting("Adapters", "An adapter beside those of the folder, as NAME=FOLDER."),
+        setting("Adapters", "An adapter in addition to those of the folder, as NAME=FOLDER."),
     ] = ()
     max_loras: Annotated[
         int,

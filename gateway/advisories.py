@@ -256,7 +256,7 @@ class Advisories:
         """Raises `not_found`, also for another owner's."""
         record = self._records.get(advisory_id)
         if record is None or record.owner != owner:
-            raise GatewayError("not_found", "There is no advisory of this id here (any more).")
+            raise GatewayError("not_found", "There is no advisory with this id, or not any more.")
         return record
 
     def cancel(self, owner: str, advisory_id: str) -> None:

@@ -152,7 +152,7 @@ class KeyRing:
             )
         entry = self._match(presented) if len(presented) <= MAX_KEY_CHARS else None
         if entry is None:
-            raise GatewayError("unauthorized", "The API key is not one that this server knows.")
+            raise GatewayError("unauthorized", "This server does not know this API key.")
         owner = owner_of(presented)
         self._known[owner] = entry
         return self._principal(owner, entry)

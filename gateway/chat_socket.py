@@ -205,7 +205,7 @@ class ChatConnection:
         principal = self._services.gatekeeper.authenticate(frame.api_key or self._key, self._request.remote)
         self._greeted()
         if self._principal is not None and principal.owner != self._principal.owner:
-            raise GatewayError("bad_request", "A socket belongs to one key: open another for another.")
+            raise GatewayError("bad_request", "A socket belongs to one key: open one for each key.")
         progress = self._services.node.progress
         if progress.state in ("starting", "failed"):
             raise unavailable(progress.state, progress.stage)

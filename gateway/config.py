@@ -86,7 +86,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         str,
         setting(
             "Server",
-            "Path under which a reverse proxy, which takes it off, serves this server: /llm. For links in /openapi.json.",
+            "Path under which a reverse proxy serves this server, such as /llm; the proxy removes it. For links in /openapi.json.",
         ),
     ] = ""
     drain_timeout_s: Annotated[
@@ -101,7 +101,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         int,
         setting(
             "Cluster",
-            "Engines on this machine, which share its cores and memory; above 1 each is a process that Ray places. 0: only those that join.",
+            "Engines on this machine, which share its cores and memory; above 1 each is a process that Ray places. 0: only nodes that join.",
             ge=0,
             le=1024,
         ),
@@ -181,7 +181,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         bool,
         setting(
             "KV tiers",
-            "Let users who wish it have their question computed while they type it. Drafts are never stored or logged.",
+            "Compute a question while it is typed, for users who allow it. Drafts are never stored or logged.",
         ),
     ] = False
 
@@ -196,25 +196,26 @@ class Config(LimitSettings, frozen=True, kw_only=True):
     length_predictor: Annotated[
         str | None,
         setting(
-            "Scheduling", "A predictor of answer lengths of your own, as module:Name; ours stands in for it."
+            "Scheduling",
+            "Your own predictor of answer lengths, as module:Name; where it fails, ours answers.",
         ),
     ] = None
     tenant_weights: Annotated[
         tuple[NonEmpty, ...],
         setting(
-            "Scheduling", "The share of a key's owner against others: NAME=2, by the key's name; 1 without."
+            "Scheduling", "Share of the owner of a key, as NAME=2 with the key's name; the others have 1."
         ),
     ] = ()
     client_priority: Annotated[
         bool,
-        setting("Scheduling", "Let clients put requests before others' (priority below 0), not only behind."),
+        setting("Scheduling", "Let clients put requests before those of others (priority below 0), too."),
     ] = False
 
     routing_policy: Annotated[
         RoutingChoice,
         setting(
             "Scheduling",
-            "Of several nodes, which one serves; auto: the least time added to all answers, once a node knows its speed.",
+            "Which of several nodes serves; auto: the least time added to all answers, once a node knows its speed.",
         ),
     ] = "auto"
 
@@ -236,7 +237,7 @@ class Config(LimitSettings, frozen=True, kw_only=True):
     ] = None
     operator_keys: Annotated[
         tuple[NonEmpty, ...],
-        setting("Access", "As api_keys, and may also read /metrics and change adapters."),
+        setting("Access", "A key like api_keys that may also read /metrics and change adapters."),
     ] = ()
     cors_origins: Annotated[
         tuple[NonEmpty, ...],
@@ -256,20 +257,23 @@ class Config(LimitSettings, frozen=True, kw_only=True):
     ] = None
     max_connections_per_address: Annotated[
         Positive | None,
-        setting("Access", "Most of one address without a key; unset: half of all, at most 1024."),
+        setting(
+            "Access",
+            "Most connections of one address that has shown no key; unset: half of all, at most 1024.",
+        ),
     ] = None
     trusted_proxies: Annotated[
         tuple[NonEmpty, ...],
         setting(
             "Access",
-            "Address or network of a reverse proxy: the limit for one address does not count for it, nor for this machine.",
+            "Address or network of a reverse proxy: the limit for one address does not apply to it or to this machine.",
         ),
     ] = ()
     head_timeout_s: Annotated[
         float, setting("Access", "Seconds in which a request's head must have arrived.", gt=0)
     ] = 10.0
     body_timeout_s: Annotated[
-        float, setting("Access", "Seconds that a request's body may stand still.", gt=0)
+        float, setting("Access", "Seconds that a request's body may pause while it arrives.", gt=0)
     ] = 20.0
     keepalive_timeout_s: Annotated[
         float, setting("Access", "Seconds that a connection may be idle between two requests.", gt=0)

@@ -44,7 +44,9 @@ class EventStream:
     def put(self, text: str | None) -> None:
         """A frame of the page; None: one that was too large. Raises GatewayError `rate_limited` where too many wait."""
         if self._inbox.full() or self._num_waiting_chars > MAX_QUEUED_BYTES:
-            raise GatewayError("rate_limited", "Too many frames wait: send it again.", retry_after_s=1.0)
+            raise GatewayError(
+                "rate_limited", "Too many frames are waiting: send this one again.", retry_after_s=1.0
+            )
         if text is None:
             large = MessageTooLarge(f"A frame may have {self.limit_bytes} bytes at most.")
             self._inbox.put_nowait(WSMessage(WSMsgType.ERROR, large, None))

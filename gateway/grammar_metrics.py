@@ -12,7 +12,7 @@ from gateway.snapshots import SnapshotCollector
 _COUNTERS = (
     ("overture_grammars_checked", "Grammars that a helper process compiled", "num_checked"),
     ("overture_grammars_refused", "Grammars that the helper process refused", "num_refused"),
-    ("overture_grammar_helper_deaths", "Grammars that ended a helper process", "num_deaths"),
+    ("overture_grammar_helper_deaths", "Helper processes that died of a grammar", "num_deaths"),
     ("overture_grammar_check_seconds", "Time that checking grammars took", "seconds"),
 )
 

@@ -46,7 +46,7 @@ class OneNode:
 
     def reopen(self, node_id: str) -> None:
         raise GatewayError(
-            "conflict", "The only node takes requests again when it, or the server, was restarted."
+            "conflict", "The only node takes requests again after it, or the server, has been restarted."
         )
 
 

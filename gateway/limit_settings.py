@@ -57,7 +57,7 @@ class LimitSettings(EngineSettings, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0)] | None,
         setting(
             "Limits",
-            "Requests a second with one key, five seconds' worth at once; unset: 100, without keys 1000.",
+            "Requests a second with one key, and five times as many at once; unset: 100, without keys 1000.",
         ),
     ] = None
     max_concurrent_requests: Annotated[

@@ -55,7 +55,9 @@ class Metrics:
             registry=registry,
         )
         self._kept_tokens = Counter(
-            "overture_kept_tokens", "Prompt tokens of chat turns taken over as ids", registry=registry
+            "overture_kept_tokens",
+            "Prompt tokens of chat turns that are the session's stored token ids",
+            registry=registry,
         )
 
     def _count_connections(self, registry: CollectorRegistry) -> None:
@@ -70,7 +72,9 @@ class Metrics:
             registry=registry,
         )
         self.slow_readers = Counter(
-            "overture_slow_readers", "Sockets closed for not reading", registry=registry
+            "overture_slow_readers",
+            "Chat sockets and streams closed because they were read too slowly",
+            registry=registry,
         )
         self.connections = Gauge(
             "overture_connections", "Connections open, by what they do", ["state"], registry=registry
@@ -121,7 +125,7 @@ class Metrics:
         )
         self.computed_ahead = Counter(
             "overture_computed_ahead_tokens",
-            "Prompt tokens prepared before they were asked for (those already there included)",
+            "Prompt tokens prepared before their request came, with those that were cached already",
             ["what"],
             registry=registry,
         )

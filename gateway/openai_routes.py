@@ -155,7 +155,7 @@ def _take_background(api: Api, body: Any) -> bool:
     if is_background and body.get("store") is False:
         raise GatewayError(
             "bad_request",
-            "A response in the background is read when it is over, so it must be stored: leave out `store`.",
+            "A background response is read after it has ended, so it must be stored: leave out `store`.",
             param="background",
         )
     return is_background

@@ -47,7 +47,7 @@ def checked_priority(value: Any, *, may_hurry: bool) -> int:
     if value < 0 and not may_hurry:
         raise GatewayError(
             "bad_request",
-            f"'priority' must be from 0 to {MAX_PRIORITY}, higher ones later: this server lets no client go before others.",
+            f"'priority' must be from 0 to {MAX_PRIORITY}, because this server lets no client go before others (--client-priority).",
             param="priority",
         )
     if abs(value) > MAX_PRIORITY:

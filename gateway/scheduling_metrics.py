@@ -43,8 +43,8 @@ _COUNTERS = (
     ),
     ("overture_scheduling_resumed", "Paused requests that were resumed", "counts", "resumed"),
     ("overture_scheduling_refits", "Times that the lanes were fitted again", "counts", "refits"),
-    ("overture_scheduling_decisions", "Decisions on who starts", "counts", "decisions"),
-    ("overture_scheduling_decide_seconds", "Engine thread's time for decisions", "seconds", "decide"),
+    ("overture_scheduling_decisions", "Decisions about which request starts", "counts", "decisions"),
+    ("overture_scheduling_decide_seconds", "Engine thread's time for these decisions", "seconds", "decide"),
     (
         "overture_scheduling_step_seconds",
         "Engine thread's time for all of Overture's scheduling, decisions included",

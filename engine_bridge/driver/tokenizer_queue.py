@@ -60,7 +60,7 @@ class TokenizerQueue(Executor):
             num_waiting = self._queue.num_waiting_of(tenant)
         if wait_s > MAX_WAIT_S or num_waiting >= MAX_WAITING:
             raise TooBusy(
-                "Too much of your text waits to be read already: wait for some of your requests to end.",
+                "Too much of your text is already waiting to be tokenised: wait for some of your requests to end.",
                 retry_after_s=wait_s,
             )
 

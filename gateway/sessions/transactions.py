@@ -336,7 +336,7 @@ def _parent(conn: sqlite3.Connection, row: int, message: Message, *, is_known: b
     after = tree.START if message.after is None else _place(conn, row, message.after, "after")
     if parent not in (None, after):
         raise GatewayError(
-            "conflict", "This id was used for a message after another turn: use a new id.", param="after"
+            "conflict", "This id belongs to a message that follows another turn: use a new id.", param="after"
         )
     return after
 

@@ -259,6 +259,6 @@ async def test_waiting_frames_are_bounded_by_their_size_too() -> None:
     stream = EventStream(web.StreamResponse(), MAX_QUEUED_BYTES)
     for _ in range(2):
         stream.put("x" * (MAX_QUEUED_BYTES + 1))
-        with pytest.raises(GatewayError, match="Too many frames wait"):
+        with pytest.raises(GatewayError, match="Too many frames are waiting"):
             stream.put("{}")
         await anext(stream)
