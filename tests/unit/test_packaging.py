@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from overture_client import __version__
+
 ROOT = Path(__file__).parents[2]
 OURS = {"gateway", "engine_bridge", "kvtiers", "overture_client"}
 # Import names that are not the names of their distributions.
@@ -83,3 +85,10 @@ def test_the_documentation_installs_the_versions_that_are_tested() -> None:
     script = (ROOT / "requirements" / "install.sh").read_text(encoding="utf-8")
     torch = re.search(r"^torch=(.+)$", script, re.MULTILINE)
     assert torch is not None and f"torch=={torch[1]}+cpu" in text
+
+
+def test_the_changelog_has_notes_of_this_version() -> None:
+    headings = re.findall(r"^## \[(.+?)\](?: - (.+))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    unreleased, (newest, date), *_ = headings
+    assert unreleased == ("Unreleased", "") and newest == __version__
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", date)
