@@ -83,7 +83,7 @@ def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytes
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(StartupError, match="make serve NODES=2"):
+    with pytest.raises(StartupError, match=r"make ray.*overture-gateway\[cluster\]"):
         placement_of(config_of(tmp_path))
 
 
