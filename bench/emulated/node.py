@@ -18,11 +18,11 @@ from vllm.v1.request import Request
 from bench.emulated.adapters import AdapterMemory, EmulatedAdapters
 from bench.emulated.assist import StepUnderWay
 from bench.emulated.device import StepWork, work_of
+from bench.emulated.noise import DeviceNoise, link_of
 from bench.emulated.requests import RequestMaker
 from bench.emulated.tiers import EmulatedTiers, TierSizes
 from bench.emulated.vllm_parts import make_scheduler, output_of
 from bench.sim.core.clock import Clock, Event
-from bench.sim.core.links import SharedLink
 from bench.sim.core.requests import Arrival, Guesser, Timed
 from bench.sim.core.steps import StepCost
 from engine_bridge.core.pauses import Pauses
@@ -95,6 +95,7 @@ class EmulatedNode:
         lane_rule: a name in `engine_bridge.policy.lanes.RULES`.
         tiers: host memory for KV that leaves the device; None: there is none.
         urgent_tpot_s: as `--urgent-tpot-ms`.
+        noise: by which steps and copies take longer or shorter than the cost says.
         stopwatch: what our scheduling takes is told by it.
     """
 
@@ -111,17 +112,17 @@ class EmulatedNode:
         lane_rule: str = "knee",
         tiers: TierSizes | None = None,
         urgent_tpot_s: float = 0.0,
+        noise: DeviceNoise | None = None,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock, self.cost, self.engine = clock, cost, engine
-        self._urgent_tpot_s = urgent_tpot_s
-        self._stopwatch = stopwatch
+        self._urgent_tpot_s, self._stopwatch = urgent_tpot_s, stopwatch
         self.tally = Tally()
         self.ended: list[Job] = []
-        self.link = SharedLink(clock, cost.gpu.achieved_link_bytes_per_s, cost.gpu.load_setup_s)
+        self.noise, self.link = noise, link_of(clock, cost.gpu, noise)
         """From host memory to the device: adapters and KV share it."""
         self.tiers = (
-            EmulatedTiers(clock, tiers, cost, engine.block_tokens, engine.step_tokens, self.link)
+            EmulatedTiers(clock, tiers, cost, engine.block_tokens, engine.step_tokens, self.link, noise)
             if tiers is not None
             else None
         )
@@ -338,6 +339,8 @@ class EmulatedNode:
             return work_of(self.cost, output.num_scheduled_tokens, requests, self._rank_of, assisted)
 
         first, began_s = work(), self.clock.now
+        if self.noise is not None:
+            first = first._replace(seconds=first.seconds * self.noise.step())
         ended: Callable[[set[int]], None] = lambda failed: self._end(output, first, began_s, failed)  # noqa: E731
         if self.tiers is None:
             self._step = StepUnderWay(

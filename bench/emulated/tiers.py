@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.emulated.disk import EmulatedDisk
+from bench.emulated.noise import DeviceNoise, NoisyLink
 from bench.emulated.virtual_io import VirtualIo
 from bench.sim.core.clock import Clock, Event
 from bench.sim.core.links import SharedLink
@@ -29,7 +30,7 @@ from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.promoter import Promoter
 from engine_bridge.driver.scheduling.seam import GatedScheduler
 from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport
-from engine_bridge.policy.costs import Link, PrefillCost, TablePrefill
+from engine_bridge.policy.costs import Copied, Link, PrefillCost, TablePrefill
 from kvtiers.keys import BlockKey, BlockShape, Namespace
 from kvtiers.policy.eviction import ByValue, EvictionPolicy
 from kvtiers.policy.restore import RestorePolicy
@@ -91,11 +92,11 @@ class EmulatedCopier:
     """In the place of `engine_bridge.driver.block_copy.CudaCopier`, for copies between steps."""
 
     overlaps = True
-    num_bytes, seconds = 0, 0.0
-    """No step is seen to wait for copies, so the link is taken to be as fast as it is."""
 
     def __init__(self, link: SharedLink, layer_bytes: int) -> None:
         self.num_under_way = 0
+        self.out, self.back = Copied(), Copied()
+        """Empty where copies take what the link says: then it is known."""
         self._link, self._layer_bytes = link, layer_bytes
         self._num_layers = 0
         self._waiting: list[Callable[[], None]] = []
@@ -131,6 +132,7 @@ class EmulatedTiers(KvTiers):
 
     Args:
         link: from host memory to the device; other copies may share it. Its like leads the other way.
+        noise: of copies, where the link has it.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class EmulatedTiers(KvTiers):
         block_tokens: int,
         step_tokens: int,
         link: SharedLink,
+        noise: DeviceNoise | None = None,
     ) -> None:
         config = TiersConfig(host_bytes=sizes.host_bytes)
         super().__init__(config, policy=sizes.policy, clock=lambda: clock.now)
@@ -163,6 +166,9 @@ class EmulatedTiers(KvTiers):
         )
         self.steps_clock, self.link_in = clock, link
         self.link_out = SharedLink(clock, link.bytes_per_s, link.setup_s)
+        if noise is not None and isinstance(link, NoisyLink):
+            self.link_out = out = NoisyLink(clock, link.bytes_per_s, link.setup_s, noise.out, num_pieces)
+            self.copies.out, self.copies.back = out.copied, link.copied
         self.advised: Counter[str] = Counter()
         """Advisories by how they ended."""
         self._block_tokens, self._num_advised = block_tokens, 0
@@ -237,6 +243,7 @@ class _Step:
 
     def __init__(self, tiers: EmulatedTiers, moves: StepMoves, compute_s: float, ended: Done) -> None:
         self._tiers, self._moves, self._ended = tiers, moves, ended
+        tiers.hear_copies()
         self._store, self._clock = tiers.hollow, tiers.steps_clock
         self._piece_s = compute_s / self._store.shape.num_layers
         self._num_came = 0

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from engine_bridge.policy.costs import ERROR_RATE, MIN_USUAL_ERROR, OUTLIER_ERRORS, StepTable
+from engine_bridge.policy.costs import StepTable, believed
 from engine_bridge.policy.routing import KernelName, NodePerf, PerfModel, Ranks
 
 # A step counts half as much as one that came 700 steps later. Chosen: a machine that changes is followed within some thousand steps, under a minute
@@ -99,7 +99,7 @@ class StepTimes:
 
     Attributes:
         seconds: as they are now; replaced as a whole, for whoever reads them on another thread.
-        error: mean share by which steps have differed from what was predicted lately; none counts for more than OUTLIER_ERRORS of it.
+        error: mean share by which steps have differed from what was predicted lately; none counts for more than `costs.OUTLIER_ERRORS` of it.
     """
 
     def __init__(self, prior: StepSeconds, kernel: KernelName, error: float = UNKNOWN_ERROR) -> None:
@@ -122,11 +122,9 @@ class StepTimes:
             return
         amounts = self._amounts(work)
         predicted = max(_dot(self._now, amounts), 1e-9)
-        usual = OUTLIER_ERRORS * self.error
-        share = seconds / predicted - 1
+        share, self.error = believed(seconds / predicted - 1, self.error)
         if self.num_steps >= NUM_BELIEVED:
-            seconds = predicted * (1 + min(max(share, -usual), usual))
-        self.error = max(self.error + ERROR_RATE * (min(abs(share), usual) - self.error), MIN_USUAL_ERROR)
+            seconds = predicted * (1 + share)
         self._learn(amounts, seconds, max(predicted, seconds))
         self.num_steps += 1
         if self.num_steps % SOLVE_EVERY == 0 or self.num_steps <= NUM_BELIEVED:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_bridge.errors import SeamMoved
+from engine_bridge.policy.costs import Copied
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +34,10 @@ class BlockCopier(Protocol):
 
     overlaps: bool
     """Whether copies run beside the step's computation, or take the engine thread's time."""
-    num_bytes: int
-    """Copied so far, both ways; `seconds` is what that took, without what is done between two copies."""
-    seconds: float
+    out: Copied
+    """To host memory."""
+    back: Copied
+    """To the device."""
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Copy device blocks of a layer, as the forward pass has just left them, into slots."""
@@ -65,20 +67,24 @@ class CpuCopier:
         self._layers = [_words(kv_rows(tensor)) for tensor in kv_caches]
         self._region = _words(torch.from_numpy(region))
         self._row_bytes = region.shape[1]
-        self.num_bytes = 0
-        self.seconds = 0.0
+        self.out, self.back = Copied(), Copied()
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self._copy(self._region, slots, self._layers[layer], blocks)
+        self._copy(self._region, slots, self._layers[layer], blocks, self.out)
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self._copy(self._layers[layer], blocks, self._region, slots)
+        self._copy(self._layers[layer], blocks, self._region, slots, self.back)
 
     def end_step(self, then: Callable[[], None]) -> None:
         then()
 
     def _copy(
-        self, into: torch.Tensor, to_rows: Sequence[int], source: torch.Tensor, rows: Sequence[int]
+        self,
+        into: torch.Tensor,
+        to_rows: Sequence[int],
+        source: torch.Tensor,
+        rows: Sequence[int],
+        copied: Copied,
     ) -> None:
         started_s = time.perf_counter()
         gathers = _stretches(to_rows, rows)
@@ -93,8 +99,7 @@ class CpuCopier:
         else:
             for start, wanted in scatters:
                 into.index_copy_(0, torch.from_numpy(wanted), source[start : start + len(wanted)])
-        self.seconds += time.perf_counter() - started_s
-        self.num_bytes += len(rows) * self._row_bytes
+        copied.add(len(rows) * self._row_bytes, time.perf_counter() - started_s)
 
 
 class CudaCopier:
@@ -115,15 +120,14 @@ class CudaCopier:
         self._submit = waiter
         self._has_loaded = False
         self._timed: list[
-            tuple[int, Any, Any]
-        ] = []  # of this step's copies: bytes, and the events before and after
+            tuple[Copied, int, Any, Any]
+        ] = []  # of this step's copies: which way, bytes, and the events before and after
         self._counting = threading.Lock()
-        self.num_bytes = 0
-        self.seconds = 0.0
+        self.out, self.back = Copied(), Copied()
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())  # the layer's KV must have been written
-        self._swap(self._layers[layer], self._region, blocks, slots)
+        self._swap(self._layers[layer], self._region, blocks, slots, self.out)
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         if not self._has_loaded:
@@ -131,7 +135,7 @@ class CudaCopier:
             # would have each copy run after its step's computation, and not beside it.
             self._stream.wait_stream(torch.cuda.current_stream())
             self._has_loaded = True
-        self._swap(self._region, self._layers[layer], slots, blocks)
+        self._swap(self._region, self._layers[layer], slots, blocks, self.back)
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def end_step(self, then: Callable[[], None]) -> None:
@@ -144,14 +148,19 @@ class CudaCopier:
         def wait() -> None:
             done.synchronize()
             with self._counting:
-                self.seconds += sum(began.elapsed_time(ended) for _, began, ended in timed) / 1e3
-                self.num_bytes += sum(num_bytes for num_bytes, _, _ in timed)
+                for copied, num_bytes, began, ended in timed:
+                    copied.add(num_bytes, began.elapsed_time(ended) / 1e3)
             then()
 
         self._submit(wait)
 
     def _swap(
-        self, source: torch.Tensor, into: torch.Tensor, rows: Sequence[int], to_rows: Sequence[int]
+        self,
+        source: torch.Tensor,
+        into: torch.Tensor,
+        rows: Sequence[int],
+        to_rows: Sequence[int],
+        copied: Copied,
     ) -> None:
         from engine_bridge.driver.vllm_api import swap_blocks
 
@@ -161,7 +170,7 @@ class CudaCopier:
             began.record()
             swap_blocks(source, into, into.shape[1], mapping)
             ended.record()
-        self._timed.append((len(rows) * into.shape[1], began, ended))
+        self._timed.append((copied, len(rows) * into.shape[1], began, ended))
 
 
 def make_copier(

@@ -243,6 +243,7 @@ class _Step:
                 store.release(load.stage)
 
         copier.end_step(let_go)
+        self._tiers.hear_copies()
 
     def take_failed(self) -> set[int]:
         failed, self._failed = self._failed, set()

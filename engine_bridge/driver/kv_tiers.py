@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +19,7 @@ from msgspec import Struct
 from engine_bridge.core.restores import Restores
 from engine_bridge.driver.in_process import revision_of
 from engine_bridge.errors import SeamMoved
-from engine_bridge.policy.costs import KvBlock, Link, PrefillCost
+from engine_bridge.policy.costs import Copied, CopyTimes, KvBlock, Link, PrefillCost
 from engine_bridge.policy.restore_method import FullCost, SwapOrRecompute
 from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from engine_bridge.profile import MachineProfile
 
 log = logging.getLogger(__name__)
+
+# The speed of copies is told by one of so many bytes. Chosen: a long conversation's of a small model, where set-up hardly counts.
+RATED_BYTES = 8 << 20
 
 _known: dict[str, KvTiers] = {}
 _names = itertools.count()
@@ -120,10 +124,12 @@ class KvTiers:
         self._io: IoThread | None = None
         self._prefill: PrefillCost | None = None
         self._prefill_rate: Rate | None = None
-        self._host_rate = Rate(PRIOR_HOST_BYTES_PER_S)
+        rate = PRIOR_HOST_BYTES_PER_S
+        self.copy_times = CopyTimes(Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate))
+        """What copies between host tier and device take; begins with an assumption, goes on with what each real one took."""
         self.link: Link | None = None
-        """What copies between host tier and device were measured to take while nobody wanted them; None where nobody has measured."""
-        self._copied = (0, 0.0)
+        """What they were measured to take while nobody wanted them; None where nobody has measured."""
+        self._copied = (Copied(), Copied())
         self.name = f"tiers-{next(_names)}"
         _known[self.name] = self
 
@@ -142,7 +148,7 @@ class KvTiers:
             self._close_store()
             self._open_store(namespace)
         assert self.store is not None and self._io is not None
-        self._copied = (0, 0.0)
+        self._copied = (Copied(), Copied())
         loop = self._io.loop
         self.copier = block_copy.make_copier(
             tensors,
@@ -247,33 +253,43 @@ class KvTiers:
 
     def use_link(self, link: Link) -> None:
         """Predicts copies with a link that has been measured, in place of the assumed one."""
-        self.link = link
-        self._host_rate.prior = link.h2d_bytes_per_s
+        self.link, self.copy_times = link, CopyTimes(link)
 
     def swap_or_recompute(self) -> SwapOrRecompute | None:
         """What each way back of a preempted request takes, by the costs as they are now; None where a policy was given."""
         if self._prefill is None or self._namespace is None:
             return None
-        rate = self.host_bytes_per_s()
+        self.hear_copies()
         block = KvBlock(
             block_size_tokens=self._namespace.block_size_tokens,
             block_bytes=self._namespace.shape.block_bytes,
         )
-        setup_s = self.link.setup_s if self.link is not None else 0.0
-        link = Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, setup_s=setup_s)
-        return SwapOrRecompute(self._prefill, block, link)
+        return SwapOrRecompute(self._prefill, block, self.copy_times.at(self.clock()))
 
     def prefill_s_per_token(self) -> float | None:
         """None before the first prefill."""
         return 1 / self._prefill_rate.at(self.clock()) if self._prefill_rate is not None else None
 
     def host_bytes_per_s(self) -> float:
-        """Of copies between host tier and device, by the time that the copying itself took."""
-        if self.copier is not None:
-            num_bytes, seconds = self.copier.num_bytes, self.copier.seconds
-            self._host_rate.note(num_bytes - self._copied[0], seconds - self._copied[1], self.clock())
-            self._copied = (num_bytes, seconds)
-        return self._host_rate.at(self.clock())
+        """Of copies to the device, by the time that the copying itself takes."""
+        self.hear_copies()
+        return self._in_bytes_per_s()
+
+    def _in_bytes_per_s(self) -> float:
+        return RATED_BYTES / self.copy_times.back.copy_s(RATED_BYTES, self.clock())
+
+    def hear_copies(self) -> None:
+        """Learn from what was copied since the last time. Several copies count as so many of their mean size."""
+        if self.copier is None or self.store is None:
+            return
+        ways = (self.copier.out, self.copier.back)
+        tables = (self.copy_times.out, self.copy_times.back)
+        for table, before, now in zip(tables, self._copied, ways, strict=True):
+            num = (now.num_copies - before.num_copies) / self.store.shape.num_layers
+            if num > 0:
+                num_bytes, seconds = now.num_bytes - before.num_bytes, now.seconds - before.seconds
+                table.observe(round(num_bytes / num), seconds / num, self.clock())
+        self._copied = (copy(ways[0]), copy(ways[1]))
 
     def kv_token_s(self) -> tuple[float, float, float | None]:
         """Of a token's KV: seconds from host memory to the device, from disk to host memory, and from another node's; None: nobody is asked.
@@ -287,7 +303,7 @@ class KvTiers:
         fetch_s = None
         if self.peering is not None and (peers := self.peering.snapshot()).is_on:
             fetch_s = token_bytes / (peers.bytes_per_s or PRIOR_PEER_BYTES_PER_S)
-        device_s = token_bytes / self._host_rate.at(self.clock())
+        device_s = token_bytes / self._in_bytes_per_s()
         return device_s, token_bytes / store.disk_bytes_per_s(), fetch_s
 
     def way_counts(self) -> dict[str, int]:

@@ -70,14 +70,16 @@ class LinkMeasuring:
         save = self._store.begin_save("", keys)
         blocks = list(range(num_blocks))
         is_done = threading.Event()
-        seconds = copier.seconds
+        seconds = copier.out.seconds + copier.back.seconds
         try:
             for layer, slots in enumerate(zip(*save.slots, strict=True)):
                 copier.to_host(layer, blocks[: len(slots)], slots)
                 copier.to_device(layer, blocks[: len(slots)], slots)
             copier.end_step(is_done.set)
             if is_done.wait(TIMEOUT_S):
-                self._probe.copied(copier.seconds - seconds)  # and not what the word that it is done takes
+                self._probe.copied(
+                    copier.out.seconds + copier.back.seconds - seconds
+                )  # and not what the word that it is done takes
             else:
                 self._probe.give_up()
         finally:

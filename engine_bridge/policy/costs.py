@@ -14,15 +14,32 @@ from typing import Protocol
 
 from msgspec import Struct
 
-# Share of an error that one real step corrects. Chosen: seven steps take away half of it. Up to 0.56 a prediction cannot overshoot what was seen.
+from kvtiers.policy.rates import HALF_LIFE_S
+
+# Share of an error that one real step or copy corrects where it was made. Chosen: seven take away half of it. Up to 0.56 a prediction cannot
+# overshoot what was seen.
 LEARNING_RATE = 0.1
+# Share of an error by which all others are taken to be slower, too. Chosen: two steps believe half of a change of the machine's speed, which changes
+# from one second to the next; of rates from 0.1 to 0.5 in live plays, those from 0.3 on were within 0.3% of each other (bench/LOG.md).
+SLOWNESS_RATE = 0.3
 # A step counts as no further off than so many times the usual error, which each step moves by this share. Chosen: a stall of the machine (collection,
-# another tenant) then moves a prediction by a few per cent, and a lasting change is believed after some dozens of steps.
+# another tenant) then moves a prediction by about the usual error, for some steps, and a lasting change is believed after a few more.
 OUTLIER_ERRORS = 3.0
 ERROR_RATE = 0.05
 MIN_USUAL_ERROR = 0.02
+# Nobody has measured copies yet: the first ones are believed, however far off they are. Chosen.
+UNKNOWN_COPY_ERROR = 1.0
+# Between which copies are taken to be linear in size. Chosen: few, so that each real copy teaches others of about its size.
+COPY_SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 29)
 # A long prefill's chunks beyond so many are sampled evenly: exact where a step's cost is linear in its context. Chosen.
 MAX_CHUNK_LOOKUPS = 4
+
+
+def believed(share: float, usual_error: float) -> tuple[float, float]:
+    """What of a relative error is believed, and the usual error after it."""
+    most = OUTLIER_ERRORS * usual_error
+    share = max(min(share, most), -most)
+    return share, max(usual_error + ERROR_RATE * (abs(share) - usual_error), MIN_USUAL_ERROR)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -48,7 +65,8 @@ class StepGrid(Struct, frozen=True, kw_only=True):
 class StepTable:
     """Seconds of a step, by linear interpolation between grid points; more work never takes less time.
 
-    Beyond the grid the last cell's slope goes on. Memory is that of the grid. Call it from one thread.
+    Beyond the grid the last cell's slope goes on. Each real step corrects its own cell, and by how much the machine is slower than the whole table
+    says just now. Memory is that of the grid. Call it from one thread.
 
     Source: AdaptiveLLM §3.2 and §4.6 (prediction must cost under 1% of the run); the table, so that any regressor will do, and what it learns
     online are ours.
@@ -62,6 +80,7 @@ class StepTable:
         self._prefill, self._decodes, self._context = grid.axes
         self._sizes = tuple(len(axis) for axis in grid.axes)
         self._seconds = _rising([max(seconds, 0.0) for seconds in grid.seconds], self._sizes)
+        self._slowness = 1.0
         self.usual_error = 0.1
         """Mean share by which real steps differ from the prediction, recent ones first; each counted at no more than OUTLIER_ERRORS of it."""
         self.num_steps = 0
@@ -94,7 +113,7 @@ class StepTable:
             num_prefill_tokens=self._prefill,
             num_decodes=self._decodes,
             num_context_tokens=self._context,
-            seconds=tuple(self._seconds),
+            seconds=tuple(self._slowness * seconds for seconds in self._seconds),
         )
 
     def step_s(self, num_prefill_tokens: int, num_decodes: int, num_context_tokens: int) -> float:
@@ -117,7 +136,7 @@ class StepTable:
         d = seconds[high] + z * (seconds[high + 1] - seconds[high])
         a += y * (b - a)
         c += y * (d - c)
-        return max(a + x * (c - a), 0.0)
+        return max(a + x * (c - a), 0.0) * self._slowness
 
     def observe(
         self, num_prefill_tokens: int, num_decodes: int, num_context_tokens: int, seconds: float
@@ -127,14 +146,13 @@ class StepTable:
         predicted = self.step_s(*work)
         if (num_prefill_tokens <= 0 and num_decodes <= 0) or not 0 < seconds < math.inf:
             return
-        error = seconds - predicted
-        usual = OUTLIER_ERRORS * self.usual_error * max(predicted, 1e-9)
-        # What was never predicted (a table of zeros) is believed at once.
-        believed = max(min(error, usual), -usual) if predicted > 0 else error
-        self._correct(work, LEARNING_RATE * believed)
-        share = min(abs(error) / max(predicted, 1e-9), OUTLIER_ERRORS * self.usual_error)
-        self.usual_error = max(self.usual_error + ERROR_RATE * (share - self.usual_error), MIN_USUAL_ERROR)
         self.num_steps += 1
+        if predicted <= 0:  # what was never predicted (a table of zeros) is believed at once
+            self._correct(work, LEARNING_RATE * seconds / self._slowness)
+            return
+        share, self.usual_error = believed(seconds / predicted - 1, self.usual_error)
+        self._correct(work, LEARNING_RATE * share * predicted / self._slowness)
+        self._slowness *= 1 + SLOWNESS_RATE * share
 
     def _correct(self, work: tuple[int, int, int], change_s: float) -> None:
         """Move the prediction at a point by a change, each corner of its cell by its weight in it."""
@@ -310,6 +328,112 @@ class Link(Struct, frozen=True, kw_only=True):
 
     def in_s(self, num_bytes: int) -> float:
         return self.setup_s + num_bytes / self.h2d_bytes_per_s if num_bytes > 0 else 0.0
+
+
+class CopyCost(Protocol):
+    """What copies of KV take now. Of nothing, nothing."""
+
+    def out_s(self, num_bytes: int) -> float:
+        """To host memory."""
+        ...
+
+    def in_s(self, num_bytes: int) -> float:
+        """To the device."""
+        ...
+
+
+@dataclass(slots=True)
+class Copied:
+    """So far, one way. num_copies: of a layer each. seconds: that they took, without what is done between two copies."""
+
+    num_bytes: int = 0
+    num_copies: int = 0
+    seconds: float = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """One copy more."""
+        self.num_bytes += num_bytes
+        self.num_copies += 1
+        self.seconds += seconds
+
+
+class CopyTable:
+    """Seconds of a copy one way, by linear interpolation between COPY_SIZES_BYTES; more bytes never take less.
+
+    Each real copy corrects the two sizes about its own, and all others by less. What is slower than was assumed fades back to that: it keeps its own
+    subject from being measured again. Below the first size as the first, beyond the last its cell's slope goes on.
+
+    Source: AdaptiveLLM formula 2, bytes over a bandwidth; departs in setting up, in a table, since the way of copying that is fastest changes with
+    the size, and in learning from each copy.
+
+    Args:
+        copy_s: what a copy of so many bytes is assumed to take, more for more bytes.
+    """
+
+    def __init__(self, copy_s: Callable[[int], float]) -> None:
+        self._assumed = [copy_s(size) for size in COPY_SIZES_BYTES]
+        self._seconds = list(self._assumed)
+        self._updated_s = 0.0
+        self.usual_error = UNKNOWN_COPY_ERROR
+        """As `StepTable.usual_error`."""
+
+    def copy_s(self, num_bytes: int, now: float) -> float:
+        if num_bytes <= 0:
+            return 0.0
+        at, share = _locate(COPY_SIZES_BYTES, num_bytes)
+        learned = self._seconds[at] + share * (self._seconds[at + 1] - self._seconds[at])
+        assumed = self._assumed[at] + share * (self._assumed[at + 1] - self._assumed[at])
+        return assumed + (learned - assumed) * self._trust(now) if learned > assumed else learned
+
+    def observe(self, num_bytes: int, seconds: float, now: float) -> None:
+        """A copy took so long. One without bytes or time is ignored."""
+        if num_bytes <= 0 or not 0 < seconds < math.inf:
+            return
+        share, self.usual_error = believed(seconds / self.copy_s(num_bytes, now) - 1, self.usual_error)
+        trust, slowness = self._trust(now), 1 + SLOWNESS_RATE * share
+        at, place = _locate(COPY_SIZES_BYTES, num_bytes)
+        weights = {at: 1 - min(place, 1.0), at + 1: min(place, 1.0)}
+        norm = sum(weight * weight for weight in weights.values())
+        found = [
+            assumed + (seconds - assumed) * trust if seconds > assumed else seconds
+            for assumed, seconds in zip(self._assumed, self._seconds, strict=True)
+        ]
+        found = [seconds * slowness for seconds in found]
+        for size, weight in weights.items():
+            found[size] *= 1 + LEARNING_RATE * share * weight / norm
+        if share > 0:
+            self._seconds = list(itertools.accumulate(found, max))
+        else:
+            self._seconds = list(itertools.accumulate(reversed(found), min))[::-1]
+        self._updated_s = now
+
+    def _trust(self, now: float) -> float:
+        """In what made copies seem slow."""
+        return float(0.5 ** (max(now - self._updated_s, 0.0) / HALF_LIFE_S))
+
+
+class CopyTimes:
+    """Both ways; begins with a link as it was measured or is assumed."""
+
+    def __init__(self, link: Link) -> None:
+        self.out, self.back = CopyTable(link.out_s), CopyTable(link.in_s)
+
+    def at(self, now: float) -> CopiesNow:
+        return CopiesNow(self, now)
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesNow:
+    """A `CopyCost`."""
+
+    times: CopyTimes
+    now: float
+
+    def out_s(self, num_bytes: int) -> float:
+        return self.times.out.copy_s(num_bytes, self.now)
+
+    def in_s(self, num_bytes: int) -> float:
+        return self.times.back.copy_s(num_bytes, self.now)
 
 
 class BlockSize(Protocol):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from engine_bridge.policy.costs import BlockSize, Link, PrefillCost
+from engine_bridge.policy.costs import BlockSize, CopyCost, PrefillCost
 from kvtiers.policy.restore import (
     FasterWins,
     RestoreFacts,
@@ -66,7 +66,7 @@ class SwapOrRecompute:
 
     prefill: PrefillCost
     shape: BlockSize
-    link: Link
+    link: CopyCost
 
     def decide(self, facts: LossFacts) -> LossDecision:
         options = self._options(facts)

@@ -326,7 +326,7 @@ async def a_failing_copy_costs_the_advice_and_no_memory(node: LocalNode, tiers: 
         """The copier, with a fault in its way to the device."""
 
         overlaps = copier.overlaps
-        num_bytes, seconds = copier.num_bytes, copier.seconds
+        out, back = copier.out, copier.back
 
         def to_device(self, *args: object) -> None:
             raise RuntimeError("no such address")

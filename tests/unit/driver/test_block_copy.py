@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from engine_bridge.driver import block_copy, vllm_api  # noqa: E402
 from engine_bridge.driver.block_copy import CpuCopier, layer_bytes  # noqa: E402  (after the skip)
 from engine_bridge.errors import SeamMoved  # noqa: E402
+from engine_bridge.policy.costs import Copied  # noqa: E402
 
 NUM_BLOCKS, NUM_SLOTS = 40, 60
 SHAPE = (NUM_BLOCKS, 2, 4, 8)
@@ -44,7 +45,7 @@ def test_there_and_back(blocks: list[int], slots: list[int], length: int) -> Non
     layer[blocks] = 0
     copier.to_device(0, blocks, slots)
     assert torch.equal(layer, before)
-    assert copier.num_bytes == 2 * length * layer_bytes(layer)
+    assert copier.out.num_bytes == copier.back.num_bytes == length * layer_bytes(layer)
 
 
 def test_a_layout_whose_blocks_are_scattered_is_refused() -> None:
@@ -127,7 +128,7 @@ def test_on_cuda_what_was_copied_is_counted_with_its_time_once_it_is_done(cuda: 
     copier = block_copy.CudaCopier([layer], region, waiting.append)
     copier.to_host(0, [1, 2], [3, 4])
     copier.end_step(lambda: waiting.append("told"))
-    assert (copier.num_bytes, copier.seconds) == (0, 0.0)
+    assert copier.out == copier.back == Copied()
     waiting[0]()
-    assert (copier.num_bytes, copier.seconds) == (2 * layer_bytes(layer), 0.25)
+    assert copier.out == Copied(2 * layer_bytes(layer), 1, 0.25) and copier.back == Copied()
     assert waiting[1] == "told"

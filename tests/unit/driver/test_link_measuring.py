@@ -69,11 +69,13 @@ class Counted(CpuCopier):
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         super().to_host(layer, blocks, slots)
-        self.seconds = self.num_bytes / 10e9
+        for copied in (self.out, self.back):
+            copied.seconds = copied.num_bytes / 10e9
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         super().to_device(layer, blocks, slots)
-        self.seconds = self.num_bytes / 10e9
+        for copied in (self.out, self.back):
+            copied.seconds = copied.num_bytes / 10e9
 
     def end_step(self, then: Callable[[], None]) -> None:
         threading.Thread(target=then).start()

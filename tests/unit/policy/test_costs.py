@@ -21,6 +21,9 @@ from engine_bridge.policy.costs import (
     LEARNING_RATE,
     MIN_USUAL_ERROR,
     OUTLIER_ERRORS,
+    SLOWNESS_RATE,
+    CopyTable,
+    CopyTimes,
     KvShape,
     LinearPrefill,
     Link,
@@ -41,6 +44,7 @@ from engine_bridge.predict.steps import (
     repeatability,
     table_error,
 )
+from kvtiers.policy.rates import HALF_LIFE_S
 from kvtiers.policy.restore import Action, FasterWins, RestoreFacts
 
 ROOT = Path(__file__).parents[3]
@@ -134,9 +138,10 @@ def test_one_stall_hardly_counts_and_a_lasting_change_is_learned() -> None:
     table = table_of()
     work = (32, 4, 500)
     usual_s = table.step_s(*work)
-    most = LEARNING_RATE * OUTLIER_ERRORS * table.usual_error
+    most = OUTLIER_ERRORS * table.usual_error
     table.observe(*work, 1000 * usual_s)
-    assert table.step_s(*work) <= usual_s * (1 + most) * (1 + 1e-9)
+    longer = (1 + LEARNING_RATE * most) * (1 + SLOWNESS_RATE * most)
+    assert table.step_s(*work) <= usual_s * longer * (1 + 1e-9)
     for _ in range(200):
         table.observe(*work, 2 * usual_s)
     assert table.step_s(*work) == pytest.approx(2 * usual_s, rel=0.02)
@@ -157,6 +162,15 @@ def test_after_many_exact_steps_a_change_is_still_noticed() -> None:
     assert table.num_steps == 200
 
 
+def test_a_machine_that_slows_down_is_slower_with_other_work_too() -> None:
+    table, other = table_of(), (200, 1, 8000)
+    before = table.step_s(*other)
+    for _ in range(20):
+        table.observe(0, 8, 500, 1.5 * linear((0, 8, 500)))
+    assert table.step_s(*other) > 1.25 * before
+    assert max(table.grid().seconds) == pytest.approx(table.step_s(256, 16, 10_000))
+
+
 def test_what_was_never_predicted_is_believed_at_once() -> None:
     table = table_of(lambda work: 0.0)
     table.observe(64, 4, 1000, 2.0)
@@ -173,8 +187,9 @@ def test_a_step_beyond_the_points_corrects_the_last_ones(share: float) -> None:
     table, work = table_of(), (1000, 50, 50_000)
     before, edge = table.step_s(*work), table.step_s(256, 16, 10_000)
     table.observe(*work, share * before)
-    believed = LEARNING_RATE * OUTLIER_ERRORS * 0.1 * before * (1 if share > 1 else -1)
-    assert table.step_s(256, 16, 10_000) == pytest.approx(edge + believed)
+    most = OUTLIER_ERRORS * 0.1 * (1 if share > 1 else -1)
+    corrected = edge + LEARNING_RATE * most * before
+    assert table.step_s(256, 16, 10_000) == pytest.approx(corrected * (1 + SLOWNESS_RATE * most))
 
 
 def test_noise_of_real_steps_averages_out() -> None:
@@ -331,6 +346,69 @@ def test_no_decision_is_slower_than_a_way_that_was_open(
     ways = [s for s in (decision.swap_s, decision.recompute_s) if s is not None]
     assert decision.expected_s == min(ways) >= 0
     assert decision.num_out_blocks <= num_host
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+LINK = Link(d2h_bytes_per_s=8e9, h2d_bytes_per_s=4e9, setup_s=1e-4)
+sizes = st.integers(1, 1 << 31)
+
+
+@given(st.integers(1 << 16, 1 << 31))
+def test_copies_take_what_the_link_says_until_they_are_seen(num_bytes: int) -> None:
+    now = CopyTimes(LINK).at(0.0)
+    assert now.out_s(num_bytes) == pytest.approx(LINK.out_s(num_bytes))
+    assert now.in_s(num_bytes) == pytest.approx(LINK.in_s(num_bytes))
+    assert now.out_s(0) == now.in_s(-1) == 0.0
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(sizes, st.floats(1e-6, 100), st.floats(0, 200)), max_size=30), sizes, sizes)
+def test_more_bytes_never_take_less_whatever_was_seen(
+    copies: list[tuple[int, float, float]], one: int, other: int
+) -> None:
+    table, now = CopyTable(LINK.in_s), 0.0
+    for num_bytes, seconds, pause_s in copies:
+        now += pause_s
+        before = table.copy_s(num_bytes, now)
+        table.observe(num_bytes, seconds, now)
+        low, high = sorted((before, seconds))
+        assert low * (1 - 1e-9) <= table.copy_s(num_bytes, now) <= high * (1 + 1e-9)
+    few, many = sorted((one, other))
+    assert 0 < table.copy_s(few, now) <= table.copy_s(many, now) * (1 + 1e-9)
+
+
+def test_copies_of_two_sizes_teach_their_set_up_and_their_speed() -> None:
+    table, real, rng = (
+        CopyTable(LINK.in_s),
+        Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=2e9, setup_s=2e-3),
+        random.Random(1),
+    )
+    for _ in range(500):
+        num_bytes = rng.choice((1 << 20, 1 << 23))
+        table.observe(num_bytes, real.in_s(num_bytes) * rng.lognormvariate(0, 0.05), 0.0)
+    for num_bytes in (1 << 20, 1 << 22, 1 << 23):
+        assert table.copy_s(num_bytes, 0.0) == pytest.approx(real.in_s(num_bytes), rel=0.1)
+
+
+def test_slow_copies_are_forgiven_after_a_while_and_fast_ones_are_not() -> None:
+    slow, fast, usual_s = CopyTable(LINK.in_s), CopyTable(LINK.in_s), LINK.in_s(1 << 23)
+    for _ in range(100):
+        slow.observe(1 << 23, 10 * usual_s, 0.0)
+        fast.observe(1 << 23, usual_s / 10, 0.0)
+    assert slow.copy_s(1 << 23, 0.0) == pytest.approx(10 * usual_s, rel=0.05)
+    assert slow.copy_s(1 << 23, HALF_LIFE_S) == pytest.approx(5.5 * usual_s, rel=0.05)
+    assert slow.copy_s(1 << 23, 100 * HALF_LIFE_S) == pytest.approx(usual_s)
+    assert fast.copy_s(1 << 23, 100 * HALF_LIFE_S) == pytest.approx(usual_s / 10, rel=0.05)
+    slow.observe(1 << 23, 10 * usual_s, 100 * HALF_LIFE_S)
+    assert usual_s < slow.copy_s(1 << 23, 100 * HALF_LIFE_S) < 4 * usual_s
+
+
+def test_a_copy_of_nothing_teaches_nothing() -> None:
+    table = CopyTable(LINK.in_s)
+    for num_bytes, seconds in ((0, 1.0), (1 << 20, 0.0), (1 << 20, math.inf), (1 << 20, math.nan)):
+        table.observe(num_bytes, seconds, 0.0)
+    assert table.copy_s(1 << 20, 0.0) == pytest.approx(LINK.in_s(1 << 20))
 
 
 # -- restores of sessions ----------------------------------------------------------------------------------------------
