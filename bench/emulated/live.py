@@ -43,7 +43,7 @@ from bench.live.peers.adapters import AdapterSettings, Ask
 from bench.live.peers.client import QUIET_OPENMP, Worker
 from bench.live.peers.scheduling_ours import apply_refit, learn
 from bench.live.report import spread
-from bench.live.scheduling_traffic import Traffic, lengths_of_trace
+from bench.live.scheduling_traffic import BaseModelOnly, Traffic, lengths_of_trace
 from bench.measures import quantile
 from bench.sim.core.clock import Clock
 from bench.sim.core.measured import MeasuredCost
@@ -69,13 +69,6 @@ ENGINE = Engine(
     max_tokens=MAX_MODEL_LEN,
     max_step_s=MAX_STEP_S,
 )
-
-
-class BaseModelOnly:
-    """In the place of adapters: nobody asks for one."""
-
-    def drawn(self, chance: random.Random) -> str | None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)

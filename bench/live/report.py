@@ -23,10 +23,18 @@ def options(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
     return parser
 
 
-def last_line(*command: str, timeout_s: float | None = None) -> dict[str, Any]:
-    """What a command of ours says last, as JSON. Raises RuntimeError where it fails."""
+def last_line(
+    *command: str, timeout_s: float | None = None, env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What a command of ours says last, as JSON. env: beside ours. Raises RuntimeError where it fails."""
     done = subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=os.environ | (env or {}),
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-500:]}")

@@ -25,7 +25,8 @@ without a copy of KV, and AdaptiveLLM's order of starting (`fair`). `weighted_tu
 falls also when all start at once and are then kept waiting, so mean turnaround stands beside it.
 
 `decision_share_10k`: with 10,000 requests queued, our time for deciding in a step over that step's time.
-`recompute_error`, `swap_error`: mean relative errors on held-out points of `overture profile`'s tables. `length_accuracy`: `bench.sim.length`.
+`step_error`, `swap_error`: of predictions in service, see `bench.live.predictors`; `profile_step_error`, `profile_swap_error`: mean relative errors
+on held-out points of `overture profile`'s tables, which learn no more. `length_accuracy`: `bench.sim.length`.
 
 The last line is JSON.
 """
@@ -43,10 +44,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bench.live import predictors
 from bench.live.adapter_law import Adapters
 from bench.live.models import ModelShape, model_folder
 from bench.live.peers.adapters import AdapterSettings, Ask
-from bench.live.peers.client import Worker
+from bench.live.peers.client import QUIET_OPENMP, Worker
 from bench.live.report import Progress, figures, last_line, options, report
 from bench.live.scheduling_traffic import (
     HISTORY,
@@ -75,8 +77,8 @@ AIMS = {
     "worst_class_change": "aim ≤ 0.1",
     "tight_memory_throughput_vs_recompute": "aim ≥ 1.4",
     "weighted_turnaround_change": "aim ≤ -0.4",
-    "recompute_error": "aim < 0.02",
-    "swap_error": "aim < 0.04",
+    "step_error": "aim < 0.08 live, 0.02 emulated",
+    "swap_error": "aim < 0.08 live, 0.04 emulated",
     "decision_share_10k": "aim ≤ 0.01",
 }
 
@@ -111,6 +113,8 @@ class Plan:
     tight_requests: int = 64
     tight_repeats: int = 1
     profile_seconds: int = 120
+    predicted_seconds: float = 60
+    predicted_tight: int = 24
 
 
 QUICK = Plan(
@@ -123,6 +127,8 @@ QUICK = Plan(
     tight_arms=(TIGHT_OURS, TIGHT_SWAP, TIGHT_PEER),
     tight_requests=6,
     profile_seconds=30,
+    predicted_seconds=10,
+    predicted_tight=8,
 )
 
 
@@ -397,6 +403,7 @@ def profile_errors(shape: ModelShape, seconds: int, folder: Path) -> dict[str, A
         *("--model", str(model_folder(shape)), "--dtype", shape.dtype, "--device", "cpu"),
         *("--data-dir", str(folder / "profile"), "--max-model-len", str(MAX_MODEL_LEN)),
         timeout_s=seconds + 180,
+        env=QUIET_OPENMP,
     )
 
 
@@ -457,11 +464,18 @@ def run(plan: Plan, parts: Sequence[str], is_quick: bool) -> None:
         if "predictors" in parts:
             bench.say("overture profile")
             profile = profile_errors(shape, plan.profile_seconds, folder)
-            result |= {
-                "recompute_error": round(profile["steps"]["candidates"][0]["table_error"], 4),
-                "swap_error": round(profile["copies"]["swap_error"], 4),
+            served = predictors.measure(
+                folder / "profile/profiles",
+                folder,
+                plan.predicted_seconds,
+                plan.predicted_tight,
+                bench.say,
+            )
+            result |= {name: served.pop(name) for name in ("step_error", "swap_error")} | {
+                "profile_step_error": round(profile["steps"]["candidates"][0]["table_error"], 4),
+                "profile_swap_error": round(profile["copies"]["swap_error"], 4),
             }
-            extra["profile"] = profile
+            extra |= served | {"profile": profile}
             bench.say("bench.sim.length")
             quick = ["--quick"] if is_quick else []
             lengths = last_line(

@@ -42,6 +42,13 @@ def lengths_of_trace(path: Path = AZURE) -> list[Lengths]:
     return [Lengths(max(p // LENGTH_SCALE, 2), max(a // LENGTH_SCALE, 1)) for p, a in pairs]
 
 
+class BaseModelOnly:
+    """In the place of adapters: nobody asks for one."""
+
+    def drawn(self, chance: random.Random) -> str | None:
+        return None
+
+
 @dataclass
 class Traffic:
     """Requests by the trace's lengths and Chameleon's law of adapters."""

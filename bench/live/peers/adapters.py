@@ -19,6 +19,7 @@ class AdapterSettings(Settings):
     """adapters: (name, PEFT folder) pairs; without any, LoRA is off. max_loras: adapters in one step.
 
     host_bytes, max_cpu_loras: bound the adapters' host memory, ours in bytes, vLLM's by count. kv_host_bytes: for KV, ours only.
+    profile_dir: where `overture profile` keeps what it measured, ours only; "" for none.
     """
 
     adapters: list[tuple[str, str]]
@@ -27,6 +28,7 @@ class AdapterSettings(Settings):
     host_bytes: int
     max_cpu_loras: int
     kv_host_bytes: int = 0
+    profile_dir: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -57,6 +58,7 @@ class NodeAdapters(OwnNode):
             max_loras=settings.max_loras,
             max_lora_rank=settings.max_lora_rank,
             adapter_host_gib=settings.host_bytes / GIB,
+            profile_dir=Path(settings.profile_dir) if settings.profile_dir else None,
         )
         adapters = tuple((name, path) for name, path in settings.adapters)
         return LocalNode(LocalNodeConfig(engine=config, adapters=adapters))

@@ -13,6 +13,8 @@ import msgspec
 from bench.live.peers.adapters import Ask
 from bench.live.peers.adapters_ours import NodeAdapters
 from bench.live.peers.play import text
+from bench.predicting import note_copies, note_steps
+from engine_bridge.driver.link_measuring import LinkMeasuring
 from engine_bridge.local_node import LocalNode
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
 from engine_bridge.request_context import RequestContext
@@ -177,6 +179,22 @@ class ScheduledNode(NodeAdapters):
         """Since `note_work`: prefill tokens, decodes, context tokens, when it began and ended; and when the last play began."""
         return {"steps": self._steps, "zero_s": self._zero_s}
 
+    def note_predictions(self) -> None:
+        """Write down what is predicted of steps and copies, and what comes of it. Once."""
+        self._predicted: dict[str, list[list[float]]] = {"step": [], "out": [], "back": []}
+        self._on_engine(lambda driver: note_predictions(driver, self._predicted))
+
+    def predictions(self) -> dict[str, Any]:
+        """Since the last call."""
+        found = {name: list(seen) for name, seen in self._predicted.items()}
+        for seen in self._predicted.values():
+            seen.clear()
+        return found
+
+    def equal_copies(self, num_blocks: int, num: int) -> dict[str, list[float]]:
+        """Seconds of so many copies of so many blocks each way, on an engine without requests."""
+        return self._on_engine(lambda driver: equal_copies(driver, num_blocks, num))
+
     def counts(self) -> dict[str, Any]:
         """Of the policy in use."""
         return self._on_engine(lambda driver: driver.scheduling.state())
@@ -240,6 +258,26 @@ def note_work(pace: Any, steps: list[tuple[float, ...]]) -> None:
         observe(*work_and_seconds)
 
     pace.table.observe = noted
+
+
+def note_predictions(driver: Any, seen: dict[str, list[list[float]]]) -> None:
+    tiers = driver._tiers
+    note_steps(driver.steps, seen["step"])
+    note_copies(tiers.copy_times.out, seen["out"])
+    note_copies(tiers.copy_times.back, seen["back"])
+
+
+def equal_copies(driver: Any, num_blocks: int, num: int) -> dict[str, list[float]]:
+    copier = driver._tiers.copier
+    counts = driver._scheduler.get_request_counts
+    measuring = LinkMeasuring(driver._tiers, driver._block_pool.num_gpu_blocks, counts)
+    times: dict[str, list[float]] = {"out": [], "back": []}
+    for _ in range(num):
+        before = {name: getattr(copier, name).seconds for name in times}
+        measuring._copy(num_blocks)
+        for name, seconds in times.items():
+            seconds.append(getattr(copier, name).seconds - before[name])
+    return times
 
 
 def is_queued(driver: Any, num: int) -> bool:

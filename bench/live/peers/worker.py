@@ -19,7 +19,7 @@ COMMANDS = frozenset(
         "turn batch place settle memcpy kv_files host_copy disk_read slow_disk layerwise cpu_s "
         "begin people people_beside hold agents draft advisory_cost accounts "
         "play put empty set_assist adapter_account "
-        "use counts preemptions decision_share note_work steps"
+        "use counts preemptions decision_share note_work steps note_predictions predictions equal_copies"
     ).split()
 )
 

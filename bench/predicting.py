@@ -1,0 +1,61 @@
+"""What is predicted just before it is seen, by the objects that serve, and how far off that is."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.measures import quantile
+from engine_bridge.policy.costs import CopyTable, StepTable
+
+# Predictions that follow one another are disturbed alike, so so many are drawn together. Chosen: some seconds of steps.
+WINDOW, NUM_BOOTSTRAPS = 50, 500
+
+Seen = list[list[float]]
+"""Of each: seconds as predicted, as they came to be, what else is known of it, and of a step its work."""
+
+
+def note_steps(table: StepTable, seen: Seen, also: Callable[[], Sequence[float]] = tuple) -> None:
+    """From now on write down what the table says of each step before it is told of it. also: asked then, too."""
+    observe = table.observe
+
+    def noted(*work_and_seconds: Any) -> None:
+        *work, seconds = work_and_seconds
+        if any(work[:2]):
+            seen.append([table.step_s(*work), seconds, *also(), *work])
+        observe(*work_and_seconds)
+
+    table.observe = noted  # type: ignore[method-assign]
+
+
+def note_copies(table: CopyTable, seen: Seen, also: Callable[[], Sequence[float]] = tuple) -> None:
+    """The same of copies one way."""
+    observe = table.observe
+
+    def noted(num_bytes: int, seconds: float, now: float) -> None:
+        seen.append([table.copy_s(num_bytes, now), seconds, *also()])
+        observe(num_bytes, seconds, now)
+
+    table.observe = noted  # type: ignore[method-assign]
+
+
+def relative_errors(seen: Sequence[Sequence[float]]) -> list[float]:
+    return [abs(each[0] / each[1] - 1) for each in seen]
+
+
+def error_of(seen: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Mean relative error (AdaptiveLLM's measure), in which nine of ten bootstraps over windows have it; the median; of how many."""
+    errors, chance = relative_errors(seen), random.Random(0)
+    windows = [errors[at : at + WINDOW] for at in range(0, len(errors), WINDOW)]
+    means = []
+    for _ in range(NUM_BOOTSTRAPS):
+        drawn = chance.choices(windows, k=len(windows))
+        means.append(sum(map(sum, drawn)) / sum(map(len, drawn)))
+    return {
+        "mean": round(statistics.fmean(errors), 4),
+        "interval": [round(quantile(means, share), 4) for share in (0.05, 0.95)],
+        "median": round(statistics.median(errors), 4),
+        "num": len(errors),
+    }
