@@ -58,6 +58,9 @@ def measure(
     )
     with Worker("scheduling_ours", settings, folder) as worker:
         worker.wait_ready()
+        # While host memory has room.
+        copies = worker.call("equal_copies", num_blocks=COPIED_BLOCKS, num=EQUAL_COPIES)
+        noise = {name: _over_median(took_s[1:]) for name, took_s in copies.items()}
         worker.call("note_predictions")
         burst = traffic.burst(BURST, "predictors")
         per_s = BURST / _play(worker, burst, "mlq", traffic.history)
@@ -71,7 +74,7 @@ def measure(
         _play(worker, tight_asks(num_tight, "predictors"), "fcfs", past, way="swap")
         plays["tight"] = worker.call("predictions")
         say(f"tight memory: {_said(plays['tight'])}")
-        noise = _noise(worker, traffic.history)
+        noise["step"] = _step_noise(worker, traffic.history)
     return _result(plays) | {"noise": noise}
 
 
@@ -105,8 +108,8 @@ def _result(plays: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _noise(worker: Worker, history: Any) -> dict[str, list[float]]:
-    """What equal steps and copies took over their median, in order. Decodes without what grows with their context."""
+def _step_noise(worker: Worker, history: Any) -> list[float]:
+    """What equal steps took over their median, in order: decodes, without what grows with their context, and prompts."""
     decodes = [
         Ask(at_s=0.0, prompt=text(16, "equal", number), max_tokens=DECODED_TOKENS)
         for number in range(DECODES)
@@ -119,10 +122,7 @@ def _noise(worker: Worker, history: Any) -> dict[str, list[float]]:
     prefills = [Ask(at_s=0.0, prompt=text(PREFILL_TOKENS, "equal", n), max_tokens=1) for n in range(PREFILLS)]
     worker.call("play", requests=[asdict(ask) for ask in prefills], one_by_one=True)
     took_s = [each[1] for each in worker.call("predictions")["step"] if each[2] == PREFILL_TOKENS]
-    copies = worker.call("equal_copies", num_blocks=COPIED_BLOCKS, num=EQUAL_COPIES)
-    return {"step": _over_median(ratios) + _over_median(took_s[1:])} | {
-        name: _over_median(seconds[1:]) for name, seconds in copies.items()
-    }
+    return _over_median(ratios) + _over_median(took_s[1:])
 
 
 def _over_median(values: Sequence[float]) -> list[float]:

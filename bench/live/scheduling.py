@@ -113,8 +113,8 @@ class Plan:
     tight_requests: int = 64
     tight_repeats: int = 1
     profile_seconds: int = 120
-    predicted_seconds: float = 60
-    predicted_tight: int = 24
+    predicted_seconds: float = 45
+    predicted_tight: int = 48
 
 
 QUICK = Plan(

@@ -374,6 +374,7 @@ class CopyTable:
         self._assumed = [copy_s(size) for size in COPY_SIZES_BYTES]
         self._seconds = list(self._assumed)
         self._updated_s = 0.0
+        self.num_copies = 0
         self.usual_error = UNKNOWN_COPY_ERROR
         """As `StepTable.usual_error`."""
 
@@ -390,7 +391,9 @@ class CopyTable:
         if num_bytes <= 0 or not 0 < seconds < math.inf:
             return
         share, self.usual_error = believed(seconds / self.copy_s(num_bytes, now) - 1, self.usual_error)
-        trust, slowness = self._trust(now), 1 + SLOWNESS_RATE * share
+        self.num_copies += 1
+        # The first ones say more than what was measured or assumed while nobody used the engine.
+        trust, slowness = self._trust(now), 1 + max(SLOWNESS_RATE, 1 / (self.num_copies + 1)) * share
         at, place = _locate(COPY_SIZES_BYTES, num_bytes)
         weights = {at: 1 - min(place, 1.0), at + 1: min(place, 1.0)}
         norm = sum(weight * weight for weight in weights.values())
