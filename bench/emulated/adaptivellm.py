@@ -34,6 +34,9 @@ The paper plays 1,000 requests; here it is fewer, as each step is scheduled for 
 
 Parts: `main` tables 3 and 4, both readings. `turnaround` Fig. 8, batches of at most 64 and 128, and over time.
 `limits` where swapping stops paying: link speed, host memory, prompt length (OPT-13B; vLLM's queue), with what the cost object predicts beside.
+`predictors` Tables 5 and 6 and Fig. 9: how far off predictions of steps and copies are where these vary as a real engine's equal ones did, in the
+same order (bench/emulated/predictors.py): `adaptive`, at once. `step_error`, `swap_error`: mean relative error against what was seen (of copies each
+way, the worse), `_of_true` against what it would have been without noise, `_floor` that of who knows this: noise cannot be foretold.
 
 Throughput: requests over the time until the last is answered. Weighted turnaround: mean of (end - arrival) / (end - first start); it falls also when
 requests start early and are then kept waiting, so the mean turnaround stands beside it. The last line is JSON: ratios and changes are against the
@@ -70,6 +73,7 @@ from bench.emulated.adaptivellm_runs import (
     engine_of,
     run_once,
 )
+from bench.emulated.predictors import predictors
 from bench.emulated.tiers import EmulatedTiers, TierSizes
 from bench.sim.core.calibration import A800
 from bench.sim.core.clock import Clock
@@ -426,10 +430,16 @@ def _predicted(setting: Setting) -> dict[str, float]:
     }
 
 
+def predictors_part(bench: Bench) -> Part:
+    """Tables 5 and 6, Fig. 9."""
+    return predictors(bench.workers, [bench.setting(group) for group in bench.groups], bench.seeds)
+
+
 PARTS: dict[str, Callable[[Bench], Part]] = {
     "main": main_part,
     "turnaround": turnaround_part,
     "limits": limits_part,
+    "predictors": predictors_part,
 }
 
 
@@ -475,6 +485,8 @@ def _top(parts: dict[str, Any]) -> dict[str, Any]:
         found["of_clairvoyant"] = {
             key: round(found[key] / most, 3) for key, most in parts["main"]["bound"].items()
         }
+    if "predictors" in parts:
+        found |= {key: parts["predictors"][key] for key in parts["predictors"] if "error" in key}
     if "limits" in parts:
         found["limits"] = parts.pop("limits")
     return found

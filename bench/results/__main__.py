@@ -32,6 +32,7 @@ SIMULATED: dict[str, tuple[str, ...]] = {
     "sim-symphony-scale": ("symphony", "--part", "scale"),
     "emulated-adaptivellm": ("adaptivellm", "--part", "main", "--part", "turnaround"),
     "emulated-adaptivellm-limits": ("adaptivellm", "--part", "limits"),
+    "emulated-adaptivellm-predictors": ("adaptivellm", "--part", "predictors"),
     "emulated-order": ("order", "--quick"),
 }
 

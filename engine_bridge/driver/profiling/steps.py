@@ -55,7 +55,7 @@ def measure_steps(requests: CraftedRequests, budget: Budget, seed: int = 0) -> l
     """
     bounds = _bounds(requests, _prefill_s_per_token(requests), budget.left_s())
     samples: list[StepSample] = []
-    for point in _visits(bounds, seed):
+    for point in visits(bounds, seed):
         if budget.is_over() and len(samples) >= MIN_SAMPLES:
             break
         budget.say(f"steps: {point.num_prefill_tokens} tokens beside {point.num_decodes} decodes")
@@ -85,7 +85,7 @@ def _bounds(requests: CraftedRequests, prefill_s_per_token: float, budget_s: flo
     )
 
 
-def _visits(bounds: Bounds, seed: int) -> Iterator[Point]:
+def visits(bounds: Bounds, seed: int) -> Iterator[Point]:
     """The corners of the range, then its other points; repeats in between; and over again. Endless."""
     chance = random.Random(seed)
     points = grid(bounds)

@@ -14,7 +14,7 @@ from engine_bridge.driver.profiling import disk
 from engine_bridge.driver.profiling.adapters import fit_line
 from engine_bridge.driver.profiling.budget import Budget
 from engine_bridge.driver.profiling.copies import _sizes, _swap_error, fit_link
-from engine_bridge.driver.profiling.steps import REPEAT_EVERY, Bounds, _visits, corners, grid
+from engine_bridge.driver.profiling.steps import REPEAT_EVERY, Bounds, corners, grid, visits
 from kvtiers.keys import BlockShape
 
 BOUNDS = Bounds(
@@ -98,7 +98,7 @@ def test_the_grid_covers_what_the_engine_can_run() -> None:
 def test_the_ends_of_the_range_come_first() -> None:
     points = grid(BOUNDS)
     ends = corners(points)
-    first = [point for point, _ in zip(_visits(BOUNDS, seed=0), range(2 * len(ends)), strict=False)]
+    first = [point for point, _ in zip(visits(BOUNDS, seed=0), range(2 * len(ends)), strict=False)]
     assert set(ends) <= set(first)
     assert any(point.num_decodes == 64 for point in ends)
     assert any(point.num_prefill_tokens == 2048 for point in ends)
@@ -107,14 +107,14 @@ def test_the_ends_of_the_range_come_first() -> None:
 def test_all_points_are_visited_and_some_again_in_between() -> None:
     points = grid(BOUNDS)
     num_visits = len(points) * (REPEAT_EVERY + 1) // REPEAT_EVERY + 2
-    visits = list(itertools.islice(_visits(BOUNDS, seed=0), num_visits))
-    assert set(visits) == set(points)
-    early = visits[: len(points) // 2]
+    seen = list(itertools.islice(visits(BOUNDS, seed=0), num_visits))
+    assert set(seen) == set(points)
+    early = seen[: len(points) // 2]
     assert len(set(early)) < len(early), "no repeats while the first points are measured"
 
 
 def test_the_order_is_random_and_the_same_for_a_seed() -> None:
-    first, again, other = (list(itertools.islice(_visits(BOUNDS, seed), 50)) for seed in (0, 0, 1))
+    first, again, other = (list(itertools.islice(visits(BOUNDS, seed), 50)) for seed in (0, 0, 1))
     assert first == again != other
     sizes = [point.num_prefill_tokens for point in first]
     assert sizes != sorted(sizes) and sizes != sorted(sizes, reverse=True)

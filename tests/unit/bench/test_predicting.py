@@ -1,0 +1,93 @@
+"""Predictions are counted before what they foretell is known, and an emulated device varies by what it is given."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.emulated import predictors
+from bench.emulated.adaptivellm_runs import Setting
+from bench.emulated.noise import DeviceNoise, NoisyLink, Replay
+from bench.predicting import Seen, error_of, note_copies, note_steps
+from bench.sim.core.clock import Clock
+from engine_bridge.policy.costs import CopyTimes, Link, StepTable
+
+LINK = Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
+# A machine that is slow for a while, then fast for a while.
+RATIOS = ([1.1] * 5 + [0.9] * 5) * 3
+FEW = Setting(num_requests=120)
+
+
+def noise_of(ratios: list[float]) -> DeviceNoise:
+    return DeviceNoise(*(Replay(ratios, seed) for seed in range(3)))
+
+
+def test_a_prediction_is_written_down_before_the_table_learns() -> None:
+    seen: Seen = []
+    table = StepTable.of(lambda points: [0.01 * (p + d) for p, d, _ in points], [0, 10], [0, 10], [0, 10])
+    before = table.step_s(5, 5, 5)
+    note_steps(table, seen, lambda: [7.0])
+    table.observe(5, 5, 5, 2 * before)
+    table.observe(0, 0, 5, 1.0)
+    assert seen == [[before, 2 * before, 7.0, 5, 5, 5]]
+    assert table.step_s(5, 5, 5) > before
+
+
+def test_so_is_one_of_a_copy() -> None:
+    seen: Seen = []
+    table = CopyTimes(LINK).out
+    note_copies(table, seen)
+    table.observe(1 << 20, 1.0, 0.0)
+    assert seen == [[pytest.approx(LINK.out_s(1 << 20)), 1.0]]
+    assert table.copy_s(1 << 20, 0.0) > LINK.out_s(1 << 20)
+
+
+def test_errors_are_relative_to_what_came() -> None:
+    found = error_of([[2.0, 1.0]] * 50 + [[1.0, 1.0]] * 150)
+    assert (found["mean"], found["median"], found["num"]) == (0.25, 0.0, 200)
+    assert found["interval"][0] <= 0.25 <= found["interval"][1]
+
+
+def test_noise_goes_round_in_its_order() -> None:
+    replay = Replay([1.0, 2.0, 3.0], 0)
+    drawn = [replay() for _ in range(7)]
+    assert drawn[:3] == drawn[3:6] and set(drawn) == {1.0, 2.0, 3.0}
+    assert drawn[1] - drawn[0] in (1.0, -2.0)
+    assert replay.last == drawn[6]
+
+
+def test_a_noisy_link_says_what_its_copies_took() -> None:
+    clock, ended = Clock(), []
+    link = NoisyLink(clock, 1000.0, 0.0, Replay([2.0], 0), copies_each=4)
+    link.transfer(100, ended.append)
+    clock.run()
+    link.transfer(100, ended.append, is_set_up=True)
+    clock.run()
+    assert ended == pytest.approx([0.2, 0.4])
+    assert (link.copied.num_bytes, link.copied.num_copies) == (200, 8)
+    assert link.copied.seconds == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("ratios", [[1.0], RATIOS])
+def test_on_the_emulated_device_steps_and_copies_are_foretold_but_for_their_noise(
+    ratios: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predictors, "noise_of", lambda seed: noise_of(ratios))
+    predictors.profile.cache_clear()
+    found = predictors.run_once(FEW, 1)
+    predictors.profile.cache_clear()
+    assert min(found.num.values()) > 10, found.num
+    assert found.floor == pytest.approx(
+        {"step": 0.0 if ratios == [1.0] else 0.1, "swap": found.floor["swap"]}, abs=0.01
+    )
+    most = 0.03 if ratios == [1.0] else 0.1
+    assert found.to_seen["step"] < most and found.to_true["step"] < most
+    assert found.to_seen["swap"] < most
+
+
+def test_noise_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictors, "noise_of", lambda seed: noise_of(RATIOS))
+    predictors.profile.cache_clear()
+    first = predictors.run_once(FEW, 2)
+    predictors.profile.cache_clear()
+    assert predictors.run_once(FEW, 2) == first
+    predictors.profile.cache_clear()
