@@ -7,13 +7,15 @@ them urgent. Steps are kept short as by default (`--max-step-ms 500`). Arms, the
   never    nobody is paused
   paused   a step that decodes for an urgent request may take 25 ms (a step for one alone takes 15)
 Ratios are paused over never. Where nobody is urgent, both must give the same times to the last bit, or this ends with an error.
-The last line is JSON. Of each figure: median over seeds.
+The last line is JSON. Of each figure: median over seeds. `urgent_tpot_p99_ms`, `urgent_tpot_p99_ms_never`: of urgent requests at REPORTED_PER_S in
+lanes, with pauses and without. `others_e2e_change`, `others_ttft_p99_change`: what the others' mean latency and P99 of TTFT then change by.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +35,7 @@ NUM_REQUESTS, QUICK_REQUESTS = 800, 300
 # Of each run, while the node fills. Chosen.
 NUM_WARM = 50
 POLICIES = ("mlq", "fair", "priority")
+REPORTED_PER_S = PER_S[-2]
 # What the live engine's table would be of. Chosen: corners of what these requests make.
 PREFILL_AXIS = (0, 1, 64, 128, 256, 512, 1024, 2048)
 DECODE_AXIS = (0, 1, 8, 32, 64, 128, 256)
@@ -116,7 +119,7 @@ def pausing_part(workers: Workers, seeds: Sequence[int], num_requests: int) -> P
     points = [
         Point(policy, per_s, seed, tpot_s, num_requests)
         for policy in POLICIES
-        for per_s in (PER_S if policy == "mlq" else PER_S[-2:-1])
+        for per_s in (PER_S if policy == "mlq" else (REPORTED_PER_S,))
         for tpot_s in (0.0, TPOT_S)
         for seed in seeds
     ]
@@ -185,4 +188,24 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _top(parts: dict[str, Any]) -> dict[str, Any]:
-    return dict(parts.get("same", {}))
+    """What stands beside the parts: at one load, so that a reader need not choose among the figures."""
+    top = (
+        {"same_without_urgent_requests": parts["same"]["same_without_urgent_requests"]}
+        if "same" in parts
+        else {}
+    )
+    reported = parts.get("pausing", {}).get(f"mlq {REPORTED_PER_S:g}/s")
+    if reported is None:
+        return top
+    never, paused = reported["never"], reported["paused"]
+
+    def change(at: int) -> float:
+        pairs = zip(paused["others"], never["others"], strict=True)
+        return round(statistics.median(ours[at] / theirs[at] - 1 for ours, theirs in pairs), 4)
+
+    return top | {
+        "urgent_tpot_p99_ms": statistics.median(served[0] for served in paused["urgent"]),
+        "urgent_tpot_p99_ms_never": statistics.median(served[0] for served in never["urgent"]),
+        "others_ttft_p99_change": change(1),
+        "others_e2e_change": change(2),
+    }

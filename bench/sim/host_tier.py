@@ -22,7 +22,8 @@ this adds to computing the new text alone: the part of the time to first token t
 The last line is JSON. `runs[]`, for each policy and host size (`host_share` of the distinct KV in a node's trace; `host_bytes`, of one node on
 average), all nodes together: `hit_share` of the restored bytes that were in host memory, `first_half_hit_share` the same of the first half of the
 layers, `disk_read_bytes_per_s` of one node on average, `stall_mean_ms` and `stall_p99_ms` over requests that restore anything, by device and disk;
-`stall_mean_ms_by_node` of the first device and disk. The table shows the mean's range over nodes behind it.
+`stall_mean_ms_by_node` of the first device and disk. The table shows the mean's range over nodes behind it. `stall_vs_lru[policy][host_share]`: mean
+stall over that of `Lru` with as much host memory, the worst of the devices and disks.
 """
 
 from __future__ import annotations
@@ -400,6 +401,18 @@ def measure(nodes: Sequence[Sequence[Request]], policy_for: PolicyFor, host_shar
     }
 
 
+def vs_lru(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """`stall_vs_lru` of the module's text: by policy and host size, where `Lru` was replayed with as much."""
+    baselines = {run["host_share"]: run["stall_mean_ms"] for run in runs if run["policy"] == "Lru"}
+    found: dict[str, dict[str, float]] = {}
+    for run in runs:
+        lru = baselines.get(run["host_share"])
+        if lru is not None and run["policy"] != "Lru":
+            worst = max(mean_ms / lru[name] for name, mean_ms in run["stall_mean_ms"].items())
+            found.setdefault(run["policy"], {})[f"{run['host_share']:.0%}"] = round(worst, 3)
+    return found
+
+
 HEADER = "  hit   1st half  disk     " + "".join(f"{cost.name + ' mean p99':>24}" for cost in COSTS) + " ms"
 
 
@@ -439,6 +452,7 @@ def main() -> None:
         "seed": args.seed,
         "nodes": chosen,
         "num_requests": sum(map(len, nodes)),
+        "stall_vs_lru": vs_lru(runs),
         "runs": runs,
     }
     rows = [("host  policy", HEADER, "  (mean, by node)"), *(row_of(run["policy"], run) for run in runs)]

@@ -21,6 +21,7 @@ from bench.sim.host_tier import (
     hit_share,
     replay,
     requests_of,
+    vs_lru,
 )
 from kvtiers.keys import BlockKey
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
@@ -100,3 +101,17 @@ def test_a_stall_is_what_reading_adds_to_computing() -> None:
 def test_what_a_slow_disk_holds_is_computed_again() -> None:
     slow = Cost("test", prefill_tokens_per_s=10_000, disk_bytes_per_s=1e8)
     assert slow.stall_s(Restore(8, 0, (8,) * NUM_BANDS, 1)) == pytest.approx(8 * BLOCK_TOKENS / 10_000)
+
+
+def test_a_policys_stall_is_compared_with_lru_of_as_much_memory_where_it_does_worst() -> None:
+    def run(policy: str, share: float, **stall_mean_ms: float) -> dict[str, object]:
+        return {"policy": policy, "host_share": share, "stall_mean_ms": stall_mean_ms}
+
+    runs = [
+        run("ByValue", 0.03, fast=50.0, slow=90.0),
+        run("Lru", 0.03, fast=100.0, slow=100.0),
+        run("Lru", 0.1, fast=10.0, slow=20.0),
+        run("ByValue", 0.1, fast=12.0, slow=20.0),
+        run("ByValue", 0.3, fast=1.0, slow=1.0),
+    ]
+    assert vs_lru(runs) == {"ByValue": {"3%": 0.9, "10%": 1.2}}

@@ -1,0 +1,211 @@
+"""What is claimed of what no paper has: see `bench.results.claims`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from bench.results.claim import BYTES, CHANGE, HIGHER, LOWER, MS, RATIO, SHARE, YES, Claim, Figure, S
+
+OVERTURE = "Overture"
+
+_own_claim = partial(Claim, OVERTURE)
+_advisory = partial(Figure, "live-advisory")
+_followers = partial(Figure, "sim-followers")
+_adapters = partial(Figure, "live-adapters")
+_restore = partial(Figure, "live-restore")
+_gateway = partial(Figure, "live-gateway")
+
+OVERTURE_CLAIMS = (
+    _own_claim(
+        "E1",
+        "TTFT of a pasted question of 2,000 tokens, computed while it stood in the field ÷ not",
+        RATIO,
+        live=_advisory("draft_ttft_ratio"),
+        aim=0.2,
+        better=LOWER,
+    ),
+    _own_claim(
+        "A5",
+        "event loop's time for an advisory",
+        MS,
+        live=_advisory("advisory_loop_ms"),
+        aim=1.0,
+    ),
+    *(
+        _own_claim(
+            "E5",
+            f"{what} of learned advisories ÷ that of “this agent again”, worst of twelve data sets",
+            RATIO,
+            sim=_followers(f"{what}_vs_trivial"),
+            aim=1.0,
+            better=HIGHER,
+        )
+        for what in ("precision", "recall")
+    ),
+    _own_claim(
+        "E5",
+        "how far their probabilities are off, worst of these",
+        SHARE,
+        sim=_followers("calibration_error"),
+        aim=0.1,
+        better=LOWER,
+    ),
+    _own_claim(
+        "E7",
+        "greedy answers the same from device, host, disk and after kill -9",
+        YES,
+        live=_restore("tokens_identical"),
+        aim=1.0,
+    ),
+    _own_claim(
+        "A5",
+        "copy from host memory to the device ÷ memcpy",
+        RATIO,
+        live=_restore("host_copy_efficiency"),
+        aim=0.8,
+    ),
+    _own_claim(
+        "A5",
+        "KV read from disk ÷ plain read of the same files",
+        RATIO,
+        live=_restore("disk_read_efficiency"),
+        aim=0.8,
+    ),
+    _own_claim(
+        "A4",
+        "decode throughput lost to the KV tiers",
+        SHARE,
+        live=_restore("write_behind_overhead"),
+        aim=0.03,
+        better=LOWER,
+    ),
+    *(
+        _own_claim(
+            "C1",
+            f"the default order against vLLM's own queue: {what}; three traces, loads of 0.5 to 1.3 of capacity, with and without adapters",
+            unit,
+            sim=Figure("emulated-order", f"default.{key}"),
+            aim=aim,
+            better=LOWER,
+        )
+        for what, unit, key, aim in (
+            ("P99 TTFT, the worst", RATIO, "p99_vs_vllm_worst", 1.0),
+            ("median TTFT at 1.2 of the capacity", CHANGE, "p50_change_at_1_2", -0.4),
+            ("mean TTFT of the worst class", CHANGE, "worst_class_change", 0.1),
+        )
+    ),
+    _own_claim(
+        "C1",
+        "one request for a third adapter beside two that fill the memory without a pause, TTFT; alone 1.3 s",
+        S,
+        sim=Figure("emulated-order", "starved_wait_s"),
+        aim=2.0,
+    ),
+    _own_claim(
+        "E9",
+        "longest gap that a cold adapter causes in other streams; aim: a step",
+        MS,
+        live=_adapters("stall_ms"),
+        aim=_adapters("step_ms"),
+    ),
+    *(
+        _own_claim(
+            "E3",
+            f"100 adapters, memory for a fifth: {what}; aim: vLLM's LRU",
+            unit,
+            live=_adapters(f"policies.expected_gain.{key}"),
+            aim=_adapters(f"policies.peer.{key}"),
+            note="by `expected_gain`, the default when this was run",
+        )
+        for what, unit, key in (
+            ("requests whose adapter need not be read", SHARE, "hit_rate"),
+            ("median TTFT", S, "ttft_p50_s"),
+            ("p99 TTFT", S, "ttft_p99_s"),
+        )
+    ),
+    *(
+        _own_claim(
+            "C2",
+            f"wait for adapters ÷ LRU's, in virtual time: {what}",
+            RATIO,
+            sim=Figure("sim-adaptercache", path),
+            aim=aim,
+            better=LOWER,
+        )
+        for what, path, aim in (
+            ("the worst of 12 tempers and three cache sizes", "worst_vs_lru", 1.0),
+            ("where popularity stays, the worst of three cache sizes", "stationary_vs_lru", 0.85),
+        )
+    ),
+    _own_claim(
+        "E9",
+        "8 requests over 8 adapters ÷ on the base model, tokens/s",
+        RATIO,
+        live=_adapters("lora_overhead"),
+        aim=0.8,
+        note="aim: what memory bandwidth allows",
+    ),
+    _own_claim(
+        "",
+        "emulated node against this machine, by what was known before each play: P99 of TTFT over all plays",
+        SHARE,
+        live=Figure("emulated-agree", "pooled_errors.ttft_p99"),
+        aim=0.15,
+        note="undecided: six plays at capacity decide it, and the interval of predicted over measured is 0.62 to 1.38",
+        better=LOWER,
+    ),
+    _own_claim(
+        "E12",
+        "follow-up prompt found in the KV of the turn before, ids kept; aim: text encoded again",
+        SHARE,
+        live=Figure("live-continuity", "follow_up_hit_share.continuity.real"),
+        aim=Figure("live-continuity", "follow_up_hit_share.text.real"),
+    ),
+    *(
+        _own_claim(
+            "",
+            f"emulated node against this machine, {how}: worst of tokens/s, latency, TTFT and time per token, median error of plays",
+            SHARE,
+            live=Figure("emulated-agree", path),
+            aim=0.15,
+            note=note,
+            better=LOWER,
+        )
+        for how, path, note in (
+            ("by what was known before each play", "worst_error", "the prediction"),
+            (
+                "at the speed that it had in each play",
+                "worst_error_at_own_speed",
+                "no prediction: the play's own step times go in",
+            ),
+        )
+    ),
+    _own_claim(
+        "",
+        "tokens/s through 16 chat sockets ÷ a bare engine loop",
+        RATIO,
+        live=_gateway("stream_efficiency"),
+        aim=0.95,
+    ),
+    _own_claim(
+        "",
+        "memory of an idle chat socket",
+        BYTES,
+        live=_gateway("idle_socket_bytes"),
+        aim=40_960,
+    ),
+    _own_claim(
+        "",
+        "event loop stall while serving, p99",
+        MS,
+        live=_gateway("loop_stall_ms_p99"),
+        aim=20.0,
+    ),
+    _own_claim(
+        "",
+        "5 adapters and the base model in one batch, tokens as in single runs",
+        YES,
+        live=_gateway("mixed_batch_identical"),
+        aim=1.0,
+    ),
+)
