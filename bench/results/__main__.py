@@ -34,7 +34,7 @@ SIMULATED: dict[str, tuple[str, ...]] = {
     "emulated-adaptivellm-limits": ("adaptivellm", "--part", "limits"),
     "emulated-adaptivellm-predictors": ("adaptivellm", "--part", "predictors"),
     "emulated-order": ("order", "--quick"),
-    "emulated-urgent": ("urgent",),
+    "emulated-urgent": ("urgent", "--quick"),
 }
 
 

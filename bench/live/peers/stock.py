@@ -267,6 +267,28 @@ class LMCacheEngine(StockEngine):
             self._server.wait()
 
 
+class OffloadingEngine(StockEngine):
+    """vLLM's OffloadingConnector: host memory."""
+
+    name = "OffloadingConnector"
+
+    def connector(self) -> dict[str, Any]:
+        from vllm.config import KVTransferConfig
+
+        transfer = KVTransferConfig(
+            kv_connector=self.name,
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu_bytes_to_use": int(self.settings.host_gib * (1 << 30))},
+        )
+        return {"kv_transfer_config": transfer, "disable_hybrid_kv_cache_manager": True}
+
+
+class SimpleOffloadEngine(OffloadingEngine):
+    """The other one of vLLM's for host memory."""
+
+    name = "SimpleCPUOffloadConnector"
+
+
 def wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
     """Return once the server listens. Raises if it ends or takes too long."""
     deadline_s = time.monotonic() + SERVER_START_TIMEOUT_S
@@ -284,4 +306,6 @@ ENGINES: dict[str, type[StockEngine]] = {
     "stock": StockEngine,
     "example": ExampleEngine,
     "lmcache": LMCacheEngine,
+    "offloading": OffloadingEngine,
+    "simple_offload": SimpleOffloadEngine,
 }
