@@ -26,8 +26,8 @@ RANKS = (128, 128, 64, 64)  # of the adapters there are: the largest cost most t
 HISTORY_TOKENS, NEW_TOKENS, REPEATS = 512, 16, 7
 PROMOTED_SESSIONS, PROMOTED_TOKENS, LARGE_TOKENS = 6, 1024, 3072
 RESTORED_TOKENS, RESTORE_REPEATS = (512, 1024, 1920), 3
-SWITCHED_CHARS = 500
-LAW_S = 40.0
+SWITCHED_WORDS, SWITCH_REPEATS = 100, 4  # of a question, as many of its answer: 1,400 tokens
+LAW_S = 30.0
 OFFLOADING = ("offloading", "simple_offload")
 
 
@@ -164,11 +164,13 @@ def switched(on: MechanismNode) -> dict[str, Any]:
     """E11: the first question after another adapter was picked, with its history computed under that one meanwhile, and not."""
     found: dict[str, list[float]] = {"at_once": [], "not": [], "resident": []}
     adapter = list(on.folders)[1]
-    for repeat in range(REPEATS):
+    for repeat in range(SWITCH_REPEATS):
         arms = list(found)
         for arm in arms[repeat % 3 :] + arms[: repeat % 3]:
             session = f"switch-{arm}-{repeat}"
-            question = " ".join(f"{arm} {repeat} {number}" for number in range(SWITCHED_CHARS // 8))
+            question = " ".join(
+                f"{list(found).index(arm)}{repeat}{number:04}" for number in range(SWITCHED_WORDS)
+            )
             history = (ChatMessage("user", question), ChatMessage("assistant", question[::-1]))
             on.store_turn(session, question, question[::-1])
             on.ask(history, session=session, num_tokens=1)
