@@ -26,7 +26,7 @@ from engine_bridge.driver.streams import Streams
 from engine_bridge.driver.tokenizer_queue import NoTokenizerQueue, TokenizerQueue
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.engine_metrics import engine_metrics
-from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
+from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest
 from engine_bridge.grammars.checker import GrammarChecker, NoChecker
 from engine_bridge.node import (
     AdapterInfo,
@@ -408,8 +408,6 @@ class LocalNode:
         return await serving.unload_adapter(body)
 
     async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
-        if self._tiers is None:
-            raise NotSupported("this server has no KV tiers to warm a session from (--kv-host-gib 0)")
         from engine_bridge.driver.advising import advise
 
         serving, client = self._ready()

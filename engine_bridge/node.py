@@ -233,8 +233,8 @@ class AdvisoryReport(Struct, frozen=True, kw_only=True):
 
     `num_tokens`: of the prefix, as far as any tier holds it; `missing_tokens`: what follows and must be computed; `device_tokens`: on the device.
     `host_bytes`: copied from host memory to the device for it; `disk_bytes`, `peer_bytes`: brought to host memory, from disk and from another
-    node, whether or not they came to the device. `lead_s`: from the advisory to its request. `late_s`: what moving the rest would have taken, as
-    predicted.
+    node, whether or not they came to the device; `adapter_bytes`: of its adapter, read for it and laid out in a slot. `lead_s`: from the advisory
+    to its request. `late_s`: what moving the rest would have taken, as predicted.
     """
 
     advisory_id: str
@@ -246,6 +246,7 @@ class AdvisoryReport(Struct, frozen=True, kw_only=True):
     host_bytes: int = 0
     disk_bytes: int = 0
     peer_bytes: int = 0
+    adapter_bytes: int = 0
     lead_s: float | None = None
     late_s: float | None = None
 

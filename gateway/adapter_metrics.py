@@ -75,6 +75,13 @@ _COUNTERS = (
     _Row("overture_adapter_slot_fills", "Adapters put into a slot", "slot_fills"),
     _Row("overture_adapter_slot_bytes", "Bytes put into slots", "slot_bytes"),
     _Row("overture_adapter_cache_written_bytes", "Bytes copied into memory lent by KV", "cache_bytes"),
+    _Row(
+        "overture_adapter_announced_bytes",
+        "Bytes of adapters moved ahead of announced requests, by whether a request came",
+        "announced_bytes",
+        ("outcome",),
+        (("used",), ("in_vain",)),
+    ),
     _Row("overture_adapter_load_failures", "Adapters that could not be loaded when asked for", "failed"),
     _Row(
         "overture_adapter_prefetched", "Adapters loaded ahead because a request was predicted", "prefetched"

@@ -154,6 +154,7 @@ def outcome_of(report: AdvisoryReport) -> dict[str, Any]:
         "host_bytes": report.host_bytes,
         "disk_bytes": report.disk_bytes,
         "peer_bytes": report.peer_bytes,
+        "adapter_bytes": report.adapter_bytes,
         "lead_ms": _ms(report.lead_s),
         "late_ms": _ms(report.late_s),
     }

@@ -117,6 +117,7 @@ class AdvisoryStanding(Struct, frozen=True, kw_only=True):
     host_bytes: int | UnsetType = UNSET
     disk_bytes: int | UnsetType = UNSET
     peer_bytes: int | UnsetType = UNSET
+    adapter_bytes: int | UnsetType = UNSET
     lead_ms: float | UnsetType | None = UNSET
     late_ms: float | UnsetType | None = UNSET
 

@@ -155,7 +155,7 @@ class _Account:
             return
         # What is read is copied as well, unless the device had no room: the larger is what there was to move.
         report = record.report
-        moved = max(report.host_bytes, report.disk_bytes + report.peer_bytes)
+        moved = max(report.host_bytes, report.disk_bytes + report.peer_bytes) + report.adapter_bytes
         if moved:
             learned = self._learned
             learned._mean_bytes += SMOOTHING * (moved - learned._mean_bytes)

@@ -107,7 +107,7 @@ class Metrics:
         )
         self._advisory_bytes = Counter(
             "overture_advisory_bytes",
-            "KV moved for advisories, by the tier it came from and how the advisory ended",
+            "Moved for advisories: KV by the tier it came from, and adapters; by how the advisory ended",
             ["tier", "outcome"],
             registry=registry,
         )
@@ -172,7 +172,7 @@ class Metrics:
     def advisory_ended(self, source: str, report: AdvisoryReport) -> None:
         """Counts how an advisory request ended, the bytes it moved and how early it was, in seconds."""
         self._advisory_outcomes.labels(source, report.state).inc()
-        for tier in ("host", "disk", "peer"):
+        for tier in ("host", "disk", "peer", "adapter"):
             self._advisory_bytes.labels(tier, report.state).inc(getattr(report, f"{tier}_bytes"))
         if report.state in ("hit", "late") and report.lead_s is not None:
             self._advisory_lead.observe(report.lead_s)

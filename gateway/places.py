@@ -35,8 +35,8 @@ class Place:
         num_prompt_tokens: as estimated. is_cut: the node failed it. num_tokens: that its session has KV of there when it is over, 0 if nobody knows.
     """
 
-    def __init__(self, node_id: str, node: RemoteNode, ask: Ask, kv_from: str) -> None:
-        self.node_id, self.node, self.kv_from = node_id, node, kv_from
+    def __init__(self, key: SessionKey, node_id: str, node: RemoteNode, ask: Ask, kv_from: str) -> None:
+        self.key, self.node_id, self.node, self.kv_from = key, node_id, node, kv_from
         self.name, self.num_prompt_tokens = ask.request_id, ask.num_prompt_tokens
         self.is_cut = False
         self.num_tokens = 0
@@ -74,7 +74,7 @@ class Places:
         ask = self._ask(make_ask)
         home = self._homes.home(key)
         sent = self._homes.requested(key, ask, asyncio.get_running_loop().time(), failed.keys())
-        place = self._place(sent, ask, next(iter(failed.values()), None))
+        place = self._place(key, sent, ask, next(iter(failed.values()), None))
         self.counts["tried_again" if failed else _how(sent, home)] += 1
         return place
 
@@ -83,7 +83,7 @@ class Places:
         """For what is computed ahead of a request. Raises EngineUnavailable."""
         ask = self._ask(make_ask)
         sent = self._homes.prepared(key, ask, asyncio.get_running_loop().time())
-        place = self._place(sent, ask)
+        place = self._place(key, sent, ask)
         try:
             yield place
         except BridgeError:
@@ -95,7 +95,7 @@ class Places:
     def expect(self, key: SessionKey, advisory_id: str, make_ask: MakeAsk) -> Place:
         """For an advisory, which is at no place and need not leave. Raises EngineUnavailable."""
         ask = self._ask(make_ask)
-        return self._place(self._homes.advised(key, advisory_id, ask), ask)
+        return self._place(key, self._homes.advised(key, advisory_id, ask), ask)
 
     def fail(
         self, place: Place, failed: dict[str, BridgeError], error: EngineUnavailable, *, has_begun: bool
@@ -112,7 +112,9 @@ class Places:
         log.warning("node %s failed before an answer began: it is tried elsewhere", place.node_id)
 
     def leave(self, place: Place) -> None:
-        self._homes.ended(place.name, num_tokens=place.num_tokens, is_cut=place.is_cut)
+        moved_from = self._homes.ended(place.name, num_tokens=place.num_tokens, is_cut=place.is_cut)
+        if moved_from:
+            self._let_leave(place.key, moved_from)
         self._somebody_left.set()
 
     async def until_empty(self, node_id: str | None, timeout_s: float) -> bool:
@@ -132,13 +134,21 @@ class Places:
         self._members.look()
         return make_ask(next(self._names))
 
-    def _place(self, sent: Sent, ask: Ask, instead: BridgeError | None = None) -> Place:
+    def _place(self, key: SessionKey, sent: Sent, ask: Ask, instead: BridgeError | None = None) -> Place:
         if sent.over is not None:
             self._take_back(*sent.over)
+            if sent.over[0] not in (sent.node_id, self._homes.home(key)):
+                self._let_leave(key, sent.over[0])
         node = self._members.node(sent.node_id) if sent.node_id is not None else None
         if sent.node_id is None or node is None:
             raise instead or self.nobody()
-        return Place(sent.node_id, node, ask, self._members.address(sent.kv_at))
+        return Place(key, sent.node_id, node, ask, self._members.address(sent.kv_at))
+
+    def _let_leave(self, key: SessionKey, node_id: str) -> None:
+        """A node's KV of a session is a second copy, which makes room for others first."""
+        node = self._members.node(node_id)
+        if node is not None:
+            node.end_session(*key)
 
     def _take_back(self, node_id: str, advisory_id: str) -> None:
         """An advisory elsewhere that is of no use any more."""

@@ -36,7 +36,7 @@ class Block:
 class Group:
     """The blocks of one session of a tenant, in the order of its conversation."""
 
-    __slots__ = ("blocks", "expected_s", "is_over", "last_used_s", "name", "num_slots", "num_uses", "tenant")
+    __slots__ = ("blocks", "expected_s", "is_over", "last_used_s", "name", "num_slots", "tenant")
 
     def __init__(self, tenant: str, name: str) -> None:
         self.tenant = tenant
@@ -44,7 +44,6 @@ class Group:
         self.blocks: dict[BlockKey, Block] = {}
         self.num_slots = 0
         self.last_used_s = 0.0
-        self.num_uses = 0
         self.is_over = False
         self.expected_s: float | None = None
 

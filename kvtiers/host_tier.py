@@ -10,6 +10,7 @@ from kvtiers.io.host_pool import HostPool
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import EvictionPolicy, GroupFacts
 from kvtiers.policy.fairness import floors, is_abandoned
+from kvtiers.policy.returns import Returns
 from kvtiers.stats import HostStats
 
 # Of the slots so many leave at a time, so that ranking all sessions is paid for once per batch. Chosen.
@@ -41,6 +42,7 @@ class HostTier:
         """Of tenants, where it is not 1."""
         self.live: Counter[GroupId] = Counter()
         """Requests in the engine, by group; it may hold nothing yet."""
+        self._returns = Returns()
         self.stats = HostStats(capacity_bytes=self.pool.num_slots * shape.layer_bytes)
         self._held: Counter[str] = Counter()  # slots by tenant, those of spoiled blocks left out
         self._eviction = eviction
@@ -53,6 +55,19 @@ class HostTier:
         if block is not None and len(block.slots) == self.shape.num_layers:
             return True
         return self._is_on_disk(key) if self._is_on_disk is not None else False
+
+    def enter(self, group: GroupId, *, is_asked: bool) -> None:
+        """A request of this session is in the engine. is_asked: somebody waits for its answer."""
+        self.live[group] += 1
+        if is_asked:
+            self._returns.came(group, self._clock())
+
+    def leave(self, group: GroupId) -> None:
+        """One that had entered has ended."""
+        self.live[group] -= 1
+        if self.live[group] <= 0:
+            del self.live[group]
+            self._returns.left(group, self._clock())
 
     def touch(self, tenant: str, name: str) -> Group:
         """The session's group; a new one is known from its first block on."""
@@ -163,10 +178,11 @@ class HostTier:
             group=group.name,
             num_bytes=group.num_slots * self.shape.layer_bytes,
             last_used_s=group.last_used_s,
-            num_uses=group.num_uses,
+            num_uses=self._returns.num_requests(group.id),
             is_over=group.is_over,
             is_live=group.id in self.live,
             expected_s=group.expected_s,
+            usual_pause_s=self._returns.usual_pause_s,
         )
 
     def _take(self, tenant: str, facts: Sequence[GroupFacts], goal: int, floor: int) -> None:

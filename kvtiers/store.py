@@ -140,7 +140,6 @@ class KvStore:
         with self._lock:
             stage = Stage(self._clock())
             owner = self._host.touch(tenant, group)
-            owner.num_uses += 1
             num_wanted = next((i for i, key in enumerate(keys) if not self._host.is_held(key)), len(keys))
             reader = self._readers.peer(peer) if num_wanted < len(keys) else None
             if reader is not None:
@@ -308,10 +307,11 @@ class KvStore:
             if (tenant, group) in self._host.groups:
                 self._host.groups[tenant, group].expected_s = at_s
 
-    def enter(self, group: str, *, tenant: str = "", weight: float = 1.0) -> None:
-        """A request of this session is in the engine from now on, waiting or running. weight: its tenant's share against others'."""
+    def enter(self, group: str, *, tenant: str = "", weight: float = 1.0, is_asked: bool = True) -> None:
+        """A request of this session is in the engine from now on, waiting or running. weight: its tenant's share against others'. is_asked: somebody
+        waits for its answer."""
         with self._lock:
-            self._host.live[tenant, group] += 1
+            self._host.enter((tenant, group), is_asked=is_asked)
             if self._host.weights.get(tenant, 1.0) != weight:
                 self._host.weights[tenant] = weight
                 if self._disk is not None:
@@ -320,9 +320,7 @@ class KvStore:
     def leave(self, group: str, *, tenant: str = "") -> None:
         """One that had entered has ended."""
         with self._lock:
-            self._host.live[tenant, group] -= 1
-            if self._host.live[tenant, group] <= 0:
-                del self._host.live[tenant, group]
+            self._host.leave((tenant, group))
 
     def leave_all(self) -> None:
         """The engine is gone, and all of its requests."""

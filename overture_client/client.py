@@ -66,8 +66,8 @@ class AdvisoryStatus(Receipt, frozen=True, kw_only=True):
     """How an advisory stands, and once its request has come, what it was worth.
 
     `state`: ``hit`` and ``late`` are good ends, see docs/agents.md. `tier`: the fastest that holds the session's KV. `num_tokens`: of KV that there
-    is; `device_tokens`: of these on the device. `host_bytes`, `disk_bytes`, `peer_bytes`: moved from there. `lead_ms`: from the advisory to its
-    request. `late_ms`: how much sooner it should have come.
+    is; `device_tokens`: of these on the device. `host_bytes`, `disk_bytes`, `peer_bytes`: moved from there; `adapter_bytes`: of the adapter.
+    `lead_ms`: from the advisory to its request. `late_ms`: how much sooner it should have come.
     """
 
     tier: str | None = None
@@ -76,6 +76,7 @@ class AdvisoryStatus(Receipt, frozen=True, kw_only=True):
     host_bytes: int | None = None
     disk_bytes: int | None = None
     peer_bytes: int | None = None
+    adapter_bytes: int | None = None
     lead_ms: float | None = None
     late_ms: float | None = None
 

@@ -251,6 +251,7 @@ def replay(requests: Sequence[Request], policy: EvictionPolicy, num_host_blocks:
     for request in requests:
         now[0] = request.at_s
         disk.forget_reads()
+        store.enter(request.session)
         num_held = device.count_held(request.keys)
         wanted = request.keys[num_held:]
         stage = store.stage(request.session, wanted)
@@ -263,6 +264,7 @@ def replay(requests: Sequence[Request], policy: EvictionPolicy, num_host_blocks:
             restores.append(Restore(num_blocks, num_whole, disk.num_read, num_new))
         store.commit(store.begin_save(request.session, request.keys))
         store.flush()
+        store.leave(request.session)
         device.put(request.keys)
     store.check_invariants()
     store.close()
@@ -318,11 +320,11 @@ MAIN: dict[str, PolicyFor] = {
     "clairvoyant": Clairvoyant.of,
 }
 SWEEP: dict[str, PolicyFor] = {
-    "half-life 60 s": lambda requests: ByValue(half_life_s=60.0),
-    "half-life 200 s": lambda requests: ByValue(half_life_s=200.0),
-    "half-life 1200 s": lambda requests: ByValue(half_life_s=1200.0),
+    "half-life 0.5 pauses": lambda requests: ByValue(half_life_pauses=0.5),
+    "half-life 1.6 pauses": lambda requests: ByValue(half_life_pauses=1.6),
+    "half-life 10 pauses": lambda requests: ByValue(half_life_pauses=10.0),
     "weight 0": lambda requests: ByValue(band_weight=0.0),
-    "weight 0.25": lambda requests: ByValue(band_weight=0.25),
+    "weight 0.5": lambda requests: ByValue(band_weight=0.5),
     "weight 1": lambda requests: ByValue(band_weight=1.0),
     "weight 2": lambda requests: ByValue(band_weight=2.0),
     "prior 1": lambda requests: ByValue(num_prior_uses=1),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from engine_bridge.core.adapter_moves import Fill, LeaveSlot, Move
 from engine_bridge.core.adapter_table import AdapterTable, Version
 from engine_bridge.core.adapter_worth import Worth
 from engine_bridge.core.staging import StagingWishes
+
+# Of all slots, what adapters may hold that are only announced. Chosen.
+AHEAD_SHARE = 0.5
 
 
 class AdapterSlots:
@@ -46,6 +49,21 @@ class AdapterSlots:
             for other in self._owners_but(running)
             if not other.requests or other.oldest_request_s > version.oldest_request_s
         ]
+        return self._enter(version, candidates, running, now)
+
+    def offer_ahead(
+        self,
+        version: Version,
+        is_expected: Callable[[int], bool],
+        running: Collection[int],
+        now: float,
+    ) -> list[Move]:
+        """Begin to lay an adapter out for a request that is expected, in a slot that no request and no other such adapter needs."""
+        unused = [other for other in self._owners_but(running) if not other.requests]
+        num_ahead = sum(is_expected(other.id) for other in unused)
+        if num_ahead >= max(AHEAD_SHARE * len(self._table.slots), 1):
+            return []
+        candidates = [other for other in unused if not is_expected(other.id) and not other.num_layouts]
         return self._enter(version, candidates, running, now)
 
     def take(

@@ -16,11 +16,12 @@ from typing import Literal
 from msgspec import Struct
 
 from engine_bridge.core.adapter_copies import AdapterCopies
-from engine_bridge.core.adapter_moves import DropHost, Forget, LeaveSlot, Load, Move, WriteCopy
+from engine_bridge.core.adapter_moves import DropHost, Fill, Forget, LeaveSlot, Load, Move, WriteCopy
 from engine_bridge.core.adapter_slots import AdapterSlots
 from engine_bridge.core.adapter_table import AdapterTable, Version
 from engine_bridge.core.adapter_turns import AdapterTurns
 from engine_bridge.core.adapter_worth import Worth
+from engine_bridge.core.announced import Announcements
 from engine_bridge.core.staging import NoPrefetch, Prefetch, StagingWishes
 from engine_bridge.node import AdapterPlace
 
@@ -56,6 +57,7 @@ class AdapterPlaces:
         self.wanted = StagingWishes()
         self.counts: Counter[str] = Counter()
         """What happened since the start, see `AdapterStats`."""
+        self.announced = Announcements(self.counts)
         self._prefetch = prefetch or NoPrefetch()
         self._left: list[int] = []
         parts = self.table, worth, self.wanted
@@ -90,6 +92,14 @@ class AdapterPlaces:
         if version is not None and version.host_bytes is None and not version.is_loading:
             self.wanted.guess(version)
 
+    def announce(self, advisory_id: str, adapter_id: int, probability: float, now: float) -> None:
+        """An advisory says that a request for it may come: bring it to host memory, and if that is likely, to a slot that nobody uses (E4)."""
+        version = self.table.get(adapter_id)
+        if version is not None:
+            self.announced.begin(advisory_id, adapter_id, probability, now)
+            if version.slot is None:
+                self.wanted.guess(version)
+
     def is_far(self, adapter_id: int) -> bool:
         """Is it on disk alone, and not on its way from there? From any thread, as a hint."""
         version = self.table.get(adapter_id)
@@ -107,6 +117,7 @@ class AdapterPlaces:
         self.counts[f"found:{version.place}"] += 1
         self.worth.used(adapter_id, now)
         self._prefetch.arrived(adapter_id, now)
+        self.announced.requested(adapter_id)
         version.requests[request_id] = version.last_used_s = now
         self.worth.touched(version, now)
         if not version.is_filled:
@@ -169,6 +180,7 @@ class AdapterPlaces:
             for adapter_id in self._prefetch.due(now):
                 self.counts["prefetched"] += 1
                 self.prefetch(adapter_id)
+        self.announced.expire(now)
         moves: list[Move] = []
         for adapter_id, is_guess in self.wanted.begin_turn():
             version = self.table.get(adapter_id)
@@ -176,8 +188,15 @@ class AdapterPlaces:
                 self.wanted.drop(adapter_id)
             elif version.host_bytes is None and not self._has_device_source(version):
                 moves += self._begin_load(version, is_guess, running, now)
-            elif version.slot is None and not is_guess:
+            elif version.slot is None and is_guess:
+                moves += self._offer_ahead(version, running, now)
+            elif version.slot is None:
                 moves += self._slots.offer(version, running, now)
+        return moves
+
+    def _offer_ahead(self, version: Version, running: Collection[int], now: float) -> list[Move]:
+        moves = self._slots.offer_ahead(version, self.announced.is_expected, running, now)
+        self.announced.moved(version.id, sum(version.num_bytes for move in moves if isinstance(move, Fill)))
         return moves
 
     def copies_to_write(self) -> list[WriteCopy]:
@@ -186,7 +205,8 @@ class AdapterPlaces:
 
     def _is_staged(self, version: Version, is_guess: bool) -> bool:
         if is_guess:
-            return version.host_bytes is not None
+            is_near = version.host_bytes is not None or self._has_device_source(version)
+            return version.slot is not None or (is_near and not self.announced.is_expected(version.id))
         # One whose layout failed needs its weights again.
         has_weights = version.is_filled or version.num_layouts > 0 or version.host_bytes is not None
         return not version.requests or (version.slot is not None and has_weights)
@@ -256,6 +276,8 @@ class AdapterPlaces:
                 self.wanted.drop(version.id)
             return []
         self.table.begin_load(version)
+        if is_guess:
+            self.announced.moved(version.id, version.num_bytes)
         return [*moves, Load(version.id, "cached" if version.copy == "whole" else "disk")]
 
     def _make_host_room(
@@ -266,7 +288,12 @@ class AdapterPlaces:
         if over <= 0:
             return []
         oldest_s = None if is_guess else version.oldest_request_s
-        candidates = [other for other in self.table if _may_leave_host(other, oldest_s, running)]
+        candidates = [
+            other
+            for other in self.table
+            if _may_leave_host(other, oldest_s, running)
+            and not (is_guess and self.announced.is_expected(other.id))
+        ]
         victims = self.worth.victims(candidates, "host", over, now)
         moves: list[Move] = []
         for victim in victims:

@@ -35,7 +35,7 @@ class KvBlocks(Protocol):
     def shape(self) -> BlockShape:
         """How large a block is and in how many layers it is copied."""
 
-    def enter(self, group: str, *, tenant: str = "", weight: float = 1.0) -> None: ...
+    def enter(self, group: str, *, tenant: str = "", weight: float = 1.0, is_asked: bool = True) -> None: ...
     def leave(self, group: str, *, tenant: str = "") -> None: ...
     def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage: ...
     def peer_bytes_per_s(self, address: str) -> float | None: ...
@@ -193,7 +193,9 @@ class Restores:
         store = self._tiers.usable_store
         if store is not None:
             known.entered = request.group
-            store.enter(known.entered, tenant=request.tenant, weight=request.weight)
+            store.enter(
+                known.entered, tenant=request.tenant, weight=request.weight, is_asked=request.is_saved
+            )
 
     def match(
         self, request_id: str, num_computed_tokens: int, num_tokens: int, *, is_resumed: bool

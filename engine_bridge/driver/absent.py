@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from engine_bridge.node import AdvisoryReport
+
 if TYPE_CHECKING:
     from engine_bridge.adapters.files import ModelContract
     from engine_bridge.adapters.registry import AdapterRecord
@@ -38,7 +40,10 @@ class NoAdapters(Idle):
 
     def expect(self, version_id: int) -> None: ...
 
-    def prefetch(self, version_id: int) -> None: ...
+    def announce(self, advisory: Advisory, version_id: int) -> None: ...
+
+    def accounted(self, version_id: int, report: AdvisoryReport) -> AdvisoryReport:
+        return report
 
     def requested(self, request_id: str, adapter_id: int) -> None: ...
 
@@ -66,6 +71,9 @@ class NoPromoter(Idle):
 
     def forget(self, session_id: str) -> None: ...
 
-    def advise(self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange) -> None: ...
+    def advise(self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange) -> None:
+        on_change(
+            AdvisoryReport(advisory_id=advisory.advisory_id, session_id=advisory.session_id, state="unknown")
+        )
 
     def retract(self, advisory_id: str, *, is_expired: bool) -> None: ...

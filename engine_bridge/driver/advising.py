@@ -22,12 +22,10 @@ async def advise(
 ) -> None:
     """Have the engine prepare for a request, and `on_change` called on the event loop with what comes of it. adapter: that it will name."""
     salt = client.versions.salt_of(advisory.tenant, adapter)
-    if adapter is not None:
-        thread.submit(lambda driver: driver.adapters.prefetch(adapter.lora_int_id))
+    adapter_id = adapter.lora_int_id if adapter is not None else 0
+    if adapter_id:
+        thread.submit(lambda driver: driver.adapters.announce(advisory, adapter_id))
     loop = asyncio.get_running_loop()
-
-    def report(state: AdvisoryReport) -> None:
-        loop.call_soon_threadsafe(on_change, state)
 
     hashes: Hashes = ()
     # Where the session has gone on elsewhere, what it left here is only how it began.
@@ -37,4 +35,12 @@ async def advise(
     if advisory.token_ids and not is_known:
         token_ids = unpack_token_ids(advisory.token_ids)
         hashes = await asyncio.to_thread(client.versions.hashes_of, token_ids, salt, adapter)
-    thread.submit(lambda driver: driver.promoter.advise(advisory, hashes, salt, report))
+
+    def begin(driver: VllmDriver) -> None:
+        def report(state: AdvisoryReport) -> None:
+            told = driver.adapters.accounted(adapter_id, state) if adapter_id else state
+            loop.call_soon_threadsafe(on_change, told)
+
+        driver.promoter.advise(advisory, hashes, salt, report)
+
+    thread.submit(begin)

@@ -330,22 +330,25 @@ class Homes:
             return Sent(None, route=route)
         return Sent(route.node_id, self._begin(key, ask, route.node_id, now), route=route)
 
-    def ended(self, request_id: str, *, num_tokens: int = 0, is_cut: bool = False) -> None:
+    def ended(self, request_id: str, *, num_tokens: int = 0, is_cut: bool = False) -> str:
         """A request is over. Nothing happens if it is over already.
 
         num_tokens: that its session has KV of now, 0 if nobody knows. is_cut: its node failed, and what it had made is out of reach.
+        Returns the node whose KV of the session nobody will ask for any more, because it has moved; "" for none.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
-            return
+            return ""
         request.node.end(request)
         session = self._sessions.get(request.key)
         if session is None or session.home != request.node.node_id:
-            return
+            return ""
         if is_cut:
             self._move(session, request.home_before)
         elif num_tokens:
             session.num_tokens = num_tokens
+            return request.home_before if request.home_before != session.home else ""
+        return ""
 
     def forgotten(self, key: SessionKey) -> None:
         """A session goes on no more."""

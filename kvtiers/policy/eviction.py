@@ -11,6 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvtiers.policy.returns import ASSUMED_PAUSE_S
+
+# An announced session is worth more than any other until its request is late by so much. Chosen: advisories are taken back long before.
+LATE_AT_MOST_S = 300.0
+MIN_HALF_LIFE_S = 1.0
 NUM_BANDS = 4
 """Bands of layers that leave one after another. Chosen: the start of a restore needs no finer steps."""
 
@@ -21,7 +26,7 @@ class GroupFacts:
 
     `expected_s`: when a request of it is expected (an advisory), on the clock of `now`; None when nobody announced one.
     `is_over`: nobody will ask for it again (its session was deleted). `is_live`: a request of it is in the engine; if that is preempted it needs this
-    KV for certain.
+    KV for certain. `usual_pause_s`: that sessions usually make between two requests.
     """
 
     group: str
@@ -31,6 +36,7 @@ class GroupFacts:
     is_over: bool = False
     is_live: bool = False
     expected_s: float | None = None
+    usual_pause_s: float = ASSUMED_PAUSE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +66,20 @@ class Lru:
 class ByValue:
     """Lowest value per byte first: how likely the session comes back, times what its layers save when it does.
 
-    Each band of a session's layers counts 0.7 times as much as the one before it, because reading it overlaps with computing the earlier
+    Each band of a session's layers counts 0.84 times as much as the one before it, because reading it overlaps with computing the earlier
     ones; among equals the smallest KV goes first, since it is the cheapest to bring back.
+
+    A session that has been silent for longer than sessions usually are is likely to be over. How long that is differs by four orders of magnitude
+    between agents that call one another and people who read, so it is learned (`returns.py`): with half-lives of minutes, host memory that holds a
+    minute's KV kept what was over and let go of what was new (bench/LOG.md).
 
     Source: SYMPHONY §4.3 (latest layers first, then the smallest KV). Departs in weighing layers against likelihood: taking last layers of
     every live session before the first layer of any abandoned one makes each live session pay for the dead (bench.sim.host_tier: twice the stall).
     """
 
-    half_life_s: float = 300.0
-    """After this long without a request a session is half as likely to send one. Measured: bench.sim.host_tier, as the others."""
-    band_weight: float = 0.5
+    half_life_pauses: float = 2.4
+    """After a silence of so many usual pauses a session is half as likely to send another request. Measured: bench.sim.host_tier, as the others."""
+    band_weight: float = 0.25
     """Powers of two by which a band of layers is worth less than the one before it."""
     num_prior_uses: int = 3
     """A session of u requests sends another with likelihood u / (u + 3); 27, 40, 56, 61, 69% for u = 1 … 5 in Mooncake's trace."""
@@ -89,13 +99,14 @@ class ByValue:
 
     def likelihood(self, facts: GroupFacts, now: float) -> float:
         """Of a request soon, as a power of two (a logarithm, so that hours of idleness do not all round to nothing)."""
-        if facts.expected_s is not None and now <= facts.expected_s + self.half_life_s:
+        if facts.expected_s is not None and now <= facts.expected_s + LATE_AT_MOST_S:
             return float(NUM_BANDS)  # announced: its last band outlives any other session's first
         if facts.is_live:
             return 0.0
         idle_s = max(now - facts.last_used_s, 0.0)
         num_uses = max(facts.num_uses, 1)
-        return math.log2(num_uses / (num_uses + self.num_prior_uses)) - idle_s / self.half_life_s
+        half_life_s = max(self.half_life_pauses * facts.usual_pause_s, MIN_HALF_LIFE_S)
+        return math.log2(num_uses / (num_uses + self.num_prior_uses)) - idle_s / half_life_s
 
 
 def first_layer(band: int, num_layers: int) -> int:

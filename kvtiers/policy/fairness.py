@@ -16,8 +16,7 @@ from kvtiers.policy.eviction import GroupFacts
 
 Tenant = TypeVar("Tenant", bound=Hashable)
 
-# A session that was silent for so long claims no share: its KV goes before any that was used since, whoever holds how much. Chosen: six
-# half-lives of `ByValue`.
+# A session that was silent for so long claims no share: its KV goes before any that was used since, whoever holds how much. Chosen.
 ABANDONED_S = 1800.0
 
 

@@ -27,7 +27,15 @@ from engine_bridge.driver.adapters.weights import Loader
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.errors import BridgeError, InvalidRequest
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.node import AdapterStats, GenerateRequest, JsonReply, RequestId, Sampling
+from engine_bridge.node import (
+    AdapterStats,
+    Advisory,
+    AdvisoryReport,
+    GenerateRequest,
+    JsonReply,
+    RequestId,
+    Sampling,
+)
 from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_MODEL_DIR
 from tests.adapter_corpus import BAD, make_adapter
@@ -292,6 +300,23 @@ async def test_two_hundred_adapters_answer_as_alone(node: LocalNode) -> None:
     before = stats(node).counts.get("loads:cached", 0)
     assert await ask(node, *wanted[number]) == together[number]
     assert stats(node).counts.get("loads:cached", 0) > before, "it came back from KV blocks"
+
+
+async def test_an_announced_adapter_waits_in_a_slot_for_its_request(node: LocalNode) -> None:
+    """Without KV tiers, too: there is nothing to say of the session, and the adapter comes all the same."""
+    name = next(info.name for info in node.adapters() if info.place == "disk")
+    before = stats(node).counts
+    reports: list[AdvisoryReport] = []
+    await node.advise(Advisory(advisory_id="adv", session_id="new", adapter=name), reports.append)
+    async with asyncio.timeout(30):
+        while next(info.place for info in node.adapters() if info.name == name) != "slot":
+            await asyncio.sleep(0.01)
+    await settled(node)
+    assert [report.state for report in reports] == ["unknown"]
+    await ask(node, name, text(1, 40))
+    counts = stats(node).counts
+    assert counts["found:slot"] == before["found:slot"] + 1
+    assert counts["announced_bytes:used"] > 0 and "announced_bytes:in_vain" not in counts
 
 
 async def test_kv_takes_lent_blocks_back_at_once(node: LocalNode) -> None:

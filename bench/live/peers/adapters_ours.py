@@ -96,7 +96,7 @@ class NodeAdapters(OwnNode):
             )
         self._wait_until(is_quiet)
         if place == "host":
-            self._on_engine(lambda driver: [driver.adapters.prefetch(adapter_id) for adapter_id in ids])
+            self._on_engine(lambda driver: [driver.adapters.core.prefetch(adapter_id) for adapter_id in ids])
             self._wait_until(lambda driver: is_quiet(driver) and are_in_host(driver, ids))
         if place != "slot":
             self._on_engine(lambda driver: leave(driver, ids, keeps_host=place == "host"))

@@ -222,7 +222,8 @@ class SessionNode(Node):
         """A request comes now. It is held back while its KV is on its way and waiting for it is faster than computing it."""
         now, kv, request_id = self.clock.now, turn.kv, turn.request_id
         self._kv[request_id] = kv
-        kv.num_uses += 1
+        if self.host is not None:
+            self.host.returns.came(kv.session_id, now)
         kv.last_used_s = now
         kv.expected_s = None
         if self._guesses.pop(kv.session_id, None) is not None:
@@ -345,6 +346,7 @@ class SessionNode(Node):
         if self._has_cache and num_blocks:
             self._put(kv, num_blocks, now)
         if self.host is not None:
+            self.host.returns.left(kv.session_id, now)
             self.host.save(kv, num_blocks, now)
 
     def _end(self, request: Request, now: float) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol
 from bench.sim.core.clock import Clock
 from bench.sim.core.links import SharedLink
 from kvtiers.policy.eviction import EvictionPolicy, GroupFacts
+from kvtiers.policy.returns import Returns
 
 # Of host memory, as in kvtiers.store.
 EVICTION_BATCH = 1 / 64
@@ -48,7 +49,6 @@ class SessionKv:
     device: Device | None = None
     device_blocks: int = 0
     num_pins: int = 0
-    num_uses: int = 0
     last_used_s: float = 0.0
     expected_s: float | None = None
     stage: Stage | None = None
@@ -108,6 +108,7 @@ class HostTiers:
         """Of sessions that lie here, and taken by stages under way."""
         self.unwritten_bytes = 0
         self.sessions: dict[str, SessionKv] = {}
+        self.returns = Returns()
         self.counts: Counter[str] = Counter()
         self._clock, self._eviction = clock, eviction
         # A host without a disk never uses these two.
@@ -220,8 +221,9 @@ class HostTiers:
                 group=kv.session_id,
                 num_bytes=kv.host_bytes,
                 last_used_s=kv.last_used_s,
-                num_uses=kv.num_uses,
+                num_uses=self.returns.num_requests(kv.session_id),
                 expected_s=kv.expected_s,
+                usual_pause_s=self.returns.usual_pause_s,
             )
             for kv in self.sessions.values()
             if kv.host_bytes > kv.unwritten_bytes and not kv.num_pins and kv.stage is None

@@ -35,7 +35,7 @@ from engine_bridge.driver.adapters.host_workers import Workers
 from engine_bridge.driver.adapters.loading import Loaded, LoaderThread
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights
-from engine_bridge.node import AdapterPlace, AdapterStats
+from engine_bridge.node import AdapterPlace, AdapterStats, Advisory, AdvisoryReport
 from engine_bridge.policy.adapter_cache import PrefixFacts
 
 log = logging.getLogger(__name__)
@@ -116,9 +116,14 @@ class Residency:
         """No new request will name this version; it goes when its last request has ended."""
         self._do(self.core.remove(adapter_id))
 
-    def prefetch(self, adapter_id: int) -> None:
-        """Bring an adapter to host memory for a request that may come. It displaces none that a waiting request needs."""
-        self.core.prefetch(adapter_id)
+    def announce(self, advisory: Advisory, adapter_id: int) -> None:
+        """An advisory names an adapter: bring it as near as it may come."""
+        self.core.announce(advisory.advisory_id, adapter_id, advisory.probability, self._clock())
+
+    def accounted(self, adapter_id: int, report: AdvisoryReport) -> AdvisoryReport:
+        """What is said of an advisory's KV, with what became of the adapter that it names."""
+        is_late = adapter_id in self._records and not self.is_at_hand(adapter_id)
+        return self.core.announced.accounted(report.advisory_id, is_late, report)
 
     def expect(self, adapter_id: int) -> None:
         """A request for it is about to enter. From any thread: it is read while the step that is under way runs, or is not (it is only a hint)."""
@@ -373,17 +378,23 @@ class Residency:
 
     def stats(self) -> AdapterStats:
         """From any thread."""
-        counts = dict(self.core.counts) | dict(self._counts)
-        return AdapterStats(
-            num_adapters=len(self.core.table),
-            num_by_place=dict(Counter[str](self.places().values())),
-            host_bytes=self.core.table.host_bytes,
-            host_capacity_bytes=self.core.rules.host_bytes,
-            cached_bytes=self.blocks.num_bytes,
-            num_waiting=self.core.wanted.num_waited_for,
-            counts=counts | self._workers.counts() | self._host_path.counts(),
-            seconds=dict(self._seconds),
-        )
+        counts = dict(self._counts) | self._workers.counts() | self._host_path.counts()
+        return _stats(self.core, self.blocks.num_bytes, counts, dict(self._seconds))
+
+
+def _stats(
+    core: AdapterPlaces, cached_bytes: int, counts: dict[str, int], seconds: dict[str, float]
+) -> AdapterStats:
+    return AdapterStats(
+        num_adapters=len(core.table),
+        num_by_place=dict(Counter[str](core.places().values())),
+        host_bytes=core.table.host_bytes,
+        host_capacity_bytes=core.rules.host_bytes,
+        cached_bytes=cached_bytes,
+        num_waiting=core.wanted.num_waited_for,
+        counts=dict(core.counts) | counts,
+        seconds=seconds,
+    )
 
 
 def lora_ids(requests: Iterable[Any]) -> set[int]:

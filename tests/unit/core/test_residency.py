@@ -530,6 +530,15 @@ class Traffic(RuleBasedStateMachine):
     def prefetch(self, data: st.DataObject) -> None:
         self.places.prefetch(data.draw(st.sampled_from(sorted(self.served))))
 
+    @rule(data=st.data(), advisory_id=st.sampled_from("abcd"), probability=st.sampled_from((0.1, 0.9)))
+    def announce(self, data: st.DataObject, advisory_id: str, probability: float) -> None:
+        number = data.draw(st.sampled_from(sorted(self.served)))
+        self.places.announce(advisory_id, number, probability, self.now)
+
+    @rule(advisory_id=st.sampled_from("abcd"))
+    def advisory_ends(self, advisory_id: str) -> None:
+        self.places.announced.end(advisory_id)
+
     @rule(data=st.data(), is_broken=st.booleans())
     @precondition(lambda self: self.loading)
     def load_ends(self, data: st.DataObject, is_broken: bool) -> None:

@@ -158,7 +158,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def prefetch(self, data: st.DataObject) -> None:
-        self.residency.prefetch(data.draw(st.sampled_from(sorted(self.served))))
+        self.residency.core.prefetch(data.draw(st.sampled_from(sorted(self.served))))
 
     @rule(data=st.data())
     def break_or_mend(self, data: st.DataObject) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
@@ -93,6 +94,30 @@ async def test_a_request_follows_its_advisory_and_says_where_the_kv_is() -> None
         assert answer.request.context.kv_from == "b:1"
         answer.finish("x")
         assert router.home_of("t", "s") == "a"
+        # What it left behind makes room for others.
+        await until(lambda: placement.inner["b"].ended_sessions == [("t", "s")])
+        assert placement.inner["a"].ended_sessions == []
+
+
+async def test_kv_that_was_brought_where_no_request_comes_makes_room_for_others() -> None:
+    """A newer advisory goes to another node: the first one's node has a copy that nobody will ask for."""
+    async with routed("a", "b", "c") as (router, placement):
+        await answered(router, placement, "c")
+        for number, name in enumerate("bcccc", start=1):
+            router.remember([("t", f"busy{number}", name)])
+            asking(router, question(f"busy{number}"))
+        await until(lambda: len(placement.inner["c"].answers) == 5)
+        advise = Advisory(advisory_id="one", session_id="s", tenant="t")
+        await router.advise(advise, lambda report: None)
+        await placement.inner["a"].told()
+        for number in range(6, 10):
+            router.remember([("t", f"busy{number}", "a")])
+            asking(router, question(f"busy{number}"))
+        await until(lambda: len(placement.inner["a"].answers) == 4)
+        await router.advise(structs.replace(advise, advisory_id="two"), lambda report: None)
+        await placement.inner["b"].told()
+        await until(lambda: placement.inner["a"].ended_sessions == [("t", "s")])
+        assert placement.inner["b"].ended_sessions == placement.inner["c"].ended_sessions == []
 
 
 async def test_advisories_are_reported_and_retracted_where_they_went() -> None:

@@ -125,6 +125,26 @@ def test_a_new_advisory_takes_the_place_of_the_sessions_last() -> None:
     assert own.requested(KEY, ask(), 1.0).node_id == "n1"
 
 
+def test_where_a_session_has_moved_from_is_told_once_its_kv_is_elsewhere() -> None:
+    own = homes(5, 0)
+    own.placed(KEY, "n0", 64)
+    own.advised(KEY, "a", ask())
+    own.requested(KEY, ask("moves"), 1.0)
+    assert own.ended("moves", num_tokens=96) == "n0"
+    own.requested(KEY, ask("stays"), 2.0)
+    assert own.ended("stays", num_tokens=128) == ""
+    assert own.ended("stays", num_tokens=128) == "", "it is over already"
+
+
+@pytest.mark.parametrize("how", [{"is_cut": True}, {"num_tokens": 0}])
+def test_what_is_left_behind_is_kept_where_nothing_is_known_to_be_elsewhere(how: dict[str, Any]) -> None:
+    own = homes(5, 0)
+    own.placed(KEY, "n0", 64)
+    own.advised(KEY, "a", ask())
+    own.requested(KEY, ask("moves"), 1.0)
+    assert own.ended("moves", **how) == ""
+
+
 def test_a_second_look_is_told_only_of_requests_that_are_there() -> None:
     heard = Heard()
     own = homes(0, 5, doors=Doors(LoadBalance(), Sticky(), Sticky(), heard))
