@@ -65,6 +65,8 @@ class PeerStats(Struct, kw_only=True):
     """Questions that brought nothing, or less than was offered, by reason."""
     bytes_per_s: float = 0.0
     """Measured rate of the last answer; 0 before the first."""
+    share_found: float = 1.0
+    """Of the blocks that were asked for lately, those that the peers had."""
     num_lent: int = 0
     """Blocks."""
     bytes_lent: int = 0

@@ -31,6 +31,7 @@ from engine_bridge.cluster.wire import (
     is_proof,
     proof_of,
 )
+from engine_bridge.policy.fading import FadingShare
 from kvtiers.io.io_thread import IoThread
 from kvtiers.io.records import Part
 from kvtiers.keys import BlockKey, BlockShape
@@ -53,6 +54,8 @@ MAX_ASKED, MAX_LENT, MAX_CONNECTIONS = 4, 4, 64
 ANSWER_S, MIN_BYTES_PER_S = 10.0, 4e6
 # Addresses that are remembered; nodes that were started again have new ones. Chosen.
 MAX_KNOWN = 256
+# What peers have of what they are asked for: an answer counts half after so long, and so many blocks are taken to have been found before. Chosen.
+FOUND_HALF_LIFE_S, NUM_ASSUMED_BLOCKS = 60.0, 64.0
 _RESTING: frozenset[MissReason] = frozenset(("dead", "late", "token", "foreign", "malformed"))
 
 
@@ -90,6 +93,8 @@ class Peering:
         self.token = config.token.encode()
         self.clock = clock
         self.stats = PeerStats(is_on=True)
+        self.found = FadingShare(FOUND_HALF_LIFE_S, NUM_ASSUMED_BLOCKS)
+        """Of the blocks that peers were asked for."""
         self._config = config
         self._listening: socket.socket | None = None
         self._told: set[tuple[str, str]] = set()
@@ -154,7 +159,8 @@ class Peering:
     def snapshot(self) -> PeerStats:
         """From any thread."""
         fields = {name: getattr(self.stats, name) for name in PeerStats.__struct_fields__}
-        return PeerStats(**fields | {"misses": dict(self.stats.misses)})
+        changing = {"misses": dict(self.stats.misses), "share_found": self.found.at(self.clock())}
+        return PeerStats(**fields | changing)
 
     def missed(self, who: str, reason: MissReason, why: object) -> None:
         """Count it, and tell it the first time."""
@@ -236,6 +242,7 @@ class Peer:
                 stats.num_fetched += question.num_whole
                 if question.num_damaged:
                     self._peering.missed(self._who, "damaged", f"{question.num_damaged} blocks")
+            self._peering.found.add(question.num_blocks or 0, len(keys), self._peering.clock())
 
     @property
     def _who(self) -> str:

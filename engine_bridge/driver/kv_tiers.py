@@ -294,7 +294,7 @@ class KvTiers:
     def kv_token_s(self) -> tuple[float, float, float | None]:
         """Of a token's KV: seconds from host memory to the device, from disk to host memory, and from another node's; None: nobody is asked.
 
-        As measured lately, else as is assumed of any machine. From any thread.
+        As measured lately, else as is assumed of any machine. What other nodes have not is computed instead. From any thread.
         """
         namespace, store = self._namespace, self.store
         if namespace is None or store is None:
@@ -303,6 +303,7 @@ class KvTiers:
         fetch_s = None
         if self.peering is not None and (peers := self.peering.snapshot()).is_on:
             fetch_s = token_bytes / (peers.bytes_per_s or PRIOR_PEER_BYTES_PER_S)
+            fetch_s += (1 - peers.share_found) * (self.prefill_s_per_token() or 0.0)
         device_s = token_bytes / self._in_bytes_per_s()
         return device_s, token_bytes / store.disk_bytes_per_s(), fetch_s
 

@@ -1,4 +1,4 @@
-"""A rate that fades: what was counted long ago counts for less. Pure."""
+"""Rates and shares that fade: what was counted long ago counts for less. Pure."""
 
 from __future__ import annotations
 
@@ -22,16 +22,39 @@ class FadingRate:
     def add(self, amount: float, now: float) -> None:
         if self._at_s is None:
             self._started_s = now
-        self._sum = self._faded(now) + amount
+        self._sum = self.faded(now) + amount
         self._at_s = now
 
     def per_s(self, now: float) -> float:
         if self._at_s is None:
             return 0.0
         seen_s = max(now - self._started_s, 1.0)
-        return self._faded(now) / (self._mean_life_s * -math.expm1(-seen_s / self._mean_life_s))
+        return self.faded(now) / (self._mean_life_s * -math.expm1(-seen_s / self._mean_life_s))
 
-    def _faded(self, now: float) -> float:
+    def faded(self, now: float) -> float:
+        """What was counted, each amount for what is left of it."""
         if self._at_s is None:
             return 0.0
         return self._sum * math.exp(-max(now - self._at_s, 0.0) / self._mean_life_s)
+
+
+class FadingShare:
+    """How many of what was tried succeeded lately, from 0 to 1.
+
+    Each trial counts half after `half_life_s`; `num_assumed` successes are assumed beside them, so that it is 1 before the first trial and again
+    long after the last one.
+    """
+
+    def __init__(self, half_life_s: float, num_assumed: float) -> None:
+        if num_assumed <= 0:
+            raise ValueError("the share before the first trial is of something")
+        self._good, self._all = FadingRate(half_life_s), FadingRate(half_life_s)
+        self._num_assumed = num_assumed
+
+    def add(self, num_good: float, num: float, now: float) -> None:
+        """So many succeeded of so many."""
+        self._good.add(num_good, now)
+        self._all.add(num, now)
+
+    def at(self, now: float) -> float:
+        return (self._good.faded(now) + self._num_assumed) / (self._all.faded(now) + self._num_assumed)

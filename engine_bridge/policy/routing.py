@@ -79,8 +79,8 @@ class NodePerf(Struct, frozen=True, kw_only=True, gc=False):
     """How fast a node is, as it knows itself. Everything in seconds.
 
     decode, prefill, prompt_token_s, prefill_step_s: as in `Settings`. answer_tokens: the usual answer there. kv_token_s, kv_disk_token_s: a
-    token's KV from host memory to the device, and from disk to host memory. kv_fetch_token_s: from another node's host memory to this one's; None:
-    it cannot have it. error: mean share by which steps have differed from what was predicted lately.
+    token's KV from host memory to the device, and from disk to host memory. kv_fetch_token_s: from another node's to this one's, with what computing
+    costs that it often lacks; None: it cannot have it. error: mean share by which steps have differed from what was predicted lately.
     """
 
     decode: PerfModel

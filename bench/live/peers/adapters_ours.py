@@ -206,6 +206,11 @@ def are_in_host(driver: Any, ids: Sequence[int]) -> bool:
     return all(driver.adapters.core.table[adapter_id].host_bytes is not None for adapter_id in ids)
 
 
+def is_filled(driver: Any, adapter_id: int) -> bool:
+    """Whether a step could compute with what lies in its slot."""
+    return driver.adapters.is_at_hand(adapter_id) and driver.adapters.core.table[adapter_id].is_filled
+
+
 def leave(driver: Any, ids: Sequence[int], keeps_host: bool) -> None:
     """Have adapters that nobody uses leave their slots and the KV blocks, and host memory too unless `keeps_host`."""
     driver.adapters.put_back(ids, keeps_host=keeps_host)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.live.peers.adapters import AdapterSettings, forget_files
-from bench.live.peers.adapters_ours import are_in_host, is_quiet, leave
+from bench.live.peers.adapters_ours import is_filled, is_quiet, leave
 from bench.live.peers.node import OwnNode
 from bench.live.peers.ours import TieredNode, make_advisories
 from bench.live.peers.play import Asked
@@ -108,7 +108,7 @@ class MechanismNode(TieredNode):
         """Until all that the advisory announced is as near as it comes."""
 
         def is_warm() -> bool:
-            return record.report is not None and record.report.state == "warm" and self.has_in_host(adapter)
+            return record.report is not None and record.report.state == "warm" and self.is_in_slot(adapter)
 
         self.wait_until(is_warm)
 
@@ -151,8 +151,8 @@ class MechanismNode(TieredNode):
             self._on_engine(lambda driver: leave(driver, [self.version(name)], keeps_host=False))
             forget_files([self.folders[name]])
 
-    def has_in_host(self, name: str) -> bool:
-        return self._on_engine(lambda driver: are_in_host(driver, [self.version(name)]))
+    def is_in_slot(self, name: str) -> bool:
+        return self._on_engine(lambda driver: is_quiet(driver) and is_filled(driver, self.version(name)))
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + WAIT_S

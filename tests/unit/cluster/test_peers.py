@@ -298,6 +298,21 @@ def test_a_peer_that_has_none_of_it_says_so(home: Node, other: Node) -> None:
     assert other.fetch(KEYS[:10], home.address) == ["peer"] * 10, "and is asked again at once"
 
 
+def test_what_peers_lack_is_reckoned_with_and_forgotten_in_time(
+    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(other.peering, "clock", lambda: now[0])
+    assert other.peering.snapshot().share_found == 1.0
+    other.fetch(KEYS[:10], home.address)
+    assert other.peering.snapshot().share_found == 1.0
+    other.fetch(KEYS[20:30], home.address)
+    lacking = other.peering.snapshot().share_found
+    assert 0.8 < lacking < 0.9, "ten of twenty, beside what was assumed"
+    now[0] += 10 * peers.FOUND_HALF_LIFE_S
+    assert other.peering.snapshot().share_found > 0.999
+
+
 @pytest.mark.parametrize("says", [b"", b"\x05\0\0\0\0\0\0\0abcde", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 def test_who_says_nothing_or_nonsense_is_given_up(
     other: Node, monkeypatch: pytest.MonkeyPatch, says: bytes
