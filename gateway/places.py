@@ -137,7 +137,8 @@ class Places:
     def _place(self, key: SessionKey, sent: Sent, ask: Ask, instead: BridgeError | None = None) -> Place:
         if sent.over is not None:
             self._take_back(*sent.over)
-            if sent.over[0] not in (sent.node_id, self._homes.home(key)):
+            # Where its KV is fetched from, it stays until its answer has ended.
+            if sent.over[0] not in (sent.node_id, sent.kv_at, self._homes.home(key)):
                 self._let_leave(key, sent.over[0])
         node = self._members.node(sent.node_id) if sent.node_id is not None else None
         if sent.node_id is None or node is None:

@@ -56,11 +56,11 @@ class HostTier:
             return True
         return self._is_on_disk(key) if self._is_on_disk is not None else False
 
-    def enter(self, group: GroupId, *, is_asked: bool) -> None:
-        """A request of this session is in the engine. is_asked: somebody waits for its answer."""
+    def enter(self, group: GroupId, *, is_asked: bool, is_session: bool) -> None:
+        """A request of this group is in the engine. is_asked: somebody waits for its answer."""
         self.live[group] += 1
         if is_asked:
-            self._returns.came(group, self._clock())
+            self._returns.came(group, self._clock(), is_one=is_session)
 
     def leave(self, group: GroupId) -> None:
         """One that had entered has ended."""

@@ -185,15 +185,8 @@ class KvStore:
     def bytes_to_read(self, keys: Sequence[BlockKey]) -> int:
         """Of these, which are held, what is not in host memory, or about to be: what is being saved need not be read."""
         with self._lock:
-            num_layers = sum(self._layers_to_read(self._host.blocks.get(key)) for key in keys)
-            return num_layers * self.shape.layer_bytes
-
-    def _layers_to_read(self, block: Block | None) -> int:
-        num_layers = self.shape.num_layers
-        if block is None:
-            return num_layers
-        is_saved = block.job is None and len(block.slots) == num_layers
-        return 0 if is_saved else num_layers - block.ready
+            of_all, blocks = self.shape.num_layers, self._host.blocks
+            return sum(_layers_to_read(blocks.get(key), of_all) for key in keys) * self.shape.layer_bytes
 
     def progress(self, stage: Stage) -> StageProgress:
         """How far a stage has come."""
@@ -307,11 +300,19 @@ class KvStore:
             if (tenant, group) in self._host.groups:
                 self._host.groups[tenant, group].expected_s = at_s
 
-    def enter(self, group: str, *, tenant: str = "", weight: float = 1.0, is_asked: bool = True) -> None:
-        """A request of this session is in the engine from now on, waiting or running. weight: its tenant's share against others'. is_asked: somebody
-        waits for its answer."""
+    def enter(
+        self,
+        group: str,
+        *,
+        tenant: str = "",
+        weight: float = 1.0,
+        is_asked: bool = True,
+        is_session: bool = True,
+    ) -> None:
+        """A request of this group is in the engine from now on, waiting or running. weight: its tenant's share against others'. is_asked: somebody
+        waits for its answer. is_session: all of the group's requests belong to one session."""
         with self._lock:
-            self._host.enter((tenant, group), is_asked=is_asked)
+            self._host.enter((tenant, group), is_asked=is_asked, is_session=is_session)
             if self._host.weights.get(tenant, 1.0) != weight:
                 self._host.weights[tenant] = weight
                 if self._disk is not None:
@@ -383,6 +384,13 @@ class KvStore:
             self._readers.check_invariants()
             num_unwritten = self._writer.num_unwritten if self._writer is not None else 0
             assert num_unwritten == sum(block.is_unwritten for block in self._host.blocks.values())
+
+
+def _layers_to_read(block: Block | None, num_layers: int) -> int:
+    if block is None:
+        return num_layers
+    is_saved = block.job is None and len(block.slots) == num_layers
+    return 0 if is_saved else num_layers - block.ready
 
 
 def _disk_stats(readers: Readers, writer: WriteBehind | None, now: float) -> DiskTierStats:

@@ -35,7 +35,7 @@ class KvBlocks(Protocol):
     def shape(self) -> BlockShape:
         """How large a block is and in how many layers it is copied."""
 
-    def enter(self, group: str, *, tenant: str = "", weight: float = 1.0, is_asked: bool = True) -> None: ...
+    def enter(self, group: str, *, tenant: str, weight: float, is_asked: bool, is_session: bool) -> None: ...
     def leave(self, group: str, *, tenant: str = "") -> None: ...
     def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage: ...
     def peer_bytes_per_s(self, address: str) -> float | None: ...
@@ -194,7 +194,11 @@ class Restores:
         if store is not None:
             known.entered = request.group
             store.enter(
-                known.entered, tenant=request.tenant, weight=request.weight, is_asked=request.is_saved
+                known.entered,
+                tenant=request.tenant,
+                weight=request.weight,
+                is_asked=request.is_saved,
+                is_session=request.session is not None,
             )
 
     def match(

@@ -32,15 +32,15 @@ class Returns:
         self.usual_pause_s = ASSUMED_PAUSE_S
         """The median of what was seen lately, in seconds."""
 
-    def came(self, session: Hashable, now: float) -> None:
-        """A request of it."""
+    def came(self, session: Hashable, now: float, *, is_one: bool = True) -> None:
+        """A request of it. is_one: it is a session; not where many that know nothing of one another begin alike, whose pauses tell nothing."""
         known = self._sessions.pop(session, None) or _Session()
         self._sessions[session] = known
         known.num_requests += 1
-        if known.left_s is not None:
+        if known.left_s is not None and is_one:
             self._pauses_s.append(max(now - known.left_s, 0.0))
             self.usual_pause_s = statistics.median(self._pauses_s)
-            known.left_s = None
+        known.left_s = None
         if len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
 

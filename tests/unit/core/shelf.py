@@ -39,7 +39,7 @@ class Shelf:
     def put(self, keys: Sequence[bytes], *, on_disk: bool = False) -> None:
         self.on_disk |= {BlockKey(key): on_disk for key in keys}
 
-    def enter(self, group: str, *, tenant: str = "", weight: float = 1.0, is_asked: bool = True) -> None:
+    def enter(self, group: str, *, tenant: str, weight: float, is_asked: bool, is_session: bool) -> None:
         self.live[tenant, group] += 1
 
     def leave(self, group: str, *, tenant: str = "") -> None:

@@ -37,6 +37,15 @@ def test_a_few_pauses_change_little() -> None:
     assert returns.usual_pause_s == ASSUMED_PAUSE_S
 
 
+def test_requests_that_only_begin_alike_count_and_pause_for_nothing() -> None:
+    returns = Returns()
+    for number in range(2 * NUM_PAUSES):
+        returns.came("a prefix", float(number), is_one=False)
+        returns.left("a prefix", number + 0.5)
+    assert returns.usual_pause_s == ASSUMED_PAUSE_S
+    assert returns.num_requests("a prefix") == 2 * NUM_PAUSES
+
+
 def test_requests_that_overlap_pause_for_nothing() -> None:
     returns = Returns()
     for _ in range(2 * NUM_PAUSES):
