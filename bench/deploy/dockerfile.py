@@ -126,10 +126,12 @@ class Builder:
         root = self._folder / "debian"
         if not root.exists():
             self._say.say(f"Debian {DEBIAN}, from its packages")
-            debootstrap = shlex.split(os.environ.get("DEBOOTSTRAP", "debootstrap"))
             options = ["--variant=minbase", f"--include={PYTHON_NEEDS}", DEBIAN, str(root)]
             with (self._folder / "debootstrap.log").open("wb") as log:
-                subprocess.run(["unshare", "-m", *debootstrap, *options], check=True, stdout=log)
+                subprocess.run(["unshare", "-m", *debootstrap(), *options], check=True, stdout=log)
+            # Python's own library is found, as in the official image. Once: two that do it at a time fail.
+            python = f"mount --bind {shlex.quote(sys.base_prefix)} {root}/usr/local"
+            subprocess.run(["unshare", "-m", "sh", "-ec", f"{python} && chroot {root} ldconfig"], check=True)
         return Image(root, {"PATH": IMAGE_PATH})
 
     def _copy(self, image: Image, arguments: list[str]) -> None:
@@ -155,7 +157,6 @@ class Builder:
         mounts = [
             f"mount --bind {shlex.quote(sys.base_prefix)} {local[0]}",
             f"mount -o remount,bind,ro {local[0]}",
-            f"chroot {root} ldconfig",  # finds Python's own library, as the official image does
             f"mount -t proc proc {local[1]}",
             f"mount --rbind /dev {local[2]}",
             f"mount --rbind /sys {root}/sys",
@@ -191,6 +192,11 @@ def pip_settings() -> dict[str, str]:
         key = name.rpartition(".")[2].replace("-", "_").upper()
         found[f"PIP_{key}"] = " ".join(shlex.split(value))
     return found
+
+
+def debootstrap() -> list[str]:
+    """The command that makes a Debian, without its options."""
+    return shlex.split(os.environ.get("DEBOOTSTRAP", "debootstrap"))
 
 
 def lint() -> str:
@@ -262,6 +268,10 @@ def main() -> None:
     chosen = parser.parse_args()
     if os.geteuid():
         parser.error("only root may make a stage the root folder of its steps")
+    if shutil.which(debootstrap()[0]) is None:
+        parser.error(
+            "debootstrap is not installed: `apt-get install debootstrap`, or name one in DEBOOTSTRAP"
+        )
     say = Progress()
     figures: dict[str, object] = {"lint": lint()}
     folder = chosen.keep or Path(tempfile.mkdtemp(prefix="overture-image-"))
