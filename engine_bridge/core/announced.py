@@ -9,8 +9,8 @@ import msgspec
 
 from engine_bridge.node import ADVISORY_ENDS, AdvisoryReport
 
-# An adapter whose request has not come by then is expected no more, in seconds: its advisory may have ended long before, where no tier knew the
-# session. Chosen: as long as advisories live at most unless they are renewed.
+# Where no tier knows the session, its advisory ends at once, and a request for its adapter is expected for so many seconds more. Chosen: as long as
+# advisories live unless they are renewed.
 EXPECTED_FOR_S = 60.0
 # Only what is at least as likely to be asked for as not displaces unused adapters from slots. Chosen.
 MIN_PROBABILITY = 0.5
@@ -18,13 +18,11 @@ MIN_PROBABILITY = 0.5
 
 @dataclass(slots=True)
 class _Announcement:
-    """until_s: when it is expected no more. num_bytes: moved for it so far. is_alone: its advisory says nothing more, no tier knows the session."""
+    """num_bytes: moved for it so far. is_used: its request has come."""
 
     adapter_id: int
     is_likely: bool
-    until_s: float
     num_bytes: int = 0
-    is_alone: bool = False
     is_used: bool = False
 
 
@@ -36,14 +34,16 @@ class Announcements:
 
     def __init__(self, counts: Counter[str]) -> None:
         self._counts = counts
-        self._by_advisory: dict[str, _Announcement] = {}  # the oldest first
+        self._by_advisory: dict[str, _Announcement] = {}
+        self._alone_until_s: dict[
+            str, float
+        ] = {}  # those of which no tier knows the session, the oldest first
         self._waited_for: dict[int, dict[str, _Announcement]] = {}  # by adapter: those before its request
 
-    def begin(self, advisory_id: str, adapter_id: int, probability: float, now: float) -> None:
+    def begin(self, advisory_id: str, adapter_id: int, probability: float) -> None:
         """An advisory came. A known one begins anew."""
-        self.expire(now)
         self.end(advisory_id)
-        announcement = _Announcement(adapter_id, probability >= MIN_PROBABILITY, now + EXPECTED_FOR_S)
+        announcement = _Announcement(adapter_id, probability >= MIN_PROBABILITY)
         self._by_advisory[advisory_id] = announcement
         self._waited_for.setdefault(adapter_id, {})[advisory_id] = announcement
 
@@ -61,12 +61,13 @@ class Announcements:
         """A request for it came: what was moved was of use."""
         for advisory_id, announcement in self._waited_for.pop(adapter_id, {}).items():
             announcement.is_used = True
-            if announcement.is_alone:
+            if advisory_id in self._alone_until_s:
                 self.end(advisory_id)
 
     def end(self, advisory_id: str) -> None:
         """The advisory is over. Nothing happens if it is not known."""
         announcement = self._by_advisory.pop(advisory_id, None)
+        self._alone_until_s.pop(advisory_id, None)
         if announcement is None:
             return
         waited_for = self._waited_for.get(announcement.adapter_id, {})
@@ -77,15 +78,18 @@ class Announcements:
         self._counts[f"announced_bytes:{name}"] += announcement.num_bytes
 
     def expire(self, now: float) -> None:
-        """Those end whose request did not come in time."""
-        while self._by_advisory:
-            oldest = next(iter(self._by_advisory))
-            if self._by_advisory[oldest].until_s > now:
+        """Those end whose advisory is over and whose request did not come in time."""
+        while self._alone_until_s:
+            oldest = next(iter(self._alone_until_s))
+            if self._alone_until_s[oldest] > now:
                 return
             self.end(oldest)
 
-    def accounted(self, advisory_id: str, is_late: bool, report: AdvisoryReport) -> AdvisoryReport:
+    def accounted(
+        self, advisory_id: str, is_late: bool, report: AdvisoryReport, now: float
+    ) -> AdvisoryReport:
         """What is said of the advisory's KV, with its adapter. is_late: no step could compute with the adapter yet."""
+        self.expire(now)
         announcement = self._by_advisory.get(advisory_id)
         num_bytes = announcement.num_bytes if announcement is not None else 0
         state = report.state
@@ -93,8 +97,8 @@ class Announcements:
             state = "late"
         elif state == "expired" and num_bytes:
             state = "wasted"
-        if report.state in ADVISORY_ENDS and report.state != "unknown":
+        if report.state == "unknown" and announcement is not None:
+            self._alone_until_s[advisory_id] = now + EXPECTED_FOR_S
+        elif report.state in ADVISORY_ENDS:
             self.end(advisory_id)
-        elif announcement is not None:
-            announcement.is_alone = report.state == "unknown"
         return msgspec.structs.replace(report, state=state, adapter_bytes=num_bytes)

@@ -92,11 +92,11 @@ class AdapterPlaces:
         if version is not None and version.host_bytes is None and not version.is_loading:
             self.wanted.guess(version)
 
-    def announce(self, advisory_id: str, adapter_id: int, probability: float, now: float) -> None:
+    def announce(self, advisory_id: str, adapter_id: int, probability: float) -> None:
         """An advisory says that a request for it may come: bring it to host memory, and if that is likely, to a slot that nobody uses (E4)."""
         version = self.table.get(adapter_id)
         if version is not None:
-            self.announced.begin(advisory_id, adapter_id, probability, now)
+            self.announced.begin(advisory_id, adapter_id, probability)
             if version.slot is None:
                 self.wanted.guess(version)
 

@@ -15,6 +15,7 @@ from kvtiers.policy.returns import ASSUMED_PAUSE_S
 
 # An announced session is worth more than any other until its request is late by so much. Chosen: advisories are taken back long before.
 LATE_AT_MOST_S = 300.0
+# However short the pauses are. Chosen.
 MIN_HALF_LIFE_S = 1.0
 NUM_BANDS = 4
 """Bands of layers that leave one after another. Chosen: the start of a restore needs no finer steps."""

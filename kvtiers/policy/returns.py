@@ -45,9 +45,9 @@ class Returns:
             self._sessions.popitem(last=False)
 
     def left(self, session: Hashable, now: float) -> None:
-        """Its last request that was there has ended."""
+        """Its last request that was there has ended. Nothing changes where none had come since: what ended was asked by nobody."""
         known = self._sessions.get(session)
-        if known is not None:
+        if known is not None and known.left_s is None:
             known.left_s = now
 
     def num_requests(self, session: Hashable) -> int:

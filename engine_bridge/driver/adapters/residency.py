@@ -118,12 +118,12 @@ class Residency:
 
     def announce(self, advisory: Advisory, adapter_id: int) -> None:
         """An advisory names an adapter: bring it as near as it may come."""
-        self.core.announce(advisory.advisory_id, adapter_id, advisory.probability, self._clock())
+        self.core.announce(advisory.advisory_id, adapter_id, advisory.probability)
 
     def accounted(self, adapter_id: int, report: AdvisoryReport) -> AdvisoryReport:
         """What is said of an advisory's KV, with what became of the adapter that it names."""
         is_late = adapter_id in self._records and not self.is_at_hand(adapter_id)
-        return self.core.announced.accounted(report.advisory_id, is_late, report)
+        return self.core.announced.accounted(report.advisory_id, is_late, report, self._clock())
 
     def expect(self, adapter_id: int) -> None:
         """A request for it is about to enter. From any thread: it is read while the step that is under way runs, or is not (it is only a hint)."""

@@ -15,7 +15,7 @@ from tests.unit.core.test_residency import NOBODY, SIZE, bring, lay_out, make, s
 
 def announce(places: AdapterPlaces, adapter_id: int, probability: float = 1.0, now: float = 0.0) -> None:
     """By an advisory of the adapter's own, read into host memory and laid out as far as it may come."""
-    places.announce(f"adv{adapter_id}", adapter_id, probability, now)
+    places.announce(f"adv{adapter_id}", adapter_id, probability)
     if Load(adapter_id, "disk") in places.advance(NOBODY, now):
         places.loaded(adapter_id, SIZE, "disk", 1.0, now)
     lay_out(places, places.advance(NOBODY, now))
@@ -58,7 +58,7 @@ def test_it_takes_no_slot_from_a_request_that_runs_or_waits() -> None:
     places.requested("r", 1, 0.0)
     lay_out(places, places.enter([1], {1}, 0.0))
     bring(places, 2)
-    places.announce("adv2", 2, 1.0, 0.0)
+    places.announce("adv2", 2, 1.0)
     assert places.advance({1}, 0.0) == [], "it runs"
     assert places.advance(NOBODY, 0.0) == [], "it waits: preempted"
     assert not places.has_work(0.0)
@@ -80,7 +80,7 @@ def test_announced_adapters_hold_half_of_the_slots_at_most() -> None:
 
 def test_a_guess_pushes_no_announced_adapter_out_of_host_memory() -> None:
     places = make(host_bytes=SIZE, num_slots=1)
-    places.announce("adv1", 1, 1.0, 0.0)
+    places.announce("adv1", 1, 1.0)
     places.advance(NOBODY, 0.0)
     places.loaded(1, SIZE, "disk", 1.0, 0.0)
     places.prefetch(2)
@@ -92,15 +92,16 @@ def test_a_guess_pushes_no_announced_adapter_out_of_host_memory() -> None:
 
 def test_who_announces_something_unknown_changes_nothing() -> None:
     places = make()
-    places.announce("adv", 99, 1.0, 0.0)
+    places.announce("adv", 99, 1.0)
     assert not places.has_work(0.0)
 
 
-def test_nobody_is_expected_for_ever() -> None:
+def test_of_an_unknown_session_a_request_is_not_expected_for_ever() -> None:
     places = make(num_slots=1)
     announce(places, 1)
+    places.announced.accounted("adv1", False, told("unknown"), 0.0)
     bring(places, 2)
-    places.announce("adv2", 2, 1.0, EXPECTED_FOR_S - 1)
+    places.announce("adv2", 2, 1.0)
     assert places.advance(NOBODY, EXPECTED_FOR_S - 1) == [], "the slot is the first one's"
     places.wanted.something_moved()
     assert Fill(2, 0, "host") in places.advance(NOBODY, EXPECTED_FOR_S)
@@ -113,7 +114,7 @@ def test_bytes_are_those_that_were_read_and_laid_out() -> None:
     places = make()
     announce(places, 1)
     places.requested("r", 1, 1.0)
-    report = places.announced.accounted("adv1", False, told("hit"))
+    report = places.announced.accounted("adv1", False, told("hit"), 1.0)
     assert (report.state, report.adapter_bytes) == ("hit", 2 * SIZE)
     assert places.counts["announced_bytes:used"] == 2 * SIZE
     assert places.counts["load_bytes:disk"] + places.counts["slot_bytes"] == 2 * SIZE
@@ -124,7 +125,7 @@ def test_what_is_there_already_costs_nothing() -> None:
     bring(places, 1)
     serve(places, 1)
     announce(places, 1)
-    assert places.announced.accounted("adv1", False, told("cancelled")).adapter_bytes == 0
+    assert places.announced.accounted("adv1", False, told("cancelled"), 1.0).adapter_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -142,29 +143,29 @@ def test_the_adapter_counts_in_how_an_advisory_stands(
     state: AdvisoryState, is_late: bool, expected: str
 ) -> None:
     announced = Announcements(Counter())
-    announced.begin("adv1", 1, 1.0, 0.0)
+    announced.begin("adv1", 1, 1.0)
     announced.moved(1, SIZE)
-    assert announced.accounted("adv1", is_late, told(state)).state == expected
+    assert announced.accounted("adv1", is_late, told(state), 1.0).state == expected
 
 
 def test_an_advisory_of_an_adapter_that_did_not_move_expires_as_before() -> None:
     announced = Announcements(Counter())
-    announced.begin("adv1", 1, 1.0, 0.0)
-    assert announced.accounted("adv1", False, told("expired")).state == "expired"
+    announced.begin("adv1", 1, 1.0)
+    assert announced.accounted("adv1", False, told("expired"), 1.0).state == "expired"
 
 
 def test_bytes_in_vain_are_told_apart_and_none_is_counted_twice() -> None:
     counts: Counter[str] = Counter()
     announced = Announcements(counts)
-    announced.begin("adv1", 1, 1.0, 0.0)
-    announced.begin("adv2", 1, 1.0, 0.0)
+    announced.begin("adv1", 1, 1.0)
+    announced.begin("adv2", 1, 1.0)
     announced.moved(1, 7)
-    announced.begin("adv3", 2, 1.0, 0.0)
+    announced.begin("adv3", 2, 1.0)
     announced.moved(2, 5)
     announced.requested(1)
     announced.moved(1, 100)  # for the request
     for advisory_id, state in (("adv1", "hit"), ("adv2", "cancelled"), ("adv3", "expired")):
-        announced.accounted(advisory_id, False, told(state, advisory_id))
+        announced.accounted(advisory_id, False, told(state, advisory_id), 1.0)
     assert counts == {"announced_bytes:used": 7, "announced_bytes:in_vain": 5}
     assert not announced.is_expected(1) and not announced.is_expected(2)
 
@@ -172,10 +173,20 @@ def test_bytes_in_vain_are_told_apart_and_none_is_counted_twice() -> None:
 def test_an_adapter_is_waited_for_where_no_tier_knows_its_session() -> None:
     counts: Counter[str] = Counter()
     announced = Announcements(counts)
-    announced.begin("adv1", 1, 1.0, 0.0)
-    announced.accounted("adv1", True, told("unknown"))
+    announced.begin("adv1", 1, 1.0)
+    announced.accounted("adv1", True, told("unknown"), 0.0)
     announced.moved(1, SIZE)
     assert announced.is_expected(1)
     announced.expire(EXPECTED_FOR_S)
     assert not announced.is_expected(1)
     assert counts == {"announced_bytes:in_vain": SIZE}
+
+
+def test_while_its_advisory_is_renewed_an_adapter_is_expected() -> None:
+    announced = Announcements(Counter())
+    announced.begin("adv1", 1, 1.0)
+    announced.moved(1, SIZE)
+    announced.accounted("adv1", False, told("warm"), 0.0)
+    announced.expire(10 * EXPECTED_FOR_S)
+    assert announced.is_expected(1)
+    assert announced.accounted("adv1", False, told("hit"), 10 * EXPECTED_FOR_S).adapter_bytes == SIZE

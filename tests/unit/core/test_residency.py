@@ -23,6 +23,7 @@ from engine_bridge.core.adapter_moves import (
 from engine_bridge.core.adapter_worth import Worth
 from engine_bridge.core.residency import MAX_LOADS, AdapterPlaces, Rules
 from engine_bridge.core.staging import AHEAD_FOR_S, HistoryPrefetch, ReadAhead
+from engine_bridge.node import AdvisoryReport
 from engine_bridge.policy import adapter_cache
 from engine_bridge.policy.adapter_cache import POLICIES, Lru, PrefixFacts
 from engine_bridge.policy.cached_adapter import CachedAdapter
@@ -533,11 +534,16 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data(), advisory_id=st.sampled_from("abcd"), probability=st.sampled_from((0.1, 0.9)))
     def announce(self, data: st.DataObject, advisory_id: str, probability: float) -> None:
         number = data.draw(st.sampled_from(sorted(self.served)))
-        self.places.announce(advisory_id, number, probability, self.now)
+        self.places.announce(advisory_id, number, probability)
 
     @rule(advisory_id=st.sampled_from("abcd"))
     def advisory_ends(self, advisory_id: str) -> None:
         self.places.announced.end(advisory_id)
+
+    @rule(advisory_id=st.sampled_from("abcd"))
+    def advisory_ends_of_an_unknown_session(self, advisory_id: str) -> None:
+        report = AdvisoryReport(advisory_id=advisory_id, session_id="s", state="unknown")
+        self.places.announced.accounted(advisory_id, True, report, self.now)
 
     @rule(data=st.data(), is_broken=st.booleans())
     @precondition(lambda self: self.loading)

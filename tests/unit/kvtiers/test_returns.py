@@ -37,6 +37,16 @@ def test_a_few_pauses_change_little() -> None:
     assert returns.usual_pause_s == ASSUMED_PAUSE_S
 
 
+def test_what_nobody_asked_for_ends_no_pause() -> None:
+    """A draft is computed while its author types: the pause is from answer to question."""
+    returns = Returns()
+    for number in range(2 * NUM_PAUSES):
+        returns.came("a", 100.0 * number)
+        returns.left("a", 100.0 * number + 10)
+        returns.left("a", 100.0 * number + 99)  # the draft's end
+    assert returns.usual_pause_s == 90.0
+
+
 def test_requests_that_only_begin_alike_count_and_pause_for_nothing() -> None:
     returns = Returns()
     for number in range(2 * NUM_PAUSES):
