@@ -11,7 +11,8 @@ Model: bench.live.models, 75 M weights; no disk tier. Parts, in this order:
   kill      kill -9 of a node under twelve conversations: each question is asked until it is answered
   drain     a node is drained under the same, and comes back
   rolling   all nodes are restarted under the same
-  routing   32 people, a few of whom ask half of all questions, with advisories and without
+  routing   32 people, a few of whom ask half of all questions, on one node, when another joins: with advisories, without, and sticky
+  even      the same people on two nodes that are there from the beginning; not with --quick, unless named
 
 The last line is JSON.
 """
@@ -29,7 +30,7 @@ from bench.live.cluster import deltas, failures, routing, sessions
 from bench.live.cluster.servers import Server
 from bench.live.report import Progress, figures, options, report
 
-PARTS = ("held", "moved", "deltas", "ttft", "kill", "drain", "rolling", "routing")
+PARTS = ("held", "moved", "deltas", "ttft", "kill", "drain", "rolling", "routing", "even")
 AIMS = {
     "sessions_held_ratio": "aim ≥ 1.8",
     "peer_fetch_vs_recompute": "aim ≤ 0.1",
@@ -42,6 +43,7 @@ AIMS = {
     "rolling_restart_failed": "aim 0",
     "advised_vs_sticky_ttft_p99": "aim ≤ 0.7",
     "imbalance_max_vs_median": "aim ≤ 1.2",
+    "even_advised_vs_unannounced_ttft_p99": "aim ≤ 1",
 }
 
 
@@ -64,8 +66,10 @@ async def run_part(
             return await failures.drain(http, two)
         case "rolling":
             return await failures.rolling_restart(http, two)
+        case "routing":
+            return await routing.joined(http, two, *((2, 30.0) if is_quick else (4, 60.0)), is_quick=is_quick)
         case _:
-            return await routing.advised_vs_sticky(http, two, *((2, 35.0) if is_quick else (4, 75.0)))
+            return await routing.even(http, two, *((2, 30.0) if is_quick else (4, 75.0)))
 
 
 async def measure(parts: list[str], is_quick: bool) -> dict[str, Any]:
@@ -73,16 +77,13 @@ async def measure(parts: list[str], is_quick: bool) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=120)
     with tempfile.TemporaryDirectory(prefix="ov-") as folder:
         async with aiohttp.ClientSession(timeout=timeout) as http:
-            with Server("one", Path(folder), 1) as one:
-                await one.until_ready(http)
-                progress.say("one node is ready")
-                with Server("two", Path(folder), 2) as two:
-                    await two.until_ready(http)
-                    progress.say("two nodes are ready")
-                    for part in parts:
-                        found = await run_part(part, http, one, two, is_quick)
-                        result |= found
-                        progress.say(f"{part}: {found}")
+            with Server("one", Path(folder), 1) as one, Server("two", Path(folder), 2) as two:
+                await asyncio.gather(one.until_ready(http), two.until_ready(http))
+                progress.say("one node and two nodes are ready")
+                for part in parts:
+                    found = await run_part(part, http, one, two, is_quick)
+                    result |= found
+                    progress.say(f"{part}: {found}")
     return result
 
 
@@ -90,7 +91,8 @@ def main() -> None:
     parser = options(__doc__, quick="fewer repeats: within eight minutes")
     parser.add_argument("--part", action="append", choices=PARTS, help="only these; may be repeated")
     args = parser.parse_args()
-    found = asyncio.run(measure([part for part in PARTS if part in (args.part or PARTS)], args.quick))
+    wanted = args.part or (PARTS[:-1] if args.quick else PARTS)
+    found = asyncio.run(measure([part for part in PARTS if part in wanted], args.quick))
     result = {"bench": "cluster", "quick": args.quick} | found
     rows = figures({name: value for name, value in result.items() if name in AIMS}, AIMS)
     report("Two nodes against one", rows, result)

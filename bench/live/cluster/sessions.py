@@ -13,7 +13,8 @@ from bench.live.peers.play import text
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Done
 
-SESSION_TOKENS, MOST_SESSIONS, ENOUGH_MISSES = 512, 56, 4
+# More sessions than a node has memory for, which is 21.
+SESSION_TOKENS, SESSIONS_A_NODE, ENOUGH_MISSES = 512, 28, 4
 # Of a prompt, in cached tokens, for its session to count as held. The last block and the new question are always computed.
 HELD_SHARE = 0.8
 MOVED_TOKENS, ANSWER_TOKENS = 2048, 16
@@ -21,11 +22,12 @@ MOVED_TOKENS, ANSWER_TOKENS = 2048, 16
 
 async def num_held(http: aiohttp.ClientSession, server: Server) -> int:
     """Of sessions that were begun one after the other, how many go on from KV: the last one first, until several in a row do not."""
-    prompts = [text(SESSION_TOKENS, "held", number) for number in range(MOST_SESSIONS)]
+    num = SESSIONS_A_NODE * server.num_nodes
+    prompts = [text(SESSION_TOKENS, "held", number) for number in range(num)]
     for number, prompt in enumerate(prompts):
         await complete(http, server, prompt, 1, f"held-{number}")
     found, num_misses = 0, 0
-    for number in reversed(range(MOST_SESSIONS)):
+    for number in reversed(range(num)):
         prompt = prompts[number] + text(8, "more", number)
         _, _, num_cached = await complete(http, server, prompt, 1, f"held-{number}")
         is_held = num_cached >= HELD_SHARE * SESSION_TOKENS
