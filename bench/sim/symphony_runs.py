@@ -33,7 +33,7 @@ from bench.sim.core.shapes import BLOCK_TOKENS, VLLM, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tiers import HostTiers
 from engine_bridge.policy import routing
-from engine_bridge.policy.homes import Doors
+from engine_bridge.policy.homes import Doors, loyal
 from engine_bridge.policy.registry import POLICIES as QUEUES
 from engine_bridge.policy.restore_method import FullCost
 from engine_bridge.policy.routing import POLICIES as ROUTES
@@ -90,7 +90,7 @@ def route_of(name: str, perfs: Sequence[NodePerf]) -> RoutingPolicy:
     empty = NodeFacts(
         node_id="", running=Ranks(), queued=Ranks(), num_tokens=0, queued_tokens=0, free_tokens=0
     )
-    made = routing.relief if name == "relief" else ROUTES[name]
+    made = {"relief": routing.relief, "loyal": loyal}.get(name) or ROUTES[name]
     return made(routing.settings_of(structs.replace(empty, perf=perf) for perf in perfs))
 
 
@@ -141,10 +141,9 @@ PREFIX = Arm("sticky", has_cache=True)
 STICKY = Arm("sticky", eviction="lru")
 DEMAND = Arm("sticky", eviction="by_value", has_disk=True, has_cache=True)
 DEMAND_BALANCED = replace(DEMAND, route="load_balance")
-# An unannounced request goes to its KV.
 BY_LOAD = replace(DEMAND, route="load_balance", unannounced="sticky", has_advisories=True)
 # As the live router has it (`policy.homes.doors_of`), and without its second look.
-OURS = replace(BY_LOAD, route="overture", new="overture", second="relief")
+OURS = replace(BY_LOAD, route="overture", unannounced="loyal", new="overture", second="relief")
 FIRST_LOOK = replace(OURS, second="")
 # For `Setting.with_free_kv`: by the true numbers of requests when a request comes.
 CLAIRVOYANT = replace(STICKY, route="load_balance", knows_all=True)

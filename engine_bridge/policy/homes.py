@@ -1,9 +1,10 @@
 """Where each session's KV is, what is on its way to the nodes, and so where the next request goes. Pure: events and `now` in, decisions out.
 
 There are two doors. An advisory is routed at once, and counts among its node's requests from then on; the request that it announced goes to the same
-node, where its KV is by then. A request that nothing announced goes to where its session was, a new one where the policy says. What is known of
-sessions is advice: lost or wrong, it costs a fetch from another node or computing anew, never an answer. Source: SYMPHONY §3.2; departs in keeping
-apart where KV is and where its request is expected, so that an advisory that comes to nothing moves no session.
+node, where its KV is by then. A request that nothing announced goes to where its session was, unless that node has far too much to do; a new one goes
+where the policy says. What is known of sessions is advice: lost or wrong, it costs a fetch from another node or computing anew, never an answer.
+Source: SYMPHONY §3.2; departs in keeping apart where KV is and where its request is expected, so that an advisory that comes to nothing moves no
+session.
 
 The live router and the simulators use the same object; they differ in how fresh the reports are. A node's last report cannot tell of what was sent to
 it since: until one can, `Homes` counts it itself.
@@ -26,10 +27,12 @@ from .routing import (
     LoadBalance,
     NodeFacts,
     NodePerf,
+    Overture,
     Ranks,
     Relieve,
     Route,
     RoutingPolicy,
+    Settings,
     Sticky,
     relief,
     settings_of,
@@ -44,6 +47,9 @@ SETTLE_S = 0.1
 # What a node says of its speed is believed once its steps differ from it by no more than such a share. Before, it says what it guesses, and one that
 # guesses itself slow would never be sent anything that could tell (seen). Chosen: a node that has measured nothing says 1, on a busy machine 0.5.
 MAX_ERROR = 0.75
+# A request that nothing announced leaves its KV where staying costs over twice as much as going elsewhere. Chosen in virtual time: it moves nothing
+# where nodes are about even, and all that a node has too much of when another joins (docs/decisions/0014).
+UNANNOUNCED_INERTIA = 1.0
 # Sessions that are remembered, some 500 bytes each; those that were not heard of for longest go. Chosen.
 MAX_SESSIONS = 100_000
 
@@ -66,7 +72,8 @@ def doors_of(name: str, nodes: Sequence[NodeFacts]) -> Doors:
     """Of a policy's name, for nodes as fast as these say.
 
     `auto`: `overture` once a node says how fast it is; before that by numbers of requests, moving a session only where that relieves its node.
-    `overture`: an announced request goes elsewhere after all where fewer requests are and its KV is near.
+    `overture`: an announced request goes elsewhere after all where fewer requests are and its KV is near; an unannounced one where its node has far
+    too much to do. All others leave those where they are.
     """
     if name == "auto":
         if all(node.perf is None for node in nodes):
@@ -74,7 +81,14 @@ def doors_of(name: str, nodes: Sequence[NodeFacts]) -> Doors:
         name = "overture"
     settings = settings_of(nodes)
     policy = POLICIES[name](settings)
-    return Doors(policy, Sticky(), policy, relief(settings) if name == "overture" else None)
+    if name == "overture":
+        return Doors(policy, loyal(settings), policy, relief(settings))
+    return Doors(policy, Sticky(), policy)
+
+
+def loyal(settings: Settings) -> Overture:
+    """For what nobody announced: at home, unless that is overloaded."""
+    return Overture(settings, inertia=UNANNOUNCED_INERTIA)
 
 
 @dataclass(frozen=True, slots=True)

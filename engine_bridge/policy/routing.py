@@ -315,10 +315,6 @@ def _least(ask: Ask, nodes: Sequence[NodeFacts], key: Callable[[NodeFacts], Any]
     return Route(node_id=min(found, key=key).node_id, reason=reason)
 
 
-def _num_requests(node: NodeFacts) -> int:
-    return node.running.num + node.queued.num
-
-
 def _pace(node: NodeFacts, usual_s: float) -> float:
     """How much slower it is than nodes that take `usual_s` for a usual step; 1 where nobody says."""
     return node.perf.decode.seconds(TYPICAL, TYPICAL_TOKENS) / usual_s if node.perf and usual_s else 1.0
@@ -331,7 +327,7 @@ class LoadBalance:
     name = "load_balance"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
-        return _least(ask, nodes, lambda node: (_num_requests(node), node.node_id != ask.home))
+        return _least(ask, nodes, lambda node: (node.num_requests, node.node_id != ask.home))
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +350,7 @@ class Sticky:
         can_load = ask.usual_load_s is not None or ask.home in ask.adapter_load_s
         if can_load and any(node.node_id == ask.home and node.is_open for node in nodes):
             return Route(node_id=ask.home)
-        return _least(ask, nodes, _num_requests)
+        return _least(ask, nodes, lambda node: node.num_requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +373,7 @@ class Relieve:
         if not found:
             return Route(node_id=None, reason=reason)
         near = [node for node in found if self._wait_s(ask, node.node_id) <= self.within_s] or found
-        loads = [(_num_requests(node) + 1) * _pace(node, self.usual_s) for node in near]
+        loads = [(node.num_requests + 1) * _pace(node, self.usual_s) for node in near]
         least, emptiest = min(zip(loads, near, strict=True), key=lambda pair: pair[0])
         limit = least * self.share + (self.more + 1 - self.share) * _pace(emptiest, self.usual_s)
         at_home = [
@@ -411,7 +407,7 @@ class FirstFit:
             for node in found:
                 if node.running.num + node.queued.num < self.max_batch:
                     return Route(node_id=node.node_id)
-        return _least(ask, nodes, _num_requests)
+        return _least(ask, nodes, lambda node: node.num_requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +438,7 @@ class RankAware:
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
         def cost(node: NodeFacts) -> tuple[float, int]:
-            num = _num_requests(node)
+            num = node.num_requests
             return self.cost_s(ask.rank, node) * num, num
 
         return _least(ask, nodes, cost)
@@ -473,9 +469,9 @@ class Priority:
         if not found:
             return Route(node_id=None, reason=reason)
         if not ask.is_urgent:
-            order = lambda node: (_num_requests(node), node.num_urgent, node.node_id != ask.home)  # noqa: E731
+            order = lambda node: (node.num_requests, node.num_urgent, node.node_id != ask.home)  # noqa: E731
             return Route(node_id=min(found, key=order).node_id, reason=reason)
-        node = min(found, key=lambda node: (node.num_urgent, _num_requests(node), node.node_id != ask.home))
+        node = min(found, key=lambda node: (node.num_urgent, node.num_requests, node.node_id != ask.home))
         there = (node.running + node.queued).plus(ask.rank)
         model = node.perf or self.settings
         after_s = model.decode.seconds(there, node.num_tokens + ask.num_prompt_tokens)
@@ -485,18 +481,19 @@ class Priority:
 @dataclass(frozen=True, slots=True)
 class Overture:
     """The fewest seconds that a request adds to all answers together, its own and those that are under way (`Cost`), among nodes that are not much
-    fuller than the emptiest. It stays at home where that costs little more.
+    fuller than the emptiest. It stays at home where that costs at most `inertia` times as much more.
 
     Knows where the request's KV is and what moving it takes, where its adapter is, the ranks in each batch, the tokens that they hold, and how fast
     each node is. What will come later is left out: it goes where it costs least then. A sum of seconds alone would put long conversations on one node
-    and short ones on another; `share` and `more` bound by how many requests nodes may differ, of a slow node as many fewer as it is slower. Source:
-    CaraServe's Algorithm 1; departs in counting own and others' seconds apart in place of multiplying by the requests, in KV, adapters and tokens,
-    in a penalty that grows, in bounds and in staying at home.
+    and short ones on another; `share` and `more` bound by how many requests nodes may differ, of a slow node as many fewer as it is slower.
+    Source: CaraServe's Algorithm 1; departs in counting own and others' seconds apart in place of multiplying by the requests, in KV, adapters and
+    tokens, in a penalty that grows, in bounds and in staying at home.
     """
 
     settings: Settings
     share: float = BOUND_SHARE
     more: float = BOUND_MORE
+    inertia: float = INERTIA
     name = "overture"
 
     def route(self, ask: Ask, nodes: Sequence[NodeFacts]) -> Route:
@@ -515,14 +512,14 @@ class Overture:
                 at_home = cost
             if best is None or total_s < best_s:
                 best, best_s, best_at = cost, total_s, node
-        if at_home is not None and at_home.total_s <= best_s * (1 + INERTIA):
+        if at_home is not None and at_home.total_s <= best_s * (1 + self.inertia):
             return Route(node_id=ask.home, reason=reason, cost=at_home)
         return Route(node_id=best_at.node_id, reason=reason, cost=best)
 
     def _within_bounds(self, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
         """Without those that have far more to do than the emptiest. A request counts for as many as its node is slower than usual."""
         paces = [_pace(node, self.settings.usual_step_s) for node in nodes]
-        loads = [_num_requests(node) * pace for node, pace in zip(nodes, paces, strict=True)]
+        loads = [node.num_requests * pace for node, pace in zip(nodes, paces, strict=True)]
         limit = min(load * self.share + self.more * pace for load, pace in zip(loads, paces, strict=True))
         return [node for node, load in zip(nodes, loads, strict=True) if load <= limit]
 
