@@ -232,9 +232,10 @@ class AdvisoryReport(Struct, frozen=True, kw_only=True):
     """How an advisory stands.
 
     `num_tokens`: of the prefix, as far as any tier holds it; `missing_tokens`: what follows and must be computed; `device_tokens`: on the device.
-    `host_bytes`: copied from host memory to the device for it; `disk_bytes`, `peer_bytes`: brought to host memory, from disk and from another
-    node, whether or not they came to the device; `adapter_bytes`: of its adapter, read for it and laid out in a slot. `lead_s`: from the advisory
-    to its request. `late_s`: what moving the rest would have taken, as predicted.
+    `host_bytes`: copied from host memory to the device for it; `disk_bytes`, `peer_bytes`: read from disk and from another node by the readings
+    that were begun for it, whatever became of them, until its request came; without one, until their ends, for which its own waits. `adapter_bytes`:
+    of its adapter, read for it and laid out in a slot. `lead_s`: from the advisory to its request. `late_s`: what moving the rest would have taken,
+    as predicted.
     """
 
     advisory_id: str

@@ -5,6 +5,7 @@ It loads neither asyncio nor numpy, so that pure state machines can speak of sta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -67,13 +68,16 @@ class Supply(Protocol):
 
 
 class ReadJob:
-    """Blocks that are being read from `first_layer` on, for as many stages as want them. num_left: layers of blocks that have not come.
-    is_stopped: nobody wanted it for a moment, so that its reading was told to end."""
+    """Blocks that are being read from `first_layer` on, for as many stages as want them. begun_by: the one that began it, and has its bytes counted.
+    num_left: layers of blocks that have not come. is_stopped: nobody wanted it for a moment, so that its reading was told to end."""
 
-    __slots__ = ("blocks", "first_layer", "is_stopped", "num_left", "num_users", "supply", "task")
+    __slots__ = ("begun_by", "blocks", "first_layer", "is_stopped", "num_left", "num_users", "supply", "task")
 
-    def __init__(self, supply: Supply, blocks: list[Block], first_layer: int, num_layers: int) -> None:
+    def __init__(
+        self, supply: Supply, begun_by: Stage, blocks: list[Block], first_layer: int, num_layers: int
+    ) -> None:
         self.supply = supply
+        self.begun_by = begun_by
         self.blocks = blocks
         self.first_layer = first_layer
         self.num_left = len(blocks) * (num_layers - first_layer)
@@ -110,16 +114,28 @@ class Stage:
     """Consecutive blocks held in host memory, or on their way there. Lives until `KvStore.release`.
 
     `slots[i][l]` is the slot of layer `l` of block `i`; `origins[i]` where it was; `bytes_before` what each of its supplies had read before it.
-    `is_revoked`: it gave way to one that needed its memory, and holds nothing any more.
+    `is_revoked`: it gave way to one that needed its memory, and holds nothing any more. `bytes_read`: by the readings that it began, whatever became
+    of them; `num_readings`: those that have not ended. Both change on the I/O thread, also after its release.
     """
 
-    __slots__ = ("blocks", "bytes_before", "is_revoked", "jobs", "origins", "started_s")
+    __slots__ = (
+        "blocks",
+        "bytes_before",
+        "bytes_read",
+        "is_revoked",
+        "jobs",
+        "num_readings",
+        "origins",
+        "started_s",
+    )
 
     def __init__(self, started_s: float) -> None:
         self.blocks: list[Block] = []
         self.origins: list[Origin] = []
         self.jobs: set[ReadJob] = set()
         self.bytes_before: dict[Supply, int] = {}
+        self.bytes_read: Counter[Origin] = Counter()
+        self.num_readings = 0
         self.is_revoked = False
         self.started_s = started_s
 

@@ -41,6 +41,7 @@ class BlockSource(Protocol):
         first_layer: int,
         on_layer: Callable[[int], None],
         on_bad: Callable[[int], None],
+        on_bytes: Callable[[int], None],
     ) -> object: ...
 
 
@@ -96,8 +97,8 @@ class Reader:
         """Of all that is being read."""
         return sum(job.num_left for job in self.jobs) * self._host.shape.layer_bytes
 
-    def plan(self, blocks: list[Block]) -> list[ReadJob]:
-        """Give blocks that are to be read their slots: one job per number of layers that they have already."""
+    def plan(self, stage: Stage, blocks: list[Block]) -> list[ReadJob]:
+        """Give blocks of a stage that are to be read their slots: one job per number of layers that they have already."""
         num_layers = self._host.shape.num_layers
         by_layers: dict[int, list[Block]] = {}
         for block in blocks:
@@ -105,11 +106,12 @@ class Reader:
         jobs = []
         for first_layer, unread in by_layers.items():
             self._host.deal(unread, first_layer)
-            job = ReadJob(self, unread, first_layer, num_layers)
+            job = ReadJob(self, stage, unread, first_layer, num_layers)
             for block in unread:
                 block.job = job
                 block.pins += 1
             jobs.append(job)
+        stage.num_readings += len(jobs)
         if jobs and not self.jobs:
             self._busy_since = (self._around.clock(), self.bytes_done)
         self.jobs.update(jobs)
@@ -149,11 +151,20 @@ class Reader:
                 self._arrived.notify_all()
             self._on_progress()
 
+        def on_bytes(num_bytes: int) -> None:
+            job.begun_by.bytes_read[self.origin] += num_bytes
+
         job.task = asyncio.current_task()
         try:
             if job.num_users:
-                keys = [block.key for block in blocks]
-                await source.read(keys, part, first_layer=job.first_layer, on_layer=on_layer, on_bad=on_bad)
+                await source.read(
+                    [block.key for block in blocks],
+                    part,
+                    first_layer=job.first_layer,
+                    on_layer=on_layer,
+                    on_bad=on_bad,
+                    on_bytes=on_bytes,
+                )
             else:
                 job.is_stopped = True
         except Exception:
@@ -195,6 +206,7 @@ class Reader:
                         self._host.trim(block, block.ready)
                 self._host.unpin(block)
             self.jobs.discard(job)
+            job.begun_by.num_readings -= 1
             if not self.jobs:
                 self._note_rate()
             self._arrived.notify_all()
@@ -258,7 +270,7 @@ class Readers:
             if len(block.slots) < num_layers:
                 is_here = peer is None or self._host.is_held(block.key)
                 (from_disk if is_here else from_peer).append(block)
-        jobs = self.disk.plan(from_disk) + (peer.plan(from_peer) if peer is not None else [])
+        jobs = self.disk.plan(stage, from_disk) + (peer.plan(stage, from_peer) if peer is not None else [])
         self._note_origins(stage)
         return jobs
 

@@ -55,10 +55,13 @@ class EmulatedDisk:
         first_layer: int,
         on_layer: Callable[[int], None],
         on_bad: object,
+        on_bytes: Callable[[int], None],
     ) -> None:
         """A layer of all blocks after the other, as records lie on the disk."""
         for layer in range(first_layer, self._shape.num_layers):
-            await self._move(self.reader, len(keys) * self._shape.layer_bytes)
+            num_bytes = len(keys) * self._shape.layer_bytes
+            on_bytes(num_bytes)
+            await self._move(self.reader, num_bytes)
             on_layer(layer)
 
     async def _move(self, link: SharedLink, num_bytes: int) -> None:

@@ -22,7 +22,7 @@ On one node with KV tiers and four adapters (`bench.live.models`; 150 blocks on 
                  where they are computed with (`resident`)
   E11 switched   TTFT of the first question after another adapter was picked: the history computed at once, not, and with it on the device
   A7 giving_way  3,072 tokens on a device full of wrong guesses against an empty one: steps, preemptions and answers (`is_same`), TTFT
-  E6 accounting  bytes that advisories say were moved for them, against what the disk's reader and the copier have counted (`off_share`)
+  E6 accounting  bytes that advisories and metrics say were moved for them, against what the disk's reader and the copier have counted (`off_share`)
 """
 
 from __future__ import annotations

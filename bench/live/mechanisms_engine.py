@@ -107,9 +107,9 @@ def begin(on: MechanismNode, name: str) -> list[str]:
 
 
 def accounting(on: MechanismNode) -> dict[str, Any]:
-    """E6: what advisories say they moved against what disk and copier have counted. Some come true, some are taken back on their way."""
+    """E6: what advisories and metrics say was moved against what disk and copier have counted. Some come true, some are taken back on their way."""
     sessions = begin(on, "told")
-    said, moved = [0, 0], [0, 0]
+    said, moved, counted = [0, 0], [0, 0], on.counted_bytes()
     states: dict[str, int] = {}
     for lead_s in (0.0, 0.01, 0.05, 1.0):
         on.place("disk")
@@ -128,9 +128,15 @@ def accounting(on: MechanismNode) -> dict[str, Any]:
             said = [said[0] + record.report.host_bytes, said[1] + record.report.disk_bytes]
             states[record.report.state] = states.get(record.report.state, 0) + 1
         moved = [total + now - was for total, now, was in zip(moved, after, before, strict=True)]
-    off = [abs(told / real - 1) if real else 1.0 for told, real in zip(said, moved, strict=True)]
+    counted = [now - was for now, was in zip(on.counted_bytes(), counted, strict=True)]
+    off = [
+        abs(told / real - 1) if real else 1.0
+        for figures in (said, counted)
+        for told, real in zip(figures, moved, strict=True)
+    ]
     return {
         "said_bytes": {"host": said[0], "disk": said[1]},
+        "metrics_bytes": {"host": counted[0], "disk": counted[1]},
         "moved_bytes": {"host": moved[0], "disk": moved[1]},
         "states": states,
         "off_share": round(max(off), 4),

@@ -203,10 +203,12 @@ class MemoryDisk:
         first_layer: int,
         on_layer: Callable[[int], None],
         on_bad: object,
+        on_bytes: Callable[[int], None],
     ) -> None:
         self.read_keys.update(keys)
         for layer in range(first_layer, SHAPE.num_layers):
             self.num_read[layer] += len(keys)
+            on_bytes(len(keys) * SHAPE.layer_bytes)
             on_layer(layer)
 
     async def close(self) -> None: ...

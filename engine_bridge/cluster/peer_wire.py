@@ -179,7 +179,7 @@ class Question:
     Args:
         keys: of the blocks that are wanted.
         part: `part(i, layer)`: where a block's layer goes. Written to only with bytes that were checked.
-        on_layer, on_bad: as of `kvtiers.reader.BlockSource`.
+        on_layer, on_bad, on_bytes: as of `kvtiers.reader.BlockSource`.
         nonce: random bytes.
 
     Attributes:
@@ -200,11 +200,12 @@ class Question:
         first_layer: int,
         on_layer: Callable[[int], None],
         on_bad: Callable[[int], None],
+        on_bytes: Callable[[int], None],
     ) -> None:
         self._token, self._nonce = token, nonce
         self._fingerprint, self._shape, self.keys = fingerprint, shape, keys
         self._asked = b"".join(keys[:MAX_KEYS])
-        self._part, self._on_layer, self._on_bad = part, on_layer, on_bad
+        self._part, self._on_layer, self._on_bad, self._on_bytes = part, on_layer, on_bad, on_bytes
         self._first_layer = self._layer = first_layer
         self._place = 0
         self._bad: set[int] = set()
@@ -313,6 +314,7 @@ class Question:
                 continue
             self._part(block, message.layer)[:] = view
             self.num_bytes += size
+            self._on_bytes(size)
         self._place += num
         if self._place == self.num_blocks:
             self._end_layer()

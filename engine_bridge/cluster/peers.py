@@ -209,6 +209,7 @@ class Peer:
         first_layer: int,
         on_layer: Callable[[int], None],
         on_bad: Callable[[int], None],
+        on_bytes: Callable[[int], None],
     ) -> None:
         """See `kvtiers.reader.BlockSource`. Never raises for what a peer does: what has not come when this returns does not come."""
         stats = self._peering.stats
@@ -224,6 +225,7 @@ class Peer:
                 first_layer,
                 on_layer,
                 on_bad,
+                on_bytes,
             )
             stats.num_asked += 1
             began_s = self._peering.clock()

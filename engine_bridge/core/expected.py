@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from engine_bridge.node import Advisory, AdvisoryReport, AdvisoryState
@@ -57,39 +57,34 @@ class Guess:
         self.is_far = True
         self.num_copied = self.num_beside = 0
         self.looked_s = -math.inf
-        self._unread: Counter[Origin] = Counter()  # layers that the stage lacked at first, by where they are
-        self._num_read: Counter[Origin] = Counter()  # layers of the stages before
+        self._stages: list[Stage] = []  # this one and those before, where something had to be read
 
     def hold(self, stage: Stage, first: int) -> None:
         """Take a piece, from the block `first` on."""
-        if self.first == 0 and not self._num_read:
-            self.is_far = any(origin != "host" for origin in stage.origins)
+        is_far = any(origin != "host" for origin in stage.origins)
+        if self.first == 0 and not self._stages:
+            self.is_far = is_far
         self.stage, self.first, self.is_ahead = stage, first, False
-        self._unread = self._unread_layers()
+        if is_far:
+            self._stages.append(stage)
 
     def let_go(self) -> Stage | None:
         """Give up the piece, for whoever is to release it."""
-        self._num_read, self._unread = self._read_so_far(), Counter()
         stage, self.stage = self.stage, None
         return stage
 
     @property
     def has_moved(self) -> bool:
         """Whether anything was read or copied for it."""
-        return self.num_copied > 0 or self._read_so_far().total() > 0
+        return self.num_copied > 0 or self._bytes_read("disk") + self._bytes_read("peer") > 0
 
-    def _read_so_far(self) -> Counter[Origin]:
-        """Layers that came to host memory for it, by where they were."""
-        return self._num_read + (self._unread - self._unread_layers())
+    @property
+    def is_read_for(self) -> bool:
+        """Whether a reading goes on that was begun for it, though it may want it no more."""
+        return any(stage.num_readings for stage in self._stages)
 
-    def _unread_layers(self) -> Counter[Origin]:
-        """Of the stage, by where they are."""
-        unread: Counter[Origin] = Counter()
-        if self.stage is not None:
-            for origin, block in zip(self.stage.origins, self.stage.blocks, strict=True):
-                if origin != "host":
-                    unread[origin] += self.shape.num_layers - block.ready
-        return unread
+    def _bytes_read(self, origin: Origin) -> int:
+        return sum(stage.bytes_read[origin] for stage in self._stages)
 
     def report(
         self,
@@ -101,7 +96,6 @@ class Guess:
         """Tell how it stands."""
         self.state = state
         block_size = self._block_size
-        num_read, layer_bytes = self._read_so_far(), self.shape.layer_bytes
         self.on_change(
             AdvisoryReport(
                 advisory_id=self.advisory.advisory_id,
@@ -111,12 +105,36 @@ class Guess:
                 missing_tokens=(len(self.hashes) - self.limit) * block_size,
                 device_tokens=self.num_on_device * block_size,
                 host_bytes=self.num_copied * self.shape.block_bytes,
-                disk_bytes=num_read["disk"] * layer_bytes,
-                peer_bytes=num_read["peer"] * layer_bytes,
+                disk_bytes=self._bytes_read("disk"),
+                peer_bytes=self._bytes_read("peer"),
                 lead_s=lead_s,
                 late_s=late_s,
             )
         )
+
+
+class OpenAccounts:
+    """Advisories that are over while something is still being read for them: each is reported when that has ended, with all of its bytes."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Guess, AdvisoryState, float | None]] = []
+
+    def close(self, guess: Guess, outcome: AdvisoryState, lead_s: float | None) -> None:
+        """It is over. One that has `expired` turns out to be `wasted` if anything was moved for it; lead_s is not told of one that has not."""
+        self._open.append((guess, outcome, lead_s))
+        self.settle()
+
+    def settle(self, *, is_last: bool = False) -> None:
+        """Report those for which nothing is read any more; is_last: all, as they stand."""
+        accounts, self._open = self._open, []
+        for account in accounts:
+            guess, outcome, lead_s = account
+            if guess.is_read_for and not is_last:
+                self._open.append(account)
+            elif outcome == "expired" and guess.has_moved:
+                guess.report("wasted", lead_s=lead_s)
+            else:
+                guess.report(outcome, lead_s=lead_s if outcome != "expired" else None)
 
 
 class Memory:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine_bridge.core.expected import Guess, Hashes, Memory, OnChange, Whose
+from engine_bridge.core.expected import Guess, Hashes, Memory, OnChange, OpenAccounts, Whose
 from engine_bridge.core.fetching import peer_to_ask
 from engine_bridge.node import Advisory, AdvisoryState
 from engine_bridge.policy.beside import WorkShare
@@ -134,6 +134,7 @@ class Promotions:
         self._prefill_s_per_token = prefill_s_per_token
         self._guesses: dict[str, Guess] = {}  # by advisory id
         self._expected: dict[Whose, Guess] = {}  # the same
+        self._accounts = OpenAccounts()
         self._memory = Memory()
         self._has_news = False
         self._released: list[Stage] = []  # of requests that came; held until those have staged for themselves
@@ -168,19 +169,17 @@ class Promotions:
         guess.report("staging")
 
     def retract(self, advisory_id: str, *, is_expired: bool, now: float) -> None:
-        """Stop paying for an advisory. Nothing happens if it is over."""
+        """Stop paying for an advisory. Nothing happens if it is over. It is reported when what is being read for it has ended."""
         guess = self._guesses.get(advisory_id)
         if guess is None:
             return
-        if not is_expired:
-            self._end(guess, "cancelled")
-        elif guess.has_moved:
-            self._end(guess, "wasted", lead_s=now - guess.issued_s)
+        if is_expired:
+            self._end(guess, "expired", lead_s=now - guess.issued_s)
         else:
-            self._end(guess, "expired")
+            self._end(guess, "cancelled")
 
     def arrived(self, session: str, salt: str | None, hashes: Hashes, now: float) -> Refresh | None:
-        """A request came: score the advisory that expected it, before the request takes anything.
+        """A request came: score the advisory that expected it, before the request takes anything. What is read on from now is read for the request.
 
         Returns what is to be carried out at once: while it waits for the rest of its KV, others' guesses are not to push out what it has.
         """
@@ -192,17 +191,18 @@ class Promotions:
         common = _count_common(guess.hashes, hashes)
         guess.num_on_device = resident
         self._share.used(min(guess.num_beside, resident, common))
-        self._hand_over(guess)
         lead_s = now - guess.issued_s
         if common == 0:
-            guess.report("wasted", lead_s=lead_s)  # the session went on as another conversation
-        elif resident >= min(guess.limit, common):
+            self._drop(guess, "wasted", lead_s)  # the session went on as another conversation
+            return None
+        self._hand_over(guess)
+        if resident >= min(guess.limit, common):
             guess.report("hit", lead_s=lead_s)
         else:
             num_bytes = (min(guess.limit, common) - resident) * self._block_bytes
             late_s = num_bytes / self._store.disk_bytes_per_s() + num_bytes / self._host_bytes_per_s()
             guess.report("late", lead_s=lead_s, late_s=late_s)
-        return Refresh(guess.hashes, resident) if resident and common else None
+        return Refresh(guess.hashes, resident) if resident else None
 
     def remember(self, session: str, salt: str | None, hashes: Hashes) -> None:
         """A request ends: its session's next one will begin with what it leaves."""
@@ -218,8 +218,9 @@ class Promotions:
         self._memory.forget_session(session)
 
     def staged(self) -> None:
-        """KV that was being read has come."""
+        """KV that was being read has come, or a reading has ended."""
         self._has_news = True
+        self._accounts.settle()
 
     def give_up(self) -> None:
         """Every advisory is over."""
@@ -232,6 +233,7 @@ class Promotions:
         """The engine goes."""
         self.give_up()
         self._let_go()
+        self._accounts.settle(is_last=True)
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
@@ -435,7 +437,7 @@ class Promotions:
     def _drop(self, guess: Guess, outcome: AdvisoryState, lead_s: float | None = None) -> None:
         self._release(guess)
         self._store.expect(guess.advisory.session_id, None, tenant=guess.advisory.tenant)
-        guess.report(outcome, lead_s=lead_s)
+        self._accounts.close(guess, outcome, lead_s)
 
     def _release(self, guess: Guess) -> None:
         stage = guess.let_go()

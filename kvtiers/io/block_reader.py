@@ -77,15 +77,13 @@ class BlockReader:
         self._now = now
         self.bad: set[int] = set()  # The event loop adds to it; what is in it is not worth reading on.
 
-    def read_batch(self, ops: Iterable[ReadOp]) -> BatchResult:
-        """Read and verify. Never raises OSError: what went wrong is in the result."""
+    def read_batch(self, ops: Iterable[ReadOp], result: BatchResult) -> None:
+        """Read and verify. Never raises OSError: what went wrong is in the result, which was empty."""
         started_s = self._now()
-        result = BatchResult({})
         for op in ops:
             if not self.bad.issuperset(op.blocks):
                 self._read_op(op, result)
         result.busy_s = self._now() - started_s
-        return result
 
     def _read_op(self, op: ReadOp, result: BatchResult) -> None:
         prelude = self._preludes[op.record]

@@ -198,6 +198,7 @@ class DiskLog:
         end_layer: int | None = None,
         on_layer: Callable[[int], None] = ignore,
         on_bad: Callable[[int], None] = ignore,
+        on_bytes: Callable[[int], None] = ignore,
         max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
         is_use: bool = True,
     ) -> ReadResult:
@@ -206,9 +207,10 @@ class DiskLog:
 
         `part` is called in worker threads. All its memory belongs to the read until this returns or raises, also that of bad blocks; a cancelled
         read waits for the threads that still write into it. on_layer(l): layer l of all blocks that are not bad is there and verified; called
-        once for each layer, in order. on_bad(i): block i will not come; the store has forgotten it. Both are called on the loop. What they
-        or `part` raise ends the read and comes out, in an ExceptionGroup if other reads were under way. is_use: whether it counts for what
-        stays; not for another node's sake.
+        once for each layer, in order. on_bad(i): block i will not come; the store has forgotten it. on_bytes(n): so many bytes more were read,
+        whatever becomes of them; `stats` counts the same. All are called on the loop, the last one also while a cancelled read ends. What they or
+        `part` raise ends the read and comes out, in an ExceptionGroup if other reads were under way. is_use: whether it counts for what stays;
+        not for another node's sake.
         """
         started_s = self._now()
         entries = [self._contents.index.get(key) for key in keys]
@@ -216,7 +218,7 @@ class DiskLog:
             if entry is not None and is_use:
                 entry.last_read_s = self._contents.used_s[entry.record.owner] = started_s
         return await self._reader.read(
-            keys, entries, part, first_layer, end_layer, on_layer, on_bad, max_bytes_in_flight
+            keys, entries, part, first_layer, end_layer, on_layer, on_bad, on_bytes, max_bytes_in_flight
         )
 
     # Writing.

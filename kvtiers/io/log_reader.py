@@ -43,7 +43,9 @@ class _Reading:
         layers: range,
         on_layer: Callable[[int], None],
         on_bad: Callable[[int], None],
+        on_bytes: Callable[[int], None],
     ) -> None:
+        self.on_bytes = on_bytes
         self.reader = reader
         self.batches = iter(batches)
         self.num_batches = len(batches)
@@ -101,6 +103,7 @@ class LogReader:
         end_layer: int | None = None,
         on_layer: Callable[[int], None] = ignore,
         on_bad: Callable[[int], None] = ignore,
+        on_bytes: Callable[[int], None] = ignore,
         max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
     ) -> ReadResult:
         started_s = self._now()
@@ -111,7 +114,7 @@ class LogReader:
         with self.pinned({record.segment for record in records}) as segments:
             reader = BlockReader(self._files, self._shape, segments, records, keys, part, self._now)
             layers = range(first_layer, end_layer or self._shape.num_layers)
-            reading = _Reading(reader, batches, layers, on_layer, on_bad)
+            reading = _Reading(reader, batches, layers, on_layer, on_bad, on_bytes)
             for block, place in enumerate(places):
                 if place is None:
                     reading.mark_bad(block)
@@ -124,9 +127,12 @@ class LogReader:
     ) -> None:
         async def lane() -> None:
             for ops in reading.batches:
-                async with self._read_slots:
-                    result = await self._workers.run(reading.reader.read_batch, ops)
-                self._take(reading, result, keys, entries)
+                result = BatchResult({})
+                try:
+                    async with self._read_slots:
+                        await self._workers.run(reading.reader.read_batch, ops, result)
+                finally:  # what a cancelled read has read, it has read
+                    self._take(reading, result, keys, entries)
                 reading.settle(ops)
 
         if reading.num_batches < 2:
@@ -145,6 +151,7 @@ class LogReader:
     ) -> None:
         """Count what a batch brought, and forget the blocks that it found bad."""
         reading.bytes_read += result.num_bytes
+        reading.on_bytes(result.num_bytes)
         self._contents.counts.bytes_read += result.num_bytes
         self._contents.counts.read_s += result.busy_s
         for block, fault in result.faults.items():

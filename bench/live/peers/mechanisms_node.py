@@ -6,6 +6,7 @@ What reaches into the engine is gathered under "the engine's inside".
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -174,9 +175,18 @@ class MechanismNode(TieredNode):
         return seen
 
     def moved_bytes(self) -> tuple[int, int]:
-        """So far: between host memory and the device, both ways; from disk."""
+        """So far: from host memory to the device; from disk."""
         stats = self._tiers.stats()
-        return int(self._tiers.copier.num_bytes), int(stats.disk.bytes_read)
+        return int(self._tiers.copier.back.num_bytes), int(stats.disk.bytes_read)
+
+    def counted_bytes(self) -> list[int]:
+        """What the metrics say was moved for advisories so far: from host memory to the device; from disk."""
+        totals = Counter[str]()
+        for metric in self._advisories._metrics.registry.collect():
+            for sample in metric.samples:
+                if sample.name == "overture_advisory_bytes_total":
+                    totals[sample.labels["tier"]] += int(sample.value)
+        return [totals["host"], totals["disk"]]
 
     def is_link_known(self) -> bool:
         """Whether the copies by which the node measures its link are behind it."""

@@ -40,10 +40,20 @@ class Asking:
     def __init__(self) -> None:
         self.memory = {(block, layer): bytearray(16) for block in range(4) for layer in range(2)}
         self.layers: list[int] = []
+        self.bytes: list[int] = []
         self.bad: list[int] = []
         self.frames = Frames(peer_wire.ToAsker)
         self.question = Question(
-            TOKEN, NONCE, "same", SHAPE, KEYS, self._part, 0, self.layers.append, self.bad.append
+            TOKEN,
+            NONCE,
+            "same",
+            SHAPE,
+            KEYS,
+            self._part,
+            0,
+            self.layers.append,
+            self.bad.append,
+            self.bytes.append,
         )
 
     def _part(self, block: int, layer: int) -> memoryview:
@@ -84,7 +94,7 @@ def test_blocks_come_layer_by_layer_and_then_it_is_over() -> None:
     asking.take(Done())
     assert asking.layers == [0, 1] and asking.question.is_over and asking.bad == []
     assert all(bytes(data) == bytes(place) * 8 for place, data in asking.memory.items())
-    assert asking.question.num_bytes == 4 * SHAPE.block_bytes
+    assert sum(asking.bytes) == asking.question.num_bytes == 4 * SHAPE.block_bytes
 
 
 def test_a_damaged_block_is_written_nowhere_and_the_others_come() -> None:

@@ -34,6 +34,8 @@ class Shelf:
         self.expected: dict[tuple[str, str], float | None] = {}
         self.disk_rate = 1e6
         self.is_stopping_reads = False
+        self.ends_reads_late = False  # those that nobody wants any more: only by `end_reads`
+        self.stopped: list[Stage] = []  # released before all was read for them
         self.room: int | None = None  # blocks that all stages may hold; None: any number
 
     def put(self, keys: Sequence[bytes], *, on_disk: bool = False) -> None:
@@ -73,6 +75,7 @@ class Shelf:
             block.ready = 0 if is_read else SHAPE.num_layers
             stage.blocks.append(block)
             stage.origins.append("host" if not is_read else "disk" if key in self.on_disk else "peer")
+        stage.num_readings = int(any(origin != "host" for origin in stage.origins))
         self.stages.append(stage)
         return stage
 
@@ -106,15 +109,18 @@ class Shelf:
     def read_one(self) -> None:
         """The disk delivers the next block of every stage."""
         for stage in self.stages:
-            unread = next((block for block in stage.blocks if not block.ready), None)
-            if unread is not None:
-                unread.ready = SHAPE.num_layers
-                self.on_disk[unread.key] = False
+            unread = [index for index, block in enumerate(stage.blocks) if not block.ready]
+            for index in unread[:1]:
+                stage.blocks[index].ready = SHAPE.num_layers
+                stage.bytes_read[stage.origins[index]] += SHAPE.block_bytes
+                self.on_disk[stage.blocks[index].key] = False
+            stage.num_readings = int(len(unread) > 1)
 
     def revoke(self) -> None:
         """Every stage gives way."""
         for stage in self.stages:
             stage.is_revoked = True
+            self._stop(stage)
         self.stages = []
 
     def release(self, stage: Stage) -> None:
@@ -122,6 +128,20 @@ class Shelf:
             return
         assert stage in self.stages, "released twice"
         self.stages.remove(stage)
+        self._stop(stage)
+
+    def _stop(self, stage: Stage) -> None:
+        if stage.num_readings:
+            self.stopped.append(stage)
+        if not self.ends_reads_late:
+            self.end_reads()
+
+    def end_reads(self, num_bytes: int = 0) -> None:
+        """What was being read for nobody ends, the disk having given so many bytes more for each of them."""
+        for stage in self.stopped:
+            stage.bytes_read["disk"] += num_bytes
+            stage.num_readings = 0
+        self.stopped = []
 
     def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save:
         positions = [index for index, key in enumerate(keys) if key not in self.on_disk]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -349,6 +350,61 @@ def test_what_was_only_read_counts_as_moved() -> None:
     last = bench.reports[-1]
     assert (last.state, last.host_bytes) == ("wasted", 0)
     assert (last.disk_bytes, last.peer_bytes) == (2 * SHAPE.block_bytes, SHAPE.block_bytes)
+
+
+@pytest.mark.parametrize(
+    "end, outcome", [("cancel", "cancelled"), ("expire", "wasted"), ("go on otherwise", "wasted")]
+)
+def test_an_advisory_that_ends_while_it_is_read_for_is_told_of_with_its_last_byte(
+    end: str, outcome: str
+) -> None:
+    bench = Bench()
+    bench.shelf.ends_reads_late = True
+    bench.shelf.put(keys_of("a", 8), on_disk=True)
+    bench.advise()
+    bench.advance()
+    bench.now += 2.0
+    if end == "go on otherwise":
+        bench.promotions.arrived("a", None, keys_of("b", 8), bench.now)
+    else:
+        bench.promotions.retract("a!", is_expired=end == "expire", now=bench.now)
+    bench.now += 3.0
+    bench.advise(num_blocks=2)
+    assert bench.states == ["staging", "staging"], "the reading has been told to stop, and has not yet"
+    bench.shelf.end_reads(num_bytes=700)
+    bench.promotions.staged()
+    last = bench.reports[-1]
+    assert (last.state, last.disk_bytes) == (outcome, 700)
+    assert last.lead_s == (None if end == "cancel" else 2.0)
+    bench.promotions.staged()
+    assert bench.states == ["staging", "staging", outcome]
+
+
+def test_what_is_read_on_for_a_request_is_not_its_advisory_s() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8), on_disk=True)
+    bench.advise()
+    bench.advance()
+    bench.shelf.read_one()
+    bench.arrive()
+    bench.shelf.read_one()
+    bench.promotions.staged()
+    assert (bench.states[-1], bench.reports[-1].disk_bytes) == ("late", SHAPE.block_bytes)
+
+
+def test_what_was_read_before_it_gave_way_counts() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8), on_disk=True)
+    bench.advise()
+    bench.advance()
+    bench.shelf.read_one()
+    bench.shelf.revoke()
+    bench.shelf.put(keys_of("a", 8), on_disk=True)
+    bench.promotions.staged()
+    bench.advance()
+    bench.shelf.read_one()
+    bench.promotions.retract("a!", is_expired=False, now=bench.now)
+    assert bench.reports[-1].disk_bytes == 2 * SHAPE.block_bytes
 
 
 def test_a_busy_engine_copies_a_smaller_slice_where_copies_run_beside_it() -> None:

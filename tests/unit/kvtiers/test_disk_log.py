@@ -546,6 +546,7 @@ async def test_a_cancelled_read_leaves_its_buffers_alone_afterwards(opened: Open
     files.may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await reading
+    assert log.stats.bytes_read == SHAPE.block_bytes, "it was read, whoever wants it"
     assert await bad_of(log, "a") == []
 
 

@@ -213,6 +213,7 @@ def test_two_stages_share_one_read(tiers: Tiers) -> None:
     tiers.store.release(first)
     tiers.store.release(second)
     assert tiers.store.stats().disk.bytes_read == 4 * SHAPE.block_bytes
+    assert (first.bytes_read, second.bytes_read) == ({"disk": 4 * SHAPE.block_bytes}, {}), "who began it"
 
 
 class HeldReads(Files):
@@ -243,6 +244,24 @@ def test_a_stage_that_joins_a_reading_just_as_it_is_stopped_gets_all_blocks(tmp_
     tiers.store.release(second)
     assert tiers.store.wait_for_reads(SETTLE_S)
     tiers.store.check_invariants()
+    tiers.close()
+
+
+def test_what_the_disk_reads_after_nobody_wants_it_counts_for_who_began_it(tmp_path: Path) -> None:
+    files = HeldReads()
+    tiers = Tiers(tmp_path, files=files)
+    tiers.save("a", KEYS[:4])
+    tiers.store.flush()
+    tiers.store.drop_host()
+    stage = tiers.store.stage("a", KEYS[:4], gives_way=True)
+    assert files.has_begun.wait(SETTLE_S)
+    tiers.store.release(stage)
+    tiers.io.start(asyncio.sleep(0)).result()  # it is told to stop in the middle of a read
+    assert stage.num_readings == 1 and not stage.bytes_read
+    files.may_go_on.set()
+    assert tiers.store.wait_for_reads(SETTLE_S)
+    assert stage.num_readings == 0
+    assert stage.bytes_read["disk"] == tiers.store.stats().disk.bytes_read > 0
     tiers.close()
 
 
@@ -472,6 +491,7 @@ class GivenUpPeer:
         first_layer: int,
         on_layer: Callable[[int], None],
         on_bad: Callable[[int], None],
+        on_bytes: Callable[[int], None],
     ) -> None:
         self.is_asked.set()
         try:
