@@ -250,8 +250,8 @@ def test_kv_gets_the_blocks_of_the_adapter_that_is_worth_the_least() -> None:
     places = make()
     for adapter_id in (1, 2):
         keep_copy(places, adapter_id)
-    ask(places, 1)
-    assert [places.copies.take_first_to_go(0.0) for _ in range(3)] == [2, 1, None]
+    ask(places, 1, 1.0)
+    assert [places.copies.take_first_to_go(1.0) for _ in range(3)] == [2, 1, None]
     assert places.counts["evicted:cached:kv"] == 2
 
 
@@ -278,9 +278,9 @@ def test_a_copy_makes_way_only_for_one_that_is_worth_more() -> None:
     assert places.copies.room_for(2, 0.0) == [DropCopy(1)]
     places = make()
     keep_copy(places, 1)
-    ask(places, 1)
+    ask(places, 1, 1.0)
     bring(places, 2)
-    assert places.copies.room_for(2, 0.0) == []
+    assert places.copies.room_for(2, 1.0) == []
 
 
 # -- adapters against KV, by whatever policy was chosen ------------------------------------------------------------------

@@ -94,10 +94,26 @@ def test_a_shadow_loses_what_its_misses_took_to_load() -> None:
     for adapter_id in (1, 2, 3):
         shadow.enter(facts(adapter_id, 0.0), room_bytes=200)
     shadow.check_invariants(200)
-    shadow.taken(facts(1, 0.0))
-    assert shadow.lost_s == 0.0
-    shadow.taken(facts(3, 0.0))  # the least share went when all came to 300 bytes
-    assert shadow.lost_s == pytest.approx(100 * RELOAD_S_PER_BYTE)
+    assert shadow.taken(facts(1, 0.0)) == 0.0
+    least = facts(3, 0.0)  # it went when all came to 300 bytes
+    assert shadow.taken(least) == shadow.lost_s == least.reload_s
+
+
+def test_without_a_forecast_the_longest_unused_leaves_a_shadow() -> None:
+    shadow = ShadowCache()
+    for adapter_id, num_bytes in ((1, 10), (2, 100), (1, 10), (3, 100)):
+        shadow.enter(facts(adapter_id, 0.0, num_bytes), room_bytes=200)
+    assert [shadow.leave(adapter_id) for adapter_id in (1, 2, 3)] == [True, False, True]
+
+
+def test_a_forecast_surely_leads_after_a_row_of_gains_but_not_after_as_many_in_ups_and_downs() -> None:
+    steady, tossed = ShadowCache(), ShadowCache()
+    for at in range(10):
+        steady.compared(1.0)
+        for _ in range(10):
+            tossed.compared(1.0 if at % 2 else -0.8)
+    assert tossed.lead_s > 0.8 * steady.lead_s and tossed.lead_s > 0
+    assert steady.surely_leads() and not tossed.surely_leads()
 
 
 def test_of_many_a_shadow_compares_some_in_turn_and_none_escapes_for_ever() -> None:
@@ -115,15 +131,21 @@ def test_of_many_a_shadow_compares_some_in_turn_and_none_escapes_for_ever() -> N
 def test_until_another_order_has_proved_better_the_longest_unused_goes_first() -> None:
     policy = Adaptive()
     ask(policy, [1, 2, 1, 3, 1, 2])
-    assert order(policy, facts(1, 0.0), facts(2, 0.0), facts(3, 0.0)) == [3, 1, 2]
+    assert order(policy, facts(1, 5.0), facts(2, 6.0, num_bytes=999), facts(3, 4.0)) == [3, 1, 2]
+
+
+def following_the_mixture(adapter_ids: Iterable[int]) -> Adaptive:
+    policy = Adaptive()
+    ask(policy, adapter_ids)
+    policy.followed = policy.forecasts[0]
+    return policy
 
 
 def test_at_equal_use_what_takes_longer_to_bring_back_by_the_byte_stays_longer() -> None:
-    policy = Adaptive()
-    ask(policy, [1, 2] * 500)
+    policy = following_the_mixture([2, 1] * 500)
     near, far = (
         facts(1, 0.0),
-        CachedAdapter(adapter_id=2, num_bytes=100, last_used_s=0.0, uses=0.0, reload_s=9.0),
+        CachedAdapter(adapter_id=2, num_bytes=100, last_used_s=-1.0, uses=0.0, reload_s=9.0),
     )
     assert order(policy, far, near) == [1, 2]
 
@@ -142,14 +164,13 @@ def test_its_worths_are_the_shares_of_requests_a_second() -> None:
         adapter_id = 1 if second % 4 else 2
         policy.touched(facts(adapter_id, second, num_requests=1), second)
         policy.touched(facts(adapter_id, second), second)
-    often, seldom = policy.worths([facts(1, 4000.0), facts(2, 4000.0)], 1.0, 4000.0)
+    often, seldom = policy.worths([facts(1, 3999.0), facts(2, 3996.0)], 1.0, 4000.0)
     assert often == pytest.approx(0.75 * RELOAD_S_PER_BYTE, rel=0.2)
     assert seldom == pytest.approx(0.25 * RELOAD_S_PER_BYTE, rel=0.4)
 
 
 def test_what_is_forgotten_is_worth_nothing() -> None:
-    policy = Adaptive()
-    ask(policy, [1, 2, 2])
+    policy = following_the_mixture([1, 2, 2])
     policy.forgotten(2)
     assert order(policy, facts(1, 0.0), facts(2, 0.0)) == [2, 1]
 
@@ -181,7 +202,14 @@ def test_it_keeps_what_is_popular_where_popularity_stays() -> None:
 
 def test_it_is_not_fooled_by_yesterdays_favourites() -> None:
     adapter_ids = rounds(random.Random(3), 60)
-    assert lost_ms(Adaptive(), adapter_ids, 10) <= 1.01 * lost_ms(Lru(), adapter_ids, 10)
+    assert lost_ms(Adaptive(), adapter_ids, 10) <= lost_ms(Lru(), adapter_ids, 10)
+
+
+def test_it_returns_to_lru_before_it_has_lost_what_it_had_gained() -> None:
+    rng = random.Random(6)
+    adapter_ids = rng.choices(range(100), [1 / (1 + place) for place in range(100)], k=1500)
+    adapter_ids += [100 + adapter_id for adapter_id in rounds(rng, 60)]
+    assert lost_ms(Adaptive(), adapter_ids, 10) < lost_ms(Lru(), adapter_ids, 10)
 
 
 def test_a_scan_does_not_wash_out_what_is_popular() -> None:
@@ -262,7 +290,7 @@ class Cache(RuleBasedStateMachine):
         if not hasattr(self, "policy"):
             return
         assert len(self.policy.shares) <= self.max_adapters
-        for shadow in self.policy.shadows:
+        for shadow in (self.policy.lru, *self.policy.forecasts):
             shadow.check_invariants(float("inf"))
         cached = list(self.cached.values())
         worths = dict(zip(self.cached, self.policy.worths(cached, 1.0, self.now), strict=True))
