@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 from engine_bridge.predict.hints import NOTHING_ASKED, Asked
@@ -30,3 +32,10 @@ class RequestContext(Struct, frozen=True, kw_only=True):
 
 
 NOBODY = RequestContext()
+
+
+def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+    """Of a call's headers the request id alone: nodes need no keys, and vLLM would also take priority, rank and session from headers."""
+    # Bytes that are no UTF-8 come as lone surrogates, which no frame and no reply can hold.
+    request_id = headers.get("X-Request-Id", "").encode("utf-8", "replace").decode()
+    return {"X-Request-Id": request_id} if request_id else {}

@@ -11,7 +11,6 @@ import importlib
 COMMANDS = {
     "adaptivellm": "tight memory: swap or recompute by cost, and who starts",
     "agree": "the lean model, the emulated node and the live engine on the same requests",
-    "aging": "the order in a lane: aging, smallest first, the paper's rule",
     "caraserve": "cold adapters: a host that helps, against loads that are waited for",
     "chameleon": "adapters: queues and caches over loads, by the paper's device and requests",
     "symphony": "people who type, on one node: advisories over tiers, tiers over none",

@@ -81,7 +81,6 @@ from bench.sim.core.links import SharedLink
 from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Figure, Part, Workers, add_table_arguments, report_parts, seeds_of
-from engine_bridge.policy.restore_method import LossFacts
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
@@ -423,9 +422,9 @@ def _predicted(setting: Setting) -> dict[str, float]:
     assert costs is not None, "the tiers were given another policy"
     num_tokens = round(setting.mean_prompt_tokens) + MAX_ANSWER_TOKENS // 2
     num_tokens -= num_tokens % BLOCK_TOKENS
-    decision = costs.decide(LossFacts(num_tokens=num_tokens, num_saved_tokens=num_tokens))
+    decision = costs.decide(num_tokens)
     return {
-        "predicted_swap_s": round(decision.swap_s or 0.0, 5),
+        "predicted_swap_s": round(decision.swap_s, 5),
         "predicted_recompute_s": round(decision.recompute_s, 5),
     }
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from bench.data import AZURE
 from bench.emulated.adapters import AdapterMemory
-from bench.emulated.aging import SETTINGS, made_with
 from bench.emulated.node import Engine, Job
 from bench.emulated.trace import play_on_node
 from bench.measures import quantile
@@ -27,18 +26,27 @@ from bench.sim.core.shapes import BLOCK_TOKENS, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers, crossing
 from bench.sim.core.traffic import Lengths, Pool, azure, poisson
+from engine_bridge.policy.mlq import Mlq, MlqSettings
+from engine_bridge.policy.registry import MakePolicy
 from engine_bridge.policy.sizes import WeightedSize
 
 SLO_TIMES = 5.0
 PAPER_KNEE = 8.7
 ACCURACY = 0.8
+# How a lane's order may differ from the one that serves, where who has waited for an eighth of a second goes by waiting time over length: later,
+# or never; or never and nobody is ever overdue (Chameleon §4.2).
+ORDERS_IN_LANES = {
+    "mlq, aging 1 s": MlqSettings(aging_s=1.0),
+    "mlq, smallest first": MlqSettings(aging_s=math.inf),
+    "mlq, paper": MlqSettings(aging_s=math.inf, max_wait_s=math.inf),
+}
 # Where the SLO is not left between two of the loads, the next one is so much further. Chosen.
 FURTHER = 1.2
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One system. queue: a name in the registry, or in `aging.SETTINGS`. eviction: which adapter goes first, "" for no cache.
+    """One system. queue: a name in the registry, or in `ORDERS_IN_LANES`. eviction: which adapter goes first, "" for no cache.
 
     accuracy: of the predictor of lengths, None for the live one. rule: for the number of lanes. is_output_only: sizes are the predicted output
     alone. has_forecast: adapters are brought to host memory by the histogram of their requests. has_all_adapters: each can be computed with at
@@ -198,7 +206,7 @@ def run(point: Point) -> Outcome:
     """Say what came of it, on stderr, too."""
     arm, setting = point.arm, point.setting
     played = play_on_node(
-        made_with(SETTINGS[arm.queue]) if arm.queue in SETTINGS else arm.queue,
+        _policy(arm.queue),
         setting.arrivals(point.per_s, point.seed),
         setting.cost,
         setting.engine,
@@ -224,6 +232,11 @@ def run(point: Point) -> Outcome:
         flush=True,
     )
     return found
+
+
+def _policy(queue: str) -> str | MakePolicy:
+    settings = ORDERS_IN_LANES.get(queue)
+    return queue if settings is None else lambda num_tokens: Mlq(num_tokens, settings)
 
 
 def _guesser(setting: Setting, accuracy: float, seed: int) -> Classes:

@@ -9,20 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from bench.sim.core.hardware import Gpu
-from bench.sim.core.models import Model
 from bench.sim.core.steps import Chunk, StepCost
-
-
-class FlatCost(StepCost):
-    """Steps by two numbers: so long in any case, and so long for each token. For tests, where sums are made by hand."""
-
-    def __init__(self, step_s: float = 0.018, token_s: float = 0.00011) -> None:
-        super().__init__(Gpu("flat", 1.0, 1.0, 0, 1e9), Model("flat", 1, 1, 1, 1, 1, 1, 4096))
-        self._fixed_s, self._each_s = step_s, token_s
-
-    def step_s(self, chunks: Any, num_decodes: int = 0, num_context: int = 0, sum_rank: int = 0) -> float:
-        return self._fixed_s + self._each_s * (num_decodes + sum(chunk.num_tokens for chunk in chunks))
 
 
 class StepWork(NamedTuple):

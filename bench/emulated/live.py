@@ -390,11 +390,6 @@ def measure_live(is_quick: bool) -> dict[str, Any]:
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_NUM_SEQS,
-            adapters=[],
-            max_loras=1,
-            max_lora_rank=8,
-            host_bytes=0,
-            max_cpu_loras=1,
         )
         worker = stack.enter_context(Worker("scheduling_ours", settings, folder))
         print(json.dumps(worker.wait_ready()), flush=True)

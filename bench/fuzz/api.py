@@ -25,12 +25,10 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -41,6 +39,7 @@ from urllib.parse import urlsplit
 
 from bench.fuzz.raw import cases, play
 from bench.live.report import ROOT, options
+from bench.live.serving import demo_server
 
 KEY = "ov-key-of-the-fuzzed-server-only"
 # Small, so that an answer without max_tokens ends soon; the longest body is what the raw cases need.
@@ -100,42 +99,12 @@ class Tally:
 
 @contextlib.contextmanager
 def started() -> Iterator[Target]:
-    """A server of our own on a free loopback port, until the block ends."""
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "server.log").open("wb") as log:
-        command = [sys.executable, "-m", "gateway.cli", "serve", "--port=0", f"--data-dir={folder}/data"]
-        environment = os.environ | {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_MAX_N_SEQUENCES": "4"}
-        process = subprocess.Popen(
-            [*command, "--operator-key", KEY, "--log-level", "error", *LIMITS],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        try:
-            yield Target(_address(process), KEY)
-            if process.poll() is not None:
-                raise SystemExit(f"the server died with status {process.returncode}")
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    """The server's address, once it is ready."""
-    assert process.stdout is not None
-    address = None
-    for line in process.stdout:
-        say(f"  server: {line.rstrip()}")
-        if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-            address = found[0]
-        if " ready: " in line and address is not None:
-            return address
-    raise SystemExit("the server did not start")
+    """A server of our own on a free loopback port, until the block ends. Raises SystemExit where it dies meanwhile."""
+    flags = ["--operator-key", KEY, "--log-level", "error", *LIMITS]
+    with demo_server(*flags, VLLM_LOGGING_LEVEL="CRITICAL", VLLM_MAX_N_SEQUENCES="4") as server:
+        yield Target(server.url, KEY)
+        if (status := server.process.poll()) is not None:
+            raise SystemExit(f"the server died with status {status}")
 
 
 def counted(target: Target) -> Counter[tuple[str, int]]:

@@ -21,7 +21,6 @@ import contextlib
 import os
 import random
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -40,10 +39,11 @@ import psutil
 from bench.intervals import Aim, interval, verdict
 from bench.live.peers.client import QUIET_OPENMP, ROOT
 from bench.live.report import Progress, report, spread
-from bench.live.soak.server import HOST, free_port
+from bench.live.serving import ServerProcess
+from bench.live.soak.server import free_port
 from gateway.config import DEMO_ADAPTERS_DIR
 
-START_TIMEOUT_S, REQUEST_TIMEOUT_S = 240.0, 120.0
+REQUEST_TIMEOUT_S = 120.0
 TOLERANCE = 0.05
 # Device memory for some 16,000 tokens, so that chats that return were pushed out meanwhile.
 FLAGS = ("--kv-cache-gib", "0.0625", "--kv-host-gib", "0.5", "--max-num-seqs", "16")
@@ -61,38 +61,18 @@ def words(rng: random.Random, num: int) -> str:
     return " ".join(rng.choices(WORDS, k=num))
 
 
-class Checkout:
+class Checkout(ServerProcess):
     """One server of one checkout."""
 
     def __init__(self, name: str, folder: Path, data: Path, flags: str) -> None:
-        self.name, self.folder, self.port = name, folder, free_port()
-        self.url = f"http://{HOST}:{self.port}/v1/chat/completions"
-        self.log = data / f"{name}.log"
+        port = free_port()
+        command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(port), *FLAGS]
+        command += ["--data-dir", str(data / name), "--adapters-dir", str(folder / "demo/adapters")]
+        environ = os.environ | QUIET_OPENMP | {"PYTHONPATH": str(folder)}
+        super().__init__([*command, *shlex.split(flags)], port, data / f"{name}.log", folder, environ)
+        self.name = name
         self.figures: Figures = {}
         self.chats: list[list[dict[str, str]]] = []
-        command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(self.port), *FLAGS]
-        command += ["--data-dir", str(data / name), "--adapters-dir", str(folder / "demo/adapters")]
-        command += shlex.split(flags)
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                stdout=log,
-                stderr=log,
-                env=os.environ | QUIET_OPENMP | {"PYTHONPATH": str(folder)},
-                start_new_session=True,  # Ctrl-C is the bench's to handle
-            )
-
-    async def until_ready(self, http: aiohttp.ClientSession) -> None:
-        """Raises RuntimeError."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(aiohttp.ClientError):
-                async with http.get(f"http://{HOST}:{self.port}/readyz") as reply:
-                    if reply.status == 200:
-                        return
-            await asyncio.sleep(0.2)
-        raise RuntimeError(f"{self.name} did not start:\n{self.log.read_text(errors='replace')[-2000:]}")
 
     @property
     def _processes(self) -> list[psutil.Process]:
@@ -111,14 +91,6 @@ class Checkout:
         for name, value in figures.items():
             self.figures.setdefault(name, []).append(value)
 
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
@@ -130,7 +102,7 @@ async def ask(
     body = {"model": model, "messages": messages, "max_tokens": num_tokens, "stream": True}
     body |= {"temperature": 0, "ignore_eos": True}
     began_s, first_s, text = time.perf_counter(), 0.0, ""
-    async with http.post(server.url, json=body) as reply:
+    async with http.post(f"{server.url}/v1/chat/completions", json=body) as reply:
         if reply.status != 200:
             raise RuntimeError(f"{server.name}: {reply.status} {await reply.text()}")
         async for line in reply.content:
@@ -224,14 +196,13 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def servers(arms: Arms, data: Path, http: aiohttp.ClientSession) -> AsyncIterator[list[Checkout]]:
+async def servers(arms: Arms, data: Path) -> AsyncIterator[list[Checkout]]:
     """One started after the other, in this order."""
     started: list[Checkout] = []
     with contextlib.ExitStack() as stack:
         for name, (folder, flags) in arms.items():
-            started.append(Checkout(name, folder, data, flags))
-            stack.callback(started[-1].close)
-            await started[-1].until_ready(http)
+            started.append(stack.enter_context(Checkout(name, folder, data, flags)))
+            await asyncio.to_thread(started[-1].wait, started[-1].is_ready)
         yield started
 
 
@@ -241,9 +212,9 @@ async def measure_half(arms: Arms, rounds: range, progress: Progress) -> dict[st
     with tempfile.TemporaryDirectory() as data:
         async with (
             aiohttp.ClientSession(timeout=timeout) as http,
-            servers(arms, Path(data), http) as both,
+            servers(arms, Path(data)) as both,
         ):
-            async with http.get(f"http://{HOST}:{both[0].port}/v1/models") as reply:
+            async with http.get(f"{both[0].url}/v1/models") as reply:
                 models = [each["id"] for each in (await reply.json())["data"]]
             plays = Plays(http, next(name for name in models if name not in ADAPTERS))
             for server in both:

@@ -37,7 +37,21 @@ AIMS = {
 }
 
 
-class ServerProcess:
+class Child:
+    """A module of ours that runs in a process of its own, and is talked to line by line."""
+
+    async def run(self, module: str, *options: str, **variables: str) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, *options),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | variables,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+
+
+class ServerProcess(Child):
     """The server under attack, started again when it dies."""
 
     def __init__(self, keys: list[str]) -> None:
@@ -47,14 +61,9 @@ class ServerProcess:
         self.port = 0
 
     async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.live.peers.watched_server", f"--data-dir={self._folder.name}"),
-            *(f"--key={key}" for key in self._keys),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+        options = [f"--data-dir={self._folder.name}", *(f"--key={key}" for key in self._keys)]
+        await self.run("bench.live.peers.watched_server", *options)
+        while line := await self.stdout.readline():
             if line.startswith(b"ready "):
                 self.port = int(line.split()[1])
                 return
@@ -62,11 +71,10 @@ class ServerProcess:
 
     async def facts(self) -> dict[str, Any] | None:
         """What the server says of itself since the last time; None if it died or does not answer."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(b"\n")
+            self.stdin.write(b"\n")
             async with asyncio.timeout(CASE_LIMIT_S):
-                line = await self._process.stdout.readline()
+                line = await self.stdout.readline()
             return json.loads(line) if line else None
         except (ConnectionError, TimeoutError):
             return None
@@ -77,47 +85,40 @@ class ServerProcess:
         await self.start()
 
     async def stop(self) -> None:
-        if self._process.returncode is None and self._process.stdin is not None:
-            self._process.stdin.close()
+        if self.process.returncode is None:
+            self.stdin.close()
             try:
                 async with asyncio.timeout(20):
-                    await self._process.wait()
+                    await self.process.wait()
             except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+                self.process.kill()
+                await self.process.wait()
 
 
-class Victim:
+class Victim(Child):
     """Somebody who streams, in a process of its own: what this one computes must not look like a pause of the server's."""
 
     def __init__(self, key: str) -> None:
         self._key = key
 
     async def start(self, port: int) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.live.peers.victim"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"KEY": self._key},
-        )
+        await self.run("bench.live.peers.victim", KEY=self._key)
         self.follow(port)
         await asyncio.sleep(3.0)
         await self.take_gap_ms()
 
     def follow(self, port: int) -> None:
         """Stream from this server from now on."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{port}\n".encode())
+        self.stdin.write(f"{port}\n".encode())
 
     async def take_gap_ms(self) -> float:
         """The longest time without text since the last call; what is going on counts."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(b"\n")
-        return float(await self._process.stdout.readline())
+        self.stdin.write(b"\n")
+        return float(await self.stdout.readline())
 
     async def stop(self) -> None:
-        self._process.kill()
-        await self._process.wait()
+        self.process.kill()
+        await self.process.wait()
 
 
 @dataclass

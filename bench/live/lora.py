@@ -167,18 +167,18 @@ def mixed_batch_identical() -> bool:
     """Does a real engine answer five adapters and the base in one batch as it answers them one by one?"""
     from vllm.lora.request import LoRARequest
 
-    from bench.live.mixed_batch import PROMPT, Engine, write_adapter, write_model
+    from bench.live.mixed_batch import PROMPT, SHAPE, Engine
+    from bench.live.models import model_folder, write_adapter
     from engine_bridge.driver import lora
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        write_model(root / "model")
         requests: list[tuple[list[int], Any]] = [(PROMPT, None)]
         for number, rank in enumerate(RANKS, start=1):
-            write_adapter(root / f"rank{rank}", rank, seed=rank)
+            write_adapter(root / f"rank{rank}", SHAPE, rank, seed=rank, modules=list(SHAPE.linears))
             requests.append((PROMPT, LoRARequest(f"rank{rank}", number, str(root / f"rank{rank}"))))
         lora.install()
-        engine = Engine(root / "model", enable_lora=True, max_loras=len(RANKS), max_lora_rank=MAX_RANK)
+        engine = Engine(model_folder(SHAPE), enable_lora=True, max_loras=len(RANKS), max_lora_rank=MAX_RANK)
         lora.check_engine(engine.engine)
         alone = [engine.run(request)[0] for request in requests]
         mixed = engine.run(*requests)

@@ -1,15 +1,15 @@
-"""A tiny Llama with random weights, PEFT adapters for it, and an engine that answers token lists: for mixed batches of adapters.
+"""The shape of a tiny Llama, and an engine that answers token lists: for mixed batches of adapters.
 
 Import it before vLLM, whose environment it sets.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from bench.live.models import ModelShape
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -19,68 +19,18 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
 )
 
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, VOCABULARY = 256, 512, 4, 4, 2, 320
-WIDTHS = {
-    "q_proj": (HIDDEN, HIDDEN),
-    "k_proj": (HIDDEN, HIDDEN // 2),
-    "v_proj": (HIDDEN, HIDDEN // 2),
-    "o_proj": (HIDDEN, HIDDEN),
-    "gate_proj": (HIDDEN, INTERMEDIATE),
-    "up_proj": (HIDDEN, INTERMEDIATE),
-    "down_proj": (INTERMEDIATE, HIDDEN),
-}
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=256,
+    intermediate_size=512,
+    num_heads=4,
+    num_kv_heads=2,
+    max_model_len=512,
+    dtype="bfloat16",  # as most models come
+)
 BASE = None
 NUM_TOKENS = 24
 PROMPT = list(range(5, 45))
-
-
-def write_model(path: Path) -> None:
-    """In bfloat16, as most models come."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=512,
-        dtype="bfloat16",
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-
-
-def write_adapter(path: Path, rank: int, seed: int, targets: Sequence[str] = tuple(WIDTHS)) -> None:
-    """A PEFT adapter of random weights, strong enough to change what the model says."""
-    import torch
-    from safetensors.torch import save_file
-
-    path.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(LAYERS):
-        for target in targets:
-            part = "self_attn" if target[0] in "qkvo" else "mlp"
-            name = f"base_model.model.model.layers.{layer}.{part}.{target}"
-            num_in, num_out = WIDTHS[target]
-            for side, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
-                tensors[f"{name}.lora_{side}.weight"] = (
-                    torch.randn(shape, generator=generator) * 0.05
-                ).bfloat16()
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": list(targets),
-    }
-    (path / "adapter_config.json").write_text(
-        json.dumps({**config, "bias": "none", "use_dora": False, "use_rslora": False})
-    )
 
 
 class Engine:

@@ -59,11 +59,19 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return f"llama-{self.num_layers}x{self.hidden_size}-{heads}-{self.dtype}-seed{self.seed}"
 
     @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of a layer's modules, by name."""
+        hidden, kv_width, inner = self.hidden_size, self.num_kv_heads * self.head_dim, self.intermediate_size
+        attention = {"q_proj": hidden, "k_proj": kv_width, "v_proj": kv_width, "o_proj": hidden}
+        mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+        return {f"self_attn.{name}": (hidden, num_out) for name, num_out in attention.items()} | {
+            f"mlp.{name}": widths for name, widths in mlp.items()
+        }
+
+    @property
     def adapted(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of the modules that adapters change."""
-        hidden, kv_width = self.hidden_size, self.num_kv_heads * self.head_dim
-        outputs = {"q_proj": hidden, "k_proj": kv_width, "v_proj": kv_width, "o_proj": hidden}
-        return {name: (hidden, num_out) for name, num_out in outputs.items()}
+        """Of these, the modules that adapters change."""
+        return {name: widths for name, widths in self.linears.items() if name.startswith("self_attn")}
 
     def adapter_bytes(self, rank: int) -> int:
         """Of all of an adapter's weights."""
@@ -85,7 +93,7 @@ def adapter_folders(shape: ModelShape, ranks: Sequence[int]) -> list[Path]:
     for number, (folder, rank) in enumerate(zip(folders, ranks, strict=True)):
 
         def write(written: Path, number: int = number, rank: int = rank) -> None:
-            _write_adapter(written, shape, rank, seed=number)
+            write_adapter(written, shape, rank, seed=number)
 
         _write_once(folder, "adapter_config.json", write)
     return folders
@@ -118,8 +126,7 @@ def _write(folder: Path, shape: ModelShape) -> None:
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(shape.seed)
-    hidden, kv_width = shape.hidden_size, shape.num_kv_heads * shape.head_dim
-    dtype = getattr(torch, shape.dtype)
+    hidden, dtype = shape.hidden_size, getattr(torch, shape.dtype)
 
     def weight(*size: int) -> Any:
         # Twice Llama's 0.02: at that size the layers add so little that nearly every prompt gets the same answer.
@@ -135,14 +142,9 @@ def _write(folder: Path, shape: ModelShape) -> None:
         tensors |= {
             f"{prefix}.input_layernorm.weight": torch.ones(hidden, dtype=dtype),
             f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden, dtype=dtype),
-            f"{prefix}.self_attn.q_proj.weight": weight(hidden, hidden),
-            f"{prefix}.self_attn.k_proj.weight": weight(kv_width, hidden),
-            f"{prefix}.self_attn.v_proj.weight": weight(kv_width, hidden),
-            f"{prefix}.self_attn.o_proj.weight": weight(hidden, hidden),
-            f"{prefix}.mlp.gate_proj.weight": weight(shape.intermediate_size, hidden),
-            f"{prefix}.mlp.up_proj.weight": weight(shape.intermediate_size, hidden),
-            f"{prefix}.mlp.down_proj.weight": weight(hidden, shape.intermediate_size),
         }
+        for name, (num_in, num_out) in shape.linears.items():
+            tensors[f"{prefix}.{name}.weight"] = weight(num_out, num_in)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(folder)
@@ -168,7 +170,10 @@ def _write(folder: Path, shape: ModelShape) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _write_adapter(folder: Path, shape: ModelShape, rank: int, seed: int) -> None:
+def write_adapter(
+    folder: Path, shape: ModelShape, rank: int, seed: int, modules: Sequence[str] | None = None
+) -> None:
+    """Write a PEFT folder, which must not be there. modules: that it changes, of `shape.linears`; None: the usual ones."""
     import numpy as np
     import torch
     from safetensors.torch import save_file
@@ -179,10 +184,11 @@ def _write_adapter(folder: Path, shape: ModelShape, rank: int, seed: int) -> Non
     def weight(size: tuple[int, int], deviation: float) -> Any:
         return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(deviation).to(dtype)
 
-    tensors = {}
+    tensors, modules = {}, list(shape.adapted) if modules is None else modules
     for layer in range(shape.num_layers):
-        for module, (num_in, num_out) in shape.adapted.items():
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+        for module in modules:
+            num_in, num_out = shape.linears[module]
+            name = f"base_model.model.model.layers.{layer}.{module}"
             b_deviation = ADAPTER_STRENGTH / ADAPTER_SCALING * rank**-0.5
             tensors[f"{name}.lora_A.weight"] = weight((rank, num_in), num_in**-0.5)
             tensors[f"{name}.lora_B.weight"] = weight((num_out, rank), b_deviation)
@@ -194,7 +200,7 @@ def _write_adapter(folder: Path, shape: ModelShape, rank: int, seed: int) -> Non
         "base_model_name_or_path": None,
         "r": rank,
         "lora_alpha": ADAPTER_SCALING * rank,
-        "target_modules": sorted(shape.adapted),
+        "target_modules": sorted(module.rpartition(".")[2] for module in modules),
         "bias": "none",
         "use_dora": False,
         "use_rslora": False,

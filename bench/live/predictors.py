@@ -48,11 +48,6 @@ def measure(
         num_blocks=NUM_BLOCKS,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=32,
-        adapters=[],
-        max_loras=1,
-        max_lora_rank=8,
-        host_bytes=0,
-        max_cpu_loras=1,
         kv_host_bytes=KV_HOST_BYTES,
         profile_dir=str(profile_dir),
     )

@@ -19,24 +19,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.live.report import ROOT, Progress
-from bench.live.soak.server import HOST, free_port
+from bench.live.serving import ServerProcess, without_our_modules
+from bench.live.soak.server import free_port
 
-INSTALL_TIMEOUT_S, READY_TIMEOUT_S, CLOSE_TIMEOUT_S, CHAT_TIMEOUT_S = 1800.0, 240.0, 60.0, 60.0
+INSTALL_TIMEOUT_S, CHAT_TIMEOUT_S = 1800.0, 60.0
 
 
 def commands() -> list[list[str]]:
@@ -80,38 +76,12 @@ def install_server(folder: Path, wheels: Path) -> Path:
     return found / "overture"
 
 
-@contextlib.contextmanager
-def serving(overture: Path, folder: Path) -> Iterator[str]:
-    """The server in an empty folder until the block ends; gives its address once it is ready. Raises RuntimeError where it does not get ready."""
-    empty, log = folder / "empty", folder / "serve.log"
+def server_of(overture: Path, folder: Path) -> ServerProcess:
+    """It is started in an empty folder."""
+    empty, port = folder / "empty", free_port()
     empty.mkdir()
-    port = free_port()
-    url = f"http://{HOST}:{port}"
     command = [str(overture), "serve", "--port", str(port), "--data-dir", str(folder / "data")]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=empty, stdout=output, stderr=output, env=environ)
-    try:
-        deadline_s = time.monotonic() + READY_TIMEOUT_S
-        while not is_ready(url):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(
-                    f"the server did not get ready:\n{log.read_text(errors='replace')[-2000:]}"
-                )
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(CLOSE_TIMEOUT_S)
-
-
-def is_ready(url: str) -> bool:
-    """Whether the server takes requests."""
-    try:
-        with urllib.request.urlopen(f"{url}/readyz", timeout=5) as reply:
-            return bool(reply.status == 200)
-    except (OSError, urllib.error.HTTPError):
-        return False
+    return ServerProcess(command, port, folder / "serve.log", empty, without_our_modules())
 
 
 def measure(folder: Path) -> dict[str, Any]:
@@ -131,9 +101,10 @@ def measure(folder: Path) -> dict[str, Any]:
     client = environment(folder / "client")
     pip(client, ["install", "overture-client"], wheels)
     took("client_s")
-    with serving(overture, folder) as url:
+    with server_of(overture, folder) as server:
+        server.wait(server.is_ready)
         took("ready_s")
-        question = ["--url", url, "--temperature", "0", "My name is Ada. What is my name?"]
+        question = ["--url", server.url, "--temperature", "0", "My name is Ada. What is my name?"]
         command = [str(client / "overture"), "chat", *question]
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHAT_TIMEOUT_S)
     progress.say(f"answer: {(done.stdout or done.stderr).strip()}")

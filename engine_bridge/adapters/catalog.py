@@ -53,7 +53,7 @@ class Catalog:
         if known is not None:
             content, crc32 = known.content_hash, known.crc32
         else:
-            buffer = memoryview(bytearray(files.data_bytes))
+            buffer = memoryview(bytearray(files.num_bytes))
             crc32 = read(files, buffer)
             check_finite(files, buffer, self._contract)
             content = content_hash(files, buffer)

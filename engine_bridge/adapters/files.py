@@ -112,7 +112,7 @@ class AdapterFiles:
         config: adapter_config.json; what scales the adapter (lora_alpha, alpha_pattern, use_rslora) stays there.
         rank: the largest rank of its modules.
         tensors: in the order of their bytes.
-        num_bytes: of all tensors.
+        num_bytes: of all tensors, and so of the buffer that `read` fills: the format allows no holes.
         data_offset: where in the file the tensors begin; tensor `t` lies at `t.offset - data_offset` of the buffer that `read` fills.
         target_modules: the last parts of its modules' names, sorted.
         base_model: what it was trained on, as its configuration names it.
@@ -132,11 +132,6 @@ class AdapterFiles:
     signature: str
     notes: tuple[str, ...]
     head_digest: bytes = field(repr=False)
-
-    @property
-    def data_bytes(self) -> int:
-        """Length of the buffer that `read` fills; all of it is tensors, for the format allows no holes."""
-        return self.num_bytes
 
 
 # --- looking at the files --------------------------------------------------------------------------------------------------------------
@@ -372,7 +367,7 @@ def _base_model(config: dict[str, Any], contract: ModelContract) -> tuple[str | 
 def read(files: AdapterFiles, buffer: memoryview) -> int:
     """Fill `buffer` with the data that `inspect` found and return its CRC-32. For a worker thread: it waits for the disk, without the GIL.
 
-    buffer: writable and contiguous, `files.data_bytes` long. Nothing about its content holds if this raises.
+    buffer: writable and contiguous, `files.num_bytes` long. Nothing about its content holds if this raises.
     Raises AdapterRejected: `changed` (inspect it again), `no_weights`, `unreadable`, `corrupt_file`; ValueError for a wrong buffer.
     """
     view = _bytes(files, buffer)
@@ -479,6 +474,6 @@ def content_hash(files: AdapterFiles, buffer: memoryview) -> str:
 
 
 def _bytes(files: AdapterFiles, buffer: memoryview) -> memoryview:
-    if buffer.nbytes != files.data_bytes:
-        raise ValueError(f"the buffer has {buffer.nbytes} bytes, the adapter {files.data_bytes}")
+    if buffer.nbytes != files.num_bytes:
+        raise ValueError(f"the buffer has {buffer.nbytes} bytes, the adapter {files.num_bytes}")
     return buffer.cast("B")

@@ -14,7 +14,7 @@ from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.process import LOOK_EVERY_S, SILENT_S
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.wire import NodeReport
-from engine_bridge.node import NodeState, Progress
+from engine_bridge.node import Progress
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +48,9 @@ class PlacedNode(RemoteNode):
         self._on_change, self._on_silent = on_change, on_silent
         self._place: Place | None = None
         self._is_placed = asyncio.Event()
-        self._since_s = time.monotonic()
-        self._num_deaths, self._was_ready, self._is_closed = 0, False, False
+        self._was_ready, self._is_closed = False, False
 
     # -- what is known of it -------------------------------------------------------------------------------------------
-
-    @property
-    def num_rebuilds(self) -> int:
-        """Of engines in one process, and of processes."""
-        return super().num_rebuilds + self._num_deaths
 
     @property
     def progress(self) -> Progress:
@@ -71,9 +65,6 @@ class PlacedNode(RemoteNode):
         if told.state == "closed" or (told.state == "starting" and self._was_ready):
             return Progress("rebuilding", told.stage, told.elapsed_s)
         return told
-
-    def _so(self, state: NodeState, stage: str) -> Progress:
-        return Progress(state, stage, time.monotonic() - self._since_s)
 
     def take_report(self, report: NodeReport) -> None:
         super().take_report(report)

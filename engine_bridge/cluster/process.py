@@ -19,7 +19,7 @@ from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.silence import Silence
 from engine_bridge.errors import EngineUnavailable
-from engine_bridge.node import NodeState, Progress
+from engine_bridge.node import Progress
 
 log = logging.getLogger(__name__)
 
@@ -46,25 +46,18 @@ class ProcessNode(RemoteNode):
         self._process: Process | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._num_deaths = 0
         self._is_end_wanted = False
-        self._since_s = time.monotonic()
         self._first_start: asyncio.Future[None] | None = None
-
-    @property
-    def num_rebuilds(self) -> int:
-        """Of engines in one process, and of processes."""
-        return super().num_rebuilds + self._num_deaths
 
     @property
     def progress(self) -> Progress:
         if self._closing.is_set():
-            return self._progress("closed", "closed")
+            return self._so("closed", "closed")
         # Its connection ends before the process does: what it said last is true no more.
         if not self.is_up and (self._num_deaths or self._report is not None):
-            return self._progress("rebuilding", "starting the engine's process again")
+            return self._so("rebuilding", "starting the engine's process again")
         if not self.is_up:
-            return self._progress("starting", "starting the engine's process")
+            return self._so("starting", "starting the engine's process")
         told = super().progress
         # Clients were told of one engine: that it starts once more is their second word of it.
         return (
@@ -72,9 +65,6 @@ class ProcessNode(RemoteNode):
             if told.state == "starting" and self._num_deaths
             else told
         )
-
-    def _progress(self, state: NodeState, stage: str) -> Progress:
-        return Progress(state, stage, time.monotonic() - self._since_s)
 
     async def start(self) -> None:
         """Raises EngineUnavailable with what the child said, if its engine cannot be started the first time."""

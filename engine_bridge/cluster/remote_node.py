@@ -6,8 +6,9 @@ What the protocol reads at once (progress, adapters, figures) is what the node's
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from engine_bridge.cluster import wire
 from engine_bridge.cluster.link import Link, Stream
@@ -24,6 +25,7 @@ from engine_bridge.node import (
     GenerateRequest,
     GrammarStats,
     JsonReply,
+    NodeState,
     Progress,
     RequestId,
     SchedulingStats,
@@ -31,10 +33,8 @@ from engine_bridge.node import (
     TokenizerStats,
 )
 from engine_bridge.policy.routing import NodeFacts
-from engine_bridge.request_context import NOBODY, RequestContext
+from engine_bridge.request_context import NOBODY, RequestContext, passed_on
 from kvtiers.stats import TierStats
-
-REQUEST_ID_HEADER = "X-Request-Id"
 
 
 class RemoteNode:
@@ -54,6 +54,8 @@ class RemoteNode:
         self._adapters: dict[str, AdapterInfo] = {}
         self.num_adapter_reports = 0
         self._numbers: dict[RequestId, int] = {}
+        self._num_deaths = 0
+        self._since_s = time.monotonic()
 
     def attach(self, link: Link) -> None:
         """Send work over this link from now on."""
@@ -78,6 +80,10 @@ class RemoteNode:
             return Progress("starting", "being connected", 0.0)
         return self._report.progress
 
+    def _so(self, state: NodeState, stage: str) -> Progress:
+        """Since it was last up."""
+        return Progress(state, stage, time.monotonic() - self._since_s)
+
     @property
     def model_name(self) -> str:
         return self._report.model_name if self._report is not None else self._model_name
@@ -92,7 +98,8 @@ class RemoteNode:
 
     @property
     def num_rebuilds(self) -> int:
-        return self._report.num_rebuilds if self._report is not None else 0
+        """Of engines in one process, and of processes."""
+        return self._num_deaths + (self._report.num_rebuilds if self._report is not None else 0)
 
     def kv_tiers(self) -> TierStats | None:
         return self._report.kv_tiers if self._report is not None else None
@@ -190,7 +197,7 @@ class RemoteNode:
         is_streamed = False
         try:
             reply: JsonReply | None = await link.call(
-                "serve", api, body, _passed_on(headers), context, number=number
+                "serve", api, body, passed_on(headers), context, number=number
             )
             is_streamed = reply is None
         finally:
@@ -223,36 +230,29 @@ class RemoteNode:
             self._link.notice("end_session", tenant, session_id)
 
     async def models(self) -> JsonReply:
-        reply: JsonReply = await self._call("models")
-        return reply
+        return cast(JsonReply, await self._call("models"))
 
     async def api_schemas(self) -> ApiSchemas:
-        schemas: ApiSchemas = await self._call("api_schemas")
-        return schemas
+        return cast(ApiSchemas, await self._call("api_schemas"))
 
     async def engine_metrics(self) -> str:
-        text: str = await self._call("engine_metrics")
-        return text
+        return cast(str, await self._call("engine_metrics"))
 
     async def load_adapter(self, body: object) -> JsonReply:
-        reply: JsonReply = await self._call("load_adapter", body)
-        return reply
+        return cast(JsonReply, await self._call("load_adapter", body))
 
     async def unload_adapter(self, body: object) -> JsonReply:
-        reply: JsonReply = await self._call("unload_adapter", body)
-        return reply
+        return cast(JsonReply, await self._call("unload_adapter", body))
 
     async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
-        info: AdapterInfo | None = await self._call("pin_adapter", name, is_pinned)
-        return info
+        return cast(AdapterInfo | None, await self._call("pin_adapter", name, is_pinned))
 
     async def store(self, method: str, *arguments: Any) -> Any:
         """A method of the node's `AdapterStore`: one of wire.STORE_METHODS."""
         return await self._call(method, *arguments)
 
     async def engine_state(self, tenant: str, limit: int) -> EngineState:
-        state: EngineState = await self._call("engine_state", tenant, limit)
-        return state
+        return cast(EngineState, await self._call("engine_state", tenant, limit))
 
     async def drain(self, timeout_s: float) -> bool:
         """Nothing is under way on a node that cannot be reached."""
@@ -283,9 +283,3 @@ class _Events:
 
     async def aclose(self) -> None:
         self._link.close(self._number)
-
-
-def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    """Nodes need no keys. What a client sends that is no UTF-8 comes as lone surrogates, which no frame can hold."""
-    request_id = headers.get(REQUEST_ID_HEADER, "")
-    return {REQUEST_ID_HEADER: request_id.encode("utf-8", "replace").decode()} if request_id else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from engine_bridge.core.adapter_moves import Fill, LeaveSlot, Move
 from engine_bridge.core.adapter_table import AdapterTable, Version
@@ -14,6 +15,7 @@ from engine_bridge.core.staging import StagingWishes
 AHEAD_SHARE = 0.5
 
 
+@dataclass(eq=False, slots=True)
 class AdapterSlots:
     """Decides for the slots of one table.
 
@@ -24,23 +26,13 @@ class AdapterSlots:
         left: ids of adapters that left their slot and have a host copy, for whoever keeps them elsewhere.
     """
 
-    def __init__(
-        self,
-        table: AdapterTable,
-        worth: Worth,
-        wanted: StagingWishes,
-        step_room: int | None,
-        fills_from_copies: bool,
-        counts: Counter[str],
-        left: list[int],
-    ) -> None:
-        self._table = table
-        self._worth = worth
-        self._wanted = wanted
-        self._step_room = step_room
-        self._fills_from_copies = fills_from_copies
-        self._counts = counts
-        self._left = left
+    _table: AdapterTable
+    _worth: Worth
+    _wanted: StagingWishes
+    _step_room: int | None
+    _fills_from_copies: bool
+    _counts: Counter[str]
+    _left: list[int]
 
     def offer(self, version: Version, running: Collection[int], now: float) -> list[Move]:
         """Begin to lay an adapter out before its first step, if a slot is free that nobody with an older request waits for."""

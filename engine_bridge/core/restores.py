@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine_bridge.core.fetching import peer_to_ask
 from engine_bridge.policy.preemption import is_still_right
-from engine_bridge.policy.restore_method import LossDecision, LossFacts, SwapOrRecompute, Way
+from engine_bridge.policy.restore_method import LossDecision, SwapOrRecompute, Way
 from kvtiers.blocks import Save, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.restore import Action, RestoreFacts, RestorePolicy, disk_s
@@ -243,13 +243,7 @@ class Restores:
         costs = self._tiers.swap_or_recompute()
         assert costs is not None, "a way was chosen without costs"
         num_tokens = (num_on_device + facts.num_blocks) * self._block_size
-        loss = LossFacts(
-            num_tokens=num_tokens,
-            num_kept_tokens=num_on_device * self._block_size,
-            num_saved_tokens=num_tokens,
-            read_s=disk_s(facts),
-        )
-        return costs.decide(loss)
+        return costs.decide(num_tokens, num_on_device * self._block_size, disk_s(facts))
 
     def _find_restore(self, known: _Known, first: int, num_tokens: int) -> _Restore | None:
         """What the tiers hold for a request; staged at the first call, and anew if the device has lost blocks before the stage."""
@@ -413,8 +407,7 @@ class Restores:
         keys = keys[: store.num_held(keys)]
         num_tokens = len(keys) * self._block_size
         read_s = store.bytes_to_read(keys) / store.disk_bytes_per_s()
-        loss = LossFacts(num_tokens=num_tokens, num_saved_tokens=num_tokens, read_s=read_s)
-        known.way = costs.decide(loss).way
+        known.way = costs.decide(num_tokens, read_s=read_s).way
         self._tiers.chosen[known.way.value] += 1
         return known.way
 

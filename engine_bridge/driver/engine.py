@@ -331,16 +331,8 @@ class VllmDriver:
 
         knows_why = REPORT not in self._off
         outputs = self.engine.output_processor if knows_why else None
-        places = self.adapters.places
-        return Report(
-            self._scheduler,
-            self.scheduling,
-            outputs,
-            places,
-            self._block_pool,
-            self._block_size,
-            knows_why=knows_why,
-        )
+        blocks = self._block_pool, self._block_size
+        return Report(self._scheduler, self.scheduling, outputs, self.adapters.places, *blocks, knows_why)
 
     def _make_speeds(self) -> Speeds:
         from engine_bridge.driver.node_load import Speeds

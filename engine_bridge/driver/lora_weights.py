@@ -55,6 +55,7 @@ class SlotWeights:
 Compute = Callable[[torch.Tensor, torch.Tensor, float], bool]
 
 
+@dataclass(eq=False, slots=True)
 class Pending:
     """Weights of one layer that are not laid out yet: whoever needs them first does it.
 
@@ -64,21 +65,11 @@ class Pending:
         compute: what adds the delta until then, in place of laying it out now.
     """
 
-    __slots__ = ("_compute", "_lock", "_pack", "_packs", "_slot")
-
-    def __init__(
-        self,
-        packs: list[Any],
-        slot: int,
-        pack: Callable[[], SlotWeights | None],
-        lock: threading.Lock,
-        compute: Compute | None = None,
-    ) -> None:
-        self._compute = compute
-        self._packs = packs
-        self._slot = slot
-        self._pack = pack
-        self._lock = lock
+    _packs: list[Any]
+    _slot: int
+    _pack: Callable[[], SlotWeights | None]
+    _lock: threading.Lock
+    _compute: Compute | None = None
 
     @property
     def is_waiting(self) -> bool:

@@ -77,7 +77,7 @@ from engine_bridge.node import (
     token_ids_event,
 )
 from engine_bridge.policy.request_limits import check_prompt_chars
-from engine_bridge.request_context import RequestContext
+from engine_bridge.request_context import RequestContext, passed_on
 from engine_bridge.token_stream import Split
 
 log = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class Serving:
         self, api: Api, body: Any, headers: Mapping[str, str], call: Call, start: CallStart
     ) -> JsonReply | SseReply:
         endpoint = self._endpoints[api]
-        raw_request = SimpleNamespace(headers=_passed_on(headers), state=SimpleNamespace())
+        raw_request = SimpleNamespace(headers=passed_on(headers), state=SimpleNamespace())
         try:
             result, dropped = await self._fitting(api, body, raw_request, start)
             if isinstance(result, AsyncIterator):
@@ -500,14 +500,6 @@ async def _encoded(
         yield f"event: error\ndata: {body}\n\n".encode()
     finally:
         await events.aclose()  # type: ignore[attr-defined]
-
-
-def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    """Only the request id: vLLM would also take priority, rank and session from headers."""
-    request_id = headers.get("X-Request-Id", "")
-    # aiohttp reads bytes that are no UTF-8 as lone surrogates, which no reply could hold.
-    request_id = request_id.encode("utf-8", "replace").decode()
-    return {"X-Request-Id": request_id} if request_id else {}
 
 
 def _too_long(prompt_len: int, limit: int) -> InvalidRequest:

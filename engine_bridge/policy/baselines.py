@@ -6,22 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .fairness import ByFairness, fair_priority, starts_swapped
-from .preemption import Order, least_fair_first
-from .queue import Decision, Left, Room, Running, Waiting, in_order, insert, refuse_twice, remove
+from .preemption import least_fair_first
+from .queue import Decision, Left, QueuePolicy, Room, Running, Waiting, in_order, insert, refuse_twice, remove
 
 
-class _OneOrder:
+class _OneOrder(QueuePolicy):
     """Starts requests in the order of a key that is fixed at arrival; the first that does not fit blocks all behind.
 
     Costs: `arrived`, `admitted` and `ended` a binary search and a shift; `decide` as many look-ups as it starts requests, and one.
     """
-
-    name = ""
-    victim_order: Order | None = None
-    charges_tokens = False
-    has_lanes = False
-    minds_priority = False
-    is_timeless = True
 
     def __init__(self) -> None:
         self._order: list[tuple[Any, ...]] = []
@@ -38,10 +31,6 @@ class _OneOrder:
 
     def admitted(self, request_id: str, now: float) -> None:
         remove(self._order, self._keys.pop(request_id))
-
-    def outgrew(self, request_id: str, size_tokens: int) -> None: ...
-
-    def squashed(self, request_id: str) -> None: ...
 
     def ended(self, request_id: str) -> None:
         if request_id in self._keys:
@@ -79,7 +68,7 @@ class Priority(_OneOrder):
         return (facts.priority,)
 
 
-class Fair:
+class Fair(QueuePolicy):
     """The highest waiting time over length first; of those swapped out or of the others, whichever set that fits is the more urgent on average.
 
     Source: AdaptiveLLM §3.5 and Algorithm 2. "As many as possible" is taken as in order of urgency until one does not fit: by skipping that
@@ -88,8 +77,6 @@ class Fair:
 
     name = "fair"
     victim_order = staticmethod(least_fair_first)
-    charges_tokens = False
-    has_lanes = False
     minds_priority = True
     is_timeless = False
 
@@ -105,10 +92,6 @@ class Fair:
     def admitted(self, request_id: str, now: float) -> None:
         facts = self._facts.pop(request_id)
         self._sets[facts.is_swapped].remove(request_id, facts.arrived_s, facts.size_tokens)
-
-    def outgrew(self, request_id: str, size_tokens: int) -> None: ...
-
-    def squashed(self, request_id: str) -> None: ...
 
     def ended(self, request_id: str) -> None:
         if request_id in self._facts:

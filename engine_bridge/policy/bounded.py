@@ -12,11 +12,11 @@ from msgspec import Struct
 
 from .mlq_places import Deciding, Entry, LaneQueue, Service
 from .mlq_plan import Plan, Walk, share_tokens
-from .preemption import Order
 from .queue import (
     NUM_PASSED_OVER,
     Decision,
     DeferReason,
+    QueuePolicy,
     Room,
     Running,
     Waiting,
@@ -170,7 +170,7 @@ class BoundedFlow:
         return min((first[0], *may), key=lambda each: self._places[each].length)
 
 
-class Bounded:
+class Bounded(QueuePolicy):
     """Lowest `priority` first, then the tenant who was given the fewest tokens for its weight; of one tenant the one that holds the fewest
     tokens times seconds, but none that would have to wait for as many tokens as the longest queue of late had is overtaken.
 
@@ -185,11 +185,7 @@ class Bounded:
     """
 
     name = "bounded"
-    victim_order: Order | None = None
-    charges_tokens = False
-    has_lanes = False
     minds_priority = True
-    is_timeless = True
 
     def __init__(self, num_tokens: int, settings: BoundedSettings | None = None) -> None:
         """num_tokens: all that requests may hold together; it plays no part."""
@@ -226,10 +222,6 @@ class Bounded:
         self._service.serve(facts.tenant, share_tokens(facts, facts.size_tokens))
         self._queue.served(facts.tenant, self._service.of(facts.tenant))
         self._service.left(facts.tenant)
-
-    def outgrew(self, request_id: str, size_tokens: int) -> None: ...
-
-    def squashed(self, request_id: str) -> None: ...
 
     def ended(self, request_id: str) -> None:
         entry = self._entries.get(request_id)

@@ -250,70 +250,33 @@ class PrefillCost(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearPrefill:
-    """By one rate, until steps are measured."""
-
-    s_per_token: float
-
-    def prefill_s(self, num_tokens: int, num_context_tokens: int = 0) -> float:
-        return max(num_tokens, 0) * self.s_per_token
-
-
-@dataclass(frozen=True, slots=True)
 class TablePrefill:
-    """What a prefill adds to the steps in which it runs, chunk by chunk.
+    """What the steps of a prefill take that runs alone, chunk by chunk.
 
-    Source: AdaptiveLLM §3.2. Departs in counting only what it adds when requests decode beside it: their step would have been run anyway.
+    Source: AdaptiveLLM §3.2.
 
     Args:
         chunk_tokens: prefilled in a step at most.
-        num_decodes, num_decode_context_tokens: of the requests that decode beside it, and the KV that they attend to.
     """
 
     table: StepTable
     chunk_tokens: int
-    num_decodes: int = 0
-    num_decode_context_tokens: int = 0
 
     def prefill_s(self, num_tokens: int, num_context_tokens: int = 0) -> float:
         if num_tokens <= 0:
             return 0.0
         num_chunks, num_rest = divmod(num_tokens, self.chunk_tokens)
-        seconds = self._added_s(num_rest, num_context_tokens + num_chunks * self.chunk_tokens)
+        seconds = self.table.step_s(num_rest, 0, num_context_tokens + num_chunks * self.chunk_tokens)
         num_looked = min(num_chunks, MAX_CHUNK_LOOKUPS)
         for look in range(num_looked):
             # The middle of each of `num_looked` equal runs of chunks.
             chunk = (look + 0.5) * num_chunks / num_looked - 0.5
             context = num_context_tokens + round(chunk * self.chunk_tokens)
-            seconds += self._added_s(self.chunk_tokens, context) * num_chunks / num_looked
+            seconds += self.table.step_s(self.chunk_tokens, 0, context) * num_chunks / num_looked
         return seconds
-
-    def _added_s(self, num_tokens: int, num_context_tokens: int) -> float:
-        if num_tokens <= 0:
-            return 0.0
-        beside = self.table.step_s(0, self.num_decodes, self.num_decode_context_tokens)
-        context = num_context_tokens + self.num_decode_context_tokens
-        return max(self.table.step_s(num_tokens, self.num_decodes, context) - beside, 0.0)
 
 
 # -- swaps -------------------------------------------------------------------------------------------------------------
-
-
-class KvShape(Struct, frozen=True, kw_only=True):
-    """hidden_kv: KV heads · head size. Of one shard, where the model is spread over devices."""
-
-    num_layers: int
-    hidden_kv: int
-    block_size_tokens: int
-    dtype_bytes: int
-
-    @property
-    def block_bytes(self) -> int:
-        """Source: AdaptiveLLM formula 3; with hidden_kv for its hidden size, since models share KV heads between query heads now."""
-        return 2 * self.num_layers * self.hidden_kv * self.block_size_tokens * self.dtype_bytes
-
-    def num_blocks(self, num_tokens: int) -> int:
-        return -(-max(num_tokens, 0) // self.block_size_tokens)
 
 
 class Link(Struct, frozen=True, kw_only=True):
@@ -331,14 +294,10 @@ class Link(Struct, frozen=True, kw_only=True):
 
 
 class CopyCost(Protocol):
-    """What copies of KV take now. Of nothing, nothing."""
-
-    def out_s(self, num_bytes: int) -> float:
-        """To host memory."""
-        ...
+    """What copies of KV take now."""
 
     def in_s(self, num_bytes: int) -> float:
-        """To the device."""
+        """Seconds to the device. Of nothing, nothing."""
         ...
 
 
@@ -432,25 +391,8 @@ class CopiesNow:
     times: CopyTimes
     now: float
 
-    def out_s(self, num_bytes: int) -> float:
-        return self.times.out.copy_s(num_bytes, self.now)
-
     def in_s(self, num_bytes: int) -> float:
         return self.times.back.copy_s(num_bytes, self.now)
-
-
-class BlockSize(Protocol):
-    """What a block of KV holds and weighs."""
-
-    @property
-    def block_size_tokens(self) -> int:
-        """Tokens in one block of KV."""
-
-    @property
-    def block_bytes(self) -> int: ...
-    def num_blocks(self, num_tokens: int) -> int:
-        """That so many tokens take."""
-        ...
 
 
 class KvBlock(Struct, frozen=True, kw_only=True):
@@ -460,4 +402,5 @@ class KvBlock(Struct, frozen=True, kw_only=True):
     block_bytes: int
 
     def num_blocks(self, num_tokens: int) -> int:
+        """That so many tokens take."""
         return -(-max(num_tokens, 0) // self.block_size_tokens)

@@ -15,7 +15,6 @@ import msgspec
 from msgspec import NODEFAULT, Struct
 
 from .lanes import Lanes
-from .preemption import Order
 from .queue import Decision, DeferReason, LanedPolicy, QueuePolicy, Room, Running, Waiting, with_lanes
 from .quotas import Ledger
 from .registry import POLICIES
@@ -194,6 +193,9 @@ class Recorded:
 
     def __init__(self, policy: QueuePolicy, num_tokens: int, write: Callable[[bytes], bool]) -> None:
         self.policy = policy
+        self.name, self.victim_order = policy.name, policy.victim_order
+        self.charges_tokens, self.has_lanes = policy.charges_tokens, policy.has_lanes
+        self.minds_priority, self.is_timeless = policy.minds_priority, policy.is_timeless
         self._write = write
         self._encode = msgspec.json.Encoder().encode
         self._is_on = True
@@ -213,35 +215,12 @@ class Recorded:
         )
 
     @property
-    def name(self) -> str:
-        return self.policy.name
-
-    @property
-    def victim_order(self) -> Order | None:
-        return self.policy.victim_order
-
-    @property
-    def charges_tokens(self) -> bool:
-        return self.policy.charges_tokens
-
-    @property
-    def has_lanes(self) -> bool:
-        return self.policy.has_lanes
-
-    @property
-    def minds_priority(self) -> bool:
-        return self.policy.minds_priority
-
-    @property
-    def is_timeless(self) -> bool:
-        return self.policy.is_timeless
-
-    @property
     def lanes(self) -> Lanes:
         return self._laned().lanes
 
     @property
     def ledger(self) -> Ledger:
+        """The policy's."""
         return self._laned().ledger
 
     def num_waiting(self) -> tuple[int, ...]:
@@ -272,12 +251,6 @@ class Recorded:
         self.policy.ended(request_id)
         self._waiting.pop(request_id, None)
         self._put(_Ended(request_id))
-
-    def refit(
-        self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
-    ) -> None:
-        self.begin_refit(lanes, quotas, weighted_sizes)
-        self.advance_refit(sum(self._laned().num_waiting()))
 
     def begin_refit(
         self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None

@@ -11,11 +11,11 @@ from .mlq_decision import Deciding, MlqSettings
 from .mlq_places import Entry, Placing, Refit, Service, letting_go
 from .mlq_plan import Plan, capped_tokens, share_tokens
 from .preemption import least_fair_first
-from .queue import Decision, Room, Running, Waiting, insert, refuse_twice, remove
+from .queue import Decision, LanedPolicy, Room, Running, Waiting, insert, refuse_twice, remove
 from .quotas import Ledger
 
 
-class Mlq:
+class Mlq(LanedPolicy):
     """Lanes by size, each with a quota of tokens; nobody waits without bound.
 
     1. Requests that have waited for `max_wait_s` start in order of arrival. While one of them does not fit, nothing else starts.
@@ -113,12 +113,6 @@ class Mlq:
     def lanes(self) -> Lanes:
         """By which decisions are made."""
         return self._placing.lanes
-
-    def refit(
-        self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
-    ) -> None:
-        self.begin_refit(lanes, quotas, weighted_sizes)
-        self.advance_refit(len(self._placing.entries))
 
     def begin_refit(
         self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None

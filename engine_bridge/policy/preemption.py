@@ -43,4 +43,4 @@ def least_fair_first(request: RunningFacts) -> tuple[float, ...]:
 def is_still_right(way: Way, now: LossDecision) -> bool:
     """Whether a way that was chosen at the preemption is to be gone, by what is predicted at the restart."""
     seconds = {Way.RECOMPUTE: now.recompute_s, Way.SWAP: now.swap_s}[way]
-    return seconds is not None and seconds <= MAX_REGRET * now.expected_s
+    return seconds <= MAX_REGRET * min(now.swap_s, now.recompute_s)

@@ -128,35 +128,18 @@ class Decision:
 class QueuePolicy(Protocol):
     """Who starts next. One caller, in order of time; requests are told apart by `request_id`."""
 
-    @property
-    def name(self) -> str:
-        """As in `registry.POLICIES`."""
-        ...
-
-    @property
-    def victim_order(self) -> Order | None:
-        """Who loses its device memory first when a step's KV does not fit; None: vLLM's own order, who started last."""
-        ...
-
-    @property
-    def charges_tokens(self) -> bool:
-        """It wants to know `Room.overcharged_tokens`: working that out costs something."""
-        ...
-
-    @property
-    def has_lanes(self) -> bool:
-        """It is a `LanedPolicy`."""
-        ...
-
-    @property
-    def minds_priority(self) -> bool:
-        """It looks at `Waiting.priority` or at `RunningFacts.urgency`: others may be paused for urgent requests."""
-        ...
-
-    @property
-    def is_timeless(self) -> bool:
-        """It decides the same for the same facts, whatever the time: it needs no asking while nothing has changed."""
-        ...
+    name: str
+    """As in `registry.POLICIES`."""
+    victim_order: Order | None = None
+    """Who loses its device memory first when a step's KV does not fit; None: vLLM's own order, who started last."""
+    charges_tokens: bool = False
+    """It wants to know `Room.overcharged_tokens`: working that out costs something."""
+    has_lanes: bool = False
+    """It is a `LanedPolicy`."""
+    minds_priority: bool = False
+    """It looks at `Waiting.priority` or at `RunningFacts.urgency`: others may be paused for urgent requests."""
+    is_timeless: bool = True
+    """It decides the same for the same facts, whatever the time: it needs no asking while nothing has changed."""
 
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
@@ -178,11 +161,11 @@ class QueuePolicy(Protocol):
 
     def outgrew(self, request_id: str, size_tokens: int) -> None:
         """A running request is larger than predicted, and is predicted to reach this size now. Unknown ones are ignored."""
-        ...
+        return
 
     def squashed(self, request_id: str) -> None:
         """It is being squashed, as `Decision.squash` said. `ended` and `arrived` follow."""
-        ...
+        return
 
     def ended(self, request_id: str) -> None:
         """It left: finished, aborted (waiting or running), preempted or squashed. Unknown ones are ignored."""
@@ -192,14 +175,12 @@ class QueuePolicy(Protocol):
 class LanedPolicy(QueuePolicy, Protocol):
     """One that keeps what waits in lanes, which are fitted anew from time to time."""
 
+    ledger: Ledger
+    """What the lanes may hold, and what they do. To look at only."""
+
     @property
     def lanes(self) -> Lanes:
         """By which decisions are made."""
-        ...
-
-    @property
-    def ledger(self) -> Ledger:
-        """What the lanes may hold, and what they do. To look at only."""
         ...
 
     def num_waiting(self) -> tuple[int, ...]:
@@ -208,12 +189,6 @@ class LanedPolicy(QueuePolicy, Protocol):
 
     def lane_of(self, request_id: str) -> int | None:
         """The lane of a request that waits or runs."""
-        ...
-
-    def refit(
-        self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
-    ) -> None:
-        """New lanes and a quota for each, at once: `begin_refit` and all of `advance_refit`."""
         ...
 
     def begin_refit(

@@ -50,6 +50,14 @@ MAX_RECENT_SESSION, MAX_RECENT, MAX_RECENT_ALL = 8, 32, 512
 MAX_KEYS = 4096  # of each kind; 0.5 KB for a session, 1.5 KB for an adapter or a tenant at most. Chosen
 # From so many of its own answers on a key answers for itself. Chosen: a session's are alike sooner than an adapter's.
 MIN_SESSION, MIN_KEY = 3, 8
+# Whose recent lengths are kept, the narrowest first: how many for each key, and from how many on a key answers for itself.
+HISTORIES = {
+    "session": (MAX_RECENT_SESSION, MIN_SESSION),
+    "template": (MAX_RECENT, MIN_KEY),
+    "system": (MAX_RECENT, MIN_KEY),
+    "adapter": (MAX_RECENT, MIN_KEY),
+    "tenant": (MAX_RECENT, MIN_KEY),
+}
 # Boosting. Measured on Azure's conversations: less pinball loss than histogram boosting, forests and single trees with quantiles in their leaves.
 NUM_TREES, MAX_LEAVES, MIN_LEAF, SHRINKAGE, SUBSAMPLE = 40, 8, 40, 0.1, 0.5
 # Of a natural logarithm, for each answer. Chosen: lengths that double are followed within 140 answers; where nothing changes it loses 0.4% (Azure's).
@@ -156,9 +164,7 @@ class OnlineLengths:
             raise ValueError("a predictor needs room for answers and keys")
         self._num_hints = num_hints
         self._rows: deque[tuple[float, ...]] = deque(maxlen=window)  # features, then the length's logarithm
-        self._sessions = Keyed(max_keys, MAX_RECENT_SESSION)
-        self._adapters, self._tenants = Keyed(max_keys, MAX_RECENT), Keyed(max_keys, MAX_RECENT)
-        self._systems, self._templates = Keyed(max_keys, MAX_RECENT), Keyed(max_keys, MAX_RECENT)
+        self._histories = {name: Keyed(max_keys, most) for name, (most, _) in HISTORIES.items()}
         self._words = Words(_log(PRIOR_P50))
         self._all = Recent(MAX_RECENT_ALL)
         self._model: Compiled | None = None
@@ -192,8 +198,8 @@ class OnlineLengths:
             self._rows.append((*row, length))
         self._all.add(length)
         self._words.learn(features.context.asked.words, length)
-        for keyed, key in self._histories(features):
-            keyed.add(key, length)
+        for name, keyed in self._histories.items():
+            keyed.add(getattr(features, name), length)
         self.num_observed += 1
 
     def _correct(self, predicted: tuple[float, float], length: float) -> None:
@@ -203,26 +209,13 @@ class OnlineLengths:
             moved = self._corrections[at] + CORRECTION_RATE * (is_longer - (1 - quantile))
             self._corrections[at] = max(min(moved, MAX_CORRECTION), -MAX_CORRECTION)
 
-    def _histories(self, features: LengthFeatures) -> tuple[tuple[Keyed, str], ...]:
-        return (
-            (self._sessions, features.session),
-            (self._templates, features.template),
-            (self._systems, features.system),
-            (self._adapters, features.adapter),
-            (self._tenants, features.tenant),
-        )
+    def _recent(self, name: str, features: LengthFeatures) -> Recent | None:
+        return self._histories[name].get(getattr(features, name))
 
     def _by_recent(self, features: LengthFeatures) -> LengthGuess:
         """By the narrowest history that is long enough."""
-        limits = (
-            ("session", MIN_SESSION),
-            ("template", MIN_KEY),
-            ("system", MIN_KEY),
-            ("adapter", MIN_KEY),
-            ("tenant", MIN_KEY),
-        )
-        for (source, least), (keyed, key) in zip(limits, self._histories(features), strict=True):
-            recent = keyed.get(key)
+        for source, (_, least) in HISTORIES.items():
+            recent = self._recent(source, features)
             if recent is not None and len(recent) >= least:
                 return _guess(recent.quantile(P50), recent.quantile(P90), source, features.max_tokens)
         if len(self._all) >= MIN_KEY:
@@ -233,10 +226,10 @@ class OnlineLengths:
         """What the model reads. What is not known of a template is its system prompt's, of that and of a session the adapter's, and of an adapter
         or a tenant everybody's."""
         usual = _quantiles(self._all, (_log(PRIOR_P50), _log(PRIOR_P90)))
-        adapter = _quantiles(self._adapters.get(features.adapter), usual)
-        system = _quantiles(self._systems.get(features.system), adapter)
-        template = _quantiles(self._templates.get(features.template), system)
-        session = self._sessions.get(features.session)
+        adapter = _quantiles(self._recent("adapter", features), usual)
+        system = _quantiles(self._recent("system", features), adapter)
+        template = _quantiles(self._recent("template", features), system)
+        session = self._recent("session", features)
         own = (
             _log(features.num_prompt_tokens),
             _log(features.max_tokens) if features.max_tokens else _log(MAX_TOKENS),
@@ -245,7 +238,7 @@ class OnlineLengths:
             float(len(session)) if session else 0.0,
             self._words.predict(features.context.asked.words),
             *adapter,
-            *_quantiles(self._tenants.get(features.tenant), usual),
+            *_quantiles(self._recent("tenant", features), usual),
             *system,
             *template,
             *usual,
@@ -274,17 +267,14 @@ class OnlineLengths:
 
         with self._lock:
             rows = list(self._rows)
+        histories: dict[str, Any] = {f"{name}s": keyed.saved() for name, keyed in self._histories.items()}
         meta = _Saved(
             format=FORMAT,
             num_hints=self._num_hints,
             corrections=(self._corrections[0], self._corrections[1]),
             num_observed=self.num_observed,
             recent_all=tuple(self._all.in_order()),
-            sessions=self._sessions.saved(),
-            adapters=self._adapters.saved(),
-            tenants=self._tenants.saved(),
-            systems=self._systems.saved(),
-            templates=self._templates.saved(),
+            **histories,
             words_mean=self._words.mean,
             words_learned=self._words.num_learned,
         )
@@ -352,14 +342,8 @@ class OnlineLengths:
         self.num_observed = meta.num_observed
         for length in meta.recent_all:
             self._all.add(length)
-        for keyed, saved in (
-            (self._sessions, meta.sessions),
-            (self._adapters, meta.adapters),
-            (self._tenants, meta.tenants),
-            (self._systems, meta.systems),
-            (self._templates, meta.templates),
-        ):
-            for key, lengths in saved.items():
+        for name, keyed in self._histories.items():
+            for key, lengths in getattr(meta, f"{name}s").items():
                 for length in lengths:
                     keyed.add(key, length)
 

@@ -9,14 +9,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from bench.live.mixed_batch import (
-    BASE,
-    PROMPT,
-    WIDTHS,
-    Engine,
-    write_adapter,
-    write_model,
-)
+from bench.live.mixed_batch import BASE, PROMPT, SHAPE, Engine
+from bench.live.models import model_folder, write_adapter
 from engine_bridge.driver import lora
 
 RANKS = (8, 16, 32, 64, 128)
@@ -24,26 +18,24 @@ NUM_SLOTS = 5
 OTHER = list(range(200, 260))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    write_model(path)
-    return path
+ALL = list(SHAPE.linears)
 
 
 @pytest.fixture(scope="module")
-def without_adapters(model):
+def without_adapters():
     """What an engine that knows nothing of adapters answers to PROMPT and to OTHER."""
-    engine = Engine(model)
+    engine = Engine(model_folder(SHAPE))
     answers = [engine.run((prompt, BASE))[0] for prompt in (PROMPT, OTHER)]
     engine.close()
     return answers
 
 
 @pytest.fixture(scope="module")
-def engine(model, without_adapters):
+def engine(without_adapters):
     lora.install()
-    engine = Engine(model, enable_lora=True, max_loras=NUM_SLOTS, max_lora_rank=128, max_cpu_loras=6)
+    engine = Engine(
+        model_folder(SHAPE), enable_lora=True, max_loras=NUM_SLOTS, max_lora_rank=128, max_cpu_loras=6
+    )
     engine.wrapper = lora.check_engine(engine.engine)
     yield engine
     engine.close()
@@ -58,12 +50,11 @@ def adapters(tmp_path_factory):
     root = tmp_path_factory.mktemp("adapters")
     requests = {}
     for number, rank in enumerate(RANKS, start=1):
-        write_adapter(root / f"rank{rank}", rank, seed=rank)
+        write_adapter(root / f"rank{rank}", SHAPE, rank, seed=rank, modules=ALL)
         requests[rank] = LoRARequest(f"rank{rank}", number, str(root / f"rank{rank}"))
-    for number, (name, targets) in enumerate(
-        (("partial", ("q_proj", "v_proj")), ("seventh", tuple(WIDTHS))), start=6
-    ):
-        write_adapter(root / name, 32, seed=number, targets=targets)
+    partial = ["self_attn.q_proj", "self_attn.v_proj"]
+    for number, (name, modules) in enumerate((("partial", partial), ("seventh", ALL)), start=6):
+        write_adapter(root / name, SHAPE, 32, seed=number, modules=modules)
         requests[name] = LoRARequest(name, number, str(root / name))
     return requests
 

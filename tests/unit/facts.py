@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from engine_bridge.policy.queue import Running, Waiting
@@ -37,3 +38,13 @@ def features(
 ) -> LengthFeatures:
     context = RequestContext(tenant=tenant, session_id=session, adapter=adapter, asked=Asked(question))
     return LengthFeatures(num_prompt_tokens=num_prompt_tokens, context=context, **fields)
+
+
+@dataclass(frozen=True)
+class LinearPrefill:
+    """A `PrefillCost` by one rate."""
+
+    s_per_token: float
+
+    def prefill_s(self, num_tokens: int, num_context_tokens: int = 0) -> float:
+        return max(num_tokens, 0) * self.s_per_token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import anthropic
-from harness import BASE_URL, KEY, MODEL, QUESTION, WEATHER_SCHEMA, call, has_city, raises
+from harness import BASE_URL, KEY, MODEL, QUESTION, WEATHER_SCHEMA, call_all, has_city, raises
 
 client = anthropic.Anthropic(base_url=BASE_URL, api_key=KEY, max_retries=0)
 TOOL = {"name": "get_weather", "description": "Today's weather in a city.", "input_schema": WEATHER_SCHEMA}
@@ -15,7 +15,7 @@ def message(**more):
     return client.messages.create(**{"model": MODEL, "messages": HELLO, "max_tokens": 32} | more)
 
 
-def plain():
+def messages():
     reply = message()
     assert reply.content[0].text and reply.usage.output_tokens > 0 and reply.role == "assistant"
 
@@ -46,14 +46,14 @@ def max_tokens():
     assert message(max_tokens=3).stop_reason == "max_tokens"
 
 
-def stream_helper():
+def messages_stream():
     with client.messages.stream(model=MODEL, messages=HELLO, max_tokens=16) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text and final.content[0].text == text
 
 
-def stream_events():
+def streamed_events():
     kinds = [event.type for event in message(stream=True)]
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and "content_block_delta" in kinds
 
@@ -73,7 +73,7 @@ def tools_any():
     forced({"type": "any"})
 
 
-def tool_named():
+def tools_named():
     forced({"type": "tool", "name": "get_weather"})
 
 
@@ -86,7 +86,7 @@ def tools_streamed():
     assert has_city(used.input)
 
 
-def tool_result():
+def tools_with_a_result():
     reply, used = forced({"type": "any"})
     result = {"type": "tool_result", "tool_use_id": used.id, "content": "Sunny."}
     content = [block.model_dump(exclude_none=True) for block in reply.content]
@@ -99,7 +99,7 @@ def count_tokens():
     assert counted == message().usage.input_tokens
 
 
-def count_tokens_of_a_system_prompt():
+def count_tokens_with_a_system_prompt():
     bare = client.messages.count_tokens(model=MODEL, messages=HELLO).input_tokens
     assert (
         client.messages.count_tokens(model=MODEL, messages=HELLO, system="You are terse.").input_tokens > bare
@@ -110,32 +110,15 @@ def unknown_model():
     raises(anthropic.NotFoundError, lambda: message(model="nothing"))
 
 
-def bad_value():
+def value_out_of_range():
     raises(anthropic.BadRequestError, lambda: message(max_tokens=-1))
 
 
-async def asynchronous():
+async def async_anthropic():
     async with anthropic.AsyncAnthropic(base_url=BASE_URL, api_key=KEY, max_retries=0) as other:
         reply = await other.messages.create(model=MODEL, messages=HELLO, max_tokens=8)
         assert reply.content[0].text
 
 
 if __name__ == "__main__":
-    call("messages", plain)
-    call("a system prompt", system_prompt)
-    call("content blocks", content_blocks)
-    call("several turns", several_turns)
-    call("stop_sequences", stop_sequences)
-    call("max_tokens", max_tokens)
-    call("messages.stream", stream_helper)
-    call("streamed events", stream_events)
-    call("tools, auto", tools_auto)
-    call("tools, any", tools_any)
-    call("tools, named", tool_named)
-    call("tools, streamed", tools_streamed)
-    call("tools, with a result", tool_result)
-    call("count_tokens", count_tokens)
-    call("count_tokens with a system prompt", count_tokens_of_a_system_prompt)
-    call("an unknown model", unknown_model)
-    call("a value out of range", bad_value)
-    call("AsyncAnthropic", asynchronous)
+    call_all()

@@ -8,7 +8,7 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core.models import UserMessage
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from harness import KEY, MODEL, QUESTION, V1_URL, call, has_city
+from harness import KEY, MODEL, QUESTION, V1_URL, call_all, has_city
 from pydantic import BaseModel, Field
 
 INFO = {
@@ -33,7 +33,7 @@ def get_weather(city: str) -> str:
 TOOL = FunctionTool(get_weather, description="Today's weather in a city.")
 
 
-def client():
+def _client():
     return OpenAIChatCompletionClient(
         model=MODEL, base_url=V1_URL, api_key=KEY, model_info=INFO, max_tokens=64, max_retries=0
     )
@@ -44,57 +44,49 @@ def said(text):
 
 
 async def create():
-    reply = await client().create(said("Hello!"))
+    reply = await _client().create(said("Hello!"))
     assert reply.content and reply.usage.completion_tokens > 0
 
 
 async def create_stream():
-    pieces = [piece async for piece in client().create_stream(said("Hello!"))]
+    pieces = [piece async for piece in _client().create_stream(said("Hello!"))]
     assert pieces[-1].content == "".join(pieces[:-1])
 
 
 async def json_output():
-    reply = await client().create(said(QUESTION), json_output=Weather)
+    reply = await _client().create(said(QUESTION), json_output=Weather)
     Weather.model_validate_json(reply.content)
 
 
 async def tools_required():
-    reply = await client().create(said(QUESTION), tools=[TOOL], tool_choice="required")
+    reply = await _client().create(said(QUESTION), tools=[TOOL], tool_choice="required")
     assert reply.content[0].name == "get_weather" and has_city(reply.content[0].arguments)
 
 
 async def tools_auto():
-    assert (await client().create(said("Hello!"), tools=[TOOL])).content
+    assert (await _client().create(said("Hello!"), tools=[TOOL])).content
 
 
-async def agent():
-    made = AssistantAgent("helper", model_client=client())
+async def assistant_agent():
+    made = AssistantAgent("helper", model_client=_client())
     assert (await made.run(task="Hello!")).messages[-1].content
 
 
-async def agent_with_tool():
-    made = AssistantAgent("helper", model_client=client(), tools=[get_weather])
+async def assistant_agent_with_a_tool():
+    made = AssistantAgent("helper", model_client=_client(), tools=[get_weather])
     assert (await made.run(task="Hello!")).messages[-1].content
 
 
-async def agent_stream():
-    made = AssistantAgent("helper", model_client=client(), model_client_stream=True)
+async def assistant_agent_run_stream():
+    made = AssistantAgent("helper", model_client=_client(), model_client_stream=True)
     assert [event async for event in made.run_stream(task="Hello!")][-1].messages
 
 
-async def team():
-    both = [AssistantAgent(name, model_client=client()) for name in ("writer", "critic")]
+async def round_robin_group_chat():
+    both = [AssistantAgent(name, model_client=_client()) for name in ("writer", "critic")]
     made = RoundRobinGroupChat(both, termination_condition=MaxMessageTermination(3))
     assert len((await made.run(task="Hello!")).messages) == 3
 
 
 if __name__ == "__main__":
-    call("create", create)
-    call("create_stream", create_stream)
-    call("json_output", json_output)
-    call("tools, required", tools_required)
-    call("tools, auto", tools_auto)
-    call("AssistantAgent", agent)
-    call("AssistantAgent with a tool", agent_with_tool)
-    call("AssistantAgent, run_stream", agent_stream)
-    call("RoundRobinGroupChat", team)
+    call_all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from harness import KEY, MODEL, QUESTION, V1_URL, call
+from harness import KEY, MODEL, QUESTION, V1_URL, call_all
 
 # Before the import: nothing of the run leaves this machine.
 os.environ |= {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}
@@ -25,39 +25,34 @@ def agent(role="researcher", **more):
     return Agent(role=role, goal="Find facts", backstory="Curious.", llm=llm(), max_iter=2, **more)
 
 
-def plain():
+def llm_call():
     assert llm().call("Hello!")
 
 
-def messages():
+def llm_call_with_messages():
     assert llm().call(
         [{"role": "system", "content": "You are terse."}, {"role": "user", "content": "Hello!"}]
     )
 
 
-def streamed():
+def llm_call_streamed():
     assert llm(stream=True).call("Hello!")
 
 
-def structured():
+def llm_call_with_response_format():
     made = llm(response_format=Weather).call(QUESTION)
     assert isinstance(made if isinstance(made, Weather) else Weather.model_validate_json(made), Weather)
 
 
-def crew():
+def crew_kickoff():
     both = [agent(), agent("writer")]
     tasks = [Task(description="Say hello.", expected_output="a sentence", agent=each) for each in both]
     assert Crew(agents=both, tasks=tasks).kickoff().raw
 
 
-def kickoff():
+def agent_kickoff():
     assert agent().kickoff("Say hello.").raw
 
 
 if __name__ == "__main__":
-    call("LLM.call", plain)
-    call("LLM.call with messages", messages)
-    call("LLM.call streamed", streamed)
-    call("LLM.call with response_format", structured)
-    call("Agent.kickoff", kickoff)
-    call("Crew.kickoff", crew)
+    call_all()

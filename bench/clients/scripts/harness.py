@@ -65,6 +65,14 @@ def call(name: str, function: Callable[[], Any]) -> Any:
     return value
 
 
+def call_all() -> None:
+    """`call` each function of the script that takes nothing, in their order and under their names. Not those whose name begins with a "_"."""
+    for name, function in list(vars(sys.modules["__main__"]).items()):
+        is_own = inspect.isfunction(function) and function.__module__ == "__main__"
+        if is_own and not name.startswith("_") and not inspect.signature(function).parameters:
+            call(name.replace("_", " "), function)
+
+
 def raises(expected: type[BaseException], function: Callable[[], Any]) -> BaseException:
     """The exception of this type that `function` raises. Raises AssertionError where it raises none."""
     try:

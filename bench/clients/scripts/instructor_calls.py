@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import instructor
 import openai
-from harness import KEY, MODEL, QUESTION, V1_URL, call
+from harness import KEY, MODEL, QUESTION, V1_URL, call, call_all
 from pydantic import BaseModel, Field
 
 
@@ -29,17 +29,17 @@ def by(mode):
     assert isinstance(client(mode).chat.completions.create(**ASK), Weather)
 
 
-def default():
+def default_mode():
     made = instructor.from_openai(openai.OpenAI(base_url=V1_URL, api_key=KEY))
     assert isinstance(made.chat.completions.create(**ASK), Weather)
 
 
-def with_completion():
+def create_with_completion():
     weather, raw = client(instructor.Mode.JSON_SCHEMA).chat.completions.create_with_completion(**ASK)
     assert isinstance(weather, Weather) and raw.usage.completion_tokens > 0
 
 
-def partial():
+def create_partial():
     parts = list(client(instructor.Mode.JSON_SCHEMA).chat.completions.create_partial(**ASK))
     assert parts[-1].city is not None
 
@@ -52,9 +52,6 @@ async def asynchronous():
 
 
 if __name__ == "__main__":
-    call("the default mode", default)
+    call_all()
     call("TOOLS", lambda: by(instructor.Mode.TOOLS))
     call("JSON_SCHEMA", lambda: by(instructor.Mode.JSON_SCHEMA))
-    call("create_with_completion", with_completion)
-    call("create_partial", partial)
-    call("asynchronous", asynchronous)

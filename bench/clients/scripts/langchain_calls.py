@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness import KEY, MODEL, QUESTION, V1_URL, call, has_city
+from harness import KEY, MODEL, QUESTION, V1_URL, call, call_all
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
@@ -31,7 +31,7 @@ def invoke():
     assert reply.content and reply.usage_metadata["output_tokens"] > 0
 
 
-def messages():
+def system_and_human_messages():
     assert llm.invoke([SystemMessage("You are terse."), HumanMessage("Hello!")]).content
 
 
@@ -52,7 +52,7 @@ async def astream_events():
     assert "on_chat_model_stream" in kinds
 
 
-def chain():
+def prompt_model_parser():
     made = ChatPromptTemplate.from_messages([("human", "{text}")]) | llm | StrOutputParser()
     assert made.invoke({"text": "Hello!"})
 
@@ -61,7 +61,7 @@ def logprobs():
     assert llm.bind(logprobs=True).invoke("Hello!").response_metadata["logprobs"]["content"]
 
 
-def tools_auto():
+def bind_tools():
     reply = llm.bind_tools([get_weather]).invoke(QUESTION)
     assert reply.content or reply.tool_calls
 
@@ -72,12 +72,12 @@ def tools_any():
     return reply
 
 
-def tools_named():
+def bind_tools_named():
     reply = llm.bind_tools([get_weather], tool_choice="get_weather").invoke(QUESTION)
     assert "city" in reply.tool_calls[0]["args"]
 
 
-def tools_with_a_result():
+def bind_tools_with_a_result():
     asked = tools_any()
     result = ToolMessage("Sunny.", tool_call_id=asked.tool_calls[0]["id"])
     reply = llm.bind_tools([get_weather]).invoke([HumanMessage(QUESTION), asked, result])
@@ -89,30 +89,16 @@ def structured(method):
     assert isinstance(made, Weather)
 
 
-def responses_api():
+def use_responses_api():
     reply = ChatOpenAI(**SETTINGS, max_tokens=32, use_responses_api=True).invoke("Hello!")
     assert reply.text
 
 
-def text_completion():
+def openai_text_completion():
     assert OpenAI(**SETTINGS, max_tokens=16).invoke("Hello")
 
 
 if __name__ == "__main__":
-    assert has_city({"city": "Paris"})
-    call("invoke", invoke)
-    call("system and human messages", messages)
-    call("stream", stream)
-    call("batch", batch)
-    call("ainvoke", ainvoke)
-    call("astream_events", astream_events)
-    call("prompt | model | parser", chain)
-    call("logprobs", logprobs)
-    call("bind_tools", tools_auto)
-    call("bind_tools, any", tools_any)
-    call("bind_tools, named", tools_named)
-    call("bind_tools, with a result", tools_with_a_result)
+    call_all()
     call("with_structured_output, json_schema", lambda: structured("json_schema"))
     call("with_structured_output, function_calling", lambda: structured("function_calling"))
-    call("use_responses_api", responses_api)
-    call("OpenAI, text completion", text_completion)

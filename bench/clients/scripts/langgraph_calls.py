@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from harness import KEY, MODEL, QUESTION, V1_URL, call
+from harness import KEY, MODEL, QUESTION, V1_URL, call_all
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
@@ -41,16 +41,16 @@ async def ainvoke():
     assert (await graph().ainvoke({"messages": [("user", "Hello!")]}))["messages"][-1].content
 
 
-def stream_of_tokens():
+def stream_messages():
     pieces = graph().stream({"messages": [("user", "Hello!")]}, stream_mode="messages")
     assert "".join(chunk.content for chunk, _ in pieces)
 
 
-def stream_of_updates():
+def stream_updates():
     assert "talk" in next(iter(graph().stream({"messages": [("user", "Hello!")]}, stream_mode="updates")))
 
 
-def memory():
+def checkpointer():
     app = graph(checkpointer=InMemorySaver())
     thread = {"configurable": {"thread_id": "1"}}
     app.invoke({"messages": [("user", "Hello! My name is Ada.")]}, thread)
@@ -77,10 +77,4 @@ def agent():
 
 
 if __name__ == "__main__":
-    call("invoke", invoke)
-    call("ainvoke", ainvoke)
-    call("stream, messages", stream_of_tokens)
-    call("stream, updates", stream_of_updates)
-    call("checkpointer", memory)
-    call("ToolNode", tool_node)
-    call("create_agent", agent)
+    call_all()

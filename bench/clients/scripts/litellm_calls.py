@@ -12,6 +12,7 @@ from harness import (
     WEATHER_SCHEMA,
     WEATHER_TOOL,
     call,
+    call_all,
     has_city,
     raises,
 )
@@ -32,16 +33,16 @@ def chat(**more):
     return litellm.completion(**SETTINGS | {"messages": HELLO} | more)
 
 
-def plain():
+def completion():
     reply = chat()
     assert reply.choices[0].message.content and reply.usage.completion_tokens > 0
 
 
-def streamed():
+def completion_streamed():
     assert "".join(c.choices[0].delta.content or "" for c in chat(stream=True) if c.choices)
 
 
-async def asynchronous():
+async def acompletion():
     assert (await litellm.acompletion(**SETTINGS, messages=HELLO)).choices[0].message.content
 
 
@@ -54,7 +55,7 @@ def anthropic():
     assert reply.choices[0].message.content
 
 
-def json_schema():
+def response_format_json_schema():
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER_SCHEMA}}
     assert has_city(chat(messages=ASK, response_format=form).choices[0].message.content)
 
@@ -78,19 +79,11 @@ def responses():
     assert reply.output[0].content[0].text
 
 
-def too_long():
+def prompt_that_is_too_long():
     raises(litellm.BadRequestError, lambda: chat(messages=[{"role": "user", "content": "word " * 6000}]))
 
 
 if __name__ == "__main__":
-    call("completion", plain)
-    call("completion streamed", streamed)
-    call("acompletion", asynchronous)
-    call("hosted_vllm/", hosted_vllm)
-    call("anthropic/", anthropic)
-    call("response_format json_schema", json_schema)
+    call_all()
     call("tools, required", lambda: tools("required"))
     call("tools, named", lambda: tools({"type": "function", "function": {"name": "get_weather"}}))
-    call("text_completion", text_completion)
-    call("responses", responses)
-    call("a prompt that is too long", too_long)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness import KEY, MODEL, QUESTION, V1_URL, call
+from harness import KEY, MODEL, QUESTION, V1_URL, call_all
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.chat_engine import SimpleChatEngine
 from llama_index.core.llms import ChatMessage
@@ -41,7 +41,7 @@ def complete():
     assert llm.complete("Hello!").text
 
 
-def text_complete():
+def complete_text_model():
     assert OpenAILike(**SETTINGS, is_chat_model=False).complete("Hello").text
 
 
@@ -53,13 +53,13 @@ async def astream_chat():
     assert "".join([reply.delta or "" async for reply in await llm.astream_chat(HELLO)])
 
 
-def chat_engine():
+def simple_chat_engine():
     engine = SimpleChatEngine.from_defaults(llm=llm)
     engine.chat("Hello! My name is Ada.")
     assert engine.chat("What is my name?").response
 
 
-def tools():
+def chat_with_tools_required():
     reply = llm.chat_with_tools([TOOL], user_msg=QUESTION, tool_required=True)
     assert llm.get_tool_calls_from_response(reply)[0].tool_name == "get_weather"
 
@@ -68,25 +68,15 @@ def predict_and_call():
     assert "Sunny in" in str(llm.predict_and_call([TOOL], user_msg=QUESTION, tool_required=True))
 
 
-def structured():
+def as_structured_llm():
     made = llm.as_structured_llm(Weather).chat([ChatMessage(role="user", content=QUESTION)])
     assert isinstance(made.raw, Weather)
 
 
-async def agent():
+async def function_agent():
     made = FunctionAgent(tools=[TOOL], llm=llm, streaming=False)
     assert str(await made.run("Hello!", max_iterations=4))
 
 
 if __name__ == "__main__":
-    call("chat", chat)
-    call("stream_chat", stream_chat)
-    call("complete", complete)
-    call("complete, text model", text_complete)
-    call("achat", achat)
-    call("astream_chat", astream_chat)
-    call("SimpleChatEngine", chat_engine)
-    call("chat_with_tools, required", tools)
-    call("predict_and_call", predict_and_call)
-    call("as_structured_llm", structured)
-    call("FunctionAgent", agent)
+    call_all()

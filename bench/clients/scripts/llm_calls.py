@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness import MODEL, QUESTION, V1_URL, WEATHER_SCHEMA, call, has_city
+from harness import MODEL, QUESTION, V1_URL, WEATHER_SCHEMA, call_all, has_city
 
 LLM = str(Path(sys.executable).with_name("llm"))
 
@@ -22,7 +22,7 @@ def run(*arguments):
     return done.stdout.strip()
 
 
-def listed():
+def models():
     assert "overture" in run("models")
 
 
@@ -30,11 +30,11 @@ def prompt():
     assert run("-m", "overture", "--no-stream", "-o", "max_tokens", "16", "Hello!")
 
 
-def streamed():
+def prompt_streamed():
     assert run("-m", "overture", "-o", "max_tokens", "16", "Hello!")
 
 
-def system():
+def system_prompt():
     assert run("-m", "overture", "-s", "You are terse.", "Hello!")
 
 
@@ -48,7 +48,7 @@ def schema():
     assert has_city(run("-m", "overture", "--schema", json.dumps(WEATHER_SCHEMA), QUESTION))
 
 
-def completion():
+def text_completion():
     assert run("-m", "overture-text", "-o", "max_tokens", "8", "Hello")
 
 
@@ -59,10 +59,4 @@ if __name__ == "__main__":
         text = {"model_id": "overture-text", "model_name": MODEL, "api_base": V1_URL, "completion": True}
         # JSON is YAML.
         Path(folder, "extra-openai-models.yaml").write_text(json.dumps([chat, text]))
-        call("models", listed)
-        call("a prompt", prompt)
-        call("a prompt, streamed", streamed)
-        call("a system prompt", system)
-        call("a conversation", conversation)
-        call("a schema", schema)
-        call("a text completion", completion)
+        call_all()

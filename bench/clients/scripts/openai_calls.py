@@ -6,14 +6,13 @@ import json
 
 import openai
 from harness import (
-    BASE_URL,
     KEY,
     MODEL,
     QUESTION,
     V1_URL,
     WEATHER_SCHEMA,
     WEATHER_TOOL,
-    call,
+    call_all,
     has_city,
     raises,
 )
@@ -37,47 +36,47 @@ def chat(**more):
     return client.chat.completions.create(**{"model": MODEL, "messages": HELLO, "max_tokens": 32} | more)
 
 
-def plain():
+def chat_plain():
     reply = chat()
     assert reply.choices[0].message.content and reply.choices[0].finish_reason in {"stop", "length"}
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-def system_prompt():
+def chat_with_a_system_prompt():
     messages = [{"role": "system", "content": "You are terse."}, *HELLO]
     assert chat(messages=messages).choices[0].message.content
 
 
-def several_turns():
+def chat_of_several_turns():
     first = chat().choices[0].message.content
     messages = [*HELLO, {"role": "assistant", "content": first}, {"role": "user", "content": "Who am I?"}]
     assert chat(messages=messages).usage.prompt_tokens > 10
 
 
-def content_parts():
+def chat_with_content_parts():
     messages = [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]
     assert chat(messages=messages).choices[0].message.content
 
 
-def streamed():
+def chat_streamed():
     chunks = list(chat(stream=True))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert chunks[-1].choices[0].finish_reason
 
 
-def streamed_usage():
+def chat_streamed_with_usage():
     chunks = list(chat(stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].usage.completion_tokens > 0 and not chunks[-1].choices
 
 
-def stream_helper():
+def chat_completions_stream():
     with client.chat.completions.stream(model=MODEL, messages=HELLO, max_tokens=16) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert "content.delta" in kinds and final.choices[0].message.content
 
 
-def raw_response():
+def with_raw_response():
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=HELLO, max_tokens=4)
     assert raw.headers["x-request-id"] and raw.parse().choices
 
@@ -86,13 +85,13 @@ def two_answers():
     assert len(chat(n=2, temperature=1).choices) == 2
 
 
-def stops():
+def stop():
     whole = chat(temperature=0).choices[0].message.content
     word = whole.split()[1]
     assert word not in chat(temperature=0, stop=[word]).choices[0].message.content
 
 
-def same_seed():
+def seed():
     one, two = (chat(seed=7, temperature=1).choices[0].message.content for _ in range(2))
     assert one == two
 
@@ -107,22 +106,22 @@ def logprobs():
     assert first.logprob <= 0 and len(first.top_logprobs) >= 3
 
 
-def logit_bias_and_penalties():
+def logit_bias_penalties_top_p():
     assert chat(logit_bias={"5": -100}, presence_penalty=0.5, frequency_penalty=0.5, top_p=0.9).choices
 
 
-def json_object():
+def response_format_json_object():
     choice = chat(response_format={"type": "json_object"}, max_tokens=200).choices[0]
     assert choice.message.content.lstrip().startswith("{")
     if choice.finish_reason == "stop":  # a small model may write one object until its tokens are used up
         json.loads(choice.message.content)
 
 
-def json_schema():
+def response_format_json_schema():
     assert has_city(chat(response_format=SCHEMA_FORMAT, max_tokens=64).choices[0].message.content)
 
 
-def parsed():
+def chat_completions_parse():
     reply = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Weather, max_tokens=64)
     assert isinstance(reply.choices[0].message.parsed, Weather)
 
@@ -143,7 +142,7 @@ def tools_required():
     tool_call_of(tool_choice="required")
 
 
-def tool_named():
+def tools_named():
     tool_call_of(tool_choice={"type": "function", "function": {"name": "get_weather"}})
 
 
@@ -159,14 +158,14 @@ def tools_streamed():
     assert has_city("".join(d.function.arguments or "" for d in deltas))
 
 
-def tool_result():
+def tools_with_a_result():
     message = tool_call_of(tool_choice="required")
     answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny."}
     reply = chat(messages=[*ASK, message.model_dump(exclude_none=True), answer], tools=[WEATHER_TOOL])
     assert reply.choices[0].message.content or reply.choices[0].message.tool_calls
 
 
-def parsed_tool():
+def tools_parsed_arguments():
     tool = openai.pydantic_function_tool(Weather, name="get_weather")
     reply = client.chat.completions.parse(
         model=MODEL, messages=ASK, tools=[tool], tool_choice="required", max_tokens=64
@@ -178,19 +177,19 @@ def completion(**more):
     return client.completions.create(**{"model": MODEL, "prompt": "Hello", "max_tokens": 16} | more)
 
 
-def completion_plain():
+def completions():
     assert completion().choices[0].text
 
 
-def completion_streamed():
+def completions_streamed():
     assert "".join(c.choices[0].text for c in completion(stream=True) if c.choices)
 
 
-def completion_of_several():
+def completions_of_several_prompts():
     assert len(completion(prompt=["Hello", "Good day"]).choices) == 2
 
 
-def completion_echo_logprobs():
+def completions_echo_and_logprobs():
     choice = completion(echo=True, logprobs=1).choices[0]
     assert choice.text.startswith("Hello") and choice.logprobs.tokens
 
@@ -201,24 +200,24 @@ def respond(**more):
     )
 
 
-def response_plain():
+def responses():
     reply = respond()
     assert reply.output_text and reply.usage.output_tokens > 0
 
 
-def response_streamed():
+def responses_streamed():
     events = list(respond(stream=True))
     assert events[0].type == "response.created"
     assert any(e.type == "response.output_text.delta" for e in events)
     assert events[-1].type in {"response.completed", "response.incomplete"}
 
 
-def response_goes_on():
+def responses_previous_response_id():
     first = respond(instructions="You are terse.")
     assert respond(input="Who am I?", previous_response_id=first.id).output_text
 
 
-def response_read_and_deleted():
+def responses_retrieve_input_items_delete():
     made = respond()
     assert client.responses.retrieve(made.id).output_text == made.output_text
     assert client.responses.input_items.list(made.id).data
@@ -226,22 +225,22 @@ def response_read_and_deleted():
     raises(openai.NotFoundError, lambda: client.responses.retrieve(made.id))
 
 
-def response_parsed():
+def responses_parse():
     reply = client.responses.parse(model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=64)
     assert isinstance(reply.output_parsed, Weather)
 
 
-def response_tools():
+def responses_tools_required():
     reply = respond(input=QUESTION, tools=[RESPONSES_TOOL], tool_choice="required", max_output_tokens=64)
     made = next(item for item in reply.output if item.type == "function_call")
     assert made.name == "get_weather" and has_city(made.arguments)
 
 
-def models():
+def models_list():
     assert MODEL in {model.id for model in client.models.list()}
 
 
-def one_model():
+def models_retrieve():
     assert client.models.retrieve(MODEL).id == MODEL
 
 
@@ -250,30 +249,30 @@ def unknown_model():
     assert "nothing" in str(error)
 
 
-def bad_value():
+def value_out_of_range():
     raises(openai.BadRequestError, lambda: chat(temperature=-1))
 
 
-def too_long():
+def prompt_that_is_too_long():
     error = raises(
         openai.BadRequestError, lambda: chat(messages=[{"role": "user", "content": "word " * 6000}])
     )
     assert "context" in str(error) or "maximum" in str(error)
 
 
-async def asynchronous():
+async def async_openai_chat():
     async with openai.AsyncOpenAI(base_url=V1_URL, api_key=KEY, max_retries=0) as other:
         reply = await other.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=8)
         assert reply.choices[0].message.content
 
 
-async def asynchronous_streamed():
+async def async_openai_streamed():
     async with openai.AsyncOpenAI(base_url=V1_URL, api_key=KEY, max_retries=0) as other:
         stream = await other.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=8, stream=True)
         assert "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
 
 
-async def asynchronous_response():
+async def async_openai_responses_stream():
     async with openai.AsyncOpenAI(base_url=V1_URL, api_key=KEY, max_retries=0) as other:
         async with other.responses.stream(model=MODEL, input="Hello!", max_output_tokens=8) as stream:
             kinds = [event.type async for event in stream]
@@ -281,46 +280,4 @@ async def asynchronous_response():
 
 
 if __name__ == "__main__":
-    assert BASE_URL
-    call("chat", plain)
-    call("chat with a system prompt", system_prompt)
-    call("chat of several turns", several_turns)
-    call("chat with content parts", content_parts)
-    call("chat streamed", streamed)
-    call("chat streamed with usage", streamed_usage)
-    call("chat.completions.stream", stream_helper)
-    call("with_raw_response", raw_response)
-    call("n=2", two_answers)
-    call("stop", stops)
-    call("seed", same_seed)
-    call("max_completion_tokens", max_completion_tokens)
-    call("logprobs", logprobs)
-    call("logit_bias, penalties, top_p", logit_bias_and_penalties)
-    call("response_format json_object", json_object)
-    call("response_format json_schema", json_schema)
-    call("chat.completions.parse", parsed)
-    call("tools, auto", tools_auto)
-    call("tools, required", tools_required)
-    call("tools, named", tool_named)
-    call("tools, none", tools_none)
-    call("tools, streamed", tools_streamed)
-    call("tools, with a result", tool_result)
-    call("tools, parsed arguments", parsed_tool)
-    call("completions", completion_plain)
-    call("completions streamed", completion_streamed)
-    call("completions of several prompts", completion_of_several)
-    call("completions, echo and logprobs", completion_echo_logprobs)
-    call("responses", response_plain)
-    call("responses streamed", response_streamed)
-    call("responses, previous_response_id", response_goes_on)
-    call("responses, retrieve, input items, delete", response_read_and_deleted)
-    call("responses.parse", response_parsed)
-    call("responses, tools required", response_tools)
-    call("models.list", models)
-    call("models.retrieve", one_model)
-    call("an unknown model", unknown_model)
-    call("a value out of range", bad_value)
-    call("a prompt that is too long", too_long)
-    call("AsyncOpenAI chat", asynchronous)
-    call("AsyncOpenAI streamed", asynchronous_streamed)
-    call("AsyncOpenAI responses.stream", asynchronous_response)
+    call_all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness import KEY, MODEL, QUESTION, V1_URL, call
+from harness import KEY, MODEL, QUESTION, V1_URL, call, call_all
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -61,12 +61,7 @@ def responses_model():
 
 
 if __name__ == "__main__":
-    call("run_sync", run_sync)
-    call("run", run)
-    call("run_stream", run_stream)
-    call("message_history", message_history)
+    call_all()
     call("output_type, the default (a tool)", lambda: output_of(Weather))
     call("ToolOutput", lambda: output_of(ToolOutput(Weather)))
     call("NativeOutput", lambda: output_of(NativeOutput(Weather)))
-    call("a tool at hand", tool_at_hand)
-    call("OpenAIResponsesModel", responses_model)

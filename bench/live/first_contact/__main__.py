@@ -18,22 +18,19 @@ is JSON.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from bench.live.report import ROOT, Progress, figures, last_line, options, report
-from bench.live.soak.server import HOST, free_port
+from bench.live.serving import ServerProcess, without_our_modules
+from bench.live.soak.server import free_port
 
 AIMS = {"ready_s": "aim ≤ 200", "tool_call": "aim true"}
-SETUP_TIMEOUT_S, READY_TIMEOUT_S, CLOSE_TIMEOUT_S = 1200.0, 240.0, 60.0
+SETUP_TIMEOUT_S = 1200.0
 AGENTS_SDK = "openai-agents==0.24.0"
 CHROMIUM_ARGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -41,67 +38,13 @@ CHROMIUM_ARGS = (
 ).split()
 
 
-class FreshServer:
-    """`make serve` in a fresh clone, until the block ends.
-
-    Args:
-        folder: where the clone and the server's data go.
-    """
-
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        self._clone, self._progress = folder / "overture", progress
-        self._log = folder / "serve.log"
-        self.port = free_port()
-        self.url = f"http://{HOST}:{self.port}"
-
-    def __enter__(self) -> FreshServer:
-        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(self._clone)], check=True)
-        self._progress.say("cloned; make serve installs what it needs")
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["XDG_DATA_HOME"] = str(self._clone.parent / "data")
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                ["make", "serve", f"PORT={self.port}"],
-                cwd=self._clone,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # it is stopped with all that it starts
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.killpg(self._process.pid, signal.SIGTERM)
-        try:
-            self._process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def wait_set_up(self) -> None:
-        """Until the packages are there. Raises RuntimeError where `make` fails or takes too long."""
-        self._wait(lambda: self._answers("/healthz") is not None, SETUP_TIMEOUT_S)
-
-    def wait_ready(self) -> None:
-        """Raises RuntimeError where the server ends or takes too long."""
-        self._wait(lambda: self._answers("/readyz") == 200, READY_TIMEOUT_S)
-
-    def _answers(self, path: str) -> int | None:
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=5) as reply:
-                return int(reply.status)
-        except urllib.error.HTTPError as error:
-            return error.code
-        except OSError:
-            return None
-
-    def _wait(self, is_so: Any, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and self._process.poll() is None:
-            if is_so():
-                return
-            time.sleep(0.25)
-        raise RuntimeError(f"the server did not come up:\n{self._log.read_text(errors='replace')[-3000:]}")
+def fresh_server(folder: Path, progress: Progress) -> ServerProcess:
+    """`make serve` in a fresh clone. folder: where the clone and the server's data go."""
+    clone, port = folder / "overture", free_port()
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    progress.say("cloned; make serve installs what it needs")
+    environ = without_our_modules() | {"XDG_DATA_HOME": str(folder / "data")}
+    return ServerProcess(["make", "serve", f"PORT={port}"], port, folder / "serve.log", clone, environ)
 
 
 def first_token(url: str) -> float:
@@ -137,11 +80,11 @@ def tool_call(url: str, folder: Path, progress: Progress) -> bool:
 
 def measure(folder: Path) -> dict[str, Any]:
     progress, found = Progress(), dict[str, Any]()
-    with FreshServer(folder, progress) as server:
-        server.wait_set_up()
+    with fresh_server(folder, progress) as server:
+        server.wait(lambda: server.status_of("/healthz") is not None, SETUP_TIMEOUT_S)
         found["setup_s"] = round(progress.elapsed_s, 1)
         progress.say("installed; the engine starts")
-        server.wait_ready()
+        server.wait(server.is_ready)
         found["ready_s"] = round(progress.elapsed_s, 1)
         progress.say("ready")
         waited_s = first_token(server.url)

@@ -22,11 +22,11 @@ class AdapterSettings(Settings):
     profile_dir: where `overture profile` keeps what it measured, ours only; "" for none.
     """
 
-    adapters: list[tuple[str, str]]
-    max_loras: int
-    max_lora_rank: int
-    host_bytes: int
-    max_cpu_loras: int
+    adapters: list[tuple[str, str]] = field(default_factory=list)
+    max_loras: int = 1
+    max_lora_rank: int = 8
+    host_bytes: int = 0
+    max_cpu_loras: int = 1
     kv_host_bytes: int = 0
     profile_dir: str = ""
 

@@ -59,30 +59,16 @@ class MechanismNode(TieredNode):
         num_tokens: int = 4,
     ) -> Asked:
         """A greedy answer of so many tokens to token ids or messages."""
-        return self._await(
-            self._answered(
-                prompt, RequestContext(tenant=tenant, session_id=session, adapter=adapter), num_tokens
-            )
-        )
-
-    async def _answered(
-        self, prompt: list[int] | tuple[ChatMessage, ...], context: RequestContext, num_tokens: int
-    ) -> Asked:
         self._num_requests += 1
         given = isinstance(prompt, list)
         request = GenerateRequest(
             request_id=RequestId(f"m{self._num_requests}"),
             prompt_token_ids=tuple(prompt) if given else None,
             messages=() if given else prompt,
-            context=context,
+            context=RequestContext(tenant=tenant, session_id=session, adapter=adapter),
             sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
         )
-        started_s, ttft_s, cached, answer = time.perf_counter(), 0.0, 0, []
-        async for delta in self._node.generate(request):
-            ttft_s = ttft_s or time.perf_counter() - started_s
-            answer += delta.token_ids
-            cached = delta.usage.cached_tokens if delta.usage else cached
-        return Asked(context.session_id, 0, ttft_s, cached, answer)
+        return self._await(self._answered(request))
 
     def advise(
         self, session: str, adapter: str | None = None, follower: Any = None, ttl_s: float = 60.0

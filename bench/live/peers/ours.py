@@ -112,13 +112,15 @@ class TieredNode(OwnNode, Engine):
             context=RequestContext(tenant=tenant_of(owner_of(session)), session_id=session),
             sampling=Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True),
         )
-        started_s = time.perf_counter()
-        ttft_s, cached, answer = 0.0, 0, []
+        return await self._answered(request, self.talk.num_turns[session])
+
+    async def _answered(self, request: GenerateRequest, turn: int = 0) -> Asked:
+        started_s, ttft_s, cached, answer = time.perf_counter(), 0.0, 0, []
         async for delta in self._node.generate(request):
             ttft_s = ttft_s or time.perf_counter() - started_s
             answer += delta.token_ids
             cached = delta.usage.cached_tokens if delta.usage else cached
-        return Asked(session, self.talk.num_turns[session], ttft_s, cached, list(answer))
+        return Asked(request.context.session_id, turn, ttft_s, cached, answer)
 
     def people(
         self, plan: list[dict[str, Any]], new_tokens: int, max_tokens: int, seed: str

@@ -173,18 +173,8 @@ class ExampleEngine(StockEngine):
     sources = ("disk", "disk_cold")
 
     def connector(self) -> dict[str, Any]:
-        from vllm.config import KVTransferConfig
-
-        transfer = KVTransferConfig(
-            kv_connector="ExampleConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={"shared_storage_path": self.settings.folder},
-        )
-        return {
-            "kv_transfer_config": transfer,
-            "disable_hybrid_kv_cache_manager": True,
-            "max_num_batched_tokens": self.settings.max_model_len,
-        }
+        uses = connect("ExampleConnector", {"shared_storage_path": self.settings.folder})
+        return uses | {"max_num_batched_tokens": self.settings.max_model_len}
 
     def place(self, source: str) -> None:
         self.forget_device()
@@ -220,17 +210,8 @@ class LMCacheEngine(StockEngine):
             raise
 
     def connector(self) -> dict[str, Any]:
-        from vllm.config import KVTransferConfig
-
-        transfer = KVTransferConfig(
-            kv_connector="LMCacheMPConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": self.settings.port,
-            },
-        )
-        return {"kv_transfer_config": transfer, "disable_hybrid_kv_cache_manager": True}
+        server = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.settings.port}
+        return connect("LMCacheMPConnector", server)
 
     def settle(self) -> None:
         """Its saves are done when the scheduler has let go of the requests that they read from."""
@@ -273,20 +254,21 @@ class OffloadingEngine(StockEngine):
     name = "OffloadingConnector"
 
     def connector(self) -> dict[str, Any]:
-        from vllm.config import KVTransferConfig
-
-        transfer = KVTransferConfig(
-            kv_connector=self.name,
-            kv_role="kv_both",
-            kv_connector_extra_config={"cpu_bytes_to_use": int(self.settings.host_gib * (1 << 30))},
-        )
-        return {"kv_transfer_config": transfer, "disable_hybrid_kv_cache_manager": True}
+        return connect(self.name, {"cpu_bytes_to_use": int(self.settings.host_gib * (1 << 30))})
 
 
 class SimpleOffloadEngine(OffloadingEngine):
     """The other one of vLLM's for host memory."""
 
     name = "SimpleCPUOffloadConnector"
+
+
+def connect(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments for a KV connector of vLLM's or for it."""
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=options)
+    return {"kv_transfer_config": transfer, "disable_hybrid_kv_cache_manager": True}
 
 
 def wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,7 @@ still holds is read: memory, open files, threads. The second round ends in `kill
 warm-up, which is the first third of what follows the new start and includes one engine that was killed: the first engine built in another's place
 leaves its mark in the allocator once.
 
-What goes on growing for some minutes is oneDNN's cache of primitives, one for each shape of a batch, up to 1,024: measured with `--look` over five
+What goes on growing for some minutes is oneDNN's cache of primitives, one for each shape of a batch, up to 1,024: measured over five
 rounds, what was left after free memory had gone back grew by 54 MiB, with ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 by 17, and an engine that was killed and
 rebuilt in between added none. Pools of threads fill up one thread at a time, too.
 
@@ -57,15 +57,13 @@ AIMS = {
 class Soak:
     """One run."""
 
-    def __init__(self, server: Server, world: World, seed: int, *, looks: bool = False) -> None:
+    def __init__(self, server: Server, world: World, seed: int) -> None:
         self.server = server
         self.world = world
         self.seed = seed
         self.readings: list[Reading] = []
         self.num_engine_kills = 0
         self.num_changes = 0
-        self.looks = looks
-        self.types: dict[str, int] = {}
         self.started_s = time.monotonic()
 
     def say(self, line: str) -> None:
@@ -107,18 +105,6 @@ class Soak:
             f"{ledger.num_answers_checked}, {len(ledger.unexpected)} unexpected errors; at rest {reading.rss_mib:.0f} MiB, "
             f"{reading.num_fds} files, {reading.num_threads} threads"
         )
-        if self.looks:
-            await self.look()
-
-    async def look(self) -> None:
-        """Say what holds memory, and of which types there are more than a round ago."""
-        memory = await self.server.memory()
-        types: dict[str, int] = memory.pop("types")
-        more = {name: number - self.types.get(name, 0) for name, number in types.items()}
-        self.types = types
-        most = sorted(more.items(), key=lambda item: -item[1])[:12]
-        sizes = ", ".join(f"{name} {value:.0f}" for name, value in memory.items())
-        self.say(f"  {sizes}; " + ", ".join(f"{name} {number:+}" for name, number in most if number > 0))
 
     async def client(self, ends_s: float, chance: random.Random) -> None:
         traffic = Traffic(self.world, chance)
@@ -179,7 +165,7 @@ class Soak:
         await self.check_all()  # what was stored can be read all the while
 
 
-async def bench(minutes: float, seed: int, looks: bool) -> bool:
+async def bench(minutes: float, seed: int) -> bool:
     ledger = Ledger()
     with tempfile.TemporaryDirectory(prefix="overture-soak-") as name:
         folder = Path(name)
@@ -188,7 +174,7 @@ async def bench(minutes: float, seed: int, looks: bool) -> bool:
             print("no file system can be mounted here: the part with the full disk is left out", flush=True)
         server = Server(folder, disk, (*KEYS, FLOOD_KEY), ledger, free_port())
         server.prepare()
-        soak = Soak(server, World(server.url, server.port, KEYS, FLOOD_KEY, ledger), seed, looks=looks)
+        soak = Soak(server, World(server.url, server.port, KEYS, FLOOD_KEY, ledger), seed)
         try:
             await soak.run(minutes)
         finally:
@@ -232,14 +218,9 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long the rounds take together")
     parser.add_argument("--seed", type=int, default=1, help="of everything that clients choose")
-    parser.add_argument(
-        "--look",
-        action="store_true",
-        help="say after each round what holds memory (the server gives free memory back for it, so its growth is another)",
-    )
     args = parser.parse_args()
     try:
-        is_good = asyncio.run(bench(args.minutes, args.seed, args.look))
+        is_good = asyncio.run(bench(args.minutes, args.seed))
     except SoakFailed as error:
         print(json.dumps({"error": str(error)}))
         sys.exit(1)

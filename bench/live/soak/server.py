@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import aiohttp
 import psutil
@@ -130,9 +129,7 @@ class Server:
             cwd=ROOT,
             stdout=self.log,
             stderr=self.log,
-            env=os.environ
-            | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
-            | {"SOAK_MEMORY_FILE": str(self.folder / "memory.json")},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"},
             start_new_session=True,  # Ctrl-C is the bench's to handle
         )
 
@@ -213,19 +210,6 @@ class Server:
             await asyncio.sleep(0.1)
         rss, fds, threads = (statistics.median(column) for column in zip(*samples, strict=True))
         return Reading(time.monotonic() - started_s, rss, int(fds), int(threads), self.num_kills)
-
-    async def memory(self) -> dict[str, Any]:
-        """What holds memory: see `breakable.write_memory`. The server gives free memory back for it."""
-        assert self.process is not None
-        file = self.folder / "memory.json"
-        file.unlink(missing_ok=True)
-        self.process.send_signal(signal.SIGUSR2)
-        for _ in range(int(QUIET_TIMEOUT_S / 0.1)):
-            await asyncio.sleep(0.1)
-            if file.exists():
-                break
-        report: dict[str, Any] = json.loads(file.read_text())
-        return report
 
     def log_tail(self) -> str:
         return (self.folder / "server.log").read_text(errors="replace")[-2000:]

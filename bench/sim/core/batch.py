@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from bench.sim.core.requests import Arrival, Timed
 from bench.sim.core.shapes import BLOCK_TOKENS, Shape
 from bench.sim.core.steps import Kernel
-from engine_bridge.core.pacer import Progress, StepBounds
+from engine_bridge.core.pacer import Progress
 
 
 class Stage(enum.Enum):
@@ -75,17 +75,11 @@ class Prompts:
     """Requests whose prompts are under way, in the order in which they started. Their first tokens come of what is computed last."""
 
     def __init__(self, shape: Shape) -> None:
-        self._is_mixed, self._most_tokens = shape.is_mixed, shape.step_tokens
-        self._step_tokens = self._chunk_tokens = shape.step_tokens
+        self._is_mixed, self._step_tokens = shape.is_mixed, shape.step_tokens
         self._requests: deque[Request] = deque()
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    def bound(self, bounds: StepBounds) -> None:
-        """From the next step on."""
-        self._step_tokens = bounds.num_tokens
-        self._chunk_tokens = bounds.chunk_tokens or self._most_tokens
 
     def enter(self, request: Request) -> None:
         request.stage = Stage.PREFILLING
@@ -97,12 +91,12 @@ class Prompts:
     def startable(self, sizes: Iterable[int], num_decodes: int) -> int:
         """How many of those that have to compute so much may start, as engines take requests from a queue: none once a step's tokens are used up."""
         left = self._step_tokens - (num_decodes if self._is_mixed else 0)
-        left -= sum(min(request.num_unfilled, self._chunk_tokens) for request in self._requests)
+        left -= sum(min(request.num_unfilled, self._step_tokens) for request in self._requests)
         num = 0
         for size in sizes:
             if left < (1 if self._is_mixed or num == 0 else size):
                 break
-            left -= min(size, self._chunk_tokens) if self._is_mixed else size
+            left -= min(size, self._step_tokens) if self._is_mixed else size
             num += 1
         return num
 
@@ -113,7 +107,7 @@ class Prompts:
         for request in self._requests:
             num = request.num_unfilled
             if self._is_mixed:
-                num = min(num, self._chunk_tokens, left)
+                num = min(num, left)
                 if num <= 0:
                     break
             elif num > left and parts:

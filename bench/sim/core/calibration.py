@@ -10,7 +10,7 @@ A10   CaraServe §2.3, Fig. 5: 24 requests of rank 32 decode in 35.3 ms with MBG
       A load holds up everybody, so that share is (load) · (share of cold requests) · (rate + 1 / time of a request). Popularity is taken as a power
       law with exponent 1; at 6 and 9 requests/s, where Fig. 3 has 16% and 20%, the same load comes out within 10% (see tests), while the skew
       of Azure's functions (`traffic.functions`) would ask for loads that are twice as long at 9 as at 3.
-A100, H200   No such number was found: the A40's overhead and shares.
+A100  No such number was found: the A40's overhead and shares.
 A800  vLLM of October 2023 on an A100, whose chip is the A800's: Mistral-7B decodes 46 tokens/s alone and 1,800 tokens/s with 60 requests
       (Mystic's guide, as quoted in ggml-org/llama.cpp#3479; it names no size of the A100 and no lengths of contexts: 80 GB, and some 200 tokens, are
       taken). What weights and KV leave of both steps is the fixed overhead and what each request adds; with 10 requests that gives 423 tokens/s,
@@ -101,14 +101,8 @@ def _calibrated_a800(lora_share_of: Gpu) -> Gpu:
     )
 
 
-def _as(gpu: Gpu, other: Gpu) -> Gpu:
-    return replace(gpu, step_s=other.step_s, link_share=other.link_share, lora_share=other.lora_share)
-
-
 A40 = _calibrated_a40()
 A10 = _calibrated_a10(A40)
 A10_ON_DEMAND = _copying_on_demand(A10)
-A100 = _as(hardware._A100, A40)
-H200 = _as(hardware._H200, A40)
+A100 = replace(hardware._A100, step_s=A40.step_s, link_share=A40.link_share, lora_share=A40.lora_share)
 A800 = _calibrated_a800(A40)
-GPUS = {gpu.name: gpu for gpu in (A10, A40, A100, A800, H200)}

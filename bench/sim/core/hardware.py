@@ -2,8 +2,7 @@
 
 Achieved fractions. A10, A40: 0.76 of FLOP/s and of memory bandwidth. Source: Sarathi (Agrawal et al., arXiv:2308.16369), the times of LLaMA-13B on an
 A6000, whose chip (GA102) is the A40's and the A10's: about 0.22 ms for a token of a prompt, 44 ms for the weights in a decode step, of 154.8 TFLOP/s
-and 768 GB/s. A100, A800: 0.72 of FLOP/s (FlashAttention-2, Dao, 2023: 225 of 312 TFLOP/s, end to end), memory as on the others. H200: nothing was
-found that its maker did not measure; the GA102's.
+and 768 GB/s. A100, A800: 0.72 of FLOP/s (FlashAttention-2, Dao, 2023: 225 of 312 TFLOP/s, end to end), memory as on the others.
 
 Checked: the sums are right. 2 · 13.0e9 FLOPs in 0.22 ms are 0.76 of 154.8 TFLOP/s (0.75 with the layers' weights alone, as steps.py counts), 26 GB in
 44 ms are 0.77 of 768 GB/s (0.76 without the embedding), 225 of 312 is 0.72. Not checked: whether these two papers say so. Neither was at hand; of
@@ -82,10 +81,9 @@ class AssistingHost:
 # has 12. Half of the peak: chosen. 16 tokens: CaraServe, Fig. 17. Calling takes less than 1 ms: CaraServe §1.
 EPYC_7R32 = AssistingHost("EPYC 7R32", 105.6e9, 12, 0.5, 16, 0.001)
 
-# PCIe 4.0 x16 moves 31.5 GB/s each way (16 GT/s, 128b/130b), 5.0 twice as much.
+# PCIe 4.0 x16 moves 31.5 GB/s each way (16 GT/s, 128b/130b).
 _A10 = Gpu("A10", 125e12, 600e9, 24 * GB, 31.5e9)
 _A40 = Gpu("A40", 149.7e12, 696e9, 48 * GB, 31.5e9)
 _A100 = Gpu("A100", 312e12, 2039e9, 80 * GB, 31.5e9, flops_share=0.72)
 # The A100's chip and memory on a PCIe card; only NVLink is slower.
 _A800 = Gpu("A800", 312e12, 1935e9, 80 * GB, 31.5e9, flops_share=0.72)
-_H200 = Gpu("H200", 989.4e12, 4800e9, 141 * GB, 63e9)

@@ -22,7 +22,6 @@ from bench.sim.core.shapes import BLOCK_TOKENS, Shape, pool_blocks
 from bench.sim.core.steps import Chunk, Decoding, StepCost
 from engine_bridge.core import dispatcher
 from engine_bridge.core.dispatcher import Dispatcher, StepPlan, StepView
-from engine_bridge.core.pacer import Pacer
 from engine_bridge.core.refits import REFIT_EVERY_S, Refits, Work
 from engine_bridge.policy.queue import QueuePolicy
 
@@ -95,7 +94,7 @@ class Node:
         refit_every_s: how often lanes are fitted at the least.
 
     Raises:
-        ValueError: a model that does not fit, or steps that are to be kept short at unknown costs.
+        ValueError: a model that does not fit.
     """
 
     def __init__(
@@ -110,9 +109,6 @@ class Node:
         num_blocks: int | None = None,
         refit_every_s: float = REFIT_EVERY_S,
     ) -> None:
-        table = cost.table
-        if shape.max_step_s and table is None:
-            raise ValueError("steps are kept short by a table of what they take: which one?")
         self.clock, self.cost, self.shape = clock, cost, shape
         self.num_blocks = pool_blocks(cost) if num_blocks is None else num_blocks
         self.kv_blocks = 0
@@ -126,21 +122,15 @@ class Node:
         self.prompts, self.decoders = Prompts(shape), Decoders(cost.kernel)
         self._ranks, self._guesser = adapter_ranks, guesser
         self._fits: list[Work] = []
-        is_paced = table is not None and shape.max_step_s > 0
         self.dispatcher = Dispatcher(
             policy,
             _Engine(self),
             Refits(self._fits.append, lambda: None, now=clock.now, every_s=refit_every_s),
             num_tokens=self.num_blocks * BLOCK_TOKENS,
-            pacer=Pacer(table, shape.max_step_s, shape.step_tokens)
-            if table is not None and is_paced
-            else None,
-            prefill_s=(lambda num: table.step_s(num, 0, 0)) if table is not None else (lambda num: 0.0),
         )
         self._is_timeless = policy.is_timeless
-        # Else the dispatcher need not be asked before each step, nor be told how far everybody is.
-        self._asks_always = is_paced or not policy.is_timeless
-        self._tells_all = is_paced or policy.charges_tokens
+        # Else the dispatcher need not be told how far everybody is.
+        self._tells_all = policy.charges_tokens
         self._has_changed = True
         self._will_ask = self._has_fitted = False
         self._num_taken = 0  # blocks, ever
@@ -241,7 +231,7 @@ class Node:
     def _begin(self, now: float) -> None:
         """The engine is free: decide who starts, and run the next step if there is something to do."""
         self._take_in(now)
-        is_asked = self._has_changed or bool(self._looks) or self._asks_always
+        is_asked = self._has_changed or bool(self._looks) or not self._is_timeless
         plan = self._ask(now) if is_asked else StepPlan()
         # As in vLLM, those who run take their blocks first, and nobody starts in a step that has victims.
         has_victims = self.shape.is_mixed and self._make_room(now)
@@ -268,11 +258,8 @@ class Node:
         for request in looked_at:
             if known := self.dispatcher.known(request.arrival.request_id):
                 self.decoders.plan_look(request, known.next_look_tokens)
-        if plan.bounds is not None:
-            self.prompts.bound(plan.bounds)
-        # Who waits for want of time in this step asks again in the next; so does who is not known to be ready yet.
-        is_full = "step_full" in self.dispatcher.last.deferred.values()
-        self._has_changed = is_full or len(self.dispatcher.unready) > 0
+        # Who is not known to be ready yet asks again in the next step.
+        self._has_changed = len(self.dispatcher.unready) > 0
         for request_id in plan.squash:
             self.dispatcher.squashed(request_id)
             self._preempt(self.running[request_id], now)
@@ -361,7 +348,7 @@ class Node:
 
     def _ask_later(self, now: float) -> None:
         """Nothing runs, and somebody may wait who could start by then."""
-        if self.waiting and (self._has_changed or self._asks_always) and not self._will_ask:
+        if self.waiting and (self._has_changed or not self._is_timeless) and not self._will_ask:
             self._will_ask = True
             self.clock.at(now + STUCK_WAIT_S, self._ask_again)
 

@@ -10,11 +10,8 @@ from collections.abc import Callable, Iterable
 
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.models import Model
-from bench.sim.core.steps import Chunk, Decoding, StepCost
+from bench.sim.core.steps import Chunk, StepCost
 from engine_bridge.policy.costs import StepTable
-
-# Steps over which a run of decodes is taken to grow evenly. Chosen: an answer.
-HORIZON_STEPS = 128
 
 
 class MeasuredCost(StepCost):
@@ -22,7 +19,6 @@ class MeasuredCost(StepCost):
 
     Args:
         between_s: from the end of one step to the begin of the next, which the table leaves out.
-        link_bytes_per_s: between device and host.
         slowness: what steps take now over what the table says: other tenants' doing. None: 1.
     """
 
@@ -31,11 +27,10 @@ class MeasuredCost(StepCost):
         table: StepTable,
         model: Model,
         between_s: float = 0.0,
-        link_bytes_per_s: float = math.inf,
         slowness: Callable[[], float] | None = None,
     ) -> None:
         # How fast it computes is the table's to say, how much memory it has the node's.
-        machine = Gpu("measured", math.inf, math.inf, 0, link_bytes_per_s, link_share=1.0)
+        machine = Gpu("measured", math.inf, math.inf, 0, math.inf, link_share=1.0)
         super().__init__(machine, model)
         self.table = table
         self._between_s, self._slowness = between_s, slowness
@@ -52,8 +47,3 @@ class MeasuredCost(StepCost):
         assert self.table is not None
         seconds = self.table.step_s(num_tokens, num_decodes, num_context)
         return self._between_s + (seconds if self._slowness is None else seconds * self._slowness())
-
-    def decoding(self, num_decodes: int, num_context: int, sum_rank: int) -> Decoding:
-        first_s = self.step_s((), num_decodes, num_context, sum_rank)
-        last_s = self.step_s((), num_decodes, num_context + HORIZON_STEPS * num_decodes)
-        return Decoding(0.0, first_s, (last_s - first_s) / HORIZON_STEPS, 0.0, 0.0)

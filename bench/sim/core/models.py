@@ -78,24 +78,7 @@ LLAMA_7B = Model("llama-7b", 32, 4096, 11008, 32, 32, 32_000, 2048)
 LLAMA_13B = Model("llama-13b", 40, 5120, 13824, 40, 40, 32_000, 2048)
 LLAMA_30B = Model("llama-30b", 60, 6656, 17920, 52, 52, 32_000, 2048)
 LLAMA2_7B = Model("llama2-7b", 32, 4096, 11008, 32, 32, 32_000, 4096)
-LLAMA2_13B = Model("llama2-13b", 40, 5120, 13824, 40, 40, 32_000, 4096)
-LLAMA2_70B = Model("llama2-70b", 80, 8192, 28672, 64, 8, 32_000, 4096)
 OPT_13B = Model("opt-13b", 40, 5120, 20480, 40, 40, 50_272, 2048, mlp_matrices=2)
 OPT_30B = Model("opt-30b", 48, 7168, 28672, 56, 56, 50_272, 2048, mlp_matrices=2)
 MISTRAL_7B = Model("mistral-7b", 32, 4096, 14336, 32, 8, 32_000, 8192)
 LLAMA3_8B = Model("llama3-8b", 32, 4096, 14336, 32, 8, 128_256, 8192)
-MODELS = {
-    model.name: model
-    for model in (
-        LLAMA_7B,
-        LLAMA_13B,
-        LLAMA_30B,
-        LLAMA2_7B,
-        LLAMA2_13B,
-        LLAMA2_70B,
-        OPT_13B,
-        OPT_30B,
-        MISTRAL_7B,
-        LLAMA3_8B,
-    )
-}

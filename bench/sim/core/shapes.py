@@ -16,14 +16,13 @@ class Shape:
     """How an engine forms its steps.
 
     step_tokens: in one step at most. max_running: requests. is_mixed: prompts are computed in chunks beside those that decode; else whole, in steps
-    of their own. max_step_s: prompts are computed in steps of about so long, as policy/pacing has it; 0: of any length.
+    of their own.
     """
 
     name: str
     step_tokens: int
     max_running: int
     is_mixed: bool = True
-    max_step_s: float = 0.0
 
 
 VLLM = Shape("vllm", 2048, 256)

@@ -91,8 +91,8 @@ class Loader:
     def load(self, record: AdapterRecord) -> AdapterWeights:
         """Raises AdapterRejected, code `changed`, if the files are not what was registered."""
         files = inspect(Path(record.path), self._contract)
-        buffer = self.buffers.take(files.data_bytes)
-        data = buffer[: files.data_bytes]
+        buffer = self.buffers.take(files.num_bytes)
+        data = buffer[: files.num_bytes]
         if read(files, memoryview(data.numpy())) != record.crc32:
             raise AdapterRejected(
                 f"The files of adapter {quoted(record.name)} are not those that were registered. Load it again.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -13,6 +14,7 @@ class Report(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
 class Budget:
     """A part's time. Its work asks `is_over` between two measurements, each of which is short.
 
@@ -20,19 +22,11 @@ class Budget:
         end_s, whole_end_s: when this part and the whole profile are to be done, by `clock`.
     """
 
-    def __init__(
-        self,
-        started_s: float,
-        end_s: float,
-        whole_end_s: float,
-        report: Report,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._started_s = started_s
-        self._end_s = end_s
-        self._whole_end_s = whole_end_s
-        self._report = report
-        self._clock = clock
+    _started_s: float
+    _end_s: float
+    _whole_end_s: float
+    _report: Report
+    _clock: Callable[[], float] = time.monotonic
 
     def left_s(self) -> float:
         return max(self._end_s - self._clock(), 0.0)

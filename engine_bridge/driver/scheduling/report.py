@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from engine_bridge.core.dispatcher import Dispatcher
@@ -18,6 +19,7 @@ from engine_bridge.node import LaneStats, LengthErrors, RequestState, Scheduling
 Places = Mapping[int, str]
 
 
+@dataclass(eq=False, slots=True)
 class Report:
     """Looks and changes nothing.
 
@@ -32,21 +34,13 @@ class Report:
         knows_why: False where vLLM has moved so that we cannot tell why requests wait: then all of them are just queued.
     """
 
-    def __init__(
-        self,
-        scheduler: Any,
-        scheduling: Scheduling | None,
-        outputs: Any,
-        places: Callable[[], Places],
-        blocks: Any,
-        block_size: int,
-        *,
-        knows_why: bool = True,
-    ) -> None:
-        self._scheduler, self._scheduling = scheduler, scheduling
-        self._blocks, self._block_size = blocks, block_size
-        self._outputs, self._places = outputs, places
-        self._knows_why = knows_why
+    _scheduler: Any
+    _scheduling: Scheduling | None
+    _outputs: Any
+    _places: Callable[[], Places]
+    _blocks: Any
+    _block_size: int
+    _knows_why: bool = True
 
     def stats(self) -> SchedulingStats:
         """From any thread."""

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,13 +10,13 @@ from bench.emulated import live
 from bench.emulated.adapters import AdapterMemory
 from bench.emulated.agree import figures_of, lean_play
 from bench.emulated.deciding import Row, measure
-from bench.emulated.device import FlatCost
 from bench.emulated.node import EmulatedNode, Engine
 from bench.emulated.trace import Played, arrivals, lognormal, play_on_node
 from bench.sim.core.calibration import A40
 from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import Classes
-from bench.sim.core.models import LLAMA2_7B
+from bench.sim.core.hardware import Gpu
+from bench.sim.core.models import LLAMA2_7B, Model
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import play
@@ -23,6 +24,19 @@ from engine_bridge.policy.registry import POLICIES
 
 ROOMY = Engine(num_blocks=6000, max_running=64)
 TIGHT = Engine(num_blocks=500, max_running=64)
+
+
+class FlatCost(StepCost):
+    """Steps by two numbers: so long in any case, and so long for each token. Sums are made by hand."""
+
+    def __init__(self, step_s: float = 0.018, token_s: float = 0.00011) -> None:
+        super().__init__(Gpu("flat", 1.0, 1.0, 0, 1e9), Model("flat", 1, 1, 1, 1, 1, 1, 4096))
+        self._fixed_s, self._each_s = step_s, token_s
+
+    def step_s(self, chunks: Any, num_decodes: int = 0, num_context: int = 0, sum_rank: int = 0) -> float:
+        return self._fixed_s + self._each_s * (num_decodes + sum(chunk.num_tokens for chunk in chunks))
+
+
 COST = FlatCost()
 A40_COST = StepCost(A40, LLAMA2_7B)
 RIGHT = Classes([answer for _, answer in lognormal(80, 5).pairs], accuracy=1.0, seed=0)

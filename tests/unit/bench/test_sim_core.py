@@ -17,8 +17,9 @@ from bench.sim.core.calibration import (
     A40,
     A40_ADAPTER_SHARE,
     A40_LOADING_SHARE,
+    A100,
+    A800,
     COLD_SHARES,
-    GPUS,
     LARGEST_RANK,
     LLAMA2_7B_QKV,
     MEDIUM_PROMPT_TOKENS,
@@ -28,7 +29,7 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.guesses import CLASS_ENDS, Classes
 from bench.sim.core.hardware import AssistingHost
 from bench.sim.core.links import SharedLink
-from bench.sim.core.models import LLAMA2_70B, LLAMA_7B, MODELS
+from bench.sim.core.models import LLAMA3_8B, LLAMA_7B, LLAMA_13B, LLAMA_30B, MISTRAL_7B
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import KERNELS, Chunk, StepCost
 from bench.sim.core.traffic import (
@@ -126,17 +127,19 @@ def test_many_transfers_move_all_their_bytes_at_the_links_rate() -> None:
 
 
 def test_models_have_the_parameters_that_they_are_named_for() -> None:
-    billions = {name: model.weight_bytes / model.dtype_bytes / 1e9 for name, model in MODELS.items()}
-    assert billions["llama-7b"] == pytest.approx(6.74, abs=0.01)
-    assert billions["llama-13b"] == pytest.approx(13.0, abs=0.05)
-    assert billions["llama-30b"] == pytest.approx(32.5, abs=0.1)
-    assert billions["llama2-70b"] == pytest.approx(69.0, abs=0.1)
-    assert billions["llama3-8b"] == pytest.approx(8.03, abs=0.01)
+    for model, billions in (
+        (LLAMA_7B, pytest.approx(6.74, abs=0.01)),
+        (LLAMA_13B, pytest.approx(13.0, abs=0.05)),
+        (LLAMA_30B, pytest.approx(32.5, abs=0.1)),
+        (MISTRAL_7B, pytest.approx(7.24, abs=0.01)),
+        (LLAMA3_8B, pytest.approx(8.03, abs=0.01)),
+    ):
+        assert model.weight_bytes / model.dtype_bytes / 1e9 == billions
 
 
 def test_kv_and_adapters_have_the_sizes_of_their_shapes() -> None:
     assert LLAMA_7B.kv_bytes_per_token == 512 * 1024
-    assert LLAMA2_70B.kv_bytes_per_token == 2 * 80 * 1024 * 2
+    assert MISTRAL_7B.kv_bytes_per_token == 2 * 32 * 1024 * 2
     assert LLAMA_7B.lora_bytes(64) == 128 << 20
 
 
@@ -222,7 +225,7 @@ def test_loads_on_demand_are_the_same_at_all_loads_of_the_figure_that_they_are_t
 
 
 def test_no_device_does_more_than_its_data_sheet_says() -> None:
-    for gpu in GPUS.values():
+    for gpu in (A10, A40, A100, A800):
         assert 0 < gpu.flops_share <= 1 and 0 < gpu.memory_share <= 1
         assert 0 < gpu.link_share <= 1 and 0 < gpu.lora_share <= gpu.flops_share
         assert gpu.step_s > 0

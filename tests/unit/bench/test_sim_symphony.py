@@ -16,7 +16,7 @@ from bench.sim.core.batch import Request
 from bench.sim.core.clock import Clock
 from bench.sim.core.conversations import Chats, LogNormal, recorded
 from bench.sim.core.hardware import Gpu
-from bench.sim.core.models import LLAMA2_13B, Model
+from bench.sim.core.models import LLAMA_13B, Model
 from bench.sim.core.session_cluster import Company, Habits, SessionCluster, Users, facts_of
 from bench.sim.core.session_node import SessionNode, StepPrefill, Turn
 from bench.sim.core.shapes import ACTIVATION_BYTES, BLOCK_TOKENS
@@ -54,7 +54,7 @@ from engine_bridge.policy.routing import LoadBalance, Relieve, Sticky
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 TINY = Model("tiny", 4, 16, 16, 1, 1, 16, 10_000)
-LONG = replace(LLAMA2_13B, name="llama2-13b-32k", max_tokens=32_768)
+LONG = replace(LLAMA_13B, name="llama2-13b-32k", max_tokens=32_768)
 """With the paper's 32K of context; Meta's has 4K."""
 BLOCK_BYTES = BLOCK_TOKENS * TINY.kv_bytes_per_token
 FAST = 1e12

@@ -19,8 +19,9 @@ from engine_bridge.core.restores import (
     Sources,
     StepMoves,
 )
-from engine_bridge.policy.costs import KvBlock, LinearPrefill, Link
+from engine_bridge.policy.costs import KvBlock, Link
 from engine_bridge.policy.restore_method import FullCost, SwapOrRecompute, Way
+from tests.unit.facts import LinearPrefill
 
 from .shelf import BLOCK_TOKENS, BY_COST, SHAPE, LoadsAll, Shelf, Tiers, keys_of
 

@@ -152,4 +152,4 @@ def test_where_vllm_no_longer_tells_why_requests_wait_they_are_just_queued() -> 
     bare = SimpleNamespace(
         num_ended_tokens=0, waiting=[request("a-1"), compiling(None)], running=[], num_preempted=0
     )
-    assert Report(bare, None, None, dict, BLOCKS, 16, knows_why=False).stats().num_by_reason == {"queued": 2}
+    assert Report(bare, None, None, dict, BLOCKS, 16, False).stats().num_by_reason == {"queued": 2}

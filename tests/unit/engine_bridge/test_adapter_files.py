@@ -91,7 +91,7 @@ def contract(**changes: Any) -> ModelContract:
 def load(path: Path, model: ModelContract | None = None) -> tuple[AdapterFiles, bytearray]:
     """All the steps; raises AdapterRejected."""
     files = inspect(path, model or contract())
-    buffer = bytearray(files.data_bytes)
+    buffer = bytearray(files.num_bytes)
     read(files, memoryview(buffer))
     check_finite(files, memoryview(buffer), model or contract())
     return files, buffer
@@ -143,7 +143,7 @@ def test_inspection_tells_what_the_registry_keeps(folder: Path) -> None:
     assert files.base_model == BASE_MODEL
     assert files.notes == ()
     assert files.config["lora_alpha"] == 32
-    assert files.num_bytes == files.data_bytes == sum(2 * 16 * (i + o) for i, o in LINEARS.values())
+    assert files.num_bytes == sum(2 * 16 * (i + o) for i, o in LINEARS.values())
     assert files.signature == signature_of(folder)
 
 
@@ -557,7 +557,7 @@ def test_the_checksum_is_that_of_the_data_over_many_chunks(
     monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)
     make_adapter(folder, modules=LINEARS)
     files = inspect(folder, contract())
-    buffer = bytearray(files.data_bytes)
+    buffer = bytearray(files.num_bytes)
     crc32 = read(files, memoryview(buffer))
     data = (folder / WEIGHTS_FILE).read_bytes()[files.data_offset :]
     assert bytes(buffer) == data and crc32 == zlib.crc32(data)
@@ -569,7 +569,7 @@ def test_files_replaced_after_inspection_are_not_read(folder: Path, name: str) -
     files = inspect(folder, contract())
     other = make_adapter(folder.with_name("other"), modules=LINEARS, seed=9)
     (other / name).replace(folder / name)
-    buffer = bytearray(files.data_bytes)
+    buffer = bytearray(files.num_bytes)
     with pytest.raises(AdapterRejected) as caught:
         read(files, memoryview(buffer))
     assert caught.value.code == "changed"
@@ -601,7 +601,7 @@ def test_files_changed_while_they_are_read_are_noticed(
 
     monkeypatch.setattr(adapter_files.zlib, "crc32", checksum)
     with pytest.raises(AdapterRejected) as caught:
-        read(files, memoryview(bytearray(files.data_bytes)))
+        read(files, memoryview(bytearray(files.num_bytes)))
     assert caught.value.code == "changed"
 
 
@@ -609,7 +609,7 @@ def test_a_file_that_ends_too_early_is_corrupt(folder: Path) -> None:
     files = inspect(make_adapter(folder, modules=LINEARS), contract())
     longer = dataclasses.replace(files, num_bytes=files.num_bytes + 10)
     with pytest.raises(AdapterRejected) as caught:
-        read(longer, memoryview(bytearray(longer.data_bytes)))
+        read(longer, memoryview(bytearray(longer.num_bytes)))
     assert caught.value.code == "corrupt_file"
 
 
@@ -617,7 +617,7 @@ def test_a_file_that_is_gone_is_no_weights(folder: Path) -> None:
     files = inspect(make_adapter(folder, modules=LINEARS), contract())
     (folder / WEIGHTS_FILE).unlink()
     with pytest.raises(AdapterRejected) as caught:
-        read(files, memoryview(bytearray(files.data_bytes)))
+        read(files, memoryview(bytearray(files.num_bytes)))
     assert caught.value.code == "no_weights"
 
 
@@ -631,7 +631,7 @@ def test_a_buffer_of_the_wrong_length_is_our_own_mistake(
 ) -> None:
     files = inspect(make_adapter(folder, modules=LINEARS), contract())
     with pytest.raises(ValueError, match="buffer"):
-        step(files, memoryview(bytearray(files.data_bytes - 1)))
+        step(files, memoryview(bytearray(files.num_bytes - 1)))
 
 
 # --- finite values -------------------------------------------------------------------------------------------------------------------

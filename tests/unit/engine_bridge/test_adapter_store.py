@@ -46,7 +46,7 @@ def keep(store: AdapterStore, contents: Contents) -> Path:
 
 def test_contents_are_told_without_a_model_as_a_node_tells_them_with_one(source: Path) -> None:
     files = inspect(source, contract())
-    buffer = memoryview(bytearray(files.data_bytes))
+    buffer = memoryview(bytearray(files.num_bytes))
     crc32 = read(files, buffer)
     contents = contents_of(source)
     assert contents.content_hash == content_hash(files, buffer)

@@ -287,12 +287,13 @@ def test_memory_is_bounded_whatever_comes() -> None:
     for at in range(1000):
         predictor.observe(features(session=f"s{at}", adapter=f"a{at}", tenant=f"t{at}"), at)
     assert len(predictor) == 100
-    assert len(predictor._sessions) == len(predictor._adapters) == len(predictor._tenants) == 10
-    assert predictor._sessions.get("t999/s999") is not None and predictor._sessions.get("t0/s0") is None
+    kept, sessions = predictor._histories, predictor._histories["session"]
+    assert len(sessions) == len(kept["adapter"]) == len(kept["tenant"]) == 10
+    assert sessions.get("t999/s999") is not None and sessions.get("t0/s0") is None
     assert len(predictor._all) <= 512
     for _ in range(200):
         predictor.observe(features(session="one"), 7)
-    one = predictor._sessions.get("one")
+    one = sessions.get("one")
     assert one is not None and len(one) == 8
 
 

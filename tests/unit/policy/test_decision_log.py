@@ -333,7 +333,8 @@ def test_a_refit_at_once_is_replayed() -> None:
     driven = Driven(policy)
     for at in range(6):
         driven.arrive(weighted_size=at / 10, size_tokens=400)
-    policy.refit(Lanes.around([0.1, 0.9]), [300, 700], Halves(driven.all))
+    policy.begin_refit(Lanes.around([0.1, 0.9]), [300, 700], Halves(driven.all))
+    assert policy.advance_refit(6)
     assert isinstance(policy.policy, Mlq) and policy.policy.num_waiting() == (6, 0)
     assert driven.step(1.0).request_ids == ("r0", "r1"), (
         "two of the small ones, with what the other lane lends"

@@ -36,20 +36,9 @@ def test_an_urgent_request_stays_whatever_its_fairness() -> None:
         (Way.SWAP, 1.0, True),
         (Way.SWAP, MAX_REGRET * 0.9, True),
         (Way.SWAP, MAX_REGRET * 1.1, False),
-        (Way.SWAP, None, False),
         (Way.RECOMPUTE, 0.9 / MAX_REGRET, False),
         (Way.RECOMPUTE, 0.9, True),
     ],
 )
-def test_a_way_is_left_once_the_other_is_much_faster(way: Way, swap_s: float | None, is_right: bool) -> None:
-    expected_s = min(1.0, swap_s) if swap_s is not None else 1.0
-    now = LossDecision(
-        way=way,
-        expected_s=expected_s,
-        swap_s=swap_s,
-        recompute_s=1.0,
-        num_recompute_tokens=0,
-        num_out_blocks=0,
-        reason="",
-    )
-    assert is_still_right(way, now) is is_right
+def test_a_way_is_left_once_the_other_is_much_faster(way: Way, swap_s: float, is_right: bool) -> None:
+    assert is_still_right(way, LossDecision(way, swap_s, recompute_s=1.0)) is is_right

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from engine_bridge.policy.fairness import fair_priority, starts_swapped
 from engine_bridge.policy.lanes import Lanes
 from engine_bridge.policy.mlq import Mlq
 from engine_bridge.policy.mlq_decision import MlqSettings, earliest_start_s
-from engine_bridge.policy.queue import Decision, QueuePolicy, Room, Running, Waiting
+from engine_bridge.policy.queue import Decision, LanedPolicy, QueuePolicy, Room, Running, Waiting
 from engine_bridge.policy.registry import POLICIES
 from tests.unit.facts import running_facts, waiting_facts
 
@@ -46,8 +46,16 @@ def mlq(lanes: Lanes = TWO_LANES, quotas: tuple[int, ...] = (500, 500), **fields
         policy.arrived(request(f"past{at}"), NOW)
         policy.admitted(f"past{at}", NOW)
         policy.ended(f"past{at}")
-    policy.refit(lanes, quotas)
+    refit(policy, lanes, quotas)
     return policy
+
+
+def refit(
+    policy: LanedPolicy, lanes: Lanes, quotas: Sequence[int], sizes: Mapping[str, float] | None = None
+) -> None:
+    """All at once."""
+    policy.begin_refit(lanes, quotas, sizes)
+    policy.advance_refit(sum(policy.num_waiting()))
 
 
 def decide(
@@ -245,7 +253,7 @@ def test_what_ran_before_a_new_fit_comes_back_after_it() -> None:
     policy = mlq()
     decide(policy, [request("a", weighted_size=0.9, size_tokens=300), request("b", weighted_size=0.6)])
     policy.admitted("a", NOW)
-    policy.refit(FOUR_LANES, (250, 250, 250, 250), {"b": 0.35})
+    refit(policy, FOUR_LANES, (250, 250, 250, 250), {"b": 0.35})
     assert (policy.lane_of("a"), policy.lane_of("b"), policy.lane_of("nobody")) == (3, 1, None)
     assert policy.ledger.used == (0, 0, 0, 300)
     assert policy.num_waiting() == (0, 1, 0, 0)
@@ -254,7 +262,7 @@ def test_what_ran_before_a_new_fit_comes_back_after_it() -> None:
     policy.check_invariants()
     assert policy.ledger.num_used == sum(policy.num_waiting()) == 0
     with pytest.raises(ValueError, match="quota"):
-        policy.refit(FOUR_LANES, (1, 2))
+        refit(policy, FOUR_LANES, (1, 2))
 
 
 class EverySecond(Mapping[str, float]):
@@ -910,7 +918,7 @@ class MlqMachine(RuleBasedStateMachine):
     @rule(num=st.integers(0, 4))
     def place(self, num: int) -> None:
         if self.policy.advance_refit(num) and self.fitted:
-            self.twin.refit(*self.fitted)
+            refit(self.twin, *self.fitted)
             self.fitted = None
 
     @invariant()
@@ -1130,7 +1138,7 @@ def tight(policy: QueuePolicy) -> Engine:
 
 def new_mlq() -> Mlq:
     policy = Mlq(1280, MlqSettings(max_wait_s=5.0, aging_s=2.0, squash_share=0.5))
-    policy.refit(FOUR_LANES, (320, 320, 320, 320))
+    refit(policy, FOUR_LANES, (320, 320, 320, 320))
     return policy
 
 
@@ -1194,7 +1202,7 @@ def stream(wrong: float) -> list[Job]:
 @pytest.mark.parametrize("lanes", [FOUR_LANES, Lanes.around([0.5])])
 def test_a_stream_of_small_ones_does_not_starve_a_large_one(wrong: float, lanes: Lanes) -> None:
     policy = Mlq(1280, MlqSettings(max_wait_s=20.0, aging_s=5.0))
-    policy.refit(lanes, (1280 // lanes.num_lanes,) * lanes.num_lanes)
+    refit(policy, lanes, (1280 // lanes.num_lanes,) * lanes.num_lanes)
     jobs = stream(wrong)
     run(tight(policy), jobs)
     assert jobs[0].started_s is not None
@@ -1280,7 +1288,7 @@ def test_a_decision_looks_at_few_of_those_who_wait(name: str) -> None:
     rng = random.Random(1)
     policy = POLICIES[name](10_000)
     if isinstance(policy, Mlq):
-        policy.refit(FOUR_LANES, (2500,) * 4)
+        refit(policy, FOUR_LANES, (2500,) * 4)
     waiting = {}
     for at in range(1000):
         facts = request(
@@ -1311,7 +1319,7 @@ def test_a_decision_looks_at_few_of_those_who_wait(name: str) -> None:
 
 def mlq_with(*waiting: Waiting, lanes: Lanes = TWO_LANES) -> tuple[Mlq, dict[str, Waiting]]:
     policy = Mlq(10_000)
-    policy.refit(lanes, [10_000 // lanes.num_lanes] * lanes.num_lanes)
+    refit(policy, lanes, [10_000 // lanes.num_lanes] * lanes.num_lanes)
     for each in waiting:
         policy.arrived(each, NOW)
     return policy, {each.request_id: each for each in waiting}
