@@ -58,7 +58,9 @@ async def test_a_title_waits_until_no_answer_is_written(gateways: Gateways, node
         while not other.done():
             state = await node.engine_state(tenant_of("local"), 50)
             requests = [*state.waiting, *state.running]
-            is_named |= any(request.request_id.startswith("title-") for request in requests)
+            # Its client may not have read all of it yet when the engine is done with it.
+            is_title = [request.request_id.startswith("title-") for request in requests]
+            is_named |= any(is_title) and not all(is_title)
             await asyncio.sleep(0.02)
         await other
         assert not is_named, "beside an answer that is written no title is asked for"
