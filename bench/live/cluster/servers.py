@@ -5,24 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 import orjson
 import psutil
 
 from bench.live.models import ModelShape, model_folder
-from bench.live.peers.client import QUIET_OPENMP, ROOT
-from bench.live.soak.server import HOST, free_port
+from bench.live.peers.client import QUIET_OPENMP
+from bench.live.report import ROOT
+from bench.live.serving import ServerProcess
+from bench.live.soak.server import free_port
 from overture_client import nodes
 
-START_TIMEOUT_S, CLOSE_TIMEOUT_S = 300.0, 60.0
+START_TIMEOUT_S = 300.0
 MODEL = "cluster-bench"
 SHAPE = ModelShape(max_model_len=4096)
 # A node's memory in tokens is what sessions are counted by: some 10,900 on the device, as many in host memory. No disk: it would hold everything.
@@ -31,7 +30,7 @@ MEMORY_GIB = 0.25
 SMALL = "--max-num-seqs 16 --max-loras 1 --max-lora-rank 8 --adapter-host-gib 0.125".split()
 
 
-class Server:
+class Server(ServerProcess):
     """One gateway of this checkout, until the block ends.
 
     Args:
@@ -39,10 +38,8 @@ class Server:
     """
 
     def __init__(self, name: str, folder: Path, num_nodes: int, flags: tuple[str, ...] = ()) -> None:
-        self.name, self.num_nodes, self.port = name, num_nodes, free_port()
-        self.url = f"http://{HOST}:{self.port}"
-        self.log = folder / f"{name}.log"
-        command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(self.port)]
+        self.name, self.num_nodes, port = name, num_nodes, free_port()
+        command = [sys.executable, "-m", "gateway.cli", "serve", "--port", str(port)]
         command += ["--model", str(model_folder(SHAPE)), "--served-model-name", MODEL, "--dtype", SHAPE.dtype]
         command += ["--max-model-len", str(SHAPE.max_model_len), "--data-dir", str(folder / name)]
         # What is said is a machine's: nodes share it.
@@ -50,28 +47,8 @@ class Server:
         command += ["--kv-cache-gib", memory_gib, "--kv-host-gib", memory_gib, "--kv-disk-gib", "0"]
         command += SMALL
         command += ["--nodes", str(num_nodes), *flags] if num_nodes > 1 else flags
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                env=os.environ | QUIET_OPENMP | {"PYTHONPATH": str(ROOT)},
-                start_new_session=True,  # Ctrl-C is the bench's to handle
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        environ = os.environ | QUIET_OPENMP | {"PYTHONPATH": str(ROOT)}
+        super().__init__(command, port, folder / f"{name}.log", ROOT, environ)
 
     async def until_ready(self, http: aiohttp.ClientSession) -> None:
         """All nodes. Raises RuntimeError."""
@@ -82,7 +59,7 @@ class Server:
                 if states.count("ready") == self.num_nodes:
                     return
             await asyncio.sleep(0.2)
-        raise RuntimeError(f"{self.name} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
+        raise RuntimeError(f"{self.name} did not start:\n{self._log.read_text(errors='replace')[-3000:]}")
 
     async def nodes(self, http: aiohttp.ClientSession) -> list[dict[str, Any]]:
         """As `GET /v1/nodes` has them; none while nobody answers there."""
