@@ -47,8 +47,8 @@ SETTLE_S = 0.1
 # What a node says of its speed is believed once its steps differ from it by no more than such a share. Before, it says what it guesses, and one that
 # guesses itself slow would never be sent anything that could tell (seen). Chosen: a node that has measured nothing says 1, on a busy machine 0.5.
 MAX_ERROR = 0.75
-# A request that nothing announced leaves its KV where staying costs over twice as much as going elsewhere. Chosen in virtual time: it moves nothing
-# where nodes are about even, and all that a node has too much of when another joins (docs/decisions/0014).
+# A request that nothing announced leaves its KV where staying costs over twice as much as going elsewhere. Chosen in virtual time: hardly anything
+# moves where nodes are about even, and much of what a node has too much of when another joins (docs/decisions/0014).
 UNANNOUNCED_INERTIA = 1.0
 # Sessions that are remembered, some 500 bytes each; those that were not heard of for longest go. Chosen.
 MAX_SESSIONS = 100_000
@@ -87,7 +87,7 @@ def doors_of(name: str, nodes: Sequence[NodeFacts]) -> Doors:
 
 
 def loyal(settings: Settings) -> Overture:
-    """For what nobody announced: at home, unless that is overloaded."""
+    """For what nobody announced: at home, unless that is overloaded or only other nodes have memory for it."""
     return Overture(settings, inertia=UNANNOUNCED_INERTIA)
 
 
