@@ -125,13 +125,16 @@ async def test_a_moved_session_goes_on_with_its_peers_kv_token_for_token(pair: P
 
 async def test_nobody_meets_another_tenants_kv_by_way_of_a_peer(pair: Pair) -> None:
     prompt = await begun_at_home(pair, "private")
-    _, kv = await generate(pair.away, prompt, "private", tenant="t", kv_from=pair.home.peer_address)
-    assert kv.peer == 0 and kv.recomputed == len(prompt)
     async with asyncio.timeout(60):
-        # On a busy machine the answer is there before the peer's reply: nobody waits for it longer than computing takes.
-        while not pair.figures().misses:
-            await asyncio.sleep(0.02)
-    assert pair.figures().misses == {"absent": 1}
+        for number in itertools.count():
+            _, kv = await generate(
+                pair.away, prompt, "private", tenant=f"t{number}", kv_from=pair.home.peer_address
+            )
+            assert kv.peer == 0 and kv.recomputed == len(prompt)
+            # Where the answer is there before the peer's reply, as on a busy machine, the question is given up.
+            if pair.figures().misses:
+                break
+    assert set(pair.figures().misses) == {"absent"}
 
 
 async def test_an_advisory_brings_a_peers_kv_to_the_device(pair: Pair) -> None:
