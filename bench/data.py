@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "shared/data"
@@ -10,6 +11,14 @@ AZURE = FOLDER / "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.zst"
 MOONCAKE = FOLDER / "mooncake/conversation_trace.jsonl.zst"
 MT_BENCH = FOLDER / "sharegpt_multiturn/mtbench101.jsonl.zst"
 OASST = FOLDER / "sharegpt_multiturn/oasst_en_100_tree.jsonl.zst"
+
+
+def are_recorded(*paths: Path) -> bool:
+    """Whether all of these lie there; says which do not, as what is drawn in their place gives other figures."""
+    missing = [path for path in paths if not path.exists()]
+    for path in missing:
+        print(f"{path.name} is not there: what is drawn in its place gives other figures", file=sys.stderr)
+    return not missing
 
 
 def lines_of(path: Path) -> list[str]:

@@ -4,7 +4,7 @@
 
 Loads are shares of what vLLM's own queue answers of the same requests. Traces: Azure's conversations with their arrivals, Mooncake's conversations
 with theirs and prompts a tenth as long, and a synthetic one whose lengths have a heavy tail; each without adapters and with 50 adapters on 16 slots.
-Where the recorded traces are missing, lengths are drawn between Azure's quantiles. Device: an A40 with Llama-2-7B. Four predictions of
+Where the recorded ones are missing (`is_recorded`), lengths are drawn between Azure's quantiles. Device: an A40 with Llama-2-7B. Four predictions of
 five are right. TTFT counts from arrival to first token, latency to the last one, in virtual seconds.
 
 Orders: `vllm`, its own queue; `mlq`; `bounded` with each `--share` of the longest wait (0.8, 0.9 and 1 unless told), which gives the frontier.
@@ -34,7 +34,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.data import AZURE, FOLDER, MOONCAKE, lines_of
+from bench.data import AZURE, FOLDER, MOONCAKE, are_recorded, lines_of
 from bench.emulated.adapters import AdapterMemory
 from bench.emulated.node import EmulatedNode, Engine, Job
 from bench.emulated.trace import play_on_node
@@ -111,11 +111,19 @@ def _heavy_tail(seed: int, num: int = 20_000) -> list[Row]:
     ]
 
 
+def files(folder: Path) -> dict[str, Path]:
+    """Where the recorded traces would be."""
+    return {
+        "azure": folder / AZURE.relative_to(FOLDER),
+        "mooncake": folder / MOONCAKE.relative_to(FOLDER),
+    }
+
+
 @cache
 def rows_of(trace: str, folder: Path) -> list[Row]:
-    path = {"azure": AZURE, "mooncake": MOONCAKE}.get(trace)
-    if path is not None and (own := folder / path.relative_to(FOLDER)).exists():
-        found = (_azure if trace == "azure" else _mooncake)(own)
+    path = files(folder).get(trace)
+    if path is not None and path.exists():
+        found = (_azure if trace == "azure" else _mooncake)(path)
     elif trace == "heavy tail":
         found = _heavy_tail(0)
     else:
@@ -313,7 +321,7 @@ def _rows(
 
 
 def run(args: argparse.Namespace) -> None:
-    began = Progress()
+    began, is_recorded = Progress(), are_recorded(*files(args.data).values())
     orders = ["mlq", *(f"bounded {share:g}" for share in args.share or SHARES)]
     with Workers(args.jobs) as workers:
         rows = _rows(args, orders, workers, began)
@@ -324,6 +332,7 @@ def run(args: argparse.Namespace) -> None:
     result = {
         "bench": "emulated-order",
         "seed": args.seed,
+        "is_recorded": is_recorded,
         "mlq_p99_vs_vllm_worst": mlq["p99_vs_vllm_worst"],
         "mlq_p50_change_at_1.2": mlq["p50_change_at_1_2"],
         "worst_class_change": mlq["worst_class_change"],

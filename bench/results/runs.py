@@ -68,7 +68,8 @@ def load(folder: Path = FOLDER) -> dict[str, Run]:
 def keep(name: str, command: Sequence[str], folder: Path = FOLDER) -> Run:
     """Run the command, pass its output through, and write its last line with the facts beside it into `folder`.
 
-    `python` is the interpreter that runs this. Raises RunError, and writes nothing, if the command fails or its last line is no JSON object.
+    `python` is the interpreter that runs this. Raises RunError, and writes nothing, if the command fails, its last line is no JSON object, or
+    it says with `is_recorded` that it had to do without recorded data.
     """
     if not NAME.fullmatch(name):
         raise RunError(
@@ -78,6 +79,8 @@ def keep(name: str, command: Sequence[str], folder: Path = FOLDER) -> Run:
     del where["commit"]
     date, began = f"{datetime.now(UTC):%Y-%m-%d %H:%M}", time.perf_counter()
     result = last_line(command)
+    if result.get("is_recorded") is False:
+        raise RunError("recorded data were missing, see above; nothing is kept")
     run = Run(name, shown(command), commit, date, where, round(time.perf_counter() - began, 1), result)
     (folder / f"{name}.json").write_text(run.text())
     return run

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.data import MOONCAKE, lines_of
+from bench.data import MOONCAKE, are_recorded, lines_of
 from bench.live.report import report
 from kvtiers.io.io_thread import IoThread
 from kvtiers.io.records import Record
@@ -439,7 +439,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rng = random.Random(args.seed)
-    is_recorded = args.trace.exists()
+    is_recorded = are_recorded(args.trace)
     requests = requests_of(read_trace(args.trace) if is_recorded else generate(rng), rng)
     chosen = [0] if args.quick else [int(node) for node in args.nodes.split(",")]
     nodes = [[request for request in requests if node_of(request) == node] for node in chosen]
@@ -453,6 +453,7 @@ def main() -> None:
     result = {
         "bench": "host_tier",
         "trace": args.trace.name if is_recorded else "generated",
+        "is_recorded": is_recorded,
         "seed": args.seed,
         "nodes": chosen,
         "num_requests": sum(map(len, nodes)),

@@ -348,6 +348,7 @@ def test_keep_passes_output_through_and_writes_the_last_line_with_the_facts(
     ("code", "why"),
     [
         ("print('{}'); raise SystemExit(3)", "exit status 3"),
+        ("print('{\"is_recorded\": false}')", "recorded data were missing"),
         ("print('{}'); print('done')", "no JSON object"),
         ("print('[1]')", "no JSON object"),
         ("", "no JSON object"),
