@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec import Struct
 
 from engine_bridge.cluster.placement import Placement
-from engine_bridge.cluster.process import SILENT_S
+from engine_bridge.cluster.process import SILENT_S, STARTING_SILENT_S
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.silence import Silence
 from engine_bridge.cluster.wire import NodeReport
@@ -127,7 +127,8 @@ class Members:
                 self.look()
                 for node_id, member in self._members.items():
                     silent_s = self._silence.seconds(member.node.reported_s, loop.time())
-                    if member.node.is_up and silent_s > SILENT_S:
+                    patience_s = STARTING_SILENT_S if member.node.is_starting else SILENT_S
+                    if member.node.is_up and silent_s > patience_s:
                         log.error(
                             "node %s has said nothing for %.0f s: its answers are ended", node_id, silent_s
                         )

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from engine_bridge.cluster.host import Place
 from engine_bridge.cluster.link import Link
-from engine_bridge.cluster.process import LOOK_EVERY_S, SILENT_S
+from engine_bridge.cluster.process import LOOK_EVERY_S, SILENT_S, STARTING_SILENT_S
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.wire import NodeReport
 from engine_bridge.node import Progress
@@ -144,15 +144,16 @@ class PlacedNode(RemoteNode):
         self.attach(link)
         self._note_ready()
         self._on_change()
-        num_quiet = 0
+        num_quiet, patience_s = 0, STARTING_SILENT_S
         # A little less than the router gives it, which only ends its answers.
-        while not lost.is_set() and (num_quiet + 1) * LOOK_EVERY_S < SILENT_S:
+        while not lost.is_set() and (num_quiet + 1) * LOOK_EVERY_S < patience_s:
             before_s = link.reported_s
             with suppress(TimeoutError):
                 await asyncio.wait_for(lost.wait(), LOOK_EVERY_S)
             # Looks are counted, not seconds: where this loop itself stood still, that is no silence of the node's.
             num_quiet = num_quiet + 1 if link.reported_s == before_s else 0
-        if num_quiet * LOOK_EVERY_S >= SILENT_S / 2:
-            log.error("%s has said nothing for %.0f s: its process is killed", self.node_id, SILENT_S)
+            patience_s = STARTING_SILENT_S if self.is_starting else SILENT_S
+        if num_quiet * LOOK_EVERY_S >= patience_s / 2:
+            log.error("%s has said nothing for %.0f s: its process is killed", self.node_id, patience_s)
             self._on_silent(self.node_id)
         self._since_s = time.monotonic()

@@ -23,8 +23,10 @@ from engine_bridge.node import Progress
 
 log = logging.getLogger(__name__)
 
-# A child that has said nothing for so long is killed: it is stopped, or its loop is. Chosen: 60 reports; importing vLLM takes it several.
+# A child that has said nothing for so long is killed: it is stopped, or its loop is. Chosen: 60 reports.
 SILENT_S = 15.0
+# The same while it starts: importing torch and vLLM from a slow disk, or beside others' work, lets it say nothing for tens of seconds. Chosen.
+STARTING_SILENT_S = 120.0
 # Between two starts after a crash: the first at once, then twice as long each time that the child did not live for HEALTHY_S. Chosen.
 FIRST_PAUSE_S, MOST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
 # After the child was asked to end: its KV goes to disk meanwhile.
@@ -172,7 +174,7 @@ class ProcessNode(RemoteNode):
             self._note_start(link)
             silence.look(loop.time())
             silent_s = silence.seconds(link.reported_s, loop.time())
-            if silent_s > SILENT_S:
+            if silent_s > (STARTING_SILENT_S if self.is_starting else SILENT_S):
                 log.error("the engine's process has said nothing for %.0f s: it is killed", silent_s)
                 self._kill()
                 return

@@ -137,6 +137,11 @@ class RemoteNode:
         return self._link is not None and self._link.is_up
 
     @property
+    def is_starting(self) -> bool:
+        """Whether it has yet to say that its engine is there: importing what that needs may keep it from saying anything."""
+        return not self.is_up or self._report is None or self._report.progress.state == "starting"
+
+    @property
     def incarnation(self) -> str:
         """Another one after each start of the node's process; "" while it is away."""
         return self._link.incarnation if self._link is not None and self._link.is_up else ""

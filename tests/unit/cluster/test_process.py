@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from engine_bridge.cluster import process
 from engine_bridge.cluster.child import serve
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.node import ChatMessage, GenerateRequest, RequestId
@@ -51,6 +52,25 @@ async def test_a_node_whose_process_has_died_does_not_say_that_it_is_ready() -> 
         while node.progress.state != "ready":
             await asyncio.sleep(0.05)
         assert await answer_of(node)
+        await node.close()
+
+
+async def test_a_process_may_say_nothing_for_longer_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it imports then may be gigabytes on a slow disk."""
+    node = ProcessNode([sys.executable, "-m", __name__], b"", "fake-model")
+    monkeypatch.setattr(process, "SILENT_S", 0.2)
+    async with asyncio.timeout(4 * PATIENCE_S):
+        await node.start()
+        monkeypatch.undo()
+        before = node.incarnation
+        os.kill(int(await answer_of(node)), signal.SIGSTOP)
+        monkeypatch.setattr(process, "SILENT_S", 1.0)
+        while node.is_up:
+            await asyncio.sleep(0.05)
+        monkeypatch.undo()
+        while node.progress.state != "ready":
+            await asyncio.sleep(0.05)
+        assert node.incarnation != before
         await node.close()
 
 
