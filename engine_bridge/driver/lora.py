@@ -24,10 +24,10 @@ those of the same request alone. Measured with torch 2.13 on an AVX-512 Xeon wit
 * its rows are bit-identical for every number of rows from two up: expands in all shapes tried, shrinks up to an inner
   dimension of 768 (1 and 2 threads). One row alone goes to a GEMV with another order of summation; on an AMD EPYC with AVX-512
   MKL takes another kernel below four rows; with two threads it also deals rows out in fours, so that of 5 to 7 and of 9 to 11 rows the
-  last one to three come out of that other kernel (4 to 48 rows tried). So those counts are filled up with repetitions
-  (`filled`, `lora_rows.plan_rows`). From inner dimensions of 896 on, MKL on an Intel Xeon cuts the sums of many rows in two; `shrink` keeps it from
-  that where one thread computes. On several, MKL splits them over the threads, depending on the row count; then the last
-  fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
+  last one to three come out of that other kernel (4 to 48 rows tried). So few rows are computed by loops of our own where these have the same
+  bits (`few_rows`), else they are filled up with repetitions (`SlotWeights.add_to`). From inner dimensions of 896 on, MKL on an Intel Xeon cuts the
+  sums of many rows in two; `shrink` keeps it from that where one thread computes. On several, MKL splits them over the threads, depending on the
+  row count; then the last fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
   threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces takes 27 and is not exact;
 * without AVX-512 MKL takes rows in sixes, and what is left of them, by kernels of their own (seen with MKL_ENABLE_INSTRUCTIONS=AVX2): there the
   last bits may hang on companions. We leave that, too: base weights' products do the same there;
@@ -47,7 +47,7 @@ from typing import Any
 import torch
 
 from engine_bridge.driver.lora_rows import NO_ADAPTER, RowBlock, plan_rows
-from engine_bridge.driver.lora_weights import Pending, SlotWeights, pack_slot
+from engine_bridge.driver.lora_weights import FEW_ROWS, Pending, SlotWeights, pack_slot
 from engine_bridge.driver.vllm_api import BaseLayerWithLoRA, PunicaWrapperCPU, current_platform, model_manager
 from engine_bridge.errors import SeamMoved
 
@@ -89,6 +89,9 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any
     ):
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        from engine_bridge.driver.few_rows import few_rows  # numba and 120 MB, on a CPU only
+
+        self.make_few = few_rows
         self._token_blocks: tuple[RowBlock, ...] = ()
         self._sampler_blocks: tuple[RowBlock, ...] = ()
         self._packs: dict[int, list[SlotWeights | Pending | None]] = {}
@@ -123,7 +126,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
                 b_views = [b[index, 0] for b in b_slices]
                 parts = _a_slices(layer, index), b_views, _ranks(lora_a, b_views)
             storage = old.storage if isinstance(old, SlotWeights) else None
-            packs[index] = pack_slot(*parts, storage)
+            packs[index] = pack_slot(*parts, storage, self.make_few)
 
         layer.set_lora, layer.reset_lora = set_and_pack, reset_and_forget
         self._packs[b_slices[0].data_ptr()] = packs
@@ -177,13 +180,18 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
             weights = [packs[slot] if slot != NO_ADAPTER else None for slot in block.slots]
             if not any(weights):
                 continue
-            y_rows, x_rows = block.read(y), block.read(x)
-            for weight, y_part, x_part in zip(
-                weights, y_rows.split(block.sizes), x_rows.split(block.sizes), strict=True
-            ):
-                if weight is not None:
-                    with _threads_for(x_part.size(0)):
-                        weight.add_to(y_part, x_part, scale)
+            y_rows, x_rows = block.read(y).contiguous(), block.read(x).contiguous()
+            y_array, x_array = y_rows.numpy(), x_rows.numpy()
+            stop = 0
+            for weight, size in zip(weights, block.sizes, strict=True):
+                first, stop = stop, stop + size
+                if weight is None:
+                    continue
+                if size <= FEW_ROWS and isinstance(weight, SlotWeights) and weight.few is not None:
+                    weight.few.add(y_array, x_array, first, stop, scale)
+                    continue
+                with _threads_for(size):
+                    weight.add_to(y_rows[first:stop], x_rows[first:stop], scale)
             block.write(y, y_rows)
 
     def add_lora_linear(

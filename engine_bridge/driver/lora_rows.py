@@ -11,8 +11,6 @@ from itertools import groupby
 
 import torch
 
-from engine_bridge.driver.gemm import filled
-
 NO_ADAPTER = -1
 
 # Runs of one adapter shorter than this are sorted together with their neighbours; longer ones are computed where they lie.
@@ -78,8 +76,7 @@ def _plan_stretch(runs: list[tuple[int, int, int]]) -> list[RowBlock]:
         return []
     runs = runs[with_adapter[0] : with_adapter[-1] + 1]
     used = [slot for slot, _, _ in runs if slot != NO_ADAPTER]
-    sizes = [stop - start for slot, start, stop in runs if slot != NO_ADAPTER]
-    if len(set(used)) == len(used) and all(filled(size) == size for size in sizes):
+    if len(set(used)) == len(used):
         return [
             RowBlock(
                 runs[0][1],
@@ -91,14 +88,11 @@ def _plan_stretch(runs: list[tuple[int, int, int]]) -> list[RowBlock]:
 
 
 def _sorted_block(runs: list[tuple[int, int, int]]) -> RowBlock:
-    """Gather the rows of each adapter; where they are few the last one is listed again (`filled`)."""
+    """Gather the rows of each adapter."""
     first = runs[0][1]
     rows_of: dict[int, list[int]] = {}
     for slot, start, stop in runs:
         rows_of.setdefault(slot, []).extend(range(start - first, stop - first))
-    for slot, rows in rows_of.items():
-        if slot != NO_ADAPTER:
-            rows_of[slot] = rows + rows[-1:] * (filled(len(rows)) - len(rows))
     order = [row for rows in rows_of.values() for row in rows]
     inverse = [order.index(row) for row in range(runs[-1][2] - first)]
     sizes = tuple(len(rows) for rows in rows_of.values())

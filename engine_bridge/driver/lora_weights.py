@@ -5,15 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engine_bridge.driver.gemm import shrink
+from engine_bridge.driver.gemm import filled, shrink
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.few_rows import FewRows
 
 # Up to this size the B matrices of a fused layer (q, k, v) become one block-diagonal matrix and one GEMM: the zeros cost less
 # than two launches. Measured, 2048 columns: rank 16 (384 KiB) 15 µs against 44, rank 32 (768 KiB) 67 against 54.
 BLOCK_DIAGONAL_BYTES = 512 * 1024
+# Up to so many rows `SlotWeights.few` is faster than MKL. Measured on one core, 768 columns: with four rows it takes 0.5 to 0.9 of its time.
+FEW_ROWS = 6
+# A has no fewer columns, the last ones zeros: MKL adds up the products for fewer in another order, which `few_rows` does not have.
+MIN_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +40,26 @@ class SlotWeights:
 
     `a` is `[in, sum of the slices' ranks]`: one GEMM shrinks for q, k and v together. None for embeddings, where vLLM looks A
     up itself. `storage` holds all of it and is used again by the slot's next adapter if that is not much smaller, because fresh pages cost more than
-    the copy.
+    the copy. `few`: what computes few rows, None where MKL does.
     """
 
     a: torch.Tensor | None
     expands: tuple[Expand, ...]
     storage: torch.Tensor
+    few: FewRows | None = None
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
         """Add the adapter's delta for fp32 rows `x` to fp32 rows `y`. Embeddings pass A's rows, padded to the maximum rank."""
+        num_rows, num_filled = x.size(0), filled(x.size(0))
+        if num_filled == num_rows:
+            self._add_to(y, x, scale)
+            return
+        rows = torch.arange(num_filled).clamp_(max=num_rows - 1)
+        more = y.index_select(0, rows)
+        self._add_to(more, x.index_select(0, rows), scale)
+        y.copy_(more[:num_rows])
+
+    def _add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
         h = x if self.a is None else shrink(x, self.a, torch.get_num_threads())
         if scale != 1.0:
             h = h * scale
@@ -51,6 +69,7 @@ class SlotWeights:
             y_part.addmm_(h_part, part.b)
 
 
+MakeFew = Callable[..., "FewRows | None"]
 # Adds a layer's delta for fp32 rows x, scaled, to fp32 rows y: (y, x, scale). False: it did not.
 Compute = Callable[[torch.Tensor, torch.Tensor, float], bool]
 
@@ -100,6 +119,7 @@ def pack_slot(
     b_slices: Sequence[torch.Tensor],
     ranks: Sequence[int],
     storage: torch.Tensor | None = None,
+    make_few: MakeFew | None = None,
 ) -> SlotWeights | None:
     """Lay out one adapter's weights in one layer.
 
@@ -108,28 +128,57 @@ def pack_slot(
         b_slices: per slice `[out, max rank]`, in the order of the layer's output columns.
         ranks: true rank per slice; 0 where the adapter does not touch the slice.
         storage: fp32 memory to use if its size suits; whatever lay there is overwritten.
+        make_few: `few_rows.few_rows`, where few rows are computed often; it brings numba along.
 
     Returns None if the adapter does not touch the layer.
     """
     total = sum(ranks)
     if total == 0:
         return None
-    width = sum(b.size(0) for b in b_slices)
-    is_one_matrix = len(ranks) == 1 or 4 * total * width <= BLOCK_DIAGONAL_BYTES
+    is_one_matrix = len(ranks) == 1 or 4 * total * sum(b.size(0) for b in b_slices) <= BLOCK_DIAGONAL_BYTES
     num_in = a_slices[0].size(1) if a_slices is not None else 0
-    num_b = (
-        total * width if is_one_matrix else sum(r * b.size(0) for r, b in zip(ranks, b_slices, strict=True))
-    )
-    num_all = total * num_in + num_b
+    num_columns = max(total, MIN_COLUMNS)
+    parts, num_all = _parts_of_b(num_in * num_columns, b_slices, ranks, is_one_matrix)
     # Twice as much as is needed would be kept for nothing.
     if storage is None or not num_all <= storage.numel() <= 2 * num_all:
         storage = torch.empty(num_all, dtype=torch.float32)
     a = None
     if a_slices is not None:
-        a = storage[: total * num_in].view(num_in, total)
+        a = storage[: num_in * num_columns].view(num_in, num_columns)
         _fill_a(a, a_slices, ranks)
-    expands = _fill_b(storage[total * num_in : total * num_in + num_b], b_slices, ranks, is_one_matrix)
-    return SlotWeights(a, expands, storage)
+    expands = _fill_b(storage, parts, b_slices, ranks, is_one_matrix)
+    few = None
+    if a is not None and make_few is not None:
+        products = [tuple(part.b.shape) for part in expands]
+        few = make_few(
+            storage, num_in, num_columns, [each for each in parts if each.high > each.low], products
+        )
+    return SlotWeights(a, expands, storage, few)
+
+
+class _Part(NamedTuple):
+    """A slice's B in the storage: element `(k, j)` is at `start + k * stride + j`; the rest as in `Expand`."""
+
+    start: int
+    stride: int
+    low: int
+    high: int
+    left: int
+    right: int
+
+
+def _parts_of_b(
+    start: int, b_slices: Sequence[torch.Tensor], ranks: Sequence[int], is_one_matrix: bool
+) -> tuple[list[_Part], int]:
+    """One for each slice, also for those of rank 0, and where the storage ends."""
+    total, width = sum(ranks), sum(b.size(0) for b in b_slices)
+    parts, low, left, at = [], 0, 0, start
+    for b, rank in zip(b_slices, ranks, strict=True):
+        num_out = b.size(0)
+        own, stride = (start + low * width + left, width) if is_one_matrix else (at, num_out)
+        parts.append(_Part(own, stride, low, low + rank, left, left + num_out))
+        low, left, at = low + rank, left + num_out, at + rank * num_out
+    return parts, start + total * width if is_one_matrix else at
 
 
 def _fill_a(a: torch.Tensor, a_slices: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
@@ -137,27 +186,23 @@ def _fill_a(a: torch.Tensor, a_slices: Sequence[torch.Tensor], ranks: Sequence[i
     for part, rank in zip(a_slices, ranks, strict=True):
         a[:, low : low + rank].copy_(part[:rank].t())
         low += rank
+    a[:, low:].zero_()
 
 
 def _fill_b(
-    memory: torch.Tensor, b_slices: Sequence[torch.Tensor], ranks: Sequence[int], is_one_matrix: bool
+    storage: torch.Tensor,
+    parts: Sequence[_Part],
+    b_slices: Sequence[torch.Tensor],
+    ranks: Sequence[int],
+    is_one_matrix: bool,
 ) -> tuple[Expand, ...]:
     """Write the B matrices: one block-diagonal matrix, or one after the other."""
-    total, width = sum(ranks), sum(b.size(0) for b in b_slices)
-    whole = memory.view(total, width).zero_() if is_one_matrix else None
-    expands: list[Expand] = []
-    low = left = used = 0
-    for part, rank in zip(b_slices, ranks, strict=True):
-        high, right = low + rank, left + part.size(0)
+    total, width, start = sum(ranks), parts[-1].right, parts[0].start
+    whole = storage[start : start + total * width].view(total, width).zero_() if is_one_matrix else None
+    expands = []
+    for part, b_slice, rank in zip(parts, b_slices, ranks, strict=True):
         if rank:
-            size = rank * part.size(0)
-            b = (
-                whole[low:high, left:right]
-                if whole is not None
-                else memory[used : used + size].view(rank, -1)
-            )
-            b.copy_(part[:, :rank].t())
-            expands.append(Expand(low, high, left, right, b))
-            used += size
-        low, left = high, right
+            b = storage[part.start :].as_strided((rank, b_slice.size(0)), (part.stride, 1))
+            b.copy_(b_slice[:, :rank].t())
+            expands.append(Expand(part.low, part.high, part.left, part.right, b))
     return (Expand(0, total, 0, width, whole),) if whole is not None else tuple(expands)

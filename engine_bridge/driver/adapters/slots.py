@@ -16,7 +16,7 @@ import torch
 
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
 from engine_bridge.driver.lora import SegmentPunicaWrapper
-from engine_bridge.driver.lora_weights import Compute, Pending, SlotWeights, pack_slot
+from engine_bridge.driver.lora_weights import Compute, MakeFew, Pending, SlotWeights, pack_slot
 from engine_bridge.errors import SeamMoved
 
 # On a CPU, slots beyond the adapters that one step may use: where the next ones are laid out while all others run. Chosen.
@@ -107,6 +107,7 @@ class PackedSlots(Slots):
 
     def __init__(self, manager: Any, wrapper: SegmentPunicaWrapper) -> None:
         super().__init__(manager)
+        self._make_few = wrapper.make_few
         self._packs: dict[str, list[SlotWeights | Pending | None]] = {}
         for name, layer in self._layers.items():
             if _is_plain(layer):
@@ -163,7 +164,8 @@ class PackedSlots(Slots):
 
     def _pending(self, slot: int, name: str, module: ModuleWeights, compute: Compute | None) -> Pending:
         def pack() -> SlotWeights | None:
-            packed = lay_out(self._layers[name], module, self._storages[slot].pop(name, None))
+            storage = self._storages[slot].pop(name, None)
+            packed = lay_out(self._layers[name], module, storage, self._make_few)
             if packed is not None:
                 self._storages[slot][name] = packed.storage
             return packed
@@ -187,8 +189,10 @@ class PackedSlots(Slots):
             self._layers[name].reset_lora(slot)
 
 
-def lay_out(layer: Any, module: ModuleWeights, storage: torch.Tensor | None) -> SlotWeights | None:
-    """One layer's weights for our wrapper's GEMMs, in `storage` if it is large enough. None if the adapter leaves the layer alone."""
+def lay_out(
+    layer: Any, module: ModuleWeights, storage: torch.Tensor | None, make_few: MakeFew | None = None
+) -> SlotWeights | None:
+    """One layer's weights for our wrapper, as `pack_slot` lays them out. None if the adapter leaves the layer alone."""
     # A slice without weights still has a width.
     b_slices = [
         stack[0, 0] if b is None else b for b, stack in zip(module.b, layer.lora_b_stacked, strict=True)
@@ -196,7 +200,7 @@ def lay_out(layer: Any, module: ModuleWeights, storage: torch.Tensor | None) -> 
     a_slices = [
         stack[0, 0] if a is None else a for a, stack in zip(module.a, layer.lora_a_stacked, strict=True)
     ]
-    return pack_slot(a_slices, b_slices, [0 if a is None else a.size(0) for a in module.a], storage)
+    return pack_slot(a_slices, b_slices, [0 if a is None else a.size(0) for a in module.a], storage, make_few)
 
 
 def plain_layers(manager: Any) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from engine_bridge.driver.assist.layout import FLOAT_BYTES, Job, mailboxes_bytes
 from engine_bridge.driver.assist.shares import num_workers_for, split_rows
 from engine_bridge.driver.assist.store import Module, WeightStore
 from engine_bridge.driver.assist.team import Team
-from engine_bridge.driver.gemm import MIN_ROWS
 from engine_bridge.driver.lora_weights import SlotWeights
 
 # A delta takes milliseconds; a worker that has not answered by then will not, or the machine has no time for it (chosen).
@@ -73,9 +72,7 @@ class AssistPool:
         self.num_workers, self.max_rows, self.max_in, self.max_out = num_workers, max_rows, max_in, max_out
         self.rows_per_core, self._timeout_s = rows_per_core, timeout_s
         self._is_lost = self._is_closed = self._was_ready = False
-        x_bytes, y_bytes = (
-            align(max(max_rows, MIN_ROWS) * width * FLOAT_BYTES) for width in (max_in, max_out)
-        )
+        x_bytes, y_bytes = (align(max_rows * width * FLOAT_BYTES) for width in (max_in, max_out))
         self._x_start = mailboxes_bytes(num_workers)
         self._results_start = self._x_start + x_bytes
         weights_fd = memory_file("overture-assist-weights", weight_bytes)
@@ -206,21 +203,13 @@ class AssistPool:
     def _give_out(self, place: Module, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
         """Copy the rows, part by part, and wake a worker for each."""
         num_in, num_out = x.size(1), y.size(1)
-        filled = max(x.size(0), MIN_ROWS)
-        parts = split_rows(filled, num_workers_for(filled, self.rows_per_core, self.num_workers))
+        parts = split_rows(x.size(0), num_workers_for(x.size(0), self.rows_per_core, self.num_workers))
         for worker, (first, last) in enumerate(parts):
             x_at = self._x_start + first * num_in * FLOAT_BYTES
             y_at = self._results_start + first * num_out * FLOAT_BYTES
-            self._copy_in(x_at, x[first:last], last - first)
-            self._copy_in(y_at, y[first:last], last - first)
+            self._view(x_at, last - first, num_in).copy_(x[first:last])
+            self._view(y_at, last - first, num_out).copy_(y[first:last])
             self._team.give(worker, Job(place.head, x_at, y_at, last - first, num_in, num_out, scale))
-
-    def _copy_in(self, offset: int, rows: torch.Tensor, filled: int) -> None:
-        """Copy rows into the jobs region as fp32; where they are few, repeat the last one as `lora.plan_rows` does."""
-        target = self._view(offset, filled, rows.size(1))
-        target[: rows.size(0)].copy_(rows)
-        if rows.size(0) < filled:
-            target[rows.size(0) :].copy_(target[rows.size(0) - 1])
 
     def _view(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
         """A row-major matrix at a byte offset of the jobs region."""

@@ -1,7 +1,7 @@
 """How many rows one worker can take, and so how many workers a prefill gets. Pure: `profile` measures.
 
 Source: CaraServe §4.2, "profiling-guided LoRA parallelization": one core is profiled under growing numbers of tokens; where it can handle
-c within the time, L tokens get ceil(L / c) cores. Departs in that no worker gets fewer than MIN_ROWS rows, which would change the bits.
+c within the time, L tokens get ceil(L / c) cores. Departs in that no worker gets fewer than MIN_ROWS rows: it would compute as many.
 """
 
 from __future__ import annotations
