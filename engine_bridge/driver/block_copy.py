@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 Rows = NDArray[np.int64]
 
-# Stretches of neighbouring rows that are shorter than this on average are copied by numpy, one after another: a call of torch costs more than a
-# short copy. Of memcpy's bandwidth on two cores, rows of 16 and 64 KiB, scattered on both sides: 13 and 32% by torch, 22 to 35 and 42 to 56% so.
-FEW_ROWS = 4
+# Up to so many threads of the engine one of them copies past the caches (`row_copies`), which then is as fast as all of them by torch. From there on
+# it does so where stretches of neighbouring rows have fewer than FEW_ROWS on average: a call of torch costs more than a short copy.
+FEW_THREADS, FEW_ROWS = 3, 4
 
 
 class BlockCopier(Protocol):
@@ -53,8 +53,8 @@ class BlockCopier(Protocol):
 
 
 class CpuCopier:
-    """Gathers into, or scatters from, stretches of neighbouring rows, whichever side has fewer: one call of torch per stretch, on all
-    threads of the engine. Where stretches are short, plain copies of what is neighbouring on both sides.
+    """Row by row past the caches; or, on many threads, by one call of torch for each stretch of neighbouring rows, gathering into or scattering from
+    them, whichever side has fewer.
 
     Args:
         kv_caches: one tensor per layer, shape (num_blocks, ...), a block's bytes contiguous.
@@ -64,9 +64,15 @@ class CpuCopier:
     overlaps = False
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], region: NDArray[np.uint8]) -> None:
+        # Numba, which a device that copies by itself does not need.
+        from engine_bridge.driver.row_copies import LINE_BYTES, copy_rows
+
         self._layers = [_words(kv_rows(tensor)) for tensor in kv_caches]
         self._region = _words(torch.from_numpy(region))
         self._row_bytes = region.shape[1]
+        self._copy_rows = copy_rows
+        starts = [memory.data_ptr() for memory in (self._region, *self._layers)]
+        self._has_lines = not any(number % LINE_BYTES for number in (self._row_bytes, *starts))
         self.out, self.back = Copied(), Copied()
 
     def to_host(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
@@ -87,19 +93,33 @@ class CpuCopier:
         copied: Copied,
     ) -> None:
         started_s = time.perf_counter()
+        if self._has_lines and torch.get_num_threads() <= FEW_THREADS:
+            self._copy_lines(into, to_rows, source, rows)
+        else:
+            self._copy_stretches(into, to_rows, source, rows)
+        copied.add(len(rows) * self._row_bytes, time.perf_counter() - started_s)
+
+    def _copy_lines(
+        self, into: torch.Tensor, to_rows: Sequence[int], source: torch.Tensor, rows: Sequence[int]
+    ) -> None:
+        to, of = np.array(to_rows, dtype=np.uint64), np.array(rows, dtype=np.uint64)
+        if len(to) != len(of) or to.max(initial=0) >= len(into) or of.max(initial=0) >= len(source):
+            raise IndexError("a row that is not there")
+        self._copy_rows(into.data_ptr(), to, source.data_ptr(), of, self._row_bytes)
+
+    def _copy_stretches(
+        self, into: torch.Tensor, to_rows: Sequence[int], source: torch.Tensor, rows: Sequence[int]
+    ) -> None:
         gathers = _stretches(to_rows, rows)
         scatters = _stretches(rows, to_rows) if len(gathers) > 1 else gathers
-        if len(rows) < FEW_ROWS * min(len(gathers), len(scatters)):
-            to, of = into.numpy(), source.numpy()
-            for to_row, row, num in _pieces(to_rows, rows):
-                to[to_row : to_row + num] = of[row : row + num]
+        if self._has_lines and len(rows) < FEW_ROWS * min(len(gathers), len(scatters)):
+            self._copy_lines(into, to_rows, source, rows)
         elif len(gathers) <= len(scatters):
             for start, wanted in gathers:
                 torch.index_select(source, 0, torch.from_numpy(wanted), out=into[start : start + len(wanted)])
         else:
             for start, wanted in scatters:
                 into.index_copy_(0, torch.from_numpy(wanted), source[start : start + len(wanted)])
-        copied.add(len(rows) * self._row_bytes, time.perf_counter() - started_s)
 
 
 class CudaCopier:
@@ -209,17 +229,6 @@ def _stretches(near: Sequence[int], far: Sequence[int]) -> list[tuple[int, Rows]
     first, second = first[order], second[order]
     edges = [0, *(np.flatnonzero(np.diff(first) != 1) + 1).tolist(), len(first)]
     return [(int(first[start]), second[start:end]) for start, end in pairwise(edges)]
-
-
-def _pieces(to_rows: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first row of both sides, number) of stretches that are neighbours on both."""
-    first, second = np.asarray(to_rows, dtype=np.int64), np.asarray(rows, dtype=np.int64)
-    order = np.argsort(first)
-    first, second = first[order], second[order]
-    edges = np.flatnonzero((np.diff(first) != 1) | (np.diff(second) != 1)) + 1
-    starts = np.concatenate(([0], edges))
-    nums = np.diff(np.concatenate((starts, [len(first)])))
-    return list(zip(first[starts].tolist(), second[starts].tolist(), nums.tolist(), strict=True))
 
 
 def _pin(region: torch.Tensor) -> None:

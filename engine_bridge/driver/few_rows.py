@@ -11,19 +11,16 @@ them. `terms_at_a_time` finds that number by comparing bits, and where it finds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
-from llvmlite.binding import ffi
 from numba.core import types
 from numba.extending import intrinsic
 
-# vLLM asks every value of every module for its `__dict__` when it builds an engine. This one takes that for a function of LLVM's, and vLLM fails.
-ffi.lib._fntab["__dict__"] = {}
+from engine_bridge.driver.compiled import compiled
 
 # Rows of a matrix that are shorter are added four at a time; longer ones one by one, as they lie in memory: read at 19 to 26 of its 30 GB/s, where
 # four at a time are read at 10 to 14.
@@ -31,19 +28,6 @@ SHORT_ROW = np.uint64(48)
 
 Floats = Any
 """numpy.ndarray[float32]"""
-
-
-def compiled(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For this machine, at once; kept on disk where there is a place for that."""
-
-    def of(function: Callable[..., None]) -> Callable[..., None]:
-        try:
-            made = numba.njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError:  # no folder that can be written
-            made = numba.njit(signature, nogil=True)(function)
-        return made
-
-    return of
 
 
 @intrinsic

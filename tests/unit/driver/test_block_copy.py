@@ -30,13 +30,38 @@ def pairs(size: int) -> st.SearchStrategy[list[int]]:
     )
 
 
+def aligned(num_bytes: int) -> np.ndarray:
+    """Zeros at a multiple of 64, as the host pool's are."""
+    memory = np.zeros(num_bytes + 64, dtype=np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + num_bytes]
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("few_threads", [0, 1 << 10])
 @given(blocks=pairs(NUM_BLOCKS), slots=pairs(NUM_SLOTS), length=st.integers(1, 10))
-def test_there_and_back(blocks: list[int], slots: list[int], length: int) -> None:
+def test_there_and_back(
+    few_threads: int, is_aligned: bool, blocks: list[int], slots: list[int], length: int
+) -> None:
     blocks, slots = blocks[:length], slots[:length]
     layer = torch.arange(NUM_BLOCKS * 64, dtype=torch.bfloat16).view(SHAPE)
     before = layer.clone()
-    region = np.zeros((NUM_SLOTS, layer_bytes(layer)), dtype=np.uint8)
+    num_bytes = NUM_SLOTS * layer_bytes(layer)
+    region = (aligned(num_bytes) if is_aligned else aligned(num_bytes + 8)[8:]).reshape(NUM_SLOTS, -1)
     copier = CpuCopier([layer], region)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_copy, "FEW_THREADS", few_threads)
+        there_and_back(copier, layer, before, region, blocks, slots)
+
+
+def there_and_back(
+    copier: CpuCopier,
+    layer: Any,
+    before: Any,
+    region: np.ndarray,
+    blocks: list[int],
+    slots: list[int],
+) -> None:
     copier.to_host(0, blocks, slots)
     rows = before.view(NUM_BLOCKS, -1).view(torch.uint8).numpy()
     expected = np.zeros_like(region)
@@ -45,7 +70,17 @@ def test_there_and_back(blocks: list[int], slots: list[int], length: int) -> Non
     layer[blocks] = 0
     copier.to_device(0, blocks, slots)
     assert torch.equal(layer, before)
-    assert copier.out.num_bytes == copier.back.num_bytes == length * layer_bytes(layer)
+    assert copier.out.num_bytes == copier.back.num_bytes == len(blocks) * layer_bytes(layer)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots"), [([NUM_BLOCKS], [0]), ([0], [NUM_SLOTS]), ([-1], [0]), ([0, 1], [0])]
+)
+def test_rows_that_are_not_there_are_an_error(blocks: list[int], slots: list[int]) -> None:
+    layer = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    copier = CpuCopier([layer], aligned(NUM_SLOTS * layer_bytes(layer)).reshape(NUM_SLOTS, -1))
+    with pytest.raises((IndexError, OverflowError)):
+        copier.to_host(0, blocks, slots)
 
 
 def test_a_layout_whose_blocks_are_scattered_is_refused() -> None:

@@ -1,0 +1,53 @@
+"""Copies of scattered rows of memory past the processor's caches.
+
+What goes there is read before it is overwritten unless whole lines are written past the caches, as memcpy does for large copies only: three transfers
+in place of two. Measured on two cores of an AMD EPYC: see `block_copy.CpuCopier`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from engine_bridge.driver.compiled import compiled
+
+LINE_BYTES = 64
+
+
+@intrinsic
+def _copy_line(context: Any, to: Any, of: Any) -> Any:
+    """64 bytes from one address to another, which is a multiple of 64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line = ir.VectorType(ir.IntType(64), LINE_BYTES // 8)
+        to, of = (builder.inttoptr(address, line.as_pointer()) for address in arguments)
+        store = builder.store(builder.load(of, align=8), to, align=LINE_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.none(types.uint64, types.uint64), generate
+
+
+@intrinsic
+def _settle(context: Any) -> Any:
+    """Whoever is told afterwards that the copy is done sees all of it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+@compiled("void(uint64, uint64[::1], uint64, uint64[::1], uint64)")
+def copy_rows(to: int, to_rows: Any, of: int, rows: Any, row_bytes: int) -> None:
+    """Copy row `rows[i]` at address `of` to row `to_rows[i]` at address `to`, for each i. to, row_bytes: multiples of 64."""
+    for at in range(rows.shape[0]):
+        into, source = to + to_rows[at] * row_bytes, of + rows[at] * row_bytes
+        for offset in range(np.uint64(0), row_bytes, np.uint64(LINE_BYTES)):
+            _copy_line(into + offset, source + offset)
+    _settle()
