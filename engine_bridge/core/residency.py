@@ -133,12 +133,13 @@ class AdapterPlaces:
         self.wanted.something_moved()
         return self._forget_if_unused(version)
 
-    def is_at_hand(self, adapter_id: int) -> bool:
-        """Whether a step could compute with this adapter as far as its weights are concerned."""
+    def is_at_hand(self, adapter_id: int, *, may_assist: bool = True) -> bool:
+        """Whether a step could compute with this adapter as far as its weights are concerned. may_assist: also on its way into a slot."""
         version = self.table[adapter_id]
         if version.is_filled or self._has_device_source(version):
             return True
-        return version.host_bytes is not None and (self.rules.cpu_assist or self.rules.fills_from_copies)
+        is_assisted = self.rules.cpu_assist and may_assist
+        return version.host_bytes is not None and (is_assisted or self.rules.fills_from_copies)
 
     def free_room(self, running: Collection[int]) -> int | None:
         """What adapters of further requests may take of the steps to come; None: no bound. One that is too large for all of it runs alone."""

@@ -418,6 +418,31 @@ async def test_with_assist_a_request_starts_before_its_slot_is_ready(
         assert await asked == expected
 
 
+async def test_with_assist_no_step_lays_an_adapter_out_while_others_run(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the stream has ended the loader is to lay it out, which is held up here; then the request's own step does it."""
+    expected = await ask(node, "a005", text(5, 40))
+    await settled(node)
+    await node.run_on_engine(forget_slots)
+    ended: list[str] = []
+
+    async def note(name: str, adapter: str | None, seed: int, num_tokens: int) -> list[int]:
+        answer = await ask(node, adapter, text(seed, 40), num_tokens)
+        ended.append(name)
+        return answer
+
+    with late_layouts(monkeypatch) as is_open:
+        stream = asyncio.create_task(note("stream", None, 6, 60))
+        while not (await node.stats()).num_running:
+            await asyncio.sleep(0.005)
+        assert await note("cold", "a005", 5, ANSWER_TOKENS) == expected
+        await stream
+        is_open.set()
+    assert ended == ["stream", "cold"]
+    await settled(node)
+
+
 def forget_slots(driver: Any) -> None:
     driver.adapters.put_back(driver.adapters.places(), keeps_host=True)
 

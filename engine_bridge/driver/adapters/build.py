@@ -53,6 +53,7 @@ def make_residency(
             Loader(manager, contract, worker_manager.vocab_size, host_bytes // 4), workers, read_ahead, wake
         ),
         running_ids=lambda: lora_ids(scheduler.running),
+        has_running=lambda: bool(scheduler.running),
         is_busy=lambda: sum(scheduler.get_request_counts()) > 0,
         on_failed=fail,
         prefix_facts=prefix_facts,

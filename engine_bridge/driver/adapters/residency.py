@@ -49,7 +49,7 @@ class Residency:
         contract: what an adapter must be to run here.
         manager: vLLM's LoRAModelManager, whose slot table this object writes.
         running_ids: adapters of the requests that the scheduler runs now.
-        is_busy: do requests run or wait?
+        has_running, is_busy: do requests run? Do they run or wait?
         on_failed: called with the ids of requests whose adapter cannot be had, and why; they must leave the engine.
         prefix_facts: of the oldest cached prefix blocks, so many of them.
         workers: compute with adapters that are not in their slot yet.
@@ -65,6 +65,7 @@ class Residency:
         slots: Slots,
         loader: LoaderThread,
         running_ids: Callable[[], set[int]],
+        has_running: Callable[[], bool],
         is_busy: Callable[[], bool],
         on_failed: Callable[[list[str], Exception], None],
         prefix_facts: Callable[[int], PrefixFacts],
@@ -80,7 +81,7 @@ class Residency:
         self._manager = manager
         self._slots = slots
         self._running_ids = running_ids
-        self._is_busy = is_busy
+        self._has_running, self._is_busy = has_running, is_busy
         self._on_failed = on_failed
         self._prefix_facts = prefix_facts
         self._workers = workers
@@ -170,8 +171,13 @@ class Residency:
         return self.core.needed_room(adapter_id, running)
 
     def is_at_hand(self, adapter_id: int) -> bool:
-        """Whether a step could compute with this adapter as far as its weights are concerned."""
-        return self.core.is_at_hand(adapter_id) or self._is_filled(adapter_id)
+        """Whether a step could compute with this adapter as far as its weights are concerned.
+
+        A step that lays it out itself takes longer for all who run: while any do, the loader's thread does it first.
+        """
+        delays_nobody = self._slots.fills_beside_steps or not self._has_running()
+        may_assist = delays_nobody or self._workers.computes(adapter_id) is not None
+        return self.core.is_at_hand(adapter_id, may_assist=may_assist) or self._is_filled(adapter_id)
 
     @property
     def take_turns(self) -> bool:

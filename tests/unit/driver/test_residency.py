@@ -103,6 +103,7 @@ class Traffic(RuleBasedStateMachine):
                 wake=lambda: None,
             ),
             running_ids=lambda: set(self.running.values()),
+            has_running=lambda: bool(self.running),
             is_busy=lambda: bool(self.running or self.waiting),
             on_failed=self.give_up,
             prefix_facts=lambda num_blocks: PrefixFacts(num_bytes=1, restore_s=1.0, reuse_per_s=1.0),
