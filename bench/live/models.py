@@ -56,7 +56,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         heads = f"{self.num_heads}x{self.num_kv_heads}"
-        return f"llama-{self.num_layers}x{self.hidden_size}-{heads}-{self.dtype}-seed{self.seed}"
+        return f"llama-{self.num_layers}x{self.hidden_size}-{heads}-{self.max_model_len}-{self.dtype}-seed{self.seed}"
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
