@@ -21,6 +21,7 @@ BLOCK_DIAGONAL_BYTES = 512 * 1024
 FEW_ROWS = 6
 # A has no fewer columns, the last ones zeros: MKL adds up the products for fewer in another order, which `few_rows` does not have.
 MIN_COLUMNS = 16
+LINE_FLOATS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +136,8 @@ def pack_slot(
     total = sum(ranks)
     if total == 0:
         return None
-    is_one_matrix = len(ranks) == 1 or 4 * total * sum(b.size(0) for b in b_slices) <= BLOCK_DIAGONAL_BYTES
-    num_in = a_slices[0].size(1) if a_slices is not None else 0
-    num_columns = max(total, MIN_COLUMNS)
+    num_in, num_columns = a_slices[0].size(1) if a_slices is not None else 0, max(total, MIN_COLUMNS)
+    is_one_matrix = _is_one_matrix(b_slices, ranks)
     parts, num_all = _parts_of_b(num_in * num_columns, b_slices, ranks, is_one_matrix)
     # Twice as much as is needed would be kept for nothing.
     if storage is None or not num_all <= storage.numel() <= 2 * num_all:
@@ -154,6 +154,23 @@ def pack_slot(
             storage, num_in, num_columns, [each for each in parts if each.high > each.low], products
         )
     return SlotWeights(a, expands, storage, few)
+
+
+def packed_size(
+    a_slices: Sequence[torch.Tensor], b_slices: Sequence[torch.Tensor], ranks: Sequence[int]
+) -> int:
+    """Floats of `storage` that `pack_slot` uses, filled up to a line of the processor's cache."""
+    total = sum(ranks)
+    if total == 0:
+        return 0
+    num_a = a_slices[0].size(1) * max(total, MIN_COLUMNS)
+    _, num_all = _parts_of_b(num_a, b_slices, ranks, _is_one_matrix(b_slices, ranks))
+    return -(-num_all // LINE_FLOATS) * LINE_FLOATS
+
+
+def _is_one_matrix(b_slices: Sequence[torch.Tensor], ranks: Sequence[int]) -> bool:
+    width = sum(b.size(0) for b in b_slices)
+    return len(ranks) == 1 or 4 * sum(ranks) * width <= BLOCK_DIAGONAL_BYTES
 
 
 class _Part(NamedTuple):

@@ -85,7 +85,7 @@ class HostPath:
             y_host = y[rows.start : rows.stop].float().cpu()
             compute = rows.adapter.compute_for(name) if rows.adapter.compute_for is not None else None
             if compute is None or not compute(y_host, x_host, 1.0):
-                layout = lay_out(self._layers[name], module, None)
+                layout = lay_out(self._layers[name], module)
                 if layout is not None:
                     layout.add_to(y_host, x_host, 1.0)
             y[rows.start : rows.stop].copy_(y_host)

@@ -89,7 +89,7 @@ class HostWorkers(Workers):
         packed = {
             name: layout
             for name, module in weights.modules.items()
-            if name in self._layers and (layout := lay_out(self._layers[name], module, None)) is not None
+            if name in self._layers and (layout := lay_out(self._layers[name], module)) is not None
         }
         self._pool.put(adapter_id, packed)
 
