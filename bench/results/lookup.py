@@ -25,11 +25,18 @@ OF_BOUND = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A number that a run holds. spread: least and most, None if the bench does not say."""
+    """A number that a run holds. spread: least and most, None if the bench does not say; is_interval: of its median, with 95% confidence."""
 
     value: float
     spread: tuple[float, float] | None
     run: Run
+    is_interval: bool = False
+
+    def spans(self, aim: float | None) -> bool:
+        """Whether it may lie on either side of the aim."""
+        if not self.is_interval or self.spread is None or aim is None:
+            return False
+        return self.spread[0] <= aim <= self.spread[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +50,17 @@ class Row:
     bound: Found | None = None
 
     def is_short(self, found: Found | None) -> bool:
-        if found is None or self.aim is None:
+        if found is None or self.aim is None or found.spans(self.aim):
             return False
         return found.value > self.aim if self.claim.better == LOWER else found.value < self.aim
 
     @property
     def falls_short(self) -> bool:
         return self.is_short(self.sim) or self.is_short(self.live)
+
+    @property
+    def is_undecided(self) -> bool:
+        return any(found is not None and found.spans(self.aim) for found in (self.sim, self.live))
 
     @property
     def is_near_bound(self) -> bool:
@@ -97,9 +108,12 @@ def find(runs: Mapping[str, Run], figure: Figure | None, papers: Sequence[float]
     for run in (*whole, *sorted(parts, key=lambda run: run.date, reverse=True)):
         value = _at(run.result, figure.path)
         if isinstance(value, bool | int | float):
-            pair = _at(run.result.get("spread"), figure.path) or _spread(run.result, value, papers)
+            interval = _at(run.result.get("intervals"), figure.path)
+            pair = (
+                interval or _at(run.result.get("spread"), figure.path) or _spread(run.result, value, papers)
+            )
             spread = (pair[0] - figure.less, pair[1] - figure.less) if pair else None
-            return Found(value - figure.less, spread, run)
+            return Found(value - figure.less, spread, run, bool(interval))
     return None
 
 

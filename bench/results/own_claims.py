@@ -13,6 +13,9 @@ _advisory = partial(Figure, "live-advisory")
 _followers = partial(Figure, "sim-followers")
 _adapters = partial(Figure, "live-adapters")
 _restore = partial(Figure, "live-restore")
+# Of runs with an interval: six to fifteen repeats in turns.
+_quick_adapters = partial(Figure, "live-adapters-quick")
+_quick_restore = partial(Figure, "live-restore-quick")
 _gateway = partial(Figure, "live-gateway")
 _mechanisms = partial(Figure, "live-mechanisms")
 
@@ -98,21 +101,21 @@ OVERTURE_CLAIMS = (
         "A5",
         "copy from host memory to the device ÷ memcpy",
         RATIO,
-        live=_restore("host_copy_efficiency"),
+        live=_quick_restore("host_copy_efficiency"),
         aim=0.8,
     ),
     _own_claim(
         "A5",
         "KV read from disk ÷ plain read of the same files",
         RATIO,
-        live=_restore("disk_read_efficiency"),
+        live=_quick_restore("disk_read_efficiency"),
         aim=0.8,
     ),
     _own_claim(
         "A4",
         "decode throughput lost to the KV tiers",
         SHARE,
-        live=_restore("write_behind_overhead"),
+        live=_quick_restore("write_behind_overhead"),
         aim=0.03,
         better=LOWER,
     ),
@@ -140,10 +143,10 @@ OVERTURE_CLAIMS = (
     ),
     _own_claim(
         "E9",
-        "longest gap that a cold adapter causes in other streams; aim: a step",
-        MS,
-        live=_adapters("stall_ms"),
-        aim=_adapters("step_ms"),
+        "longest gap that a cold adapter causes in other streams, in steps",
+        RATIO,
+        live=_quick_adapters("stall_steps"),
+        aim=0.5,
     ),
     _own_claim(
         "E8",
@@ -216,7 +219,7 @@ OVERTURE_CLAIMS = (
         "E9",
         "8 requests over 8 adapters ÷ on the base model, tokens/s",
         RATIO,
-        live=_adapters("lora_overhead"),
+        live=_quick_adapters("lora_overhead"),
         aim=0.8,
         note="aim: what memory bandwidth allows",
     ),

@@ -27,15 +27,17 @@ ones of CPU cores: changes and ratios can be compared, times cannot.
 [operations.md](../docs/operations.md#evidence) says how a run is kept."""
 LIMITS = """In virtual time, one thing changed at a time. **Bold** does not pay: less than 5% of TTFT saved, latency lost, or no more throughput.
 A mechanism that does not pay where you run it is better left off."""
-SHORT, BOUNDED, NOT_HELD, REACHED = (
+SHORT, BOUNDED, UNDECIDED, NOT_HELD, REACHED = (
     "What falls short",
     "What falls short where one that knows the future does, too",
+    "What is undecided: the interval of 95% spans the aim",
     "What is not measured",
     "What reaches its aim",
 )
 VERBS = {
     SHORT: "fall short",
     BOUNDED: "fall short where even one that knows the future does, with at least nine tenths of what that gains",
+    UNDECIDED: "are undecided",
     NOT_HELD: "are not measured",
     REACHED: "reach their aim",
 }
@@ -45,6 +47,8 @@ def section_of(row: Row) -> str:
     """Under which heading a claim stands."""
     if row.falls_short:
         return BOUNDED if row.is_near_bound else SHORT
+    if row.is_undecided:
+        return UNDECIDED
     return REACHED if row.is_measured else NOT_HELD
 
 

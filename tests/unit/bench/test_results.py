@@ -25,7 +25,7 @@ from bench.results.claims import CHAMELEON, CLAIMS, GROUPS, MECHANISMS
 from bench.results.frontier import frontier
 from bench.results.frontier import panel as draw_frontier
 from bench.results.lookup import find, rows_of, shown
-from bench.results.page import BOUNDED, MARKER, SHORT, page, top
+from bench.results.page import BOUNDED, MARKER, REACHED, SHORT, UNDECIDED, page, top
 from bench.results.plots import ARMS, DARK, OTHERWISE, plots
 from bench.results.plots import _curves as draw_curves
 from bench.results.plots import _panel as draw_panel
@@ -242,6 +242,26 @@ def test_what_is_near_a_bound_that_misses_the_aim_too_stands_apart() -> None:
     assert short < text.index("C1 far") < as_all_must < text.index("C1 near") < text.index("C1 reachable")
     assert "| ≥ 2× | 1.6× |" in lines_of(text, "C1 near")[0]
     assert as_all_must < text.index("C1 nothing")
+
+
+def test_an_interval_that_spans_the_aim_decides_nothing() -> None:
+    names = ("above", "below", "around")
+    figures = {"above": 2.3, "below": 1.9, "around": 2.3}
+    intervals = {"above": [2.1, 2.4], "below": [1.8, 1.95], "around": [1.9, 2.4]}
+    text = page_of(
+        *(replace(claim(name, 2, name), live=None) for name in names),
+        runs=[run("sim-x", **figures, intervals=intervals)],
+    )
+    short, undecided, reached = (text.index(f"## {name}\n") for name in (SHORT, UNDECIDED, REACHED))
+    assert (
+        short
+        < text.index("C1 below")
+        < undecided
+        < text.index("C1 around")
+        < reached
+        < text.index("C1 above")
+    )
+    assert "| 2.3× (1.9× … 2.4×) |" in lines_of(text, "C1 around")[0]
 
 
 def test_each_run_is_listed_with_command_commit_date_machine_and_source() -> None:
