@@ -35,7 +35,7 @@ class BoundedSettings(Struct, frozen=True, kw_only=True):
     peak_fades_over: once the tokens of this many longest queues have left, the longest queue is forgotten.
     """
 
-    peak_share: float = 0.8
+    peak_share: float = 0.9
     peak_fades_over: float = 30.0
 
 
