@@ -150,15 +150,16 @@ def terms_at_a_time(num_terms: int, num_columns: int) -> int | None:
     x = torch.randn(12, num_terms, generator=generator)
     matrix = torch.randn(num_terms, num_columns, generator=generator)
     y = torch.randn(12, num_columns, generator=generator)
-    wanted = [y[:rows].addmm(x[:rows], matrix) for rows in (12, 4)]
-    room = np.empty(num_columns, np.float32)
-    for at_a_time in _candidates(num_terms):
-        found = y.numpy().copy()
-        for row in range(12):
-            _add_product(found[row], matrix.numpy().ravel(), 0, num_columns, x[row].numpy(), at_a_time, room)
-        if all(np.array_equal(found[: want.size(0)], want.numpy()) for want in wanted):
-            return at_a_time
-    return None
+    wanted = [y[:rows].addmm(x[:rows], matrix).numpy() for rows in (12, 4)]
+    memory, room = matrix.numpy().ravel(), np.empty(num_columns, np.float32)
+
+    def has_its_bits(row: int, at_a_time: int) -> bool:
+        found = y[row].numpy().copy()
+        _add_product(found, memory, 0, num_columns, x[row].numpy(), at_a_time, room)
+        return all(np.array_equal(found, want[row]) for want in wanted if row < len(want))
+
+    orders = (each for each in _candidates(num_terms) if all(has_its_bits(row, each) for row in range(12)))
+    return next(orders, None)
 
 
 def _candidates(num_terms: int) -> list[int]:
