@@ -18,8 +18,8 @@ SERVING = [
     path for name in ("engine_bridge", "gateway", "kvtiers") for path in sorted((ROOT / name).rglob("*.py"))
 ]
 ELSEWHERE = [path for path in SERVING if "vllm_api" not in path.parts]
-# Private names of neither ours nor vLLM's: of torch, transformers and Python.
-OTHERS = {"_C", "_exit", "_is_amx_tile_supported", "_commit_hash", "_replace"}
+# Private names of neither ours nor vLLM's: of torch, transformers, llvmlite and Python.
+OTHERS = {"_C", "_exit", "_fntab", "_is_amx_tile_supported", "_commit_hash", "_replace"}
 
 Place = tuple[str, int]
 

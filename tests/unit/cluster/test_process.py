@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -57,14 +58,14 @@ async def test_a_node_whose_process_has_died_does_not_say_that_it_is_ready() -> 
 
 async def test_a_process_may_say_nothing_for_longer_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it imports then may be gigabytes on a slow disk."""
-    node = ProcessNode([sys.executable, "-m", __name__], b"", "fake-model")
-    monkeypatch.setattr(process, "SILENT_S", 0.2)
+    node = ProcessNode([sys.executable, "-m", __name__, "3"], b"", "fake-model")
+    monkeypatch.setattr(process, "SILENT_S", 1.5)
     async with asyncio.timeout(4 * PATIENCE_S):
         await node.start()
         monkeypatch.undo()
         before = node.incarnation
         os.kill(int(await answer_of(node)), signal.SIGSTOP)
-        monkeypatch.setattr(process, "SILENT_S", 1.0)
+        monkeypatch.setattr(process, "SILENT_S", 1.5)
         while node.is_up:
             await asyncio.sleep(0.05)
         monkeypatch.undo()
@@ -88,4 +89,5 @@ async def test_closing_ends_a_process_that_is_just_being_started(num_turns: int)
 
 
 if __name__ == "__main__":
-    serve(Teller(), int(sys.argv[1]))
+    time.sleep(float(sys.argv[1]) if len(sys.argv) > 2 else 0)
+    serve(Teller(), int(sys.argv[-1]))
