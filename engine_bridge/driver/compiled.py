@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numba
 from llvmlite.binding import ffi
+
+log = logging.getLogger(__name__)
 
 # vLLM asks every value of every module for its `__dict__` when it builds an engine. This one takes that for a function of LLVM's, and vLLM fails.
 ffi.lib._fntab["__dict__"] = {}
@@ -19,7 +22,8 @@ def compiled(signature: str) -> Callable[[Callable[..., None]], Callable[..., No
         made: Any
         try:
             made = numba.njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError:  # no folder that can be written
+        except Exception as error:  # no folder that can be written, a full disk, a damaged file
+            log.info("compiled code of %s is not kept: %s", function.__name__, error)
             made = numba.njit(signature, nogil=True)(function)
         result: Callable[..., None] = made
         return result

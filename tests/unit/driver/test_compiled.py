@@ -1,0 +1,42 @@
+"""Compiled code is kept on disk, and does without where that cannot be."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba")
+
+CODE = """
+import logging, numpy as np
+logging.basicConfig(level=logging.INFO)
+from engine_bridge.driver.row_copies import copy_rows
+row = np.zeros(1, dtype=np.uint64)
+of, to = np.ones(200, dtype=np.uint8), np.zeros(200, dtype=np.uint8)
+start = lambda rows: rows.ctypes.data + -rows.ctypes.data % 64
+copy_rows(start(to), row, start(of), row, 64)
+print(int(to.sum()))
+"""
+
+
+def copied(cache: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "64", done.stderr
+    return done
+
+
+def test_code_is_kept_and_a_damaged_file_of_it_stops_nothing(tmp_path: Path) -> None:
+    copied(tmp_path)
+    kept = list(tmp_path.rglob("*.nbi"))
+    assert kept and "not kept" not in copied(tmp_path).stderr
+    for path in kept:
+        path.write_bytes(b"no code")
+    assert "is not kept" in copied(tmp_path).stderr
