@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 Rows = NDArray[np.int64]
 
-# Up to so many threads of the engine one of them copies past the caches (`row_copies`), which then is as fast as all of them by torch. From there on
-# it does so where stretches of neighbouring rows have fewer than FEW_ROWS on average: a call of torch costs more than a short copy.
+# An engine of so few threads has one of them copy past the caches (`row_copies`): measured on two, it is faster than both by torch. With more, where
+# torch should win (chosen, not measured), it does so only where stretches of neighbouring rows have fewer than FEW_ROWS on average: a call of torch
+# costs more than a short copy.
 FEW_THREADS, FEW_ROWS = 3, 4
 
 

@@ -39,9 +39,9 @@ class Expand:
 class SlotWeights:
     """One adapter's weights in one layer at their true rank: fp32, row-major, so that no GEMM copies or transposes.
 
-    `a` is `[in, sum of the slices' ranks]`: one GEMM shrinks for q, k and v together. None for embeddings, where vLLM looks A
-    up itself. `storage` holds all of it and is used again by the slot's next adapter if that is not much smaller, because fresh pages cost more than
-    the copy. `few`: what computes few rows, None where MKL does.
+    `a` is `[in, sum of the slices' ranks]`, at least MIN_COLUMNS wide: one GEMM shrinks for q, k and v together. None for embeddings, where
+    vLLM looks A up itself. `storage` holds all of it and is used again by the slot's next adapter, because fresh pages cost more than the copy.
+    `few`: what computes few rows, None where MKL does.
     """
 
     a: torch.Tensor | None
