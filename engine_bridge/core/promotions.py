@@ -10,10 +10,12 @@ A pure state machine: advisories and requests come in with the time; `advance` r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine_bridge.core.eviction_order import EvictionOrder
 from engine_bridge.core.expected import Guess, Hashes, Memory, OnChange, OpenAccounts, Whose
 from engine_bridge.core.fetching import peer_to_ask
 from engine_bridge.node import Advisory, AdvisoryState
@@ -140,6 +142,7 @@ class Promotions:
         self._released: list[Stage] = []  # of requests that came; held until those have staged for themselves
         self._look_at_s: float | None = None
         self._share = WorkShare()
+        self._order = EvictionOrder()
         self._num_turn_blocks = 0
         self._is_owed = False  # there is news that only urgent guesses have heard of
         self._was_busy = False
@@ -166,6 +169,7 @@ class Promotions:
         self._guesses[advisory.advisory_id] = self._expected[whose] = guess
         self._store.expect(advisory.session_id, guess.arrival_s or now, tenant=advisory.tenant)
         self._has_news = True
+        self._order.disturb()  # what the device still has of it lies among what nobody expects
         guess.report("staging")
 
     def retract(self, advisory_id: str, *, is_expired: bool, now: float) -> None:
@@ -204,8 +208,13 @@ class Promotions:
             guess.report("late", lead_s=lead_s, late_s=late_s)
         return Refresh(guess.hashes, resident) if resident else None
 
+    def ended(self) -> None:
+        """A request ends: what it leaves on the device is now evicted after everything else."""
+        self._order.disturb()
+        self._has_news = True
+
     def remember(self, session: str, salt: str | None, hashes: Hashes) -> None:
-        """A request ends: its session's next one will begin with what it leaves."""
+        """A session's next request will begin with what its last one left."""
         self._memory.keep((session, salt), hashes)
 
     def remembers(self, session: str, salt: str | None) -> bool:
@@ -266,14 +275,22 @@ class Promotions:
         if not (self.has_work(now) or (self._is_owed and not only_urgent)):
             return
         self._has_news, self._is_owed, self._look_at_s = False, only_urgent, None
+        facts = [self._facts(guess) for guess in self._guesses.values()]
+        targets = plan(facts, self._device.num_free_blocks(), self._device.num_blocks, now)
+        if self._order.is_due(now):
+            refreshes = _refreshes(self._guesses, targets, self._device)
+            self._order.put(sum(move.num_blocks for move in refreshes), now)
+            yield from refreshes
         has_urgent = any(guess.is_urgent for guess in self._guesses.values())
         if beside.can_copy and (has_urgent or not only_urgent):
             num_blocks = int((slice_s or BUSY_SLICE_S) * self._host_bytes_per_s() / self._block_bytes)
-            yield from self._bring_up(max(num_blocks, 1), now, only_urgent=only_urgent)
+            yield from self._bring_up(targets, max(num_blocks, 1), now, only_urgent=only_urgent)
             self._look_at_s = self._next_look(now, beside)
         if only_urgent or not beside.can_copy:
             # The engine's thread has better to do than to look after every guess: only let the disk begin with new ones.
             self._stage_new(now)
+        if self._order.is_disturbed:
+            self._look_at_s = min(self._order.due_s, self._look_at_s or math.inf)
 
     def took(self, seconds: float, now: float) -> None:
         """What `advance` returned was carried out beside requests, which took the engine's thread so long."""
@@ -285,30 +302,17 @@ class Promotions:
             return IDLE_SLICE_S
         return BUSY_SLICE_S if beside.overlaps else self._share.allowed_s(now)
 
-    def _bring_up(self, room: int, now: float, *, only_urgent: bool) -> Iterator[Copy | Refresh]:
+    def _bring_up(
+        self, targets: Sequence[Target], room: int, now: float, *, only_urgent: bool
+    ) -> Iterator[Copy]:
         """Move every guess towards its target, with at most `room` blocks copied."""
-        urgent: list[Guess] = []  # those before, which keep their place
-        facts = [self._facts(guess) for guess in self._guesses.values()]
-        for target in plan(facts, self._device.num_free_blocks(), self._device.num_blocks, now):
+        for target in targets:
             guess = self._guesses[target.name]
-            if guess.is_urgent:
-                urgent.append(guess)
-            elif only_urgent:
+            if only_urgent and not guess.is_urgent:
                 break
-            for move in self._move(guess, target, room, now):
-                if isinstance(move, Copy):
-                    if not guess.is_urgent:
-                        yield from self._refreshed(urgent)
-                        urgent = []
-                    room -= len(move.sources)
-                yield move
-
-    def _refreshed(self, guesses: Sequence[Guess]) -> Iterator[Refresh]:
-        """Put what the device has of them behind what a copy takes room from."""
-        for guess in guesses:
-            num_there = self._resident(guess).num_blocks
-            if num_there:
-                yield Refresh(guess.hashes, num_there)
+            for copy in self._move(guess, target, room, now):
+                room -= len(copy.sources)
+                yield copy
 
     def _stage_new(self, now: float) -> None:
         for guess in sorted(self._guesses.values(), key=lambda guess: not guess.is_urgent):
@@ -338,7 +342,7 @@ class Promotions:
                 times.append(due)
         return min(times, default=None)
 
-    def _move(self, guess: Guess, target: Target, room: int, now: float) -> Iterator[Copy | Refresh]:
+    def _move(self, guess: Guess, target: Target, room: int, now: float) -> Iterator[Copy]:
         """Bring one guess further, with at most `room` blocks."""
         was_looked_at = guess.looked_s >= self._idle_since_s and now - guess.looked_s < LOOK_EVERY_S
         if guess.state == "warm" and was_looked_at:
@@ -347,7 +351,6 @@ class Promotions:
         resident = self._resident(guess)
         num_there = guess.num_on_device = resident.num_blocks
         if num_there >= guess.limit:
-            yield Refresh(guess.hashes, num_there)
             self._finish(guess, "warm")
             return
         may_copy = target.num_device_blocks > num_there
@@ -427,6 +430,8 @@ class Promotions:
     def _finish(self, guess: Guess, state: AdvisoryState) -> None:
         """As far up as it may go: hold no host memory for it any more."""
         self._release(guess)
+        if guess.num_copied:
+            self._order.disturb()  # by copies: they lie behind what others have, more deserving ones too
         if guess.state != state:
             guess.report(state)
 
@@ -471,6 +476,17 @@ def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:
         saved_s=copy_s + read_s * guess.is_far,
         copy_s=copy_s,
     )
+
+
+def _refreshes(guesses: Mapping[str, Guess], targets: Sequence[Target], device: Device) -> list[Refresh]:
+    """What guesses have on the device, to be evicted in this order and after everything else: the most deserving ones' last."""
+    moves = []
+    for target in reversed(targets):
+        guess = guesses[target.name]
+        num_there = device.resident(guess.hashes[: guess.limit]).num_blocks
+        if min(num_there, target.num_device_blocks):
+            moves.append(Refresh(guess.hashes, min(num_there, target.num_device_blocks)))
+    return moves
 
 
 def _num_staged(guesses: Iterable[Guess]) -> int:

@@ -100,6 +100,7 @@ class Promoter:
 
     def remember(self, request: Request) -> None:
         """It ends."""
+        self._core.ended()
         if request.session_id is None or not request.block_hashes:
             return
         with self._contained():

@@ -35,7 +35,8 @@ SPREAD = 1e-3  # of the weights: nothing overflows
 LOAD_SHARE = 0.25
 MIN_LOADS, MAX_LOADS = 3, 60
 STEPS_EACH = 5
-MIN_SETS, MAX_SETS = 5, 200
+# Sets of adapters, each timed again and again while there is time, and so often at most: noise is larger than what one adapter adds.
+NUM_SETS, MIN_SETS, MAX_ROUNDS = 12, 5, 100
 CONTEXT_TOKENS = 64
 # For adapters to come to where steps compute with them. Chosen: far beyond any load; on a busy machine at least some steps are waited.
 MAX_WAIT_S, MIN_WAIT_STEPS, MAX_WAIT_STEPS = 10.0, 20, 500
@@ -163,28 +164,35 @@ def _with_steps(
     load_rate: float,
     budget: Budget,
 ) -> AdapterProfile:
-    """Decode steps with sets of adapters, each beside the same step without: the machine may have changed its speed between two sets."""
+    """Decode steps with sets of adapters, each beside the same step without: the machine may have changed its speed between two sets. The lines go
+    through the sets' medians."""
     for adapter in adapters:
         driver.adapters.add(adapter.record)
-    chance = random.Random(0)
     most = min(max_loras, len(adapters), requests.num_seqs)
-    added: list[tuple[list[int], float]] = []
-    for number in range(MAX_SETS):
+    chance = random.Random(0)
+    sets = [chance.sample(list(adapters), 1 + number % most) for number in range(NUM_SETS)]
+    added: list[list[float]] = [[] for _ in sets]
+    for number in range(NUM_SETS * MAX_ROUNDS):
         if number >= MIN_SETS and budget.is_over():
             break
-        chosen = chance.sample(list(adapters), 1 + number % most)
-        ranks = [adapter.record.rank for adapter in chosen]
-        budget.say(f"adapters: decoding with ranks {', '.join(map(str, sorted(ranks)))}")
-        pair = [_decode_s(driver, requests, chosen, is_with) for is_with in (True, False)]
-        added.append((ranks, pair[0] - pair[1]))
+        chosen = sets[number % NUM_SETS]
+        ranks = sorted(adapter.record.rank for adapter in chosen)
+        budget.say(f"adapters: decoding with ranks {', '.join(map(str, ranks))}")
+        # What the machine's speed does within a pair is to even out.
+        is_first = (number // NUM_SETS) % 2 == 0
+        seconds = {
+            is_with: _decode_s(driver, requests, chosen, is_with) for is_with in (is_first, not is_first)
+        }
+        added[number % NUM_SETS].append(seconds[True] - seconds[False])
     for adapter in adapters:
         driver.adapters.remove(adapter.record.version_id)
-    seconds = [cost for _, cost in added]
+    costs = [statistics.median(found) for found in added if found]
+    of_sets = [[adapter.record.rank for adapter in chosen] for chosen in sets[: len(costs)]]
     return AdapterProfile(
         load_bytes_per_s=load_rate,
-        bgmv=fit_line([len(ranks) * max(ranks) for ranks, _ in added], seconds),
-        mbgmv=fit_line([sum(ranks) for ranks, _ in added], seconds),
-        num_steps=2 * STEPS_EACH * len(added),
+        bgmv=fit_line([len(ranks) * max(ranks) for ranks in of_sets], costs),
+        mbgmv=fit_line([sum(ranks) for ranks in of_sets], costs),
+        num_steps=2 * STEPS_EACH * sum(map(len, added)),
     )
 
 

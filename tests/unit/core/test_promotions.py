@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine_bridge.core.eviction_order import BLOCKS_PER_S
 from engine_bridge.core.promotions import (
     BUSY_SLICE_S,
     HOSTED_SHARE,
@@ -135,6 +136,42 @@ def test_what_a_request_finds_of_its_kv_is_what_goes_last_while_it_waits_for_the
     bench.cache.put([b"another%d" % number for number in range(90)])
     assert bench.states[-1] == "late"
     assert bench.cache.resident(keys_of("a", 8)).num_blocks == 5
+
+
+def test_who_has_typed_longest_is_pushed_out_last_whatever_was_copied_or_has_ended_since() -> None:
+    bench = Bench()
+    for name in ("first", "second", "third"):
+        bench.shelf.put(keys_of(name, 30))
+        bench.advise(name, 30)
+        bench.now += 1.0
+        for _ in range(12):
+            bench.advance()
+    assert bench.states == ["staging", "warm"] * 3
+    bench.cache.put(keys_of("ended", 10))
+    bench.promotions.ended()
+    bench.now += 1.0
+    bench.advance(BUSY)
+    for num_new, num_left in ((10, (30, 30, 30)), (20, (30, 30, 10)), (40, (30, 0, 0))):
+        bench.cache.put([b"new%d of %d" % (number, num_new) for number in range(num_new)])
+        left = tuple(
+            bench.cache.resident(keys_of(name, 30)).num_blocks for name in ("first", "second", "third")
+        )
+        assert left == num_left, f"after {num_new} more blocks"
+
+
+def test_what_is_ready_is_put_in_order_no_more_often_than_it_takes_little_time() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8))
+    bench.advise()
+    bench.advance()
+    bench.advance()
+    began_s, num_moved = bench.now, 0
+    while bench.now < began_s + 1.0:
+        bench.promotions.ended()
+        moves = list(bench.promotions.advance(BUSY, bench.now))
+        num_moved += sum(move.num_blocks for move in moves if isinstance(move, Refresh))
+        bench.now += 1e-4
+    assert 0.9 * BLOCKS_PER_S < num_moved <= BLOCKS_PER_S + 8
 
 
 def test_an_advisory_waits_for_the_disk_without_asking_again_and_again() -> None:
