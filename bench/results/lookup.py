@@ -108,7 +108,9 @@ def find(runs: Mapping[str, Run], figure: Figure | None, papers: Sequence[float]
     for run in (*whole, *sorted(parts, key=lambda run: run.date, reverse=True)):
         value = _at(run.result, figure.path)
         if isinstance(value, bool | int | float):
-            interval = _at(run.result.get("intervals"), figure.path)
+            interval = _at(run.result, f"intervals.{figure.path}") or _at(
+                run.result, f"confidence.intervals.{figure.path}"
+            )
             pair = (
                 interval or _at(run.result.get("spread"), figure.path) or _spread(run.result, value, papers)
             )

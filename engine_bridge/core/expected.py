@@ -138,7 +138,7 @@ class OpenAccounts:
 
 
 class Memory:
-    """What sessions' last requests left, the longest ago forgotten first."""
+    """What sessions' last requests left, under a salt, the longest ago forgotten first: their next prompts will begin with it."""
 
     def __init__(self) -> None:
         self._hashes: OrderedDict[Whose, Hashes] = OrderedDict()
@@ -151,11 +151,13 @@ class Memory:
         return self._hashes.get(whose, ())
 
     def forget_session(self, session: str) -> None:
-        """Under every salt."""
+        """No further prompt of this session begins with what its last requests left, under no adapter. A tenant's session of the same id is
+        forgotten as well: its next advisory then names its own token ids."""
         for whose in [whose for whose in self._hashes if whose[0] == session]:
             self._forget(whose)
 
     def keep(self, whose: Whose, hashes: Hashes) -> None:
+        """In the place of what was kept of it before."""
         self._forget(whose)
         self._hashes[whose] = list(hashes)
         self._num_hashes += len(hashes)

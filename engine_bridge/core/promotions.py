@@ -11,11 +11,11 @@ A pure state machine: advisories and requests come in with the time; `advance` r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine_bridge.core.eviction_order import EvictionOrder
+from engine_bridge.core.eviction_order import Device, EvictionOrder, Refresh, Resident
 from engine_bridge.core.expected import Guess, Hashes, Memory, OnChange, OpenAccounts, Whose
 from engine_bridge.core.fetching import peer_to_ask
 from engine_bridge.node import Advisory, AdvisoryState
@@ -33,27 +33,6 @@ LOOK_EVERY_S = 0.5
 STAGED_SHARE, PIECE_SHARE = 0.25, 0.125
 # Of the host tier, what may be read for guesses that have no room on the device. More would push out what was read for others before. Chosen.
 HOSTED_SHARE = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """The leading blocks of a prefix that the device holds, without a gap; `num_unused` of them belong to no running request."""
-
-    num_blocks: int
-    num_unused: int
-
-
-class Device(Protocol):
-    """The device's prefix cache, to look at."""
-
-    @property
-    def num_blocks(self) -> int: ...
-    def num_free_blocks(self) -> int:
-        """That no running request holds, whatever lies in them."""
-        ...
-
-    def resident(self, hashes: Hashes) -> Resident:
-        """How many of these blocks are on the device, from the first one on."""
 
 
 class KvBlocks(Protocol):
@@ -102,16 +81,8 @@ class Copy:
     sources: Sequence[Block]
 
 
-@dataclass(frozen=True, slots=True)
-class Refresh:
-    """Put the first `num_blocks` of a prefix behind everything else in the order of eviction."""
-
-    hashes: Hashes
-    num_blocks: int
-
-
 class Promotions:
-    """Acts on advisories. Each that it has taken reports its end exactly once.
+    """Acts on advisories. Each that it has taken reports its end exactly once. memory: what sessions' next prompts will begin with.
 
     Args:
         device: where promoted KV goes.
@@ -137,12 +108,12 @@ class Promotions:
         self._guesses: dict[str, Guess] = {}  # by advisory id
         self._expected: dict[Whose, Guess] = {}  # the same
         self._accounts = OpenAccounts()
-        self._memory = Memory()
+        self.memory = Memory()
         self._has_news = False
         self._released: list[Stage] = []  # of requests that came; held until those have staged for themselves
         self._look_at_s: float | None = None
         self._share = WorkShare()
-        self._order = EvictionOrder()
+        self._order = EvictionOrder(device)
         self._num_turn_blocks = 0
         self._is_owed = False  # there is news that only urgent guesses have heard of
         self._was_busy = False
@@ -162,7 +133,7 @@ class Promotions:
             if replaced is not None and replaced.advisory.advisory_id in self._guesses:
                 self._end(replaced, "cancelled")
         block = self._store.shape, self._block_size
-        guess = Guess(advisory, salt, hashes or self._memory.of(whose), block, now, on_change)
+        guess = Guess(advisory, salt, hashes or self.memory.of(whose), block, now, on_change)
         if not guess.hashes:
             guess.report("unknown")
             return
@@ -182,14 +153,17 @@ class Promotions:
         else:
             self._end(guess, "cancelled")
 
-    def arrived(self, session: str, salt: str | None, hashes: Hashes, now: float) -> Refresh | None:
+    def arrived(
+        self, request_id: str, session: str, salt: str | None, hashes: Hashes, now: float
+    ) -> Refresh | None:
         """A request came: score the advisory that expected it, before the request takes anything. What is read on from now is read for the request.
 
         Returns what is to be carried out at once: while it waits for the rest of its KV, others' guesses are not to push out what it has.
         """
         guess = self._expected.pop((session, salt), None)
+        kept = self._order.came(request_id, hashes) if guess is not None or self._guesses else None
         if guess is None:
-            return None
+            return kept
         del self._guesses[guess.advisory.advisory_id]
         resident = self._resident(guess).num_blocks
         common = _count_common(guess.hashes, hashes)
@@ -198,33 +172,24 @@ class Promotions:
         lead_s = now - guess.issued_s
         if common == 0:
             self._drop(guess, "wasted", lead_s)  # the session went on as another conversation
-            return None
+            return kept
         self._hand_over(guess)
         if resident >= min(guess.limit, common):
             guess.report("hit", lead_s=lead_s)
         else:
-            num_bytes = (min(guess.limit, common) - resident) * self._block_bytes
-            late_s = num_bytes / self._store.disk_bytes_per_s() + num_bytes / self._host_bytes_per_s()
+            late_s = sum(self._seconds_of(min(guess.limit, common) - resident))
             guess.report("late", lead_s=lead_s, late_s=late_s)
-        return Refresh(guess.hashes, resident) if resident else None
+        return kept
 
-    def ended(self) -> None:
-        """A request ends: what it leaves on the device is now evicted after everything else."""
+    def started(self, request_id: str) -> None:
+        """A request has its blocks of the device."""
+        self._order.left(request_id)
+
+    def ended(self, request_id: str) -> None:
+        """What a request leaves on the device is now evicted after everything else."""
+        self._order.left(request_id)
         self._order.disturb()
         self._has_news = True
-
-    def remember(self, session: str, salt: str | None, hashes: Hashes) -> None:
-        """A session's next request will begin with what its last one left."""
-        self._memory.keep((session, salt), hashes)
-
-    def remembers(self, session: str, salt: str | None) -> bool:
-        """Whether a request of this session, tenant and adapter has ended here."""
-        return (session, salt) in self._memory
-
-    def forget(self, session: str) -> None:
-        """No further prompt of this session begins with what its last requests left, under no adapter. A tenant's session of the same id is
-        forgotten as well: its next advisory then names its own token ids."""
-        self._memory.forget_session(session)
 
     def staged(self) -> None:
         """KV that was being read has come, or a reading has ended."""
@@ -276,13 +241,12 @@ class Promotions:
             return
         self._has_news, self._is_owed, self._look_at_s = False, only_urgent, None
         facts = [self._facts(guess) for guess in self._guesses.values()]
-        targets = plan(facts, self._device.num_free_blocks(), self._device.num_blocks, now)
+        num_free = self._device.num_free_blocks() - self._order.num_waiting_blocks
+        targets = plan(facts, num_free, self._device.num_blocks, now)
         if self._order.is_due(now):
-            refreshes = _refreshes(self._guesses, targets, self._device)
-            self._order.put(sum(move.num_blocks for move in refreshes), now)
-            yield from refreshes
-        has_urgent = any(guess.is_urgent for guess in self._guesses.values())
-        if beside.can_copy and (has_urgent or not only_urgent):
+            shares = [(self._guesses[target.name], target.num_device_blocks) for target in targets]
+            yield from self._order.put([(guess.hashes[: guess.limit], num) for guess, num in shares], now)
+        if beside.can_copy:
             num_blocks = int((slice_s or BUSY_SLICE_S) * self._host_bytes_per_s() / self._block_bytes)
             yield from self._bring_up(targets, max(num_blocks, 1), now, only_urgent=only_urgent)
             self._look_at_s = self._next_look(now, beside)
@@ -326,10 +290,12 @@ class Promotions:
         return num_hosted + _num_staged(self._guesses.values()) < self._store.num_host_blocks * HOSTED_SHARE
 
     def _facts(self, guess: Guess) -> GuessFacts:
-        num_bytes = guess.limit * self._block_bytes
-        return _facts_of(
-            guess, num_bytes / self._host_bytes_per_s(), num_bytes / self._store.disk_bytes_per_s()
-        )
+        return _facts_of(guess, *self._seconds_of(guess.limit))
+
+    def _seconds_of(self, num_blocks: int) -> tuple[float, float]:
+        """To copy so many blocks to the device, and to read them from disk."""
+        num_bytes = num_blocks * self._block_bytes
+        return num_bytes / self._host_bytes_per_s(), num_bytes / self._store.disk_bytes_per_s()
 
     def _next_look(self, now: float, beside: Beside) -> float | None:
         """When something changes by itself: a guess becomes due, or it is time to look after what was promoted."""
@@ -369,7 +335,8 @@ class Promotions:
             self._end(guess, "unknown")
             return
         end = min(guess.first + progress.num_ready_blocks, target.num_device_blocks, num_there + room)
-        num_copied = min(end - num_there, self._device.num_free_blocks() - resident.num_unused)
+        num_free = self._device.num_free_blocks() - self._order.num_waiting_blocks
+        num_copied = min(end - num_there, num_free - resident.num_unused)
         if num_copied > 0 and num_there >= guess.first:
             offset = num_there - guess.first
             yield Copy(guess.hashes, num_there, guess.stage.blocks[offset : offset + num_copied])
@@ -476,17 +443,6 @@ def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:
         saved_s=copy_s + read_s * guess.is_far,
         copy_s=copy_s,
     )
-
-
-def _refreshes(guesses: Mapping[str, Guess], targets: Sequence[Target], device: Device) -> list[Refresh]:
-    """What guesses have on the device, to be evicted in this order and after everything else: the most deserving ones' last."""
-    moves = []
-    for target in reversed(targets):
-        guess = guesses[target.name]
-        num_there = device.resident(guess.hashes[: guess.limit]).num_blocks
-        if min(num_there, target.num_device_blocks):
-            moves.append(Refresh(guess.hashes, min(num_there, target.num_device_blocks)))
-    return moves
 
 
 def _num_staged(guesses: Iterable[Guess]) -> int:

@@ -105,6 +105,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return num_tokens, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        if self._tiers.listener is not None:
+            self._tiers.listener.started(request)
         self._restores.admit(
             request.request_id,
             blocks.get_block_ids()[0] if num_external_tokens else [],
@@ -142,7 +144,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests.pop(request.request_id, None)
         self._restores.forget(request.request_id)
         if self._tiers.listener is not None and not is_background(request.request_id):
-            self._tiers.listener.remember(request)
+            self._tiers.listener.ended(request)
         return False, None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from engine_bridge.core.eviction_order import Refresh, Resident
 from engine_bridge.core.expected import Hashes, OnChange
-from engine_bridge.core.promotions import Beside, Copy, Promotions, Refresh, Resident
+from engine_bridge.core.promotions import Beside, Copy, Promotions
 from engine_bridge.driver.kv_tiers import KvTiers
 from engine_bridge.node import Advisory
 
@@ -93,26 +94,36 @@ class Promoter:
     def arrived(self, request: Request) -> None:
         with self._contained():
             move = self._core.arrived(
-                str(request.session_id), request.cache_salt, request.block_hashes, self._clock()
+                request.request_id,
+                str(request.session_id),
+                request.cache_salt,
+                request.block_hashes,
+                self._clock(),
             )
             if move is not None:
                 self._refresh(move)
 
+    def started(self, request: Request) -> None:
+        self._core.started(request.request_id)
+
+    def ended(self, request: Request) -> None:
+        self._core.ended(request.request_id)
+        self.remember(request)
+
     def remember(self, request: Request) -> None:
-        """It ends."""
-        self._core.ended()
+        """It is what its session's next prompt will begin with."""
         if request.session_id is None or not request.block_hashes:
             return
         with self._contained():
-            self._core.remember(str(request.session_id), request.cache_salt, request.block_hashes)
+            self._core.memory.keep((str(request.session_id), request.cache_salt), request.block_hashes)
 
     def remembers(self, session_id: str, salt: str | None) -> bool:
         """Whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
-        return self._core.remembers(session_id, salt)
+        return (session_id, salt) in self._core.memory
 
     def forget(self, session_id: str) -> None:
         """The session's next prompt, if one comes, begins with something else."""
-        self._core.forget(session_id)
+        self._core.memory.forget_session(session_id)
 
     def close(self) -> None:
         self._core.close()

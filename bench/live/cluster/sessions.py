@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from typing import Any
@@ -21,11 +22,12 @@ MOVED_TOKENS, ANSWER_TOKENS = 2048, 16
 
 
 async def num_held(http: aiohttp.ClientSession, server: Server) -> int:
-    """Of sessions that were begun one after the other, how many go on from KV: the last one first, until several in a row do not."""
+    """Of sessions that were begun, a node one at a time, how many go on from KV: the last one first, until several in a row do not."""
     num = SESSIONS_A_NODE * server.num_nodes
     prompts = [text(SESSION_TOKENS, "held", number) for number in range(num)]
-    for number, prompt in enumerate(prompts):
-        await complete(http, server, prompt, 1, f"held-{number}")
+    for first in range(0, num, server.num_nodes):
+        numbers = range(first, first + server.num_nodes)
+        await asyncio.gather(*(complete(http, server, prompts[n], 1, f"held-{n}") for n in numbers))
     found, num_misses = 0, 0
     for number in reversed(range(num)):
         prompt = prompts[number] + text(8, "more", number)

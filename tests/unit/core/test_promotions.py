@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine_bridge.core.eviction_order import BLOCKS_PER_S
+from engine_bridge.core.eviction_order import BLOCKS_PER_S, Refresh, Resident
 from engine_bridge.core.promotions import (
     BUSY_SLICE_S,
     HOSTED_SHARE,
@@ -20,8 +20,6 @@ from engine_bridge.core.promotions import (
     Beside,
     Copy,
     Promotions,
-    Refresh,
-    Resident,
 )
 from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport
 from engine_bridge.policy.beside import CREDIT_S, LONGEST_TURN_S, SHARE
@@ -94,7 +92,7 @@ class Bench:
         return num_copied
 
     def arrive(self, name: str = "a", num_blocks: int = 9) -> None:
-        move = self.promotions.arrived(name, None, keys_of(name, num_blocks), self.now)
+        move = self.promotions.arrived(f"{name}?", name, None, keys_of(name, num_blocks), self.now)
         if move is not None:
             self.cache.carry_out(move)
 
@@ -148,7 +146,7 @@ def test_who_has_typed_longest_is_pushed_out_last_whatever_was_copied_or_has_end
             bench.advance()
     assert bench.states == ["staging", "warm"] * 3
     bench.cache.put(keys_of("ended", 10))
-    bench.promotions.ended()
+    bench.promotions.ended("another")
     bench.now += 1.0
     bench.advance(BUSY)
     for num_new, num_left in ((10, (30, 30, 30)), (20, (30, 30, 10)), (40, (30, 0, 0))):
@@ -159,6 +157,30 @@ def test_who_has_typed_longest_is_pushed_out_last_whatever_was_copied_or_has_end
         assert left == num_left, f"after {num_new} more blocks"
 
 
+def test_what_a_waiting_request_has_is_not_pushed_out_by_what_is_made_ready_for_others() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 40))
+    bench.advise("a", 40)
+    for _ in range(20):
+        bench.advance()
+    for name in ("b", "c", "d"):
+        bench.shelf.put(keys_of(name, 40))
+        bench.advise(name, 40)
+    bench.arrive("a", 60)
+    for number in range(40):
+        bench.promotions.ended(f"another {number}")
+        bench.now += 1.0
+        bench.advance(BUSY)
+    assert bench.cache.resident(keys_of("a", 40)).num_blocks == 40
+    bench.promotions.started("a?")
+    bench.cache.put(keys_of("a", 40))
+    for number in range(40):
+        bench.promotions.ended(f"another {number}")
+        bench.now += 1.0
+        bench.advance(BUSY)
+    assert bench.cache.resident(keys_of("a", 40)).num_blocks < 40, "it is the engine's to hold, or let go"
+
+
 def test_what_is_ready_is_put_in_order_no_more_often_than_it_takes_little_time() -> None:
     bench = Bench()
     bench.shelf.put(keys_of("a", 8))
@@ -167,7 +189,7 @@ def test_what_is_ready_is_put_in_order_no_more_often_than_it_takes_little_time()
     bench.advance()
     began_s, num_moved = bench.now, 0
     while bench.now < began_s + 1.0:
-        bench.promotions.ended()
+        bench.promotions.ended("another")
         moves = list(bench.promotions.advance(BUSY, bench.now))
         num_moved += sum(move.num_blocks for move in moves if isinstance(move, Refresh))
         bench.now += 1e-4
@@ -208,7 +230,7 @@ def test_a_session_that_goes_on_as_another_conversation_was_a_waste() -> None:
     bench.shelf.put(keys_of("a", 8))
     bench.advise()
     bench.advance()
-    bench.promotions.arrived("a", None, keys_of("b", 8), bench.now)
+    bench.promotions.arrived("a?", "a", None, keys_of("b", 8), bench.now)
     assert bench.states[-1] == "wasted"
 
 
@@ -218,18 +240,18 @@ def test_another_salt_is_another_session() -> None:
     bench.advise(num_blocks=2, salt="tenant")
     bench.arrive()
     assert bench.states == ["staging"]
-    bench.promotions.remember("a", "tenant", keys_of("a", 2))
-    assert bench.promotions.remembers("a", "tenant") and not bench.promotions.remembers("a", None)
+    bench.promotions.memory.keep(("a", "tenant"), keys_of("a", 2))
+    assert ("a", "tenant") in bench.promotions.memory and ("a", None) not in bench.promotions.memory
 
 
 def test_a_session_that_is_forgotten_is_unknown_under_every_salt() -> None:
     bench = Bench()
-    bench.promotions.remember("a", None, keys_of("a", 2))
-    bench.promotions.remember("a", "tenant", keys_of("a", 2))
-    bench.promotions.remember("b", None, keys_of("b", 2))
-    bench.promotions.forget("a")
-    assert not bench.promotions.remembers("a", None) and not bench.promotions.remembers("a", "tenant")
-    assert bench.promotions.remembers("b", None)
+    bench.promotions.memory.keep(("a", None), keys_of("a", 2))
+    bench.promotions.memory.keep(("a", "tenant"), keys_of("a", 2))
+    bench.promotions.memory.keep(("b", None), keys_of("b", 2))
+    bench.promotions.memory.forget_session("a")
+    assert ("a", None) not in bench.promotions.memory and ("a", "tenant") not in bench.promotions.memory
+    assert ("b", None) in bench.promotions.memory
 
 
 def test_what_a_session_left_is_what_it_is_expected_to_begin_with() -> None:
@@ -237,7 +259,7 @@ def test_what_a_session_left_is_what_it_is_expected_to_begin_with() -> None:
     bench.advise(num_blocks=0)
     assert bench.states == ["unknown"]
     bench.shelf.put(keys_of("a", 3))
-    bench.promotions.remember("a", None, keys_of("a", 3))
+    bench.promotions.memory.keep(("a", None), keys_of("a", 3))
     bench.advise(num_blocks=0)
     assert bench.advance() == 3
 
@@ -402,7 +424,7 @@ def test_an_advisory_that_ends_while_it_is_read_for_is_told_of_with_its_last_byt
     bench.advance()
     bench.now += 2.0
     if end == "go on otherwise":
-        bench.promotions.arrived("a", None, keys_of("b", 8), bench.now)
+        bench.promotions.arrived("a?", "a", None, keys_of("b", 8), bench.now)
     else:
         bench.promotions.retract("a!", is_expired=end == "expire", now=bench.now)
     bench.now += 3.0
@@ -613,11 +635,11 @@ class PromotionsMachine(RuleBasedStateMachine):
         self.num_arrived += 1
         num_found = self.cache.resident(keys_of(name, num_blocks)).num_blocks
         self.used_s += num_found * SHAPE.block_bytes / BYTES_PER_S
-        move = self.promotions.arrived(name, None, keys_of(name, num_blocks), self.now)
+        move = self.promotions.arrived(f"{name}?", name, None, keys_of(name, num_blocks), self.now)
         if move is not None:
             self.cache.carry_out(move)
         if ends and num_blocks:
-            self.promotions.remember(name, None, keys_of(name, num_blocks))
+            self.promotions.memory.keep((name, None), keys_of(name, num_blocks))
 
     @rule(name=NAMES, at=st.integers(0, 8), tier=st.sampled_from(["host", "disk", "nowhere"]))
     def kv_lies_elsewhere(self, name: str, at: int, tier: str) -> None:
