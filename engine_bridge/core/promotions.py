@@ -245,7 +245,7 @@ class Promotions:
         targets = plan(facts, num_free, self._device.num_blocks, now)
         if self._order.is_due(now):
             shares = [(self._guesses[target.name], target.num_device_blocks) for target in targets]
-            yield from self._order.put([(guess.hashes[: guess.limit], num) for guess, num in shares], now)
+            yield from self._order.moves([(guess.hashes[: guess.limit], num) for guess, num in shares], now)
         if beside.can_copy:
             num_blocks = int((slice_s or BUSY_SLICE_S) * self._host_bytes_per_s() / self._block_bytes)
             yield from self._bring_up(targets, max(num_blocks, 1), now, only_urgent=only_urgent)
@@ -253,7 +253,7 @@ class Promotions:
         if only_urgent or not beside.can_copy:
             # The engine's thread has better to do than to look after every guess: only let the disk begin with new ones.
             self._stage_new(now)
-        if self._order.is_disturbed:
+        if self._order.is_owed:
             self._look_at_s = min(self._order.due_s, self._look_at_s or math.inf)
 
     def took(self, seconds: float, now: float) -> None:
