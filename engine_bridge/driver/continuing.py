@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 from engine_bridge.continuity import Continued, continue_prompt
-from engine_bridge.driver.vllm_api import VLLMError
 from engine_bridge.node import pack_token_ids, unpack_token_ids
 
 
@@ -55,6 +54,8 @@ async def continued(
 def _continued(
     renderer: Any, max_model_len: int, packed: bytes, text: str, rendered: list[int], may_be_cut: bool
 ) -> Continued:
+    from engine_bridge.driver.vllm_api import VLLMError
+
     history = unpack_token_ids(packed)
     if may_be_cut and renderer.get_tokenizer().decode(rendered, skip_special_tokens=False) != text:
         return Continued(rendered, "rendered", 0)

@@ -41,6 +41,12 @@ def test_the_light_modules_load_without_the_engine_or_the_server(module: str) ->
     assert loaded_by(module) & (ENGINE | {"aiohttp", "asyncio"}) == set()
 
 
+@pytest.mark.parametrize("module", ["gateway.app", "gateway.engine_process", "engine_bridge.local_node"])
+def test_the_engine_is_not_loaded_before_its_environment_is_set(module: str) -> None:
+    """Nor before the gateway answers: it takes eight seconds."""
+    assert loaded_by(module) & {"torch", "vllm", "transformers"} == set()
+
+
 @pytest.mark.parametrize(
     "module", ["overture_client.chat", "overture_client.terminal", "overture_client.command"]
 )
