@@ -20,6 +20,7 @@ from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
 from engine_bridge.cluster.peers import PeerConfig, Peering
 from engine_bridge.context_overflow import ContextOverflow
 from engine_bridge.driver.absent import NoAdapters
+from engine_bridge.driver.building import load_vllm
 from engine_bridge.driver.engine import EngineCounts, VllmDriver
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.streams import Streams
@@ -112,15 +113,19 @@ class LocalNode:
         self._schemas: ApiSchemas | None = None
         self._running: dict[RequestId, TokenStream] = {}
         self._is_draining = False
-        self._stage = "waiting"
+        self._stage, self._since = "waiting", time.monotonic()
         self._error: str | None = None
-        self._since = time.monotonic()
 
     # -- life --------------------------------------------------------------------------------------------------------
 
+    def load(self) -> None:
+        """Import vLLM: takes seconds, and nothing that engines of a machine share. `start` does it, too. Raises what importing raises."""
+        self._report("importing vLLM")
+        load_vllm()
+        self._report("waiting for the other nodes of this machine")
+
     async def start(self) -> None:
-        self._since = time.monotonic()
-        self._loop = asyncio.get_running_loop()
+        self._since, self._loop = time.monotonic(), asyncio.get_running_loop()
         try:
             # Before the engine, so that a predictor that cannot be had is told at once.
             self._lengths = await _open_lengths(self._config, self._report)

@@ -58,6 +58,11 @@ def make_local_node(packed: bytes) -> tuple[LocalNode, str]:
     return node, node.peer_address
 
 
+def load(node: LocalNode) -> None:
+    """What a node can do before its turn to start comes. Raises what importing raises."""
+    node.load()
+
+
 def main() -> None:
     node, peer_address = make_local_node(sys.stdin.buffer.read())
     child.serve(node, int(sys.argv[1]), peer_address)

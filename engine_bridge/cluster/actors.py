@@ -84,6 +84,9 @@ class NodeActor:
         def make_node() -> Any:
             return getattr(importlib.import_module(module), name)(node.settings)
 
+        def load(made: Any) -> None:
+            importlib.import_module(module).load(made)
+
         self._host = NodeHost(
             make_node,
             node.node_id,
@@ -91,6 +94,7 @@ class NodeActor:
             settings.trust,
             folder=Path(node.folder),
             turns=Path(node.turns),
+            load=load,
         )
         self._place = self._host.start()
 

@@ -8,7 +8,9 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -42,6 +44,7 @@ class NodeHost:
     Args:
         make_node: called on the node's own thread, since what it imports is slow. Gives the node, and where others may ask it for KV.
         listen_on: an address of this machine; a free port is taken.
+        load: called with the node before its turn, on a thread: what takes long and may be done beside others. What it raises, `start` raises again.
         folder: of this node's own, for adapters that gateways send, and a lock: one process at a time works with it.
         turns: a file that all nodes of this machine lock while they start, one after another: each looks at how much memory is free, and takes it.
     """
@@ -55,7 +58,9 @@ class NodeHost:
         *,
         folder: Path,
         turns: Path,
+        load: Callable[[Any], None] = lambda node: None,
     ) -> None:
+        self._load = load
         self._make_node, self._node_id, self._folder = make_node, node_id, folder
         self._listen_on, self._trust, self._turns = listen_on, trust, turns
         self._place: Future[Place] = Future()
@@ -110,6 +115,8 @@ class NodeHost:
 
     async def _bring_up(self, node: Node) -> None:
         """What goes wrong is in the node's reports."""
+        with suppress(Exception):
+            await asyncio.to_thread(self._load, node)
         try:
             async with locked(self._turns):
                 await node.start()

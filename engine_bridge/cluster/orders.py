@@ -29,7 +29,8 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
 
     address: of a Ray cluster that is there, host:port; empty: start one. host: what nodes, and a Ray that is started, listen on. port: where
     others join a Ray that is started; 0: any. folder: for Ray's own files, with a short path. make_node: `module:function`, which makes a node of
-    its settings in the actor's process. follows_all: tell of the nodes of others, too.
+    its settings in the actor's process; the module's `load(node)` is what can be done before the node's turn to start.
+    follows_all: tell of the nodes of others, too.
     """
 
     address: str

@@ -47,6 +47,14 @@ def configure_environment(config: EngineConfig) -> None:
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
 
 
+def load_vllm() -> type:
+    """The class of vLLM's engine; importing it takes seconds the first time. The environment must be set."""
+    from engine_bridge.driver.vllm_api import LLMEngine
+
+    found: type = LLMEngine
+    return found
+
+
 def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
     """An in-process `LLMEngine` with parts of ours in the places of vLLM's. Raises SeamMoved and whatever vLLM raises."""
     from engine_bridge.driver import grammars
