@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +114,10 @@ class NodeHost:
 
     async def _bring_up(self, node: Node) -> None:
         """What goes wrong is in the node's reports."""
-        with suppress(Exception):
+        try:
             await asyncio.to_thread(self._load, node)
+        except Exception:
+            log.info("nothing was loaded before this node's turn to start", exc_info=True)
         try:
             async with locked(self._turns):
                 await node.start()

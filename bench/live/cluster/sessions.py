@@ -22,7 +22,7 @@ MOVED_TOKENS, ANSWER_TOKENS = 2048, 16
 
 
 async def num_held(http: aiohttp.ClientSession, server: Server) -> int:
-    """Of sessions that were begun, a node one at a time, how many go on from KV: the last one first, until several in a row do not."""
+    """Sessions are begun, as many at a time as there are nodes. How many go on from KV: the last one first, until several in a row do not."""
     num = SESSIONS_A_NODE * server.num_nodes
     prompts = [text(SESSION_TOKENS, "held", number) for number in range(num)]
     for first in range(0, num, server.num_nodes):

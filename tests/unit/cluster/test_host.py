@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class StartedNode(FakeNode):
         self.was_closed.set()
 
 
-def hosted(node: FakeNode, folder: Path) -> NodeHost:
+def hosted(node: FakeNode, folder: Path, load: Callable[[FakeNode], None] = lambda node: None) -> NodeHost:
     return NodeHost(
         lambda: (node, "127.0.0.1:7"),
         "n1",
@@ -44,6 +44,7 @@ def hosted(node: FakeNode, folder: Path) -> NodeHost:
         TRUST,
         folder=folder,
         turns=folder / "turns",
+        load=load,
     )
 
 
@@ -90,6 +91,24 @@ async def test_it_can_be_reached_while_another_node_of_the_machine_starts(tmp_pa
         host = hosted(node, tmp_path)
         async with linked(await asyncio.to_thread(host.start)):
             assert not node.was_started.is_set()
+    assert await asyncio.to_thread(node.was_started.wait, PATIENCE_S)
+    await asyncio.to_thread(host.close)
+
+
+async def test_what_needs_no_turn_is_done_before_it_and_may_fail(tmp_path: Path) -> None:
+    node, loaded = StartedNode(), threading.Event()
+
+    def load(made: FakeNode) -> None:
+        assert made is node
+        loaded.set()
+        raise ImportError("the engine is not installed")
+
+    host = hosted(node, tmp_path, load)
+    with (tmp_path / "turns").open("w") as others:
+        fcntl.flock(others, fcntl.LOCK_EX)
+        await asyncio.to_thread(host.start)
+        assert await asyncio.to_thread(loaded.wait, PATIENCE_S)
+        assert not node.was_started.is_set()
     assert await asyncio.to_thread(node.was_started.wait, PATIENCE_S)
     await asyncio.to_thread(host.close)
 
