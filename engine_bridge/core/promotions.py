@@ -31,7 +31,7 @@ IDLE_SLICE_S, BUSY_SLICE_S = 0.005, 0.002
 LOOK_EVERY_S = 0.5
 # Of the host tier, what guesses may hold there at once while it is read or waits for the device, and each of them at once. Chosen.
 STAGED_SHARE, PIECE_SHARE = 0.25, 0.125
-# Of the host tier, what may be read for guesses that have no room on the device. More would push out what was read for others before. Chosen.
+# Of the host tier, what may be read at most for guesses that have no room on the device. More would push out what was read for others before. Chosen.
 HOSTED_SHARE = 0.5
 
 
@@ -284,11 +284,6 @@ class Promotions:
                 guess.looked_s = now
                 self._restage(guess, self._resident(guess).num_blocks)
 
-    def _may_host(self) -> bool:
-        """Whether host memory has room for what can go no further."""
-        num_hosted = sum(g.limit - g.num_on_device for g in self._guesses.values() if g.state == "host")
-        return num_hosted + _num_staged(self._guesses.values()) < self._store.num_host_blocks * HOSTED_SHARE
-
     def _facts(self, guess: Guess) -> GuessFacts:
         return _facts_of(guess, *self._seconds_of(guess.limit))
 
@@ -324,9 +319,14 @@ class Promotions:
             self._release(guess)
         # What is read ahead for host memory begins behind what the device lacks.
         is_needed = guess.stage is None or (num_there < guess.first and (may_copy or not guess.is_ahead))
-        is_settled = not may_copy and (guess.state == "host" or not self._may_host())
-        if is_needed and (is_settled or not self._restage(guess, num_there)):
-            return
+        is_settled = not may_copy and (
+            guess.num_hosted >= guess.limit or not _has_host_room(self._guesses.values(), self._store)
+        )
+        if is_needed:
+            first = num_there if may_copy else max(num_there, guess.num_hosted)
+            if is_settled or not self._restage(guess, first):
+                return
+            guess.is_ahead = first > num_there
         assert guess.stage is not None
         progress = self._store.progress(guess.stage)
         if progress.num_blocks < len(guess.stage.blocks):
@@ -355,7 +355,8 @@ class Promotions:
             pass  # the disk reads on; `staged` tells
         elif guess.num_on_device >= target.num_device_blocks:
             self._release(guess)
-            if staged_end >= guess.limit or not self._may_host():
+            guess.num_hosted = max(guess.num_hosted, staged_end)
+            if staged_end >= guess.limit or not _has_host_room(self._guesses.values(), self._store):
                 self._finish(guess, "host")
             elif self._restage(guess, staged_end):
                 guess.is_ahead = self._has_news = True
@@ -395,8 +396,11 @@ class Promotions:
     # -- how it ends -------------------------------------------------------------------------------------------------
 
     def _finish(self, guess: Guess, state: AdvisoryState) -> None:
-        """As far up as it may go: hold no host memory for it any more."""
+        """As far up as it may go: hold no host memory for it any more. Where the device has all, others' KV is worth more there."""
         self._release(guess)
+        if state == "warm":
+            guess.num_hosted = 0
+            self._store.expect(guess.advisory.session_id, None, tenant=guess.advisory.tenant)
         if guess.num_copied:
             self._order.disturb()  # by copies: they lie behind what others have, more deserving ones too
         if guess.state != state:
@@ -448,6 +452,14 @@ def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:
 def _num_staged(guesses: Iterable[Guess]) -> int:
     """Blocks that guesses hold in host memory."""
     return sum(len(guess.stage.blocks) for guess in guesses if guess.stage is not None)
+
+
+def _has_host_room(guesses: Iterable[Guess], store: KvBlocks) -> bool:
+    """Whether more may be read as far as host memory for guesses that have no room on the device: so much that it is still there when the longest
+    of them comes, all of which is brought through host memory."""
+    num_there = _num_staged(guesses) + sum(max(g.num_hosted - g.num_on_device, 0) for g in guesses)
+    most = store.num_host_blocks * (1 - STAGED_SHARE) - max(guess.limit for guess in guesses)
+    return num_there < min(store.num_host_blocks * HOSTED_SHARE, most)
 
 
 def _count_common(first: Hashes, second: Hashes) -> int:

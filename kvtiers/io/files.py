@@ -44,8 +44,14 @@ class Files:
     """Each method is one call of the system and raises OSError; those that are not async block and belong into a worker thread."""
 
     def open_read(self, path: Path) -> int:
-        """A descriptor for reading. Raises `OSError`, also for what is not a regular file."""
-        return open_regular(path)
+        """A descriptor for reading. Raises `OSError`, also for what is not a regular file.
+
+        Without the kernel's reading ahead: what is needed next is asked for anyway, in large pieces, and often lies elsewhere (measured: 1.05 to 1.44
+        bytes fetched for each that was asked for, and up to 30% less throughput).
+        """
+        fd = open_regular(path)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        return fd
 
     def close(self, fd: int) -> None:
         os.close(fd)

@@ -96,8 +96,6 @@ def scan_segment(
         scan.num_bytes = _size_of(path)
         return scan
     try:
-        # Without this, the kernel reads megabytes ahead of every header.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         scan.num_bytes = files.size(fd)
         found = decode_segment_header(read_up_to(files, fd, SEGMENT_HEADER_BYTES, 0))
         scan.is_foreign = found is None or fingerprint not in (None, found)

@@ -17,6 +17,7 @@ from engine_bridge.core.promotions import (
     IDLE_SLICE_S,
     LOOK_EVERY_S,
     PIECE_SHARE,
+    STAGED_SHARE,
     Beside,
     Copy,
     Promotions,
@@ -395,6 +396,52 @@ def test_what_has_no_room_on_the_device_fills_no_more_than_its_part_of_host_memo
         bench.advance()
     num_hosted = 8 * sum(report.state == "host" for report in bench.reports)
     assert num_hosted == HOSTED_SHARE * bench.shelf.num_host_blocks
+
+
+def test_no_more_is_read_ahead_than_stays_there_when_the_longest_comes() -> None:
+    bench = Bench()
+    room = int(bench.shelf.num_host_blocks * (1 - STAGED_SHARE))
+    for name, num_blocks in (("long", room - 4), ("short", 8)):
+        bench.shelf.put(keys_of(name, num_blocks))
+        bench.advise(name, num_blocks, priority=1)
+    for _ in range(20):
+        bench.advance()
+    assert [guess.num_hosted for guess in bench.promotions._guesses.values()] == [8, 0]
+    bench.promotions.retract("long!", is_expired=False, now=bench.now)
+    bench.promotions.staged()
+    bench.advance()
+    assert bench.reports[-1].advisory_id == "short!" and bench.reports[-1].state == "host"
+
+
+def test_reading_ahead_goes_on_where_it_ended_once_there_is_room() -> None:
+    bench = Bench()
+    for name in "abc":
+        bench.shelf.put(keys_of(name, 12))
+        bench.advise(name, 12, priority=1)
+    for _ in range(20):
+        bench.advance()
+    assert [guess.num_hosted for guess in bench.promotions._guesses.values()] == [12, 12, 8]
+    bench.promotions.retract("a!", is_expired=False, now=bench.now)
+    bench.promotions.staged()
+    staged: list[bytes] = []
+    stage_of = bench.shelf.stage
+    bench.shelf.stage = lambda group, keys, **more: (staged.extend(keys), stage_of(group, keys, **more))[1]  # type: ignore[method-assign]
+    for _ in range(20):
+        bench.advance()
+    assert staged == keys_of("c", 12)[8:]
+
+
+def test_of_what_the_device_has_host_memory_need_keep_nothing_until_it_is_lost() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 4))
+    bench.advise("a", 4)
+    bench.advance()
+    assert bench.states[-1] == "warm" and bench.shelf.expected["", "a"] is None
+    bench.cache.kept.clear()
+    bench.now += 2 * LOOK_EVERY_S
+    bench.promotions.ended("somebody")
+    bench.advance(BUSY_BESIDE)
+    assert bench.shelf.expected["", "a"] is not None
 
 
 def test_what_was_only_read_counts_as_moved() -> None:
