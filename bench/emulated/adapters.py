@@ -31,7 +31,7 @@ class AdapterMemory:
     num_slots: that steps compute with, each as large as the largest adapter, as on a GPU; 0: all adapters are there. policy: which one leaves first;
     None for no cache: it goes with its last request. cold_start: of requests whose adapter is coming. in_kv: in KV blocks, too, if nobody needs them.
     host_bytes: of host memory; None: all are there from the start. disk_bytes_per_s: on the way there. has_forecast: they are brought there by the
-    histogram of their requests.
+    histogram of their requests. loads_are_free: a slot is filled in no time, by one that knows every next use.
     """
 
     num_slots: int = 8
@@ -41,6 +41,7 @@ class AdapterMemory:
     host_bytes: int | None = None
     disk_bytes_per_s: float = 0.0
     has_forecast: bool = False
+    loads_are_free: bool = False
 
 
 class EmulatedAdapters:
@@ -82,7 +83,7 @@ class EmulatedAdapters:
         prefetch = HistoryPrefetch() if memory.has_forecast else NoPrefetch()
         self.core = AdapterPlaces(rules, Worth(memory.policy or "lru", **speeds), prefetch)
         self._clock, self._gpu, self._num_bytes = clock, gpu, num_bytes
-        self._keeps = memory.policy is not None
+        self._keeps, self._loads_are_free = memory.policy is not None, memory.loads_are_free
         self._running, self._on_moved = running, on_moved
         for adapter_id, size in enumerate(num_bytes, 1):
             self.core.add(adapter_id, size, room=1, is_pinned=self._disk is None, now=clock.now)
@@ -227,6 +228,9 @@ class EmulatedAdapters:
             self._do(self.core.laid_out(fill.adapter_id))
             self._on_moved()
 
+        if self._loads_are_free:
+            self._clock.at(self._clock.now, filled)
+            return
         if fill.source == "host":
             self._filled_bytes += size
             self.link.transfer(size, filled)

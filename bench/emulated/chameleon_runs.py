@@ -49,8 +49,8 @@ class Arm:
     """One system. queue: a name in the registry, or in `ORDERS_IN_LANES`. eviction: which adapter goes first, "" for no cache.
 
     accuracy: of the predictor of lengths, None for the live one. rule: for the number of lanes. is_output_only: sizes are the predicted output
-    alone. has_forecast: adapters are brought to host memory by the histogram of their requests. has_all_adapters: each can be computed with at
-    once and takes no memory.
+    alone. has_forecast: adapters are brought to host memory by the histogram of their requests. loads_are_free: an adapter is in its slot as soon as
+    the slot is its own.
     """
 
     queue: str = "fcfs"
@@ -59,12 +59,12 @@ class Arm:
     rule: str = "knee"
     is_output_only: bool = False
     has_forecast: bool = False
-    has_all_adapters: bool = False
+    loads_are_free: bool = False
 
     @property
     def made_by(self) -> str:
         more = " + histogram" * self.has_forecast + ", sizes by output" * self.is_output_only
-        more += ", all adapters there" * self.has_all_adapters
+        more += ", loads at no cost" * self.loads_are_free
         more += f", lanes by {self.rule}" * (self.rule != "knee")
         if self.accuracy is None:
             more += ", OnlineLengths"
@@ -77,13 +77,13 @@ BASE, CACHE = Arm(), Arm(eviction="chameleon")
 SCHED, FULL = Arm("mlq"), Arm("mlq", "chameleon")
 DEFAULT = Arm("bounded", "adaptive")
 MAIN = {"base": BASE, "cache": CACHE, "sched": SCHED, "full": FULL, "default": DEFAULT}
-# What knows the future: the lengths of answers, and for a cache every next use, so that no adapter is ever loaded for a request. No order is known
-# to be the best, so of these the best one in hindsight counts, for each figure and seed apart.
+# What knows the future: the lengths of answers, and for a cache every next use, so that no request ever waits for a load. The slots are the engine's,
+# and as many as ours has. No order is known to be the best, so of these the one counts that is best in hindsight, for each figure apart.
 ORDERS = ("fcfs", "sjf", "bounded")
 KNOWING = {
-    "cache": (Arm(has_all_adapters=True),),
+    "cache": (Arm(loads_are_free=True),),
     "sched": tuple(Arm(order, accuracy=1.0) for order in ORDERS),
-    "full": tuple(Arm(order, accuracy=1.0, has_all_adapters=True) for order in ORDERS),
+    "full": tuple(Arm(order, accuracy=1.0, loads_are_free=True) for order in ORDERS),
 }
 KNOWING["default"] = KNOWING["full"]
 
@@ -215,12 +215,13 @@ def run(point: Point) -> Outcome:
         ranks=setting.pool.rank_of,
         lane_rule=arm.rule,
         memory=AdapterMemory(
-            0 if arm.has_all_adapters else setting.num_slots,
+            setting.num_slots,
             arm.eviction or None,
             in_kv=bool(arm.eviction),
             host_bytes=setting.host_bytes,
             disk_bytes_per_s=setting.disk_bytes_per_s,
             has_forecast=arm.has_forecast,
+            loads_are_free=arm.loads_are_free,
         ),
     )
     jobs = [job for job in played.jobs if job.arrival.at_s >= setting.warm_up_s]

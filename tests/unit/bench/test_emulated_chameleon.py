@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from bench.emulated import chameleon
-from bench.emulated.chameleon import EVICTION_ARMS, SCHED_ARMS, forecast_part, main_part, settings_of
+from bench.emulated.chameleon import (
+    EVICTION_ARMS,
+    SCHED_ARMS,
+    eviction_part,
+    forecast_part,
+    main_part,
+    settings_of,
+)
 from bench.emulated.chameleon_runs import (
     BASE,
     CACHE,
@@ -125,9 +132,9 @@ def test_beside_ours_stands_what_the_best_of_those_that_know_the_future_gains() 
     limit_s = slo_s(BRIEF)
 
     def p99_s(point: Point) -> float:
-        """Adapters that are all there take a quarter off the tail, shortest first another quarter, the full system a quarter."""
+        """Loads at no cost take a quarter off the tail, shortest first another quarter, the full system a quarter."""
         gain = (
-            0.25 * point.arm.has_all_adapters + 0.25 * (point.arm.queue == "sjf") + 0.25 * (point.arm == FULL)
+            0.25 * point.arm.loads_are_free + 0.25 * (point.arm.queue == "sjf") + 0.25 * (point.arm == FULL)
         )
         return limit_s * point.per_s / 8 * (1 - gain)
 
@@ -141,7 +148,7 @@ def test_beside_ours_stands_what_the_best_of_those_that_know_the_future_gains() 
     assert result["baseline_matches_paper"] == {"load_within_slo": True, "tpot_p99_within_slo": True}
 
 
-def test_where_all_adapters_are_there_none_is_copied_and_requests_wait_less() -> None:
+def test_where_loads_cost_nothing_requests_wait_less_in_the_same_slots() -> None:
     base, knowing = (run(Point(arm, BRIEF, 8.0, 1)) for arm in (BASE, KNOWING["cache"][0]))
     assert knowing.link_bytes == 0 < base.link_bytes
     assert knowing.ttft_p50_s < base.ttft_p50_s and knowing.ttft_p99_s < base.ttft_p99_s
@@ -160,7 +167,15 @@ def test_forecasts_are_judged_where_host_memory_is_scarce() -> None:
     setting = replace(settings_of(parsed())["forecast"], span_s=5.0, warm_up_s=1.0)
     _, result = forecast_part(Bench(Workers(1), (1,), {}), setting)
     assert result["any_time"]["without"]["disk_share"] > 0.1
-    assert set(result) == {"any_time", "timers", "wins_anywhere"}
+    assert set(result) == {"any_time", "timers", "wins_anywhere", "bound"}
+    assert result["bound"]["any_time"]["ttft_p99_change"] < 0
+
+
+def test_beside_each_eviction_stands_what_no_wait_for_loads_would_gain() -> None:
+    setting = replace(settings_of(parsed())["eviction"], span_s=10.0, warm_up_s=2.0)
+    _, result = eviction_part(Bench(Workers(1), (1,), {}), setting, (8,))
+    assert set(result["eviction"]) == {"lru", "equal", "paper"}
+    assert result["bound"]["at_8"] < min(0.0, *result["at_8"].values())
 
 
 def test_a_figure_says_when_it_falls_short() -> None:
