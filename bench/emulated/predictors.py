@@ -27,7 +27,7 @@ from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Figure, Part, Workers
 from bench.sim.core.traffic import play
 from engine_bridge.driver.profiling.copies import fit_link
-from engine_bridge.driver.profiling.steps import Bounds, Point, visits
+from engine_bridge.driver.profiling.steps import CONTEXT_SHARE, Bounds, Point, visits
 from engine_bridge.policy.costs import Link, StepGrid, StepTable
 from engine_bridge.predict.steps import StepSample, fit_steps
 
@@ -96,7 +96,11 @@ def _sampled(cost: StepCost, point: Point, noise: DeviceNoise) -> Iterable[StepS
 def run_once(setting: Setting, seed: int) -> Outcome:
     arm = ARMS["adaptive"]
     engine, tokens = engine_of(arm, setting), engine_of(arm, setting).num_tokens
-    bounds = Bounds(engine.max_running, engine.step_tokens, tokens, engine.max_tokens, engine.step_tokens)
+    # As `overture profile` asks for them.
+    num_kv_tokens = int(tokens * CONTEXT_SHARE)
+    bounds = Bounds(
+        engine.max_running, engine.step_tokens, num_kv_tokens, engine.max_tokens, engine.step_tokens
+    )
     grid, profile_error, link = profile(setting.gpu, setting.model, bounds, seed)
     cost, noise, clock = StepCost(setting.gpu, setting.model), noise_of(seed), Clock()
     cost.table = StepTable(grid)

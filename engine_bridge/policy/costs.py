@@ -155,16 +155,21 @@ class StepTable:
         self._slowness *= 1 + SLOWNESS_RATE * share
 
     def _correct(self, work: tuple[int, int, int], change_s: float) -> None:
-        """Move the prediction at a point by a change, each corner of its cell by its weight in it."""
+        """Move the prediction at a point by a change, each corner of its cell by its weight in it.
+
+        Beyond the grid, where the last cell's slope goes on, both of its ends move alike: the slope stays, and nothing is multiplied by how far out
+        the point is.
+        """
         axes = (self._prefill, self._decodes, self._context)
         places = [_locate(axis, amount) for axis, amount in zip(axes, work, strict=True)]
-        shares = [min(share, 1.0) for _, share in places]  # beyond the grid: its edge
         (i, _), (j, _), (k, _) = places
-        corners = []
-        for up in itertools.product((0, 1), repeat=3):
-            weight = math.prod(s if u else 1 - s for u, s in zip(up, shares, strict=True))
-            corners.append(((i + up[0], j + up[1], k + up[2]), weight))
-        norm = sum(weight * weight for _, weight in corners)
+        ends = [(1.0, 1.0) if share > 1 else (1 - share, share) for _, share in places]
+        corners = [
+            ((i + up[0], j + up[1], k + up[2]), math.prod(end[u] for u, end in zip(up, ends, strict=True)))
+            for up in itertools.product((0, 1), repeat=3)
+        ]
+        num_alike = 2 ** sum(share > 1 for _, share in places)
+        norm = sum(weight * weight for _, weight in corners) / num_alike
         targets = [
             (corner, self._seconds[self._index(*corner)] + change_s * weight / norm)
             for corner, weight in corners

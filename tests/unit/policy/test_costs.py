@@ -191,6 +191,20 @@ def test_a_step_beyond_the_points_corrects_the_last_ones(share: float) -> None:
     assert table.step_s(256, 16, 10_000) == pytest.approx(corrected * (1 + SLOWNESS_RATE * most))
 
 
+@pytest.mark.parametrize(
+    "work", [(1000, 8, 3000), (32, 50, 3000), (32, 8, 150_000), (0, 8, 150_000), (1000, 50, 150_000)]
+)
+@pytest.mark.parametrize("share", [0.8, 1.2])
+def test_however_far_beyond_the_points_a_step_is_the_prediction_never_moves_past_it(
+    work: tuple[int, int, int], share: float
+) -> None:
+    table = table_of()
+    before = table.step_s(*work)
+    table.observe(*work, share * before)
+    moved = table.step_s(*work) / before - 1
+    assert moved == pytest.approx((1 + LEARNING_RATE * (share - 1)) * (1 + SLOWNESS_RATE * (share - 1)) - 1)
+
+
 def test_noise_of_real_steps_averages_out() -> None:
     table, rng = table_of(lambda work: 3 * linear(work)), random.Random(1)
     points = [(rng.randint(1, 256), rng.randint(1, 16), rng.randint(0, 10_000)) for _ in range(6000)]
