@@ -20,7 +20,7 @@ FORMS = {
 
 
 OF_BOUND = 0.9
-"""Of what one that knows the future gains, ours is to gain this part."""
+"""Of what one that knows the future gains, ours is to gain this part; of what it cannot avoid, ours may have no more than one divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def is_near_bound(self) -> bool:
-        """Is the aim out of reach of what knows the future, and does ours gain nearly as much as that?"""
+        """Is the aim out of reach of what knows the future, and is ours nearly as good as that?"""
         if (
             self.sim is None
             or self.bound is None
@@ -73,8 +73,10 @@ class Row:
         ):
             return False
         nothing = 1.0 if self.claim.unit == RATIO else 0.0
-        own, most = self.sim.value - nothing, OF_BOUND * (self.bound.value - nothing)
-        return own <= most if self.claim.better == LOWER else own >= most
+        own, most = self.sim.value - nothing, self.bound.value - nothing
+        if self.claim.better == LOWER and most > 0:  # an error, or a cost, that nobody is rid of
+            return OF_BOUND * own <= most
+        return own <= OF_BOUND * most if self.claim.better == LOWER else own >= OF_BOUND * most
 
     @property
     def is_measured(self) -> bool:

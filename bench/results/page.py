@@ -19,8 +19,8 @@ INTRODUCTION = """# Results
 Each claim of the papers and of our own: the paper's figure; ours in virtual time, by the live engine's policy objects (median over
 seeds, least … most); ours live, on a real vLLM engine. **Bold** falls short of the aim, which is the paper's figure unless another is named.
 "not measured": no kept run has the figure; "–": there is none. "Bound" is what one that knows the future reaches on the same requests in virtual
-time: lengths of answers, every next use, no cost of moving what is needed. It is a yardstick and proves nothing: it follows a few orders and
-routes, and ours does better in places. The papers' figures and the simulated ones are of GPUs, the live
+time: lengths of answers, every next use, no cost of moving what is needed, and of times all but their noise. It is a yardstick and proves
+nothing: it follows a few orders and routes, and ours does better in places. The papers' figures and the simulated ones are of GPUs, the live
 ones of CPU cores: changes and ratios can be compared, times cannot.
 
 `python -m bench.results write` makes this part and the plots in [docs/plots](../docs/plots) from the files in [bench/results](results);
@@ -36,7 +36,7 @@ SHORT, BOUNDED, UNDECIDED, NOT_HELD, REACHED = (
 )
 VERBS = {
     SHORT: "fall short",
-    BOUNDED: "fall short where even one that knows the future does, with at least nine tenths of what that gains",
+    BOUNDED: "fall short where even one that knows the future does, with at least nine tenths of what that gains or a ninth more of what it bears",
     UNDECIDED: "are undecided",
     NOT_HELD: "are not measured",
     REACHED: "reach their aim",

@@ -20,7 +20,7 @@ from bench.emulated.adaptivellm import Bench as AdaptiveBench
 from bench.emulated.adaptivellm import _sweeps
 from bench.results import limits
 from bench.results.__main__ import SIMULATED, check, command_of, made, main, simulate, stale, write
-from bench.results.claim import CHANGE, HIGHER, LOWER, RATIO, YES, Claim, Figure
+from bench.results.claim import CHANGE, HIGHER, LOWER, RATIO, SHARE, YES, Claim, Figure
 from bench.results.claims import CHAMELEON, CLAIMS, GROUPS, MECHANISMS
 from bench.results.frontier import frontier
 from bench.results.frontier import panel as draw_frontier
@@ -240,6 +240,30 @@ def test_what_is_near_a_bound_that_misses_the_aim_too_stands_apart() -> None:
     assert short < text.index("C1 far") < as_all_must < text.index("C1 near") < text.index("C1 reachable")
     assert "| ≥ 2× | 1.6× |" in lines_of(text, "C1 near")[0]
     assert as_all_must < text.index("C1 nothing")
+
+
+def test_of_an_error_that_nobody_is_rid_of_a_ninth_more_is_near() -> None:
+    def error(what: str) -> Claim:
+        return Claim(
+            "Chameleon",
+            "C1",
+            what,
+            SHARE,
+            0.02,
+            "Fig. 1",
+            Figure("sim-x", what),
+            bound=Figure("sim-x", "bound"),
+            better=LOWER,
+        )
+
+    text = page_of(
+        error("near"),
+        error("far"),
+        error("less"),
+        runs=[run("sim-x", bound=0.09, near=0.0999, far=0.101, less=0.08)],
+    )
+    short, as_all_must = (text.index(f"## {name}\n") for name in (SHORT, BOUNDED))
+    assert short < text.index("C1 far") < as_all_must < text.index("C1 near") < text.index("C1 less")
 
 
 def test_an_interval_that_spans_the_aim_decides_nothing() -> None:
