@@ -570,7 +570,7 @@ ADAPTIVELLM_CLAIMS = (
             (
                 "D2",
                 "swap",
-                "what the noise of copies alone makes is swap_error_floor: other tenants share this machine's memory",
+                "the worse of both ways; equal copies alone differ by swap_error_floor only, and the rest is not explained yet",
             ),
         )
     ),
