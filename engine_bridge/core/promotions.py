@@ -396,7 +396,7 @@ class Promotions:
     # -- how it ends -------------------------------------------------------------------------------------------------
 
     def _finish(self, guess: Guess, state: AdvisoryState) -> None:
-        """As far up as it may go: hold no host memory for it any more. Where the device has all, others' KV is worth more there."""
+        """As far up as it may go: hold no host memory for it any more. What the device has whole leaves host memory before what others still need."""
         self._release(guess)
         if state == "warm":
             guess.num_hosted = 0

@@ -33,11 +33,8 @@ def test_the_kernel_reads_no_further_than_it_is_asked(tmp_path: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         if num_cached_bytes(path):
             pytest.skip("this file system is memory")
-        for start in (
-            0,
-            PIECE_BYTES,
-            2 * PIECE_BYTES,
-        ):  # one after the other, as the kernel's reading ahead waits for
+        # One after the other, as the kernel's reading ahead waits for.
+        for start in range(0, 3 * PIECE_BYTES, PIECE_BYTES):
             assert len(files.pread(fd, PIECE_BYTES, start)) == PIECE_BYTES
         assert num_cached_bytes(path) == 3 * PIECE_BYTES
     finally:
