@@ -161,7 +161,7 @@ class EmulatedAdapters:
         """Between steps. Returns the seconds that copying into KV blocks takes of the engine's thread."""
         now = self._clock.now
         self._do(self.core.advance(self._running(), now))
-        self._do(self.core.copies_to_write())
+        self._do(self.core.copies_to_write(now))
         if not self.is_writing:
             return 0.0
         return self._write(BUSY_WRITE_S if is_busy else IDLE_WRITE_S)
@@ -204,7 +204,7 @@ class EmulatedAdapters:
             elif isinstance(move, Fill):
                 self._fill(move)
             elif isinstance(move, WriteCopy):
-                self._write_copy(move.adapter_id)
+                self._write_copy(move)
             elif isinstance(move, DropCopy) and self.copies is not None:
                 self.copies.drop(move.adapter_id)
 
@@ -239,13 +239,14 @@ class EmulatedAdapters:
         # Within the device each byte is read and written.
         self._clock.at(self._clock.now + 2 * size / self._gpu.achieved_bytes_per_s, filled)
 
-    def _write_copy(self, adapter_id: int) -> None:
+    def _write_copy(self, move: WriteCopy) -> None:
         """As `Residency` has it: into free memory, else in the place of those that are worth less."""
         if self.copies is None:
             return
+        adapter_id = move.adapter_id
         size = self._num_bytes[adapter_id - 1]
         if not self.copies.put(adapter_id, size):
-            drops = self.core.copies.room_for(adapter_id, self._clock.now)
+            drops = [] if move.is_ahead else self.core.copies.room_for(adapter_id, self._clock.now)
             self._do(drops)
             if not drops or not self.copies.put(adapter_id, size):
                 return

@@ -15,6 +15,8 @@ from engine_bridge.policy.adapter_cache import PrefixFacts
 
 # Writing adapters into free blocks takes so much of the engine's thread between two steps. Chosen: a tenth of a step of 15 ms.
 BUSY_WRITE_S, IDLE_WRITE_S = 0.0015, 0.010
+# Where there was no room for an adapter that nobody asked for yet, it is looked for again this much later, if something changed. Chosen.
+LOOK_EVERY_S = 1.0
 
 
 class AdapterCopies:
@@ -22,10 +24,17 @@ class AdapterCopies:
 
     Args:
         left: ids of adapters that left their slot; those that may be kept are taken out.
+        copies_ahead: also those that nobody asked for yet, where memory lies idle.
     """
 
     def __init__(
-        self, table: AdapterTable, worth: Worth, wanted: StagingWishes, counts: Counter[str], left: list[int]
+        self,
+        table: AdapterTable,
+        worth: Worth,
+        wanted: StagingWishes,
+        counts: Counter[str],
+        left: list[int],
+        copies_ahead: bool,
     ) -> None:
         self._table = table
         self._worth = worth
@@ -33,6 +42,9 @@ class AdapterCopies:
         self._counts = counts
         self._left = left
         self._versions: dict[int, Version] = {}
+        self._copies_ahead = copies_ahead
+        self._may_find = False
+        self._look_at_s = 0.0
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -43,6 +55,28 @@ class AdapterCopies:
         return [
             WriteCopy(v.id) for v in left if v is not None and v.host_bytes is not None and v.slot is None
         ]
+
+    def take_ahead(self, now: float) -> list[WriteCopy]:
+        """Where memory lies idle: of the adapters in host memory alone the one that is worth the most, before anybody asks for it. One at a time."""
+        if self.wait_s(now) != 0:
+            return []
+        self._may_find, self._look_at_s = False, now + LOOK_EVERY_S
+        versions = list(self._table)
+        if any(version.copy == "writing" for version in versions):
+            return []
+        candidates = [version for version in versions if _may_go_ahead(version)]
+        return [
+            WriteCopy(adapter_id, is_ahead=True)
+            for adapter_id in self._worth.order(candidates, "cached", now)[-1:]
+        ]
+
+    def wait_s(self, now: float) -> float | None:
+        """How long until memory is looked for; None: until something comes."""
+        return max(self._look_at_s - now, 0.0) if self._may_find else None
+
+    def something_changed(self) -> None:
+        """An adapter has come to host memory, or a request has ended: perhaps there is one to be copied now, and room for it."""
+        self._may_find = self._copies_ahead
 
     def room_for(self, adapter_id: int, now: float) -> list[DropCopy]:
         """There are no free blocks for it: who gives up theirs. Nobody if it is not worth the place of those that are there."""
@@ -68,6 +102,8 @@ class AdapterCopies:
         if version is not None and version.copy == "writing":
             version.copy = "whole"
             self._wanted.something_moved()
+            self._look_at_s = 0.0
+            self.something_changed()
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -120,3 +156,12 @@ class AdapterCopies:
         self._worth.left(version.id, "cached")
         self._counts[f"evicted:cached:{reason}"] += 1
         return DropCopy(version.id)
+
+
+def _may_go_ahead(version: Version) -> bool:
+    return (
+        version.host_bytes is not None
+        and version.copy == "none"
+        and version.slot is None
+        and not (version.requests or version.is_removed or version.is_put_back)
+    )

@@ -41,9 +41,13 @@ class DropHost:
 
 @dataclass(frozen=True, slots=True)
 class WriteCopy:
-    """Keep it in KV blocks that nobody needs, if there are any that it may have. Answer: `copy_begun`, then `copied` or `lost`."""
+    """Keep it in KV blocks that nobody needs, if there are any that it may have. Answer: `begun`, then `done` or `lost`.
+
+    is_ahead: before anybody asks for it; no other copy makes room for it.
+    """
 
     adapter_id: int
+    is_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

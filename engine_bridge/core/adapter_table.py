@@ -15,7 +15,7 @@ class Version:
 
     room: what it takes of the steps' room, in the units of `Rules.step_room`. host_bytes: of its copy in host memory; None without one.
     copy: in KV blocks. is_filled: steps can compute with what lies in its slot. num_layouts: on the loader's thread, from its host copy.
-    requests: ids of those in the engine, the oldest first, and when they came.
+    requests: ids of those in the engine, the oldest first, and when they came. is_put_back: for a measurement, until its next request.
     """
 
     id: int
@@ -30,6 +30,7 @@ class Version:
     slot: int | None = None
     is_filled: bool = False
     num_layouts: int = 0
+    is_put_back: bool = False
     requests: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -62,7 +62,7 @@ class AdapterPlaces:
         self._left: list[int] = []
         parts = self.table, worth, self.wanted
         self._slots = AdapterSlots(*parts, rules.step_room, rules.fills_from_copies, self.counts, self._left)
-        self.copies = AdapterCopies(*parts, self.counts, self._left)
+        self.copies = AdapterCopies(*parts, self.counts, self._left, rules.fills_from_copies)
         self.turns = AdapterTurns(self.table, rules.step_room, rules.host_bytes)
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -119,6 +119,7 @@ class AdapterPlaces:
         self._prefetch.arrived(adapter_id, now)
         self.announced.requested(adapter_id)
         version.requests[request_id] = version.last_used_s = now
+        version.is_put_back = False
         self.worth.touched(version, now)
         if not version.is_filled:
             self.wanted.want(version)
@@ -131,6 +132,7 @@ class AdapterPlaces:
         version.last_used_s = now
         self.worth.touched(version, now)
         self.wanted.something_moved()
+        self.copies.something_changed()
         return self._forget_if_unused(version)
 
     def is_at_hand(self, adapter_id: int, *, may_assist: bool = True) -> bool:
@@ -173,7 +175,8 @@ class AdapterPlaces:
 
     def wait_s(self, now: float) -> float | None:
         """How long until there is something to do by itself; None: until something comes."""
-        return self._prefetch.wait_s(now) if len(self.table) else None
+        waits = (self._prefetch.wait_s(now), self.copies.wait_s(now)) if len(self.table) else ()
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def advance(self, running: Collection[int], now: float) -> list[Move]:
         """Bring every wanted adapter one step further, those of waiting requests first, in order of arrival."""
@@ -200,9 +203,9 @@ class AdapterPlaces:
         self.announced.moved(version.id, sum(version.num_bytes for move in moves if isinstance(move, Fill)))
         return moves
 
-    def copies_to_write(self) -> list[WriteCopy]:
-        """What left its slot, to be kept on the device."""
-        return self.copies.take_left()
+    def copies_to_write(self, now: float) -> list[WriteCopy]:
+        """What left its slot, to be kept on the device, else what may be asked for."""
+        return self.copies.take_left() or self.copies.take_ahead(now)
 
     def _is_staged(self, version: Version, is_guess: bool) -> bool:
         if is_guess:
@@ -230,6 +233,7 @@ class AdapterPlaces:
         self.counts[f"load_bytes:{source}"] += host_bytes
         rate = self.worth.disk_rate if source == "disk" else self.worth.copy_rate
         rate.note(host_bytes, elapsed_s, now)
+        self.copies.something_changed()
         return self._forget_if_unused(version)
 
     def load_failed(self, adapter_id: int) -> list[Move]:
@@ -256,6 +260,7 @@ class AdapterPlaces:
     def put_back(self, adapter_id: int, *, keeps_host: bool) -> list[Move]:
         """Have it leave its slot and the KV blocks, and host memory unless `keeps_host`: so that a measurement begins with it there."""
         version = self.table[adapter_id]
+        version.is_put_back = True
         moves: list[Move] = [*self.copies.give_up(version)]
         if version.slot is not None:
             moves.append(self._slots.leave(version))

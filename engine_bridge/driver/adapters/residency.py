@@ -229,7 +229,7 @@ class Residency:
         self.loader.drop_ahead(now)
         self._do(self.core.advance(self._running_ids(), now))
         self.loader.take_done()  # what had been read ahead
-        self._do(self.core.copies_to_write())
+        self._do(self.core.copies_to_write(now))
         if self.blocks.is_writing():
             self._write()
         self._seconds["between"] += time.perf_counter() - started_s
@@ -324,7 +324,7 @@ class Residency:
     def _write_copy(self, move: WriteCopy) -> None:
         adapter_id, weights = move.adapter_id, self._host[move.adapter_id]
         if not self.blocks.put(adapter_id, weights):
-            drops = self.core.copies.room_for(adapter_id, self._clock())
+            drops = [] if move.is_ahead else self.core.copies.room_for(adapter_id, self._clock())
             self._do(drops)
             if not drops or not self.blocks.put(adapter_id, weights):
                 return  # not worth the place of those that are there

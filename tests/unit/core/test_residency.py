@@ -208,7 +208,7 @@ def test_what_leaves_its_slot_is_kept_in_kv_blocks_and_read_from_there() -> None
     for adapter_id in (1, 2):
         bring(places, adapter_id)
         serve(places, adapter_id)
-    assert places.copies_to_write() == [WriteCopy(1)]
+    assert places.copies_to_write(0.0) == [WriteCopy(1)]
     places.copies.begun(1)
     assert places.places()[1] == "host"
     places.copies.done(1)
@@ -281,6 +281,71 @@ def test_a_copy_makes_way_only_for_one_that_is_worth_more() -> None:
     ask(places, 1, 1.0)
     bring(places, 2)
     assert places.copies.room_for(2, 1.0) == []
+
+
+# -- before anybody asks -------------------------------------------------------------------------------------------------
+
+
+def ahead(places: AdapterPlaces, now: float) -> list[WriteCopy]:
+    """What is to be copied now; it has found room, and is being written."""
+    moves = places.copies_to_write(now)
+    for move in moves:
+        places.copies.begun(move.adapter_id)
+    return moves
+
+
+def test_adapters_nobody_asked_for_yet_are_copied_into_idle_memory_one_by_one() -> None:
+    places = make(fills_from_copies=True, host_bytes=3 * SIZE)
+    for adapter_id in (1, 2, 3):
+        bring(places, adapter_id)
+    ask(places, 2, 1.0)
+    assert ahead(places, 1.0) == [WriteCopy(2, is_ahead=True)], "the one that is worth the most"
+    assert ahead(places, 5.0) == [], "one at a time"
+    places.copies.done(2)
+    assert places.has_work(5.0)
+    (second,) = ahead(places, 5.0)
+    places.copies.done(second.adapter_id)
+    (third,) = ahead(places, 5.0)
+    assert {second.adapter_id, third.adapter_id} == {1, 3}
+    places.copies.done(third.adapter_id)
+    assert ahead(places, 10.0) == [], "all of them are there"
+    assert places.copies.wait_s(10.0) is None
+
+
+def test_where_a_copy_is_no_nearer_than_host_memory_none_is_made_ahead() -> None:
+    places = make(fills_from_copies=False)
+    bring(places, 1)
+    assert ahead(places, 0.0) == []
+    assert places.wait_s(0.0) is None
+
+
+def test_memory_that_was_full_is_looked_at_again_once_something_changed_and_a_second_later() -> None:
+    places = make(fills_from_copies=True)
+    bring(places, 1)
+    assert places.copies_to_write(0.0) == [WriteCopy(1, is_ahead=True)]  # and finds no room
+    assert (places.wait_s(0.0), places.copies_to_write(9.0)) == (None, [])
+    ask(places, 1, 0.5)
+    assert places.wait_s(0.5) == 0.5
+    assert places.copies_to_write(0.9) == []
+    assert places.copies_to_write(1.0) == [WriteCopy(1, is_ahead=True)]
+
+
+def test_what_left_its_slot_is_copied_before_what_nobody_asked_for() -> None:
+    places = make(num_slots=1, fills_from_copies=True, host_bytes=3 * SIZE)
+    for adapter_id in (1, 2, 3):
+        bring(places, adapter_id)
+    for adapter_id in (1, 2):
+        serve(places, adapter_id)
+    assert places.copies_to_write(0.0) == [WriteCopy(1)]
+
+
+def test_what_was_put_back_for_a_measurement_stays_where_it_is_until_its_next_request() -> None:
+    places = make(fills_from_copies=True)
+    bring(places, 1)
+    places.put_back(1, keeps_host=True)
+    assert ahead(places, 0.0) == []
+    ask(places, 1, 2.0)
+    assert ahead(places, 2.0) == [WriteCopy(1, is_ahead=True)]
 
 
 # -- adapters against KV, by whatever policy was chosen ------------------------------------------------------------------
@@ -475,9 +540,10 @@ class Traffic(RuleBasedStateMachine):
                     assert adapter_id not in self.busy_host_copies(), "its host copy is being read"
                     assert not self.needs_host(adapter_id), "evicted while its requests run"
                     self.host.remove(adapter_id)
-                case WriteCopy(adapter_id):
+                case WriteCopy(adapter_id, is_ahead):
                     assert adapter_id in self.host
-                    self.write_copy(adapter_id)
+                    assert not (is_ahead and self.places.table[adapter_id].requests), "requests fill a slot"
+                    self.write_copy(adapter_id, is_ahead)
                 case DropCopy(adapter_id):
                     del self.copies[adapter_id]
                 case Forget(adapter_id):
@@ -492,11 +558,13 @@ class Traffic(RuleBasedStateMachine):
         removed = {i for i in writing if gone.get(i) is None or gone[i].is_removed}
         return {move.adapter_id for move in self.laying_out} | (writing - removed)
 
-    def write_copy(self, adapter_id: int) -> None:
+    def write_copy(self, adapter_id: int, is_ahead: bool) -> None:
         """There is room for two."""
         if adapter_id in self.copies:
             return
         if len(self.copies) >= 2:
+            if is_ahead:
+                return
             drops = self.places.copies.room_for(adapter_id, self.now)
             self.do(drops)
             if not drops:
@@ -600,7 +668,7 @@ class Traffic(RuleBasedStateMachine):
         self.now += 0.01
         if self.places.has_work(self.now):
             self.do(self.places.advance(set(self.running.values()), self.now))
-            self.do(self.places.copies_to_write())
+            self.do(self.places.copies_to_write(self.now))
         for request_id, number in list(self.waiting.items()):
             running = set(self.running.values())
             has_slot = number in running or len(running) < MAX_RUNNING

@@ -74,8 +74,8 @@ class Disk:
 class Traffic(RuleBasedStateMachine):
     """A scheduler in small: requests wait in order, start when they may, run for some steps and end."""
 
-    @initialize(assist=st.booleans(), policy=st.sampled_from(sorted(POLICIES)))
-    def begin(self, assist: bool, policy: str) -> None:
+    @initialize(assist=st.booleans(), is_device=st.booleans(), policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, assist: bool, is_device: bool, policy: str) -> None:
         self.now = 0.0
         self.waiting: dict[str, int] = {}
         self.running: dict[str, int] = {}
@@ -89,7 +89,12 @@ class Traffic(RuleBasedStateMachine):
         self.taken: list[list[Any]] = []
         self.residency = Residency(
             AdapterPlaces(
-                Rules(host_bytes=HOST_BYTES, num_slots=NUM_SLOTS, cpu_assist=assist),
+                Rules(
+                    host_bytes=HOST_BYTES,
+                    num_slots=NUM_SLOTS,
+                    cpu_assist=assist,
+                    fills_from_copies=is_device,
+                ),
                 Worth(policy),
                 HistoryPrefetch(),
             ),
@@ -245,6 +250,25 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "residency"):
             self.residency.close()
+
+
+def test_what_is_copied_ahead_lies_in_memory_that_is_free_and_in_no_other_copys_place() -> None:
+    traffic = Traffic()
+    traffic.begin(assist=False, is_device=True, policy="lru")
+    copied = []
+    for number in (2, 3, 4):  # the first of them leaves too few blocks for another
+        traffic.add(2700)
+        traffic.residency.core.prefetch(number)
+        for _ in range(20):
+            traffic.loader_rests()
+            traffic.now += 0.1
+            traffic.residency.advance()
+        copied.append(traffic.residency.blocks.ids())
+    places = traffic.residency.places()
+    traffic.teardown()
+    assert copied[0]
+    assert copied[1:] == [copied[0]] * 2
+    assert places[4] == "host"
 
 
 TestTraffic = Traffic.TestCase
