@@ -128,7 +128,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
             "Scheduling",
             "Which request starts next: bounded lets short requests overtake a little, mlq has lanes by size, vllm is vLLM's own queue.",
         ),
-    ] = "bounded"
+    ] = registry.DEFAULT_POLICY
     lane_rule: Annotated[
         LaneRule,
         setting(

@@ -17,6 +17,7 @@ from bench.sim.core.models import LLAMA_13B, LLAMA_30B, OPT_13B, OPT_30B, Model
 from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.steps import StepCost
+from engine_bridge.policy.registry import DEFAULT_POLICY
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts, RestorePolicy
 
 NUM_REQUESTS, QUICK_REQUESTS = 250, 150
@@ -79,7 +80,7 @@ ARMS = {
     "cost": Arm("vllm", "cost"),
     "adaptive": Arm("fair", "cost"),
     "mlq": Arm("mlq", "cost"),
-    "default": Arm("bounded", "cost"),
+    "default": Arm(DEFAULT_POLICY, "cost"),
 }
 FREE = tuple(Arm(queue, "cost", is_free=True) for queue in ("fcfs", "fair", "mlq", "bounded"))
 # Blocks of host memory that hold all requests at once, and times the link's speed that nothing waits for. Chosen.

@@ -12,11 +12,30 @@ device takes over  the same, but when the copy is whole the device goes on with 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from bench.sim.core.clock import Clock
+from bench.sim.core.hardware import AssistingHost, Gpu
+from bench.sim.core.models import Model
+from bench.sim.core.steps import StepCost
+from engine_bridge.driver.assist.shares import Shape, rows_per_core
 
 ColdStart = Literal["step waits", "request waits", "host helps", "device takes over"]
+
+
+def as_quick_as(gpu: Gpu, host: AssistingHost, model: Model, rank: int, prompt_tokens: int) -> AssistingHost:
+    """The host with so many tokens a core that it is as quick as the device, which computes the base model's product of the same module meanwhile."""
+    base_s = StepCost(gpu, model).prefill_s(prompt_tokens) - gpu.step_s
+    num_modules = (4 if model.adapts_output else 3) * model.num_layers
+    module_s = base_s * model.adapted_share / num_modules
+
+    def measure(shape: Shape, rows: int) -> float:
+        flops = 2 * rows * shape.rank * (shape.num_in + shape.num_out)
+        return flops / host.achieved_core_flops
+
+    module = Shape(model.hidden, rank, model.hidden)
+    return replace(host, tokens_per_core=rows_per_core(measure, [module], module_s, max_rows=256))
 
 
 class StepUnderWay:

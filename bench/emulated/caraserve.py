@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.emulated.adapters import AdapterMemory
-from bench.emulated.assist import ColdStart
+from bench.emulated.assist import ColdStart, as_quick_as
 from bench.emulated.node import Engine, Job
 from bench.emulated.trace import play_on_node
 from bench.sim.caraserve import MODEL, lengths, usual_answer, usual_prompt
@@ -60,7 +60,6 @@ from bench.sim.core.tables import (
     seeds_of,
 )
 from bench.sim.core.traffic import Dealer, Fresh, functions, poisson, power_law
-from engine_bridge.driver.assist.shares import Shape, rows_per_core
 
 SPAN_S, QUICK_SPAN_S = 300.0, 40.0  # Source of the first: CaraServe §7.1. The second: chosen.
 
@@ -89,19 +88,6 @@ class Arm:
         return f"vLLM's scheduler, fcfs, {adapters}, StepCost({A10_ON_DEMAND.name}, {MODEL.name}, bgmv); lengths {lengths().name}"
 
 
-def assistant_for(rank: int) -> AssistingHost:
-    """With so many tokens a core that it is as quick as the device, which computes the base model's product of the same module meanwhile."""
-    base_s = StepCost(A10_ON_DEMAND, MODEL).prefill_s(usual_prompt()) - A10_ON_DEMAND.step_s
-    module_s = base_s * MODEL.adapted_share / (3 * MODEL.num_layers)
-
-    def measure(shape: Shape, rows: int) -> float:
-        flops = 2 * rows * shape.rank * (shape.num_in + shape.num_out)
-        return flops / EPYC_7R32.achieved_core_flops
-
-    module = Shape(MODEL.hidden, rank, MODEL.hidden)
-    return replace(EPYC_7R32, tokens_per_core=rows_per_core(measure, [module], module_s, max_rows=256))
-
-
 def arms(rank: int) -> dict[str, Arm]:
     num_blocks = pool_blocks(StepCost(A10_ON_DEMAND, MODEL))
     unbounded = Arm(Engine(num_blocks).max_running, num_blocks)
@@ -112,7 +98,11 @@ def arms(rank: int) -> dict[str, Arm]:
         "cached": replace(unbounded, num_slots=0),
         "on_demand": unbounded,
         "gated": replace(unbounded, cold_start="request waits"),
-        "cpu_assist": replace(unbounded, cold_start="host helps", assistant=assistant_for(rank)),
+        "cpu_assist": replace(
+            unbounded,
+            cold_start="host helps",
+            assistant=as_quick_as(A10_ON_DEMAND, EPYC_7R32, MODEL, rank, usual_prompt()),
+        ),
         "cpu_assist_16": replace(unbounded, cold_start="device takes over", assistant=EPYC_7R32),
         "a10_memory": Arm(num_slots, num_blocks - num_slots * slot_blocks),
     }

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from bench.data import AZURE
 from bench.emulated.adapters import AdapterMemory
+from bench.emulated.assist import ColdStart, as_quick_as
 from bench.emulated.node import Engine, Job
 from bench.emulated.trace import play_on_node
 from bench.measures import quantile
 from bench.sim.core.calibration import A40
 from bench.sim.core.guesses import Classes
-from bench.sim.core.hardware import GB, Gpu
+from bench.sim.core.hardware import EPYC_9454, GB, AssistingHost, Gpu
 from bench.sim.core.models import LLAMA_7B, Model
 from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS, pool_blocks
@@ -27,7 +28,7 @@ from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers, crossing
 from bench.sim.core.traffic import Lengths, Pool, azure, poisson
 from engine_bridge.policy.mlq import Mlq, MlqSettings
-from engine_bridge.policy.registry import MakePolicy
+from engine_bridge.policy.registry import DEFAULT_POLICY, MakePolicy
 from engine_bridge.policy.sizes import WeightedSize
 
 SLO_TIMES = 5.0
@@ -50,7 +51,7 @@ class Arm:
 
     accuracy: of the predictor of lengths, None for the live one. rule: for the number of lanes. is_output_only: sizes are the predicted output
     alone. has_forecast: adapters are brought to host memory by the histogram of their requests. loads_are_free: an adapter is in its slot as soon as
-    the slot is its own.
+    the slot is its own. cold_start: what becomes of steps whose adapters are on their way.
     """
 
     queue: str = "fcfs"
@@ -60,11 +61,13 @@ class Arm:
     is_output_only: bool = False
     has_forecast: bool = False
     loads_are_free: bool = False
+    cold_start: ColdStart = "step waits"
 
     @property
     def made_by(self) -> str:
         more = " + histogram" * self.has_forecast + ", sizes by output" * self.is_output_only
         more += ", loads at no cost" * self.loads_are_free
+        more += f", {self.cold_start}" * (self.cold_start != "step waits")
         more += f", lanes by {self.rule}" * (self.rule != "knee")
         if self.accuracy is None:
             more += ", OnlineLengths"
@@ -75,7 +78,7 @@ class Arm:
 
 BASE, CACHE = Arm(), Arm(eviction="chameleon")
 SCHED, FULL = Arm("mlq"), Arm("mlq", "chameleon")
-DEFAULT = Arm("bounded", "adaptive")
+DEFAULT = Arm(DEFAULT_POLICY, "adaptive", cold_start="host helps")
 MAIN = {"base": BASE, "cache": CACHE, "sched": SCHED, "full": FULL, "default": DEFAULT}
 # What knows the future: the lengths of answers, and for a cache every next use, so that no request ever waits for a load. The slots are the engine's,
 # and as many as ours has. No order is known to be the best, so of these the one counts that is best in hindsight, for each figure apart.
@@ -118,7 +121,13 @@ class Setting:
 
     @property
     def cost(self) -> StepCost:
-        return StepCost(self.gpu, self.model)
+        return StepCost(self.gpu, self.model, assistant=self.host)
+
+    @property
+    def host(self) -> AssistingHost:
+        """The paper's, as it helps with the largest adapters."""
+        prompt_tokens = round(statistics.fmean(prompt for prompt, _ in self.lengths.pairs))
+        return as_quick_as(self.gpu, EPYC_9454, self.model, max(self.pool.ranks), prompt_tokens)
 
     @property
     def engine(self) -> Engine:
@@ -217,6 +226,7 @@ def run(point: Point) -> Outcome:
         memory=AdapterMemory(
             setting.num_slots,
             arm.eviction or None,
+            arm.cold_start,
             in_kv=bool(arm.eviction),
             host_bytes=setting.host_bytes,
             disk_bytes_per_s=setting.disk_bytes_per_s,

@@ -28,6 +28,7 @@ from bench.live.scheduling_traffic import (
     tight_asks,
 )
 from bench.predicting import error_of
+from engine_bridge.policy.registry import DEFAULT_POLICY
 
 NUM_BLOCKS, MAX_MODEL_LEN, KV_HOST_BYTES = 128, 2048, 1 << 30
 BURST, SHARE = 48, 0.8
@@ -58,11 +59,11 @@ def measure(
         noise = {name: _over_median(took_s[1:]) for name, took_s in copies.items()}
         worker.call("note_predictions")
         burst = traffic.burst(BURST, "predictors")
-        per_s = BURST / _play(worker, burst, "mlq", traffic.history)
+        per_s = BURST / _play(worker, burst, DEFAULT_POLICY, traffic.history)
         learned = worker.call("predictions")
         say(f"{per_s:.2f} requests/s when all are there at once; {_said(learned)} in that burst")
         plays = {}
-        _play(worker, traffic.asks(SHARE * per_s, seconds, "predictors"), "mlq", traffic.history)
+        _play(worker, traffic.asks(SHARE * per_s, seconds, "predictors"), DEFAULT_POLICY, traffic.history)
         plays["trace"] = worker.call("predictions")
         say(f"the trace: {_said(plays['trace'])}")
         past = [[len(ask.prompt), ask.max_tokens, None] for ask in tight_asks(HISTORY, "history")]
@@ -109,7 +110,7 @@ def _step_noise(worker: Worker, history: Any) -> list[float]:
         Ask(at_s=0.0, prompt=text(16, "equal", number), max_tokens=DECODED_TOKENS)
         for number in range(DECODES)
     ]
-    _play(worker, decodes, "mlq", history)
+    _play(worker, decodes, DEFAULT_POLICY, history)
     steps = [each for each in worker.call("predictions")["step"] if each[2:4] == [0, DECODES]]
     took, context = np.array([each[1] for each in steps]), np.array([each[4] for each in steps])
     slope, start = np.polyfit(context, took, 1)

@@ -1,4 +1,4 @@
-"""Who starts next: lanes against first-come-first-served, at low, medium and high load; and what tight memory costs.
+"""Who starts next: our default order against first-come-first-served, at low, medium and high load; and what tight memory costs.
 
     python -m bench.live.scheduling [--quick] [--only loads|memory|queue|predictors]
 
@@ -10,9 +10,9 @@ model (`bench.live.models`), KV blocks, sequences and requests; greedy, float32.
 (LOADS) of the load at which the peer's P99 TTFT leaves the SLO: the paper's 6, 8 and 9 of 8.7 requests/s. 100 adapters of ranks 8 to 128, drawn by
 Chameleon's law; a fifth of their bytes fits in host memory. Adapters that run take the memory of ten slots of rank 128, which in the peer are ten
 adapters and in ours more, as most are smaller (`many fcfs`: the peer with 26 slots and their memory). Arrivals are the same for all arms, whose order
-is random in each repeat; before each play short requests of the same law fill the caches. Predictor and lanes were fitted to HISTORY other requests
-of the trace; the predictor is not told the bound of an answer. `priority`: vLLM's, where the client gives each request its quartile of prompt
-lengths. Changes are fractions against the peer's FCFS: -0.8 is 80% less. TTFT counts from when a request was due.
+is random in each repeat; before each play short requests of the same law fill the caches. Predictor and lanes, where the order has any, were
+fitted to HISTORY other requests of the trace; the predictor is not told the bound of an answer. `priority`: vLLM's, where the client gives each
+request its quartile of prompt lengths. Changes are fractions against the peer's FCFS: -0.8 is 80% less. TTFT counts from when a request was due.
 `worst_class_change`: requests by quartile of prompt and answer tokens; mean TTFT of the class that fares worst, at high load, against the peer.
 `slo_load_ratio`: the highest load at which P99 TTFT is within the SLO, ours over the peer's; of the loads of the sweep, each arm's until it is
 beyond, by a straight line between the highest one within and the next one. The SLO is Chameleon's (§5.1): SLO_TIMES the mean time of a request,
@@ -20,9 +20,9 @@ arrival to end, in the peer at IDLE of its capacity. Capacity (`capacity_per_s`)
 `accuracy`: P99 TTFT at high load with an oracle that is right so often, over that with a perfect one.
 
 `tight_memory_*`: 128 device blocks, no adapters, prompts of 32 to 128 tokens and answers of 256 to 512, faster than they can be answered; ours
-(lanes, cost-aware) against stock vLLM, which recomputes, and against our node made to do as vLLM does but to swap always; beside them our lanes
-without a copy of KV, and AdaptiveLLM's order of starting (`fair`). `weighted_turnaround`: (end - arrival) / (end - start), mean over requests; it
-falls also when all start at once and are then kept waiting, so mean turnaround stands beside it.
+(the default order, cost-aware) against stock vLLM, which recomputes, and against our node made to do as vLLM does but to swap always; beside them
+our order without a copy of KV, and AdaptiveLLM's order of starting (`fair`). `weighted_turnaround`: (end - arrival) / (end - start), mean over
+requests; it falls also when all start at once and are then kept waiting, so mean turnaround stands beside it.
 
 `decision_share_10k`: with 10,000 requests queued, our time for deciding in a step over that step's time.
 `step_error`, `swap_error`: of predictions in service, see `bench.live.predictors`; `profile_step_error`, `profile_swap_error`: mean relative errors
@@ -59,6 +59,7 @@ from bench.live.scheduling_traffic import (
     tight_asks,
 )
 from bench.measures import quantile
+from engine_bridge.policy.registry import DEFAULT_POLICY
 
 MAX_MODEL_LEN, NUM_KV_BLOCKS, MAX_NUM_SEQS = 2048, 256, 32
 NUM_SLOTS = 10
@@ -82,15 +83,15 @@ AIMS = {
     "decision_share_10k": "aim ≤ 0.01",
 }
 
-OURS, PEER = "mlq", "peer fcfs"
+OURS, PEER = DEFAULT_POLICY, "peer fcfs"
 """The arms that claims are made of; the others are shown beside them."""
 MANY_SLOTS = "many fcfs"
 """The peer with a slot for each sequence, in 2.6 times the memory for slots."""
 
 # Tight memory: answers that grow far beyond what the prompts let expect.
 TIGHT_BLOCKS, TIGHT_KV_HOST_BYTES = 128, 1 << 30
-TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP, TIGHT_FAIR = "mlq cheaper", "stock", "fcfs swap", "fair cheaper"
-TIGHT_ARMS = (TIGHT_OURS, "mlq recompute", TIGHT_FAIR, TIGHT_SWAP, TIGHT_PEER)
+TIGHT_OURS, TIGHT_PEER, TIGHT_SWAP, TIGHT_FAIR = f"{OURS} cheaper", "stock", "fcfs swap", "fair cheaper"
+TIGHT_ARMS = (TIGHT_OURS, f"{OURS} recompute", TIGHT_FAIR, TIGHT_SWAP, TIGHT_PEER)
 
 QUEUED, QUEUED_SECONDS = 10_000, 8.0
 

@@ -16,6 +16,7 @@ from bench.live.peers.play import text
 from bench.predicting import note_copies, note_steps
 from engine_bridge.driver.link_measuring import LinkMeasuring
 from engine_bridge.local_node import LocalNode
+from engine_bridge.policy.registry import DEFAULT_POLICY
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
 from engine_bridge.request_context import RequestContext
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
@@ -82,7 +83,7 @@ class FixedRestoreMethod:
 class ScheduledNode(NodeAdapters):
     """Commands of `NodeAdapters`, and `use`."""
 
-    scheduling_policy = "mlq"
+    scheduling_policy = DEFAULT_POLICY
 
     def use(
         self,
@@ -140,8 +141,8 @@ class ScheduledNode(NodeAdapters):
         return self._await(self._decision_share(num, seconds))
 
     async def _decision_share(self, num: int, seconds: float) -> dict[str, Any]:
-        history = [[16, 32, None]] * 512
-        await self._node.run_on_engine(lambda driver: change_policy(driver, self._node, "mlq", Blind()))
+        history, default = [[16, 32, None]] * 512, self.scheduling_policy
+        await self._node.run_on_engine(lambda driver: change_policy(driver, self._node, default, Blind()))
         await self._node.run_on_engine(lambda driver: learn(driver.scheduling, history, {}, 10.0))
         times: list[float] = []
         await self._node.run_on_engine(lambda driver: time_steps(driver, times))

@@ -80,6 +80,8 @@ class AssistingHost:
 # AMD's EPYC 7R32 of AWS's g5 (CaraServe §8): two units of eight lanes for multiply-adds at 3.3 GHz; of g5.48xlarge's 96 cores, each of the eight A10
 # has 12. Half of the peak: chosen. 16 tokens: CaraServe, Fig. 17. Calling takes less than 1 ms: CaraServe §1.
 EPYC_7R32 = AssistingHost("EPYC 7R32", 105.6e9, 12, 0.5, 16, 0.001)
+# AMD's EPYC 9454 (Chameleon §5.1): 48 cores, 2.75 GHz with all at work, and two units of eight lanes for multiply-adds. The rest as above.
+EPYC_9454 = AssistingHost("EPYC 9454", 88e9, 48, 0.5, 16, 0.001)
 
 # PCIe 4.0 x16 moves 31.5 GB/s each way (16 GT/s, 128b/130b).
 _A10 = Gpu("A10", 125e12, 600e9, 24 * GB, 31.5e9)

@@ -15,7 +15,6 @@ from bench.emulated.caraserve import (
     Means,
     Traffic,
     arms,
-    assistant_for,
     lengths_part,
     overheads,
     serve,
@@ -140,15 +139,17 @@ def test_popular_adapters_are_found_where_others_use_them() -> None:
 
 
 def test_cores_by_the_live_rule_are_as_quick_as_the_device() -> None:
-    for rank in (32, 64):
-        assistant = assistant_for(rank)
+    by_rank = {rank: arms(rank)["cpu_assist"].assistant for rank in (32, 64)}
+    for rank, assistant in by_rank.items():
+        assert assistant is not None
         flops = 2 * MODEL.lora_weights_per_rank * rank * assistant.tokens_per_core
         cost = arms(rank)["cpu_assist"].cost
         base_s = cost.prefill_s(usual_prompt()) - cost.gpu.step_s
         is_quick = flops / assistant.achieved_core_flops <= base_s * MODEL.adapted_share
         assert is_quick or assistant.tokens_per_core == MIN_ROWS
-    assert assistant_for(32).tokens_per_core > assistant_for(64).tokens_per_core
-    assert assistant_for(64).tokens_per_core < EPYC_7R32.tokens_per_core
+    tokens = {rank: host.tokens_per_core for rank, host in by_rank.items() if host is not None}
+    assert tokens[64] < tokens[32]
+    assert tokens[64] < EPYC_7R32.tokens_per_core
 
 
 def test_slots_and_blocks_of_the_bounded_arm_share_one_memory() -> None:
