@@ -16,7 +16,6 @@ from bench.emulated.assist import ColdStart
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.links import SharedLink
-from engine_bridge.core.adapter_copies import BUSY_WRITE_S, IDLE_WRITE_S
 from engine_bridge.core.adapter_moves import DropCopy, Fill, Load, Move, WriteCopy
 from engine_bridge.core.adapter_worth import Worth
 from engine_bridge.core.residency import AdapterPlaces, Rules
@@ -164,7 +163,7 @@ class EmulatedAdapters:
         self._do(self.core.copies_to_write(now))
         if not self.is_writing:
             return 0.0
-        return self._write(BUSY_WRITE_S if is_busy else IDLE_WRITE_S)
+        return self._write(self.core.copies.write_s(is_busy))
 
     @property
     def is_writing(self) -> bool:
@@ -250,7 +249,7 @@ class EmulatedAdapters:
             self._do(drops)
             if not drops or not self.copies.put(adapter_id, size):
                 return
-        self.core.copies.begun(adapter_id)
+        self.core.copies.begun(adapter_id, move.is_ahead)
         if self.copies.holds(adapter_id):  # it lay there all the time
             self.core.copies.done(adapter_id)
 

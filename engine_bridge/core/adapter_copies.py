@@ -13,8 +13,9 @@ from engine_bridge.core.adapter_worth import Worth
 from engine_bridge.core.staging import StagingWishes
 from engine_bridge.policy.adapter_cache import PrefixFacts
 
-# Writing adapters into free blocks takes so much of the engine's thread between two steps. Chosen: a tenth of a step of 15 ms.
-BUSY_WRITE_S, IDLE_WRITE_S = 0.0015, 0.010
+# Writing adapters into free blocks takes so much of the engine's thread between two steps while there are requests: of what has just been used,
+# and of what nobody asked for yet. Chosen: a tenth and a fiftieth of a step of 15 ms. And while there are none.
+USED_WRITE_S, AHEAD_WRITE_S, IDLE_WRITE_S = 0.0015, 0.0003, 0.010
 # Where there was no room for an adapter that nobody asked for yet, it is looked for again this much later, if something changed. Chosen.
 LOOK_EVERY_S = 1.0
 
@@ -45,6 +46,7 @@ class AdapterCopies:
         self._copies_ahead = copies_ahead
         self._may_find = False
         self._look_at_s = 0.0
+        self._ahead_id: int | None = None
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -65,10 +67,8 @@ class AdapterCopies:
         if any(version.copy == "writing" for version in versions):
             return []
         candidates = [version for version in versions if _may_go_ahead(version)]
-        return [
-            WriteCopy(adapter_id, is_ahead=True)
-            for adapter_id in self._worth.order(candidates, "cached", now)[-1:]
-        ]
+        order = self._worth.order(candidates, "cached", now)
+        return [WriteCopy(adapter_id, is_ahead=True) for adapter_id in order[-1:]]
 
     def wait_s(self, now: float) -> float | None:
         """How long until memory is looked for; None: until something comes."""
@@ -89,10 +89,11 @@ class AdapterCopies:
             return []
         return [self._drop(self._versions[victim], "adapter") for victim in victims]
 
-    def begun(self, adapter_id: int) -> None:
+    def begun(self, adapter_id: int, is_ahead: bool = False) -> None:
         """It has blocks, and is being written."""
         version = self._table[adapter_id]
         if version.copy == "none":
+            self._ahead_id = adapter_id if is_ahead else None
             version.copy = "writing"
             self._versions[adapter_id] = version
 
@@ -106,6 +107,13 @@ class AdapterCopies:
             self.something_changed()
 
     # -- out ---------------------------------------------------------------------------------------------------------
+
+    def write_s(self, is_busy: bool) -> float:
+        """How long writing may take between two steps. is_busy: requests run or wait."""
+        if not is_busy:
+            return IDLE_WRITE_S
+        writing = [version.id for version in self._versions.values() if version.copy == "writing"]
+        return AHEAD_WRITE_S if writing == [self._ahead_id] else USED_WRITE_S
 
     def lost(self, adapter_id: int) -> None:
         """KV took its blocks."""

@@ -17,7 +17,6 @@ import torch
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.core.adapter_copies import BUSY_WRITE_S, IDLE_WRITE_S
 from engine_bridge.core.adapter_moves import (
     DropCopy,
     DropHost,
@@ -328,11 +327,11 @@ class Residency:
             self._do(drops)
             if not drops or not self.blocks.put(adapter_id, weights):
                 return  # not worth the place of those that are there
-        self.core.copies.begun(adapter_id)
+        self.core.copies.begun(adapter_id, move.is_ahead)
         self._writing.add(adapter_id)
 
     def _write(self) -> None:
-        slice_s = BUSY_WRITE_S if self._is_busy() else IDLE_WRITE_S
+        slice_s = self.core.copies.write_s(self._is_busy())
         now, started_s = self._clock(), time.perf_counter()
         rate = self.core.worth.copy_rate
         num_bytes = self.blocks.write(int(slice_s * rate.at(now)))

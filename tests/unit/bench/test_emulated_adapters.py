@@ -14,7 +14,7 @@ from bench.sim.core.models import LLAMA2_7B
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import play
-from engine_bridge.core.adapter_copies import BUSY_WRITE_S
+from engine_bridge.core.adapter_copies import USED_WRITE_S
 from engine_bridge.policy.registry import POLICIES
 
 COST = StepCost(A40, LLAMA2_7B)
@@ -64,7 +64,7 @@ def test_an_adapter_that_leaves_its_slot_comes_back_from_kv_blocks_within_the_de
     in_device_s = 2 * LLAMA2_7B.lora_bytes(128) / A40.achieved_bytes_per_s
     # Meanwhile the thread writes a slice of the other one.
     assert played.jobs[2].ttft_s == pytest.approx(
-        max(in_device_s, BUSY_WRITE_S) + COST.prefill_s(100, 128), rel=1e-3
+        max(in_device_s, USED_WRITE_S) + COST.prefill_s(100, 128), rel=1e-3
     )
     assert played.counts["most_copied_blocks"] >= blocks_of(128)
 
@@ -74,7 +74,7 @@ def test_copies_are_written_in_slices_that_hold_up_each_step_a_little() -> None:
     memory, requests = AdapterMemory(num_slots=1, policy="lru"), asks((0, 0), (5, 1), num_answer_tokens=9)
     without = play_on_node("fcfs", requests, COST, Engine(2000), ranks=RANKS, memory=memory).jobs
     own = play_on_node("fcfs", requests, COST, Engine(2000), ranks=RANKS, memory=IN_KV).jobs
-    assert own[1].ended_s - without[1].ended_s == pytest.approx(9 * BUSY_WRITE_S, rel=0.2)
+    assert own[1].ended_s - without[1].ended_s == pytest.approx(9 * USED_WRITE_S, rel=0.2)
 
 
 def test_copies_grow_into_idle_memory_and_kv_takes_it_back_under_load() -> None:

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine_bridge.core.adapter_copies import AHEAD_WRITE_S, IDLE_WRITE_S, USED_WRITE_S
 from engine_bridge.core.adapter_moves import (
     DropCopy,
     DropHost,
@@ -290,7 +291,7 @@ def ahead(places: AdapterPlaces, now: float) -> list[WriteCopy]:
     """What is to be copied now; it has found room, and is being written."""
     moves = places.copies_to_write(now)
     for move in moves:
-        places.copies.begun(move.adapter_id)
+        places.copies.begun(move.adapter_id, move.is_ahead)
     return moves
 
 
@@ -337,6 +338,17 @@ def test_what_left_its_slot_is_copied_before_what_nobody_asked_for() -> None:
     for adapter_id in (1, 2):
         serve(places, adapter_id)
     assert places.copies_to_write(0.0) == [WriteCopy(1)]
+
+
+def test_what_nobody_asked_for_is_written_slowly_while_there_are_requests() -> None:
+    places = make(fills_from_copies=True, host_bytes=3 * SIZE)
+    for adapter_id in (1, 2):
+        bring(places, adapter_id)
+    (move,) = ahead(places, 0.0)
+    assert places.copies.write_s(is_busy=True) == AHEAD_WRITE_S
+    assert places.copies.write_s(is_busy=False) == IDLE_WRITE_S
+    places.copies.begun(3 - move.adapter_id)
+    assert places.copies.write_s(is_busy=True) == USED_WRITE_S, "the other one has just left its slot"
 
 
 def test_what_was_put_back_for_a_measurement_stays_where_it_is_until_its_next_request() -> None:
@@ -570,7 +582,7 @@ class Traffic(RuleBasedStateMachine):
             if not drops:
                 return
         self.copies[adapter_id] = False
-        self.places.copies.begun(adapter_id)
+        self.places.copies.begun(adapter_id, is_ahead)
 
     # -- events
 
