@@ -7,7 +7,7 @@ An arm is a policy of starting and one of eviction:
   cache  fcfs, Chameleon's score
   sched  mlq, no cache
   full   mlq, Chameleon's score: what stands for Chameleon
-  default  bounded, adaptive: what serves by default
+  default  bounded, adaptive, and the host computes for adapters that are on their way: what serves by default. The others' steps wait for them
 Beside each stands what one that knows the future gains on the same requests with the same slots (`KNOWING`), and how much of that the arm gains
 (`of_clairvoyant`).
 
@@ -48,6 +48,7 @@ from bench.data import AZURE
 from bench.emulated.chameleon_runs import (
     BASE,
     CACHE,
+    DEFAULT,
     FULL,
     KNOWING,
     MAIN,
@@ -190,18 +191,20 @@ EVICTION_ARMS = {
     "equal": Arm(eviction="equal_weights"),
     "paper": CACHE,
     "adaptive": Arm(eviction="adaptive"),
+    "default": DEFAULT,
 }
 PAPER_EVICTION = {"lru": -0.18, "equal": -0.22, "paper": -0.26}
 
 
 def eviction_part(bench: Bench, setting: Setting, loads: Sequence[int] = (8, 9)) -> Part:
-    """Fig. 14: which adapter goes, with fcfs."""
-    bench.run([BASE, *EVICTION_ARMS.values(), *KNOWING["cache"]], setting, loads)
+    """Fig. 14: which adapter goes, with fcfs; and beside them all that serves by default."""
+    bench.run([BASE, *EVICTION_ARMS.values(), *KNOWING["cache"], *KNOWING["default"]], setting, loads)
     figures: list[Figure] = []
     result: dict[str, Any] = {"bound": {}}
     for load in loads:
         base = bench.of(BASE, setting, load)
-        result["bound"][f"at_{load}"] = _best(bench, KNOWING["cache"], setting, load, "ttft_p99_s")
+        for name, arms in (("at", KNOWING["cache"]), ("default_at", KNOWING["default"])):
+            result["bound"][f"{name}_{load}"] = _best(bench, arms, setting, load, "ttft_p99_s")
         for name, arm in EVICTION_ARMS.items():
             outcomes = bench.of(arm, setting, load)
             paper = PAPER_EVICTION.get(name) if load == 8 else None

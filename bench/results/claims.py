@@ -463,6 +463,16 @@ CHAMELEON_CLAIMS = (
         )
     ),
     _chameleon_claim(
+        "C2",
+        "P99 TTFT at medium load, all that serves by default: cold adapters' prompts start on the host",
+        CHANGE,
+        -0.26,
+        "Fig. 14, the paper's weights",
+        _chameleon("parts.eviction.at_8.default"),
+        bound=_chameleon("parts.eviction.bound.default_at_8"),
+        note="of 24 GB, as above",
+    ),
+    _chameleon_claim(
         "C3",
         "P99 TTFT at medium load, prefetch by histogram, further",
         CHANGE,

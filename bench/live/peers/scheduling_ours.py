@@ -110,9 +110,11 @@ class ScheduledNode(NodeAdapters):
         return self._on_engine(lambda driver: driver.scheduling.state())
 
     def _set_way(self, way: str) -> None:
+        """A fixed way knows no costs, by which a way would be chosen for each victim when it is preempted."""
         tiers = self._node._tiers
-        self._default_way = getattr(self, "_default_way", tiers.policy)
-        tiers.policy = self._default_way if way == "cheaper" else FixedRestoreMethod(way == "swap")
+        self._by_cost = getattr(self, "_by_cost", (tiers.policy, tiers._prefill))
+        fixed = FixedRestoreMethod(way == "swap"), None
+        tiers.policy, tiers._prefill = self._by_cost if way == "cheaper" else fixed
 
     def _records(self) -> dict[str, Any]:
         return {record.name: record for record in self._node._catalog.served()}
