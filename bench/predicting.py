@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from bench.measures import quantile
 from engine_bridge.policy.costs import CopyTable, StepTable
 
@@ -14,7 +16,7 @@ from engine_bridge.policy.costs import CopyTable, StepTable
 WINDOW, NUM_BOOTSTRAPS = 50, 500
 
 Seen = list[list[float]]
-"""Of each: seconds as predicted, as they came to be, what else is known of it, and of a step its work."""
+"""Of each: seconds as predicted, as they came to be, what else is known of it, and last of a step its work, of a copy its bytes."""
 
 
 def note_steps(table: StepTable, seen: Seen, also: Callable[[], Sequence[float]] = tuple) -> None:
@@ -35,7 +37,7 @@ def note_copies(table: CopyTable, seen: Seen, also: Callable[[], Sequence[float]
     observe = table.observe
 
     def noted(num_bytes: int, seconds: float, now: float) -> None:
-        seen.append([table.copy_s(num_bytes, now), seconds, *also()])
+        seen.append([table.copy_s(num_bytes, now), seconds, *also(), num_bytes])
         observe(num_bytes, seconds, now)
 
     table.observe = noted  # type: ignore[method-assign]
@@ -59,3 +61,11 @@ def error_of(seen: Sequence[Sequence[float]]) -> dict[str, Any]:
         "median": round(statistics.median(errors), 4),
         "num": len(errors),
     }
+
+
+def fitted_error(seen: Seen) -> float:
+    """Mean relative error of one set-up time and one bandwidth for all of these copies, fitted to them afterwards."""
+    took_s, num_bytes = (np.array([each[at] for each in seen]) for at in (1, -1))
+    parts = np.stack([1 / took_s, num_bytes / took_s], axis=1)
+    (setup_s, byte_s), *_ = np.linalg.lstsq(parts, np.ones(len(seen)), rcond=None)
+    return round(float(np.abs((setup_s + byte_s * num_bytes) / took_s - 1).mean()), 4)

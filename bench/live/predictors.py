@@ -2,7 +2,8 @@
 
 The node starts with `overture profile`'s tables. After a burst that it learns from, requests with the trace's lengths come at SHARE of what it
 answers, then those of tight memory (always swapped). `step_error`, `swap_error`: mean relative error over all steps of both; of copies each way, the
-worse of both ways. What equal steps and copies of this engine differ by, in their order (`noise`), is what the emulated device's differ by, too.
+worse of both ways. `swap_error_fitted`: of one set-up time and one bandwidth each way, fitted to the same copies afterwards. What equal steps and
+copies of this engine differ by, in their order (`noise`), is what the emulated device's differ by, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bench.live.scheduling_traffic import (
     lengths_of_trace,
     tight_asks,
 )
-from bench.predicting import error_of
+from bench.predicting import error_of, fitted_error
 from engine_bridge.policy.registry import DEFAULT_POLICY
 
 NUM_BLOCKS, MAX_MODEL_LEN, KV_HOST_BYTES = 128, 2048, 1 << 30
@@ -94,6 +95,7 @@ def _result(plays: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "step_error": errors["step"]["mean"],
         "swap_error": max(errors[name]["mean"] for name in ("out", "back") if name in errors),
+        "swap_error_fitted": max(fitted_error(kinds[name]) for name in ("out", "back") if kinds[name]),
         "predicted": errors
         | {
             f"{name}, {play}": error_of(seen[name])

@@ -22,6 +22,9 @@ LEARNING_RATE = 0.1
 # Share of an error by which all others are taken to be slower, too. Chosen: two steps believe half of a change of the machine's speed, which changes
 # from one second to the next; of rates from 0.1 to 0.5 in live plays, those from 0.3 on were within 0.3% of each other (bench/LOG.md).
 SLOWNESS_RATE = 0.3
+# The same of copies. Chosen: a copy in a step finds other caches than the one before it, so that equal ones differ by a fifth, mostly at random; of
+# rates from 0.1 to 0.3 in live plays the lowest was best both ways (bench/LOG.md).
+COPY_SLOWNESS_RATE = 0.1
 # A step counts as no further off than so many times the usual error, which each step moves by this share. Chosen: a stall of the machine (collection,
 # another tenant) then moves a prediction by about the usual error, for some steps, and a lasting change is believed after a few more.
 OUTLIER_ERRORS = 3.0
@@ -35,11 +38,11 @@ COPY_SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 29)
 MAX_CHUNK_LOOKUPS = 4
 
 
-def believed(share: float, usual_error: float) -> tuple[float, float]:
+def believed(share: float, usual_error: float, error_rate: float = ERROR_RATE) -> tuple[float, float]:
     """What of a relative error is believed, and the usual error after it."""
     most = OUTLIER_ERRORS * usual_error
     share = max(min(share, most), -most)
-    return share, max(usual_error + ERROR_RATE * (abs(share) - usual_error), MIN_USUAL_ERROR)
+    return share, max(usual_error + error_rate * (abs(share) - usual_error), MIN_USUAL_ERROR)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -354,10 +357,12 @@ class CopyTable:
         """A copy took so long. One without bytes or time is ignored."""
         if num_bytes <= 0 or not 0 < seconds < math.inf:
             return
-        share, self.usual_error = believed(seconds / self.copy_s(num_bytes, now) - 1, self.usual_error)
         self.num_copies += 1
         # The first ones say more than what was measured or assumed while nobody used the engine.
-        trust, slowness = self._trust(now), 1 + max(SLOWNESS_RATE, 1 / (self.num_copies + 1)) * share
+        average = 1 / (self.num_copies + 1)
+        error = seconds / self.copy_s(num_bytes, now) - 1
+        share, self.usual_error = believed(error, self.usual_error, max(ERROR_RATE, average))
+        trust, slowness = self._trust(now), 1 + max(COPY_SLOWNESS_RATE, average) * share
         at, place = _locate(COPY_SIZES_BYTES, num_bytes)
         weights = {at: 1 - min(place, 1.0), at + 1: min(place, 1.0)}
         norm = sum(weight * weight for weight in weights.values())

@@ -7,7 +7,7 @@ import pytest
 from bench.emulated import predictors
 from bench.emulated.adaptivellm_runs import Setting
 from bench.emulated.noise import DeviceNoise, NoisyLink, Replay
-from bench.predicting import Seen, error_of, note_copies, note_steps
+from bench.predicting import Seen, error_of, fitted_error, note_copies, note_steps
 from bench.sim.core.clock import Clock
 from engine_bridge.policy.costs import CopyTimes, Link, StepTable
 
@@ -37,7 +37,7 @@ def test_so_is_one_of_a_copy() -> None:
     table = CopyTimes(LINK).out
     note_copies(table, seen)
     table.observe(1 << 20, 1.0, 0.0)
-    assert seen == [[pytest.approx(LINK.out_s(1 << 20)), 1.0]]
+    assert seen == [[pytest.approx(LINK.out_s(1 << 20)), 1.0, 1 << 20]]
     assert table.copy_s(1 << 20, 0.0) > LINK.out_s(1 << 20)
 
 
@@ -45,6 +45,13 @@ def test_errors_are_relative_to_what_came() -> None:
     found = error_of([[2.0, 1.0]] * 50 + [[1.0, 1.0]] * 150)
     assert (found["mean"], found["median"], found["num"]) == (0.25, 0.0, 200)
     assert found["interval"][0] <= 0.25 <= found["interval"][1]
+
+
+def test_copies_are_fitted_by_their_set_up_and_bandwidth_as_far_as_they_have_one() -> None:
+    seen = [[0.0, 0.001 + size / 4e9, float(size)] for size in (1 << 20, 1 << 22, 1 << 24)]
+    assert fitted_error(seen) == 0
+    seen.append([0.0, 2 * seen[-1][1], seen[-1][2]])
+    assert 0.1 < fitted_error(seen) < 0.3
 
 
 def test_noise_goes_round_in_its_order() -> None:
@@ -77,11 +84,14 @@ def test_on_the_emulated_device_steps_and_copies_are_foretold_but_for_their_nois
     found = predictors.run_once(FEW, 1)
     predictors.profile.cache_clear()
     assert min(found.num.values()) > 5, found.num
-    assert max(*found.to_seen.values(), *found.to_true.values()) < 0.1
     if ratios == [1.0]:
         assert found.to_seen == found.to_true and not any(found.floor.values())
+        assert max(found.to_seen.values()) < 0.1
     else:
         assert found.floor["step"] == pytest.approx(0.1, abs=0.01)
+        assert max(found.to_true.values()) < 0.06
+        for what, floor in found.floor.items():
+            assert found.to_seen[what] < 1.05 * floor, what
 
 
 def test_noise_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
