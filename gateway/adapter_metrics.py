@@ -76,6 +76,11 @@ _COUNTERS = (
     _Row("overture_adapter_slot_bytes", "Bytes put into slots", "slot_bytes"),
     _Row("overture_adapter_cache_written_bytes", "Bytes copied into memory lent by KV", "cache_bytes"),
     _Row(
+        "overture_adapter_copied_ahead",
+        "Adapters copied into memory lent by KV before anybody asked for them",
+        "copied_ahead",
+    ),
+    _Row(
         "overture_adapter_announced_bytes",
         "Bytes of adapters moved ahead of announced requests, by whether a request came",
         "announced_bytes",

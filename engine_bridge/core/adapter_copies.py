@@ -94,6 +94,7 @@ class AdapterCopies:
         version = self._table[adapter_id]
         if version.copy == "none":
             self._ahead_id = adapter_id if is_ahead else None
+            self._counts["copied_ahead"] += is_ahead
             version.copy = "writing"
             self._versions[adapter_id] = version
 

@@ -310,6 +310,7 @@ def test_adapters_nobody_asked_for_yet_are_copied_into_idle_memory_one_by_one() 
     assert {second.adapter_id, third.adapter_id} == {1, 3}
     places.copies.done(third.adapter_id)
     assert ahead(places, 10.0) == [], "all of them are there"
+    assert places.counts["copied_ahead"] == 3
     assert places.copies.wait_s(10.0) is None
 
 

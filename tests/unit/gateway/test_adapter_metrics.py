@@ -68,6 +68,7 @@ def test_counts_become_counters_with_labels() -> None:
         "cache_bytes": 200,
         "failed": 1,
         "prefetched": 4,
+        "copied_ahead": 8,
         "worker_deltas": 7,
     }
     metrics = exposed(stats_with(counts=counts))
@@ -82,6 +83,7 @@ def test_counts_become_counters_with_labels() -> None:
     assert metrics["overture_adapter_cache_written_bytes_total"] == 200
     assert metrics["overture_adapter_load_failures_total"] == 1
     assert metrics["overture_adapter_prefetched_total"] == 4
+    assert metrics["overture_adapter_copied_ahead_total"] == 8
     assert metrics["overture_adapter_worker_deltas_total"] == 7
 
 
