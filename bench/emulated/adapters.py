@@ -175,16 +175,13 @@ class EmulatedAdapters:
 
     def may_run(self, adapter_ids: Iterable[int]) -> bool:
         """Are the copies whole, or is there a host that helps until they are?"""
-        return self.is_assisted or all(self.core.table[adapter_id].is_filled for adapter_id in adapter_ids)
-
-    @property
-    def is_assisted(self) -> bool:
-        return self.core.rules.cpu_assist
+        return not self._cold(adapter_ids) - self.assisted(adapter_ids)
 
     def assisted(self, adapter_ids: Iterable[int]) -> set[int]:
         """Of these, the ones that the host computes now."""
-        if not self.is_assisted:
-            return set()
+        return {adapter_id for adapter_id in self._cold(adapter_ids) if self.core.is_assisted(adapter_id)}
+
+    def _cold(self, adapter_ids: Iterable[int]) -> set[int]:
         return {adapter_id for adapter_id in adapter_ids if not self.core.table[adapter_id].is_filled}
 
     def counts(self) -> dict[str, int]:

@@ -6,8 +6,9 @@ An arm is a policy of starting and one of eviction:
   base   fcfs, no cache: S-LoRA's. Adapters of requests that wait are copied ahead, and leave with their last request
   cache  fcfs, Chameleon's score
   sched  mlq, no cache
-  full   mlq, Chameleon's score: what stands for Chameleon
-  default  bounded, adaptive, and the host computes for adapters that are on their way: what serves by default. The others' steps wait for them
+  full   mlq, Chameleon's score: the paper's policies
+  default  bounded, adaptive, and the host computes for adapters that are on their way over the link: what serves by default, and what the keys on
+         top are of. The others' steps wait for their adapters
 Beside each stands what one that knows the future gains on the same requests with the same slots (`KNOWING`), and how much of that the arm gains
 (`of_clairvoyant`).
 
@@ -49,7 +50,6 @@ from bench.emulated.chameleon_runs import (
     BASE,
     CACHE,
     DEFAULT,
-    FULL,
     KNOWING,
     MAIN,
     PAPER_KNEE,
@@ -81,7 +81,7 @@ PAPER_TPOT_S = 0.150
 NEAR = 0.1
 # Keys, arms, and loads within SLO over the base's. Source: Chameleon Fig. 10.
 RATIOS = (
-    ("slo_load_ratio", "full", 12.9 / 8.7),
+    ("slo_load_ratio", "default", 12.9 / 8.7),
     ("cache_only_ratio", "cache", 1.2),
     ("sched_only_ratio", "sched", 1.1),
 )
@@ -98,12 +98,12 @@ def main_part(bench: Bench, setting: Setting, loads: Sequence[int]) -> Part:
             found = {}
             for load in loads:
                 values = changes(bench.of(arm, setting, load), bench.of(BASE, setting, load), f"{key}_s")
-                paper_change = paper.get(load) if arm is FULL else None
+                paper_change = paper.get(load) if arm is DEFAULT else None
                 what = f"{key[-3:].upper()} TTFT at {load}, {name}"
                 figures.append(Figure(what, values, paper_change, True, arm.made_by))
                 found[str(load)] = round(figures[-1].median, 4)
             result.setdefault(f"{key}_change_by_arm", {})[name] = found
-        own = result[f"{key}_change_by_arm"]["full"]
+        own = result[f"{key}_change_by_arm"]["default"]
         result[f"{key}_change"] = {str(load): own[str(load)] for load in loads if load in paper}
     knees = {name: bench.knees(arm, setting, loads) for name, arm in MAIN.items()}
     for key, name, paper_ratio in RATIOS:
@@ -132,7 +132,7 @@ def clairvoyant(
             best = {str(load): _best(bench, arms, setting, load, f"{key}_s") for load in loads}
             bound.setdefault(f"{key}_change_by_arm", {})[name] = best
             shares.setdefault(key, {})[name] = {load: _part(own[load], best[load]) for load in best}
-        bound[f"{key}_change"] = bound[f"{key}_change_by_arm"]["full"]
+        bound[f"{key}_change"] = bound[f"{key}_change_by_arm"]["default"]
     for key, name, _ in RATIOS:
         knees = [bench.knees(arm, setting, loads) for arm in KNOWING[name]]
         ratio = max(
@@ -194,6 +194,7 @@ EVICTION_ARMS = {
     "default": DEFAULT,
 }
 PAPER_EVICTION = {"lru": -0.18, "equal": -0.22, "paper": -0.26}
+PAPER_OF = PAPER_EVICTION | {"default": PAPER_EVICTION["paper"]}
 
 
 def eviction_part(bench: Bench, setting: Setting, loads: Sequence[int] = (8, 9)) -> Part:
@@ -207,7 +208,7 @@ def eviction_part(bench: Bench, setting: Setting, loads: Sequence[int] = (8, 9))
             result["bound"][f"{name}_{load}"] = _best(bench, arms, setting, load, "ttft_p99_s")
         for name, arm in EVICTION_ARMS.items():
             outcomes = bench.of(arm, setting, load)
-            paper = PAPER_EVICTION.get(name) if load == 8 else None
+            paper = PAPER_OF.get(name) if load == 8 else None
             figures.append(
                 Figure(
                     f"P99 TTFT at {load}, {name}",
@@ -358,7 +359,7 @@ def _top(parts: dict[str, Any]) -> dict[str, Any]:
         found["of_clairvoyant"] = min(
             share
             for key in ("ttft_p99", "ttft_p50")
-            for load, share in shares[key]["full"].items()
+            for load, share in shares[key]["default"].items()
             if int(load) in PAPER_P99 and share is not None
         )
     for name in ("main", "eviction"):

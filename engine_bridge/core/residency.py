@@ -143,6 +143,10 @@ class AdapterPlaces:
         is_assisted = self.rules.cpu_assist and may_assist
         return version.host_bytes is not None and (is_assisted or self.rules.fills_from_copies)
 
+    def is_assisted(self, adapter_id: int) -> bool:
+        """Does the host compute for it while its slot is being filled? What comes from KV blocks, within the device, is there sooner than that."""
+        return self.rules.cpu_assist and not self._has_device_source(self.table[adapter_id])
+
     def free_room(self, running: Collection[int]) -> int | None:
         """What adapters of further requests may take of the steps to come; None: no bound. One that is too large for all of it runs alone."""
         if self.rules.step_room is None or not running:

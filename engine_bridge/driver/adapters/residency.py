@@ -198,13 +198,13 @@ class Residency:
             self._seconds["step"] += time.perf_counter() - started_s
 
     def _split_cold(self, adapter_ids: Collection[int]) -> None:
-        """Rows of adapters that are still being copied are computed on the host; where they cannot be, the device waits for the copy."""
+        """Rows of adapters that are still being copied are computed on the host; where they need not or cannot be, the device waits for the copy."""
         cold = {}
         for adapter_id in adapter_ids:
             if self._is_filled(adapter_id):
                 continue
             weights = self._host.get(adapter_id)
-            if weights is not None and self._host_path.is_there and self.core.rules.cpu_assist:
+            if weights is not None and self._host_path.is_there and self.core.is_assisted(adapter_id):
                 cold[adapter_id] = ColdAdapter(weights, self._workers.computes(adapter_id))
             else:
                 self._slots.wait(self._slot_of(adapter_id))

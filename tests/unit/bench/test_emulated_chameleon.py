@@ -24,6 +24,7 @@ from bench.emulated.chameleon import (
 from bench.emulated.chameleon_runs import (
     BASE,
     CACHE,
+    DEFAULT,
     FULL,
     KNOWING,
     MAIN,
@@ -115,11 +116,11 @@ def test_changes_are_fractions_of_the_same_seeds_base_and_ratios_of_its_load_wit
     limit_s = slo_s(BRIEF)
 
     def p99_s(point: Point) -> float:
-        """The full system has half the tail at seed 1, a third at seed 2; any other has that of base."""
-        return limit_s * point.per_s / 8 / (1 + point.seed if point.arm == FULL else 1)
+        """What serves has half the tail at seed 1, a third at seed 2; any other has that of base."""
+        return limit_s * point.per_s / 8 / (1 + point.seed if point.arm == DEFAULT else 1)
 
     figures, result = main_part(Bench(Formula(p99_s), (1, 2), {}), BRIEF, (6, 9))
-    (figure,) = [figure for figure in figures if figure.what == "P99 TTFT at 6, full"]
+    (figure,) = [figure for figure in figures if figure.what == "P99 TTFT at 6, default"]
     assert figure.values == pytest.approx((-1 / 2, -2 / 3)) and figure.paper == -0.147
     assert result["ttft_p99_change"] == {"6": -0.5833, "9": -0.5833}
     assert result["ttft_p99_change_by_arm"]["cache"] == {"6": 0, "9": 0}
@@ -132,18 +133,20 @@ def test_beside_ours_stands_what_the_best_of_those_that_know_the_future_gains() 
     limit_s = slo_s(BRIEF)
 
     def p99_s(point: Point) -> float:
-        """Loads at no cost take a quarter off the tail, shortest first another quarter, the full system a quarter."""
+        """Loads at no cost take a quarter off the tail, shortest first another quarter, what serves a quarter."""
         gain = (
-            0.25 * point.arm.loads_are_free + 0.25 * (point.arm.queue == "sjf") + 0.25 * (point.arm == FULL)
+            0.25 * point.arm.loads_are_free
+            + 0.25 * (point.arm.queue == "sjf")
+            + 0.25 * (point.arm == DEFAULT)
         )
         return limit_s * point.per_s / 8 * (1 - gain)
 
     _, result = main_part(Bench(Formula(p99_s), (1, 2), {}), BRIEF, (6, 9))
     assert result["bound"]["ttft_p99_change"] == {"6": -0.5, "9": -0.5}
     assert result["bound"]["ttft_p99_change_by_arm"]["cache"] == {"6": -0.25, "9": -0.25}
-    assert result["of_clairvoyant"]["ttft_p99"]["full"] == {"6": 0.5, "9": 0.5}
+    assert result["of_clairvoyant"]["ttft_p99"]["default"] == {"6": 0.5, "9": 0.5}
     assert result["of_clairvoyant"]["ttft_p99"]["cache"] == {"6": 0.0, "9": 0.0}
-    assert result["of_clairvoyant"]["ttft_p50"]["full"] == {"6": None, "9": None}
+    assert result["of_clairvoyant"]["ttft_p50"]["default"] == {"6": None, "9": None}
     assert result["bound"]["slo_load_ratio"] == pytest.approx(2, rel=0.02)
     assert result["baseline_matches_paper"] == {"load_within_slo": True, "tpot_p99_within_slo": True}
 
@@ -175,6 +178,8 @@ def test_beside_each_eviction_stands_what_no_wait_for_loads_would_gain() -> None
     setting = replace(settings_of(parsed())["eviction"], span_s=10.0, warm_up_s=2.0)
     _, result = eviction_part(Bench(Workers(1), (1,), {}), setting, (8,))
     assert set(result["eviction"]) == {"lru", "equal", "paper"}
+    helped = result["at_8"].pop("default")
+    assert helped < min(result["at_8"].values())
     assert result["bound"]["at_8"] < min(0.0, *result["at_8"].values())
 
 

@@ -247,6 +247,16 @@ def test_where_slots_fill_from_blocks_the_copy_there_is_nearer_than_host_memory(
         assert places.advance(NOBODY, 0.0) == [Fill(1, 0, source)]
 
 
+def test_the_host_computes_for_adapters_on_the_link_and_not_for_those_that_come_from_blocks() -> None:
+    places = make(fills_from_copies=True)
+    for adapter_id in (1, 2):
+        bring(places, adapter_id)
+    places.copies.begun(1)
+    places.copies.done(1)
+    assert [places.is_assisted(adapter_id) for adapter_id in (1, 2)] == [False, True]
+    assert not make(fills_from_copies=True, cpu_assist=False).is_assisted(2)
+
+
 def test_kv_gets_the_blocks_of_the_adapter_that_is_worth_the_least() -> None:
     places = make()
     for adapter_id in (1, 2):
