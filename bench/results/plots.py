@@ -237,7 +237,7 @@ ARMS = {
     "base": Arm("first come, first served, no cache (S-LoRA)", INK, "-", -0.012),
     "sched": Arm("scheduler alone", GREEN, "--", -0.004),
     "cache": Arm("cache alone", ORANGE, "-", 0.004),
-    "full": Arm("both", BLUE, "--", 0.012),
+    "default": Arm("what serves by default", BLUE, "--", 0.012),
 }
 PANELS = (("ttft_p99_s", "P99 TTFT, s", 0.07), ("ttft_p50_s", "P50 TTFT, s", 0.57))
 

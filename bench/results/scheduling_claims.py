@@ -88,7 +88,7 @@ CHAMELEON_CLAIMS = (
     ),
     _chameleon_claim(
         "C2",
-        "P99 TTFT at medium load, all that serves by default: cold adapters' prompts start on the host",
+        "P99 TTFT at medium load, all that serves by default: prompts of adapters that are on the link start on the host",
         CHANGE,
         -0.26,
         "Fig. 14, the paper's weights",
