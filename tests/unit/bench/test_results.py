@@ -599,7 +599,13 @@ def test_the_curves_have_a_line_for_each_arm_through_its_medians_and_the_slo() -
     assert arms == [[median(one["ttft_p99_s"]) for one in part["curve"][name].values()] for name in ARMS]
     assert set(slo) == {part["slo_s"]}
     labels = labels_of(plots(KEPT)["chameleon-ttft.svg"])
-    assert {"P99 TTFT, s", "P50 TTFT, s", "load, requests/s", "scheduler alone", "what serves by default"} <= labels
+    assert {
+        "P99 TTFT, s",
+        "P50 TTFT, s",
+        "load, requests/s",
+        "scheduler alone",
+        "what serves by default",
+    } <= labels
 
 
 def test_without_a_run_the_curves_say_so() -> None:
