@@ -176,7 +176,7 @@ ADAPTIVELLM_CLAIMS = (
                 "the paper's order",
                 "adaptive",
                 "fair_",
-                "who waited for longest over its length goes first, and holds memory for longest",
+                "the paper gives none; no order is known that has both",
             ),
             ("the default order", "default", "", ""),
         )
