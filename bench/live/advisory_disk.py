@@ -14,6 +14,8 @@ disk's: `reads_from_disk` are the bytes that the kernel has fetched from storage
 The last line is JSON. `ttft_vs_without_p50`, `_p99`: TTFT of follow-ups with advisories over that without; `vs_oracle_p50`: over the oracle's.
 `decode_lost`: share of the streams' tokens a second that advisories cost, against no advisories. `confidence`: of each of these, the interval in
 which it lies at 95% (rounds drawn anew), and whether it is `reached`, `missed` or `undecided`. `outcomes`: how advisories ended.
+`vs_oracle_bound`: the oracle's tokens a second over those without advisories. Reading from the disk makes steps slower by so much, a first token's
+among them: `vs_oracle_p50` would be that if all KV were in its place in time.
 """
 
 from __future__ import annotations
@@ -218,6 +220,7 @@ def show(measured: Mapping[str, Measured]) -> None:
         for name, (other, share) in compared.items()
     }
     result["decode_lost"], intervals["decode_lost"] = round(statistics.median(lost), 4), interval(lost)
+    slowed = [fast / slow for fast, slow in zip(oracle.tokens_per_s, none.tokens_per_s, strict=True)]
     verdicts = {name: verdict(found, AIMS[name]) for name, found in intervals.items()}
     rows = [
         (
@@ -229,6 +232,7 @@ def show(measured: Mapping[str, Measured]) -> None:
     ]
     rows += figures(result, {name: f"{aim}: {verdicts[name]}" for name, aim in AIMS.items()})
     extra = {
+        "vs_oracle_bound": round(statistics.median(slowed), 3),
         "confidence": {"intervals": intervals, "verdicts": verdicts},
         "num_rounds": len(lost),
         "num_followups": {arm: len(found.all_ttft_s) for arm, found in measured.items()},

@@ -35,13 +35,27 @@ OVERTURE_CLAIMS = (
             unit,
             live=_from_disk(key),
             aim=aim,
+            bound=_from_disk("vs_oracle_bound") if key == "vs_oracle_p50" else None,
+            note=note,
             better=LOWER,
         )
-        for what, key, unit, aim in (
-            ("median TTFT with advisories ÷ without", "ttft_vs_without_p50", RATIO, 0.6),
-            ("p99 TTFT with advisories ÷ without", "ttft_vs_without_p99", RATIO, 0.6),
-            ("median TTFT with advisories ÷ with everything on the device", "vs_oracle_p50", RATIO, 1.15),
-            ("tokens/s of others that advisories cost", "decode_lost", SHARE, 0.02),
+        for what, key, unit, aim, note in (
+            ("median TTFT with advisories ÷ without", "ttft_vs_without_p50", RATIO, 0.6, ""),
+            (
+                "p99 TTFT with advisories ÷ without",
+                "ttft_vs_without_p99",
+                RATIO,
+                0.6,
+                "of the largest conversations: six of twenty people type at a time, and the device holds four conversations",
+            ),
+            (
+                "median TTFT with advisories ÷ with everything on the device",
+                "vs_oracle_p50",
+                RATIO,
+                1.15,
+                "the bound is live, too: so much slower are steps without advisories, where as much is read from the disk",
+            ),
+            ("tokens/s of others that advisories cost", "decode_lost", SHARE, 0.02, ""),
         )
     ),
     _own_claim(
@@ -142,12 +156,26 @@ OVERTURE_CLAIMS = (
             unit,
             sim=Figure("emulated-order", f"default.{key}"),
             aim=aim,
+            bound=Figure("emulated-order", f"bound.{key}"),
+            note=note,
             better=LOWER,
         )
-        for what, unit, key, aim in (
-            ("P99 TTFT, the worst", RATIO, "p99_vs_vllm_worst", 1.0),
-            ("median TTFT at 1.2 of the capacity", CHANGE, "p50_change_at_1_2", -0.4),
-            ("mean TTFT of the worst class", CHANGE, "worst_class_change", 0.1),
+        for what, unit, key, aim, note in (
+            (
+                "P99 TTFT, the worst",
+                RATIO,
+                "p99_vs_vllm_worst",
+                1.0,
+                "three requests of 300 decide it, in one trace at one load",
+            ),
+            (
+                "median TTFT at 1.2 of the capacity",
+                CHANGE,
+                "p50_change_at_1_2",
+                -0.4,
+                "what the shorter half gains has to come from the longer one, and with it from P99",
+            ),
+            ("mean TTFT of the worst class", CHANGE, "worst_class_change", 0.1, ""),
         )
     ),
     _own_claim(

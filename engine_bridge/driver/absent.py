@@ -32,7 +32,7 @@ class NoAdapters(Idle):
     """In place of `Residency`, without LoRA."""
 
     contract: ModelContract | None = None
-    blocks: None = None
+    copies: None = None
 
     def add(self, record: AdapterRecord) -> None: ...
 
@@ -44,6 +44,8 @@ class NoAdapters(Idle):
 
     def accounted(self, version_id: int, report: AdvisoryReport) -> AdvisoryReport:
         return report
+
+    def begin_step(self) -> None: ...
 
     def requested(self, request_id: str, adapter_id: int) -> None: ...
 

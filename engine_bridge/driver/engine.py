@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.core.step_layouts import StepFacts
 from engine_bridge.driver.absent import Idle, NoAdapters, NoPromoter
 from engine_bridge.driver.building import build_engine, configure_environment
 from engine_bridge.driver.in_process import scheduler_of
@@ -153,6 +154,7 @@ class VllmDriver:
         return outputs
 
     def _step_engine(self) -> list[RequestOutput]:
+        self.adapters.begin_step()
         outputs = self.engine.step()
         if self._silent:
             self._note_sources(outputs)
@@ -354,8 +356,15 @@ class VllmDriver:
             wake=wake,
             fail=self._give_up,
             prefix_facts=self._prefix_facts,
+            step_facts=self._step_facts,
             profile=self.profile,
         )
+
+    def _step_facts(self) -> StepFacts:
+        """Of a step in which those that run decode."""
+        running = self._scheduler.running
+        num_tokens = sum(request.num_tokens for request in running)
+        return StepFacts(len(running), self.steps.step_s(0, len(running), num_tokens))
 
     def _prefix_facts(self, num_blocks: int) -> PrefixFacts:
         """What it would cost to lose so many of the oldest prefix blocks."""
@@ -365,8 +374,8 @@ class VllmDriver:
 
     def _restore_cost(self, num_blocks: int) -> tuple[int, float]:
         """(bytes, seconds) of blocks that must be had again, from host memory or by computing them, whichever is faster."""
-        assert self.adapters.blocks is not None
-        num_bytes = num_blocks * self.adapters.blocks.block_bytes
+        assert self.adapters.copies is not None
+        num_bytes = num_blocks * self.adapters.copies.blocks.block_bytes
         prefill_s = self._tiers.prefill_s_per_token() if self._tiers is not None else None
         compute_s = (prefill_s or PRIOR_PREFILL_S_PER_TOKEN) * num_blocks * self._block_size
         if self._tiers is None:

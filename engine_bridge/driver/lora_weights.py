@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,6 +84,7 @@ class Pending:
         packs: of the layer, by slot; `pack`'s result takes this object's place there.
         lock: of the slot, so that two threads never work in its memory.
         compute: what adds the delta until then, in place of laying it out now.
+        took: told how many seconds a step took to lay it out, or waited for whoever did.
     """
 
     _packs: list[Any]
@@ -90,6 +92,7 @@ class Pending:
     _pack: Callable[[], SlotWeights | None]
     _lock: threading.Lock
     _compute: Compute | None = None
+    _took: Callable[[float], None] = lambda seconds: None
 
     @property
     def is_waiting(self) -> bool:
@@ -100,7 +103,9 @@ class Pending:
         """As `SlotWeights.add_to`."""
         if self._compute is not None and self.is_waiting and self._compute(y, x, scale):
             return
+        started_s = time.perf_counter()
         weights = self.take()
+        self._took(time.perf_counter() - started_s)
         if weights is not None:
             weights.add_to(y, x, scale)
 

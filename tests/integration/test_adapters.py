@@ -347,7 +347,7 @@ async def test_kv_takes_lent_blocks_back_at_once(node: LocalNode) -> None:
 
 
 async def ids_in_blocks(node: LocalNode) -> set[int]:
-    return await node.run_on_engine(lambda driver: set(driver.adapters.blocks.ids()))
+    return await node.run_on_engine(lambda driver: set(driver.adapters.copies.blocks.ids()))
 
 
 def num_given_way(node: LocalNode) -> int:

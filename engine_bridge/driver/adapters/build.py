@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from engine_bridge.core.adapter_worth import Worth
 from engine_bridge.core.residency import AdapterPlaces, Rules
 from engine_bridge.core.staging import AHEAD_SHARE, HistoryPrefetch, NoPrefetch, ReadAhead
+from engine_bridge.core.step_layouts import StepFacts, StepLayouts
 from engine_bridge.driver.adapters import slots as slot_kinds
 from engine_bridge.driver.adapters.blocks import AdapterBlocks
+from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.host_path import HostPath, NoHostPath
 from engine_bridge.driver.adapters.host_workers import HostWorkers, Workers
 from engine_bridge.driver.adapters.loading import LoaderThread
@@ -32,6 +36,7 @@ def make_residency(
     wake: Callable[[], None],
     fail: Callable[[list[str], Exception], None],
     prefix_facts: Callable[[int], PrefixFacts],
+    step_facts: Callable[[], StepFacts],
     profile: MachineProfile | None = None,
 ) -> Residency:
     """For a newly built in-process engine; from here on its steps load nothing. profile: whose speeds to believe at first. Raises SeamMoved."""
@@ -44,8 +49,10 @@ def make_residency(
     workers = _make_workers(config, manager, host_bytes)
     slots = slot_kinds.make_slots(manager)
     read_ahead = ReadAhead(AHEAD_SHARE * host_bytes)
+    core = _make_core(config, manager, slots, host_bytes, profile)
+    copies = DeviceCopies(core, torch.device(manager.device), prefix_facts)
     residency = Residency(
-        _make_core(config, manager, slots, host_bytes, profile),
+        core,
         contract=contract,
         manager=manager,
         slots=slots,
@@ -56,18 +63,19 @@ def make_residency(
         has_running=lambda: bool(scheduler.running),
         is_busy=lambda: sum(scheduler.get_request_counts()) > 0,
         on_failed=fail,
-        prefix_facts=prefix_facts,
+        copies=copies,
         workers=workers,
         host_path=_make_host_path(manager, slots),
+        step_layouts=StepLayouts(step_facts),
     )
     if config.adapters_in_kv:
-        residency.blocks = AdapterBlocks(
+        copies.blocks = AdapterBlocks(
             scheduler.kv_cache_manager.block_pool,
             kv_caches_of(engine),
-            residency.lost,
-            residency.may_displace,
-            residency.less_valuable_than_blocks,
-            residency.first_to_go,
+            copies.lost,
+            copies.may_displace,
+            copies.less_valuable_than_blocks,
+            copies.first_to_go,
         )
     worker_manager.residency = residency
     scheduler.residency = residency

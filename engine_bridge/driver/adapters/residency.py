@@ -12,8 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-import torch
-
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import AdapterRecord
@@ -28,14 +26,14 @@ from engine_bridge.core.adapter_moves import (
     WriteCopy,
 )
 from engine_bridge.core.residency import AdapterPlaces
-from engine_bridge.driver.adapters.blocks import AdapterBlocks, NoBlocks
+from engine_bridge.core.step_layouts import StepLayouts
+from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.host_path import ColdAdapter, HostPath, NoHostPath
 from engine_bridge.driver.adapters.host_workers import Workers
 from engine_bridge.driver.adapters.loading import Loaded, LoaderThread
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights
 from engine_bridge.node import AdapterPlace, AdapterStats, Advisory, AdvisoryReport
-from engine_bridge.policy.adapter_cache import PrefixFacts
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +48,10 @@ class Residency:
         running_ids: adapters of the requests that the scheduler runs now.
         has_running, is_busy: do requests run? Do they run or wait?
         on_failed: called with the ids of requests whose adapter cannot be had, and why; they must leave the engine.
-        prefix_facts: of the oldest cached prefix blocks, so many of them.
+        copies: of unused adapters, on the device.
         workers: compute with adapters that are not in their slot yet.
         host_path: where slots fill beside the steps: computes rows of those that are not filled.
+        step_layouts: which adapters a step may lay out itself, where slots do not fill beside it.
     """
 
     def __init__(
@@ -67,29 +66,28 @@ class Residency:
         has_running: Callable[[], bool],
         is_busy: Callable[[], bool],
         on_failed: Callable[[list[str], Exception], None],
-        prefix_facts: Callable[[int], PrefixFacts],
+        copies: DeviceCopies,
         workers: Workers,
         host_path: HostPath | NoHostPath,
+        step_layouts: StepLayouts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
         self.contract = contract
         self.loader = loader
-        self.blocks: AdapterBlocks | NoBlocks = NoBlocks()
-        """Where unused adapters are kept on the device."""
+        self.copies = copies
         self._manager = manager
         self._slots = slots
         self._running_ids = running_ids
         self._has_running, self._is_busy = has_running, is_busy
         self._on_failed = on_failed
-        self._prefix_facts = prefix_facts
         self._workers = workers
         self._host_path = host_path
+        self._step_layouts = step_layouts
         self._clock = clock
         self._records: dict[int, AdapterRecord] = {}
         self._host: dict[int, AdapterWeights] = {}
         self._filling: dict[int, int] = {}  # slots that steps cannot compute with yet, and whose they are
-        self._writing: set[int] = set()  # on their way into KV blocks
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = defaultdict(float)
         self._doers: dict[type, Callable[[Any], None]] = {
@@ -98,7 +96,7 @@ class Residency:
             LeaveSlot: self._leave_slot,
             DropHost: self._drop_host,
             WriteCopy: self._write_copy,
-            DropCopy: self._drop_copy,
+            DropCopy: lambda move: copies.drop(move.adapter_id),
             Forget: self._forget,
         }
 
@@ -142,12 +140,12 @@ class Residency:
         """A request enters the engine."""
         self._is_filled(adapter_id)
         self.core.requested(request_id, adapter_id, self._clock())
-        self._touch(adapter_id)
+        self.copies.touch(adapter_id)
 
     def released(self, request_id: str, adapter_id: int) -> None:
         """It has ended, or never was in the engine."""
         moves = self.core.released(request_id, adapter_id, self._clock())
-        self._touch(adapter_id)
+        self.copies.touch(adapter_id)
         self._do(moves)
 
     def may_start(self, adapter_id: int) -> bool:
@@ -172,11 +170,20 @@ class Residency:
     def is_at_hand(self, adapter_id: int) -> bool:
         """Whether a step could compute with this adapter as far as its weights are concerned.
 
-        A step that lays it out itself takes longer for all who run: while any do, the loader's thread does it first.
+        A step that lays it out itself takes longer for all who run: while any do, the loader's thread does it first, but for what is worth that.
         """
+        if self._is_filled(adapter_id):
+            return True
         delays_nobody = self._slots.fills_beside_steps or not self._has_running()
         may_assist = delays_nobody or self._workers.computes(adapter_id) is not None
-        return self.core.is_at_hand(adapter_id, may_assist=may_assist) or self._is_filled(adapter_id)
+        return self.core.is_at_hand(adapter_id, may_assist=may_assist) or self._may_lay_out(adapter_id)
+
+    def _may_lay_out(self, adapter_id: int) -> bool:
+        """May the next step do it itself, beside those that run?"""
+        if not self.core.is_at_hand(adapter_id):
+            return False
+        num_bytes = self._slots.laid_out_bytes(self.core.table[adapter_id].num_bytes)
+        return self._step_layouts.allows(adapter_id, num_bytes, self._clock())
 
     @property
     def take_turns(self) -> bool:
@@ -212,9 +219,16 @@ class Residency:
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """Another step is about to be scheduled."""
+        num_bytes, seconds = self._slots.take_step_layouts()
+        self._step_layouts.rate.note(num_bytes, seconds, self._clock())
+        self._seconds["layout_in_step"] += seconds
+        self._step_layouts.begin()
+
     def has_work(self) -> bool:
         """Would `advance` do something now?"""
-        return self.loader.has_done() or self.core.has_work(self._clock()) or self.blocks.is_writing()
+        return self.loader.has_done() or self.core.has_work(self._clock()) or self.copies.blocks.is_writing()
 
     def wait_s(self) -> float | None:
         """How long until there is something to do by itself; None: until something comes."""
@@ -227,16 +241,19 @@ class Residency:
         now = self._clock()
         self.loader.drop_ahead(now)
         self._do(self.core.advance(self._running_ids(), now))
-        self.loader.take_done()  # what had been read ahead
+        while (
+            self.loader.has_done()
+        ):  # what had been read ahead: its slot is laid out during the next step, not during the one after it
+            self.loader.take_done()
+            self._do(self.core.advance(self._running_ids(), now))
         self._do(self.core.copies_to_write(now))
-        if self.blocks.is_writing():
-            self._write()
+        self.copies.write(self._is_busy())
         self._seconds["between"] += time.perf_counter() - started_s
 
     def close(self) -> None:
         """The engine goes. Waits for the loader's thread."""
         self.loader.close()
-        self.blocks.close()
+        self.copies.blocks.close()
         self._workers.close()
         self._host_path.close()
 
@@ -247,7 +264,7 @@ class Residency:
             self._doers[type(move)](move)
 
     def _load(self, move: Load) -> None:
-        entry = self.blocks.entry(move.adapter_id) if move.source == "cached" else None
+        entry = self.copies.blocks.entry(move.adapter_id) if move.source == "cached" else None
         self.loader.load(
             self._records[move.adapter_id], entry, lambda loaded: self._loaded(move.adapter_id, loaded)
         )
@@ -262,7 +279,7 @@ class Residency:
         self._host[adapter_id] = loaded.weights
         num_bytes = loaded.weights.num_bytes
         moves = self.core.loaded(adapter_id, num_bytes, loaded.source, loaded.elapsed_s, self._clock())
-        self._touch(adapter_id)
+        self.copies.touch(adapter_id)
         self._do(moves)
 
     def _load_failed(self, adapter_id: int, problem: Exception | None) -> None:
@@ -275,7 +292,7 @@ class Residency:
 
     def _fill(self, move: Fill) -> None:
         adapter_id, slot = move.adapter_id, move.slot
-        weights = self._host[adapter_id] if move.source == "host" else self._read_copy(adapter_id)
+        weights = self._host[adapter_id] if move.source == "host" else self.copies.read(adapter_id)
         self._manager.lora_index_to_id[slot] = adapter_id
         self._slots.fill(slot, weights, self._workers.computes(adapter_id))
         self._filling[slot] = adapter_id
@@ -313,67 +330,21 @@ class Residency:
     def _forget(self, move: Forget) -> None:
         del self._records[move.adapter_id]
 
+    def _write_copy(self, move: WriteCopy) -> None:
+        adapter_id, weights = move.adapter_id, self._host[move.adapter_id]
+        if self.copies.begin(adapter_id, weights, is_ahead=move.is_ahead):
+            return
+        drops = [] if move.is_ahead else self.core.copies.room_for(adapter_id, self._clock())
+        self._do(drops)
+        if drops:
+            self.copies.begin(
+                adapter_id, weights, is_ahead=False
+            )  # or it is not worth the place of those that are there
+
     def _slot_of(self, adapter_id: int) -> int:
         slot = self.core.table[adapter_id].slot
         assert slot is not None
         return slot
-
-    # -- copies in free KV blocks ------------------------------------------------------------------------------------
-
-    def _write_copy(self, move: WriteCopy) -> None:
-        adapter_id, weights = move.adapter_id, self._host[move.adapter_id]
-        if not self.blocks.put(adapter_id, weights):
-            drops = [] if move.is_ahead else self.core.copies.room_for(adapter_id, self._clock())
-            self._do(drops)
-            if not drops or not self.blocks.put(adapter_id, weights):
-                return  # not worth the place of those that are there
-        self.core.copies.begun(adapter_id, move.is_ahead)
-        self._writing.add(adapter_id)
-
-    def _write(self) -> None:
-        slice_s = self.core.copies.write_s(self._is_busy())
-        now, started_s = self._clock(), time.perf_counter()
-        rate = self.core.worth.copy_rate
-        num_bytes = self.blocks.write(int(slice_s * rate.at(now)))
-        rate.note(num_bytes, time.perf_counter() - started_s, now)
-        self._counts["cache_bytes"] += num_bytes
-        for adapter_id in [i for i in self._writing if self.blocks.holds(i)]:
-            self._writing.discard(adapter_id)
-            self.core.copies.done(adapter_id)
-
-    def _drop_copy(self, move: DropCopy) -> None:
-        self._writing.discard(move.adapter_id)
-        self.blocks.drop(move.adapter_id)
-
-    def _read_copy(self, adapter_id: int) -> AdapterWeights:
-        """On a device of its own: a copy within it."""
-        entry = self.blocks.entry(adapter_id)
-        device = torch.device(self._manager.device)
-        weights = entry.read(torch.empty(entry.size_bytes, dtype=torch.uint8, device=device))
-        assert weights is not None
-        self.blocks.used(adapter_id)
-        return weights
-
-    def _touch(self, adapter_id: int) -> None:
-        if self.blocks.holds(adapter_id):
-            self.blocks.used(adapter_id)
-
-    def lost(self, adapter_id: int) -> None:
-        """KV took a cached adapter's blocks."""
-        self._writing.discard(adapter_id)
-        self.core.copies.lost(adapter_id)
-
-    def may_displace(self, adapter_id: int, num_blocks: int) -> bool:
-        """E3: may a cached adapter take the place of so many of the oldest prefix blocks?"""
-        return self.core.copies.may_displace(adapter_id, self._prefix_facts(num_blocks), self._clock())
-
-    def less_valuable_than_blocks(self, num_blocks: int) -> int | None:
-        """E3: a cached adapter that is worth no more, by the byte, than so many of the oldest prefix blocks; its blocks are the caller's."""
-        return self.core.copies.take_less_valuable_than_blocks(self._prefix_facts(num_blocks), self._clock())
-
-    def first_to_go(self) -> int | None:
-        """The cached adapter that is worth the least, of those that no request needs from there; its blocks are the caller's."""
-        return self.core.copies.take_first_to_go(self._clock())
 
     # -- what is told ------------------------------------------------------------------------------------------------
 
@@ -383,8 +354,8 @@ class Residency:
 
     def stats(self) -> AdapterStats:
         """From any thread."""
-        counts = dict(self._counts) | self._workers.counts() | self._host_path.counts()
-        return _stats(self.core, self.blocks.num_bytes, counts, dict(self._seconds))
+        counts = dict(self._counts) | self.copies.counts() | self._workers.counts() | self._host_path.counts()
+        return _stats(self.core, self.copies.blocks.num_bytes, counts, dict(self._seconds))
 
 
 def _stats(

@@ -53,6 +53,14 @@ class Slots:
         """What an adapter of so many bytes takes of `Rules.step_room`."""
         return 1  # each slot is as large as the largest adapter
 
+    def laid_out_bytes(self, num_bytes: int) -> int:
+        """What an adapter of so many bytes comes to in a slot."""
+        return num_bytes
+
+    def take_step_layouts(self) -> tuple[int, float]:
+        """(bytes, seconds) of what steps have laid out themselves since this was last asked."""
+        return 0, 0.0
+
     def empty(self, slot: int) -> None:
         """Nobody uses this slot any more: give its memory back, where it has any of its own."""
 
@@ -128,6 +136,7 @@ class PackedSlots(Slots):
         self._locks = [threading.Lock() for _ in range(num_slots)]
         self._memories = [torch.empty(0) for _ in range(num_slots)]
         self._unfinished: list[list[Pending]] = [[] for _ in range(num_slots)]
+        self._step_layouts = 0, 0.0
         self._in_stacks: set[tuple[int, str]] = set()  # slots and layers whose stacks hold weights
 
     @property
@@ -137,7 +146,14 @@ class PackedSlots(Slots):
         return sum(PACKED_BYTES * stack[0].numel() for stack in stacks if stack.dim() == 4)
 
     def cost(self, num_bytes: int) -> int:
+        return self.laid_out_bytes(num_bytes)
+
+    def laid_out_bytes(self, num_bytes: int) -> int:
         return num_bytes * PACKED_BYTES // self._weight_bytes
+
+    def take_step_layouts(self) -> tuple[int, float]:
+        found, self._step_layouts = self._step_layouts, (0, 0.0)
+        return found
 
     def empty(self, slot: int) -> None:
         with self._locks[slot]:
@@ -188,7 +204,11 @@ class PackedSlots(Slots):
         def pack() -> SlotWeights | None:
             return pack_slot(*slices, memory, self._make_few)
 
-        pending = Pending(self._packs[name], slot, pack, self._locks[slot], compute)
+        def took(seconds: float) -> None:
+            num_bytes, all_s = self._step_layouts
+            self._step_layouts = num_bytes + PACKED_BYTES * memory.numel(), all_s + seconds
+
+        pending = Pending(self._packs[name], slot, pack, self._locks[slot], compute, took)
         self._unfinished[slot].append(pending)
         return pending
 

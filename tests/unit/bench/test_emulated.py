@@ -156,16 +156,23 @@ def test_the_lean_model_preempts_nearly_as_the_emulated_node_does() -> None:
 def test_errors_over_all_plays_are_the_larger_of_the_policies() -> None:
     def play(policy: str, first_s: float) -> live.Play:
         measured = (live.Times(0.0, 1.0, 3.0, 3),)
-        return live.Play(policy, 0.5, {}, {}, 1.0, measured, (live.Times(0.0, first_s, 3.0, 3),))
+        ways = {
+            live.UP_TO_DATE: (live.Times(0.0, first_s, 3.0, 3),),
+            live.OWN_SPEED: (live.Times(0.0, 1.05, 3.0, 3),),
+        }
+        return live.Play(policy, 0.5, {}, {}, 1.0, measured, ways)
 
-    found = live.pooled_errors([play("mlq", 1.1), play("fcfs", 0.8)])
+    plays = [play("mlq", 1.1), play("fcfs", 0.8)]
+    found = live.pooled_errors(plays)
     assert found["ttft_p50"] == pytest.approx(0.2) and found["tokens_per_s"] == 0
+    assert live.pooled_errors(plays, live.OWN_SPEED)["ttft_p50"] == pytest.approx(0.05)
 
 
 def test_the_interval_of_an_error_spans_what_the_plays_differ_by() -> None:
     def play(first_s: float) -> live.Play:
         measured = (live.Times(0.0, 1.0, 3.0, 3),)
-        return live.Play("mlq", 0.5, {}, {}, 1.0, measured, (live.Times(0.0, first_s, 3.0, 3),))
+        ways = {live.UP_TO_DATE: (live.Times(0.0, first_s, 3.0, 3),)}
+        return live.Play("mlq", 0.5, {}, {}, 1.0, measured, ways)
 
     same = live.pooled_intervals([play(1.1)] * 6)["mlq"]
     assert same["ttft_p99"] == (pytest.approx(1.1), pytest.approx(1.1))

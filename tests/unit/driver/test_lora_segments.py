@@ -233,6 +233,10 @@ def few_and_many(layer):
         ranks,
         make_few=few_rows.few_rows,
     )
+    if weight.few is None:
+        pytest.skip(
+            "this processor's MKL adds these products in no order that few_rows knows: it computes few rows, too"
+        )
     x, y = torch.randn(40, num_in), torch.randn(40, sum(outs))
     few = y.clone()
     for first in range(0, 40, FEW_ROWS):

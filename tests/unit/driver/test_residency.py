@@ -18,7 +18,9 @@ from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.adapter_worth import Worth
 from engine_bridge.core.residency import AdapterPlaces, Rules
 from engine_bridge.core.staging import AHEAD_SHARE, HistoryPrefetch, ReadAhead
+from engine_bridge.core.step_layouts import StepFacts, StepLayouts
 from engine_bridge.driver.adapters.blocks import AdapterBlocks
+from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.host_path import NoHostPath
 from engine_bridge.driver.adapters.host_workers import Workers
 from engine_bridge.driver.adapters.loading import LoaderThread
@@ -74,9 +76,14 @@ class Disk:
 class Traffic(RuleBasedStateMachine):
     """A scheduler in small: requests wait in order, start when they may, run for some steps and end."""
 
-    @initialize(assist=st.booleans(), is_device=st.booleans(), policy=st.sampled_from(sorted(POLICIES)))
-    def begin(self, assist: bool, is_device: bool, policy: str) -> None:
-        self.now = 0.0
+    @initialize(
+        assist=st.booleans(),
+        is_device=st.booleans(),
+        policy=st.sampled_from(sorted(POLICIES)),
+        step_s=st.sampled_from([0.0, 1e-6, 1.0]),
+    )
+    def begin(self, assist: bool, is_device: bool, policy: str, step_s: float) -> None:
+        self.now, self.step_s = 0.0, step_s
         self.waiting: dict[str, int] = {}
         self.running: dict[str, int] = {}
         self.failed: list[str] = []
@@ -87,17 +94,19 @@ class Traffic(RuleBasedStateMachine):
         )
         self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=32)
         self.taken: list[list[Any]] = []
+        core = AdapterPlaces(
+            Rules(host_bytes=HOST_BYTES, num_slots=NUM_SLOTS, cpu_assist=assist, fills_from_copies=is_device),
+            Worth(policy),
+            HistoryPrefetch(),
+        )
+        copies = DeviceCopies(
+            core,
+            torch.device("cpu"),
+            lambda num_blocks: PrefixFacts(num_bytes=1, restore_s=1.0, reuse_per_s=1.0),
+            lambda: self.now,
+        )
         self.residency = Residency(
-            AdapterPlaces(
-                Rules(
-                    host_bytes=HOST_BYTES,
-                    num_slots=NUM_SLOTS,
-                    cpu_assist=assist,
-                    fills_from_copies=is_device,
-                ),
-                Worth(policy),
-                HistoryPrefetch(),
-            ),
+            core,
             contract=CONTRACT,
             manager=self.manager,
             slots=Slots(self.manager),
@@ -111,16 +120,14 @@ class Traffic(RuleBasedStateMachine):
             has_running=lambda: bool(self.running),
             is_busy=lambda: bool(self.running or self.waiting),
             on_failed=self.give_up,
-            prefix_facts=lambda num_blocks: PrefixFacts(num_bytes=1, restore_s=1.0, reuse_per_s=1.0),
+            copies=copies,
             workers=Workers(),
             host_path=NoHostPath(),
+            step_layouts=StepLayouts(lambda: StepFacts(len(self.running), self.step_s)),
             clock=lambda: self.now,
         )
-        self.residency.blocks = AdapterBlocks(
-            self.pool,
-            [torch.zeros(NUM_BLOCKS, 75)],
-            self.residency.lost,
-            self.residency.may_displace,
+        copies.blocks = AdapterBlocks(
+            self.pool, [torch.zeros(NUM_BLOCKS, 75)], copies.lost, copies.may_displace
         )
         self.next_number = 1
         self.add(800)
@@ -182,6 +189,7 @@ class Traffic(RuleBasedStateMachine):
         """As the driver does: advance, schedule, enter."""
         self.now += 0.01
         self.residency.advance()
+        self.residency.begin_step()
         in_batch = set(self.running.values())
         for request_id, number in list(self.waiting.items()):
             has_room = number in in_batch or len(in_batch) < MAX_LORAS
@@ -254,7 +262,7 @@ class Traffic(RuleBasedStateMachine):
 
 def test_what_is_copied_ahead_lies_in_memory_that_is_free_and_in_no_other_copys_place() -> None:
     traffic = Traffic()
-    traffic.begin(assist=False, is_device=True, policy="lru")
+    traffic.begin(assist=False, is_device=True, policy="lru", step_s=0.0)
     copied = []
     for number in (2, 3, 4):  # the first of them leaves too few blocks for another
         traffic.add(2700)
@@ -263,12 +271,28 @@ def test_what_is_copied_ahead_lies_in_memory_that_is_free_and_in_no_other_copys_
             traffic.loader_rests()
             traffic.now += 0.1
             traffic.residency.advance()
-        copied.append(traffic.residency.blocks.ids())
+        copied.append(traffic.residency.copies.blocks.ids())
     places = traffic.residency.places()
     traffic.teardown()
     assert copied[0]
     assert copied[1:] == [copied[0]] * 2
     assert places[4] == "host"
+
+
+def test_what_was_read_ahead_gets_its_slot_with_the_turn_that_takes_it_in() -> None:
+    traffic = Traffic()
+    traffic.begin(assist=False, is_device=False, policy="lru", step_s=0.0)
+    traffic.loader_rests()
+    traffic.residency.advance()
+    traffic.add(3500)  # too large to be loaded before it is asked for
+    traffic.residency.expect(2)
+    traffic.loader_rests()
+    traffic.residency.requested("r", 2)
+    assert traffic.residency.places()[2] == "disk"
+    traffic.residency.advance()
+    places = traffic.residency.places()
+    traffic.teardown()
+    assert places[2] == "slot"
 
 
 TestTraffic = Traffic.TestCase
