@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine_bridge.adapters.files import ModelContract
+from engine_bridge.core.step_layouts import PRIOR_BYTES_PER_S
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import PackedSlots, Slots
 from engine_bridge.driver.adapters.weights import Loader
@@ -38,6 +39,7 @@ from engine_bridge.node import (
 )
 from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_MODEL_DIR
+from kvtiers.policy.rates import Rate
 from tests.adapter_corpus import BAD, make_adapter
 
 NUM_ADAPTERS = 200
@@ -418,13 +420,17 @@ async def test_with_assist_a_request_starts_before_its_slot_is_ready(
         assert await asked == expected
 
 
-async def test_with_assist_no_step_lays_an_adapter_out_while_others_run(
-    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_dear", [True, False])
+async def test_with_assist_a_step_lays_an_adapter_out_only_where_it_costs_others_less_than_it_gains(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch, is_dear: bool
 ) -> None:
-    """Until the stream has ended the loader is to lay it out, which is held up here; then the request's own step does it."""
+    """Until the stream has ended the loader, which is held up here, is to lay it out where that takes long; then the request's own step does it."""
     expected = await ask(node, "a005", text(5, 40))
     await settled(node)
     await node.run_on_engine(forget_slots)
+    usual = await node.run_on_engine(
+        lambda driver: lay_out_at(driver, Rate(1.0 if is_dear else PRIOR_BYTES_PER_S))
+    )
     ended: list[str] = []
 
     async def note(name: str, adapter: str | None, seed: int, num_tokens: int) -> list[int]:
@@ -439,8 +445,16 @@ async def test_with_assist_no_step_lays_an_adapter_out_while_others_run(
         assert await note("cold", "a005", 5, ANSWER_TOKENS) == expected
         await stream
         is_open.set()
-    assert ended == ["stream", "cold"]
+    assert ended == (["stream", "cold"] if is_dear else ["cold", "stream"])
+    await node.run_on_engine(lambda driver: lay_out_at(driver, usual))
     await settled(node)
+
+
+def lay_out_at(driver: Any, rate: Rate) -> Rate:
+    """Have layouts in steps be thought to take so long. Returns what they were thought to take."""
+    layouts = driver.adapters._step_layouts
+    before, layouts.rate = layouts.rate, rate
+    return before
 
 
 def forget_slots(driver: Any) -> None:

@@ -223,7 +223,7 @@ class Residency:
         """Another step is about to be scheduled."""
         num_bytes, seconds = self._slots.take_step_layouts()
         self._step_layouts.rate.note(num_bytes, seconds, self._clock())
-        self._seconds["layout_in_step"] += seconds
+        self._seconds["step"] += seconds
         self._step_layouts.begin()
 
     def has_work(self) -> bool:
