@@ -412,6 +412,7 @@ def routing_settings(bench: Bench) -> dict[str, Setting]:
         "4 nodes, no adapters": replace(four, habits=replace(habits, num_adapters=0)),
         "4 nodes, 30% unannounced": replace(four, habits=replace(habits, missing=0.3)),
         "4 nodes, none announced": replace(four, habits=replace(habits, missing=1.0)),
+        "4 nodes, three joined": replace(four, habits=replace(habits, missing=1.0, begin_on_first=True)),
         "4 nodes, network 1.25 GB/s": replace(four, network_bytes_per_s=1.25e9),
         "4 nodes, slow disks": replace(four, disk_bytes_per_s=0.5e9, host_bytes=16 * GB),
     }

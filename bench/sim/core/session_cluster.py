@@ -170,7 +170,8 @@ class _User:
 @dataclass(frozen=True, slots=True)
 class Habits:
     """How people ask. missing: share of turns without an advisory; urgent: share of people of high priority; lead_share: times the leads of
-    advisories, which come later than typing begins if it is below 1. num_adapters: of which each person has one; 0: all ask the base model."""
+    advisories, which come later than typing begins if it is below 1. num_adapters: of which each person has one; 0: all ask the base model.
+    begin_on_first: all sessions that are under way are on the first node, which the others have just joined."""
 
     chats: Chats = field(default_factory=Chats)
     has_advisories: bool = True
@@ -178,6 +179,7 @@ class Habits:
     urgent: float = 0.0
     lead_share: float = 1.0
     num_adapters: int = 0
+    begin_on_first: bool = False
 
 
 class Users:
@@ -203,10 +205,10 @@ class Users:
         return user
 
     def start(self) -> None:
-        """All at some moment of their reading and typing, their sessions spread evenly over the nodes."""
+        """All at some moment of their reading and typing."""
         for user in self._users:
             if user.num_tokens:
-                at = user.number % len(self._cluster.nodes)
+                at = 0 if self._habits.begin_on_first else user.number % len(self._cluster.nodes)
                 self._cluster.place(user.kv, (user.num_tokens - 1) // BLOCK_TOKENS, at)
             exchange = user.session[user.place]
             think_s = exchange.lead_s + exchange.read_s

@@ -359,6 +359,16 @@ def test_sessions_spare_prefill_and_a_run_is_the_seeds_alone() -> None:
     assert run(Point(OURS, BRIEF, 128, 2)).latency_s != again.latency_s
 
 
+def test_a_node_that_joins_takes_over_sessions_that_nobody_announces_where_routes_look_at_what_staying_costs() -> (
+    None
+):
+    habits = Habits(missing=1.0, begin_on_first=True)
+    setting = replace(BRIEF, num_hosts=2, num_devices=1, habits=habits)
+    sticky, ours = (run(Point(arm, setting, 512, 1)) for arm in (DEMAND, OURS))
+    assert ours.least > 2 * sticky.least
+    assert ours.ttft_p99_s < sticky.ttft_p99_s
+
+
 def test_agents_are_announced_and_all_workflows_end() -> None:
     ours, recompute = (run_agents(Point(arm, BRIEF, 24, 1)) for arm in (OURS, RECOMPUTE))
     assert ours.lead_s > 1.0
