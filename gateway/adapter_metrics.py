@@ -97,6 +97,11 @@ _COUNTERS = (
         "worker_deltas",
     ),
     _Row(
+        "overture_adapter_step_layouts",
+        "Adapters that an engine step laid out itself for a request that started at once",
+        "laid_out_in_step",
+    ),
+    _Row(
         "overture_adapter_step_seconds",
         "Time that engine steps spent on adapters, while other requests waited",
         "step",

@@ -84,7 +84,7 @@ class Pending:
         packs: of the layer, by slot; `pack`'s result takes this object's place there.
         lock: of the slot, so that two threads never work in its memory.
         compute: what adds the delta until then, in place of laying it out now.
-        took: told how many seconds a step took to lay it out, or waited for whoever did.
+        took: told what a step took to lay it out, in seconds, 0 if somebody else did; and for how long it waited in all.
     """
 
     _packs: list[Any]
@@ -92,7 +92,7 @@ class Pending:
     _pack: Callable[[], SlotWeights | None]
     _lock: threading.Lock
     _compute: Compute | None = None
-    _took: Callable[[float], None] = lambda seconds: None
+    _took: Callable[[float, float], None] = lambda pack_s, all_s: None
 
     @property
     def is_waiting(self) -> bool:
@@ -104,18 +104,25 @@ class Pending:
         if self._compute is not None and self.is_waiting and self._compute(y, x, scale):
             return
         started_s = time.perf_counter()
-        weights = self.take()
-        self._took(time.perf_counter() - started_s)
+        weights, pack_s = self._taken()
+        self._took(pack_s, time.perf_counter() - started_s)
         if weights is not None:
             weights.add_to(y, x, scale)
 
     def take(self) -> SlotWeights | None:
         """The weights, laid out now if nobody has. What lies in the slot by then, if it has another adapter."""
+        return self._taken()[0]
+
+    def _taken(self) -> tuple[SlotWeights | None, float]:
+        """With the seconds that laying them out took, 0 if somebody else had done it."""
+        pack_s = 0.0
         with self._lock:
             if self.is_waiting:
+                started_s = time.perf_counter()
                 self._packs[self._slot] = self._pack()
+                pack_s = time.perf_counter() - started_s
             weights = self._packs[self._slot]
-        return weights.take() if isinstance(weights, Pending) else weights
+        return (weights.take() if isinstance(weights, Pending) else weights), pack_s
 
 
 # Slots are filled inside steps (inference mode) and by add_lora (outside it): a tensor made inside may be rewritten only inside.

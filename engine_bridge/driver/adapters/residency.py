@@ -201,6 +201,8 @@ class Residency:
         self._do(moves)
         if self._slots.fills_beside_steps:
             self._split_cold(adapter_ids)
+        elif self._filling:
+            self._counts["laid_out_in_step"] += sum(not self._is_filled(each) for each in adapter_ids)
         if moves:
             self._seconds["step"] += time.perf_counter() - started_s
 
@@ -221,9 +223,9 @@ class Residency:
 
     def begin_step(self) -> None:
         """Another step is about to be scheduled."""
-        num_bytes, seconds = self._slots.take_step_layouts()
-        self._step_layouts.rate.note(num_bytes, seconds, self._clock())
-        self._seconds["step"] += seconds
+        done = self._slots.take_step_layouts()
+        self._step_layouts.rate.note(done.num_bytes, done.pack_s, self._clock())
+        self._seconds["step"] += done.all_s
         self._step_layouts.begin()
 
     def has_work(self) -> bool:

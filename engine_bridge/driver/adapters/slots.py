@@ -12,6 +12,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ LARGE_PAGE_BYTES, LEAST_LARGE_BYTES = 1 << 21, 1 << 23
 ComputeFor = Callable[[str], Compute]
 Slices = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[int]]
 """A, B and rank of a layer's slices, as `pack_slot` takes them."""
+
+
+@dataclass(slots=True)
+class StepLayout:
+    """Of adapters, done by steps: so many bytes, what that took, and with waits for the loader's thread, which does some of it meanwhile."""
+
+    num_bytes: int = 0
+    pack_s: float = 0.0
+    all_s: float = 0.0
 
 
 class Slots:
@@ -57,9 +67,9 @@ class Slots:
         """What an adapter of so many bytes comes to in a slot."""
         return num_bytes
 
-    def take_step_layouts(self) -> tuple[int, float]:
-        """(bytes, seconds) of what steps have laid out themselves since this was last asked."""
-        return 0, 0.0
+    def take_step_layouts(self) -> StepLayout:
+        """What steps have laid out themselves since this was last asked."""
+        return StepLayout()
 
     def empty(self, slot: int) -> None:
         """Nobody uses this slot any more: give its memory back, where it has any of its own."""
@@ -136,7 +146,7 @@ class PackedSlots(Slots):
         self._locks = [threading.Lock() for _ in range(num_slots)]
         self._memories = [torch.empty(0) for _ in range(num_slots)]
         self._unfinished: list[list[Pending]] = [[] for _ in range(num_slots)]
-        self._step_layouts = 0, 0.0
+        self._step_layout = StepLayout()
         self._in_stacks: set[tuple[int, str]] = set()  # slots and layers whose stacks hold weights
 
     @property
@@ -151,8 +161,8 @@ class PackedSlots(Slots):
     def laid_out_bytes(self, num_bytes: int) -> int:
         return num_bytes * PACKED_BYTES // self._weight_bytes
 
-    def take_step_layouts(self) -> tuple[int, float]:
-        found, self._step_layouts = self._step_layouts, (0, 0.0)
+    def take_step_layouts(self) -> StepLayout:
+        found, self._step_layout = self._step_layout, StepLayout()
         return found
 
     def empty(self, slot: int) -> None:
@@ -204,9 +214,11 @@ class PackedSlots(Slots):
         def pack() -> SlotWeights | None:
             return pack_slot(*slices, memory, self._make_few)
 
-        def took(seconds: float) -> None:
-            num_bytes, all_s = self._step_layouts
-            self._step_layouts = num_bytes + PACKED_BYTES * memory.numel(), all_s + seconds
+        def took(pack_s: float, all_s: float) -> None:
+            done = self._step_layout
+            done.num_bytes += PACKED_BYTES * memory.numel() * bool(pack_s)
+            done.pack_s += pack_s
+            done.all_s += all_s
 
         pending = Pending(self._packs[name], slot, pack, self._locks[slot], compute, took)
         self._unfinished[slot].append(pending)

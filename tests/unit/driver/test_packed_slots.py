@@ -8,7 +8,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from engine_bridge.driver.adapters import slots  # noqa: E402  (after the skips)
-from engine_bridge.driver.adapters.slots import LARGE_PAGE_BYTES, PackedSlots, large_memory  # noqa: E402
+from engine_bridge.driver.adapters.slots import (  # noqa: E402
+    LARGE_PAGE_BYTES,
+    PackedSlots,
+    StepLayout,
+    large_memory,
+)
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights  # noqa: E402
 
 from .test_lora_segments import OUTS, SLOTS, adapter, add, expected, fake_layer, wrapper_for  # noqa: E402
@@ -50,6 +55,20 @@ def test_each_layer_computes_with_what_was_filled_last(packed):
         got = add(packed.wrapper, layer, y.clone(), x)
         torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
     assert packed.slots.is_filled(1)
+
+
+def test_what_steps_lay_out_themselves_is_counted_and_what_the_loader_does_is_not(packed):
+    weights, _ = adapter_weights((4, 4, 4))
+    packed.slots.fill(0, weights)
+    packed.slots.finish(0)
+    packed.slots.fill(1, weights)
+    x, y = torch.randn(6, 24).bfloat16(), torch.randn(6, sum(OUTS)).bfloat16()
+    for layer in packed.layers.values():
+        add(packed.wrapper, layer, y.clone(), x)
+    done = packed.slots.take_step_layouts()
+    assert done.num_bytes == packed.slots._memories[1].numel() * 4 and done.all_s > done.pack_s > 0
+    assert packed.slots.take_step_layouts() == StepLayout()
+    assert packed.slots.laid_out_bytes(100) == 200, "of bfloat16, in float32"
 
 
 def test_a_slots_memory_is_used_again_unless_much_of_it_would_lie_idle(packed):
