@@ -8,8 +8,6 @@ Where the recorded ones are missing (`is_recorded`), lengths are drawn between A
 five are right. TTFT counts from arrival to first token, latency to the last one, in virtual seconds.
 
 Orders: `vllm`, its own queue; `mlq`; `bounded` with each `--share` of the longest wait (0.8, 0.9 and 1 unless told), which gives the frontier.
-`foreknowing` is a bound: `bounded` that is told each answer's length and, from the first request on, how many tokens wait before the last of the
-longest queue in vLLM's own order.
 A class is a third of the requests by size, or those of adapters of one rank; its change is that of its mean TTFT, its P99's stands beside it.
 Each change is the geometric mean over the seeds, with the least and the most P99 beside it: the P99 of a few hundred requests is that of three or
 four of them, and moves by 10% or more with any change of their order. `worst` and `mean` are over traces, adapters and loads, `p50_change_at_1_2` is
@@ -44,15 +42,15 @@ from bench.live.report import Progress, report
 from bench.measures import quantile
 from bench.sim.core.calibration import A40
 from bench.sim.core.clock import Clock
-from bench.sim.core.guesses import Classes, Told
+from bench.sim.core.guesses import Classes
 from bench.sim.core.models import LLAMA2_7B
-from bench.sim.core.requests import Arrival, Guesser
+from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
 from bench.sim.core.traffic import Pool, generated
 from bench.sim.core.traffic import play as replay
-from engine_bridge.policy.bounded import Bounded, BoundedFlow, BoundedSettings, Peak
+from engine_bridge.policy.bounded import Bounded, BoundedSettings
 from engine_bridge.policy.registry import MakePolicy
 
 LOADS = (0.5, 0.7, 0.9, 1.0, 1.1, 1.2, 1.3)
@@ -69,7 +67,6 @@ AIMS = {
     "p50_change_at_1_2": "aim ≤ -0.4",
     "worst_class_change": "aim ≤ 0.1",
 }
-FOREKNOWING = "foreknowing"
 TRACES = ("azure", "mooncake", "heavy tail")
 MAX_TOKENS = 4096
 ACCURACY = 0.8
@@ -171,43 +168,6 @@ class Setting:
         return found
 
 
-class Foreknowing(Bounded):
-    """The default order, which need not learn how long the longest queue is: `most_tokens`, which it never forgets."""
-
-    name = "foreknowing"
-
-    def __init__(self, num_tokens: int, most_tokens: float) -> None:
-        super().__init__(num_tokens, BoundedSettings(peak_share=1.0, peak_fades_over=math.inf))
-        self._most_tokens = most_tokens
-
-    def _flow(self, priority: int, tenant: str) -> BoundedFlow:
-        peak = Peak(self.settings.peak_fades_over)
-        peak.waited(self._most_tokens)
-        return BoundedFlow(peak, self.settings.peak_share)
-
-
-def longest_queue_tokens(jobs: Sequence[Job]) -> int:
-    """The most tokens of prompts and answers that waited when a request came."""
-    sizes = {
-        job.arrival.request_id: job.arrival.num_prompt_tokens + job.arrival.num_answer_tokens for job in jobs
-    }
-    # Of one moment, those that start leave first.
-    events = sorted(
-        event
-        for job in jobs
-        for event in (
-            (job.started_s, 0, -sizes[job.arrival.request_id]),
-            (job.arrival.at_s, 1, sizes[job.arrival.request_id]),
-        )
-    )
-    waiting = most = 0
-    for _, has_come, change in events:
-        if has_come:
-            most = max(most, waiting)
-        waiting += change
-    return most
-
-
 def _policy(order: str) -> str | MakePolicy:
     name, _, share = order.partition(" ")
     if not share:
@@ -216,18 +176,13 @@ def _policy(order: str) -> str | MakePolicy:
 
 
 def play(order: str, setting: Setting) -> list[Job]:
-    if order == FOREKNOWING:
-        most_tokens = longest_queue_tokens(play("vllm", setting))
-        return _play(lambda num_tokens: Foreknowing(num_tokens, most_tokens), setting, Told())
     guesser = Classes([row[2] for row in rows_of(setting.trace, setting.folder)], ACCURACY, setting.seed)
-    return _play(_policy(order), setting, guesser)
-
-
-def _play(policy: str | MakePolicy, setting: Setting, guesser: Guesser) -> list[Job]:
     engine = Engine(pool_blocks(COST), max_tokens=MAX_TOKENS, has_prefix_cache=False)
     ranks = Pool(NUM_ADAPTERS).rank_of if setting.has_adapters else ()
     memory = AdapterMemory(NUM_SLOTS)
-    return play_on_node(policy, setting.requests, COST, engine, guesser, ranks=ranks, memory=memory).jobs
+    return play_on_node(
+        _policy(order), setting.requests, COST, engine, guesser, ranks=ranks, memory=memory
+    ).jobs
 
 
 def capacity_per_s(setting: Setting) -> float:
@@ -367,7 +322,7 @@ def _rows(
 
 def run(args: argparse.Namespace) -> None:
     began, is_recorded = Progress(), are_recorded(*files(args.data).values())
-    orders = ["mlq", *(f"bounded {share:g}" for share in args.share or SHARES), FOREKNOWING]
+    orders = ["mlq", *(f"bounded {share:g}" for share in args.share or SHARES)]
     with Workers(args.jobs) as workers:
         rows = _rows(args, orders, workers, began)
         again = Setting(TRACES[0], True, args.seed, QUICK_REQUESTS, args.data)
@@ -385,7 +340,6 @@ def run(args: argparse.Namespace) -> None:
         "shared_prefix_running": min(map(shared_prefix_running, ("mlq", "bounded"))),
         "mlq_repeats": first == second,
         "default": summaries.get(f"bounded {BoundedSettings().peak_share:g}"),
-        "bound": summaries[FOREKNOWING],
         "orders": summaries,
         "at": rows,
         "took_s": round(began.elapsed_s, 1),

@@ -156,7 +156,6 @@ OVERTURE_CLAIMS = (
             unit,
             sim=Figure("emulated-order", f"default.{key}"),
             aim=aim,
-            bound=Figure("emulated-order", f"bound.{key}"),
             note=note,
             better=LOWER,
         )

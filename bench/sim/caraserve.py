@@ -14,8 +14,7 @@ Parts
   router  prompts have steps of their own, as in the engines of the paper's time, and hold up those that decode
   mixed   vLLM's steps: prompts beside those that decode. At these loads and lengths there is hardly anything left to win by routing; MBGMV alone
 
-`clairvoyant` is a bound: a router that knows the length of each answer under way and what each step takes, and adds the least to the sum of times
-per token (core/clairvoyant_cluster.py). Of what comes later it knows nothing.
+`free adapters` is a bound: adapters cost no step anything, and requests go where they add the fewest seconds.
 
 Lengths: Alpaca's, drawn about its published means (core/traffic.py): the data is not beside the project. Answers are not predicted: routers reckon
 with the mean. Time per token is (end - first token) / (tokens - 1); of answers of one token there is none. The last line is JSON: changes are
@@ -36,7 +35,6 @@ from typing import Any
 
 from bench.measures import quantile
 from bench.sim.core.calibration import A10_ON_DEMAND, LLAMA2_7B_QKV
-from bench.sim.core.clairvoyant_cluster import ClairvoyantCluster
 from bench.sim.core.clock import Clock
 from bench.sim.core.cluster import Cluster
 from bench.sim.core.guesses import Usual
@@ -47,14 +45,23 @@ from bench.sim.core.steps import KERNELS, Chunk, StepCost
 from bench.sim.core.tables import Figure, Part, Workers, changes, parser_for, report_parts, seeds_of
 from bench.sim.core.traffic import Lengths, alpaca, functions, play, poisson
 from engine_bridge.policy.baselines import Fcfs
-from engine_bridge.policy.routing import POLICIES, Fit, KernelName, Measured, Ranks, Settings, fit
+from engine_bridge.policy.routing import (
+    POLICIES,
+    Fit,
+    KernelName,
+    Measured,
+    Ranks,
+    RoutingPolicy,
+    Settings,
+    fit,
+)
 
 SPAN_S, WARM_UP_S, QUICK_SPAN_S = 60.0, 10.0, 15.0
 SLO_TIMES = 1.5
 RANKS = (8, 16, 32, 64)
 KERNEL_NAMES: tuple[KernelName, ...] = ("bgmv", "mbgmv")
 MODEL = LLAMA2_7B_QKV
-CLAIRVOYANT = "clairvoyant"
+FREE_ADAPTERS = "free adapters"
 WHOLE_PROMPTS = replace(VLLM, name="whole prompts", is_mixed=False)
 
 
@@ -108,7 +115,7 @@ def cost_of(kernel: KernelName) -> StepCost:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run. policy: a name in routing.POLICIES, or CLAIRVOYANT."""
+    """One run. policy: a name in routing.POLICIES, or FREE_ADAPTERS."""
 
     policy: str
     site: Site
@@ -116,16 +123,12 @@ class Point:
 
     @property
     def made_by(self) -> str:
-        if self.policy == CLAIRVOYANT:
-            return f"{ClairvoyantCluster.__name__}; {self.site.made_by}"
-        return f"{type(POLICIES[self.policy](settings_of(self.policy, self.site))).__name__}; {self.site.made_by}"
+        return f"{type(self.router).__name__}; {self.site.made_by}"
 
-    def cluster(self, clock: Clock, ranks: Sequence[int]) -> Cluster:
-        nodes = [self.site.node(clock, ranks) for _ in range(self.site.num_nodes)]
-        if self.policy == CLAIRVOYANT:
-            return ClairvoyantCluster(clock, nodes, ranks, usual_prompt() + round(usual_answer() / 2))
-        policy = POLICIES[self.policy](settings_of(self.policy, self.site))
-        return Cluster(clock, nodes, policy, ranks, round(usual_answer()))
+    @property
+    def router(self) -> RoutingPolicy:
+        name = "overture" if self.policy == FREE_ADAPTERS else self.policy
+        return POLICIES[name](settings_of(name, self.site))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +177,12 @@ def serve(point: Point) -> Means:
     rng = random.Random(f"adapters of the cluster {point.seed}")
     ranks = tuple(rng.choices(RANKS, k=site.num_adapters))
     arrivals = poisson(lengths(), functions(site.num_adapters, rng), site.per_s, site.span_s, point.seed)
-    cluster = point.cluster(clock, ranks)
+    if point.policy == FREE_ADAPTERS:
+        ranks = len(ranks) * (0,)
+    nodes = [site.node(clock, ranks) for _ in range(site.num_nodes)]
+    cluster = Cluster(clock, nodes, point.router, ranks, round(usual_answer()))
     play(clock, arrivals, cluster.submit)
-    ended = [request for node in cluster.nodes for request in node.ended]
+    ended = [request for node in nodes for request in node.ended]
     if len(ended) != len(arrivals):
         raise RuntimeError(f"{len(arrivals) - len(ended)} requests were never served")
     requests = counted(ended, site.warm_up_s, site.span_s)
@@ -222,13 +228,13 @@ def router_part(bench: Bench) -> Part:
     changed_by = {
         "rank_aware": "tpt_change",
         "overture": "overture_tpt_change",
-        CLAIRVOYANT: "bound_tpt_change",
+        FREE_ADAPTERS: "bound_tpt_change",
     }
     result: dict[str, Any] = {key: {} for key in ("slo_attainment", *changed_by.values())}
     result |= {"r2": {}, "policies": {}}
     for kernel in KERNEL_NAMES:
         site = Site(kernel, span_s=bench.span_s)
-        own = bench.means(site, ("rank_aware", "overture", CLAIRVOYANT, *BASELINES))
+        own = bench.means(site, ("rank_aware", "overture", FREE_ADAPTERS, *BASELINES))
         figures += _attainments(own, site, {"rank_aware": PAPER_ATTAINMENT})
         result["slo_attainment"][kernel] = round(figures[-len(own)].median, 4)
         for ours, key in changed_by.items():

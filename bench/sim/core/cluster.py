@@ -39,15 +39,11 @@ class Cluster:
 
     def submit(self, arrival: Arrival) -> None:
         """It comes now. Raises RuntimeError if the policy finds no node for it."""
-        node_id = self._node_id(arrival)
-        self.num_by_node[node_id] += 1
-        self._by_id[node_id].submit(arrival)
-
-    def _node_id(self, arrival: Arrival) -> str:
         route = self.policy.route(self._ask(arrival), self.facts())
         if route.node_id is None:
             raise RuntimeError(f"no node for {arrival.request_id}: {route.reason}")
-        return route.node_id
+        self.num_by_node[route.node_id] += 1
+        self._by_id[route.node_id].submit(arrival)
 
     def facts(self) -> list[NodeFacts]:
         """Of each node, as of when a request last came to it, started, began to answer or left."""
@@ -61,11 +57,8 @@ class Cluster:
             request_id=arrival.request_id,
             num_prompt_tokens=arrival.num_prompt_tokens,
             num_answer_tokens=self._answer_tokens,
-            rank=self._rank_of(arrival),
+            rank=self._ranks[arrival.adapter_id] if arrival.adapter_id is not None else 0,
         )
-
-    def _rank_of(self, arrival: Arrival) -> int:
-        return self._ranks[arrival.adapter_id] if arrival.adapter_id is not None else 0
 
 
 def facts_of(node_id: str, node: Node) -> NodeFacts:

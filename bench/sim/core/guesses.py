@@ -61,12 +61,3 @@ class Usual:
         return self._guess
 
     def ended(self, arrival: Arrival) -> None: ...
-
-
-class Told:
-    """The true length of every answer."""
-
-    def guess(self, arrival: Arrival) -> LengthGuess:
-        return LengthGuess(arrival.num_answer_tokens, arrival.num_answer_tokens, "told")
-
-    def ended(self, arrival: Arrival) -> None: ...

@@ -4,19 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.emulated.node import Job
 from bench.emulated.order import (
-    FOREKNOWING,
     TRACES,
     Setting,
     changes,
-    longest_queue_tokens,
     play,
     shared_prefix_running,
     starved_wait_s,
     summary,
 )
-from bench.sim.core.requests import Arrival
 
 NOWHERE = Path("nowhere")
 
@@ -36,23 +32,6 @@ def test_without_overtaking_every_request_has_the_times_of_vllms_own_queue() -> 
     assert [(job.first_token_s, job.ended_s) for job in own] == [
         (job.first_token_s, job.ended_s) for job in stock
     ]
-
-
-def test_the_longest_queue_is_what_waits_when_a_request_comes() -> None:
-    def job(name: str, at_s: float, started_s: float, num_tokens: int) -> Job:
-        return Job(Arrival(name, at_s, num_tokens - 1, 1), started_s=started_s)
-
-    alone = job("first", 0.0, 0.0, 10)
-    assert longest_queue_tokens([alone]) == 0, "nobody waits before it"
-    queue = [job("second", 1.0, 9.0, 20), job("third", 2.0, 10.0, 30), job("fourth", 3.0, 11.0, 500)]
-    assert longest_queue_tokens([alone, *queue]) == 50
-    assert longest_queue_tokens([alone, *queue, job("fifth", 9.5, 12.0, 1)]) == 530, "the second has started"
-
-
-def test_who_knows_the_lengths_and_the_longest_queue_has_a_shorter_median_than_vllms_own_queue() -> None:
-    setting = Setting("azure", False, seed=1, num=150, folder=NOWHERE)
-    stock, own = play("vllm", setting), play(FOREKNOWING, setting)
-    assert sorted(job.ttft_s for job in own)[75] < 0.8 * sorted(job.ttft_s for job in stock)[75]
 
 
 def test_changes_are_means_over_seeds_of_each_figure_and_of_the_worst_class_that_all_seeds_have() -> None:

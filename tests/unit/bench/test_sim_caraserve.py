@@ -84,6 +84,9 @@ def test_every_policy_serves_all_and_ours_and_the_papers_are_quicker_than_first_
     assert found["overture"].tpot_s < found["random"].tpot_s
     assert found["first_fit"].most_load > found["load_balance"].most_load >= 1.0
     assert found["first_fit"].attainment < found["rank_aware"].attainment
+    assert serve(Point(caraserve.FREE_ADAPTERS, SMALL, 1)).tpot_s < min(
+        each.tpot_s for each in found.values()
+    )
     assert serve(Point("random", SMALL, 1)) == found["random"], "the same seed, the same run"
     assert serve(Point("random", SMALL, 2)) != found["random"]
 
