@@ -18,6 +18,10 @@ LINK = (
     "over a link as fast as the paper's Fig. 2 says, loads take a twentieth of the time: no cache saves more; "
     "the paper's margin needs a slower way to load"
 )
+LITTLE_QUEUES = (
+    "live hardly anything queues at this load, and a request whose adapter is read beside a step waits for that step's end, "
+    "where vLLM reads it within one"
+)
 # Requests/s, and what the paper calls it.
 LOADS = ((6, "low"), (8, "medium"), (9, "high"))
 CHAMELEON_CLAIMS = (
@@ -31,7 +35,7 @@ CHAMELEON_CLAIMS = (
             _chameleon(f"ttft_p{share}_change.{per_s}"),
             _scheduling(f"loads.{load}.ttft_p{share}_change"),
             bound=_chameleon(f"parts.main.bound.ttft_p{share}_change.{per_s}"),
-            note=LINK if per_s == 9 else "",
+            note={6: LITTLE_QUEUES, 9: LINK}.get(per_s, ""),
             live_what=f"against vLLM, FCFS, at {per_s}/8.7 of its load within SLO",
         )
         for share, figure, changes in (
