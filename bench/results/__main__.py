@@ -19,8 +19,7 @@ from bench.results.plots import plots
 from bench.results.runs import FOLDER, ROOT, RunError, keep, load
 
 PARTS_OF_SYMPHONY = ("--part", "paper", "--part", "chat8b", "--part", "agents", "--part", "missing")
-# What `sim` runs, on two cores in less than 25 minutes together: by the name that a run is kept under, which
-# begins with the package's, the table and its arguments.
+# What `sim` runs (aim: 40 minutes on two cores): by the name that a run is kept under, which begins with the package's, the table and its arguments.
 SIMULATED: dict[str, tuple[str, ...]] = {
     "emulated-chameleon": ("chameleon", "--part", "main", "--part", "eviction", "--part", "forecast"),
     "emulated-chameleon-sched": ("chameleon", "--part", "sched", "--seeds", "2"),

@@ -170,7 +170,8 @@ class Residency:
     def is_at_hand(self, adapter_id: int) -> bool:
         """Whether a step could compute with this adapter as far as its weights are concerned.
 
-        A step that lays it out itself takes longer for all who run: while any do, the loader's thread does it first, but for what is worth that.
+        A step that lays it out itself takes longer for all who run: while any do, the loader's thread does it first,
+        unless they lose less by it than the request gains.
         """
         if self._is_filled(adapter_id):
             return True
@@ -201,8 +202,6 @@ class Residency:
         self._do(moves)
         if self._slots.fills_beside_steps:
             self._split_cold(adapter_ids)
-        elif self._filling:
-            self._counts["laid_out_in_step"] += sum(not self._is_filled(each) for each in adapter_ids)
         if moves:
             self._seconds["step"] += time.perf_counter() - started_s
 
@@ -226,6 +225,7 @@ class Residency:
         done = self._slots.take_step_layouts()
         self._step_layouts.rate.note(done.num_bytes, done.pack_s, self._clock())
         self._seconds["step"] += done.all_s
+        self._counts["laid_out_in_step"] += len(done.slots)
         self._step_layouts.begin()
 
     def has_work(self) -> bool:
@@ -243,9 +243,8 @@ class Residency:
         now = self._clock()
         self.loader.drop_ahead(now)
         self._do(self.core.advance(self._running_ids(), now))
-        while (
-            self.loader.has_done()
-        ):  # what had been read ahead: its slot is laid out during the next step, not during the one after it
+        # What had been read ahead is here at once. Its slot is laid out during the next step, not during the one after it.
+        while self.loader.has_done():
             self.loader.take_done()
             self._do(self.core.advance(self._running_ids(), now))
         self._do(self.core.copies_to_write(now))
@@ -338,10 +337,8 @@ class Residency:
             return
         drops = [] if move.is_ahead else self.core.copies.room_for(adapter_id, self._clock())
         self._do(drops)
-        if drops:
-            self.copies.begin(
-                adapter_id, weights, is_ahead=False
-            )  # or it is not worth the place of those that are there
+        if drops:  # else it is not worth the place of those that are there
+            self.copies.begin(adapter_id, weights, is_ahead=False)
 
     def _slot_of(self, adapter_id: int) -> int:
         slot = self.core.table[adapter_id].slot

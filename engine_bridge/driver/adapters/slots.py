@@ -12,7 +12,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,8 +38,9 @@ Slices = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[int]]
 
 @dataclass(slots=True)
 class StepLayout:
-    """Of adapters, done by steps: so many bytes, what that took, and with waits for the loader's thread, which does some of it meanwhile."""
+    """What steps have laid out: of which slots, so many bytes, what that took, and with waits for the loader's thread, which does some meanwhile."""
 
+    slots: set[int] = field(default_factory=set)
     num_bytes: int = 0
     pack_s: float = 0.0
     all_s: float = 0.0
@@ -216,7 +217,9 @@ class PackedSlots(Slots):
 
         def took(pack_s: float, all_s: float) -> None:
             done = self._step_layout
-            done.num_bytes += PACKED_BYTES * memory.numel() * bool(pack_s)
+            if pack_s:
+                done.slots.add(slot)
+                done.num_bytes += PACKED_BYTES * memory.numel()
             done.pack_s += pack_s
             done.all_s += all_s
 

@@ -223,16 +223,26 @@ LAYERS = [  # columns in, columns out and rank by slice
 ]
 
 
-def few_and_many(layer):
-    """The delta of 40 rows as it is computed for few of them, and for many."""
+def weight_of(layer):
     num_in, outs, ranks = layer
     torch.manual_seed(2)
-    weight = pack_slot(
+    return pack_slot(
         [torch.randn(rank, num_in) for rank in ranks],
         [torch.randn(out, rank) for out, rank in zip(outs, ranks, strict=True)],
         ranks,
         make_few=few_rows.few_rows,
     )
+
+
+@needs_equal_bits
+def test_few_rows_are_computed_apart_in_most_layers():
+    assert sum(weight_of(layer).few is not None for layer in LAYERS) > len(LAYERS) / 2
+
+
+def few_and_many(layer):
+    """The delta of 40 rows as it is computed for few of them, and for many."""
+    num_in, outs, _ = layer
+    weight = weight_of(layer)
     if weight.few is None:
         pytest.skip(
             "this processor's MKL adds these products in no order that few_rows knows: it computes few rows, too"

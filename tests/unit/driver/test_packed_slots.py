@@ -66,6 +66,7 @@ def test_what_steps_lay_out_themselves_is_counted_and_what_the_loader_does_is_no
     for layer in packed.layers.values():
         add(packed.wrapper, layer, y.clone(), x)
     done = packed.slots.take_step_layouts()
+    assert done.slots == {1}
     assert done.num_bytes == packed.slots._memories[1].numel() * 4 and done.all_s > done.pack_s > 0
     assert packed.slots.take_step_layouts() == StepLayout()
     assert packed.slots.laid_out_bytes(100) == 200, "of bfloat16, in float32"
