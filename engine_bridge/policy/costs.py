@@ -378,6 +378,11 @@ class CopyTable:
         else:
             self._seconds = list(itertools.accumulate(reversed(found), min))[::-1]
         self._updated_s = now
+        after = self.copy_s(num_bytes, now)
+        if (
+            after - seconds
+        ) * error > 0:  # beyond what was seen: so far off are slopes of sizes that were never copied
+            self._seconds = [value * seconds / after for value in self._seconds]
 
     def _trust(self, now: float) -> float:
         """In what made copies seem slow."""

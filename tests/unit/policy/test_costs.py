@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine_bridge.policy.costs import (
@@ -331,7 +331,18 @@ def test_copies_take_what_the_link_says_until_they_are_seen(num_bytes: int) -> N
     assert now.in_s(0) == now.in_s(-1) == 0.0
 
 
+SLOPE_OVERSHOOTS = [(1, 1.0, 0.0)] * 4 + [
+    (1, 1.0, 84.0),
+    (2, 1.0, 0.0),
+    (1, 14.0, 25.0),
+    (1, 39.0, 177.0),
+    (1, 86.0, 116.0),
+    (1_361_345_923, 100.0, 200.0),
+]
+
+
 @settings(max_examples=50)
+@example(SLOPE_OVERSHOOTS, 763_368_038, 5_496_896)
 @given(st.lists(st.tuples(sizes, st.floats(1e-6, 100), st.floats(0, 200)), max_size=30), sizes, sizes)
 def test_more_bytes_never_take_less_whatever_was_seen(
     copies: list[tuple[int, float, float]], one: int, other: int
