@@ -158,16 +158,17 @@ class BoundedFlow:
         left = (request_id for *_, request_id in self._short if request_id not in gone)
         for request_id in itertools.islice(left, NUM_TRIED):
             own = self._places[request_id]
-            if own.place < 0 or waits.most_before(own.place) + own.tokens <= limit:
+            if own.place < 0 or waits.are_within(limit - own.tokens, before=own.place):
                 return request_id
         left = (request_id for _, request_id in self._first if request_id not in gone)
         first = list(itertools.islice(left, NUM_TRIED))
-        may = [
-            each
-            for each in first[1:]
-            if waits.most_before(self._places[each].place) + self._places[each].tokens <= limit
-        ]
-        return min((first[0], *may), key=lambda each: self._places[each].length)
+        shortest = first[0]
+        for request_id in first[1:]:
+            own = self._places[request_id]
+            is_shorter = own.length < self._places[shortest].length
+            if is_shorter and waits.are_within(limit - own.tokens, before=own.place):
+                shortest = request_id
+        return shortest
 
 
 class Bounded(QueuePolicy):
@@ -243,6 +244,8 @@ class Bounded(QueuePolicy):
     ) -> Decision:
         if not self._entries:
             return Decision()
+        if room.num_slots < 1:
+            return Decision(otherwise="no_slot")
         plan = Plan(waiting, running, room, Spare([0], 0), self._service, room.num_tokens, now)
         without = self._without_adapter(plan, room)
         plan.deferred.update(without)
@@ -253,6 +256,8 @@ class Bounded(QueuePolicy):
             reason = plan.left.refusal(walk.head)
             if reason is None:
                 plan.choose(0, walk.head, plan.tokens(walk.head))
+                if plan.left.slots < 1:
+                    return Decision(tuple(plan.chosen), plan.deferred, otherwise="no_slot")
             else:
                 plan.deferred[walk.head.request_id] = reason
                 plan.may_overtake = False

@@ -197,8 +197,9 @@ def test_waits_are_those_of_a_plain_list(num: int, events: list[tuple[str, int]]
             waits.lower_after(place, float(number))
             plain = {each: value - number * (each > place) for each, value in plain.items()}
     for place in plain:
-        before = [value for each, value in plain.items() if each < place]
-        assert waits.most_before(place) == max(before, default=GONE)
+        most = max((value for each, value in plain.items() if each < place), default=GONE)
+        for limit in {most, most - 1, *plain.values()}:
+            assert waits.are_within(limit, before=place) == (most <= limit)
 
 
 def test_what_a_copy_is_told_its_original_does_not_learn() -> None:
@@ -208,7 +209,9 @@ def test_what_a_copy_is_told_its_original_does_not_learn() -> None:
     other = waits.copy()
     other.raise_before(BLOCK + 1, 5.0)
     other.remove(0)
-    assert waits.most_before(BLOCK + 1) == 0.0 and other.most_before(BLOCK + 1) == 5.0
+    waits.raise_before(BLOCK + 1, 1.0)
+    assert waits.are_within(1.0, before=BLOCK + 1) and not waits.are_within(0.9, before=BLOCK + 1)
+    assert other.are_within(5.0, before=BLOCK + 1) and not other.are_within(4.9, before=BLOCK + 1)
 
 
 def test_while_somebody_waits_for_adapter_memory_nothing_overtakes() -> None:
