@@ -55,7 +55,7 @@ class WantedAdapters:
 
     def _known(self, path: str, signature: str) -> tuple[str, int] | None:
         record = self._registry.known(path, signature)
-        return (record.content_hash, record.crc32) if record is not None else None
+        return (record.content_hash, record.checksum) if record is not None else None
 
     def add(self, wanted: WantedAdapter) -> None:
         """In place of another of its name, with the pin of that. Raises RegistryFailed."""
@@ -64,7 +64,7 @@ class WantedAdapters:
             wanted.name,
             str(contents.path),
             content_hash=contents.content_hash,
-            crc32=contents.crc32,
+            checksum=contents.checksum,
             signature=contents.signature,
             rank=contents.rank,
             num_bytes=contents.num_bytes,

@@ -175,7 +175,7 @@ def fill(path: Path, names: Sequence[str]) -> None:
             name,
             f"/adapters/{name}",
             content_hash=f"{number:064x}",
-            crc32=number,
+            checksum=number,
             signature=str(number),
             rank=(8, 16, 32, 64)[number % 4],
             num_bytes=1 << 20,

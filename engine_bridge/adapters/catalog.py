@@ -51,17 +51,17 @@ class Catalog:
             log.debug("adapter %s: %s", quoted(name), note)
         known = self._registry.known(path, files.signature)
         if known is not None:
-            content, crc32 = known.content_hash, known.crc32
+            content, checksum = known.content_hash, known.checksum
         else:
             buffer = memoryview(bytearray(files.num_bytes))
-            crc32 = read(files, buffer)
+            checksum = read(files, buffer)
             check_finite(files, buffer, self._contract)
             content = content_hash(files, buffer)
         record = self._registry.register(
             name,
             path,
             content_hash=content,
-            crc32=crc32,
+            checksum=checksum,
             signature=files.signature,
             rank=files.rank,
             num_bytes=files.num_bytes,

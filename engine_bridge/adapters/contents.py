@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
+from engine_bridge.adapters.checksum import Checksum
 from engine_bridge.adapters.config import CONFIG_FILE, check_config, parse_config
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import (
@@ -35,12 +35,12 @@ MAX_HEADER_BYTES: Final = 32 << 20
 class Contents:
     """An adapter whose files are sound in themselves; whether it fits a model is that model's to say.
 
-    content_hash: as `files.content_hash`. crc32, num_bytes: of the weights. sizes: of its files, by name. signature: as `files.signature_of`.
+    content_hash: as `files.content_hash`. checksum, num_bytes: of the weights. sizes: of its files, by name. signature: as `files.signature_of`.
     """
 
     path: Path
     content_hash: str
-    crc32: int
+    checksum: int
     sizes: dict[str, int]
     signature: str
     rank: int
@@ -73,7 +73,7 @@ def contents_of(folder: Path, known: Known = lambda path, signature: None) -> Co
     return Contents(
         path=folder,
         content_hash=hashes[0],
-        crc32=hashes[1],
+        checksum=hashes[1],
         sizes={CONFIG_FILE: len(raw), WEIGHTS_FILE: weights_stat.st_size},
         signature=signature,
         rank=_rank(config),
@@ -85,14 +85,14 @@ def contents_of(folder: Path, known: Known = lambda path, signature: None) -> Co
 
 def _hashes(file: FileIO, head: bytes, num_bytes: int) -> tuple[str, int]:
     """The content's hash and the weights' checksum. file: at the start of the weights."""
-    digest, crc32, left = hashlib.sha256(head), 0, num_bytes
+    digest, checksum, left = hashlib.sha256(head), Checksum(), num_bytes
     while left and (chunk := file.read(min(CHUNK_BYTES, left))):
         digest.update(chunk)
-        crc32 = zlib.crc32(chunk, crc32)
+        checksum.update(chunk)
         left -= len(chunk)
     if left:
         raise corrupt(f"it ends {left} bytes too early. Was it copied whole?")
-    return digest.hexdigest(), crc32
+    return digest.hexdigest(), checksum.value
 
 
 def read_piece(folder: Path, name: str, offset: int, num_bytes: int) -> bytes:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 State = Literal["ready", "replaced", "removed", "missing"]
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = (
     0x4F564C41  # "OVLA": tells our file from another program's with the same schema number.
 )
@@ -41,14 +41,15 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One version of an adapter.
 
     state: `ready`; `missing` (current, but its files are away); `replaced` by a newer version of its name; `removed`.
-    crc32: of the weights in the file. signature: see `files.signature_of`. num_bytes: of the weights. Times are Unix seconds.
+    checksum: of the weights in the file, as `checksum.Checksum`. signature: see `files.signature_of`. num_bytes: of the weights.
+    Times are Unix seconds.
     """
 
     version_id: int
     name: str
     path: str
     content_hash: str
-    crc32: int
+    checksum: int
     signature: str
     rank: int
     num_bytes: int
@@ -69,7 +70,7 @@ _SCHEMA: Final = (
         name TEXT NOT NULL,
         path TEXT NOT NULL,
         content_hash TEXT NOT NULL,
-        crc32 INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
         signature TEXT NOT NULL,
         rank INTEGER NOT NULL,
         num_bytes INTEGER NOT NULL,
@@ -85,6 +86,12 @@ _SCHEMA: Final = (
     "CREATE UNIQUE INDEX current_versions ON versions (name) WHERE state IN ('ready', 'missing')",
     "CREATE INDEX versions_by_path ON versions (path, signature)",
     f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {SCHEMA_VERSION}",
+)
+# From version 1, whose checksums were others: no signature is known, so each adapter is read once more, and keeps its number, pin and counts.
+_FROM_VERSION_1: Final = (
+    "ALTER TABLE versions RENAME COLUMN crc32 TO checksum",
+    "UPDATE versions SET signature = ''",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 _CURRENT: Final = "name = ? AND state IN ('ready', 'missing')"
@@ -131,7 +138,7 @@ class Registry:
         path: str,
         *,
         content_hash: str,
-        crc32: int,
+        checksum: int,
         signature: str,
         rank: int,
         num_bytes: int,
@@ -148,8 +155,8 @@ class Registry:
             old = _current(connection, name)
             if old is not None and (old.path, old.content_hash) == (path, content_hash):
                 connection.execute(
-                    "UPDATE versions SET signature = ?, state = 'ready' WHERE version_id = ?",
-                    (signature, old.version_id),
+                    "UPDATE versions SET signature = ?, checksum = ?, state = 'ready' WHERE version_id = ?",
+                    (signature, checksum, old.version_id),
                 )
                 return _record(connection, old.version_id)
             if old is not None:
@@ -158,7 +165,7 @@ class Registry:
                 "name": name,
                 "path": path,
                 "content_hash": content_hash,
-                "crc32": crc32,
+                "checksum": checksum,
                 "signature": signature,
                 "rank": rank,
                 "num_bytes": num_bytes,
@@ -349,22 +356,36 @@ def _connect(path: Path | None, first_id: int) -> sqlite3.Connection:
 
 
 def _check(connection: sqlite3.Connection) -> bool:
-    """Whether the database is new, that is, empty. Raises _Unusable for one that is damaged or not ours; nothing is written to it."""
+    """Whether the database is new, that is, empty. One of version 1 is brought up to date.
+
+    Raises _Unusable for one that is damaged or not ours; nothing is written to it.
+    """
     try:
         if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
             return True
         found = tuple(_pragma(connection, name) for name in ("application_id", "user_version"))
-        if found != (APPLICATION_ID, SCHEMA_VERSION):
+        if found not in ((APPLICATION_ID, 1), (APPLICATION_ID, SCHEMA_VERSION)):
             raise _Unusable("another program or version wrote it")
         verdict = _pragma(connection, "quick_check(1)")
         if verdict != "ok":
             raise _Unusable(" ".join(str(verdict).split()))
-        _select(connection, "1")
+        if found[1] < SCHEMA_VERSION:
+            _upgrade(connection)
+        else:
+            _select(connection, "1")
     except (msgspec.MsgspecError, sqlite3.Error) as error:
         if isinstance(error, sqlite3.Error) and _code(error) not in _DAMAGE:
             raise
         raise _Unusable(str(error)) from error
     return False
+
+
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """All of it, or nothing if a row is not one of ours."""
+    with _transaction(connection):
+        for statement in _FROM_VERSION_1:
+            connection.execute(statement)
+        _select(connection, "1")
 
 
 # SQLITE_ERROR: a table or a column is not there. 0: not from SQLite but from Python's module, which met text that is not UTF-8.

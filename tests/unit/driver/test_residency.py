@@ -40,7 +40,7 @@ def record(number: int, num_bytes: int) -> AdapterRecord:
         name=f"a{number}",
         path="",
         content_hash="",
-        crc32=0,
+        checksum=0,
         signature="",
         rank=8,
         num_bytes=num_bytes,

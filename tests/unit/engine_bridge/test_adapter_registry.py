@@ -22,7 +22,7 @@ from engine_bridge.adapters.registry import AdapterRecord, Registry
 
 NOW = 1_700_000_000.0
 FACTS: dict[str, Any] = {
-    "crc32": 2**32 - 1,
+    "checksum": 2**63 - 1,
     "rank": 8,
     "num_bytes": 2**40,
     "target_modules": ("k_proj", "q_proj"),
@@ -302,6 +302,7 @@ def sql(*statements: str) -> Callable[[Path], None]:
     return run
 
 
+TO_VERSION_1 = ("ALTER TABLE versions RENAME COLUMN checksum TO crc32", "PRAGMA user_version = 1")
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "no database": lambda path: path.write_bytes(b"not a database at all" * 100),
     "damaged pages": scribble,
@@ -311,8 +312,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a table gone": sql("DROP TABLE versions"),
     "a column gone": sql("ALTER TABLE versions DROP COLUMN rank"),
     "a field that is no JSON": sql("UPDATE versions SET target_modules = '[\"q_proj'"),
-    "a number that is a text": sql("UPDATE versions SET crc32 = 'many'"),
+    "a number that is a text": sql("UPDATE versions SET checksum = 'many'"),
     "text that is not UTF-8": sql("UPDATE versions SET name = CAST(x'ff' AS TEXT)"),
+    "version 1, and a number that is a text": sql("UPDATE versions SET checksum = 'many'", *TO_VERSION_1),
 }
 
 
@@ -332,6 +334,31 @@ def test_a_file_that_is_damaged_or_not_ours_is_set_aside_and_a_new_one_begun(
     assert set_aside(path) == ["adapters.db.set-aside-1"]
     assert (path.parent / "adapters.db.set-aside-1").read_bytes() == damaged
     assert "set aside" in caplog.text
+
+
+def test_adapters_of_version_1_keep_number_pin_and_counts_and_are_read_once_more(path: Path) -> None:
+    first = Registry(path)
+    register(first)
+    old = first.set_pinned("law", True)
+    assert old is not None
+    first.note_uses({old.version_id: (3, NOW)})
+    first.close()
+    sql(*TO_VERSION_1)(path)
+    registry = Registry(path)
+    assert registry.known(old.path, old.signature) is None, "its checksum is of another kind"
+    again = registry.register(
+        old.name,
+        old.path,
+        content_hash=old.content_hash,
+        signature=old.signature,
+        now=NOW,
+        **FACTS | {"checksum": 7},
+    )
+    kept = (again.version_id, again.is_pinned, again.num_uses, again.checksum)
+    assert kept == (old.version_id, True, 3, 7)
+    assert registry.known(old.path, old.signature) == again
+    registry.close()
+    assert set_aside(path) == []
 
 
 def test_another_programs_database_is_whole_where_it_was_set_aside(path: Path) -> None:

@@ -47,10 +47,10 @@ def keep(store: AdapterStore, contents: Contents) -> Path:
 def test_contents_are_told_without_a_model_as_a_node_tells_them_with_one(source: Path) -> None:
     files = inspect(source, contract())
     buffer = memoryview(bytearray(files.num_bytes))
-    crc32 = read(files, buffer)
+    checksum = read(files, buffer)
     contents = contents_of(source)
     assert contents.content_hash == content_hash(files, buffer)
-    assert (contents.crc32, contents.signature, contents.rank) == (crc32, files.signature, files.rank)
+    assert (contents.checksum, contents.signature, contents.rank) == (checksum, files.signature, files.rank)
     assert (contents.num_bytes, contents.base_model) == (files.num_bytes, files.base_model)
     assert contents.target_modules == files.target_modules == ("q_proj",)
 
@@ -63,7 +63,7 @@ def test_what_is_known_of_files_is_not_read_again(source: Path) -> None:
         return "hash", 7
 
     contents = contents_of(source, known)
-    assert (contents.content_hash, contents.crc32) == ("hash", 7)
+    assert (contents.content_hash, contents.checksum) == ("hash", 7)
     assert asked == [(str(source), contents.signature)]
 
 
