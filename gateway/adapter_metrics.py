@@ -97,6 +97,11 @@ _COUNTERS = (
         "worker_deltas",
     ),
     _Row(
+        "overture_adapter_early_layouts",
+        "Adapters that were laid out, or begun to be, before their request came to the engine",
+        "laid_out_ahead",
+    ),
+    _Row(
         "overture_adapter_step_layouts",
         "Adapters that an engine step laid out itself for a request that started at once",
         "laid_out_in_step",

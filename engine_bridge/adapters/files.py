@@ -37,7 +37,9 @@ from engine_bridge.adapters.errors import AdapterRejected, quoted
 from engine_bridge.adapters.header import WEIGHTS_FILE, Entry, Header, corrupt, read_header
 
 PICKLE_FILES: Final = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-CHUNK_BYTES: Final = 1 << 20  # Chosen: reads at full speed, and what was read is still in the processor's cache when it is summed.
+CHUNK_BYTES: Final = (
+    1 << 20
+)  # Chosen: reads at full speed, and what was read is still in the processor's cache when it is summed.
 CHUNK_ITEMS: Final = (
     1 << 18
 )  # Chosen: half a megabyte of BF16 and its scratch copy stay in the processor's cache.

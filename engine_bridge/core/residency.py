@@ -47,7 +47,7 @@ class Rules(Struct, frozen=True, kw_only=True):
 class AdapterPlaces:
     """The adapters of one engine. Events and the time go in, moves come out, for the caller to carry out at once and in order.
 
-    `running`: adapters of the requests that run now. Methods are for one thread; others may read `table` and `is_far`.
+    `running`: adapters of the requests that run now. Methods are for one thread; others may read `table` and `place_of`.
     """
 
     def __init__(self, rules: Rules, worth: Worth, prefetch: Prefetch | None = None) -> None:
@@ -100,10 +100,10 @@ class AdapterPlaces:
             if version.slot is None:
                 self.wanted.guess(version)
 
-    def is_far(self, adapter_id: int) -> bool:
-        """Is it on disk alone, and not on its way from there? From any thread, as a hint."""
+    def place_of(self, adapter_id: int) -> AdapterPlace | None:
+        """The nearest one; None if it is unknown, or on its way from the disk. From any thread, as a hint."""
         version = self.table.get(adapter_id)
-        return version is not None and version.place == "disk" and not version.is_loading
+        return None if version is None or version.is_loading else version.place
 
     def places(self) -> dict[int, AdapterPlace]:
         """Where each version is, the nearest place of several. From any thread."""

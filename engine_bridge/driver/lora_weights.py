@@ -76,28 +76,44 @@ MakeFew = Callable[..., "FewRows | None"]
 Compute = Callable[[torch.Tensor, torch.Tensor, float], bool]
 
 
-@dataclass(eq=False, slots=True)
 class Pending:
     """Weights of one layer that are not laid out yet: whoever needs them first does it.
 
     Args:
-        packs: of the layer, by slot; `pack`'s result takes this object's place there.
-        lock: of the slot, so that two threads never work in its memory.
-        compute: what adds the delta until then, in place of laying it out now.
-        took: told what a step took to lay it out, in seconds, 0 if somebody else did; and for how long it waited in all.
+        pack: lays them out.
+        lock: of all that is laid out in the same memory, so that nobody works in it once it has been dropped.
     """
 
-    _packs: list[Any]
-    _slot: int
-    _pack: Callable[[], SlotWeights | None]
-    _lock: threading.Lock
-    _compute: Compute | None = None
-    _took: Callable[[float, float], None] = lambda pack_s, all_s: None
+    __slots__ = ("_compute", "_lock", "_pack", "_place", "_took", "_weights", "is_waiting", "size_bytes")
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether these weights are still the next ones for their slot."""
-        return self._packs[self._slot] is self
+    def __init__(
+        self, pack: Callable[[], SlotWeights | None], lock: threading.Lock, size_bytes: int = 0
+    ) -> None:
+        self.size_bytes = size_bytes
+        self.is_waiting = True
+        """Whether they are still to be laid out."""
+        self._pack: Callable[[], SlotWeights | None] | None = pack
+        self._lock = lock
+        self._weights: SlotWeights | None = None
+        self._place: tuple[list[Any], int] | None = None
+        self._compute: Compute | None = None
+        self._took: Callable[[float, float], None] = lambda pack_s, all_s: None
+
+    def put(
+        self,
+        packs: list[Any],
+        slot: int,
+        compute: Compute | None = None,
+        took: Callable[[float, float], None] = lambda pack_s, all_s: None,
+    ) -> None:
+        """Have a layer compute with them from now on. packs: the layer's, by slot.
+
+        compute: what adds the delta until they are laid out, in place of laying them out then. took: told what a step took to lay them out, in
+        seconds, 0 if somebody else did; and for how long it waited in all.
+        Waits for nobody who lays them out now: they are found when they are needed.
+        """
+        self._place, self._compute, self._took = (packs, slot), compute, took
+        packs[slot] = self if self.is_waiting else self._weights
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
         """As `SlotWeights.add_to`."""
@@ -105,24 +121,42 @@ class Pending:
             return
         started_s = time.perf_counter()
         weights, pack_s = self._taken()
+        self._install()
         self._took(pack_s, time.perf_counter() - started_s)
         if weights is not None:
             weights.add_to(y, x, scale)
 
     def take(self) -> SlotWeights | None:
-        """The weights, laid out now if nobody has. What lies in the slot by then, if it has another adapter."""
+        """The weights, laid out now if nobody has. None if they were dropped, or if the adapter leaves the layer alone."""
         return self._taken()[0]
+
+    def drop(self) -> None:
+        """Nobody computes with them any more. If they are being laid out, waits for that."""
+        if self.is_waiting:
+            with self._lock:
+                self.is_waiting, self._pack = False, None
+        self._weights = self._place = None
 
     def _taken(self) -> tuple[SlotWeights | None, float]:
         """With the seconds that laying them out took, 0 if somebody else had done it."""
-        pack_s = 0.0
+        if not self.is_waiting:
+            return self._weights, 0.0
         with self._lock:
-            if self.is_waiting:
-                started_s = time.perf_counter()
-                self._packs[self._slot] = self._pack()
-                pack_s = time.perf_counter() - started_s
-            weights = self._packs[self._slot]
-        return (weights.take() if isinstance(weights, Pending) else weights), pack_s
+            if self._pack is None:
+                return self._weights, 0.0
+            started_s = time.perf_counter()
+            self._weights = self._pack()
+            self._pack = None  # and with it the host's weights
+            self._install()
+            # Last: whoever drops them then need not wait.
+            self.is_waiting = False
+            return self._weights, time.perf_counter() - started_s
+
+    def _install(self) -> None:
+        """Laid out weights take this object's place, so that the next step need not ask it."""
+        if self._place is not None:
+            packs, slot = self._place
+            packs[slot] = self._weights
 
 
 # Slots are filled inside steps (inference mode) and by add_lora (outside it): a tensor made inside may be rewritten only inside.

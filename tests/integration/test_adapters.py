@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.core.step_layouts import PRIOR_BYTES_PER_S
+from engine_bridge.driver.adapters.layouts import Layout
 from engine_bridge.driver.adapters.residency import Residency
-from engine_bridge.driver.adapters.slots import PackedSlots, Slots
+from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import Loader
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.errors import BridgeError, InvalidRequest
@@ -318,7 +319,7 @@ async def test_an_announced_adapter_waits_in_a_slot_for_its_request(node: LocalN
     assert [report.state for report in reports] == ["unknown"]
     await ask(node, name, text(1, 40))
     counts = stats(node).counts
-    assert counts["found:slot"] == before["found:slot"] + 1
+    assert counts["found:slot"] == before.get("found:slot", 0) + 1
     assert counts["announced_bytes:used"] > 0 and "announced_bytes:in_vain" not in counts
 
 
@@ -392,14 +393,14 @@ def forget_all(driver: Any) -> None:
 @contextmanager
 def late_layouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The loader lays nothing out until the event is set."""
-    is_open, stock = threading.Event(), PackedSlots.finish
+    is_open, stock = threading.Event(), Layout.finish
 
-    def finish_late(self: PackedSlots, slot: int) -> None:
+    def finish_late(self: Layout) -> None:
         assert is_open.wait(60)
-        stock(self, slot)
+        stock(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PackedSlots, "finish", finish_late)
+        patched.setattr(Layout, "finish", finish_late)
         try:
             yield is_open
         finally:
@@ -447,6 +448,22 @@ async def test_with_assist_a_step_lays_an_adapter_out_only_where_it_costs_others
         is_open.set()
     assert ended == (["stream", "cold"] if is_dear else ["cold", "stream"])
     await node.run_on_engine(lambda driver: lay_out_at(driver, usual))
+    await settled(node)
+
+
+@pytest.mark.parametrize("place", ["disk", "host"])
+async def test_an_adapter_is_laid_out_while_its_request_is_on_its_way(node: LocalNode, place: str) -> None:
+    """Beside the stream's step that is under way then. No token is another."""
+    expected = await ask(node, "a006", text(5, 40))
+    await settled(node)
+    await node.run_on_engine(forget_all if place == "disk" else forget_slots)
+    before = stats(node).counts.get("laid_out_ahead", 0)
+    stream = asyncio.create_task(ask(node, None, text(6, 40), 60))
+    while not (await node.stats()).num_running:
+        await asyncio.sleep(0.005)
+    assert await ask(node, "a006", text(5, 40)) == expected
+    assert stats(node).counts["laid_out_ahead"] == before + 1
+    await stream
     await settled(node)
 
 

@@ -16,6 +16,7 @@ from engine_bridge.driver.adapters.blocks import AdapterBlocks
 from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.host_path import HostPath, NoHostPath
 from engine_bridge.driver.adapters.host_workers import HostWorkers, Workers
+from engine_bridge.driver.adapters.layouts import LayoutsAhead
 from engine_bridge.driver.adapters.loading import LoaderThread
 from engine_bridge.driver.adapters.residency import Residency, lora_ids
 from engine_bridge.driver.adapters.seam import worker_manager_of
@@ -57,7 +58,12 @@ def make_residency(
         manager=manager,
         slots=slots,
         loader=LoaderThread(
-            Loader(manager, contract, worker_manager.vocab_size, host_bytes // 4), workers, read_ahead, wake
+            Loader(manager, contract, worker_manager.vocab_size, host_bytes // 4),
+            workers,
+            read_ahead,
+            LayoutsAhead(slots.max_cost),
+            slots.prepare,
+            wake,
         ),
         running_ids=lambda: lora_ids(scheduler.running),
         has_running=lambda: bool(scheduler.running),

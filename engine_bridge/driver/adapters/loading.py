@@ -18,6 +18,7 @@ from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.staging import ReadAhead
 from engine_bridge.driver.adapters.blocks import Entry
 from engine_bridge.driver.adapters.host_workers import Workers
+from engine_bridge.driver.adapters.layouts import Layout, LayoutsAhead
 from engine_bridge.driver.adapters.weights import AdapterWeights, Loader
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,19 @@ class LoaderThread:
     Args:
         loader: reads one adapter.
         workers: are given what is read.
+        prepare: begins to lay out what is read ahead; see `Slots.prepare`.
+        layouts: what is laid out ahead.
         wake: called on the thread when something is done.
     """
 
     def __init__(
-        self, loader: Loader, workers: Workers, read_ahead: ReadAhead, wake: Callable[[], None]
+        self,
+        loader: Loader,
+        workers: Workers,
+        read_ahead: ReadAhead,
+        layouts: LayoutsAhead,
+        prepare: Callable[[AdapterWeights], Layout | None],
+        wake: Callable[[], None],
     ) -> None:
         self._loader = loader
         self._workers = workers
@@ -52,6 +61,7 @@ class LoaderThread:
         self._executor = ThreadPoolExecutor(1, "adapter-loader", initializer=_keep_out_of_the_way)
         self._done: deque[Callable[[], None]] = deque()
         self._read_ahead = read_ahead
+        self._layouts, self._prepare = layouts, prepare
         self._ahead: dict[int, Future[Loaded]] = {}
         self._ahead_lock = threading.Lock()
 
@@ -81,8 +91,15 @@ class LoaderThread:
 
         self._executor.submit(run)
 
+    def take_layout(self, adapter_id: int) -> Layout | None:
+        """What was laid out ahead of it, or is just being laid out; None: nothing."""
+        return self._layouts.take(adapter_id)
+
     def give_up(self, adapter_id: int, weights: AdapterWeights) -> None:
         """It leaves host memory."""
+        layout = self.take_layout(adapter_id)
+        if layout is not None:
+            layout.drop()
         self._executor.submit(self._workers.drop, adapter_id)
         self._give_back(weights)
 
@@ -106,13 +123,26 @@ class LoaderThread:
     # -- ahead of requests -------------------------------------------------------------------------------------------
 
     def expect(self, record: AdapterRecord, now: float) -> None:
-        """A request for it is about to enter: read it now, unless too much is being read. From any thread."""
+        """A request for it is about to enter: read it now, unless too much is being read, and lay it out. From any thread."""
         with self._ahead_lock:
             if self._read_ahead.begin(record.version_id, record.num_bytes, now):
-                self._ahead[record.version_id] = self._executor.submit(self._read, record)
+                self._ahead[record.version_id] = self._executor.submit(self._read_early, record, now)
+
+    def expect_slot(
+        self, adapter_id: int, weights_of: Callable[[int], AdapterWeights | None], now: float
+    ) -> None:
+        """The same of one that is in host memory. weights_of: asked on the thread; None if there is no need any more. From any thread."""
+
+        def run() -> None:
+            weights = weights_of(adapter_id)
+            if weights is not None:
+                self._lay_out_early(adapter_id, weights, now)
+
+        self._executor.submit(run)
 
     def drop_ahead(self, now: float) -> None:
-        """Give up what was read for requests that did not come."""
+        """Give up what was read and laid out for requests that did not come."""
+        self._layouts.expire(now)
         if not self._ahead:
             return
         with self._ahead_lock:
@@ -140,6 +170,18 @@ class LoaderThread:
         except Exception as error:
             loaded = Loaded(None, problem=error)
         self._tell(lambda: then(loaded))
+
+    def _read_early(self, record: AdapterRecord, now: float) -> Loaded:
+        loaded = self._read(record)
+        if loaded.weights is not None:
+            self._lay_out_early(record.version_id, loaded.weights, now)
+        return loaded
+
+    def _lay_out_early(self, adapter_id: int, weights: AdapterWeights, now: float) -> None:
+        """Begun here; it goes on when what is read has been told, and whoever fills the slot meanwhile finds what is there by then."""
+        layout = self._layouts.begin(adapter_id, lambda: self._prepare(weights), weights.num_bytes, now)
+        if layout is not None:
+            self._executor.submit(layout.finish)
 
     def _copied(self, entry: Entry | None) -> Loaded | None:
         """None if there are no blocks to copy from, or they were taken meanwhile."""

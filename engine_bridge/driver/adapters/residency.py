@@ -124,10 +124,19 @@ class Residency:
         return self.core.announced.accounted(report.advisory_id, is_late, report, self._clock())
 
     def expect(self, adapter_id: int) -> None:
-        """A request for it is about to enter. From any thread: it is read while the step that is under way runs, or is not (it is only a hint)."""
+        """A request for it is about to enter. From any thread: it is read and laid out while the step that is under way runs, or is not (it is
+        only a hint).
+        """
         record = self._records.get(adapter_id)
-        if record is not None and self.core.is_far(adapter_id):
+        place = self.core.place_of(adapter_id)
+        if record is not None and place == "disk":
             self.loader.expect(record, self._clock())
+        elif place == "host":
+            self.loader.expect_slot(adapter_id, self._without_slot, self._clock())
+
+    def _without_slot(self, adapter_id: int) -> AdapterWeights | None:
+        """Of an adapter that is in host memory and no nearer. From any thread, as a hint."""
+        return self._host.get(adapter_id) if self.core.place_of(adapter_id) == "host" else None
 
     def put_back(self, adapter_ids: Iterable[int], *, keeps_host: bool) -> None:
         """Have adapters leave their slots and the KV blocks, and host memory unless `keeps_host`: so that a measurement begins with them there."""
@@ -183,7 +192,11 @@ class Residency:
         """May the next step do it itself, beside those that run?"""
         if not self.core.is_at_hand(adapter_id):
             return False
-        num_bytes = self._slots.laid_out_bytes(self.core.table[adapter_id].num_bytes)
+        version = self.core.table[adapter_id]
+        if version.slot is None:
+            num_bytes = self._slots.laid_out_bytes(version.num_bytes)
+        else:
+            num_bytes = self._slots.left_bytes(version.slot)
         return self._step_layouts.allows(adapter_id, num_bytes, self._clock())
 
     @property
@@ -295,7 +308,10 @@ class Residency:
         adapter_id, slot = move.adapter_id, move.slot
         weights = self._host[adapter_id] if move.source == "host" else self.copies.read(adapter_id)
         self._manager.lora_index_to_id[slot] = adapter_id
-        self._slots.fill(slot, weights, self._workers.computes(adapter_id))
+        layout = self.loader.take_layout(adapter_id)
+        if layout is not None:
+            self._counts["laid_out_ahead"] += 1
+        self._slots.fill(slot, weights, self._workers.computes(adapter_id), layout)
         self._filling[slot] = adapter_id
         if self._is_filled(adapter_id):
             self._do(self.core.laid_out(adapter_id))

@@ -8,37 +8,29 @@ On CUDA a slot is vLLM's stacks, filled by copies beside the steps; until then r
 
 from __future__ import annotations
 
-import mmap
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from engine_bridge.driver.adapters.layouts import LAYER_BYTES, PACKED_BYTES, Layout, Memories, Slices
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
 from engine_bridge.driver.lora import SegmentPunicaWrapper
-from engine_bridge.driver.lora_weights import Compute, Pending, SlotWeights, pack_slot, packed_size
+from engine_bridge.driver.lora_weights import Compute, Pending, SlotWeights, pack_slot
 from engine_bridge.errors import SeamMoved
 
 # On a CPU, slots beyond the adapters that one step may use: where the next ones are laid out while all others run. Chosen.
 SPARE_SLOTS = 2
-# Our wrapper computes in fp32.
-PACKED_BYTES = 4
-
-
-# Linux' large pages, and the least memory that is asked for on them: the last page is full only in part.
-LARGE_PAGE_BYTES, LEAST_LARGE_BYTES = 1 << 21, 1 << 23
-
 ComputeFor = Callable[[str], Compute]
-Slices = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[int]]
-"""A, B and rank of a layer's slices, as `pack_slot` takes them."""
 
 
 @dataclass(slots=True)
 class StepLayout:
-    """What steps have laid out: of which slots, so many bytes, what that took, and with waits for the loader's thread, which does some meanwhile."""
+    """What steps have laid out: of which slots, so many bytes as `Layout.left_bytes` counts them, what that took, and with waits for the loader's
+    thread, which does some meanwhile.
+    """
 
     slots: set[int] = field(default_factory=set)
     num_bytes: int = 0
@@ -65,20 +57,34 @@ class Slots:
         return 1  # each slot is as large as the largest adapter
 
     def laid_out_bytes(self, num_bytes: int) -> int:
-        """What an adapter of so many bytes comes to in a slot."""
+        """What laying out an adapter of so many bytes counts as, in bytes."""
         return num_bytes
+
+    def left_bytes(self, slot: int) -> int:
+        """The same of what is left to do in a slot."""
+        return 0
+
+    def prepare(self, weights: AdapterWeights) -> Layout | None:
+        """Begin to lay an adapter out for a slot that it has not got yet. None: that needs its slot. From any thread."""
+        return None
 
     def take_step_layouts(self) -> StepLayout:
         """What steps have laid out themselves since this was last asked."""
         return StepLayout()
 
     def empty(self, slot: int) -> None:
-        """Nobody uses this slot any more: give its memory back, where it has any of its own."""
+        """Nobody uses this slot any more: its memory is for others, where it has any of its own."""
 
-    def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
+    def fill(
+        self,
+        slot: int,
+        weights: AdapterWeights,
+        compute_for: ComputeFor | None = None,
+        layout: Layout | None = None,
+    ) -> None:
         """Have the layers compute rows of this slot with these weights from the next step on.
 
-        compute_for: by the name of a layer, what computes its delta until it is in the slot.
+        compute_for: by the name of a layer, what computes its delta until it is in the slot. layout: of these weights, from `prepare`.
         """
         for name, layer in self._layers.items():
             module = weights.modules.get(name)
@@ -108,7 +114,13 @@ class StreamedSlots(Slots):
         self._stream = torch.cuda.Stream()
         self._copied: dict[int, Any] = {}
 
-    def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
+    def fill(
+        self,
+        slot: int,
+        weights: AdapterWeights,
+        compute_for: ComputeFor | None = None,
+        layout: Layout | None = None,
+    ) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())  # steps before this one read what lies there
         with torch.cuda.stream(self._stream):
             super().fill(slot, weights, compute_for)
@@ -143,10 +155,8 @@ class PackedSlots(Slots):
                 self._packs[name] = packs
         stack = next((s for layer in self._layers.values() for s in _stacks(layer) if s.dim() == 4), None)
         self._weight_bytes = stack.element_size() if stack is not None else PACKED_BYTES
-        num_slots = manager.lora_slots
-        self._locks = [threading.Lock() for _ in range(num_slots)]
-        self._memories = [torch.empty(0) for _ in range(num_slots)]
-        self._unfinished: list[list[Pending]] = [[] for _ in range(num_slots)]
+        self._memories = Memories(SPARE_SLOTS * self.max_cost)
+        self._layouts: list[Layout | None] = [None] * manager.lora_slots
         self._step_layout = StepLayout()
         self._in_stacks: set[tuple[int, str]] = set()  # slots and layers whose stacks hold weights
 
@@ -157,75 +167,69 @@ class PackedSlots(Slots):
         return sum(PACKED_BYTES * stack[0].numel() for stack in stacks if stack.dim() == 4)
 
     def cost(self, num_bytes: int) -> int:
-        return self.laid_out_bytes(num_bytes)
+        return num_bytes * PACKED_BYTES // self._weight_bytes
 
     def laid_out_bytes(self, num_bytes: int) -> int:
-        return num_bytes * PACKED_BYTES // self._weight_bytes
+        return self.cost(num_bytes) + LAYER_BYTES * len(self._packs)
+
+    def left_bytes(self, slot: int) -> int:
+        layout = self._layouts[slot]
+        return layout.left_bytes if layout is not None else 0
+
+    def prepare(self, weights: AdapterWeights) -> Layout:
+        slices = {
+            name: _slices_of(self._layers[name], module)
+            for name, module in weights.modules.items()
+            if name in self._packs and _fits(module, self._layers[name])
+        }
+        return Layout(slices, self._memories, self._make_few)
 
     def take_step_layouts(self) -> StepLayout:
         found, self._step_layout = self._step_layout, StepLayout()
         return found
 
     def empty(self, slot: int) -> None:
-        with self._locks[slot]:
-            self._unfinished[slot] = []
-            self._memories[slot] = torch.empty(0)
-            for packs in self._packs.values():
-                packs[slot] = None
+        """What lay there is computed with no more; the loader may be at work on it."""
+        layout, self._layouts[slot] = self._layouts[slot], None
+        if layout is not None:
+            layout.drop()
+        for packs in self._packs.values():
+            packs[slot] = None
 
-    def fill(self, slot: int, weights: AdapterWeights, compute_for: ComputeFor | None = None) -> None:
-        with self._locks[slot]:  # the loader may be at work on what lay here
-            self._unfinished[slot] = []
-            found = {}
-            for name, layer in self._layers.items():
-                module = weights.modules.get(name)
-                packs = self._packs.get(name)
-                is_ours = packs is not None and (module is None or _fits(module, layer))
-                self._set_stacks(slot, name, None if is_ours else module)
-                if packs is not None and is_ours:
-                    packs[slot] = None
-                    if module is not None:
-                        found[name] = _slices_of(layer, module)
-            for name, memory in self._places(slot, found).items():
-                compute = compute_for(name) if compute_for is not None else None
-                self._packs[name][slot] = self._pending(slot, name, found[name], memory, compute)
+    def fill(
+        self,
+        slot: int,
+        weights: AdapterWeights,
+        compute_for: ComputeFor | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self.empty(slot)
+        for name, layer in self._layers.items():
+            module = weights.modules.get(name)
+            is_ours = name in self._packs and (module is None or _fits(module, layer))
+            self._set_stacks(slot, name, None if is_ours else module)
+        self._layouts[slot] = layout = layout or self.prepare(weights)
+        for name, pending in layout.layers.items():
+            compute = compute_for(name) if compute_for is not None else None
+            pending.put(self._packs[name], slot, compute, partial(self._took, slot, pending.size_bytes))
 
     def finish(self, slot: int) -> None:
-        for layer in self._unfinished[slot]:
-            layer.take()
+        layout = self._layouts[slot]
+        if layout is not None:
+            layout.finish()
 
     def is_filled(self, slot: int) -> bool:
-        if any(layer.is_waiting for layer in self._unfinished[slot]):
-            return False
-        self._unfinished[slot] = []  # which keeps the host's weights alive
-        return True
+        layout = self._layouts[slot]
+        return layout is None or not layout.is_waiting
 
-    def _places(self, slot: int, found: Mapping[str, Slices]) -> dict[str, torch.Tensor]:
-        """Memory of the slot for each layer. What the slot had is used again unless it is too small, or twice as large."""
-        sizes = {name: packed_size(*slices) for name, slices in found.items()}
-        total = sum(sizes.values())
-        if not total <= self._memories[slot].numel() <= 2 * total:
-            self._memories[slot] = torch.empty(0)  # before there is the next one
-            self._memories[slot] = large_memory(total)
-        return dict(zip(sizes, self._memories[slot][:total].split(list(sizes.values())), strict=True))
-
-    def _pending(
-        self, slot: int, name: str, slices: Slices, memory: torch.Tensor, compute: Compute | None
-    ) -> Pending:
-        def pack() -> SlotWeights | None:
-            return pack_slot(*slices, memory, self._make_few)
-
-        def took(pack_s: float, all_s: float) -> None:
-            done = self._step_layout
-            if pack_s:
-                done.slots.add(slot)
-                done.num_bytes += PACKED_BYTES * memory.numel()
-            done.pack_s += pack_s
-            done.all_s += all_s
-
-        pending = Pending(self._packs[name], slot, pack, self._locks[slot], compute, took)
-        self._unfinished[slot].append(pending)
-        return pending
+    def _took(self, slot: int, size_bytes: int, pack_s: float, all_s: float) -> None:
+        """A step has laid out a layer, or waited for it."""
+        done = self._step_layout
+        if pack_s:
+            done.slots.add(slot)
+            done.num_bytes += size_bytes + LAYER_BYTES
+        done.pack_s += pack_s
+        done.all_s += all_s
 
     def _set_stacks(self, slot: int, name: str, module: ModuleWeights | None) -> None:
         """Layers that read vLLM's stacks themselves (embeddings), and weights that vLLM must split first. None: there is nothing in them."""
@@ -251,19 +255,6 @@ def _slices_of(layer: Any, module: ModuleWeights) -> Slices:
         stack[0, 0] if b is None else b for b, stack in zip(module.b, layer.lora_b_stacked, strict=True)
     ]
     return a_slices, b_slices, [0 if a is None else a.size(0) for a in module.a]
-
-
-def large_memory(num_floats: int) -> torch.Tensor:
-    """For fp32, not written yet; on pages of 2 MB, if there is much of it and this system has them: 90 MB are then read in 4.8 in place of 6.0 ms."""
-    num_bytes = PACKED_BYTES * num_floats
-    if num_bytes < LEAST_LARGE_BYTES:
-        return torch.empty(num_floats)
-    memory = mmap.mmap(-1, num_bytes + LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.float32)
-    start = -whole.data_ptr() % LARGE_PAGE_BYTES // PACKED_BYTES
-    return whole[start : start + num_floats]
 
 
 def plain_layers(manager: Any) -> dict[str, Any]:

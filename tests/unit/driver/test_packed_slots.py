@@ -7,13 +7,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from engine_bridge.driver.adapters import slots  # noqa: E402  (after the skips)
-from engine_bridge.driver.adapters.slots import (  # noqa: E402
+from engine_bridge.core.staging import AHEAD_FOR_S  # noqa: E402  (after the skips)
+from engine_bridge.driver.adapters import layouts  # noqa: E402
+from engine_bridge.driver.adapters.layouts import (  # noqa: E402
     LARGE_PAGE_BYTES,
-    PackedSlots,
-    StepLayout,
+    LAYER_BYTES,
+    LayoutsAhead,
+    Memories,
     large_memory,
 )
+from engine_bridge.driver.adapters.slots import PackedSlots, StepLayout  # noqa: E402
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights  # noqa: E402
 
 from .test_lora_segments import OUTS, SLOTS, adapter, add, expected, fake_layer, wrapper_for  # noqa: E402
@@ -67,12 +70,54 @@ def test_what_steps_lay_out_themselves_is_counted_and_what_the_loader_does_is_no
         add(packed.wrapper, layer, y.clone(), x)
     done = packed.slots.take_step_layouts()
     assert done.slots == {1}
-    assert done.num_bytes == packed.slots._memories[1].numel() * 4 and done.all_s > done.pack_s > 0
+    assert done.num_bytes == packed.slots._layouts[1].num_bytes + 2 * LAYER_BYTES
+    assert done.all_s > done.pack_s > 0
     assert packed.slots.take_step_layouts() == StepLayout()
-    assert packed.slots.laid_out_bytes(100) == 200, "of bfloat16, in float32"
+    assert packed.slots.laid_out_bytes(100) == 200 + 2 * LAYER_BYTES, "of bfloat16, in float32"
 
 
-def test_a_slots_memory_is_used_again_unless_much_of_it_would_lie_idle(packed):
+def deltas(packed, x):
+    """Of slot 0, in each layer."""
+    y = torch.zeros(6, sum(OUTS)).bfloat16()
+    return [add(packed.wrapper, layer, y.clone(), x) for layer in packed.layers.values()]
+
+
+def test_what_was_prepared_is_what_a_slot_that_is_filled_without_it_computes(packed):
+    weights, _ = adapter_weights((4, 8, 2))
+    x = torch.randn(6, 24).bfloat16()
+    packed.slots.fill(0, weights)
+    want = deltas(packed, x)
+    for num_taken in range(3):  # of its layers, when the slot gets it
+        layout = packed.slots.prepare(weights)
+        for name in NAMES[:num_taken]:
+            layout.layers[name].take()
+        packed.slots.empty(0)
+        assert not any(packs[0] for packs in packed.slots._packs.values())
+        packed.slots.fill(0, weights, layout=layout)
+        assert packed.slots.is_filled(0) == (num_taken == 2)
+        left_bytes = sum(layout.layers[name].size_bytes + LAYER_BYTES for name in NAMES[num_taken:])
+        assert packed.slots.left_bytes(0) == left_bytes
+        assert all(map(torch.equal, deltas(packed, x), want))
+        assert packed.slots.is_filled(0) and packed.slots.left_bytes(0) == 0
+        assert packed.slots.take_step_layouts().slots == ({0} if num_taken < 2 else set())
+
+
+def test_what_was_dropped_is_laid_out_no_more_and_puts_nothing_into_the_slot_of_another(packed):
+    first, _ = adapter_weights((4, 4, 4))
+    second, _ = adapter_weights((8, 8, 8))
+    x = torch.randn(6, 24).bfloat16()
+    packed.slots.fill(0, second)
+    want = deltas(packed, x)
+    packed.slots.fill(0, first)
+    late = packed.slots._layouts[0]
+    packed.slots.fill(0, second)
+    packed.slots.finish(0)
+    late.finish()  # the loader's thread comes to it now
+    assert not late.is_waiting and all(layer.take() is None for layer in late.layers.values())
+    assert all(map(torch.equal, deltas(packed, x), want))
+
+
+def test_memory_that_a_layout_has_left_is_used_again_unless_much_of_it_would_lie_idle(packed):
     def filled_with(ranks):
         packed.slots.fill(0, adapter_weights(ranks)[0])
         packed.slots.finish(0)
@@ -80,15 +125,43 @@ def test_a_slots_memory_is_used_again_unless_much_of_it_would_lie_idle(packed):
 
     (large,) = filled_with((16, 16, 16))
     assert filled_with((16, 12, 12)) == {large}
-    filled_with((2, 2, 2))
-    assert packed.slots._memories[0].numel() < 16 * 3 * (24 + sum(OUTS))
-    packed.slots.empty(0)
-    assert packed.slots._memories[0].numel() == 0
+    assert large not in filled_with((2, 2, 2))
+    assert filled_with((16, 16, 16)) == {large}
+
+
+def test_no_more_memory_lies_idle_than_is_allowed():
+    memories = Memories(max_idle_bytes=4 * 100)
+    given = [torch.empty(num_floats) for num_floats in (60, 30, 40)]
+    for memory in given:
+        memories.give_back(memory)
+    assert memories.idle_bytes == 4 * 70, "the oldest has gone"
+    assert memories.take(25) is given[1] and memories.take(25) is given[2]
+    assert memories.take(25).numel() == 25 and memories.idle_bytes == 0
+
+
+def test_layouts_ahead_are_bounded_and_go_when_their_request_does_not_come(packed):
+    weights, _ = adapter_weights((4, 4, 4))
+    ahead = LayoutsAhead(max_bytes=1)
+
+    def begin(adapter_id, now=0.0):
+        return ahead.begin(adapter_id, lambda: packed.slots.prepare(weights), 1, now)
+
+    layout = begin(1)
+    assert layout is not None, "one at least, however large"
+    assert begin(1) is None and begin(2) is None
+    ahead.expire(AHEAD_FOR_S)
+    assert ahead.take(1) is layout and ahead.take(1) is None
+    given_up = begin(2, now=5.0)
+    assert given_up.is_waiting
+    ahead.expire(5.0 + AHEAD_FOR_S + 1)
+    assert not given_up.is_waiting and ahead.take(2) is None
+    assert ahead.begin(3, lambda: None, 1, 0.0) is None, "where a layout needs its slot"
+    assert begin(4) is not None
 
 
 @pytest.mark.parametrize("least_bytes", [0, 1 << 62])
 def test_memory_is_as_large_as_asked_for_and_may_be_written(monkeypatch, least_bytes):
-    monkeypatch.setattr(slots, "LEAST_LARGE_BYTES", least_bytes)
+    monkeypatch.setattr(layouts, "LEAST_LARGE_BYTES", least_bytes)
     memory = large_memory(700_001)
     assert memory.numel() == 700_001 and memory.dtype == torch.float32
     assert least_bytes or memory.data_ptr() % LARGE_PAGE_BYTES == 0

@@ -23,6 +23,7 @@ from engine_bridge.driver.adapters.blocks import AdapterBlocks
 from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.host_path import NoHostPath
 from engine_bridge.driver.adapters.host_workers import Workers
+from engine_bridge.driver.adapters.layouts import LayoutsAhead
 from engine_bridge.driver.adapters.loading import LoaderThread
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import Slots
@@ -114,6 +115,8 @@ class Traffic(RuleBasedStateMachine):
                 self.disk,  # type: ignore[arg-type]
                 Workers(),
                 ReadAhead(AHEAD_SHARE * HOST_BYTES),
+                LayoutsAhead(0),
+                lambda weights: None,
                 wake=lambda: None,
             ),
             running_ids=lambda: set(self.running.values()),
