@@ -62,6 +62,8 @@ class LoaderThread:
         self._done: deque[Callable[[], None]] = deque()
         self._read_ahead = read_ahead
         self._layouts, self._prepare = layouts, prepare
+        self.early_layout_s = 0.0
+        """Seconds of layouts ahead of requests."""
         self._ahead: dict[int, Future[Loaded]] = {}
         self._ahead_lock = threading.Lock()
 
@@ -181,7 +183,15 @@ class LoaderThread:
         """Begun here; it goes on when what is read has been told, and whoever fills the slot meanwhile finds what is there by then."""
         layout = self._layouts.begin(adapter_id, lambda: self._prepare(weights), weights.num_bytes, now)
         if layout is not None:
-            self._executor.submit(layout.finish)
+            self._executor.submit(self._finish, layout)
+
+    def _finish(self, layout: Layout) -> None:
+        started_s = time.perf_counter()
+        try:
+            layout.finish()
+        except Exception:
+            log.exception("an adapter could not be laid out ahead; its step will")
+        self.early_layout_s += time.perf_counter() - started_s
 
     def _copied(self, entry: Entry | None) -> Loaded | None:
         """None if there are no blocks to copy from, or they were taken meanwhile."""

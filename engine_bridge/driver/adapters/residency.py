@@ -370,7 +370,9 @@ class Residency:
     def stats(self) -> AdapterStats:
         """From any thread."""
         counts = dict(self._counts) | self.copies.counts() | self._workers.counts() | self._host_path.counts()
-        return _stats(self.core, self.copies.blocks.num_bytes, counts, dict(self._seconds))
+        seconds = dict(self._seconds)
+        seconds["layout"] = seconds.get("layout", 0.0) + self.loader.early_layout_s
+        return _stats(self.core, self.copies.blocks.num_bytes, counts, seconds)
 
 
 def _stats(
