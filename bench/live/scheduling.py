@@ -1,6 +1,6 @@
 """Who starts next: our default order against first-come-first-served, at low, medium and high load; and what tight memory costs.
 
-    python -m bench.live.scheduling [--quick] [--only loads|memory|queue|predictors]
+    python -m bench.live.scheduling [--quick] [--only loads|low|memory|queue|predictors]
 
 Engines, each in a process of its own, all alive at once and taking turns, one busy at a time: our node, whose policy is exchanged between plays; the
 peer, vLLM's scheduler (first come, first served; or its priority policy) with its LRU of adapters and loading inside steps, on our LoRA wrapper. Same
@@ -17,6 +17,8 @@ request its quartile of prompt lengths. Changes are fractions against the peer's
 `slo_load_ratio`: the highest load at which P99 TTFT is within the SLO, ours over the peer's; of the loads of the sweep, each arm's until it is
 beyond, by a straight line between the highest one within and the next one. The SLO is Chameleon's (§5.1): SLO_TIMES the mean time of a request,
 arrival to end, in the peer at IDLE of its capacity. Capacity (`capacity_per_s`): requests per second of the peer when all are there at once.
+At low load each arm is played LOW_ROUNDS times, in turn: a machine that grows slower meets all of them. `intervals`: of the changes there, at 95%,
+by rounds. `low` is that load alone, at LOW_SHARE of capacity.
 `accuracy`: P99 TTFT at high load with an oracle that is right so often, over that with a perfect one.
 
 `tight_memory_*`: 128 device blocks, no adapters, prompts of 32 to 128 tokens and answers of 256 to 512, faster than they can be answered; ours
@@ -44,6 +46,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bench.intervals import quantile_ratio_interval
 from bench.live import predictors
 from bench.live.adapter_law import Adapters
 from bench.live.models import ModelShape, model_folder
@@ -67,10 +70,14 @@ NUM_SLOTS = 10
 PEER_HOST_ADAPTERS = 27
 # Shares of the peer's load within SLO. Source: Chameleon §5.2, which calls 6, 8 and 9 requests/s low, medium and high; S-LoRA's is 8.7.
 LOADS = {"low": 6 / 8.7, "medium": 8 / 8.7, "high": 9 / 8.7}
+# Of arrivals at low load, where no queue grows. In all as long as two plays at high load.
+LOW_ROUNDS, LOW_SECONDS = 5, 24.0
+# Of capacity, where the load within SLO is not measured first: it was 1.10 (bench/RESULTS.md).
+LOW_SHARE = 1.1 * LOADS["low"]
 IDLE = 0.3
 SLO_TIMES = 5.0
 NUM_CLASSES = 4
-PARTS = ("loads", "memory", "queue", "predictors")
+PARTS = ("loads", "low", "memory", "queue", "predictors")
 AIMS = {
     "high ttft_p99_change": "aim ≤ -80.7%",
     "high ttft_p50_change": "aim ≤ -48.1%",
@@ -101,10 +108,12 @@ class Plan:
     """How much is measured; as it is, by the whole bench.
 
     high_repeats: of the plays at high load, from which most claims come. seconds: of arrivals in each play: long enough for a queue that grows to
-    show. sweep: shares of capacity, ascending.
+    show; low_seconds: at low load. sweep: shares of capacity, ascending.
     """
 
     high_repeats: int = 2
+    low_rounds: int = LOW_ROUNDS
+    low_seconds: float = LOW_SECONDS
     seconds: float = 60
     arms: tuple[str, ...] = (OURS, PEER, "peer priority", MANY_SLOTS)
     sweep: tuple[float, ...] = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)
@@ -120,6 +129,8 @@ class Plan:
 
 QUICK = Plan(
     high_repeats=1,
+    low_rounds=1,
+    low_seconds=6,
     seconds=6,
     arms=(OURS, PEER),
     sweep=(0.8, 1.6),
@@ -141,6 +152,8 @@ class Seen:
     """What became of all requests of one arm at one load."""
 
     ttft_s: list[float] = field(default_factory=list)
+    rounds: list[list[float]] = field(default_factory=list)
+    """The same by play."""
     tpot_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -149,6 +162,7 @@ class Seen:
 
     def add(self, asks: Sequence[Ask], answers: Sequence[dict[str, Any]]) -> None:
         self.play_s += max(answer["token_s"][-1] for answer in answers)
+        self.rounds.append([answer["ttft_s"] for answer in answers])
         for ask, answer in zip(asks, answers, strict=True):
             assert len(answer["token_ids"]) == ask.max_tokens, "an answer is not whole"
             self.num_tokens += ask.max_tokens
@@ -249,9 +263,11 @@ class Bench(Progress):
         self.say(f"idle, {PEER}: {self.seen['idle', PEER].as_dict()}; SLO {self.slo_s:.1f} s")
 
     def measure_loads(self, loads_per_s: dict[str, float]) -> None:
+        repeats = {"low": self.plan.low_rounds, "high": self.plan.high_repeats}
         for load, rate_per_s in loads_per_s.items():
-            for repeat in range(self.plan.high_repeats if load == "high" else 1):
-                asks = self.traffic.asks(rate_per_s, self.plan.seconds, load, repeat)
+            seconds = self.plan.low_seconds if load == "low" else self.plan.seconds
+            for repeat in range(repeats.get(load, 1)):
+                asks = self.traffic.asks(rate_per_s, seconds, load, repeat)
                 for arm in random.Random(f"{load} {repeat}").sample(self.plan.arms, len(self.plan.arms)):
                     self.seen[load, arm].add(asks, self.play(arm, asks, rate_per_s))
                     self.say(
@@ -301,6 +317,15 @@ class Bench(Progress):
         return answers, Counter(worker.call("preemptions")) - Counter(before)
 
     # -- claims ------------------------------------------------------------------------------------------------------
+
+    def load_intervals(self, load: str) -> dict[str, tuple[float, float] | None]:
+        """Of changes, at 95%; None where each arm was played once."""
+        ours, peer = self.seen[load, OURS].rounds, self.seen[load, PEER].rounds
+        found = {}
+        for name, share in (("ttft_p50_change", 0.5), ("ttft_p99_change", 0.99)):
+            ratios = quantile_ratio_interval(ours, peer, share)
+            found[name] = None if ratios is None else (round(ratios[0] - 1, 3), round(ratios[1] - 1, 3))
+        return found
 
     def load_result(self, load: str) -> dict[str, float]:
         ours, peer = self.seen[load, OURS], self.seen[load, PEER]
@@ -443,12 +468,13 @@ def run(plan: Plan, parts: Sequence[str], is_quick: bool) -> None:
             max_loras=NUM_SLOTS,
             max_cpu_loras=PEER_HOST_ADAPTERS,
         )
-        if "loads" in parts:
+        if {"loads", "low"}.intersection(parts):
             with ExitStack() as stack:
                 kinds = ["ours", "peer", *(["many"] if MANY_SLOTS in plan.arms else [])]
                 bench.workers = start_all(kinds, settings, folder, stack)
                 bench.find_capacity(64)
-                measure_loads(bench, result, extra)
+                measure = measure_loads if "loads" in parts else measure_low
+                measure(bench, result, extra)
         if "memory" in parts:
             with ExitStack() as stack:
                 bench.workers = start_all(["tight ours", "tight stock"], settings, folder, stack)
@@ -488,6 +514,18 @@ def run(plan: Plan, parts: Sequence[str], is_quick: bool) -> None:
     report("Scheduling", rows_of(bench, result), result | extra | {"elapsed_s": round(bench.elapsed_s)})
 
 
+def measure_low(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -> None:
+    rate_per_s = LOW_SHARE * bench.capacity_per_s
+    bench.measure_loads({"low": rate_per_s})
+    result["loads"] = {"low": bench.load_result("low")}
+    extra |= {
+        "intervals": {"low": bench.load_intervals("low")},
+        "capacity_per_s": round(bench.capacity_per_s, 3),
+        "loads_per_s": {"low": round(rate_per_s, 3)},
+        "arms": {f"low, {arm}": bench.seen["low", arm].as_dict() for arm in bench.plan.arms},
+    }
+
+
 def measure_loads(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -> None:
     bench.find_slo()
     bench.measure_sweep()
@@ -503,6 +541,7 @@ def measure_loads(bench: Bench, result: dict[str, Any], extra: dict[str, Any]) -
         "worst_class_change": bench.worst_class_change("high"),
     }
     extra |= {
+        "intervals": {"low": bench.load_intervals("low")},
         "capacity_per_s": round(bench.capacity_per_s, 3),
         "slo_ms": ms(bench.slo_s),
         "load_within_slo": {arm: bench.load_within_slo(arm) for arm in (OURS, PEER)},
