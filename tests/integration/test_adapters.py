@@ -10,6 +10,7 @@ import itertools
 import random
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -453,18 +454,24 @@ async def test_with_assist_a_step_lays_an_adapter_out_only_where_it_costs_others
 
 @pytest.mark.parametrize("place", ["disk", "host"])
 async def test_an_adapter_is_laid_out_while_its_request_is_on_its_way(node: LocalNode, place: str) -> None:
-    """Beside the stream's step that is under way then. No token is another."""
+    """While the engine is at work on something else, which here takes until then. No token is another."""
     expected = await ask(node, "a006", text(5, 40))
     await settled(node)
     await node.run_on_engine(forget_all if place == "disk" else forget_slots)
     before = stats(node).counts.get("laid_out_ahead", 0)
-    stream = asyncio.create_task(ask(node, None, text(6, 40), 60))
-    while not (await node.stats()).num_running:
-        await asyncio.sleep(0.005)
+    step = asyncio.create_task(node.run_on_engine(until_one_is_laid_out))
     assert await ask(node, "a006", text(5, 40)) == expected
+    await step
     assert stats(node).counts["laid_out_ahead"] == before + 1
-    await stream
     await settled(node)
+
+
+def until_one_is_laid_out(driver: Any) -> None:
+    """Or at least begun."""
+    ahead, until_s = driver.adapters.loader._layouts, time.monotonic() + 30
+    while not ahead._layouts:
+        assert time.monotonic() < until_s, "the loader lays nothing out"
+        time.sleep(0.001)
 
 
 def lay_out_at(driver: Any, rate: Rate) -> Rate:
