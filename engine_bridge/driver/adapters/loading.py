@@ -131,16 +131,10 @@ class LoaderThread:
                 self._ahead[record.version_id] = self._executor.submit(self._read_early, record, now)
 
     def expect_slot(
-        self, adapter_id: int, weights_of: Callable[[int], AdapterWeights | None], now: float
+        self, record: AdapterRecord, weights_of: Callable[[int], AdapterWeights | None], now: float
     ) -> None:
         """The same of one that is in host memory. weights_of: asked on the thread; None if there is no need any more. From any thread."""
-
-        def run() -> None:
-            weights = weights_of(adapter_id)
-            if weights is not None:
-                self._lay_out_early(adapter_id, weights, now)
-
-        self._executor.submit(run)
+        self._executor.submit(self._lay_out_early, record, weights_of, now)
 
     def drop_ahead(self, now: float) -> None:
         """Give up what was read and laid out for requests that did not come."""
@@ -176,12 +170,25 @@ class LoaderThread:
     def _read_early(self, record: AdapterRecord, now: float) -> Loaded:
         loaded = self._read(record)
         if loaded.weights is not None:
-            self._lay_out_early(record.version_id, loaded.weights, now)
+            self._lay_out_early(record, lambda adapter_id: loaded.weights, now)
         return loaded
 
-    def _lay_out_early(self, adapter_id: int, weights: AdapterWeights, now: float) -> None:
+    def _lay_out_early(
+        self, record: AdapterRecord, weights_of: Callable[[int], AdapterWeights | None], now: float
+    ) -> None:
         """Begun here; it goes on when what is read has been told, and whoever fills the slot meanwhile finds what is there by then."""
-        layout = self._layouts.begin(adapter_id, lambda: self._prepare(weights), weights.num_bytes, now)
+        adapter_id = record.version_id
+
+        def make() -> Layout | None:
+            # Asked where `give_up` cannot come in between: it drops the layout, or there is none of weights that have gone.
+            weights = weights_of(adapter_id)
+            return self._prepare(weights) if weights is not None else None
+
+        try:
+            layout = self._layouts.begin(adapter_id, make, record.num_bytes, now)
+        except Exception:  # out of memory: it is only a hint
+            log.exception("adapter %s could not be laid out ahead; its slot will have it", record.name)
+            return
         if layout is not None:
             self._executor.submit(self._finish, layout)
 

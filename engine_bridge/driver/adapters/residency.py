@@ -131,8 +131,8 @@ class Residency:
         place = self.core.place_of(adapter_id)
         if record is not None and place == "disk":
             self.loader.expect(record, self._clock())
-        elif place == "host":
-            self.loader.expect_slot(adapter_id, self._without_slot, self._clock())
+        elif record is not None and place == "host":
+            self.loader.expect_slot(record, self._without_slot, self._clock())
 
     def _without_slot(self, adapter_id: int) -> AdapterWeights | None:
         """Of an adapter that is in host memory and no nearer. From any thread, as a hint."""

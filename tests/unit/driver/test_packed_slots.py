@@ -7,8 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from engine_bridge.core.staging import AHEAD_FOR_S  # noqa: E402  (after the skips)
+from engine_bridge.core.staging import AHEAD_FOR_S, ReadAhead  # noqa: E402  (after the skips)
 from engine_bridge.driver.adapters import layouts  # noqa: E402
+from engine_bridge.driver.adapters.host_workers import Workers  # noqa: E402
 from engine_bridge.driver.adapters.layouts import (  # noqa: E402
     LARGE_PAGE_BYTES,
     LAYER_BYTES,
@@ -16,6 +17,7 @@ from engine_bridge.driver.adapters.layouts import (  # noqa: E402
     Memories,
     large_memory,
 )
+from engine_bridge.driver.adapters.loading import LoaderThread  # noqa: E402
 from engine_bridge.driver.adapters.slots import PackedSlots, StepLayout  # noqa: E402
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights  # noqa: E402
 
@@ -157,6 +159,32 @@ def test_layouts_ahead_are_bounded_and_go_when_their_request_does_not_come(packe
     assert not given_up.is_waiting and ahead.take(2) is None
     assert ahead.begin(3, lambda: None, 1, 0.0) is None, "where a layout needs its slot"
     assert begin(4) is not None
+
+
+def test_what_lies_in_host_memory_is_laid_out_early_and_what_goes_wrong_there_harms_nobody(packed):
+    weights, _ = adapter_weights((4, 4, 4))
+    record = SimpleNamespace(version_id=1, num_bytes=1, name="a")
+    prepares = iter([packed.slots.prepare])
+
+    def prepare(given):
+        make = next(prepares, None)
+        if make is None:
+            raise MemoryError
+        return make(given)
+
+    loader = LoaderThread(None, Workers(), ReadAhead(1), LayoutsAhead(1), prepare, wake=lambda: None)
+
+    def expect(found):
+        loader.expect_slot(record, lambda adapter_id: found, 0.0)
+        loader.rest()  # it is begun
+        loader.rest()  # and done
+        return loader.take_layout(1)
+
+    assert expect(None) is None, "its weights have gone meanwhile"
+    assert not expect(weights).is_waiting
+    assert expect(weights) is None, "no memory"
+    loader.expect_slot(record, lambda adapter_id: None, 0.0)
+    loader.close()
 
 
 @pytest.mark.parametrize("least_bytes", [0, 1 << 62])
