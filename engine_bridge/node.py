@@ -185,7 +185,9 @@ class AdapterStats(Struct, frozen=True, kw_only=True):
 
     `counts`: since the start, by what happened: `found:PLACE` (requests, by where their adapter was), `loads:SOURCE` and `load_bytes:SOURCE`
     into host memory, `slot_fills`, `slot_bytes`, `cache_bytes`, `evicted:TIER[:REASON]`, `failed`, `prefetched`, `copied_ahead`,
-    `worker_deltas`. `seconds`: of the engine's time inside `step`s and `between` them, and on the loader's thread, `load:SOURCE` and `layout`.
+    `worker_deltas`, `laid_out_ahead`, `laid_out_in_step`.
+
+    `seconds`: of the engine's time inside `step`s and `between` them, and on the loader's thread, `load:SOURCE` and `layout`.
     """
 
     num_adapters: int

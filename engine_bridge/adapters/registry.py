@@ -381,9 +381,10 @@ def _check(connection: sqlite3.Connection) -> bool:
 
 
 def _upgrade(connection: sqlite3.Connection) -> None:
-    """All of it, or nothing if a row is not one of ours."""
+    """All of it, or nothing if a row is not one of ours, or if another process has done it meanwhile."""
     with _transaction(connection):
-        for statement in _FROM_VERSION_1:
+        is_done = _pragma(connection, "user_version") == SCHEMA_VERSION
+        for statement in () if is_done else _FROM_VERSION_1:
             connection.execute(statement)
         _select(connection, "1")
 

@@ -2,7 +2,7 @@
 
 MKL copies a matrix before it multiplies by it, which pays for many rows only, and for equal bits it must be given rows in fours (`gemm.filled`). Here
 each matrix is read once for each row, about as fast as memory gives it. Measured on one core of an AMD EPYC, 12 layers of 768 columns, one row for
-each of eight adapters of ranks 8 to 128, 90 MB: 6.0 ms a step in place of 20, 4.8 with the weights on pages of 2 MB (`adapters.slots.large_memory`).
+each of eight adapters of ranks 8 to 128, 90 MB: 6.0 ms a step in place of 20, 4.8 with the weights on pages of 2 MB (`layouts.large_memory`).
 
 A row's bits may not depend on how many rows there are, and so not on who computes it. MKL adds an element's products one after the other, each with
 one rounding (fused multiply-add), in parts of so many terms whose sums are then added: 192 on that machine, for up to 384 terms half of

@@ -41,7 +41,7 @@ class SlotWeights:
     """One adapter's weights in one layer at their true rank: fp32, row-major, so that no GEMM copies or transposes.
 
     `a` is `[in, sum of the slices' ranks]`, at least MIN_COLUMNS wide: one GEMM shrinks for q, k and v together. None for embeddings, where
-    vLLM looks A up itself. `storage` holds all of it and is used again by the slot's next adapter, because fresh pages cost more than the copy.
+    vLLM looks A up itself. `storage` holds all of it and is used again by another adapter, because fresh pages cost more than the copy.
     `few`: what computes few rows, None where MKL does.
     """
 
@@ -81,7 +81,7 @@ class Pending:
 
     Args:
         pack: lays them out.
-        lock: of all that is laid out in the same memory, so that nobody works in it once it has been dropped.
+        lock: of all that is laid out in the same memory; held while anybody works in it.
     """
 
     __slots__ = ("_compute", "_lock", "_pack", "_place", "_took", "_weights", "is_waiting", "size_bytes")
@@ -131,24 +131,21 @@ class Pending:
         return self._taken()[0]
 
     def drop(self) -> None:
-        """Nobody computes with them any more. If they are being laid out, waits for that."""
-        if self.is_waiting:
-            with self._lock:
-                self.is_waiting, self._pack = False, None
-        self._weights = self._place = None
+        """Nobody computes with them any more. If somebody lays them out now, that goes on, and is to be dropped again after the lock was free."""
+        self.is_waiting, self._pack, self._weights, self._place = False, None, None, None
 
     def _taken(self) -> tuple[SlotWeights | None, float]:
         """With the seconds that laying them out took, 0 if somebody else had done it."""
         if not self.is_waiting:
             return self._weights, 0.0
         with self._lock:
-            if self._pack is None:
+            pack = self._pack
+            if pack is None:
                 return self._weights, 0.0
             started_s = time.perf_counter()
-            self._weights = self._pack()
+            self._weights = pack()
             self._pack = None  # and with it the host's weights
             self._install()
-            # Last: whoever drops them then need not wait.
             self.is_waiting = False
             return self._weights, time.perf_counter() - started_s
 

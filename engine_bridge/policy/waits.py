@@ -18,7 +18,7 @@ class Waits:
     What a place waits for is kept in two parts: its own, and what its block has been raised by as a whole.
 
     Costs, with n places between the first and the last that wait: `copy` and changes some n / BLOCK + BLOCK look-ups, 2 to 10 µs with 10,000;
-    `are_within` as many for the first time after a change, then 1 µs at most.
+    `are_within` as many for the first time after a change, then 2 µs at most.
     """
 
     def __init__(self) -> None:

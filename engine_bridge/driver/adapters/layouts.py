@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 
 from engine_bridge.core.staging import AHEAD_FOR_S
+from engine_bridge.driver.adapters.weights import AdapterWeights
 from engine_bridge.driver.lora_weights import MakeFew, Pending, SlotWeights, pack_slot, packed_size
 
 # Our wrapper computes in fp32.
@@ -93,7 +94,10 @@ class Layout:
     def drop(self) -> None:
         """Nobody computes with it any more. What is left is not laid out, and its memory is the next one's."""
         for layer in self.layers.values():
-            layer.drop()
+            layer.drop()  # so that nobody begins another one
+        with self._lock:
+            for layer in self.layers.values():
+                layer.drop()  # and the one that was under way
         self._memories.give_back(self._memory)
 
 
@@ -104,22 +108,35 @@ def _packing(
 
 
 class LayoutsAhead:
-    """Layouts of adapters whose requests are on their way here. From any thread. One at least, however large, beyond that `max_bytes`."""
+    """Layouts of adapters whose requests are on their way here. From any thread. One at least, however large, beyond that `max_bytes`.
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    prepare: begins one, see `Slots.prepare`. cost: bytes of the layout of an adapter of so many bytes.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        prepare: Callable[[AdapterWeights], Layout | None],
+        cost: Callable[[int], int],
+    ) -> None:
+        self._max_bytes, self._prepare, self._cost = max_bytes, prepare, cost
         self._layouts: dict[int, tuple[Layout, float]] = {}
         self._lock = threading.Lock()
 
     def begin(
-        self, adapter_id: int, make: Callable[[], Layout | None], num_bytes: int, now: float
+        self, adapter_id: int, num_bytes: int, weights_of: Callable[[int], AdapterWeights | None], now: float
     ) -> Layout | None:
-        """A layout to be finished. None if there is one, there need not be any, or there are too many. num_bytes: about as many."""
+        """A layout to be finished. None if there is one, there need not be any, or there are too many.
+
+        num_bytes: of the adapter. weights_of: None if they have gone. Asked under the lock, so that whoever takes them away later finds the layout.
+        """
         with self._lock:
             total = sum(layout.num_bytes for layout, _ in self._layouts.values())
-            if adapter_id in self._layouts or (self._layouts and total + num_bytes > self._max_bytes):
+            is_full = self._layouts and total + self._cost(num_bytes) > self._max_bytes
+            if adapter_id in self._layouts or is_full:
                 return None
-            layout = make()
+            weights = weights_of(adapter_id)
+            layout = self._prepare(weights) if weights is not None else None
             if layout is not None:
                 self._layouts[adapter_id] = layout, now
             return layout
@@ -130,7 +147,7 @@ class LayoutsAhead:
             return self._layouts.pop(adapter_id, (None, 0.0))[0]
 
     def expire(self, now: float) -> None:
-        """Give up those whose requests did not come."""
+        """Give up those that no slot has taken over: their requests did not come, or wait for longer."""
         for adapter_id in [
             each for each, (_, at_s) in list(self._layouts.items()) if now - at_s > AHEAD_FOR_S
         ]:

@@ -41,7 +41,6 @@ class LoaderThread:
     Args:
         loader: reads one adapter.
         workers: are given what is read.
-        prepare: begins to lay out what is read ahead; see `Slots.prepare`.
         layouts: what is laid out ahead.
         wake: called on the thread when something is done.
     """
@@ -52,7 +51,6 @@ class LoaderThread:
         workers: Workers,
         read_ahead: ReadAhead,
         layouts: LayoutsAhead,
-        prepare: Callable[[AdapterWeights], Layout | None],
         wake: Callable[[], None],
     ) -> None:
         self._loader = loader
@@ -61,7 +59,7 @@ class LoaderThread:
         self._executor = ThreadPoolExecutor(1, "adapter-loader", initializer=_keep_out_of_the_way)
         self._done: deque[Callable[[], None]] = deque()
         self._read_ahead = read_ahead
-        self._layouts, self._prepare = layouts, prepare
+        self._layouts = layouts
         self.early_layout_s = 0.0
         """Seconds of layouts ahead of requests."""
         self._ahead: dict[int, Future[Loaded]] = {}
@@ -177,15 +175,8 @@ class LoaderThread:
         self, record: AdapterRecord, weights_of: Callable[[int], AdapterWeights | None], now: float
     ) -> None:
         """Begun here; it goes on when what is read has been told, and whoever fills the slot meanwhile finds what is there by then."""
-        adapter_id = record.version_id
-
-        def make() -> Layout | None:
-            # Asked where `give_up` cannot come in between: it drops the layout, or there is none of weights that have gone.
-            weights = weights_of(adapter_id)
-            return self._prepare(weights) if weights is not None else None
-
         try:
-            layout = self._layouts.begin(adapter_id, make, record.num_bytes, now)
+            layout = self._layouts.begin(record.version_id, record.num_bytes, weights_of, now)
         except Exception:  # out of memory: it is only a hint
             log.exception("adapter %s could not be laid out ahead; its slot will have it", record.name)
             return

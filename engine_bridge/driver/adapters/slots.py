@@ -141,7 +141,7 @@ class StreamedSlots(Slots):
 
 
 class PackedSlots(Slots):
-    """Our wrapper's layouts, in memory that a slot keeps for its next adapter. Whoever needs a layer first lays it out."""
+    """Our wrapper's layouts, in memory that goes from one adapter to the next. Whoever needs a layer first lays it out."""
 
     def __init__(self, manager: Any, wrapper: SegmentPunicaWrapper) -> None:
         super().__init__(manager)

@@ -1,5 +1,6 @@
 """Adapters laid out in a slot's memory on a CPU."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +120,34 @@ def test_what_was_dropped_is_laid_out_no_more_and_puts_nothing_into_the_slot_of_
     assert all(map(torch.equal, deltas(packed, x), want))
 
 
+def test_memory_is_for_others_only_when_nobody_lays_out_in_it_any_more(packed, monkeypatch):
+    weights, _ = adapter_weights((4, 4, 4))
+    is_begun, may_end, stock, packed_layers = threading.Event(), threading.Event(), layouts.pack_slot, []
+
+    def slow(*args):
+        packed_layers.append(args)
+        is_begun.set()
+        assert may_end.wait(30)
+        return stock(*args)
+
+    monkeypatch.setattr(layouts, "pack_slot", slow)
+    packed.slots.fill(0, weights)
+    layout, memories = packed.slots._layouts[0], packed.slots._memories
+    loader = threading.Thread(target=layout.finish)
+    loader.start()
+    assert is_begun.wait(30)
+    engine = threading.Thread(target=lambda: packed.slots.empty(0))
+    engine.start()
+    engine.join(0.1)
+    assert engine.is_alive() and not memories.idle_bytes
+    may_end.set()
+    for thread in (engine, loader):
+        thread.join(30)
+    assert memories.idle_bytes == layout.num_bytes
+    assert len(packed_layers) == 1, "the second layer is not begun"
+    assert not any(packs[0] for packs in packed.slots._packs.values())
+
+
 def test_memory_that_a_layout_has_left_is_used_again_unless_much_of_it_would_lie_idle(packed):
     def filled_with(ranks):
         packed.slots.fill(0, adapter_weights(ranks)[0])
@@ -143,10 +172,10 @@ def test_no_more_memory_lies_idle_than_is_allowed():
 
 def test_layouts_ahead_are_bounded_and_go_when_their_request_does_not_come(packed):
     weights, _ = adapter_weights((4, 4, 4))
-    ahead = LayoutsAhead(max_bytes=1)
+    ahead = LayoutsAhead(1, packed.slots.prepare, packed.slots.cost)
 
     def begin(adapter_id, now=0.0):
-        return ahead.begin(adapter_id, lambda: packed.slots.prepare(weights), 1, now)
+        return ahead.begin(adapter_id, 1, lambda asked: weights, now)
 
     layout = begin(1)
     assert layout is not None, "one at least, however large"
@@ -157,8 +186,14 @@ def test_layouts_ahead_are_bounded_and_go_when_their_request_does_not_come(packe
     assert given_up.is_waiting
     ahead.expire(5.0 + AHEAD_FOR_S + 1)
     assert not given_up.is_waiting and ahead.take(2) is None
-    assert ahead.begin(3, lambda: None, 1, 0.0) is None, "where a layout needs its slot"
+    assert ahead.begin(3, 1, lambda asked: None, 0.0) is None, "its weights have gone"
     assert begin(4) is not None
+    size_bytes = ahead.take(4).num_bytes
+    roomy = LayoutsAhead(3 * size_bytes, packed.slots.prepare, lambda num_bytes: size_bytes)
+    begun = [roomy.begin(adapter_id, 1, lambda asked: weights, 0.0) for adapter_id in range(4)]
+    assert [each is not None for each in begun] == [True, True, True, False]
+    needs_slot = LayoutsAhead(1, lambda given: None, packed.slots.cost)
+    assert needs_slot.begin(1, 1, lambda asked: weights, 0.0) is None
 
 
 def test_what_lies_in_host_memory_is_laid_out_early_and_what_goes_wrong_there_harms_nobody(packed):
@@ -172,7 +207,8 @@ def test_what_lies_in_host_memory_is_laid_out_early_and_what_goes_wrong_there_ha
             raise MemoryError
         return make(given)
 
-    loader = LoaderThread(None, Workers(), ReadAhead(1), LayoutsAhead(1), prepare, wake=lambda: None)
+    ahead = LayoutsAhead(1, prepare, packed.slots.cost)
+    loader = LoaderThread(None, Workers(), ReadAhead(1), ahead, wake=lambda: None)
 
     def expect(found):
         loader.expect_slot(record, lambda adapter_id: found, 0.0)

@@ -115,8 +115,7 @@ class Traffic(RuleBasedStateMachine):
                 self.disk,  # type: ignore[arg-type]
                 Workers(),
                 ReadAhead(AHEAD_SHARE * HOST_BYTES),
-                LayoutsAhead(0),
-                lambda weights: None,
+                LayoutsAhead(0, lambda weights: None, lambda num_bytes: num_bytes),
                 wake=lambda: None,
             ),
             running_ids=lambda: set(self.running.values()),
