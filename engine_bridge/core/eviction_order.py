@@ -40,8 +40,8 @@ class Device(Protocol):
         """That no running request holds, whatever lies in them."""
         ...
 
-    def resident(self, hashes: Hashes) -> Resident:
-        """How many of these blocks are on the device, from the first one on."""
+    def resident(self, hashes: Hashes, limit: int) -> Resident:
+        """How many of the first `limit` of these blocks are on the device, from the first one on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class EvictionOrder:
 
     def came(self, request_id: str, hashes: Hashes) -> Refresh | None:
         """A request waits from now on. Returns what keeps what the device has of it; None if that is nothing."""
-        num_there = self._device.resident(hashes).num_blocks
+        num_there = self._device.resident(hashes, len(hashes)).num_blocks
         if not num_there:
             return None
         self._waiting[request_id] = kept = Refresh(list(hashes[:num_there]), num_there)
@@ -113,7 +113,7 @@ class EvictionOrder:
         moves, num_moved = [], 0
         while self._pending and num_moved < MOST_AT_ONCE:
             hashes, num_wanted = self._pending.popleft()
-            num_there = self._device.resident(hashes[:num_wanted]).num_blocks
+            num_there = self._device.resident(hashes, num_wanted).num_blocks
             if num_there:
                 moves.append(Refresh(hashes, num_there))
                 num_moved += num_there

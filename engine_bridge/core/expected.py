@@ -25,9 +25,9 @@ class Guess:
     """One advisory under way.
 
     block: a block's shape, and its tokens. first: the block at which its stage begins, a piece of it. limit: blocks that the tiers or the device
-    hold. is_ahead: the stage is behind blocks that the device lacks, and only to be in host memory. num_hosted: leading blocks that were read as far
-    as host memory because the device had no room. is_far: some of its KV lay on disk or on another node. num_copied: blocks, to the device;
-    num_beside: of these, while requests ran.
+    hold. is_known: the tiers were asked what they hold of it. is_ahead: the stage is behind blocks that the device lacks, and only to be in host
+    memory. num_hosted: leading blocks that were read as far as host memory because the device had no room. is_far: some of its KV lay on disk or on
+    another node. num_copied: blocks, to the device; num_beside: of these, while requests ran.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Guess:
         self.state: AdvisoryState = "staging"
         self.stage: Stage | None = None
         self.first = 0
-        self.limit = len(hashes)
+        self.limit, self.is_known = len(hashes), False
         self.num_on_device = 0
         self.is_ahead = False
         self.num_hosted = 0

@@ -245,7 +245,7 @@ class Promotions:
         targets = plan(facts, num_free, self._device.num_blocks, now)
         if self._order.is_due(now):
             shares = [(self._guesses[target.name], target.num_device_blocks) for target in targets]
-            yield from self._order.moves([(guess.hashes[: guess.limit], num) for guess, num in shares], now)
+            yield from self._order.moves([(guess.hashes, num) for guess, num in shares], now)
         if beside.can_copy:
             num_blocks = int((slice_s or BUSY_SLICE_S) * self._host_bytes_per_s() / self._block_bytes)
             yield from self._bring_up(targets, max(num_blocks, 1), now, only_urgent=only_urgent)
@@ -364,24 +364,25 @@ class Promotions:
             self._has_news = True  # cut short by the slice, or the next piece may be there
 
     def _resident(self, guess: Guess) -> Resident:
-        return self._device.resident(guess.hashes[: guess.limit])
+        return self._device.resident(guess.hashes, guess.limit)
 
     def _restage(self, guess: Guess, first: int) -> bool:
         """Hold the next piece of it in host memory, from the block `first` on. False where there is no room for it now."""
         self._release(guess)
+        is_full = not guess.is_urgent and _is_full(self._guesses.values(), self._store)
+        if is_full and guess.is_known:
+            return False
         session_id, tenant = guess.advisory.session_id, guess.advisory.tenant
         seconds = self._prefill_s_per_token()
         peer = peer_to_ask(guess.advisory.kv_from, self._store, self._block_size, seconds)
         keys = [BlockKey(bytes(block_hash)) for block_hash in guess.hashes[first:]]
         num_held = len(keys) if peer else self._store.num_held(keys)
-        guess.limit = first + num_held
-        num_host = self._store.num_host_blocks
-        is_full = _num_staged(self._guesses.values()) >= num_host * STAGED_SHARE
-        if is_full and num_held and not guess.is_urgent:
+        guess.limit, guess.is_known = first + num_held, True
+        if is_full and num_held:
             return False
         stage = self._store.stage(
             session_id,
-            keys[: min(max(int(num_host * PIECE_SHARE), 1), num_held)],
+            keys[: min(max(int(self._store.num_host_blocks * PIECE_SHARE), 1), num_held)],
             tenant=tenant,
             peer=peer,
             gives_way=True,
@@ -452,6 +453,11 @@ def _facts_of(guess: Guess, copy_s: float, read_s: float) -> GuessFacts:
 def _num_staged(guesses: Iterable[Guess]) -> int:
     """Blocks that guesses hold in host memory."""
     return sum(len(guess.stage.blocks) for guess in guesses if guess.stage is not None)
+
+
+def _is_full(guesses: Iterable[Guess], store: KvBlocks) -> bool:
+    """Whether guesses hold as much of the host tier as they may, but for urgent ones."""
+    return _num_staged(guesses) >= store.num_host_blocks * STAGED_SHARE
 
 
 def _has_host_room(guesses: Iterable[Guess], store: KvBlocks) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Prefixes of which is remembered where they are on the device. Chosen: more than are expected or wait at a time.
+MAX_FOUND = 256
+
 
 class PrefixCache:
-    """vLLM's block pool of the one KV cache group, as promotions see it."""
+    """vLLM's block pool of the one KV cache group, as promotions see it.
+
+    Sessions of thousands of blocks are looked after many times a second, so what was found of each is remembered: a block has lost what was found
+    in it as soon as it names another hash, which takes a tenth of the time of looking it up.
+    """
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        self._found: OrderedDict[bytes, _Found] = (
+            OrderedDict()
+        )  # by the last hash, which stands for all before it
 
     @property
     def num_blocks(self) -> int:
@@ -38,20 +49,48 @@ class PrefixCache:
     def num_free_blocks(self) -> int:
         return int(self._pool.get_num_free_blocks())
 
-    def resident(self, hashes: Hashes) -> Resident:
-        """How many of these blocks are on the device, from the first one on, and how many of those are unused."""
-        blocks = self.find(hashes)
-        return Resident(len(blocks), sum(block.ref_cnt == 0 for block in blocks))
+    def resident(self, hashes: Hashes, limit: int) -> Resident:
+        """How many of the first `limit` blocks are on the device, without a gap, and how many of those are unused."""
+        blocks = self.find(hashes, limit)
+        return Resident(len(blocks), [block.ref_cnt for block in blocks].count(0))
 
-    def find(self, hashes: Hashes) -> list[Any]:
-        """The pool's blocks of a prefix, without a gap."""
-        blocks = []
-        for block_hash in hashes:
-            found = self._pool.get_cached_block(block_hash, [0])
-            if found is None:
+    def find(self, hashes: Hashes, limit: int) -> list[Any]:
+        """The pool's blocks of the first `limit` of a prefix, without a gap."""
+        if not hashes:
+            return []
+        found = self._found.get(hashes[-1])
+        if found is None:
+            found = self._found[hashes[-1]] = _Found()
+            if len(self._found) > MAX_FOUND:
+                self._found.popitem(last=False)
+        else:
+            self._found.move_to_end(hashes[-1])
+            found.forget_lost()
+        for block_hash in hashes[len(found.blocks) : limit]:
+            cached = self._pool.get_cached_block(block_hash, [0])
+            if cached is None:
                 break
-            blocks.append(found[0])
-        return blocks
+            found.blocks.append(cached[0])
+            found.names.append(cached[0].block_hash)
+        return found.blocks[:limit]
+
+
+class _Found:
+    """Blocks of a prefix from the first one on, and what each of them was named when it was found."""
+
+    __slots__ = ("blocks", "names")
+
+    def __init__(self) -> None:
+        self.blocks: list[Any] = []
+        self.names: list[Any] = []
+
+    def forget_lost(self) -> None:
+        """Keep those that are still what they were."""
+        if [block.block_hash for block in self.blocks] == self.names:
+            return
+        pairs = zip(self.blocks, self.names, strict=True)
+        num_left = next(at for at, (block, name) in enumerate(pairs) if block.block_hash != name)
+        del self.blocks[num_left:], self.names[num_left:]
 
 
 class Promoter:
@@ -165,7 +204,7 @@ class Promoter:
     def _copy(self, copy: Copy) -> None:
         copier, pool = self._tiers.copier, self._pool
         assert copier is not None
-        resident = self._cache.find(copy.hashes[: copy.start])
+        resident = self._cache.find(copy.hashes, copy.start)
         assert len(resident) == copy.start, "blocks that were found a moment ago are gone"
         pool.touch(resident)  # or the new blocks might be these
         blocks = pool.get_new_blocks(len(copy.sources))
@@ -188,7 +227,7 @@ class Promoter:
             pool.free_blocks(reversed(prefix))
 
     def _refresh(self, refresh: Refresh) -> None:
-        resident = self._cache.find(refresh.hashes[: refresh.num_blocks])
+        resident = self._cache.find(refresh.hashes, refresh.num_blocks)
         self._pool.touch(resident)
         self._pool.free_blocks(reversed(resident))
 

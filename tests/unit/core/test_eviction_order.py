@@ -25,8 +25,8 @@ class Device:
     def num_free_blocks(self) -> int:
         return self.num_blocks
 
-    def resident(self, hashes: Hashes) -> Resident:
-        num = next((at for at, name in enumerate(hashes) if name in self.gone), len(hashes))
+    def resident(self, hashes: Hashes, limit: int) -> Resident:
+        num = next((at for at, name in enumerate(hashes[:limit]) if name in self.gone), limit)
         return Resident(num, num)
 
 

@@ -46,7 +46,8 @@ class Cache:
     def num_free_blocks(self) -> int:
         return self.num_blocks - len(self.used)
 
-    def resident(self, hashes: Any) -> Resident:
+    def resident(self, hashes: Any, limit: int | None = None) -> Resident:
+        hashes = hashes[:limit]
         num = next((i for i, name in enumerate(hashes) if name not in self.kept), len(hashes))
         return Resident(num, sum(name not in self.used for name in hashes[:num]))
 
