@@ -5,19 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LOWER, HIGHER = "lower", "higher"
-CHANGE, RATIO, SHARE, MS, S, BYTES, YES = "change", "ratio", "share", "ms", "s", "bytes", "yes"
-"""Units: a signed fraction of the baseline, shown in %; times the baseline; a part of 1, shown in %; milliseconds; seconds; bytes; true or false."""
-BETTER = {CHANGE: LOWER, RATIO: HIGHER, SHARE: HIGHER, MS: LOWER, S: LOWER, BYTES: LOWER, YES: HIGHER}
+CHANGE, RATIO, SHARE, MS, S, BYTES = "change", "ratio", "share", "ms", "s", "bytes"
+COUNT, YES = "count", "yes"
+"""Units: a signed fraction of the baseline, shown in %; times the baseline; a part of 1, shown in %; milliseconds; seconds; bytes; how many; true or
+false."""
+BETTER = {
+    CHANGE: LOWER,
+    RATIO: HIGHER,
+    SHARE: HIGHER,
+    MS: LOWER,
+    S: LOWER,
+    BYTES: LOWER,
+    COUNT: LOWER,
+    YES: HIGHER,
+}
 """Which way most claims of a unit want it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Where a number stands. less: taken from it, 1 where a bench reports a ratio and the claim is a change."""
+    """Where a number stands. less: taken from it, 1 where a bench reports a ratio and the claim is a change. interval: where the one stands in
+    which it lies at 95%; if not given, under the number's own path in the run's `intervals`.
+    """
 
     run: str
     path: str
     less: float = 0.0
+    interval: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ PAPERS = {
 MECHANISMS = {
     "A1": "advisory requests",
     "A2": "a scheduler with a door for them",
+    "A3": "a node manager that fetches KV from other nodes",
     "A4": "three tiers of KV, the disk's always whole",
     "A5": "reads and writes layer by layer",
     "A6": "first layers kept longest",

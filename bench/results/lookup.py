@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.results.claim import BYTES, CHANGE, LOWER, MS, RATIO, SHARE, YES, Claim, Figure, S
+from bench.results.claim import BYTES, CHANGE, COUNT, LOWER, MS, RATIO, SHARE, YES, Claim, Figure, S
 from bench.results.runs import Run
 
 FORMS = {
@@ -16,6 +16,7 @@ FORMS = {
     MS: (1, "{:.3g} ms"),
     S: (1, "{:.3g} s"),
     BYTES: (1, "{:,.0f} bytes"),
+    COUNT: (1, "{:,.0f}"),
 }
 
 
@@ -110,9 +111,8 @@ def find(runs: Mapping[str, Run], figure: Figure | None, papers: Sequence[float]
     for run in (*whole, *sorted(parts, key=lambda run: run.date, reverse=True)):
         value = _at(run.result, figure.path)
         if isinstance(value, bool | int | float):
-            interval = _at(run.result, f"intervals.{figure.path}") or _at(
-                run.result, f"confidence.intervals.{figure.path}"
-            )
+            path = figure.interval or f"intervals.{figure.path}"
+            interval = _at(run.result, path) or _at(run.result, f"confidence.{path}")
             pair = (
                 interval or _at(run.result.get("spread"), figure.path) or _spread(run.result, value, papers)
             )

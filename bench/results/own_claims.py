@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bench.results.claim import BYTES, CHANGE, HIGHER, LOWER, MS, RATIO, SHARE, YES, Claim, Figure, S
+from bench.results.claim import BYTES, CHANGE, COUNT, HIGHER, LOWER, MS, RATIO, SHARE, YES, Claim, Figure, S
 
 OVERTURE = "Overture"
 
@@ -18,6 +18,8 @@ _restore = partial(Figure, "live-restore")
 _quick_restore = partial(Figure, "live-restore-quick")
 _gateway = partial(Figure, "live-gateway")
 _mechanisms = partial(Figure, "live-mechanisms")
+_cluster = partial(Figure, "live-cluster")
+_routing = partial(Figure, "live-cluster-routing")
 
 OVERTURE_CLAIMS = (
     _own_claim(
@@ -301,6 +303,64 @@ OVERTURE_CLAIMS = (
                 "no prediction: the play's own step times go in",
             ),
         )
+    ),
+    _own_claim(
+        "A3",
+        "sessions that go on from KV on two nodes ÷ on one, each with the same memory",
+        RATIO,
+        live=_cluster("sessions_held_ratio"),
+        aim=1.8,
+    ),
+    _own_claim(
+        "A3",
+        "TTFT of a session of 2,048 tokens on another node, which fetches its KV from where it was ÷ computing it there",
+        RATIO,
+        live=_cluster("peer_fetch_vs_recompute"),
+        aim=0.1,
+        better=LOWER,
+    ),
+    _own_claim(
+        "A3",
+        "its answers are those of one node that computed everything",
+        YES,
+        live=_cluster("tokens_identical"),
+        aim=1.0,
+    ),
+    _own_claim(
+        "A3",
+        "what a node in another process adds to TTFT",
+        MS,
+        live=_cluster("ttft_added_ms"),
+        aim=3.0,
+    ),
+    *(
+        _own_claim("A3", f"{what}, twelve conversations going on", COUNT, live=_cluster(key), aim=0.0)
+        for what, key in (
+            ("turns that are lost when a node is killed", "kill_lost_turns"),
+            ("turns that are answered twice when a node is killed", "kill_answers_twice"),
+            ("requests that fail while a node is drained and comes back", "drain_failed"),
+            (
+                "requests that fail while all nodes are restarted, one after the other",
+                "rolling_restart_failed",
+            ),
+        )
+    ),
+    _own_claim(
+        "A2",
+        "P99 TTFT after a second node has joined, 32 people on the first: moved by advisories ÷ sticky",
+        RATIO,
+        live=_routing("advised_vs_sticky_ttft_p99", interval="routing_confidence.interval"),
+        aim=0.7,
+        note="the router also moves sessions of those who come unannounced, which gains nearly as much",
+        better=LOWER,
+    ),
+    _own_claim(
+        "A2",
+        "requests at the fuller of two nodes ÷ the median one's, from ten seconds after it has joined",
+        RATIO,
+        live=_routing("imbalance_max_vs_median"),
+        aim=1.2,
+        better=LOWER,
     ),
     _own_claim(
         "",
