@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine_bridge.core.eviction_order import Device, EvictionOrder, Refresh, Resident
+from engine_bridge.core.eviction_order import Device, EvictionOrder, Refresh
 from engine_bridge.core.expected import Guess, Hashes, Memory, OnChange, OpenAccounts, Whose
 from engine_bridge.core.fetching import peer_to_ask
 from engine_bridge.node import Advisory, AdvisoryState
@@ -165,7 +165,7 @@ class Promotions:
         if guess is None:
             return kept
         del self._guesses[guess.advisory.advisory_id]
-        resident = self._resident(guess).num_blocks
+        resident = self._device.resident(guess.hashes, guess.limit).num_blocks
         common = _count_common(guess.hashes, hashes)
         guess.num_on_device = resident
         self._share.used(min(guess.num_beside, resident, common))
@@ -211,6 +211,11 @@ class Promotions:
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is expected, and nothing is left to let go: there is nothing to advance."""
+        return not self._guesses and not self._released
+
     def has_work(self, now: float) -> bool:
         """Would `advance` move something now?"""
         if not self._guesses:
@@ -233,9 +238,6 @@ class Promotions:
         self._was_busy = beside.is_busy
         self._num_turn_blocks = 0
         slice_s = self._slice_s(beside, now)
-        if not self._guesses:
-            self._has_news, self._is_owed, self._look_at_s = False, False, None
-            return
         only_urgent = slice_s == 0
         if not (self.has_work(now) or (self._is_owed and not only_urgent)):
             return
@@ -282,7 +284,7 @@ class Promotions:
         for guess in sorted(self._guesses.values(), key=lambda guess: not guess.is_urgent):
             if guess.looked_s < guess.issued_s:
                 guess.looked_s = now
-                self._restage(guess, self._resident(guess).num_blocks)
+                self._restage(guess, self._device.resident(guess.hashes, guess.limit).num_blocks)
 
     def _facts(self, guess: Guess) -> GuessFacts:
         return _facts_of(guess, *self._seconds_of(guess.limit))
@@ -309,7 +311,7 @@ class Promotions:
         if guess.state == "warm" and was_looked_at:
             return
         guess.looked_s = now
-        resident = self._resident(guess)
+        resident = self._device.resident(guess.hashes, guess.limit)
         num_there = guess.num_on_device = resident.num_blocks
         if num_there >= guess.limit:
             self._finish(guess, "warm")
@@ -362,9 +364,6 @@ class Promotions:
                 guess.is_ahead = self._has_news = True
         elif guess.num_on_device < staged_end or self._restage(guess, guess.num_on_device):
             self._has_news = True  # cut short by the slice, or the next piece may be there
-
-    def _resident(self, guess: Guess) -> Resident:
-        return self._device.resident(guess.hashes, guess.limit)
 
     def _restage(self, guess: Guess, first: int) -> bool:
         """Hold the next piece of it in host memory, from the block `first` on. False where there is no room for it now."""

@@ -179,6 +179,8 @@ class Promoter:
     def advance(self) -> None:
         """Do a bounded piece of what there is to do."""
         self._hear()
+        if self._core.is_idle:  # between most steps of most servers
+            return
         copier = self._tiers.copier
         beside = Beside(
             is_busy=sum(self._count_requests()) > 0,

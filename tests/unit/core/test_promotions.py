@@ -124,6 +124,18 @@ def test_nothing_wakes_the_engine_for_an_advisory_that_is_over() -> None:
     bench.now += 100.0
     assert not bench.promotions.has_work(bench.now)
     assert bench.promotions.wait_s(bench.now) is None
+    assert bench.promotions.is_idle
+
+
+def test_what_was_read_for_a_request_that_came_is_let_go_though_nothing_is_expected_any_more() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 8), on_disk=True)
+    bench.advise()
+    bench.advance()
+    bench.arrive()
+    assert bench.shelf.stages and not bench.promotions.is_idle
+    bench.advance()
+    assert bench.shelf.stages == [] and bench.promotions.is_idle
 
 
 def test_what_a_request_finds_of_its_kv_is_what_goes_last_while_it_waits_for_the_rest() -> None:
