@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Prefixes of which is remembered where they are on the device. Chosen: more than are expected or wait at a time.
-MAX_FOUND = 256
+# Of the device's blocks, so many times their number are remembered, where several prefixes begin with the same ones. Chosen.
+MOST_FOUND = 4
 
 
 class PrefixCache:
@@ -38,9 +38,9 @@ class PrefixCache:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self._found: OrderedDict[bytes, _Found] = (
-            OrderedDict()
-        )  # by the last hash, which stands for all before it
+        # By the last hash, which stands for all before it; the longest unused first.
+        self._found: OrderedDict[bytes, _Found] = OrderedDict()
+        self._num_found = 0
 
     @property
     def num_blocks(self) -> int:
@@ -58,21 +58,25 @@ class PrefixCache:
         """The pool's blocks of the first `limit` of a prefix, without a gap."""
         if not hashes:
             return []
-        found = self._found.get(hashes[-1])
-        if found is None:
-            found = self._found[hashes[-1]] = _Found()
-            if len(self._found) > MAX_FOUND:
-                self._found.popitem(last=False)
-        else:
-            self._found.move_to_end(hashes[-1])
-            found.forget_lost()
+        found = self._found.pop(hashes[-1], None) or _Found()
+        self._num_found -= len(found.blocks)
+        found.forget_lost()
         for block_hash in hashes[len(found.blocks) : limit]:
             cached = self._pool.get_cached_block(block_hash, [0])
             if cached is None:
                 break
             found.blocks.append(cached[0])
             found.names.append(cached[0].block_hash)
+        if found.blocks:
+            self._remember(hashes[-1], found)
         return found.blocks[:limit]
+
+    def _remember(self, last_hash: bytes, found: _Found) -> None:
+        self._found[last_hash] = found
+        self._num_found += len(found.blocks)
+        while self._num_found > MOST_FOUND * self.num_blocks:
+            _, forgotten = self._found.popitem(last=False)
+            self._num_found -= len(forgotten.blocks)
 
 
 class _Found:

@@ -98,25 +98,34 @@ TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_of_many_prefixes_the_longest_unused_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promoter, "MAX_FOUND", 2)
+def test_what_was_found_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks of each of three prefixes are there, and no more than four blocks are remembered."""
     pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
-    cache, num_looked_up = PrefixCache(pool), 0
+    monkeypatch.setattr(promoter, "MOST_FOUND", 4 / NUM_BLOCKS)
+    prefixes = {name: [b"%s %d" % (name.encode(), at) for at in range(4)] for name in "abcd"}
+    for name in "abc":
+        named: Any = SimpleNamespace(block_hashes=prefixes[name])
+        pool.cache_full_blocks(named, pool.get_new_blocks(2), 0, 2, BLOCK_TOKENS, 0)
+    cache, looked_up = PrefixCache(pool), list[bytes]()
     stock = pool.get_cached_block
 
-    def counted(*args: Any) -> Any:
-        nonlocal num_looked_up
-        num_looked_up += 1
-        return stock(*args)
+    def counted(block_hash: Any, groups: list[int]) -> Any:
+        looked_up.append(block_hash)
+        return stock(block_hash, groups)
 
-    pool.get_cached_block = counted  # type: ignore[method-assign]
-    (block,) = pool.get_new_blocks(1)
-    named = SimpleNamespace(block_hashes=PREFIXES["third"])
-    pool.cache_full_blocks(named, [block], 0, 1, BLOCK_TOKENS, 0)  # type: ignore[arg-type]
-    for name, num_more in [("third", 2), ("third", 1), ("one", 1), ("third", 1), ("other", 1), ("one", 1)]:
-        before = num_looked_up
-        cache.find(PREFIXES[name], LENGTH)
-        assert num_looked_up - before == num_more
-    before = num_looked_up
-    cache.find(PREFIXES["third"], LENGTH)
-    assert num_looked_up - before == 2, "one and other are remembered, it is not"
+    monkeypatch.setattr(pool, "get_cached_block", counted)
+    # After the two that are there, the third is looked for each time.
+    for name, num_looked_up in [
+        ("a", 3),
+        ("a", 1),
+        ("b", 3),
+        ("a", 1),
+        ("c", 3),
+        ("a", 1),
+        ("b", 3),
+        ("d", 1),
+        ("d", 1),
+    ]:
+        looked_up.clear()
+        cache.find(prefixes[name], 4)
+        assert len(looked_up) == num_looked_up, name
