@@ -39,7 +39,7 @@ _ids = itertools.count()
 
 @dataclass
 class Pair:
-    """`home` in a child process; `away` in this one, which waits for a peer however slow the machine is."""
+    """`home` in a child process; `away` in this one, which asks a peer, and waits for it, however slow the machine is."""
 
     home: ProcessNode
     away: LocalNode
@@ -48,6 +48,15 @@ class Pair:
         stats = self.away.kv_tiers()
         assert stats is not None
         return stats.peers
+
+
+class SlowComputing:
+    """A second for each token, whatever was measured. The demo model computes about as fast as a busy machine sends."""
+
+    def at(self, now: float) -> float:
+        return 1.0
+
+    def note(self, num_tokens: float, seconds: float, now: float) -> None: ...
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -61,12 +70,13 @@ async def pair(node: SharedNode, tmp_path_factory: pytest.TempPathFactory) -> As
     config = structs.replace(config, engine=engine, adapters_dir=adapters, peers=PEERS)
     home, tiers = make_node(config, "plain", "warning"), node._tiers
     assert tiers is not None
-    policy, tiers.policy = tiers.policy, WaitsForTheDisk()
+    policy, rate = tiers.policy, tiers._prefill_rate
+    tiers.policy, tiers._prefill_rate = WaitsForTheDisk(), SlowComputing()  # type: ignore[assignment]
     try:
         await home.start()
         yield Pair(home, node)
     finally:
-        tiers.policy = policy
+        tiers.policy, tiers._prefill_rate = policy, rate
         await home.close()
 
 
