@@ -330,7 +330,7 @@ OVERTURE_CLAIMS = (
         "A3",
         "what a node in another process adds to TTFT",
         MS,
-        live=_cluster("ttft_added_ms"),
+        live=Figure("live-cluster-ttft", "ttft_added_ms"),
         aim=3.0,
     ),
     *(
@@ -351,7 +351,8 @@ OVERTURE_CLAIMS = (
         RATIO,
         live=_routing("advised_vs_sticky_ttft_p99", interval="routing_confidence.interval"),
         aim=0.7,
-        note="the router also moves sessions of those who come unannounced, which gains nearly as much",
+        note="the first node was overloaded, 3.2 s at the median; where it keeps up (0.4 s) there is nothing to win: 0.89, 0.87 to 1.91. The "
+        "router also moves sessions of those who come unannounced, which gains nearly as much",
         better=LOWER,
     ),
     _own_claim(
