@@ -24,8 +24,8 @@ BETTER = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Where a number stands. less: taken from it, 1 where a bench reports a ratio and the claim is a change. interval: where the one stands in
-    which it lies at 95%; if not given, under the number's own path in the run's `intervals`.
+    """Where a number stands. less: taken from it, 1 where a bench reports a ratio and the claim is a change. interval: where its interval of
+    95% stands; if not given, under the number's own path in the run's `intervals`.
     """
 
     run: str

@@ -88,7 +88,7 @@ async def measure(parts: list[str], is_quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = options(__doc__, quick="fewer repeats: within eight minutes")
+    parser = options(__doc__, quick="fewer repeats: about eight minutes")
     parser.add_argument("--part", action="append", choices=PARTS, help="only these; may be repeated")
     args = parser.parse_args()
     wanted = args.part or (PARTS[:-1] if args.quick else PARTS)
