@@ -21,6 +21,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from engine_bridge.driver.compiled import compiled
+from engine_bridge.driver.gemm import OneThread, shrink
 
 # Rows of a matrix that are shorter are added four at a time; longer ones one by one, as they lie in memory: read at 19 to 26 of its 30 GB/s, where
 # four at a time are read at 10 to 14.
@@ -132,7 +133,7 @@ def few_rows(
             left, right.
         products: the terms and columns of MKL's products with B: of one for each part, or of one for all, with zeros about them.
     """
-    at_a_time = terms_at_a_time(num_in, num_columns)
+    at_a_time = terms_at_a_time(num_in, num_columns, is_shrink=True)
     of_parts = [terms_at_a_time(*product) for product in products]
     if len(parts) > len(products):
         num_ranks, _ = products[0]
@@ -144,13 +145,27 @@ def few_rows(
 
 
 @lru_cache(maxsize=1024)
-def terms_at_a_time(num_terms: int, num_columns: int) -> int | None:
-    """How many products MKL adds to one element before it adds their sum, where a matrix has `num_terms` rows; None if its bits are no such sum's."""
+def terms_at_a_time(num_terms: int, num_columns: int, *, is_shrink: bool = False) -> int | None:
+    """How many products MKL adds to one element before it adds their sum, where a matrix has `num_terms` rows; None if its bits are no such sum's.
+
+    is_shrink: the matrix is A, which `gemm.shrink` may cut.
+    """
     generator = torch.Generator().manual_seed(num_terms)
     x = torch.randn(12, num_terms, generator=generator)
     matrix = torch.randn(num_terms, num_columns, generator=generator)
-    y = torch.randn(12, num_columns, generator=generator)
-    wanted = [y[:rows].addmm(x[:rows], matrix).numpy() for rows in (12, 4)]
+    y = torch.zeros(12, num_columns) if is_shrink else torch.randn(12, num_columns, generator=generator)
+
+    def product(rows: int) -> Floats:
+        added = (
+            shrink(x[:rows], matrix, torch.get_num_threads())
+            if is_shrink
+            else y[:rows].addmm(x[:rows], matrix)
+        )
+        return added.numpy()
+
+    with OneThread():  # as so few rows are computed, and then as more are
+        wanted = [product(rows) for rows in (12, 4)]
+    wanted += [product(rows) for rows in (12, 4)]
     memory, room = matrix.numpy().ravel(), np.empty(num_columns, np.float32)
 
     def has_its_bits(row: int, at_a_time: int) -> bool:

@@ -25,9 +25,9 @@ those of the same request alone. Measured with torch 2.13 on an AVX-512 Xeon wit
   dimension of 768 (1 and 2 threads). One row alone goes to a GEMV with another order of summation; on an AMD EPYC with AVX-512
   MKL takes another kernel below four rows; with two threads it also deals rows out in fours, so that of 5 to 7 and of 9 to 11 rows the
   last one to three come out of that other kernel (4 to 48 rows tried). So few rows are computed by loops of our own where these have the same
-  bits (`few_rows`), else they are filled up with repetitions (`SlotWeights.add_to`). From inner dimensions of 896 on, MKL on an Intel Xeon cuts the
-  sums of many rows in two; `shrink` keeps it from that where one thread computes. On several, MKL splits them over the threads, depending on the
-  row count; then the last fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
+  bits (`few_rows`), else they are filled up with repetitions (`SlotWeights.add_to`). From inner dimensions of 896 on, MKL cuts the sums of many
+  rows in two, on one processor from 192 rows on, on another from 33; `shrink` finds out and keeps it from that where one thread computes. On
+  several, MKL splits them over the threads, depending on the row count; then the last fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
   threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces takes 27 and is not exact;
 * without AVX-512 MKL takes rows in sixes, and what is left of them, by kernels of their own (seen with MKL_ENABLE_INSTRUCTIONS=AVX2): there the
   last bits may hang on companions. We leave that, too: base weights' products do the same there;
@@ -46,6 +46,7 @@ from typing import Any
 
 import torch
 
+from engine_bridge.driver.gemm import OneThread
 from engine_bridge.driver.lora_rows import NO_ADAPTER, RowBlock, plan_rows
 from engine_bridge.driver.lora_weights import FEW_ROWS, Pending, SlotWeights, pack_slot
 from engine_bridge.driver.vllm_api import BaseLayerWithLoRA, PunicaWrapperCPU, current_platform, model_manager
@@ -56,18 +57,7 @@ from engine_bridge.errors import SeamMoved
 ONE_THREAD_ROWS = 16
 
 
-class _OneThread:
-    """Have this thread's operations run on it alone, inside of `with`."""
-
-    def __enter__(self) -> None:
-        self._num_threads = torch.get_num_threads()
-        torch._C.set_num_threads(1)  # vLLM's CPU worker has replaced torch.set_num_threads by nothing
-
-    def __exit__(self, *exception: object) -> None:
-        torch._C.set_num_threads(self._num_threads)
-
-
-_ONE_THREAD, _ALL_THREADS = _OneThread(), contextlib.nullcontext()
+_ONE_THREAD, _ALL_THREADS = OneThread(), contextlib.nullcontext()
 
 
 def _threads_for(num_rows: int) -> contextlib.AbstractContextManager[None]:
