@@ -79,10 +79,13 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return self.num_layers * rank * widths * (2 if self.dtype == "bfloat16" else 4)
 
 
-def model_folder(shape: ModelShape) -> Path:
-    """The model's folder, written at first use (about 2 s). Safe when several processes ask at once."""
-    folder = _cache() / shape.name
-    _write_once(folder, "config.json", lambda written: _write(written, shape))
+def model_folder(shape: ModelShape, *, has_weights: bool = True) -> Path:
+    """The model's folder, written at first use (about 2 s). Safe when several processes ask at once.
+
+    has_weights: False for a model that is too large to be written; vLLM makes weights up (`load_format=dummy`).
+    """
+    folder = _cache() / (shape.name if has_weights else f"{shape.name}-without-weights")
+    _write_once(folder, "config.json", lambda written: _write(written, shape, has_weights))
     return folder
 
 
@@ -121,7 +124,34 @@ def _write_once(folder: Path, last_file: str, write: Callable[[Path], None]) -> 
                 written.rename(folder)
 
 
-def _write(folder: Path, shape: ModelShape) -> None:
+def _write(folder: Path, shape: ModelShape, has_weights: bool) -> None:
+    folder.mkdir()
+    if has_weights:
+        _write_weights(folder, shape)
+    _write_tokenizer(folder)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": shape.dtype,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": shape.max_model_len,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _write_weights(folder: Path, shape: ModelShape) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -145,29 +175,7 @@ def _write(folder: Path, shape: ModelShape) -> None:
         }
         for name, (num_in, num_out) in shape.linears.items():
             tensors[f"{prefix}.{name}.weight"] = weight(num_out, num_in)
-    folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(folder)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": shape.dtype,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": shape.max_model_len,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def write_adapter(

@@ -27,8 +27,9 @@ those of the same request alone. Measured with torch 2.13 on an AVX-512 Xeon wit
   last one to three come out of that other kernel (4 to 48 rows tried). So few rows are computed by loops of our own where these have the same
   bits (`few_rows`), else they are filled up with repetitions (`SlotWeights.add_to`). From inner dimensions of 896 on, MKL cuts the sums of many
   rows in two, on one processor from 192 rows on, on another from 33; `shrink` finds out and keeps it from that where one thread computes. On
-  several, MKL splits them over the threads, depending on the row count; then the last fp32 bits differ, of which a bf16 step holds 65,536. We leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16
-  threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces takes 27 and is not exact;
+  several, MKL splits them over the threads, depending on the row count; then the last fp32 bits differ, of which a bf16 step holds 65,536. We
+  leave that: shrinking in pieces of 512 is exact (1, 2, 8, 16 threads) but takes 47 µs instead of 8 at rank 8 and 3 rows; `bmm` over the pieces
+  takes 27 and is not exact;
 * without AVX-512 MKL takes rows in sixes, and what is left of them, by kernels of their own (seen with MKL_ENABLE_INSTRUCTIONS=AVX2): there the
   last bits may hang on companions. We leave that, too: base weights' products do the same there;
 * the delta is added to the base output in fp32 and rounded to the model's type once.
