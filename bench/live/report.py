@@ -65,12 +65,15 @@ def machine() -> dict[str, Any]:
     """Where the numbers were taken. `load_1m` is the load average: above the number of cores somebody else was at work."""
     from engine_bridge.machine import processor_name  # not needed to read results
 
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        git = ""
     return {
         "cpu": processor_name(),
         "cores": os.cpu_count(),
         "load_1m": round(os.getloadavg()[0], 2),
-        "commit": git.stdout.strip(),
+        "commit": git.strip(),
     }
 
 

@@ -126,7 +126,7 @@ class CpuCopier:
 class CudaCopier:
     """Copies on a side stream from and to pinned memory, by vLLM's block-swapping kernel.
 
-    What it has copied is counted once it is done, on the waiter's threads. Not run on a GPU yet; tests/gpu holds its test.
+    What it has copied is counted once it is done, on the waiter's threads.
     """
 
     overlaps = True
@@ -209,13 +209,21 @@ def layer_bytes(kv_cache: torch.Tensor) -> int:
 
 
 def kv_rows(kv_cache: torch.Tensor) -> torch.Tensor:
-    """A layer's cache as bytes, shape (num_blocks, layer_bytes), without a copy."""
+    """A layer's cache as bytes, shape (num_blocks, layer_bytes), without a copy. The dimensions within a block may lie in any order.
+
+    Raises SeamMoved where a block is not one stretch of memory.
+    """
     try:
-        return kv_cache.view(kv_cache.shape[0], -1).view(torch.uint8)
+        return kv_cache.permute(0, *memory_order(kv_cache)).view(kv_cache.shape[0], -1).view(torch.uint8)
     except RuntimeError as error:
         raise SeamMoved(
             f"a KV block is not one stretch of memory (shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()})"
         ) from error
+
+
+def memory_order(kv_cache: torch.Tensor) -> list[int]:
+    """The dimensions within a block, as they lie in memory, the outermost first. GPU backends have heads before tokens, or the other way round."""
+    return sorted(range(1, kv_cache.dim()), key=lambda dim: (-kv_cache.stride(dim), dim))
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
