@@ -7,19 +7,20 @@
 
 Each history of 2,048, 8,192 and 16,384 tokens is sent once (`recompute`); then a turn of 32 tokens follows it, whose KV is on the device, in host
 memory (the others have pushed it out since), in host memory with an advisory before it, on disk (the server was started anew), and on disk with an
-advisory. The device has room for four tenths of the histories. All turns have the same text, so all answers must be the same.
+advisory. The device has room for four tenths of the histories. A history's turns have the same text, so their answers must be the same.
 
 The last line is JSON: `ttft_ms`, median by source and tokens (`device`: at once after the history, while its KV is still being saved; `resident`:
-the same turn once more, later); `host_vs_recompute`, `disk_vs_recompute`, `advised_vs_resident` (from host memory) and `advised_disk_vs_resident`,
-by tokens; `restored_share`: of a turn's prompt, what was taken from KV; `copy_gb_s`: what the links give to plain copies of pinned memory;
-`restore_gb_s`: bytes of a history over what its restore from host memory adds to the TTFT; `cold_adapter_ms`, `warm_adapter_ms`, `base_ms`: TTFT of
-an adapter's first request, its next, and the base model's. The first adapter of all has kernels compiled.
+the same turn once more, later); `host_vs_recompute`, `advised_vs_resident` (from host memory) and so on, by tokens; `restored_share`: of a turn's
+prompt, what was taken from KV; `copy_gb_s`: what the links give to plain copies of pinned memory; `restore_gb_s`: bytes of a history over what its
+restore from host memory adds to the TTFT, `restore_vs_link` the longest one's over what the link gives; `cold_adapter_ms`, `warm_adapter_ms`,
+`base_ms`: TTFT of an adapter's first request, its next, and the base model's. The first adapter of all has kernels compiled.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -135,10 +136,6 @@ class Client:
                 break
             time.sleep(0.05)
         return advisory | {"states": [states[0], states[-1]] if states else []}
-
-    def metrics(self, *parts: str) -> list[str]:
-        lines = self._text("GET", "/metrics").splitlines()
-        return [line for line in lines if line[:1] != "#" and any(part in line for part in parts)]
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         return json.loads(self._text(method, path, body))
@@ -331,11 +328,14 @@ def main() -> None:
             progress.say("ready")
             details["advisories"] = play_first_server(client, played, progress)
             details |= adapter_times(client, [each.name for each in adapter_folders(shape, ADAPTER_RANKS)])
-            details["metrics"] = client.metrics("overture_kv_", "overture_advisory_outcomes", "_step_")
         progress.say("server again")
         with serving(shape, args.device, folder, f"{args.shape}-second", *flags) as (_, client):
             details["disk_advisories"] = play_second_server(client, played, progress)
     resident_ms = played.ms("resident")
+    restore_gb_s = {
+        num_tokens: round(num_tokens * shape.kv_token_bytes / max(ms - resident_ms[num_tokens], 0.1) / 1e6, 1)
+        for num_tokens, ms in played.ms("host").items()
+    }
     rows = [
         (f"TTFT, {source}, {num_tokens} tokens [ms]", spread([1e3 * each for each in found]), "")
         for (source, num_tokens), found in sorted(played.ttft_s.items())
@@ -352,14 +352,14 @@ def main() -> None:
             },
             "host_vs_recompute": played.ratio("host", "recompute"),
             "disk_vs_recompute": played.ratio("disk", "recompute"),
+            "advised_vs_host": played.ratio("advised", "host"),
             "advised_vs_resident": played.ratio("advised", "resident"),
+            "advised_disk_vs_disk": played.ratio("advised_disk", "disk"),
             "advised_disk_vs_resident": played.ratio("advised_disk", "resident"),
-            "restore_gb_s": {
-                num_tokens: round(
-                    num_tokens * shape.kv_token_bytes / max(ms - resident_ms[num_tokens], 0.1) / 1e6, 1
-                )
-                for num_tokens, ms in played.ms("host").items()
-            },
+            "restore_gb_s": restore_gb_s,
+            "restore_vs_link": round(
+                restore_gb_s[HISTORY_TOKENS[-1]] / details["copy_gb_s"].get("to_device", math.nan), 3
+            ),
             "tpot_ms": round(1e3 * statistics.median(played.tpot_s), 2),
             "tokens_identical": not played.different(),
             "different": played.different(),

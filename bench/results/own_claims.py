@@ -20,6 +20,7 @@ _gateway = partial(Figure, "live-gateway")
 _mechanisms = partial(Figure, "live-mechanisms")
 _cluster = partial(Figure, "live-cluster")
 _routing = partial(Figure, "live-cluster-routing")
+_gpu = partial(Figure, "live-gpu")
 
 OVERTURE_CLAIMS = (
     _own_claim(
@@ -142,6 +143,36 @@ OVERTURE_CLAIMS = (
         RATIO,
         live=_quick_restore("disk_read_efficiency"),
         aim=0.8,
+    ),
+    *(
+        _own_claim(
+            "A1",
+            f"an 8B model on an H200, 16,384 tokens: {what}",
+            RATIO,
+            live=_gpu(key),
+            aim=aim,
+            better=LOWER,
+        )
+        for what, key, aim in (
+            ("TTFT with an advisory ÷ without, KV in host memory", "advised_vs_host.16384", 0.6),
+            ("TTFT with an advisory ÷ without, KV on disk", "advised_disk_vs_disk.16384", 0.6),
+            ("TTFT with an advisory ÷ with everything on the device", "advised_vs_resident.16384", 1.15),
+        )
+    ),
+    _own_claim(
+        "A5",
+        "an 8B model on an H200: answers from host memory and disk are those from the device",
+        YES,
+        live=_gpu("tokens_identical"),
+        aim=1.0,
+    ),
+    _own_claim(
+        "A5",
+        "an 8B model on an H200: copy from host memory to the device ÷ memcpy, 16,384 tokens",
+        RATIO,
+        live=_gpu("restore_vs_link"),
+        aim=0.8,
+        note="by what a restore adds to the TTFT, so all that is not copying counts against it",
     ),
     _own_claim(
         "A4",

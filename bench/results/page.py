@@ -21,7 +21,7 @@ seeds, least … most); ours live, on a real vLLM engine. **Bold** falls short o
 "not measured": no kept run has the figure; "–": there is none. "Bound" is what one that knows the future reaches on the same requests in virtual
 time: lengths of answers, every next use, no cost of moving what is needed, and of times all but their noise. It is a yardstick and proves
 nothing: it follows a few orders and routes, and ours does better in places. The papers' figures and the simulated ones are of GPUs, the live
-ones of CPU cores: changes and ratios can be compared, times cannot.
+ones of CPU cores unless a GPU is named: changes and ratios can be compared, times cannot.
 
 `python -m bench.results write` makes this part and the plots in [docs/plots](../docs/plots) from the files in [bench/results](results);
 [operations.md](../docs/operations.md#evidence) says how a run is kept."""
