@@ -32,8 +32,8 @@ class Cut(NamedTuple):
 
 # The cheapest first. An Intel Xeon sums 192 rows and more of over 128 columns in two parts, another processor already 33 rows of 16 columns.
 CUTS: Final = (Cut(), Cut(rows=96), Cut(terms=512), Cut(terms=256))
-# Numbers of rows at which those processors changed their order, and some about them.
-PROBED_ROWS: Final = (12, 33, 100, 191, 192, 384, 1024)
+# Numbers of rows at which those processors changed their order, others about them and between them: where they change depends on the shape.
+PROBED_ROWS: Final = (12, 33, 48, 100, 144, 191, 192, 193, 257, 383, 384, 511, 577, 768, 1024)
 
 
 class OneThread:
@@ -71,7 +71,7 @@ def shrink(x: torch.Tensor, a: torch.Tensor, num_threads: int) -> torch.Tensor:
 def cut_for(num_terms: int, num_columns: int, product: Product | None = None) -> Cut:
     """The cheapest cut with which a row's bits do not depend on its companions, found by comparing; uncut where none has that.
 
-    Takes what computing some 3,000 rows takes, once for each shape. To be called on one thread.
+    Takes what computing some 6,000 rows takes, once for each shape. To be called on one thread.
 
     Args:
         product: what multiplies two matrices; None: torch.
