@@ -1,6 +1,6 @@
 """What our server's KV tiers, advisories and adapters are worth on a GPU, as a client sees it over HTTP.
 
-    python -m bench.live.gpu [--shape 8b|small|tiny] [--eager] [--device cpu]
+    python -m bench.live.gpu [--shape 8b|small|tiny] [--eager] [--device cpu] [--logs FOLDER]
 
 `8b` has the layers of Llama 3 8B in bfloat16 and weights that vLLM makes up, so nothing is downloaded; its answers hardly depend on the prompt.
 `small` (0.6 B) has random weights that make them differ, so that a wrong KV block shows as a wrong token: `tokens_identical`.
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,28 +38,14 @@ from bench.live.peers.play import text
 from bench.live.report import ROOT, Progress, options, report, spread
 from bench.live.serving import ServerProcess
 from bench.live.soak.server import HOST, free_port
+from engine_bridge.node import ADVISORY_ENDS
 
+_shape = partial(ModelShape, max_model_len=17408, num_kv_heads=8, dtype="bfloat16")
 SHAPES = {
-    "8b": ModelShape(
-        num_layers=32,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_heads=32,
-        num_kv_heads=8,
-        max_model_len=17408,
-        dtype="bfloat16",
-    ),
-    "tiny": ModelShape(
-        num_layers=4, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, max_model_len=17408
-    ),
-    "small": ModelShape(
-        num_layers=16,
-        hidden_size=2048,
-        intermediate_size=4096,
-        num_heads=16,
-        num_kv_heads=8,
-        max_model_len=17408,
-        dtype="bfloat16",
+    "8b": _shape(num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32),
+    "small": _shape(num_layers=16, hidden_size=2048, intermediate_size=4096, num_heads=16),
+    "tiny": _shape(
+        num_layers=4, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, dtype="float32"
     ),
 }
 HISTORY_TOKENS = (2048, 8192, 16384)
@@ -132,7 +118,7 @@ class Client:
         while time.monotonic() < deadline_s:
             advisory = self._json("GET", f"/v1/advisories/{advisory['id']}")
             states.append((advisory.get("state"), advisory.get("device_tokens"), advisory.get("tier")))
-            if advisory.get("tier") == "device" or advisory.get("state") in ("expired", "failed", "ignored"):
+            if advisory.get("tier") == "device" or advisory.get("state") in ADVISORY_ENDS:
                 break
             time.sleep(0.05)
         return advisory | {"states": [states[0], states[-1]] if states else []}
@@ -165,9 +151,11 @@ def kv_flags(shape: ModelShape, device: str, kv_gib: float) -> list[str]:
 
 
 @contextmanager
-def serving(
-    shape: ModelShape, device: str, folder: Path, name: str, *flags: str
-) -> Iterator[tuple[ServerProcess, Client]]:
+def serving(shape: ModelShape, device: str, folder: Path, log: Path, *flags: str) -> Iterator[Client]:
+    """A client of `overture serve` with this model, its adapters and tiers for all histories, until the block ends.
+
+    folder: of the server's data. log: for what it prints.
+    """
     has_weights = shape != SHAPES["8b"]
     history_tokens = REPEATS * sum(HISTORY_TOKENS)
     kv_gib = history_tokens * shape.kv_token_bytes / 2**30
@@ -175,22 +163,21 @@ def serving(
     port = free_port()
     command = [
         *(sys.executable, "-m", "gateway.cli", "serve", f"--device={device}", f"--port={port}"),
-        *(f"--data-dir={folder}/data", f"--model={model_folder(shape, has_weights=has_weights)}"),
+        *(f"--data-dir={folder}", f"--model={model_folder(shape, has_weights=has_weights)}"),
         *("--served-model-name=bench", f"--dtype={shape.dtype}", f"--max-model-len={shape.max_model_len}"),
         *(f"--block-size={BLOCK_SIZE}", "--max-lora-rank=64", "--max-loras=4"),
-        *(f"--lora-module={folder.name}={folder}" for folder in adapters),
+        *(f"--lora-module={adapter.name}={adapter}" for adapter in adapters),
         *kv_flags(shape, device, DEVICE_SHARE * kv_gib),
         *([] if has_weights else ["--engine-arg=load_format=dummy"]),
         *(f"--kv-host-gib={1.5 * kv_gib:.1f}", f"--kv-disk-gib={2 * kv_gib:.1f}"),
         *flags,
     ]
-    log = Path(os.environ.get("OUT", str(folder))) / f"{name}.log"
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     }
     with ServerProcess(command, port, log, ROOT, environ) as server:
         server.wait(server.is_ready, timeout_s=150)
-        yield server, Client(server.url)
+        yield Client(server.url)
 
 
 class Played:
@@ -317,21 +304,24 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the bench itself"
     )
+    parser.add_argument(
+        "--logs", type=Path, help="folder for what the two servers print; otherwise it is not kept"
+    )
     args = parser.parse_args()
     shape, progress, played = SHAPES[args.shape], Progress(), Played()
     flags = ["--enforce-eager"] if args.eager else []
     details: dict[str, Any] = {"shape": args.shape, "copy_gb_s": copy_gb_s() if args.device == "cuda" else {}}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        progress.say("server")
-        with serving(shape, args.device, folder, f"{args.shape}-first", *flags) as (_, client):
+        folder, logs = Path(name) / "data", args.logs or Path(name)
+        progress.say("starting the server")
+        with serving(shape, args.device, folder, logs / "first.log", *flags) as client:
             progress.say("ready")
             details["advisories"] = play_first_server(client, played, progress)
             details |= adapter_times(client, [each.name for each in adapter_folders(shape, ADAPTER_RANKS)])
-        progress.say("server again")
-        with serving(shape, args.device, folder, f"{args.shape}-second", *flags) as (_, client):
+        progress.say("starting it anew")
+        with serving(shape, args.device, folder, logs / "second.log", *flags) as client:
             details["disk_advisories"] = play_second_server(client, played, progress)
-    resident_ms = played.ms("resident")
+    resident_ms, link_gb_s = played.ms("resident"), details["copy_gb_s"].get("to_device")
     restore_gb_s = {
         num_tokens: round(num_tokens * shape.kv_token_bytes / max(ms - resident_ms[num_tokens], 0.1) / 1e6, 1)
         for num_tokens, ms in played.ms("host").items()
@@ -357,9 +347,7 @@ def main() -> None:
             "advised_disk_vs_disk": played.ratio("advised_disk", "disk"),
             "advised_disk_vs_resident": played.ratio("advised_disk", "resident"),
             "restore_gb_s": restore_gb_s,
-            "restore_vs_link": round(
-                restore_gb_s[HISTORY_TOKENS[-1]] / details["copy_gb_s"].get("to_device", math.nan), 3
-            ),
+            "restore_vs_link": round(restore_gb_s[HISTORY_TOKENS[-1]] / link_gb_s, 3) if link_gb_s else None,
             "tpot_ms": round(1e3 * statistics.median(played.tpot_s), 2),
             "tokens_identical": not played.different(),
             "different": played.different(),

@@ -59,8 +59,8 @@ def filled(num_rows: int) -> int:
 def shrink(x: torch.Tensor, a: torch.Tensor, num_threads: int) -> torch.Tensor:
     """`x @ a` of row-major fp32 `[rows, in]` and `[in, rank]`, on one thread with the bits that any other number of rows gives.
 
-    Rows are cut in 0.97 to 1.11 of one GEMM's time (192 to 1,024 rows, 192 and 384 columns, on an Intel Xeon), long sums in 1.05 to 1.5 times it
-    for 192 rows and more, and in 2 to 10 times it for four. On several threads long sums depend on the rows in any case, so there it is one GEMM.
+    Rows are cut in 0.97 to 1.11 of one GEMM's time (192 to 1,024 rows, 192 and 384 columns, on an Intel Xeon), long sums in 1.1 to 1.5 times it
+    for 192 rows, and in 1.2 to 10 times it for four. On several threads long sums depend on the rows in any case, so there it is one GEMM.
     """
     if num_threads > 1 or a.size(0) <= SHORT_SUM:
         return x.mm(a)
