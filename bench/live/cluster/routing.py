@@ -120,14 +120,15 @@ async def even(http: aiohttp.ClientSession, server: Server, repeats: int, second
 
 
 def _outcome(plays: list[People]) -> dict[str, Any]:
+    """num_requests: at each node, by play."""
     ttft_s = [each for play in plays for each in play.ttft_s]
-    loads = [
-        statistics.fmean(node) for node in zip(*(row for play in plays for row in play.loads), strict=True)
-    ]
+    num_requests = [[statistics.fmean(node) for node in zip(*play.loads, strict=True)] for play in plays]
+    loads = [statistics.fmean(node) for node in zip(*num_requests, strict=True)]
     return {
         "num": len(ttft_s),
         "ttft_p50_ms": round(quantile(ttft_s, 0.5) * 1e3, 1),
         "ttft_p99_ms": round(quantile(ttft_s, 0.99) * 1e3, 1),
+        "num_requests": [[round(node, 1) for node in play] for play in num_requests],
         "imbalance": round(max(loads) / statistics.median(loads), 3),
         "slowest": sorted((each for play in plays for each in play.answers), reverse=True)[:5],
     }
