@@ -13,7 +13,7 @@ _TIERS = "KV that leaves the device goes to the server's own tiers, which take t
 _STEPS = "the server cuts long prompts into parts by how long a step takes: see --max-step-ms"
 _ADAPTERS = "the server keeps adapters itself: see --max-loras, --max-lora-rank and --adapter-host-gib"
 _TEXT = "the server only serves models that generate text, from conversations that it renders and tokenises"
-_KV_SIZE = "the size of the KV cache is set by --kv-cache-gib on a CPU and --gpu-memory-utilization on a GPU"
+_KV_SIZE = "the size of the KV cache is set by --kv-cache-gib, or by --gpu-memory-utilization on a GPU"
 _OWN = "the server sets it: its scheduling and its figures stand on it"
 # By vLLM's names (EngineArgs of 0.32).
 RULED_OUT: Mapping[str, str] = (

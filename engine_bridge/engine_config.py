@@ -15,7 +15,12 @@ from engine_bridge.policy import adapter_cache, lanes, registry
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+GIB = 1 << 30
+# On a CPU, where nobody says otherwise. Chosen: the demo model's conversations of a small team, on a laptop.
+CPU_KV_CACHE_BYTES = GIB
+
 Positive = Annotated[int, Meta(ge=1)]
+PositiveNumber = Annotated[float, Meta(gt=0)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 KIB = 1024
 if TYPE_CHECKING:
@@ -61,7 +66,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     block_size: Annotated[
         Positive | None, setting("Engine", "Tokens of a KV block; unset: vLLM's choice.")
     ] = None
-    kv_cache_gib: Annotated[float, setting("Engine", "KV cache on CPU, in GiB.", gt=0)] = 1.0
+    kv_cache_gib: Annotated[
+        PositiveNumber | None,
+        setting(
+            "Engine",
+            "KV cache on the device, in GiB; unset: 1 on a CPU, what --gpu-memory-utilization leaves on a GPU.",
+        ),
+    ] = None
     cpu_threads: Annotated[
         Positive | None,
         setting("Engine", "Processor cores that a CPU engine computes on; unset: all (the demo model: 1)."),
@@ -213,6 +224,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     ] = 0
 
 
+def kv_cache_bytes(kv_cache_gib: float | None, device: str) -> int | None:
+    """Of KV on the device, as the setting says; None: what `gpu_memory_utilization` leaves."""
+    if kv_cache_gib is not None:
+        return int(kv_cache_gib * GIB)
+    return CPU_KV_CACHE_BYTES if device == "cpu" else None
+
+
 class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     """A user's settings, and what only the server, benches and tests set. By itself an engine has a CPU and no tiers."""
 
@@ -226,6 +244,11 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     profile_dir: Path | None = None
     """Folder of profiles (engine_bridge/profile.py); None: costs are learned from real steps alone."""
     log_stats: bool = True
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """As `kv_cache_bytes` says of this device."""
+        return kv_cache_bytes(self.kv_cache_gib, self.device)
 
     @property
     def is_eager(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from engine_bridge.engine_config import kv_cache_bytes
 from engine_bridge.machine import Machine, look
 from engine_bridge.profile import MachineProfile
 from gateway import remedies
@@ -132,7 +133,7 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
                 machine,
                 build,
                 model,
-                config.kv_cache_gib,
+                kv_cache_bytes(config.kv_cache_gib, device) or 0,
                 config.kv_host_gib,
                 is_checkout=IS_CHECKOUT,
             ),

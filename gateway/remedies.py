@@ -118,7 +118,7 @@ def advice(
     machine: Machine,
     build: str,
     model: ModelFacts,
-    kv_gib: float,
+    kv_bytes: int,
     kv_host_gib: float,
     *,
     is_checkout: bool,
@@ -126,7 +126,7 @@ def advice(
     """What does not stop the server from starting but should be known first.
 
     Args:
-        kv_gib: memory for the CPU engine's own KV blocks (`--kv-cache-gib`); on a GPU it is the GPU's.
+        kv_bytes: of KV on the device (`--kv-cache-gib`), which on a GPU takes none of the host's.
         kv_host_gib: the bound of the host tier (`--kv-host-gib`).
         is_checkout: as for `about_vllm`.
     """
@@ -143,7 +143,7 @@ def advice(
             problem=f"{model.name} is fetched from the model hub at the first start, unless it is in the hub's cache",
             remedy="where the hub cannot be reached, give a folder: --model FOLDER; a private model needs HF_TOKEN",
         )
-    on_cpu = model.weight_bytes + kv_gib * GIB if device == "cpu" else 0.0
+    on_cpu = model.weight_bytes + kv_bytes if device == "cpu" else 0
     needed_bytes = PROCESS_BYTES + on_cpu + kv_host_gib * GIB
     if 0 < machine.available_bytes < needed_bytes:
         flags = "--kv-host-gib and --kv-cache-gib" if device == "cpu" else "--kv-host-gib"

@@ -7,14 +7,13 @@ from itertools import pairwise
 
 import msgspec
 
-from engine_bridge.engine_config import EngineConfig
+from engine_bridge.engine_config import GIB, EngineConfig
 from engine_bridge.errors import ClusterError
 
-GIB = 1 << 30
 # What a node's process takes beside weights and KV: Python, torch, vLLM and helper processes. Measured: 1.3 GiB with the demo model on a CPU.
 NODE_BYTES = int(1.3 * GIB)
-# Settings that are said for the machine, and divided among its nodes.
-DIVIDED = ("kv_cache_gib", "kv_host_gib", "kv_disk_gib", "adapter_host_gib")
+# Settings that are said for the machine, and divided among its nodes; on a CPU the KV cache, too.
+DIVIDED = ("kv_host_gib", "kv_disk_gib", "adapter_host_gib")
 
 
 def divide_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
@@ -30,16 +29,17 @@ def divide_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
 
 def divide_engine(engine: EngineConfig, num_nodes: int, num_cores: int) -> EngineConfig:
     """One node's part of settings that are meant for a machine of `num_nodes`; num_cores: it gets. A GPU belongs to one node whole."""
-    parts = {name: getattr(engine, name) / num_nodes for name in DIVIDED}
+    parts: dict[str, float] = {name: getattr(engine, name) / num_nodes for name in DIVIDED}
     if engine.device == "cpu":
         parts["cpu_threads"] = min(engine.cpu_threads or num_cores, num_cores)
+        parts["kv_cache_gib"] = (engine.kv_cache_bytes or 0) / GIB / num_nodes
     return msgspec.structs.replace(engine, **parts)
 
 
 def check_memory(engine: EngineConfig, num_nodes: int, weights_bytes: int, available_bytes: int) -> None:
     """Whether so many nodes of these settings, each with its part, fit into the memory that is free. Raises ClusterError."""
     on_cpu = engine.device == "cpu"
-    cache_bytes = int(engine.kv_cache_gib * GIB) if on_cpu else 0
+    cache_bytes = engine.kv_cache_bytes or 0 if on_cpu else 0
     node_bytes = NODE_BYTES + (weights_bytes if on_cpu else 0) + cache_bytes + int(engine.kv_host_gib * GIB)
     if num_nodes * node_bytes <= available_bytes:
         return

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
 # fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
 CPU_BLOCK_SIZE_TOKENS = 32
-GIB = 1 << 30
 
 
 def configure_environment(config: EngineConfig) -> None:
@@ -107,8 +106,8 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
         "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
         "max_model_len": config.max_model_len,
         "num_gpu_blocks_override": config.num_kv_blocks,
-        # Not by VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB) if on_cpu else None,
+        # On a CPU, not by VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
         "use_tqdm_on_load": False,
         "scheduler_cls": scheduler_name(config.device),
         # A small model that may put white space between JSON tokens does little else until its tokens run out.

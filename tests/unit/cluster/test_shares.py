@@ -43,6 +43,15 @@ def test_settings_for_the_machine_are_divided_and_others_are_not() -> None:
     assert (part.cpu_threads, part.max_num_seqs) == (3, 64)
 
 
+@pytest.mark.parametrize(
+    ("device", "said", "got"), [("cpu", None, 0.5), ("cuda", 6, 6), ("cuda", None, None)]
+)
+def test_kv_on_cpus_is_the_machines_and_on_gpus_each_ones_own(
+    device: str, said: float | None, got: float | None
+) -> None:
+    assert shares.divide_engine(engine(device=device, kv_cache_gib=said), 2, 4).kv_cache_gib == got
+
+
 @pytest.mark.parametrize(("asked", "got"), [(None, 4), (1, 1), (16, 4)])
 def test_a_node_computes_on_its_own_cores_at_most(asked: int | None, got: int) -> None:
     assert shares.divide_engine(engine(cpu_threads=asked), 2, 4).cpu_threads == got

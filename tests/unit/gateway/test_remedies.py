@@ -31,9 +31,7 @@ def moved(*, is_vital: bool) -> dict[str, Any]:
 
 def advice(device: str = "cpu", machine: Machine = MACHINE, model: ModelFacts = MODEL, **gib: float) -> str:
     build = remedies.CPU_BUILD
-    found = remedies.advice(
-        device, machine, build, model, gib.get("kv_gib", 1.0), gib.get("kv_host_gib", 2.0), is_checkout=True
-    )
+    found = remedies.advice(device, machine, build, model, GIB, gib.get("kv_host_gib", 2.0), is_checkout=True)
     return "\n".join(f"{each.problem}: {each.remedy}" for each in found)
 
 
