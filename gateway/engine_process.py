@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.cluster import child
+from engine_bridge.cluster.guard import own_group
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.driver.building import configure_environment
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
@@ -64,6 +65,7 @@ def load(node: LocalNode) -> None:
 
 
 def main() -> None:
+    own_group()
     node, peer_address = make_local_node(sys.stdin.buffer.read())
     child.serve(node, int(sys.argv[1]), peer_address)
 

@@ -122,7 +122,7 @@ def _finished(command: list[str], more: dict[str, str]) -> tuple[list[str], int,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
+        process_group=0,
     )
     try:
         out, errors = process.communicate(timeout=SCRIPT_TIMEOUT_S)

@@ -41,7 +41,7 @@ class ServerProcess:
                 stdout=output,
                 stderr=output,
                 env=environ,
-                start_new_session=True,  # Ctrl-C is the bench's to handle
+                process_group=0,  # Ctrl-C is the bench's to handle
             )
 
     def __enter__(self) -> Self:

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+# In the environment of all that runs under a guard: its folder.
+MARK = "OVERTURE_GUARDED_BY"
 # Linux's prctl(2).
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # For KV that is on its way to the disk. Chosen: as `child.CLOSE_S`, and a little for who waits for that.
@@ -38,6 +40,16 @@ def die_with_parent() -> None:
         raise SystemExit(1)
 
 
+def own_group() -> None:
+    """Ctrl-C in the terminal is not for this process from now on.
+
+    It stays in its session: Linux shares processor time among sessions before it looks at processes (sched(7), "autogroup"), and a gateway that
+    is busy for a hundredth of the time would wait for up to two seconds for its turn beside engines in a session of theirs (seen).
+    """
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+
+
 def _prctl(option: int, argument: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0) != 0:
@@ -46,10 +58,11 @@ def _prctl(option: int, argument: int) -> None:
 
 def run(life: int, folder: str, command: Sequence[str]) -> None:
     """Until the command has ended, or is to end. Nothing that it started is left then."""
+    own_group()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    child = subprocess.Popen(command, close_fds=False)
+    child = subprocess.Popen(command, close_fds=False, env=os.environ | {MARK: folder})
     ended = os.pidfd_open(child.pid)
     try:
         _wait(life, ended)
@@ -92,11 +105,12 @@ def _reap() -> bool:
     return True
 
 
-def clear(session: int, folder: str) -> None:
-    """For who started a guard, and sees it gone before its time: end what it would have ended, as far as that is still in its session."""
-    for pid, _, found in _processes():
-        if found == session:
-            with suppress(ProcessLookupError):
+def clear(folder: str) -> None:
+    """For who started a guard with this folder, and sees it gone before its time: end what it would have ended."""
+    mark = f"{MARK}={folder}".encode()
+    for pid, _ in _processes():
+        with suppress(OSError):  # somebody else's, or it has gone meanwhile
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 os.kill(pid, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -104,7 +118,7 @@ def clear(session: int, folder: str) -> None:
 def descendants(root: int) -> list[int]:
     """All processes below one, as far as it goes."""
     children: dict[int, list[int]] = {}
-    for pid, parent, _ in _processes():
+    for pid, parent in _processes():
         children.setdefault(parent, []).append(pid)
     found: list[int] = []
     ahead = [root]
@@ -115,13 +129,13 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def _processes() -> Iterator[tuple[int, int, int]]:
-    """The process, its parent and its session, of all. Source: proc_pid_stat(5); the name in brackets may hold anything."""
+def _processes() -> Iterator[tuple[int, int]]:
+    """The process and its parent, of all. Source: proc_pid_stat(5); the name in brackets may hold anything."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, IndexError):  # it has gone meanwhile
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                yield int(entry.name), int(fields[1]), int(fields[3])
+                yield int(entry.name), int(fields[1])
 
 
 if __name__ == "__main__":

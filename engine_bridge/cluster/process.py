@@ -140,7 +140,6 @@ class ProcessNode(RemoteNode):
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,
             )
             theirs.close()
             if self._closing.is_set():

@@ -213,7 +213,7 @@ class RayPlacement:
             listening = asyncio.create_task(self._listen(reader))
             # The guard is the last to go.
             if await process.wait() != 0:
-                await asyncio.to_thread(guard.clear, process.pid, folder)
+                await asyncio.to_thread(guard.clear, folder)
             return await listening
         finally:
             if self._orders is not None:
@@ -236,7 +236,6 @@ class RayPlacement:
             *(*GUARD, str(life), folder, *self._command, str(theirs.fileno())),
             pass_fds=(life, theirs.fileno()),
             stdin=DEVNULL,
-            start_new_session=True,
         )
 
     def _hear(self, news: orders.News) -> str:

@@ -76,12 +76,13 @@ class HelperProcess:
             return
         self.close()
         try:
-            # A session of its own: Ctrl-C in the server's terminal is for the server to handle; the helper ends when its stdin does.
+            # Ctrl-C in the server's terminal is for the server to handle; the helper ends when its stdin does. In the server's session, as in one
+            # of its own Linux would not let answers go before checks, however nice it is (sched(7), "autogroup").
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "engine_bridge.grammars.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,
+                process_group=0,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
             self._exchange(msgspec.json.encode(self._setup), START_TIMEOUT_S)

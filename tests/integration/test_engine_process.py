@@ -52,6 +52,8 @@ async def test_a_crash_in_native_code_costs_a_retry_and_no_conversation(tmp_path
             _, again = await ask(client, SECRET)
             await kv_is_written(http)
             dead = engine_of(gateway.pid)
+            assert os.getsid(dead.pid) == os.getsid(gateway.pid), "processor time is shared by session"
+            assert os.getpgid(dead.pid) == dead.pid, "Ctrl-C is the gateway's"
             error = await crash_within_an_answer(client, done.session_id, dead.pid)
             assert (error.code, error.retryable) == ("engine_failed", True)
             with pytest.raises(ChatError) as refused:

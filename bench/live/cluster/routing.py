@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from bench.intervals import Aim, quantile_ratio, quantile_ratio_interval, verdict
-from bench.live.cluster.people import People, capacity
+from bench.live.cluster.people import EASY_WARM_UP_S, WARM_UP_S, People, capacity
 from bench.live.cluster.servers import Server
 from bench.measures import quantile
 
@@ -36,6 +36,7 @@ class Round:
     repeats: int
     seconds: float
     load: float = OVERLOAD
+    warm_up_s: float = WARM_UP_S
 
     async def play(self, name: str, arms: Sequence[str], *, joins: bool) -> Played:
         """In turns that are reversed every time. Only `advised` advises. joins: the last node does, at the end of the warm-up, but for `sticky`."""
@@ -49,7 +50,15 @@ class Round:
             played.one_node.append(one_node.figures() | {"pause_s": round(pause_s, 2)})
             for arm in reversed(arms) if repeat % 2 else arms:
                 who, advises = f"{name}-{arm}", arm == "advised"
-                people = People(self.http, self.server, who, repeat, pause_s, advises=advises)
+                people = People(
+                    self.http,
+                    self.server,
+                    who,
+                    repeat,
+                    pause_s,
+                    advises=advises,
+                    warm_up_s=self.warm_up_s,
+                )
                 if joins:
                     await self.server.drain(last)
                 later = joins and arm != "sticky"
@@ -98,7 +107,9 @@ async def joined(
     }
     if is_quick:
         return result
-    easy = await Round(http, server, repeats, seconds, EASY).play("easy", arms[:2], joins=True)
+    easy = await Round(http, server, repeats, seconds, EASY, EASY_WARM_UP_S).play(
+        "easy", arms[:2], joins=True
+    )
     return result | {
         "easy_confidence": easy.confidence("advised", "sticky", EASY_AIM),
         "easy_advised_vs_sticky_ttft_p99": easy.p99_ratio("advised", "sticky"),

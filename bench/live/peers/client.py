@@ -54,7 +54,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | QUIET_OPENMP | {"PYTHONPATH": str(ROOT)},
-                start_new_session=True,  # Ctrl-C is the bench's to handle: it closes the workers in order
+                process_group=0,  # Ctrl-C is the bench's to handle: it closes the workers in order
             )
 
     def __enter__(self) -> Self:

@@ -130,7 +130,7 @@ class Server:
             stdout=self.log,
             stderr=self.log,
             env=os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"},
-            start_new_session=True,  # Ctrl-C is the bench's to handle
+            process_group=0,  # Ctrl-C is the bench's to handle
         )
 
     async def until_ready(self, timeout_s: float) -> None:

@@ -54,7 +54,6 @@ def guarded(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Watched, in
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=(life,),
-        start_new_session=True,
         cwd=ROOT,
     ) as process:
         os.close(life)
@@ -105,17 +104,27 @@ def test_signals_of_a_terminal_do_not_end_a_guard(tmp_path: Path) -> None:
         assert stray.has_ended()
 
 
-def test_what_a_dead_guard_left_in_its_session_can_be_cleared(tmp_path: Path) -> None:
+def test_what_a_dead_guard_left_can_be_cleared(tmp_path: Path) -> None:
     folder = tmp_path / "ray"
     folder.mkdir()
     with guarded(folder) as (process, stray, _):
         command = Watched(psutil.Process(process.pid).children()[0].pid)
         process.kill()
         process.wait(PATIENCE_S)
-        guard.clear(process.pid, str(folder))
-        assert command.has_ended()
-        os.kill(stray.pid, signal.SIGKILL)  # in a session of its own: nobody could tell whose it was
+        guard.clear(str(folder))
+        assert command.has_ended() and stray.has_ended()
     assert not folder.exists()
+
+
+def test_a_guard_and_what_runs_under_it_have_a_group_of_their_own_in_the_session_of_who_started_it(
+    tmp_path: Path,
+) -> None:
+    with guarded(tmp_path) as (process, _, held):
+        command = psutil.Process(process.pid).children()[0].pid
+        assert os.getpgid(process.pid) == os.getpgid(command) == process.pid != os.getpgrp()
+        assert os.getsid(process.pid) == os.getsid(command) == os.getsid(0)
+        os.write(held, b"k")
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_processes_below_one_are_found_at_every_depth() -> None:
