@@ -66,7 +66,6 @@ from bench.sim.core.tables import Figure, Part, Workers, add_table_arguments, ch
 
 PARTS = ("main", "eviction", "sched", "forecast")
 SPAN_S, WARM_UP_S = 300.0, 60.0
-QUICK_SPAN_S = 150.0
 LOADS = (6, 8, 9, 11, 13)
 QUICK_LOADS = (6, 8, 9, 13)
 # As `--find-shares` finds them with three seeds.
@@ -300,7 +299,7 @@ def forecast_part(bench: Bench, setting: Setting, load: int = 8) -> Part:
 
 def settings_of(args: argparse.Namespace) -> dict[str, Setting]:
     """Of each part."""
-    span_s = min(args.span_s, QUICK_SPAN_S) if args.quick else args.span_s
+    span_s = args.span_s
     ample = Setting(trace=args.trace, length_share=SHARE, span_s=span_s, warm_up_s=min(WARM_UP_S, span_s / 2))
     scarce = replace(
         ample, gpu=A40.with_memory(SCARCE_GB * GB), num_slots=SCARCE_SLOTS, length_share=SCARCE_SHARE
@@ -372,9 +371,7 @@ def _top(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table_arguments(
-        parser, PARTS, f"the part main, at 6, 8, 9 and 13, {QUICK_SPAN_S:.0f} simulated seconds"
-    )
+    add_table_arguments(parser, PARTS, "the part main, at 6, 8, 9 and 13 requests/s")
     parser.set_defaults(seeds=3)
     parser.add_argument("--trace", type=Path, default=AZURE)
     parser.add_argument("--span-s", type=float, default=SPAN_S, help="simulated, each run")
