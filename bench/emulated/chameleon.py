@@ -299,8 +299,8 @@ def forecast_part(bench: Bench, setting: Setting, load: int = 8) -> Part:
 
 def settings_of(args: argparse.Namespace) -> dict[str, Setting]:
     """Of each part."""
-    span_s = args.span_s
-    ample = Setting(trace=args.trace, length_share=SHARE, span_s=span_s, warm_up_s=min(WARM_UP_S, span_s / 2))
+    warm_up_s = min(WARM_UP_S, args.span_s / 2)
+    ample = Setting(trace=args.trace, length_share=SHARE, span_s=args.span_s, warm_up_s=warm_up_s)
     scarce = replace(
         ample, gpu=A40.with_memory(SCARCE_GB * GB), num_slots=SCARCE_SLOTS, length_share=SCARCE_SHARE
     )

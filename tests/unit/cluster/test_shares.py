@@ -69,8 +69,11 @@ def test_nodes_that_do_not_fit_into_memory_are_refused() -> None:
         shares.check_memory(part, 2, GIB // 2, need - 1)
 
 
-def test_on_gpus_weights_take_no_memory_of_the_host() -> None:
-    shares.check_memory(engine(device="cuda", kv_host_gib=1), 1, 100 * GIB, shares.NODE_BYTES + GIB)
+def test_on_gpus_weights_and_kv_take_no_memory_of_the_host() -> None:
+    part = engine(device="cuda", kv_cache_gib=50, kv_host_gib=1)
+    shares.check_memory(part, 1, 100 * GIB, shares.NODE_BYTES + GIB)
+    with pytest.raises(ClusterError, match=r"1 nodes need 2\.3 GiB"):
+        shares.check_memory(part, 1, 100 * GIB, shares.NODE_BYTES + GIB - 1)
 
 
 def test_each_node_needs_a_gpu() -> None:
