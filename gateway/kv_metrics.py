@@ -43,6 +43,11 @@ _COUNTERS = (
     ("overture_kv_evicted", "Blocks that left to make room", {"host": "num_evicted", "disk": "num_evicted"}),
     ("overture_kv_trimmed", "Blocks that lost their last layers to make room", {"host": "num_trimmed"}),
     (
+        "overture_kv_carried",
+        "Blocks that went to the device in pieces, for requests that waited for more than a quarter of host memory",
+        {"host": "num_carried"},
+    ),
+    (
         "overture_kv_dropped_saves",
         "Finished blocks that were not kept: host memory in use, or the disk too slow, full or failing",
         {"host": "num_dropped_saves", "disk": "num_skipped_writes"},

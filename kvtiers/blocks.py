@@ -19,9 +19,10 @@ GroupId = tuple[str, str]
 
 
 class Block:
-    """One block in host memory: `slots` of its leading layers, of which the first `ready` hold its bytes."""
+    """One block in host memory: `slots` of its leading layers, of which the first `ready` hold its bytes. is_on_device: it was copied there since it
+    was last staged."""
 
-    __slots__ = ("group", "is_bad", "is_unwritten", "job", "key", "pins", "ready", "slots")
+    __slots__ = ("group", "is_bad", "is_on_device", "is_unwritten", "job", "key", "pins", "ready", "slots")
 
     def __init__(self, key: BlockKey, group: Group) -> None:
         self.key = key
@@ -31,6 +32,7 @@ class Block:
         self.pins = 0
         self.is_unwritten = False
         self.is_bad = False
+        self.is_on_device = False
         self.job: ReadJob | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvtiers.blocks import Block, Group, GroupId, Stage
 from kvtiers.io.host_pool import HostPool
@@ -69,12 +69,13 @@ class HostTier:
             del self.live[group]
             self._returns.left(group, self._clock())
 
-    def touch(self, tenant: str, name: str) -> Group:
-        """The session's group; a new one is known from its first block on."""
+    def touch(self, tenant: str, name: str, *, is_guess: bool = False) -> Group:
+        """The session's group; a new one is known from its first block on. is_guess: its request has not come, and is expected as before."""
         group = self.groups.get((tenant, name)) or Group(tenant, name)
         group.last_used_s = self._clock()
         group.is_over = False
-        group.expected_s = None
+        if not is_guess:
+            group.expected_s = None
         return group
 
     def new_block(self, key: BlockKey, group: Group, pins: int = 1) -> Block:
@@ -140,6 +141,28 @@ class HostTier:
         self.pool.free(block.slots)
         block.slots = []
 
+    def pin_held(self, keys: Sequence[BlockKey]) -> list[Block | None]:
+        """The leading ones of these that are whole in memory, in use once more from now on, or on disk (None)."""
+        found: list[Block | None] = []
+        for key in keys:
+            block = self.blocks.get(key)
+            if block is not None and block.ready == self.shape.num_layers:
+                block.pins += 1
+                found.append(block)
+            elif self._is_on_disk is not None and self._is_on_disk(key):
+                found.append(None)
+            else:
+                break
+        return found
+
+    def begin_copy(self, blocks: Iterable[Block]) -> list[Block]:
+        """A device copies them; they are in use until then. Returns them."""
+        copied = list(blocks)
+        for block in copied:
+            block.pins += 1
+            block.is_on_device = True
+        return copied
+
     def unpin(self, block: Block) -> None:
         block.pins -= 1
         if block.pins == 0 and block.is_bad:
@@ -187,8 +210,13 @@ class HostTier:
 
     def _take(self, tenant: str, facts: Sequence[GroupFacts], goal: int, floor: int) -> None:
         """Evict of these groups of a tenant until `goal` slots are free, or it holds no more than `floor`."""
+        expected = {(tenant, each.group): None for each in facts if each.expected_s is not None}
+        has_taken_copied = False
         for victim in self._eviction.order(facts, self.shape.num_layers, self._clock()):
             group = self.groups.get((tenant, victim.group))
+            if (tenant, victim.group) in expected and not has_taken_copied:
+                has_taken_copied = True
+                self.take_copied(expected, goal, floor)
             # Without a disk the other layers would never come back.
             keep_layers = victim.keep_layers if self._is_on_disk is not None else 0
             # Most sessions are trimmed to this band already, and there are more blocks than time to look at each.
@@ -201,6 +229,18 @@ class HostTier:
                     self.trim(block, keep_layers)
                     self.stats.num_evicted += not block.slots
                     self.stats.num_trimmed += bool(block.slots)
+
+    def take_copied(self, groups: Iterable[GroupId], goal: int, floor: int = 0) -> None:
+        """Evict what a tenant's sessions have on the device by now, until `goal` slots are free or it holds no more than `floor`."""
+        if self._is_on_disk is None or self.pool.num_free >= goal:
+            return
+        found = (self.groups[each].blocks.values() for each in groups if each in self.groups)
+        for block in [block for blocks in found for block in blocks if block.is_on_device]:
+            if self.pool.num_free >= goal or self._held[block.group.tenant] <= floor:
+                return
+            if block.pins == 0 and not block.is_unwritten:
+                self.trim(block, 0)
+                self.stats.num_evicted += 1
 
     def clear(self) -> None:
         """Free what nobody holds and the disk has."""

@@ -22,6 +22,8 @@ class HostStats(Struct, kw_only=True):
     num_trimmed: int = 0
     num_dropped_saves: int = 0
     """Finished blocks that found no room: all of it in use or waiting for the disk."""
+    num_carried: int = 0
+    """Blocks that requests waited for and that went through host memory to the device in pieces."""
 
 
 class DiskTierStats(Struct, kw_only=True):

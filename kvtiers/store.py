@@ -139,7 +139,7 @@ class KvStore:
         num_layers = self.shape.num_layers
         with self._lock:
             stage = Stage(self._clock())
-            owner = self._host.touch(tenant, group)
+            owner = self._host.touch(tenant, group, is_guess=gives_way)
             num_wanted = next((i for i, key in enumerate(keys) if not self._host.is_held(key)), len(keys))
             reader = self._readers.peer(peer) if num_wanted < len(keys) else None
             if reader is not None:
@@ -150,9 +150,11 @@ class KvStore:
             for key in keys[:num_wanted]:
                 block = self._host.blocks.get(key) or self._host.new_block(key, owner, pins=0)
                 block.pins += 1
+                block.is_on_device = False
                 stage.blocks.append(block)
                 self._host.move(block, owner)
             num_slots = sum(num_layers - len(block.slots) for block in stage.blocks)
+            self._host.take_copied([owner.id], num_slots)
             self._make_room(num_slots, tenant, may_revoke=not gives_way)
             self._host.cut_to_room(stage)
             jobs = self._readers.plan(stage, reader)
@@ -230,6 +232,18 @@ class KvStore:
         self._readers.stop_unwanted(jobs)
         stage.blocks = []
 
+    def begin_copy(self, blocks: Sequence[Block]) -> Callable[[], None]:
+        """A device is told to copy a stage's blocks. They stay in host memory, also beyond the stage's release, until what is returned is called
+        (once, from any thread). Then those of an expected session are the first of it to leave."""
+        with self._lock:
+            copied = self._host.begin_copy(blocks)
+        return lambda: self._unpin(copied)
+
+    def _unpin(self, blocks: Sequence[Block]) -> None:
+        with self._lock:
+            for block in blocks:
+                self._host.unpin(block)
+
     def _let_go(self, stage: Stage) -> None:
         """Nothing is held for it any more. Under the lock."""
         for block in stage.blocks:
@@ -264,28 +278,15 @@ class KvStore:
 
     def lend(self, keys: Sequence[BlockKey]) -> Loan:
         """The leading `keys` that host memory or disk has, for another node to read. Nothing becomes "latest used" by it, nothing is evicted."""
-        num_layers = self.shape.num_layers
         blocks: list[Block | None] = []
         for start in range(0, len(keys), LEND_AT_ONCE):
             with self._lock:  # not for long: the engine may be waiting
-                for key in keys[start : start + LEND_AT_ONCE]:
-                    block = self._host.blocks.get(key)
-                    if block is not None and block.ready == num_layers:
-                        block.pins += 1
-                        blocks.append(block)
-                    elif self._disk is not None and key in self._disk:
-                        blocks.append(None)
-                    else:
-                        break
+                blocks += self._host.pin_held(keys[start : start + LEND_AT_ONCE])
             if len(blocks) < start + LEND_AT_ONCE:
                 break
         lent = [block for block in blocks if block is not None]
-        return Loan(keys, blocks, self.pool, self._disk, num_layers, lambda: self._take_back(lent))
-
-    def _take_back(self, lent: list[Block]) -> None:
-        with self._lock:
-            for block in lent:
-                self._host.unpin(block)
+        release = lambda: self._unpin(lent)  # noqa: E731
+        return Loan(keys, blocks, self.pool, self._disk, self.shape.num_layers, release)
 
     def _keep_fetched(self, blocks: list[Block]) -> None:
         """A peer gave them, under the lock: one copy belongs on our own disk, too."""

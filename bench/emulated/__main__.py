@@ -14,6 +14,7 @@ COMMANDS = {
     "caraserve": "cold adapters: a host that helps, against loads that are waited for",
     "chameleon": "adapters: queues and caches over loads, by the paper's device and requests",
     "symphony": "people who type, on one node: advisories over tiers, tiers over none",
+    "scarce": "people who type, where device and host memory hold few of their conversations",
     "urgent": "urgent requests: others paused for them, or never",
     "order": "orders of starting against vLLM's own queue: never worse, and what is gained",
     "exact": "fcfs is vLLM's own order, policies repeat, and what our scheduling costs",

@@ -24,7 +24,8 @@ from bench.sim.core.clock import Clock, Event
 from bench.sim.core.links import SharedLink
 from bench.sim.core.session_node import StepPrefill
 from bench.sim.core.steps import StepCost
-from engine_bridge.core.restores import Load, StepMoves
+from engine_bridge.core.restores import StepMoves
+from engine_bridge.core.restoring import Load
 from engine_bridge.driver.kv_connector import LAYER_TIMEOUT_S
 from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.promoter import Promoter
@@ -227,6 +228,7 @@ class EmulatedTiers(KvTiers):
         """
 
         def begin() -> None:
+            self.end_moves(moves)
             self._step = _Step(self, moves, compute_s, end)
             self._step.load()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import concurrent.futures
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from bench.sim.core.clock import Clock
-from kvtiers.io.io_thread import IoThread
+from kvtiers.io.io_thread import IoThread, T
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -36,8 +37,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> asyncio.Handle:
+        """From code that may hold a lock which the callback takes: it runs at this time, but after whatever runs now."""
         handle = self.call_soon(callback, *args, context=context)
-        self.turn()
+        self._virtual.at(self._virtual.now, lambda now: None if self.is_closed() else self.turn())
         return handle
 
     def turn(self) -> None:
@@ -52,6 +54,11 @@ class VirtualIo(IoThread):
 
     def __init__(self, clock: Clock) -> None:
         self.loop: VirtualLoop = VirtualLoop(clock)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        started = super().start(work)
+        self.loop.turn()
+        return started
 
     def close(self) -> None:
         """What waits still is cancelled."""

@@ -59,6 +59,14 @@ AIMS = {
 }
 
 
+def histories_of(num_people: int) -> dict[str, int]:
+    """How long each person's conversation is at first, in tokens; their logarithms are spread evenly."""
+    ratio = MOST_TOKENS / FEWEST_TOKENS
+    lengths = [int(FEWEST_TOKENS * ratio ** (n / (num_people - 1))) for n in range(num_people)]
+    random.Random(0).shuffle(lengths)
+    return {f"person{n}": length for n, length in enumerate(lengths)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How much is measured; as it is, by the whole bench. end_s: no round begins after it would end later than this; three are always played."""
@@ -102,10 +110,7 @@ class Bench(Progress):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
-        ratio = MOST_TOKENS / FEWEST_TOKENS
-        lengths = [int(FEWEST_TOKENS * ratio ** (n / (plan.num_people - 1))) for n in range(plan.num_people)]
-        random.Random(0).shuffle(lengths)
-        self.histories = {f"person{n}": length for n, length in enumerate(lengths)}
+        self.histories = histories_of(plan.num_people)
         self.measured = {arm: Measured() for arm in ARMS}
 
     @property

@@ -11,6 +11,7 @@ OVERTURE = "Overture"
 _own_claim = partial(Claim, OVERTURE)
 _advisory = partial(Figure, "live-advisory")
 _from_disk = partial(Figure, "live-advisory-disk")
+_scarce = partial(Figure, "emulated-scarce")
 _followers = partial(Figure, "sim-followers")
 # With intervals: six to fifteen repeats in turns.
 _adapters = partial(Figure, "live-adapters")
@@ -36,29 +37,43 @@ OVERTURE_CLAIMS = (
             "A1",
             f"{what}, conversations of 4k to 16k tokens on disk, host memory for a tenth of them, others at work",
             unit,
+            sim=sim,
             live=_from_disk(key),
             aim=aim,
-            bound=_from_disk("vs_oracle_bound") if key == "vs_oracle_p50" else None,
+            bound=bound,
             note=note,
             better=LOWER,
         )
-        for what, key, unit, aim, note in (
-            ("median TTFT with advisories ÷ without", "ttft_vs_without_p50", RATIO, 0.6, ""),
+        for what, key, unit, aim, sim, bound, note in (
+            (
+                "median TTFT with advisories ÷ without",
+                "ttft_vs_without_p50",
+                RATIO,
+                0.6,
+                _scarce("ttft_vs_none_p50"),
+                _scarce("bound_ttft_vs_none_p50"),
+                "the bound knows when each question will come",
+            ),
             (
                 "p99 TTFT with advisories ÷ without",
                 "ttft_vs_without_p99",
                 RATIO,
                 0.6,
-                "of the largest conversations: six of twenty people type at a time, and the device holds four conversations",
+                _scarce("ttft_vs_none_p99"),
+                _scarce("bound_ttft_vs_none_p99"),
+                "of long conversations typed in for a short time: six of twenty people type at once, and the device holds four; the bound knows "
+                "when each question will come",
             ),
             (
                 "median TTFT with advisories ÷ with everything on the device",
                 "vs_oracle_p50",
                 RATIO,
                 1.15,
+                _scarce("vs_resident_p50"),
+                _from_disk("vs_oracle_bound"),
                 "the bound is live, too: so much slower are steps without advisories, where as much is read from the disk",
             ),
-            ("tokens/s of others that advisories cost", "decode_lost", SHARE, 0.02, ""),
+            ("tokens/s of others that advisories cost", "decode_lost", SHARE, 0.02, None, None, ""),
         )
     ),
     _own_claim(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine_bridge.core.cache_moves import Refresh
 from engine_bridge.core.expected import Hashes
 
 # Blocks that may be moved in a second. Chosen: 1.3% of the engine's thread, which takes 1.3 µs to find and move one (measured, vLLM's block pool).
@@ -42,14 +43,11 @@ class Device(Protocol):
 
     def resident(self, hashes: Hashes, limit: int) -> Resident:
         """How many of the first `limit` of these blocks are on the device, from the first one on."""
+        ...
 
-
-@dataclass(frozen=True, slots=True)
-class Refresh:
-    """Put the first `num_blocks` of a prefix behind everything else in the order of eviction."""
-
-    hashes: Hashes
-    num_blocks: int
+    def num_evicted_before(self, hashes: Collection[bytes], limit: int) -> int | None:
+        """How many other blocks the engine evicts before the first of these, which running requests may hold; at most `limit`. None: one of them is
+        not there any more."""
 
 
 class EvictionOrder:
@@ -62,6 +60,10 @@ class EvictionOrder:
         self._ended_s = -math.inf  # of the last round
         # Still to be moved in this round, the least deserving first.
         self._pending: deque[tuple[Hashes, int]] = deque()
+        # Of each that a round has put behind everything else, the block that is evicted first: of the last whole round, and of the one under way.
+        self._first_kept: list[bytes] = []
+        self._first_moved: list[bytes] = []
+        self._is_loss_told = False
         self._waiting: dict[str, Refresh] = {}  # by request id
         self._waiting_blocks: Counter[bytes] = Counter()
 
@@ -76,7 +78,8 @@ class EvictionOrder:
         return self._is_disturbed or bool(self._pending)
 
     def came(self, request_id: str, hashes: Hashes) -> Refresh | None:
-        """A request waits from now on. Returns what keeps what the device has of it; None if that is nothing."""
+        """A request waits, or more of what it needs has come. Returns what keeps what the device has of it; None if that is nothing."""
+        self.left(request_id)
         num_there = self._device.resident(hashes, len(hashes)).num_blocks
         if not num_there:
             return None
@@ -96,9 +99,29 @@ class EvictionOrder:
         """Something else was put behind them."""
         self._is_disturbed = True
 
-    def is_due(self, now: float) -> bool:
-        """Whether some are to be moved now."""
+    def is_due(self, now: float, *, is_busy: bool = True) -> bool:
+        """Whether some are to be moved now. is_busy: others want the engine's thread."""
+        if not is_busy and self.is_owed:
+            return True
         return now >= self.due_s and (self.is_owed or now >= self._ended_s + LOOK_EVERY_S)
+
+    def num_unexpected(self, limit: int) -> int:
+        """Of the next `limit` blocks that the engine would evict, how many a guess may take: those in front of all that was put behind the others.
+        What has ended since lies behind these; so if there are fewer than `limit`, the order is to be put right."""
+        if not self._first_kept or limit <= 0:
+            return limit
+        num = self._device.num_evicted_before(self._first_kept, limit) or 0
+        if num < limit:
+            self.disturb()
+        return num
+
+    def has_lost(self) -> bool:
+        """Whether the engine has taken some of what was put behind the others. Said once in a round."""
+        if self._is_loss_told or self._device.num_evicted_before(self._first_kept, 0) is not None:
+            return False
+        self._is_loss_told = True
+        self.disturb()
+        return True
 
     def moves(self, shares: Sequence[tuple[Hashes, int]], now: float) -> list[Refresh]:
         """What is to be carried out now, one after the other.
@@ -107,7 +130,7 @@ class EvictionOrder:
         rest comes first, as it was begun.
         """
         if not self._pending:
-            self._is_disturbed = False
+            self._is_disturbed, self._first_moved = False, []
             waiting = {kept.hashes[-1]: (kept.hashes, kept.num_blocks) for kept in self._waiting.values()}
             self._pending.extend((*reversed(shares), *waiting.values()))
         moves, num_moved = [], 0
@@ -117,7 +140,9 @@ class EvictionOrder:
             if num_there:
                 moves.append(Refresh(hashes, num_there))
                 num_moved += num_there
+        self._first_moved += [move.hashes[move.num_blocks - 1] for move in moves]
         if not self._pending:
-            self._ended_s = now
+            # Not sooner: those that a round comes to last have their old places until then.
+            self._first_kept, self._is_loss_told, self._ended_s = self._first_moved, False, now
         self.due_s = now + num_moved / BLOCKS_PER_S
         return moves

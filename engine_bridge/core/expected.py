@@ -70,10 +70,10 @@ class Guess:
         if is_far:
             self._stages.append(stage)
 
-    def let_go(self) -> Stage | None:
-        """Give up the piece, for whoever is to release it."""
+    def let_go(self) -> list[Stage]:
+        """Give up the piece, if there is one, for whoever is to release it."""
         stage, self.stage = self.stage, None
-        return stage
+        return [] if stage is None else [stage]
 
     @property
     def has_moved(self) -> bool:

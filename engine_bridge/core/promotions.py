@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine_bridge.core.eviction_order import Device, EvictionOrder, Refresh
+from engine_bridge.core.cache_moves import Copy, Refresh
+from engine_bridge.core.eviction_order import Device, EvictionOrder
 from engine_bridge.core.expected import Guess, Hashes, Memory, OnChange, OpenAccounts, Whose
 from engine_bridge.core.fetching import peer_to_ask
 from engine_bridge.node import Advisory, AdvisoryState
 from engine_bridge.policy.beside import WorkShare
 from engine_bridge.policy.guesses import GuessFacts, Target, due_s, plan
-from kvtiers.blocks import Block, Stage, StageProgress
+from kvtiers.blocks import Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 
 # Copying to the device between two steps may take so long: with nobody waiting, and while requests run. Chosen. Where copies take the engine
@@ -71,16 +72,6 @@ class Beside:
     overlaps: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Take blocks of the device, fill them from host memory with `sources`, and leave them as evictable cache behind the first `start` blocks of
-    the prefix that `hashes` name, which are there."""
-
-    hashes: Hashes
-    start: int
-    sources: Sequence[Block]
-
-
 class Promotions:
     """Acts on advisories. Each that it has taken reports its end exactly once. memory: what sessions' next prompts will begin with.
 
@@ -117,7 +108,7 @@ class Promotions:
         self._num_turn_blocks = 0
         self._is_owed = False  # there is news that only urgent guesses have heard of
         self._was_busy = False
-        self._idle_since_s = 0.0
+        self._look_from_s = 0.0  # what was found before this may be gone
 
     # -- what comes in -----------------------------------------------------------------------------------------------
 
@@ -173,7 +164,8 @@ class Promotions:
         if common == 0:
             self._drop(guess, "wasted", lead_s)  # the session went on as another conversation
             return kept
-        self._hand_over(guess)
+        # The request stages for itself when it is scheduled; until then its reads must not be stopped.
+        self._released += guess.let_go()
         if resident >= min(guess.limit, common):
             guess.report("hit", lead_s=lead_s)
         else:
@@ -181,9 +173,14 @@ class Promotions:
             guess.report("late", lead_s=lead_s, late_s=late_s)
         return kept
 
+    def carried(self, request_id: str, hashes: Hashes) -> None:
+        """A piece of what a waiting request needs has come to the device, and lies behind everything else."""
+        self._order.came(request_id, hashes)
+
     def started(self, request_id: str) -> None:
-        """A request has its blocks of the device."""
+        """A request has its blocks of the device, which expected sessions may have lost by it."""
         self._order.left(request_id)
+        self._has_news = True
 
     def ended(self, request_id: str) -> None:
         """What a request leaves on the device is now evicted after everything else."""
@@ -198,10 +195,8 @@ class Promotions:
 
     def give_up(self) -> None:
         """Every advisory is over."""
-        guesses = list(self._guesses.values())
-        self._guesses, self._expected = {}, {}
-        for guess in guesses:
-            self._drop(guess, "cancelled")
+        while self._guesses:
+            self._end(next(iter(self._guesses.values())), "cancelled")
 
     def close(self) -> None:
         """The engine goes."""
@@ -234,7 +229,7 @@ class Promotions:
         self._let_go()
         if self._was_busy and not beside.is_busy:
             # What ran may have pushed out what was promoted, and it no longer forbids copies.
-            self._has_news, self._idle_since_s = True, now
+            self._has_news, self._look_from_s = True, now
         self._was_busy = beside.is_busy
         self._num_turn_blocks = 0
         slice_s = self._slice_s(beside, now)
@@ -242,10 +237,12 @@ class Promotions:
         if not (self.has_work(now) or (self._is_owed and not only_urgent)):
             return
         self._has_news, self._is_owed, self._look_at_s = False, only_urgent, None
+        if self._order.has_lost():
+            self._look_from_s = now
         facts = [self._facts(guess) for guess in self._guesses.values()]
         num_free = self._device.num_free_blocks() - self._order.num_waiting_blocks
         targets = plan(facts, num_free, self._device.num_blocks, now)
-        if self._order.is_due(now):
+        if self._order.is_due(now, is_busy=beside.is_busy):
             shares = [(self._guesses[target.name], target.num_device_blocks) for target in targets]
             yield from self._order.moves([(guess.hashes, num) for guess, num in shares], now)
         if beside.can_copy:
@@ -307,8 +304,8 @@ class Promotions:
 
     def _move(self, guess: Guess, target: Target, room: int, now: float) -> Iterator[Copy]:
         """Bring one guess further, with at most `room` blocks."""
-        was_looked_at = guess.looked_s >= self._idle_since_s and now - guess.looked_s < LOOK_EVERY_S
-        if guess.state == "warm" and was_looked_at:
+        was_looked_at = guess.looked_s >= self._look_from_s and now - guess.looked_s < LOOK_EVERY_S
+        if was_looked_at and guess.state == "warm" and guess.num_on_device >= guess.limit:
             return
         guess.looked_s = now
         resident = self._device.resident(guess.hashes, guess.limit)
@@ -338,7 +335,10 @@ class Promotions:
             return
         end = min(guess.first + progress.num_ready_blocks, target.num_device_blocks, num_there + room)
         num_free = self._device.num_free_blocks() - self._order.num_waiting_blocks
-        num_copied = min(end - num_there, num_free - resident.num_unused)
+        num_wanted = min(end - num_there, num_free - resident.num_unused)
+        num_copied = num_wanted if guess.is_urgent else self._order.num_unexpected(num_wanted)
+        if num_copied <= 0 < num_wanted:
+            return  # others that are expected lie in front: `advance` looks again when the order is due
         if num_copied > 0 and num_there >= guess.first:
             offset = num_there - guess.first
             yield Copy(guess.hashes, num_there, guess.stage.blocks[offset : offset + num_copied])
@@ -372,8 +372,7 @@ class Promotions:
         if is_full and guess.is_known:
             return False
         session_id, tenant = guess.advisory.session_id, guess.advisory.tenant
-        seconds = self._prefill_s_per_token()
-        peer = peer_to_ask(guess.advisory.kv_from, self._store, self._block_size, seconds)
+        peer = peer_to_ask(guess.advisory.kv_from, self._store, self._block_size, self._prefill_s_per_token())
         keys = [BlockKey(bytes(block_hash)) for block_hash in guess.hashes[first:]]
         num_held = len(keys) if peer else self._store.num_held(keys)
         guess.limit, guess.is_known = first + num_held, True
@@ -416,15 +415,8 @@ class Promotions:
         self._accounts.close(guess, outcome, lead_s)
 
     def _release(self, guess: Guess) -> None:
-        stage = guess.let_go()
-        if stage is not None:
+        for stage in guess.let_go():
             self._store.release(stage)
-
-    def _hand_over(self, guess: Guess) -> None:
-        """The request stages for itself when it is scheduled; until then its reads must not be stopped."""
-        stage = guess.let_go()
-        if stage is not None:
-            self._released.append(stage)
 
     def _let_go(self) -> None:
         released, self._released = self._released, []
@@ -460,11 +452,10 @@ def _is_full(guesses: Iterable[Guess], store: KvBlocks) -> bool:
 
 
 def _has_host_room(guesses: Iterable[Guess], store: KvBlocks) -> bool:
-    """Whether more may be read as far as host memory for guesses that have no room on the device: so much that it is still there when the longest
-    of them comes, all of which is brought through host memory."""
+    """Whether more may be read as far as host memory for guesses that have no room on the device. What is read there stays when one of them comes,
+    however long it is: a long restore goes in pieces (`restoring.py`)."""
     num_there = _num_staged(guesses) + sum(max(g.num_hosted - g.num_on_device, 0) for g in guesses)
-    most = store.num_host_blocks * (1 - STAGED_SHARE) - max(guess.limit for guess in guesses)
-    return num_there < min(store.num_host_blocks * HOSTED_SHARE, most)
+    return num_there < store.num_host_blocks * HOSTED_SHARE
 
 
 def _count_common(first: Hashes, second: Hashes) -> int:

@@ -6,12 +6,15 @@ here, or by whoever carries out the `Load` that has it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine_bridge.core.cache_moves import Copy
 from engine_bridge.core.fetching import peer_to_ask
+from engine_bridge.core.restoring import PIECES_AT_ONCE, Behind, Load, Machine, Restore, Turn, piece_blocks
 from engine_bridge.policy.preemption import is_still_right
 from engine_bridge.policy.restore_method import LossDecision, SwapOrRecompute, Way
 from kvtiers.blocks import Save, Stage, StageProgress
@@ -22,9 +25,10 @@ from kvtiers.policy.restore import Action, RestoreFacts, RestorePolicy, disk_s
 MIN_PREFILL_TOKENS = 128
 # Sources of requests that were aborted are never asked for: so many, and twice as many as there are requests, are kept. Chosen.
 MAX_SPARE_SOURCES = 64
-# Among those who hold host memory, in the place of a request's id.
-STOPPED_READS = ""
-# A request waits so often for others to give host memory back, a quarter of a second each time where measured. Chosen: nobody waits for ever.
+# What a request may wait for beside other requests: that reads end which nobody wants any more, and its turn to be restored in pieces.
+STOPPED_READS, TURN = "", " "
+# A request waits so often for others to give host memory back, a quarter of a second each time where measured; and has one piece copied so often
+# that does not come to the device. Chosen: nobody waits for ever.
 MAX_WAITS = 8
 
 
@@ -35,6 +39,8 @@ class KvBlocks(Protocol):
     def shape(self) -> BlockShape:
         """How large a block is and in how many layers it is copied."""
 
+    @property
+    def num_host_blocks(self) -> int: ...
     def enter(self, group: str, *, tenant: str, weight: float, is_asked: bool, is_session: bool) -> None: ...
     def leave(self, group: str, *, tenant: str = "") -> None: ...
     def stage(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "", peer: str = "") -> Stage: ...
@@ -49,7 +55,7 @@ class KvBlocks(Protocol):
     def begin_save(self, group: str, keys: Sequence[BlockKey], *, tenant: str = "") -> Save: ...
 
 
-class Tiers(Protocol):
+class Tiers(Machine, Protocol):
     """The tiers of a node, as far as restores ask them.
 
     chosen, resumed: count the ways that were chosen when requests were preempted, and those by which they came back.
@@ -76,21 +82,9 @@ class Tiers(Protocol):
         """By the costs as they are now; None where `policy` alone is to decide."""
         ...
 
-    def prefill_s_per_token(self) -> float | None: ...
-    def host_bytes_per_s(self) -> float: ...
-
-
-@dataclass(slots=True)
-class Load:
-    """Blocks `first ..` of a stage go to the device's `block_ids` in the next step. Whoever copies them releases the stage.
-
-    is_whole: all layers are in host memory, so none has to be waited for.
-    """
-
-    stage: Stage
-    first: int
-    block_ids: list[int]
-    is_whole: bool
+    def num_free_device_blocks(self) -> int:
+        """Blocks of the device that no running request holds; 0 where nothing can be copied there between two steps."""
+        ...
 
 
 @dataclass(slots=True)
@@ -117,6 +111,21 @@ class Sources:
     host: int = 0
     disk: int = 0
     peer: int = 0
+
+    def load(self, restore: Restore, num_blocks: int, block_size: int) -> None:
+        """A step loads so many blocks. What a restore has brought to the device in pieces counts as from where it was."""
+        skipped = restore.num_skipped
+        carried = restore.carried_before(restore.first + skipped)[: self.device // block_size]
+        found = Counter(carried + restore.origins[skipped : skipped + num_blocks])
+        self.device -= len(carried) * block_size
+        self.host, self.disk, self.peer = (found[each] * block_size for each in ("host", "disk", "peer"))
+
+    def cut(self, num_tokens: int) -> None:
+        """Only so many of them came, from the first one on."""
+        loaded = max(num_tokens - self.device, 0)
+        self.host = min(self.host, loaded)
+        self.disk = min(self.disk, loaded - self.host)
+        self.peer = min(self.peer, loaded - self.host - self.disk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,28 +159,26 @@ class NewRequest:
 
 
 @dataclass(slots=True)
-class _Restore:
-    """A stage from its request's block `first` on, of which the device lacks all but `num_skipped`."""
-
-    stage: Stage
-    first: int
-    num_skipped: int = 0
-
-
-@dataclass(slots=True)
 class _Known:
     """One request. entered: the group that the store was told of; has_looked: whether `restore` is what the tiers hold now; num_offered: blocks
-    that the tiers were offered, None before it ran; way: chosen for its return when it was preempted. waits_for: who holds the host memory that
-    its restore needs (requests, STOPPED_READS); num_waits: how often it has waited for others to give it back."""
+    that the tiers were offered, None before it ran; way: chosen for its return when it was preempted. waits_for: requests that hold the host memory
+    which its restore needs, STOPPED_READS, or TURN; num_waits: how often it has waited for others to give it back. goes_whole: its restore goes in no
+    pieces; turn_bytes: that it reads when it is its turn."""
 
     request: NewRequest
     entered: str | None = None
     has_looked: bool = False
-    restore: _Restore | None = None
+    restore: Restore | None = None
     num_offered: int | None = None
     way: Way | None = None
     waits_for: set[str] = field(default_factory=set)
     num_waits: int = 0
+    goes_whole: bool = False
+    turn_bytes: int = 0
+
+    def take_restore(self) -> Restore | None:
+        restore, self.restore = self.restore, None
+        return restore
 
 
 class Restores:
@@ -184,6 +191,9 @@ class Restores:
         self._sources: dict[str, Sources] = {}
         self._loads: list[Load] = []
         self._starting: set[str] = set()  # whose these are
+        self._turn = Turn()
+        self._in_pieces: set[str] = set()  # requests whose restore goes in pieces, or has
+        self._copies: dict[str, Copy] = {}
 
     # -- a request waits -----------------------------------------------------------------------------------------------
 
@@ -214,6 +224,7 @@ class Restores:
             is_resumed: it has run before.
         """
         known = self._known[request_id]
+        self._turn.ask(request_id)
         if not known.request.may_load:
             return 0
         if not is_resumed:
@@ -222,12 +233,14 @@ class Restores:
         restore = self._find_restore(known, first, num_tokens)
         if restore is None:
             return None if known.waits_for else 0
-        restore.num_skipped = first - restore.first
-        facts = self._facts(restore, num_tokens)
+        if not restore.stages:
+            return 0
+        facts = restore.facts(self._store, self._tiers, num_tokens, self._block_size)
         if facts.num_blocks <= 0:
             return 0
         num_blocks = self._num_to_load(known.way if is_resumed else None, facts, first)
-        return num_blocks * self._block_size if num_blocks is not None else None
+        most = restore.most_to_load(facts, self._tiers)
+        return min(num_blocks, most) * self._block_size if num_blocks is not None else None
 
     def _num_to_load(self, way: Way | None, facts: RestoreFacts, num_on_device: int) -> int | None:
         """Blocks to load now, None: wait. The way that was chosen at the preemption is gone, unless another is far better by now."""
@@ -245,22 +258,29 @@ class Restores:
         num_tokens = (num_on_device + facts.num_blocks) * self._block_size
         return costs.decide(num_tokens, num_on_device * self._block_size, disk_s(facts))
 
-    def _find_restore(self, known: _Known, first: int, num_tokens: int) -> _Restore | None:
+    def _find_restore(self, known: _Known, first: int, num_tokens: int) -> Restore | None:
         """What the tiers hold for a request; staged at the first call, and anew if the device has lost blocks before the stage."""
         store = self._tiers.usable_store
         if store is None:
             return None
-        if known.has_looked and (known.restore is None or first >= known.restore.first):
-            return known.restore
+        if known.has_looked:
+            restore = known.restore
+            if restore is None:
+                return None
+            restore.num_skipped = first - restore.first
+            if restore.num_skipped >= 0 and self._goes_on(known, restore, num_tokens, store):
+                return restore
         if known.waits_for:
             known.waits_for = {each for each in known.waits_for if self._holds_memory(each, store)}
             if known.waits_for:
                 return None
-        before, known.restore = known.restore, None
+        before = known.take_restore()
         # Where it lets go of what was read for it, that is memory for its next try.
         self._stage(known, first, num_tokens, store, {STOPPED_READS} if before is not None else set())
         if before is not None:
-            store.release(before.stage)  # not sooner, or its blocks might make room for one another
+            if known.restore is not None:
+                known.restore.carried = before.carried_before(first)
+            before.release(store)  # not sooner, or its blocks might make room for one another
         return known.restore
 
     def _stage(
@@ -270,36 +290,102 @@ class Restores:
         # The last token is always computed: its logits are what the request is for.
         last = (num_tokens - 1) // self._block_size
         known.has_looked = True
-        if first < last:
-            request = known.request
-            keys, peer = request.block_keys(first, last), self._peer_of(known, store)
-            stage = store.stage(request.group, keys, tenant=request.tenant, peer=peer)
-            if known.num_waits < MAX_WAITS and self._is_whole_sooner(stage, keys, store):
-                names = (STOPPED_READS, *self._known)
-                known.waits_for = giving_back | {name for name in names if self._holds_memory(name, store)}
-                known.num_waits += 1
-            if known.waits_for or not stage.blocks:
-                store.release(stage)
-                known.has_looked = not known.waits_for
-            else:
-                known.restore = _Restore(stage, first)
+        if first >= last:
+            return
+        request = known.request
+        keys, peer = request.block_keys(first, last), self._peer_of(known, store)
+        if not peer and self._begins_pieces(known, first, keys, num_tokens, store):
+            return
+        stage = store.stage(request.group, keys, tenant=request.tenant, peer=peer)
+        if known.num_waits < MAX_WAITS and _is_whole_sooner(stage, keys, store, self._block_s()):
+            names = (STOPPED_READS, *self._known)
+            known.waits_for = giving_back | {name for name in names if self._holds_memory(name, store)}
+            known.num_waits += 1
+        if known.waits_for or not stage.blocks:
+            store.release(stage)
+            known.has_looked = not known.waits_for
+        else:
+            known.restore = Restore([stage], first)
+
+    def _begins_pieces(
+        self, known: _Known, first: int, keys: Sequence[BlockKey], num_tokens: int, store: KvBlocks
+    ) -> bool:
+        """Whether a restore goes in pieces. One request's at a time, as there is one disk: others wait for their turn, where that pays."""
+        num_held = store.num_held(keys)
+        num_bytes = store.bytes_to_read(keys[:num_held])
+        most_bytes = PIECES_AT_ONCE * piece_blocks(store) * store.shape.block_bytes
+        if known.goes_whole or not known.request.is_saved or num_bytes <= most_bytes:
+            return False
+        request_id = known.request.request_id
+        if self._turn.holder != request_id and self._holds_memory(TURN, store):
+            holder = self._known[self._turn.holder].restore
+            num_ahead = holder.progress(store).disk_bytes_left if holder is not None else 0
+            num_ahead += sum(each.turn_bytes for each in self._known.values() if TURN in each.waits_for)
+            if (num_ahead + num_bytes) / store.disk_bytes_per_s() >= num_held * self._block_s():
+                return False
+            known.waits_for, known.has_looked, known.turn_bytes = {TURN}, False, num_bytes
+            return True
+        restore = Restore([], first, later=Behind(num_held, num_bytes))
+        if not self._goes_on(known, restore, num_tokens, store):
+            return False
+        self._turn.take(request_id)
+        self._in_pieces.add(request_id)
+        known.restore = restore
+        return True
+
+    def _goes_on(self, known: _Known, restore: Restore, num_tokens: int, store: KvBlocks) -> bool:
+        """Have a restore that goes in pieces come further. False: it can no more; host memory or the device has no room, or copying fails."""
+        self._copies.pop(known.request.request_id, None)
+        if not restore.is_in_pieces:
+            return True
+        request, last = known.request, (num_tokens - 1) // self._block_size
+
+        def stage_piece(start: int, num_blocks: int) -> tuple[Stage, Behind]:
+            keys = request.block_keys(start, last)
+            stage = store.stage(request.group, keys[:num_blocks], tenant=request.tenant)
+            behind = keys[len(stage.blocks) :]
+            behind = behind[: store.num_held(behind)]
+            return stage, Behind(len(behind), store.bytes_to_read(behind))
+
+        # The block of its last tokens, too: then it can start at once. Others' pieces are not to make room for it.
+        others = (self._known[each].restore for each in self._in_pieces - {request.request_id})
+        num_needed = last + 1 + sum(other.first for other in others if other is not None)
+        has_room = num_needed <= self._tiers.num_free_device_blocks()
+        may_go_on = has_room and restore.num_asked < MAX_WAITS and not known.goes_whole
+        if not may_go_on or not restore.go_on(store, stage_piece):
+            known.goes_whole = True
+            return False
+        copy = restore.next_copy(request.keys, store, self._tiers.host_bytes_per_s())
+        if copy is not None:
+            self._copies[request.request_id] = copy
+        return True
+
+    def take_copies(self) -> dict[str, Copy]:
+        """Pieces that are to go to the device before the next step, by request. What is not copied is asked for again."""
+        copies, self._copies = self._copies, {}
+        return copies
+
+    def go_whole(self, request_id: str) -> None:
+        """A piece could not be copied: this request's restore goes in none."""
+        known = self._known.get(request_id)
+        if known is not None:
+            known.goes_whole = True
 
     def _holds_memory(self, name: str, store: KvBlocks) -> bool:
         """Whether a request, or what is being read for nobody, holds host memory that it gives back soon."""
         if name == STOPPED_READS:
             return store.is_stopping_reads
-        known = self._known.get(name)
-        return known is not None and (known.restore is not None or name in self._starting)
+        known = self._known.get(self._turn.holder if name == TURN else name)
+        restore = known.restore if known is not None else None
+        if name == TURN:
+            return self._turn.is_kept and restore is not None and restore.later.num_blocks > 0
+        return (restore is not None and bool(restore.stages)) or (
+            known is not None and name in self._starting
+        )
 
-    def _is_whole_sooner(self, stage: Stage, keys: Sequence[BlockKey], store: KvBlocks) -> bool:
-        """Whether a stage that host memory has cut short would be whole, once others' are read, before the rest of it could be computed."""
-        num_cut = store.num_held(keys) - len(stage.blocks)
-        seconds = self._tiers.prefill_s_per_token()
-        if num_cut <= 0 or seconds is None:
-            return False
-        progress = store.progress(stage)
-        num_bytes = progress.disk_bytes_ahead + num_cut * store.shape.block_bytes
-        return num_bytes / progress.disk_bytes_per_s < num_cut * self._block_size * seconds
+    def _block_s(self) -> float:
+        """To compute a block; endless before that was measured."""
+        return self._block_size * (self._tiers.prefill_s_per_token() or math.inf)
 
     def _peer_of(self, known: _Known, store: KvBlocks) -> str:
         """Who is asked for what this node lacks. What ran here has left its KV here."""
@@ -307,28 +393,6 @@ class Restores:
             return ""
         seconds = self._tiers.prefill_s_per_token()
         return peer_to_ask(known.request.kv_from, store, self._block_size, seconds)
-
-    def _facts(self, restore: _Restore, num_tokens: int) -> RestoreFacts:
-        store, tiers = self._store, self._tiers
-        progress = store.progress(restore.stage)
-        end_tokens = (restore.first + progress.num_blocks) * self._block_size
-        return RestoreFacts(
-            num_blocks=progress.num_blocks - restore.num_skipped,
-            num_ready_blocks=max(progress.num_ready_blocks - restore.num_skipped, 0),
-            num_tail_tokens=num_tokens - end_tokens,
-            block_size_tokens=self._block_size,
-            block_bytes=store.shape.block_bytes,
-            num_layers=store.shape.num_layers,
-            num_ready_layers=progress.num_ready_layers,
-            disk_bytes_done=progress.disk_bytes_done,
-            disk_bytes_left=progress.disk_bytes_left,
-            disk_bytes_ahead=progress.disk_bytes_ahead,
-            waited_s=progress.waited_s,
-            prefill_s_per_token=tiers.prefill_s_per_token(),
-            disk_bytes_per_s=progress.disk_bytes_per_s,
-            host_bytes_per_s=tiers.host_bytes_per_s(),
-            is_from_peer=progress.is_from_peer,
-        )
 
     def admit(
         self,
@@ -341,31 +405,16 @@ class Restores:
     ) -> None:
         """The request runs from the next step on, with `num_loaded_tokens` of its `num_tokens` loaded into its `block_ids`."""
         known = self._known[request_id]
-        restore = known.restore
+        restore, num_blocks = known.restore, num_loaded_tokens // self._block_size
         if is_resumed:
-            self._tiers.resumed[self._restore_method(restore, num_loaded_tokens, num_tokens)] += 1
-        num_blocks = num_loaded_tokens // self._block_size
-        if restore is None or not num_blocks:
-            self._release(known)
-            return
-        known.restore, known.has_looked = None, False  # the load has the stage now
-        self._starting.add(request_id)
-        start, skipped = restore.first + restore.num_skipped, restore.num_skipped
-        is_whole = self._store.progress(restore.stage).num_ready_blocks >= skipped + num_blocks
-        self._loads.append(
-            Load(restore.stage, skipped, list(block_ids[start : start + num_blocks]), is_whole)
-        )
+            self._tiers.resumed[_way_of(restore, num_blocks, (num_tokens - 1) // self._block_size)] += 1
         sources = self._sources.get(request_id)
-        if sources is not None and not is_resumed:
-            origins = Counter(restore.stage.origins[skipped : skipped + num_blocks])
-            sources.disk, sources.peer = (origins[each] * self._block_size for each in ("disk", "peer"))
-            sources.host = num_loaded_tokens - sources.disk - sources.peer
-
-    def _restore_method(self, restore: _Restore | None, num_loaded_tokens: int, num_tokens: int) -> str:
-        if restore is None or not num_loaded_tokens:
-            return "recompute"
-        num_lacking = (num_tokens - 1) // self._block_size - restore.first - restore.num_skipped
-        return "swap" if num_loaded_tokens // self._block_size >= num_lacking else "split"
+        if restore is not None and sources is not None and not is_resumed:
+            sources.load(restore, num_blocks, self._block_size)
+        if restore is not None and num_blocks:
+            self._loads += restore.loads(block_ids, num_blocks, self._store)
+            self._starting.add(request_id)
+        self._release(known)
 
     def forget(self, request_id: str) -> None:
         """The request has ended, however."""
@@ -382,8 +431,20 @@ class Restores:
 
     def _release(self, known: _Known) -> None:
         if known.restore is not None:
-            self._store.release(known.restore.stage)
-        known.restore, known.has_looked = None, False
+            known.restore.release(self._store)
+        self._copies.pop(known.request.request_id, None)
+        self._in_pieces.discard(known.request.request_id)
+        known.restore, known.has_looked, known.goes_whole = None, False, False
+
+    def close(self) -> None:
+        """The engine goes: nothing is held for its requests any more."""
+        if self._tiers.usable_store is None:
+            return
+        for known in self._known.values():
+            self._release(known)
+        for load in self._loads:
+            self._store.release(load.stage)
+        self._loads = []
 
     def take_sources(self, request_id: str) -> Sources | None:
         """Where a request's KV came from; asked once, with its first output."""
@@ -424,6 +485,7 @@ class Restores:
         """
         moves = StepMoves(self._loads)
         self._loads, self._starting = [], set()
+        self._turn.end_step()
         store = self._tiers.usable_store
         if store is None:
             return moves
@@ -457,22 +519,32 @@ class Restores:
             first = next((i for i, block_id in enumerate(block_ids) if block_id in invalid), None)
             if first is not None:
                 spoiled.update(block_ids[first:])
-                self._correct_sources(request_id, first)
+                if request_id in self._sources:
+                    self._sources[request_id].cut(first * self._block_size)
         return spoiled
-
-    def _correct_sources(self, request_id: str, num_good_blocks: int) -> None:
-        sources = self._sources.get(request_id)
-        if sources is not None:
-            loaded = max(num_good_blocks * self._block_size - sources.device, 0)
-            sources.host = min(sources.host, loaded)
-            sources.disk = min(sources.disk, loaded - sources.host)
-            sources.peer = min(sources.peer, loaded - sources.host - sources.disk)
 
     @property
     def _store(self) -> KvBlocks:
         store = self._tiers.usable_store
         assert store is not None, "a stage without the store that made it"
         return store
+
+
+def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: KvBlocks, block_s: float) -> bool:
+    """Whether a stage that host memory has cut short would be whole, once others' are read, before the rest of it could be computed."""
+    num_cut = store.num_held(keys) - len(stage.blocks)
+    if num_cut <= 0 or block_s == math.inf:
+        return False
+    progress = store.progress(stage)
+    num_bytes = progress.disk_bytes_ahead + num_cut * store.shape.block_bytes
+    return num_bytes / progress.disk_bytes_per_s < num_cut * block_s
+
+
+def _way_of(restore: Restore | None, num_loaded: int, num_wanted: int) -> str:
+    """How a preempted request gets back the KV of its first `num_wanted` blocks, of which it loads so many."""
+    if restore is None or not num_loaded:
+        return "recompute"
+    return "swap" if num_loaded >= num_wanted - restore.first - restore.num_skipped else "split"
 
 
 class PrefillMeter:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.core.restores import Load, NewRequest, PrefillMeter, Restores, StepMoves
+from engine_bridge.core.restores import NewRequest, PrefillMeter, Restores, StepMoves
+from engine_bridge.core.restoring import Load
 from engine_bridge.driver.background import is_background
 from engine_bridge.driver.kv_tiers import KvTiers, find_tiers
 from engine_bridge.driver.scheduling.facts import facts_of
@@ -133,7 +134,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
             if request_id in self._requests
         )
-        return StepMetadata(self._restores.next_step(scheduled, self._block_ids_of))
+        moves = self._restores.next_step(scheduled, self._block_ids_of)
+        self._tiers.begin_moves(moves)
+        return StepMetadata(moves)
 
     def update_connector_output(self, connector_output: Any) -> None:
         invalid = connector_output.invalid_block_ids
@@ -192,9 +195,13 @@ class _Step:
         self._saves: list[Save] = []
         self._save_blocks: list[int] = []
         self._save_slots: list[list[int]] = []
+        self._saved_layers: set[int] = set()
+        self._has_missed = False
         self._failed: set[int] = set()
+        self._moves = StepMoves()
 
     def begin(self, moves: StepMoves) -> None:
+        self._moves, self._saved_layers, self._has_missed = moves, set(), False
         self._loads = moves.loads
         self._saves = [job.save for job in moves.saves]
         self._save_blocks = [block_id for job in moves.saves for block_id in job.block_ids]
@@ -213,7 +220,7 @@ class _Step:
                 end = load.first + num_ready
                 num_ready = store.wait_for_layer(load.stage, end, layer, LAYER_TIMEOUT_S) - load.first
             if num_ready < len(load.block_ids):
-                num_ready = max(num_ready, 0)
+                num_ready, self._has_missed = max(num_ready, 0), True
                 self._failed.update(load.block_ids[num_ready:])
                 del load.block_ids[num_ready:]
             blocks = load.stage.blocks[load.first : load.first + num_ready]
@@ -226,16 +233,19 @@ class _Step:
             copier = self._tiers.copier
             assert copier is not None
             copier.to_host(layer, self._save_blocks, self._save_slots[layer])
+            self._saved_layers.add(layer)
 
     def end(self) -> None:
-        """The forward pass is over (or launched): let go of what was loaded, hand over what was saved."""
+        """The forward pass is over (or launched), or it has failed: let go of what was loaded, hand over what was saved."""
         if not (self._loads or self._saves):
             return
         store, copier = self._tiers.store, self._tiers.copier
         assert store is not None and copier is not None
         loads, saves = self._loads, self._saves
-        # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out.
-        keep = store.commit if not self._failed else store.abandon
+        # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out. Of a forward pass that has failed the
+        # last layers are missing, and vLLM ends it like any other (on a CPU; on a GPU it does not end it).
+        is_right = not self._has_missed and len(self._saved_layers) == store.shape.num_layers
+        keep = store.commit if is_right else store.abandon
         self._loads, self._saves, self._save_blocks, self._save_slots = [], [], [], []
 
         def let_go() -> None:
@@ -245,6 +255,7 @@ class _Step:
                 store.release(load.stage)
 
         copier.end_step(let_go)
+        self._tiers.end_moves(self._moves)
         self._tiers.hear_copies()
 
     def take_failed(self) -> set[int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from engine_bridge.core.restores import Restores
+from engine_bridge.core.restores import Restores, StepMoves
 from engine_bridge.driver.in_process import revision_of
 from engine_bridge.errors import SeamMoved
 from engine_bridge.policy.costs import Copied, CopyTimes, KvBlock, Link, PrefillCost
@@ -68,6 +68,7 @@ class RequestListener(Protocol):
     def arrived(self, request: Any) -> None: ...
     def started(self, request: Any) -> None: ...
     def ended(self, request: Any) -> None: ...
+    def num_free_blocks(self) -> int: ...
     def close(self) -> None: ...
 
 
@@ -111,6 +112,8 @@ class KvTiers:
         self.has_progressed = False
         """Staged KV has come since somebody last cleared this."""
         self.listener: RequestListener | None = None
+        self.schedules_ahead = False
+        """See `engine_bridge.core.restoring.Machine`."""
         self.is_paused = False
         """Nothing is loaded or saved: the engine is warming up with prompts that nobody will repeat."""
         self.chosen: Counter[str] = Counter()
@@ -119,6 +122,8 @@ class KvTiers:
         """How requests that had been preempted got back what the device had lost: "swap", "split" (part of it) or "recompute"."""
         self.num_failed_loads = 0
         """Blocks that a step had counted on and that did not come; they were computed again."""
+        self.num_carried = 0
+        """See `HostStats`."""
         self._eviction = eviction or ByValue()
         self._files = files or Files()
         self._namespace: Namespace | None = None
@@ -131,6 +136,7 @@ class KvTiers:
         self.link: Link | None = None
         """What they were measured to take while nobody wanted them; None where nobody has measured."""
         self._copied = (Copied(), Copied())
+        self._moving: list[StepMoves] = []
         self.name = f"tiers-{next(_names)}"
         _known[self.name] = self
 
@@ -139,6 +145,8 @@ class KvTiers:
     def attach(self, kv_caches: dict[str, Any], vllm_config: Any) -> None:
         """Take the cache of a newly built engine. Opens the store, or keeps it where the shape is still the same."""
         from engine_bridge.driver import block_copy
+
+        self._give_up_moves()
 
         tensors = list(kv_caches.values())
         sizes = {block_copy.layer_bytes(tensor) for tensor in tensors}
@@ -150,6 +158,7 @@ class KvTiers:
             self._open_store(namespace)
         assert self.store is not None and self._io is not None
         self._copied = (Copied(), Copied())
+        self.schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         loop = self._io.loop
         self.copier = block_copy.make_copier(
             tensors,
@@ -161,9 +170,41 @@ class KvTiers:
         """The engine is gone; what is stored stays."""
         if self.listener is not None:
             self.listener.close()
+        if self.restores is not None and self.store is not None:
+            self.restores.close()
+        self._give_up_moves()
         self.listener = self.copier = self.restores = None
         if self.store is not None:
             self.store.leave_all()
+
+    def begin_moves(self, moves: StepMoves) -> None:
+        """A step was scheduled that loads and saves these."""
+        if moves.loads or moves.saves:
+            self._moving.append(moves)
+
+    def end_moves(self, moves: StepMoves) -> None:
+        """That step has ended: the host memory that they hold has been given back, or will be when the device has copied."""
+        self._moving = [each for each in self._moving if each is not moves]
+
+    def _give_up_moves(self) -> None:
+        """The engine is gone: give back the host memory that steps hold which have not ended, as one of them has failed."""
+        moving, self._moving = self._moving, []
+        store, copier = self.store, self.copier
+        if store is None or not moving:
+            return
+
+        def let_go() -> None:
+            for moves in moving:
+                for job in moves.saves:
+                    store.abandon(job.save)
+                for load in moves.loads:
+                    store.release(load.stage)
+
+        try:
+            # A device may be copying yet: that must not end in memory which has become another's.
+            copier.end_step(let_go) if copier is not None else let_go()
+        except Exception:
+            log.exception("host memory that the failed engine was copying stays in use")
 
     def close(self) -> None:
         """Write what waits for the disk and give all memory back."""
@@ -231,6 +272,10 @@ class KvTiers:
     def usable_store(self) -> KvStore | None:
         """None while nothing is to be loaded or saved."""
         return None if self.is_paused else self.store
+
+    def num_free_device_blocks(self) -> int:
+        """Blocks of the device that no running request holds; 0 where nothing can be copied there between two steps."""
+        return self.listener.num_free_blocks() if self.listener is not None and self.copier is not None else 0
 
     # -- what was measured -------------------------------------------------------------------------------------------
 
@@ -318,6 +363,7 @@ class KvTiers:
         if self.store is None:
             return None
         stats = self.store.stats()
+        stats.host.num_carried = self.num_carried
         if self.peering is not None:
             stats.peers = self.peering.snapshot()
         return stats

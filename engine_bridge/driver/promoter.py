@@ -10,13 +10,14 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.core.eviction_order import Refresh, Resident
+from engine_bridge.core.cache_moves import Copy, Refresh
+from engine_bridge.core.eviction_order import Resident
 from engine_bridge.core.expected import Hashes, OnChange
-from engine_bridge.core.promotions import Beside, Copy, Promotions
+from engine_bridge.core.promotions import Beside, Promotions
 from engine_bridge.driver.kv_tiers import KvTiers
 from engine_bridge.node import Advisory
 
@@ -53,6 +54,18 @@ class PrefixCache:
         """How many of the first `limit` blocks are on the device, without a gap, and how many of those are unused."""
         blocks = self.find(hashes, limit)
         return Resident(len(blocks), [block.ref_cnt for block in blocks].count(0))
+
+    def num_evicted_before(self, hashes: Collection[bytes], limit: int) -> int | None:
+        """See `eviction_order.Device`."""
+        found = [self._pool.get_cached_block(block_hash, [0]) for block_hash in hashes]
+        if not all(found):
+            return None
+        kept_ids = {block.block_id for (block,) in found}
+        queue, num = self._pool.free_block_queue, 0
+        front = queue.fake_free_list_head.next_free_block
+        while num < limit and front is not queue.fake_free_list_tail and front.block_id not in kept_ids:
+            front, num = front.next_free_block, num + 1
+        return num
 
     def find(self, hashes: Hashes, limit: int) -> list[Any]:
         """The pool's blocks of the first `limit` of a prefix, without a gap."""
@@ -122,6 +135,7 @@ class Promoter:
         self._block_size = block_size
         self._count_requests = count_requests
         self._clock = clock
+        self._has_carried = False
         self._core = Promotions(
             self._cache, tiers.store, block_size, tiers.host_bytes_per_s, tiers.prefill_s_per_token
         )
@@ -175,14 +189,20 @@ class Promoter:
 
     def has_work(self) -> bool:
         self._hear()
-        return self._core.has_work(self._clock())
+        # The request whose piece has come can have the next one now.
+        return self._has_carried or self._core.has_work(self._clock())
 
     def wait_s(self) -> float | None:
         return self._core.wait_s(self._clock())
 
+    def num_free_blocks(self) -> int:
+        """Blocks of the device that no running request holds."""
+        return self._cache.num_free_blocks()
+
     def advance(self) -> None:
         """Do a bounded piece of what there is to do."""
         self._hear()
+        self._carry_pieces()
         if self._core.is_idle:  # between most steps of most servers
             return
         copier = self._tiers.copier
@@ -207,9 +227,27 @@ class Promoter:
             self._tiers.has_progressed = False
             self._core.staged()
 
+    def _carry_pieces(self) -> None:
+        """Copy to the device what has come of the KV that waiting requests are restored with in pieces."""
+        restores, self._has_carried = self._tiers.restores, False
+        if restores is None:
+            return
+        for request_id, copy in restores.take_copies().items():
+            try:
+                resident = self._cache.resident(copy.hashes, copy.start)
+                has_room = len(copy.sources) <= self._cache.num_free_blocks() - resident.num_unused
+                if resident.num_blocks == copy.start and has_room:  # or a step has taken it meanwhile
+                    self._copy(copy)
+                    self._core.carried(request_id, copy.hashes)
+                    self._tiers.num_carried += len(copy.sources)
+                    self._has_carried = True
+            except Exception:
+                log.exception("a piece of a request's KV could not be copied to the device")
+                restores.go_whole(request_id)
+
     def _copy(self, copy: Copy) -> None:
-        copier, pool = self._tiers.copier, self._pool
-        assert copier is not None
+        copier, pool, store = self._tiers.copier, self._pool, self._tiers.store
+        assert copier is not None and store is not None
         resident = self._cache.find(copy.hashes, copy.start)
         assert len(resident) == copy.start, "blocks that were found a moment ago are gone"
         pool.touch(resident)  # or the new blocks might be these
@@ -219,7 +257,8 @@ class Promoter:
         try:
             for layer in range(self._num_layers):
                 copier.to_device(layer, block_ids, [source.slots[layer] for source in copy.sources])
-            copier.end_step(lambda: None)
+            # A GPU copies when the steps before have run, and by then the guess may be over and its memory another's.
+            copier.end_step(store.begin_copy(copy.sources))
             pool.cache_full_blocks(
                 request=SimpleNamespace(block_hashes=copy.hashes),
                 blocks=prefix,

@@ -73,15 +73,13 @@ class FullCost(FasterWins):
 
     Args:
         prefill: None takes the facts' own rate.
-        num_context_tokens: on the device before what is restored; the facts do not say.
     """
 
     prefill: PrefillCost | None = None
-    num_context_tokens: int = 0
 
     def _cost_of(self, facts: RestoreFacts, num_blocks: int) -> float:
         if self.prefill is None:
             return super()._cost_of(facts, num_blocks)
         num_tokens = (facts.num_blocks - num_blocks) * facts.block_size_tokens + facts.num_tail_tokens
-        num_context_tokens = self.num_context_tokens + num_blocks * facts.block_size_tokens
+        num_context_tokens = facts.num_context_tokens + num_blocks * facts.block_size_tokens
         return copy_s(facts, num_blocks) + self.prefill.prefill_s(num_tokens, num_context_tokens)

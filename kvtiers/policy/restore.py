@@ -37,7 +37,7 @@ class RestoreFacts:
     """What is known when a request could start. Blocks are counted from the first one that the device lacks."""
 
     num_blocks: int
-    """Leading blocks that are, or soon will be, in host memory."""
+    """Leading blocks that are, soon will be, or will pass through host memory."""
     num_ready_blocks: int
     """Leading blocks whose layers are all in host memory now."""
     num_tail_tokens: int
@@ -56,6 +56,8 @@ class RestoreFacts:
     prefill_s_per_token: float | None
     disk_bytes_per_s: float | None
     host_bytes_per_s: float | None
+    num_context_tokens: int = 0
+    """Before these blocks, of which the device has the KV: what is computed behind them takes longer for each."""
     is_from_peer: bool = False
     """Some of it is on its way from another node, of which less is certain than of the own disk."""
 

@@ -456,23 +456,25 @@ async def test_an_adapter_is_laid_out_while_its_request_is_on_its_way(node: Loca
     """While the engine is at work on something else, which here takes until then. No token is another."""
     expected = await ask(node, "a006", text(5, 40))
     await settled(node)
-    await node.run_on_engine(forget_all)
-    # Of requests before this one; while the engine is held nothing else drops them.
-    await node.run_on_engine(lambda driver: driver.adapters.loader.drop_ahead(time.monotonic() + 60))
     before = stats(node).counts.get("laid_out_ahead", 0)
+    is_held = threading.Event()
+
+    def until_one_is_laid_out(driver: Any) -> None:
+        """Or at least begun. The engine does nothing between what is forgotten here and the request."""
+        forget_all(driver)
+        driver.adapters.loader.drop_ahead(time.monotonic() + 60)  # of requests before this one
+        is_held.set()
+        ahead, until_s = driver.adapters.loader._layouts, time.monotonic() + 30
+        while not ahead._layouts:
+            assert time.monotonic() < until_s, "the loader lays nothing out"
+            time.sleep(0.001)
+
     step = asyncio.create_task(node.run_on_engine(until_one_is_laid_out))
+    assert await asyncio.to_thread(is_held.wait, 30), "or the engine may come to the request first"
     assert await ask(node, "a006", text(5, 40)) == expected
     await step
     assert stats(node).counts["laid_out_ahead"] == before + 1
     await settled(node)
-
-
-def until_one_is_laid_out(driver: Any) -> None:
-    """Or at least begun."""
-    ahead, until_s = driver.adapters.loader._layouts, time.monotonic() + 30
-    while not ahead._layouts:
-        assert time.monotonic() < until_s, "the loader lays nothing out"
-        time.sleep(0.001)
 
 
 def lay_out_at(driver: Any, rate: Rate) -> Rate:

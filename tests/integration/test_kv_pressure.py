@@ -142,10 +142,8 @@ def is_shown(kind: str, tiers: KvTiers, sources: list[KvSources]) -> bool:
         return stats.host.num_evicted + stats.host.num_trimmed > 0 and stats.disk.bytes_written > 0
     if kind == "host":
         return any(kv.host for kv in sources)
-    if kind == "disk":
+    if kind in ("disk", "hasty"):
         return any(kv.disk for kv in sources)
-    if kind == "default":
-        return any(kv.host or kv.disk for kv in sources) and stats.disk.num_blocks > 0
     has_met = stats.disk.num_corrupt + stats.disk.num_read_errors > 0
     return has_met and (kind == "faults" or tiers.num_failed_loads > 0)
 
@@ -164,6 +162,7 @@ async def undisturbed() -> list[list[list[int]]]:
         pytest.param("disk", id="host memory for one session, and disk"),
         pytest.param("faults", id="a disk that fails"),
         pytest.param("blind", id="a disk that fails under restores that have begun"),
+        pytest.param("hasty", id="restores that begin before anything is read"),
         pytest.param("default", id="host memory for one session, and disk, by the default policy"),
     ],
 )
@@ -173,7 +172,9 @@ async def test_tokens_are_the_same_under_memory_pressure(
     # The device holds two or three of the eight conversations, so requests are preempted and prefixes overwritten all the time.
     host_blocks = 400 if kind == "host" else 48
     # None: by cost, as in any server, so which tier serves is up to the machine's speed. Reads from a disk that fails fail all the same.
-    policy = {"blind": TrustsTheDisk(), "faults": None, "default": None}.get(kind, WaitsForTheDisk())
+    policy = {"blind": TrustsTheDisk(), "hasty": TrustsTheDisk(), "faults": None, "default": None}.get(
+        kind, WaitsForTheDisk()
+    )
     tiers = KvTiers(
         TiersConfig(
             host_bytes=host_blocks * BLOCK_BYTES,
@@ -220,25 +221,54 @@ async def a_way_back_is_chosen_at_the_preemption_and_gone(node: LocalNode, tiers
     assert sum(tiers.resumed.values()) == resumed + 1
 
 
-async def test_the_store_outlives_a_rebuild_of_the_engine(tmp_path: Path) -> None:
+def fail(*_: Any) -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def break_a_step(driver: Any, tiers: KvTiers, when: str) -> None:
+    """Have the next step fail, at whatever point."""
+    driver.engine.reset_prefix_cache()
+    copier = tiers.copier
+    assert copier is not None
+    to_host = copier.to_host
+
+    def save_half(layer: int, *copied: Any) -> None:
+        fail() if layer > 1 else to_host(layer, *copied)
+
+    def end_no_step(*_: Any) -> None:
+        del copier.end_step  # type: ignore[attr-defined]
+        fail()
+
+    if when == "between":
+        driver.engine.step = fail
+    elif when == "ends":
+        copier.end_step = end_no_step  # type: ignore[method-assign]
+    elif when == "loads":
+        copier.to_device = fail  # type: ignore[method-assign]
+    else:
+        copier.to_host = save_half  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("when", ["between", "loads", "saves", "ends"])
+async def test_the_store_outlives_a_rebuild_of_the_engine(when: str, tmp_path: Path) -> None:
     config = TiersConfig(host_bytes=64 << 20, disk_bytes=64 << 20, folder=tmp_path)
     tiers = KvTiers(config, policy=WaitsForTheDisk())
     prompt = text(1, 500)
     async with engine(tiers) as node:
+        tiers.is_paused = when == "saves"  # then it is in the step that fails
         before, _ = await generate(node, prompt, "s")
-
-        def break_next_step(driver: Any) -> None:
-            def fail() -> None:
-                raise RuntimeError("broken on purpose")
-
-            driver.engine.step = fail
-
-        await node.run_on_engine(break_next_step)
+        tiers.is_paused = False
+        await node.run_on_engine(lambda driver: break_a_step(driver, tiers, when))
         with pytest.raises(Exception, match="rebuil"):
             await generate(node, prompt, "s")
         async with asyncio.timeout(60):
             while node.num_rebuilds == 0:
                 await asyncio.sleep(0.05)
+        assert tiers.store is not None
+        tiers.store.check_invariants()
+        assert not any(block.pins for block in tiers.store._host.blocks.values()), (
+            "held by a step that is gone"
+        )
         after, kv = await generate(node, prompt, "s")
     assert after == before
-    assert kv.host == 480 and kv.recomputed == 20
+    assert (kv.host, kv.recomputed) == ((0, 500) if when == "saves" else (480, 20))

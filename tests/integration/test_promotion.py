@@ -344,10 +344,20 @@ async def a_failing_copy_costs_the_advice_and_no_memory(node: LocalNode, tiers: 
 
 
 async def a_restart_knows_a_session_by_its_ids(folder: Path) -> None:
-    history = text("restart", HISTORY_TOKENS + 1)
-    async with engine(folder) as (node, _):
+    """And reads a conversation that is larger than its host memory."""
+    history, long = text("restart", HISTORY_TOKENS + 1), text("long", 28 * BLOCK_TOKENS + 2)
+    async with engine(folder) as (node, tiers):
         await generate(node, history, "restart")
-    async with engine(folder) as (node, _):
+        said, _ = await generate(node, long, "long")
+        assert tiers.store is not None
+        host_bytes = 8 * tiers.store.shape.block_bytes
+    config = TiersConfig(host_bytes=host_bytes, disk_bytes=512 << 20, folder=folder)
+    async with engine(folder, KvTiers(config, policy=WaitsForTheDisk())) as (node, tiers):
+        answer, kv = await generate(node, long, "long")
+        assert (answer, kv.disk) == (said, 28 * BLOCK_TOKENS)
+        stats = tiers.stats()
+        assert stats is not None and stats.host.num_carried >= 28 - 2, "all but the last pieces"
+        await settle(lambda: num_pins(tiers) == 0)
         forgotten, _ = await advise(node, "restart")
         await forgotten.until("unknown")
         watch, _ = await advise(node, "restart", token_ids=pack_token_ids(history))

@@ -270,6 +270,7 @@ class SessionNode(Node):
                 num_blocks=num_blocks,
                 num_ready_blocks=num_blocks if is_whole else 0,
                 num_tail_tokens=num_tokens - (num_device + num_blocks) * BLOCK_TOKENS,
+                num_context_tokens=num_device * BLOCK_TOKENS,
                 block_size_tokens=BLOCK_TOKENS,
                 block_bytes=self.block_bytes,
                 num_layers=host.num_layers,

@@ -16,7 +16,8 @@ from bench.sim.core.models import LLAMA2_7B
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.traffic import play
-from engine_bridge.core.restores import Load, SaveJob, StepMoves
+from engine_bridge.core.restores import SaveJob, StepMoves
+from engine_bridge.core.restoring import Load
 from engine_bridge.driver.kv_connector import LAYER_TIMEOUT_S
 from kvtiers.keys import BlockKey
 

@@ -177,8 +177,13 @@ class Tiers:
         self.resumed: Counter[str] = Counter()
         self.costs: SwapOrRecompute | None = None
         self.is_paused = False
+        self.schedules_ahead = False
         self.s_per_token = 1.0
         self.bytes_per_s = 1e6
+        self.num_free_blocks = 0  # of a device to which pieces can be copied
+
+    def num_free_device_blocks(self) -> int:
+        return self.num_free_blocks
 
     @property
     def usable_store(self) -> Shelf | None:

@@ -10,16 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine_bridge.core.eviction_order import BLOCKS_PER_S, Refresh, Resident
+from engine_bridge.core.cache_moves import Copy, Refresh
+from engine_bridge.core.eviction_order import BLOCKS_PER_S, Resident
 from engine_bridge.core.promotions import (
     BUSY_SLICE_S,
     HOSTED_SHARE,
     IDLE_SLICE_S,
     LOOK_EVERY_S,
     PIECE_SHARE,
-    STAGED_SHARE,
     Beside,
-    Copy,
     Promotions,
 )
 from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport
@@ -50,6 +49,13 @@ class Cache:
         hashes = hashes[:limit]
         num = next((i for i, name in enumerate(hashes) if name not in self.kept), len(hashes))
         return Resident(num, sum(name not in self.used for name in hashes[:num]))
+
+    def num_evicted_before(self, hashes: Any, limit: int) -> int | None:
+        if any(name not in self.kept for name in hashes):
+            return None
+        unused = [name for name in self.kept if name not in self.used]
+        num_before = next((at for at, name in enumerate(unused) if name in set(hashes)), len(unused))
+        return min(self.num_free_blocks() - len(unused) + num_before, limit)
 
     def put(self, hashes: Any) -> None:
         for name in reversed(hashes):
@@ -169,6 +175,67 @@ def test_who_has_typed_longest_is_pushed_out_last_whatever_was_copied_or_has_end
             bench.cache.resident(keys_of(name, 30)).num_blocks for name in ("first", "second", "third")
         )
         assert left == num_left, f"after {num_new} more blocks"
+
+
+def test_a_copy_takes_nothing_from_who_is_expected_sooner_though_what_ended_lies_behind() -> None:
+    bench = Bench()
+    for name, num_blocks in (("sooner", 60), ("later", 30)):
+        bench.shelf.put(keys_of(name, num_blocks))
+    bench.advise("sooner", 60)
+    for _ in range(20):
+        bench.advance()
+    assert bench.states == ["staging", "warm"]
+    bench.now += 1.0
+    bench.promotions.ended("another")
+    bench.advance(BUSY_BESIDE)  # puts it behind all others, for which there is no time again soon
+    bench.cache.put(keys_of("ended", 40))
+    bench.promotions.ended("one more")
+    bench.advise("later", 30)
+    assert [bench.advance(BUSY_BESIDE) for _ in range(3)] == [0, 0, 0]
+    wait_s = bench.promotions.wait_s(bench.now)
+    assert wait_s == pytest.approx(60 / BLOCKS_PER_S)
+    bench.now += wait_s
+    assert sum(bench.advance(BUSY_BESIDE) for _ in range(20)) == 30
+    assert bench.cache.resident(keys_of("sooner", 60)).num_blocks == 60
+    assert bench.cache.resident(keys_of("later", 30)).num_blocks == 30
+
+
+def test_while_nothing_runs_the_order_is_put_right_at_once() -> None:
+    bench = Bench()
+    for name in ("sooner", "later"):
+        bench.shelf.put(keys_of(name, 40))
+    bench.advise("sooner", 40)
+    for _ in range(14):
+        bench.advance()
+    bench.promotions.ended("another")
+    bench.advance()
+    bench.cache.put(keys_of("ended", 60))
+    bench.promotions.ended("one more")
+    bench.advise("later", 40)
+    assert sum(bench.advance(IDLE) for _ in range(10)) == 40
+    assert bench.cache.resident(keys_of("sooner", 40)).num_blocks == 40
+
+
+def test_what_a_request_pushed_out_comes_back_as_soon_as_it_has_ended() -> None:
+    bench = Bench()
+    bench.shelf.put(keys_of("a", 30))
+    bench.advise("a", 30)
+    for _ in range(7):
+        bench.advance()
+    bench.now += 1.0
+    bench.advance(BUSY_BESIDE)
+    assert bench.states == ["staging", "warm"]
+    bench.cache.used = {b"big%d" % number for number in range(90)}
+    for name in list(bench.cache.kept)[:20]:
+        del bench.cache.kept[name]
+    bench.promotions.started("big")
+    bench.now += 0.01
+    assert bench.advance(BUSY_BESIDE) == 0
+    assert bench.cache.resident(keys_of("a", 30)).num_blocks == 10
+    bench.cache.used = set()
+    bench.promotions.ended("big")
+    bench.now += 0.01
+    assert sum(bench.advance(BUSY_BESIDE) for _ in range(12)) == 20
 
 
 def test_what_a_waiting_request_has_is_not_pushed_out_by_what_is_made_ready_for_others() -> None:
@@ -411,19 +478,16 @@ def test_what_has_no_room_on_the_device_fills_no_more_than_its_part_of_host_memo
     assert num_hosted == HOSTED_SHARE * bench.shelf.num_host_blocks
 
 
-def test_no_more_is_read_ahead_than_stays_there_when_the_longest_comes() -> None:
+def test_half_of_host_memory_is_read_ahead_however_long_the_longest_is() -> None:
     bench = Bench()
-    room = int(bench.shelf.num_host_blocks * (1 - STAGED_SHARE))
-    for name, num_blocks in (("long", room - 4), ("short", 8)):
+    room = int(bench.shelf.num_host_blocks * HOSTED_SHARE)
+    for name, num_blocks in (("long", 2 * bench.shelf.num_host_blocks), ("short", 8)):
         bench.shelf.put(keys_of(name, num_blocks))
         bench.advise(name, num_blocks, priority=1)
     for _ in range(20):
         bench.advance()
-    assert [guess.num_hosted for guess in bench.promotions._guesses.values()] == [8, 0]
-    bench.promotions.retract("long!", is_expired=False, now=bench.now)
-    bench.promotions.staged()
-    bench.advance()
-    assert bench.reports[-1].advisory_id == "short!" and bench.reports[-1].state == "host"
+    assert sum(guess.num_hosted for guess in bench.promotions._guesses.values()) == room
+    assert not bench.shelf.stages
 
 
 def test_reading_ahead_goes_on_where_it_ended_once_there_is_room() -> None:

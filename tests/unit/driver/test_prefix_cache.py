@@ -79,6 +79,18 @@ class Requests(RuleBasedStateMachine):
         assert resident.num_blocks == len(found)
         assert resident.num_unused == sum(block.ref_cnt == 0 for block in found)
 
+    @rule(names=st.sets(NAMES), at=st.integers(0, LENGTH - 1), limit=st.integers(0, NUM_BLOCKS))
+    def ask_what_goes_before(self, names: set[str], at: int, limit: int) -> None:
+        hashes = [PREFIXES[name][at] for name in names]
+        found = [self.pool.get_cached_block(block_hash, [0]) for block_hash in hashes]
+        num = self.cache.num_evicted_before(hashes, limit)
+        if None in found:
+            assert num is None
+            return
+        free = self.pool.free_block_queue.get_all_free_blocks()
+        places = [free.index(block) for blocks in found if blocks for block in blocks if block in free]
+        assert num == min([*places, len(free), limit])
+
     @invariant()
     def of_nothing_there_is_nothing(self) -> None:
         assert self.cache.find([], 5) == []

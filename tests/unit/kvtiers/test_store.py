@@ -7,6 +7,7 @@ import errno
 import hashlib
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -200,6 +201,76 @@ def test_a_stage_that_gives_way_leaves_its_memory_to_requests_and_to_saves(tiers
     assert tiers.save("c", KEYS[20:24]) == 4 and again.is_revoked
     tiers.store.release(again)
     tiers.store.check_invariants()
+
+
+def test_what_a_device_copies_stays_until_it_has_and_is_then_the_first_that_an_expected_session_loses(
+    tmp_path: Path,
+) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8)
+    for start in range(0, 16, 4):
+        tiers.save("a", KEYS[start : start + 4])
+        tiers.store.flush()
+    stages = []
+    for group, keys in (("a", KEYS[:4]), ("b", KEYS[4:8])):
+        stages.append(tiers.store.stage(group, keys, gives_way=True))
+        tiers.check(stages[-1], keys)
+        tiers.store.expect(group, time.monotonic())
+    has_copied = tiers.store.begin_copy(stages[1].blocks[:2])
+    for stage in stages:
+        tiers.store.release(stage)
+    tiers.store.wait_for_reads(SETTLE_S)
+    held = tiers.store.stage("c", KEYS[8:16])
+    assert len(held.blocks) == 6, "all but those that are being copied"
+    tiers.store.release(held)
+    tiers.store.wait_for_reads(SETTLE_S)
+    has_copied()
+    for group, keys in (("a", KEYS[:4]), ("b", KEYS[4:8])):
+        again = tiers.store.stage(group, keys, gives_way=True)
+        tiers.check(again, keys)
+        tiers.store.expect(group, time.monotonic())
+        if group == "b":
+            tiers.store.begin_copy(again.blocks[:2])()
+        tiers.store.release(again)
+    tiers.store.wait_for_reads(SETTLE_S)
+    assert tiers.save("c", KEYS[20:22]) == 2
+    lacks = [tiers.store.bytes_to_read([key]) > 0 for key in KEYS[:8]]
+    assert lacks == [False] * 4 + [True] * 2 + [False] * 2
+    tiers.store.check_invariants()
+    tiers.close()
+
+
+def test_what_goes_through_in_pieces_makes_room_for_itself(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8)
+    for start in range(0, 16, 4):
+        tiers.save("ab"[start >= 12], KEYS[start : start + 4])
+        tiers.store.flush()
+    tiers.restore("b", KEYS[12:16])
+    for start in range(0, 12, 2):
+        tiers.store.wait_for_reads(SETTLE_S)
+        piece = tiers.store.stage("a", KEYS[start : start + 2])
+        assert tiers.check(piece, KEYS[start : start + 2]) == 2
+        tiers.store.begin_copy(piece.blocks)()
+        tiers.store.release(piece)
+    num_lost = tiers.store.bytes_to_read(KEYS[12:16]) / SHAPE.block_bytes
+    assert num_lost <= 2, "others make room for the first piece alone"
+    tiers.close()
+
+
+def test_a_guess_that_is_staged_piece_by_piece_does_not_push_out_what_it_has(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, host_blocks=8)
+    for start in range(0, 16, 4):
+        tiers.save("ab"[start >= 8], KEYS[start : start + 4])
+        tiers.store.flush()
+    tiers.restore("b", KEYS[8:12])
+    tiers.store.wait_for_reads(SETTLE_S)
+    for start in (0, 2, 4):
+        piece = tiers.store.stage("a", KEYS[start : start + 2], gives_way=True)
+        tiers.check(piece, KEYS[start : start + 2])
+        tiers.store.expect("a", time.monotonic())
+        tiers.store.release(piece)
+    tiers.store.wait_for_reads(SETTLE_S)
+    assert tiers.store.bytes_to_read(KEYS[:6]) == 0
+    tiers.close()
 
 
 def test_two_stages_share_one_read(tiers: Tiers) -> None:

@@ -443,8 +443,8 @@ def test_a_table_that_knows_better_changes_the_decision() -> None:
 
 def test_a_restore_is_computed_behind_what_the_device_holds() -> None:
     prefill = TablePrefill(table_of(), chunk_tokens=64)
-    facts = changed(host_bytes_per_s=1e3)
-    decision = FullCost(prefill=prefill, num_context_tokens=5000).decide(facts)
+    facts = changed(host_bytes_per_s=1e3, num_context_tokens=5000)
+    decision = FullCost(prefill=prefill).decide(facts)
     assert (decision.action, decision.num_blocks) == (Action.LOAD, 0)
     assert decision.expected_s == pytest.approx(prefill.prefill_s(64 * 32 + 32, 5000))
 

@@ -47,6 +47,7 @@ OWNERS = (
         calls("unpin_blocks(blocks, on_reuse)", feature=ADAPTERS_IN_KV),
         looks_up("get_new_blocks", "_notify_reuse", ADAPTERS_IN_KV),
         reads("free_block_queue", ADAPTERS_IN_KV),
+        reads("free_block_queue", PROMOTION),
         at="engine_core.engine_core.scheduler.kv_cache_manager.block_pool",
     ),
     owner(

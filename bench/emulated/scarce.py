@@ -1,0 +1,275 @@
+"""Advisories where device and host memory hold few of the conversations that are typed in: the traffic of `bench.live.advisory --source disk`.
+
+    python -m bench.emulated scarce [--quick] [--seeds N] [--seed N] [--jobs N]
+
+One node of vLLM's scheduler with our classes, in virtual time. Twenty people, with conversations of 4,096 to 16,384 tokens at 16 KiB a token, read an
+answer and type a question for as long as a run lasts; two streams of others decode beside them. The device holds a fifth of the conversations, host
+memory a tenth, a disk of 1.2 GB/s all; steps, copies and disk are about those of two cores. Six people type at a time, and so the device has no room
+for all of them. Counted is who asks after the warm-up. Arms, the same people to each:
+  none      no advisories
+  advised   typing is announced when it begins; when the question will come nobody says
+  timed     it says that, too: what one who knows the future makes of this memory (`bound`)
+  resident  the device has room for everything; all of it is read before the warm-up ends
+
+The last line is JSON. Of each figure: median over seeds. `ttft_vs_none_p50`, `_p99`: TTFT of follow-ups with advisories over that without;
+`vs_resident_p50`: over the one with room. `read_ratio`: bytes read from the disk over those without advisories. `hit_share`: of follow-ups, those
+that found all of their KV on the device. `no_room_share`: those whose KV and that of everybody who had typed for longer were more than guesses may
+hold there, so that no move, however fast, would have had it there in this order. `bound_…`: the same of `timed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from bench.emulated.node import EmulatedNode, Engine, Job
+from bench.emulated.tiers import TierSizes
+from bench.live.advisory_disk import (
+    ANSWER_TOKENS,
+    ANSWER_WORDS,
+    BLOCK_SIZE,
+    DEVICE_SHARE,
+    HOST_SHARE,
+    MOST_TOKENS,
+    NEW_TOKENS,
+    NUM_STREAMS,
+    QUICK,
+    SHAPE,
+    histories_of,
+)
+from bench.live.peers.ours_disk import STREAM_ANSWER_TOKENS, STREAM_PROMPT_TOKENS
+from bench.live.people import human_times
+from bench.measures import quantile
+from bench.sim.core.clock import Clock
+from bench.sim.core.hardware import Gpu
+from bench.sim.core.models import Model
+from bench.sim.core.requests import Arrival
+from bench.sim.core.steps import StepCost
+from bench.sim.core.tables import Figure, Part, Workers, add_table_arguments, report_parts, seeds_of
+from engine_bridge.policy.guesses import MARGIN_SHARE
+from kvtiers.keys import BlockKey
+
+MODEL = Model(
+    "4 kB a token and layer",
+    4,
+    256,
+    512,
+    4,
+    4,
+    2048,
+    MOST_TOKENS + 1024,
+    counted_kv_bytes=SHAPE.kv_token_bytes,
+)
+# About two cores: 10 ms a step, copies at 5 GB/s; prompts take so long that nothing is computed which the disk has.
+DEVICE = Gpu(
+    "two cores", 3e11, 20e9, 1 << 34, 5e9, flops_share=1.0, memory_share=1.0, link_share=1.0, step_s=0.01
+)
+DISK_BYTES_PER_S = 1.2e9
+SPAN_S, QUICK_SPAN_S, WARM_UP_S = 240.0, 160.0, 80.0
+# At the beginning everybody is in the middle of reading or typing, within so long. Chosen: about what both take.
+PHASE_S = 36.0
+ARMS = ("none", "advised", "timed", "resident")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run."""
+
+    arm: str
+    seed: int
+    span_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One follow-up. missing_blocks: of its KV, that the device lacked when it came; earlier_blocks: of conversations typed in for longer, and
+    its own."""
+
+    ttft_s: float
+    missing_blocks: int
+    earlier_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run's. room_blocks: of the device, for conversations that are expected."""
+
+    asked: list[Asked]
+    read_bytes: int
+    room_blocks: int
+
+
+class People:
+    """They read, type and ask, and so do the two streams."""
+
+    def __init__(self, point: Point) -> None:
+        self.arm, self.clock = point.arm, Clock()
+        self.lengths = histories_of(QUICK.num_people)
+        num_blocks = sum(length // BLOCK_SIZE + 1 for length in self.lengths.values())
+        self.device_blocks = int(num_blocks * (2 if self.arm == "resident" else DEVICE_SHARE))
+        block_bytes = BLOCK_SIZE * MODEL.kv_bytes_per_token
+        self.node = EmulatedNode(
+            self.clock,
+            StepCost(DEVICE, MODEL),
+            Engine(self.device_blocks, BLOCK_SIZE, max_tokens=MODEL.max_tokens),
+            "fcfs",
+            tiers=TierSizes(int(num_blocks * HOST_SHARE) * block_bytes, DISK_BYTES_PER_S),
+        )
+        self.node.on_end = self.ended
+        self.asked: list[tuple[float, Asked]] = []
+        self._asking: dict[str, tuple[str, int, int]] = {}
+        self._typing_since: dict[str, float] = {}
+        self._chance, self._num_asked = random.Random(point.seed), 0
+        for session, length in self.lengths.items():
+            self.place(session, length // BLOCK_SIZE)
+            self.read_and_type(session, 0.0, self._chance.random() * PHASE_S)
+        for _ in range(NUM_STREAMS):
+            self.stream()
+
+    def place(self, session: str, num_blocks: int) -> None:
+        """It went on here before: the disk has it."""
+        tiers, names = self.node.tiers, self.node.requests.names(session, num_blocks)
+        assert tiers is not None and tiers.hollow.disk is not None
+        tiers.hollow.disk.keep([BlockKey(bytes(name)) for name in names])
+        left = SimpleNamespace(session_id=session, cache_salt=None, block_hashes=names)
+        tiers.promoter.remember(left)  # type: ignore[arg-type]  # all that it looks at
+
+    def stream(self) -> None:
+        self.submit("stream", STREAM_PROMPT_TOKENS, STREAM_ANSWER_TOKENS)
+
+    def submit(self, kind: str, num_prompt: int, num_answer: int, session: str = "") -> str:
+        self._num_asked += 1
+        name = f"{kind}{self._num_asked}"
+        self.node.submit(Arrival(name, self.clock.now, num_prompt, num_answer, session=session))
+        return name
+
+    def read_and_type(self, session: str, now: float, phase_s: float = 0.0) -> None:
+        """From the last answer on, of which `phase_s` have passed."""
+        read_s, type_s = human_times(self._chance, ANSWER_WORDS)
+        begins_s, asks_s = (max(now + after_s - phase_s, now) for after_s in (read_s, read_s + type_s))
+        self.clock.at(begins_s, lambda now: self.begin_to_type(session, asks_s))
+        self.clock.at(asks_s, lambda now: self.ask(session))
+
+    def begin_to_type(self, session: str, asks_s: float) -> None:
+        self._typing_since[session] = self.clock.now
+        if self.arm in ("advised", "timed"):
+            self.node.advise(session, asks_s - self.clock.now if self.arm == "timed" else None)
+
+    def ask(self, session: str) -> None:
+        length, since_s = self.lengths[session], self._typing_since.pop(session, self.clock.now)
+        # Nothing has computed with the last token, and so it has no KV.
+        names = self.node.requests.names(session, (length - 1) // BLOCK_SIZE)
+        pool = self.node.scheduler.kv_cache_manager.block_pool
+        num_there = next(
+            (at for at, name in enumerate(names) if pool.get_cached_block(name, [0]) is None), len(names)
+        )
+        earlier = [other for other, began_s in self._typing_since.items() if began_s <= since_s]
+        num_earlier = sum(self.lengths[other] // BLOCK_SIZE for other in earlier) + len(names)
+        name = self.submit("question", length + NEW_TOKENS, ANSWER_TOKENS, session)
+        self._asking[name] = session, len(names) - num_there, num_earlier
+
+    def ended(self, job: Job) -> None:
+        found = self._asking.pop(job.arrival.request_id, None)
+        if found is None:
+            self.stream()
+            return
+        session, num_missing, num_earlier = found
+        self.lengths[session] += NEW_TOKENS + ANSWER_TOKENS
+        self.asked.append((job.arrival.at_s, Asked(job.ttft_s, num_missing, num_earlier)))
+        self.read_and_type(session, self.clock.now)
+
+
+def serve(point: Point) -> Outcome:
+    people = People(point)
+    tiers = people.node.tiers
+    assert tiers is not None and tiers.hollow.disk is not None
+    try:
+        people.clock.run(point.span_s)
+    finally:
+        people.node.close()
+    return Outcome(
+        [asked for at_s, asked in people.asked if at_s >= WARM_UP_S],
+        int(tiers.hollow.disk.reader.bytes_moved),
+        int(people.device_blocks * (1 - MARGIN_SHARE)),
+    )
+
+
+def typing_part(workers: Workers, seeds: Sequence[int], span_s: float) -> Part:
+    points = [Point(arm, seed, span_s) for arm in ARMS for seed in seeds]
+    found = dict(zip(points, workers.map(serve, points), strict=True))
+    of = {arm: [found[Point(arm, seed, span_s)] for seed in seeds] for arm in ARMS}
+
+    def ratios(arm: str, other: str, measure: Callable[[Outcome], float]) -> tuple[float, ...]:
+        return tuple(measure(ours) / measure(theirs) for ours, theirs in zip(of[arm], of[other], strict=True))
+
+    figures: list[Figure] = []
+    result: dict[str, Any] = {}
+    for arm, prefix in (("advised", ""), ("timed", "bound_")):
+        values = {name: ratios(arm, other, measure) for name, (other, measure) in RATIOS.items()}
+        values |= {name: tuple(map(share, of[arm])) for name, share in SHARES.items()}
+        result |= {f"{prefix}{name}": round(statistics.median(each), 4) for name, each in values.items()}
+        figures += [
+            Figure(f"{name}, {arm}", each, None, name in RATIOS, arm, "ratio" if name in RATIOS else "share")
+            for name, each in values.items()
+        ]
+    result["arms"] = {
+        arm: {
+            "ttft_p50_ms": round(statistics.median(map(_p50_s, own)) * 1e3, 1),
+            "ttft_p99_ms": round(statistics.median(map(_p99_s, own)) * 1e3, 1),
+            "num_followups": sum(len(each.asked) for each in own),
+        }
+        for arm, own in of.items()
+    }
+    return figures, result
+
+
+def _p50_s(outcome: Outcome) -> float:
+    return quantile([asked.ttft_s for asked in outcome.asked], 0.5)
+
+
+def _p99_s(outcome: Outcome) -> float:
+    return quantile([asked.ttft_s for asked in outcome.asked], 0.99)
+
+
+def _read_bytes(outcome: Outcome) -> float:
+    return outcome.read_bytes
+
+
+def _hit_share(outcome: Outcome) -> float:
+    return statistics.fmean(asked.missing_blocks == 0 for asked in outcome.asked)
+
+
+def _no_room_share(outcome: Outcome) -> float:
+    return statistics.fmean(asked.earlier_blocks > outcome.room_blocks for asked in outcome.asked)
+
+
+RATIOS: dict[str, tuple[str, Callable[[Outcome], float]]] = {
+    "ttft_vs_none_p50": ("none", _p50_s),
+    "ttft_vs_none_p99": ("none", _p99_s),
+    "vs_resident_p50": ("resident", _p50_s),
+    "read_ratio": ("none", _read_bytes),
+}
+SHARES: dict[str, Callable[[Outcome], float]] = {"hit_share": _hit_share, "no_room_share": _no_room_share}
+PARTS = {"typing": typing_part}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_table_arguments(parser, PARTS, f"{QUICK_SPAN_S:.0f} s of talk")
+
+
+def run(args: argparse.Namespace) -> None:
+    span_s = QUICK_SPAN_S if args.quick else SPAN_S
+    with Workers(args.jobs) as workers:
+        seeds = seeds_of(args)
+        parts = ((name, PARTS[name](workers, seeds, span_s)) for name in args.part or PARTS)
+        report_parts("Advisories where memory is scarce", "emulated-scarce", seeds, parts, _top)
+
+
+def _top(parts: dict[str, Any]) -> dict[str, Any]:
+    of_typing = parts.get("typing", {})
+    return {name: value for name, value in of_typing.items() if name not in ("arms", "figures")}

@@ -1,0 +1,27 @@
+"""What is done between two steps to blocks of the device's prefix cache that no running request holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_bridge.core.expected import Hashes
+from kvtiers.blocks import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Take blocks of the device, fill them from host memory with `sources`, and leave them as evictable cache behind the first `start` blocks of
+    the prefix that `hashes` name, which are there."""
+
+    hashes: Hashes
+    start: int
+    sources: Sequence[Block]
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """Put the first `num_blocks` of a prefix behind everything else in the order of eviction."""
+
+    hashes: Hashes
+    num_blocks: int

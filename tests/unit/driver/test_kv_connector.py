@@ -1,0 +1,106 @@
+"""What a step that loads and saves leaves in host memory, whatever becomes of it; over a real store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_bridge.core.restores import SaveJob, StepMoves
+from engine_bridge.core.restoring import Load
+from engine_bridge.driver.kv_connector import _Step
+from kvtiers.blocks import Stage
+from kvtiers.io.io_thread import IoThread
+from kvtiers.keys import BlockKey
+
+from .test_promoter import SHAPE, Bench, keys_of
+
+READ = [BlockKey(key) for key in keys_of("read", 2)]
+SAVED = [BlockKey(key) for key in keys_of("saved", 2)]
+
+
+class Stepped(Bench):
+    """A step that is to load two blocks from disk and to save two."""
+
+    def __init__(self, io: IoThread, folder: Path) -> None:
+        super().__init__(io, folder)
+        self.folder, self.step = folder, _Step(self.tiers)
+        self.save("read", READ)
+        self.store.flush()
+        self.store.drop_host()
+
+    def begin(self) -> Stage:
+        stage = self.store.stage("read", READ)
+        self.store.wait_for_reads(10)
+        save = self.store.begin_save("saved", SAVED)
+        self.moves = StepMoves([Load(stage, 0, [1, 2], is_whole=False)], [SaveJob(save, [3, 4])])
+        self.tiers.begin_moves(self.moves)
+        self.step.begin(self.moves)
+        return stage
+
+    def run(self, num_layers: int = SHAPE.num_layers) -> None:
+        for layer in range(num_layers):
+            self.step.load(layer)
+            self.step.save(layer)
+
+    def damage(self) -> None:
+        for path in self.folder.glob("segment-*.kv"):
+            path.write_bytes(bytes(path.stat().st_size))
+
+    @property
+    def num_saved(self) -> int:
+        """Once the device has done what it was told. Nothing is in use any more then."""
+        self.copier.catch_up()
+        self.store.check_invariants()
+        assert not any(block.pins for block in self.store._host.blocks.values())
+        return self.store.num_held(SAVED)
+
+
+@pytest.fixture
+def stepped(tmp_path: Path) -> Iterator[Stepped]:
+    io = IoThread("test-io")
+    stepped = Stepped(io, tmp_path)
+    yield stepped
+    stepped.store.close()
+    io.close()
+
+
+def test_what_a_step_saves_is_kept(stepped: Stepped) -> None:
+    stepped.begin()
+    stepped.run()
+    stepped.step.end()
+    assert not stepped.step.take_failed()
+    assert stepped.num_saved == 2
+
+
+@pytest.mark.parametrize("is_asked_first", [False, True], ids=["without speculative decoding", "with it"])
+def test_what_is_computed_on_top_of_kv_that_did_not_come_is_not_kept(
+    stepped: Stepped, is_asked_first: bool
+) -> None:
+    stepped.damage()
+    stepped.begin()
+    stepped.run()
+    failed = stepped.step.take_failed() if is_asked_first else set()
+    stepped.step.end()
+    assert failed | stepped.step.take_failed() == {1, 2}
+    assert stepped.num_saved == 0
+
+
+def test_what_lacks_its_last_layers_is_not_kept(stepped: Stepped) -> None:
+    stepped.begin()
+    stepped.run(SHAPE.num_layers - 1)
+    stepped.step.end()
+    assert stepped.num_saved == 0
+
+
+def test_what_a_step_holds_that_never_ends_goes_with_its_engine_when_the_device_is_done(
+    stepped: Stepped,
+) -> None:
+    stage = stepped.begin()
+    stepped.run()
+    stepped.tiers.detach()
+    assert stage.blocks, "the device is copying"
+    assert stepped.num_saved == 0 and not stage.blocks
+    stepped.tiers.detach()
+    assert stepped.num_saved == 0
