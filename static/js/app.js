@@ -3,7 +3,6 @@
 import { Announcer } from './announcer.js';
 import { Api } from './api.js';
 import { Composer } from './composer.js';
-import { toast } from './dialogs.js';
 import { Drawer } from './drawer.js';
 import { Follower } from './follow.js';
 import { ChatCore, isLive } from './protocol.js';
@@ -13,6 +12,7 @@ import { Settings } from './settings.js';
 import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
 import { readCalls, readKey, writeCalls, writeDraft, writeKey } from './storage.js';
+import { toast } from './toast.js';
 import { Transcript } from './transcript.js';
 
 const showShortcuts = async () => (await import('./shortcuts.js')).showShortcuts();
@@ -120,8 +120,8 @@ export class App {
     if (this.#creating) return;
     this.#creating = true;
     await this.settings.saved();
-    this.#creating = false;
     const sessionId = this.core.current ?? await this.#createSession();
+    this.#creating = false;
     if (!sessionId) return;
     this.composer.clear();
     this.#ask({ sessionId, content: text });
@@ -129,9 +129,7 @@ export class App {
 
   /** Makes the session first, so that a repeated message can never open a second one. */
   async #createSession() {
-    this.#creating = true;
     const session = await this.#tell(this.api.create(this.composer.adapter, this.settings.current));
-    this.#creating = false;
     if (!session) return null;
     writeDraft(null, '');
     this.composer.files?.drop(null);
@@ -371,10 +369,9 @@ export class App {
 
   #onCurrent() {
     this.composer.open(this.core.current);
-    this.composer.showWarmth(this.core.warm.has(this.core.current));
     this.composer.adapter = this.#session()?.adapter ?? this.index.get(this.core.current)?.adapter ?? null;
     this.#onSession(this.core.current);
-    this.rail.mark();
+    this.#onWarmth();
   }
 
   #onSession(sessionId) {
@@ -487,7 +484,6 @@ export class App {
 function socketUrl() {
   const url = new URL('ws', location.href);
   url.protocol = url.protocol.replace('http', 'ws');
-  url.hash = '';
   return url.href;
 }
 
@@ -502,9 +498,8 @@ function setHash(sessionId) {
   history.pushState(null, '', hash);
 }
 
-/** A random id; `crypto.randomUUID` exists in secure contexts only. */
+/** A random id. `crypto.randomUUID` exists in secure contexts only. */
 function newId() {
-  if (crypto.randomUUID) return crypto.randomUUID();
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, '0')).join('');
 }

@@ -25,6 +25,8 @@ export class Composer {
   #typedAt = -Infinity;
   #enabled = false;
   #running = false;
+  #isSendable = false; // but for the server
+  #waits = false; // to be sent, for the server
   #draftTimer = 0;
 
   /**
@@ -117,6 +119,7 @@ export class Composer {
 
   /** Replaces the text, as if it had been typed. */
   write(text) {
+    this.#waits = false;
     this.area.value = text;
     writeDraft(this.#sessionId, text);
     this.#changed();
@@ -143,6 +146,7 @@ export class Composer {
     shown.hidden = false;
     other.hidden = true;
     if (hadFocus) this.focus();
+    if (enabled && this.#waits) this.#submit();
     this.#changed();
   }
 
@@ -151,13 +155,17 @@ export class Composer {
     if (matchMedia('(hover: hover)').matches) this.area.focus();
   }
 
-  /** Sends what there is, once files that were just added are read. */
+  /** Sends what there is, once files that were just added are read, and once the server is ready. */
   async #submit() {
     await this.#attached;
-    if (!this.sendButton.disabled && !this.#running) this.actions.send(this.#content.trim());
+    const isWhole = !this.#running && this.#isSendable;
+    this.#waits = isWhole && !this.#enabled;
+    if (isWhole && this.#enabled) this.actions.send(this.#content.trim());
+    else this.#changed();
   }
 
   #onInput() {
+    this.#waits = false;
     writeDraft(this.#sessionId, this.area.value);
     this.#changed();
     if (!this.#content.trim()) return;
@@ -212,9 +220,12 @@ export class Composer {
   #changed() {
     fitHeight(this.area);
     const size = new TextEncoder().encode(this.#content).length;
-    const tooLong = size > this.maxBytes - BYTES_SPARE;
-    this.note.hidden = !tooLong;
-    this.note.textContent = tooLong ? 'This message is too long for the server. Please shorten it.' : '';
-    this.sendButton.disabled = !this.#enabled || tooLong || !this.#content.trim();
+    const isTooLong = size > this.maxBytes - BYTES_SPARE;
+    this.#isSendable = !isTooLong && this.#content.trim() !== '';
+    this.note.hidden = !isTooLong && !this.#waits;
+    this.note.textContent = isTooLong ? 'This message is too long for the server. Please shorten it.'
+      : this.#waits ? 'This will be sent as soon as the server is ready.' : '';
+    this.note.classList.toggle('is-calm', this.#waits);
+    this.sendButton.disabled = !this.#enabled || !this.#isSendable;
   }
 }

@@ -17,7 +17,7 @@ export class Follower {
     this.following = true;
     scroller.addEventListener('scroll', () => this.#onScroll(), { passive: true });
     pill.addEventListener('click', () => this.toEnd());
-    new ResizeObserver(() => this.#keepEnd()).observe(scroller);
+    new ResizeObserver(() => this.following && this.#jump()).observe(scroller);
   }
 
   /** To be called after the text has grown. */
@@ -55,10 +55,6 @@ export class Follower {
     else if (scrollTop < this.#lastTop) this.following = false;
     if (this.following) this.pill.hidden = true;
     this.#lastTop = scrollTop;
-  }
-
-  #keepEnd() {
-    if (this.following) this.#jump();
   }
 
   #jump() {

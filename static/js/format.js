@@ -46,7 +46,7 @@ export function seconds(total) {
 
 /** The heading under which a session of this day stands. Both times in milliseconds. */
 export function dayLabel(time, now) {
-  const days = Math.round((midnight(now) - midnight(time)) / DAY_MS);
+  const days = daysBetween(time, now);
   if (days <= 0) return 'Today';
   if (days === 1) return 'Yesterday';
   if (days < 7) return 'This week';
@@ -55,7 +55,7 @@ export function dayLabel(time, now) {
 
 /** When something was last used, in few characters: the time, or the day where its heading does not say it. Both times in milliseconds. */
 export function shortTime(time, now) {
-  const days = Math.round((midnight(now) - midnight(time)) / DAY_MS);
+  const days = daysBetween(time, now);
   if (days <= 1) return CLOCK.format(time);
   return (days < 7 ? WEEKDAY : DAY).format(time);
 }
@@ -92,6 +92,7 @@ export function hue(name) {
   return angle;
 }
 
-function midnight(time) {
-  return new Date(time).setHours(0, 0, 0, 0);
+function daysBetween(time, now) {
+  const midnight = (moment) => new Date(moment).setHours(0, 0, 0, 0);
+  return Math.round((midnight(now) - midnight(time)) / DAY_MS);
 }

@@ -203,9 +203,19 @@ export class ChatCore {
     this.#emit('relisted', { sessionId, session });
   }
 
-  /** Puts a session read by REST in place, its turns included. */
+  /** Brings a session in line with the server's copy and follows turns that run there. */
   load(raw) {
-    this.#mergeSession(raw);
+    const session = this.#session(raw.id);
+    const unstored = session.turns.filter((turn) => turn.request);
+    const before = new Set(session.turns);
+    Object.assign(session, { title: raw.title, adapter: raw.adapter, settings: raw.settings, loaded: true });
+    session.turns = raw.turns.map((rawTurn) => this.#mergeTurn(rawTurn, raw.id));
+    for (const turn of before) if (!session.turns.includes(turn)) this.turns.delete(turn.id);
+    for (const turn of unstored) this.#putBack(turn);
+    this.#emit('session', { sessionId: raw.id });
+    this.#emit('listed', { sessionId: raw.id, title: raw.title, adapter: raw.adapter,
+      updatedAt: raw.updated_at });
+    this.#follow(session, before);
   }
 
   /** Forgets a deleted session. */
@@ -241,7 +251,7 @@ export class ChatCore {
     const wasReady = this.phase === 'ready';
     this.#setPhase('ready');
     this.#emit('models', {});
-    if (session) this.#mergeSession(session);
+    if (session) this.load(session);
     if (wasReady) return;
     this.#send({ type: 'watch_list' });
     if (this.current && this.current !== session?.id) this.open(this.current);
@@ -375,21 +385,6 @@ export class ChatCore {
       this.sessions.set(id, { id, title: null, adapter: null, turns: [], loaded: false });
     }
     return this.sessions.get(id);
-  }
-
-  /** Brings a session in line with the server's copy and follows turns that run there. */
-  #mergeSession(raw) {
-    const session = this.#session(raw.id);
-    const unstored = session.turns.filter((turn) => turn.request);
-    const before = new Set(session.turns);
-    Object.assign(session, { title: raw.title, adapter: raw.adapter, settings: raw.settings, loaded: true });
-    session.turns = raw.turns.map((rawTurn) => this.#mergeTurn(rawTurn, raw.id));
-    for (const turn of before) if (!session.turns.includes(turn)) this.turns.delete(turn.id);
-    for (const turn of unstored) this.#putBack(turn);
-    this.#emit('session', { sessionId: raw.id });
-    this.#emit('listed', { sessionId: raw.id, title: raw.title, adapter: raw.adapter,
-      updatedAt: raw.updated_at });
-    this.#follow(session, before);
   }
 
   /** Keeps a turn that the server has not acknowledged across a merge. */

@@ -1,6 +1,6 @@
 /** Conversations as files, loaded when one is exported or imported. */
 
-import { toast } from './dialogs.js';
+import { toast } from './toast.js';
 import { h } from './dom.js';
 
 /**

@@ -13,7 +13,7 @@ expect = pytest.importorskip("playwright.sync_api").expect
 STATIC = Path(__file__).resolve().parents[2] / "static"
 # Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, the side sheet, formulas, files, the
 # list of shortcuts, the menu and the title field of a conversation, an answer's timings, the form that edits a question, the question for a key,
-# export and import, the way without websockets, what the demo model is asked for example.
+# dialogs, export and import, the way without websockets, what the demo model is asked for example.
 OWN_BYTES_MAX = 150 * 1000
 LATER_BYTES_MAX = {
     "docs": 30 * 1000,
@@ -30,6 +30,7 @@ LATER_BYTES_MAX = {
     "timings": 2 * 1000,
     "editor": 2 * 1000,
     "key": 2 * 1000,
+    "dialogs": 1000,
 }
 STORY = "Tell me a long story."
 # Goes on for long enough to be interrupted, however fast the machine.
@@ -479,6 +480,50 @@ def test_a_lost_server_shows_a_countdown_and_retry_now(wired, page_watch) -> Non
     expect(chat.banner).to_be_hidden()
     expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
     expect(chat.question).to_have_value("kept")
+
+
+WAITS = "This will be sent as soon as the server is ready."
+
+
+def test_what_is_sent_while_the_server_is_away_goes_once_it_is_back(wired, page_watch) -> None:
+    page_watch.forgive()
+    chat, wire = wired()
+    chat.open()
+    chat.ask("Hello!")
+    wire.refuse = True
+    wire.drop()
+    expect(chat.banner).to_contain_text("The connection to the server is lost.")
+    chat.send("Are you there?")
+    expect(chat.page.get_by_text(WAITS)).to_be_visible()
+    expect(chat.question).to_have_value("Are you there?")
+    wire.refuse = False
+    chat.banner.get_by_role("button", name="Retry now").click()
+    expect(chat.turns).to_have_count(2)
+    chat.wait_done()
+    expect(chat.question).to_have_value("")
+    expect(chat.page.get_by_text(WAITS)).to_be_hidden()
+    assert [frame["content"] for frame in wire.sent if frame["type"] == "message"] == [
+        "Hello!",
+        "Are you there?",
+    ]
+
+
+def test_writing_on_takes_back_what_was_to_be_sent(wired, page_watch) -> None:
+    page_watch.forgive()
+    chat, wire = wired()
+    chat.open()
+    wire.refuse = True
+    wire.drop()
+    expect(chat.banner).to_contain_text("The connection to the server is lost.")
+    chat.send("Are you there?")
+    expect(chat.page.get_by_text(WAITS)).to_be_visible()
+    chat.question.press_sequentially(" And")
+    expect(chat.page.get_by_text(WAITS)).to_be_hidden()
+    wire.refuse = False
+    chat.banner.get_by_role("button", name="Retry now").click()
+    expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
+    expect(chat.question).to_have_value("Are you there? And")
+    assert not [frame for frame in wire.sent if frame["type"] == "message"]
 
 
 def test_a_starting_engine_shows_its_stage(wired) -> None:

@@ -1,7 +1,7 @@
 /** The engine room: ties the state machine, the socket and the views together. */
 
 import { Api } from '../api.js';
-import { toast } from '../dialogs.js';
+import { toast } from '../toast.js';
 import { askKey } from '../key.js';
 import { h, morph } from '../dom.js';
 import { Connection } from '../socket.js';

@@ -1,6 +1,6 @@
 /** Files of text that go along with a message: read here in the browser, shown as chips above the text field. */
 
-import { toast } from '../dialogs.js';
+import { toast } from '../toast.js';
 import { h, iconButton } from '../dom.js';
 import { addStyle } from '../sheet/style.js';
 import { written } from './blocks.js';

@@ -1,6 +1,6 @@
 /** The side sheet: settings of the conversation and of this browser. Beside the conversation where there is room, else over it. */
 
-import { toast } from '../dialogs.js';
+import { toast } from '../toast.js';
 import { h, iconButton } from '../dom.js';
 import { importSession } from '../transfer.js';
 import { readTheme, writeTheme } from '../storage.js';

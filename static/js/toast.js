@@ -1,0 +1,23 @@
+/** Short messages that need no answer. */
+
+import { h } from './dom.js';
+
+/**
+ * Shows a message at the bottom for a while.
+ *
+ * @param {string} text
+ * @param {{label?: string, act?: () => void, ms?: number}} [options]  one button
+ */
+export function toast(text, { label, act, ms = 6000 } = {}) {
+  const shelf = document.getElementById('toasts');
+  const note = h('div', { class: 'toast' }, h('span', {}, text));
+  const remove = () => note.remove();
+  if (label) {
+    note.append(h('button', { type: 'button', class: 'button link', on: { click: () => {
+      remove();
+      act();
+    } } }, label));
+  }
+  shelf.replaceChildren(note);
+  setTimeout(remove, ms);
+}
