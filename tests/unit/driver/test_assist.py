@@ -25,7 +25,7 @@ from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFit  # noqa:
 from engine_bridge.driver.assist.errors import AssistLost  # noqa: E402
 from engine_bridge.driver.assist.pool import AssistPool  # noqa: E402
 from engine_bridge.driver.assist.shares import Shape, num_workers_for, rows_per_core, split_rows  # noqa: E402
-from engine_bridge.driver.gemm import MIN_ROWS  # noqa: E402
+from engine_bridge.driver.gemm import MIN_ROWS, OneThread  # noqa: E402
 from engine_bridge.driver.lora_rows import plan_rows  # noqa: E402
 from engine_bridge.driver.lora_weights import SlotWeights, pack_slot  # noqa: E402
 
@@ -82,10 +82,8 @@ def in_process(weights: SlotWeights, y, x, scale):
 @pytest.fixture(autouse=True)
 def one_thread():
     """With more, MKL computes left-over rows, fewer than four, by other kernels: at two threads of 5 to 7 and 9 to 11 rows the last ones."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with OneThread():
+        yield
 
 
 # --- the same bits ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from engine_bridge.driver import gemm  # noqa: E402
 from engine_bridge.driver.few_rows import terms_at_a_time  # noqa: E402
-from engine_bridge.driver.gemm import CUTS, MIN_ROWS, Cut, cut_for, cut_product, filled, shrink  # noqa: E402
+from engine_bridge.driver.gemm import CUTS, MIN_ROWS, Cut, OneThread, cut_for, cut_product, filled, shrink  # noqa: E402
 
 from .equal_bits import needs_equal_bits  # noqa: E402
 
@@ -21,10 +21,8 @@ def operands(num_in, rank):
 
 @pytest.fixture
 def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with OneThread():
+        yield
 
 
 @needs_equal_bits
