@@ -6,8 +6,9 @@ Two of our nodes, each in a process of its own, take turns. One has device memor
 the other, the oracle, the device holds all of them (it gets them from the first one's files, which are linked into its folder). The model is
 made on the spot: 16 KiB of KV a token, contexts of 4,096 to 16,384 tokens, and little else to compute. Two streams of others decode all the time.
 
-People read an answer and type a question (`bench.live.people`); an advisory goes out when they begin to type. Arms on our node, in random order in
-each round and each from the same histories: `ours` with advisories, `none` without. Before each, device and host memory are emptied and the files
+People read an answer and type a question (`bench.live.people`); an advisory goes out when they begin to type. Questions that were being typed when
+a round began are asked, too, but not counted: their typing is cut short. Arms on our node, in random order in each round and each from the same
+histories: `ours` with advisories, `none` without. Before each, device and host memory are emptied and the files
 leave the page cache; while it runs, the page cache forgets each part as soon as it was read (posix_fadvise, DONTNEED), so that every read is the
 disk's: `reads_from_disk` are the bytes that the kernel has fetched from storage for each byte that the tiers have read.
 
@@ -26,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ from bench.intervals import Aim, interval, quantile_ratio, quantile_ratio_interv
 from bench.live.models import ModelShape, model_folder
 from bench.live.peers.client import Worker
 from bench.live.peers.engine import Settings
-from bench.live.people import times_of
+from bench.live.people import Times, times_of
 from bench.live.report import Progress, figures, report, spread
 from bench.measures import quantile
 from kvtiers.io.files import LOCK_NAME
@@ -77,7 +78,7 @@ class Plan:
     end_s: float = 3000
 
 
-QUICK = Plan(num_people=20, round_s=18, rounds=8, end_s=560)
+QUICK = Plan(num_people=20, round_s=30, rounds=7, end_s=780)
 
 
 @dataclass
@@ -91,8 +92,8 @@ class Measured:
     disk_bytes: int = 0
     accounts: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, played: dict[str, Any], accounts: list[dict[str, Any]]) -> None:
-        self.ttft_s.append([item["ttft_s"] for item in played["asked"]])
+    def add(self, played: dict[str, Any], times: Sequence[Times], accounts: list[dict[str, Any]]) -> None:
+        self.ttft_s.append([item["ttft_s"] for item in counted(played["asked"], times)])
         self.tokens_per_s.append(played["decode_tokens_per_s"])
         self.gaps_s += played["gaps_s"]
         self.tier_bytes += played["tier_bytes"]
@@ -102,6 +103,17 @@ class Measured:
     @property
     def all_ttft_s(self) -> list[float]:
         return [ttft_s for each in self.ttft_s for ttft_s in each]
+
+
+def counted(asked: Sequence[dict[str, Any]], times: Sequence[Times]) -> list[dict[str, Any]]:
+    """Without the questions that were being typed when the round began. asked: each person's in their order."""
+    cut, kept = {each.session for each in times if each.is_cut}, []
+    for item in asked:
+        if item["session"] in cut:
+            cut.remove(item["session"])
+        else:
+            kept.append(item)
+    return kept
 
 
 class Bench(Progress):
@@ -163,27 +175,30 @@ class Bench(Progress):
             worker.call("hold")
         else:
             worker.call("place", source="disk_cold")
+        times = times_of(list(self.histories), ANSWER_WORDS, self.plan.round_s, number)
         played = worker.call(
             "people_beside",
             num_streams=NUM_STREAMS,
-            plan=self.script(arm, number),
+            plan=script(times, is_advised=arm == "ours"),
             new_tokens=NEW_TOKENS,
             max_tokens=ANSWER_TOKENS,
             # What one arm asked is on disk when the next one asks: each has its own questions.
             seed=f"{number} {arm}",
         )
-        self.measured[arm].add(played, worker.call("accounts"))
+        self.measured[arm].add(played, times, worker.call("accounts"))
 
-    def script(self, arm: str, number: int) -> list[dict[str, Any]]:
-        return [
-            {
-                "session": times.session,
-                "asks_s": times.asks_s,
-                "leads_s": times.leads_s if arm == "ours" else [None] * len(times.leads_s),
-                "wrong": [[]] * len(times.asks_s),
-            }
-            for times in times_of(list(self.histories), ANSWER_WORDS, self.plan.round_s, number)
-        ]
+
+def script(times: Sequence[Times], *, is_advised: bool) -> list[dict[str, Any]]:
+    """A round as a worker takes it."""
+    return [
+        {
+            "session": each.session,
+            "asks_s": each.asks_s,
+            "leads_s": each.leads_s if is_advised else [None] * len(each.leads_s),
+            "wrong": [[]] * len(each.asks_s),
+        }
+        for each in times
+    ]
 
 
 def run_disk(is_quick: bool) -> None:

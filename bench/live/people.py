@@ -23,6 +23,11 @@ class Times:
     asks_s: list[float]
     leads_s: list[float]
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the first question was being typed when the round began: nobody could be told in time that it would come."""
+        return self.leads_s[0] > self.asks_s[0]
+
 
 def times_of(people: Sequence[str], answer_words: int, round_s: float, number: int) -> list[Times]:
     """Of those who ask within a round, which begins in the middle of everybody's reading and typing. number: of the round."""

@@ -1,4 +1,4 @@
-"""How often people ask in the bench of several nodes, against what it says."""
+"""When people ask, and which of their questions count."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from bench.live.advisory_disk import counted, script
 from bench.live.cluster.people import LEAD_S, NUM_PEOPLE, Capacity
+from bench.live.people import times_of
 
 
 @pytest.mark.parametrize("repeat", [0, 3])
@@ -29,3 +31,28 @@ def test_people_ask_as_often_as_the_load_says(turns_per_s: float, load: float, r
 
 def test_people_who_cannot_ask_as_often_do_not_pause() -> None:
     assert Capacity(100.0, 1.0).pause_s(1.5, 0) < 1e-9
+
+
+def test_a_question_that_was_being_typed_when_the_round_began_does_not_count() -> None:
+    times = times_of([f"person{n}" for n in range(40)], 100, 60.0, 0)
+    is_cut = [each.is_cut for each in times]
+    assert any(is_cut) and not all(is_cut)
+    asked = [
+        {"session": each.session, "turn": turn, "is_announced_late": asks_s < lead_s}
+        for each in times
+        for turn, (asks_s, lead_s) in enumerate(zip(each.asks_s, each.leads_s, strict=True))
+    ]
+    left = counted(asked, times)
+    assert left == [item for item in asked if not item["is_announced_late"]]
+    assert len(left) == len(asked) - sum(is_cut)
+    assert any(item["turn"] > 0 for item in left)
+
+
+def test_without_advisories_the_same_is_asked_at_the_same_times() -> None:
+    times = times_of(["anna", "ben", "carl"], 100, 90.0, 1)
+    with_, without = (script(times, is_advised=is_advised) for is_advised in (True, False))
+    assert [each["leads_s"] for each in with_] == [each.leads_s for each in times]
+    assert all(lead_s is None for each in without for lead_s in each["leads_s"])
+    assert [(each["session"], each["asks_s"]) for each in with_] == [
+        (each["session"], each["asks_s"]) for each in without
+    ]
