@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from types import SimpleNamespace
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from engine_bridge.api_errors import UNKNOWN_MODEL, error_body
@@ -19,18 +17,13 @@ from engine_bridge.driver.vllm_api import (
     VLLMServerError,
     create_error_response,
     translate_error_response,
-    validation_exception_handler,
 )
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.invalid_fields import explain
 from engine_bridge.node import ANTHROPIC_ERROR_TYPES, JsonReply
 
 log = logging.getLogger(__name__)
 
-# What vLLM's validation handler reads from a request: nothing but these two.
-_VALIDATION_CONTEXT: Any = SimpleNamespace(
-    app=SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(log_error_stack=False))),
-    state=SimpleNamespace(),
-)
 # Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's. A `priority` that the gateway lets
 # a client have comes with the caller.
 SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
@@ -49,16 +42,15 @@ class Rejected(Exception):
         self.response = response
 
 
-async def parse(request_class: Any, body: Any) -> Any:
-    """A pydantic request from a JSON value; raises Rejected with the body that vLLM's server would send."""
+def parse(request_class: Any, body: Any) -> Any:
+    """A pydantic request from a JSON value; raises Rejected, which says what does not fit."""
     if isinstance(body, dict):
         body = {name: value for name, value in body.items() if name not in SERVER_FIELDS}
     try:
         return request_class.model_validate(body)
     except ValidationError as error:
-        errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
-        reply = await validation_exception_handler(_VALIDATION_CONTEXT, RequestValidationError(errors))
-        raise Rejected(ErrorResponse.model_validate_json(bytes(reply.body))) from error
+        message, field = explain(error.errors(include_url=False, include_context=False, include_input=False))
+        raise Rejected(create_error_response(message, param=field)) from error
     except Exception as error:  # pydantic lets through what vLLM's validators raise, on purpose or by mistake
         raise Rejected(as_malformed(error)) from error
 

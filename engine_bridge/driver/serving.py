@@ -266,7 +266,7 @@ class Serving:
     async def _attempt(self, endpoint: _Endpoint, body: Any, raw_request: Any, start: CallStart) -> Any:
         """What vLLM's class returns; what it raises before the request is queued becomes an ErrorResponse."""
         try:
-            request = await parse(endpoint.request_class, body)
+            request = parse(endpoint.request_class, body)
             result = await start.result_of(endpoint.call(request, raw_request))
         except Rejected as rejected:
             return rejected.response
@@ -314,7 +314,7 @@ class Serving:
         failures: list[Exception] = []
         ADAPTER_FAILURES.set(failures)
         try:
-            result = await call(await parse(request_class, body))
+            result = await call(parse(request_class, body))
         except Rejected as rejected:
             result = rejected.response
         except Exception as error:

@@ -52,6 +52,33 @@ async def test_malformed_anthropic_bodies_are_answered_in_its_shape(http: aiohtt
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("path", "change", "message", "param"),
+    [
+        (CHAT, {"messages": "hi"}, "`messages` should be a list.", "messages"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": 5}]},
+            "`messages[0].content` should be a string or a list.",
+            "messages[0].content",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": 5}]},
+            "`input[0].content` should be a string or a list.",
+            "input[0].content",
+        ),
+    ],
+)
+async def test_what_does_not_fit_is_said_in_plain_words(
+    http: aiohttp.ClientSession, path: str, change: dict[str, Any], message: str, param: str
+) -> None:
+    async with http.post(path, json=BODY | change) as response:
+        assert response.status == 400
+        error = await error_of(response)
+    assert (error["message"], error["param"]) == (message, param)
+
+
 async def test_fields_of_the_wrong_type(http: aiohttp.ClientSession) -> None:
     for change in (
         {"messages": 5},

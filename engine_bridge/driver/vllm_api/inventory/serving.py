@@ -214,11 +214,6 @@ OWNERS = (
     owner("vllm.entrypoints.serve.lora.protocol:UnloadLoRAAdapterRequest", APIS, reads("lora_name")),
     owner("vllm.entrypoints.serve", APIS, calls("create_error_response(message, *, param)")),
     owner(
-        "vllm.entrypoints.serve.exception_handling.handlers.validation",
-        APIS,
-        calls("validation_exception_handler(req, exc)"),
-    ),
-    owner(
         "vllm.entrypoints.serve.utils.api_utils",
         APIS,
         calls("get_max_tokens(max_model_len, max_tokens, input_length, default_sampling_params)"),
