@@ -78,7 +78,7 @@ class Plan:
     end_s: float = 3000
 
 
-QUICK = Plan(num_people=20, round_s=30, rounds=7, end_s=780)
+QUICK = Plan(num_people=20, round_s=30, rounds=10, end_s=1080)
 
 
 @dataclass
