@@ -386,8 +386,13 @@ class LocalNode:
         return self._schemas
 
     def adapters(self) -> list[AdapterInfo]:
-        places = self._residency().places()
-        return [info_of(record, places.get(record.version_id, "disk")) for record in self._catalog.served()]
+        places, serving = self._residency().places(), self._serving
+        return [
+            info_of(record, places.get(record.version_id, "disk"))
+            for record in self._catalog.served()
+            # Written down a moment before requests for it are let in.
+            if serving is None or serving.serves(record.name)
+        ]
 
     def adapter_stats(self) -> AdapterStats | None:
         return self._residency().stats()
@@ -402,7 +407,7 @@ class LocalNode:
         if record is None:
             return None
         client.versions.know(record)
-        return next(info for info in self.adapters() if info.name == name)
+        return info_of(record, self._residency().places().get(record.version_id, "disk"))
 
     async def load_adapter(self, body: Any) -> JsonReply:
         serving, _ = self._ready()

@@ -435,6 +435,10 @@ class Serving:
             raise _too_long(prompt_len, limit)
         return get_max_tokens(limit, wanted, prompt_len, self._chat.default_sampling_params)
 
+    def serves(self, adapter: str) -> bool:
+        """Whether requests for this adapter are let in."""
+        return adapter in self.models.lora_requests
+
     def lora_request(self, adapter: str) -> LoRARequest | None:
         """The adapter of this name, None for the base model ("" or its own name). Raises InvalidRequest."""
         if not adapter or self.models.is_base_model(adapter):

@@ -611,6 +611,27 @@ async def test_the_folder_is_followed(
     assert await node.pin_adapter("new", True) is None
 
 
+async def test_an_adapter_is_listed_once_it_can_be_asked_for(
+    node: LocalNode, tmp_path: Path, shapes: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = node._client
+    assert client is not None
+    add_lora, listed = client.add_lora, []
+
+    async def add_and_look(request: Any) -> bool:
+        is_added = await add_lora(request)
+        listed.append("late" in names(node))
+        return is_added
+
+    monkeypatch.setattr(client, "add_lora", add_and_look)
+    write_adapter(tmp_path / "late", shapes, 16, seed=3)
+    await load(node, "late", tmp_path / "late")
+    assert listed == [False] and "late" in names(node)
+    assert await ask(node, "late", text(1, 40))
+    assert (await node.unload_adapter({"lora_name": "late"})).status == 200
+    assert "late" not in names(node)
+
+
 def names(node: LocalNode) -> list[str]:
     return [info.name for info in node.adapters()]
 
