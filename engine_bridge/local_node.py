@@ -49,7 +49,7 @@ from engine_bridge.node import (
     SseReply,
     TokenizerStats,
 )
-from engine_bridge.node_adapters import info_of, serve_found, watch
+from engine_bridge.node_adapters import info_of, listed, serve_found, watch
 from engine_bridge.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
 from engine_bridge.policy.request_limits import RequestLimits
 from engine_bridge.policy.routing import NodeFacts
@@ -386,13 +386,7 @@ class LocalNode:
         return self._schemas
 
     def adapters(self) -> list[AdapterInfo]:
-        places, serving = self._residency().places(), self._serving
-        return [
-            info_of(record, places.get(record.version_id, "disk"))
-            for record in self._catalog.served()
-            # Written down a moment before requests for it are let in.
-            if serving is None or serving.serves(record.name)
-        ]
+        return listed(self._catalog.served(), self._residency().places(), self._serving)
 
     def adapter_stats(self) -> AdapterStats | None:
         return self._residency().stats()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,17 @@ async def _follow(serving: Serving, changes: Changes) -> None:
     for name in changes.removed:
         log.info("adapter %s has gone from its folder", name)
         await serving.drop_adapter(name)
+
+
+def listed(
+    records: Iterable[AdapterRecord], places: Mapping[int, AdapterPlace], serving: Serving | None
+) -> list[AdapterInfo]:
+    """Those that can be asked for: an adapter is written down a moment before requests for it are let in. places: by version, where not on disk."""
+    return [
+        info_of(record, places.get(record.version_id, "disk"))
+        for record in records
+        if serving is None or serving.serves(record.name)
+    ]
 
 
 def info_of(record: AdapterRecord, place: AdapterPlace) -> AdapterInfo:
