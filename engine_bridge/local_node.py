@@ -49,7 +49,7 @@ from engine_bridge.node import (
     SseReply,
     TokenizerStats,
 )
-from engine_bridge.node_adapters import info_of, listed, serve_found, watch
+from engine_bridge.node_adapters import listed, serve_found, watch
 from engine_bridge.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
 from engine_bridge.policy.request_limits import RequestLimits
 from engine_bridge.policy.routing import NodeFacts
@@ -401,7 +401,7 @@ class LocalNode:
         if record is None:
             return None
         client.versions.know(record)
-        return info_of(record, self._residency().places().get(record.version_id, "disk"))
+        return next((info for info in self.adapters() if info.name == name), None)
 
     async def load_adapter(self, body: Any) -> JsonReply:
         serving, _ = self._ready()
