@@ -13,6 +13,7 @@ Error = Mapping[str, Any]
 """Of `pydantic.ValidationError.errors()`: its `loc`, `type` and `msg` are read."""
 
 MOST_SENTENCES: Final = 3
+MOST_NAME_CHARS: Final = 100  # of a field, which may be one that the client has named
 MOST_ERRORS: Final = 2000  # looked at: 20 ms. A call may have as many messages, each with 22 errors
 _SHOULD_BE: Final = "Input should be "
 _TAGS: Final = frozenset({"literal_error", "enum", "union_tag_invalid"})
@@ -94,7 +95,7 @@ def _field(loc: Sequence[Any]) -> str:
             text += f"[{part}]"
         elif not _is_form(part):
             text += f".{part}" if text else str(part)
-    return text
+    return text if len(text) <= MOST_NAME_CHARS else text[: MOST_NAME_CHARS - 1] + "…"
 
 
 def _sentence(field: str, errors: Sequence[Error]) -> str:

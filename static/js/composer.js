@@ -25,8 +25,8 @@ export class Composer {
   #typedAt = -Infinity;
   #enabled = false;
   #running = false;
-  #isSendable = false; // but for the server
-  #waits = false; // to be sent, for the server
+  #isSendable = false; // what is written, once the server is ready
+  #waits = false; // it was sent, and goes once the server is ready
   #draftTimer = 0;
 
   /**
