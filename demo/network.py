@@ -16,6 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
+# What clients get that name no temperature. Of 9,600 sampled recalls of a secret word 91 are wrong by a letter or more at 1.0,
+# one at 0.5, none at 0.4; stories still differ every time.
+TEMPERATURE = 0.4
+
 
 def new_model(vocab_size: int, end_id: int, pad_id: int) -> LlamaForCausalLM:
     """A Llama of about 2.3 million parameters with fresh weights."""
@@ -278,7 +282,12 @@ def save_model(model: LlamaForCausalLM, folder: pathlib.Path) -> None:
         "pad_token_id",
     ):
         config[key] = getattr(c, key)
-    generation = {"eos_token_id": c.eos_token_id, "pad_token_id": c.pad_token_id}
+    generation = {
+        "eos_token_id": c.eos_token_id,
+        "pad_token_id": c.pad_token_id,
+        "do_sample": True,
+        "temperature": TEMPERATURE,
+    }
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         write_atomically(
             folder / name, lambda path, c=content: path.write_text(json.dumps(c, indent=2) + "\n")

@@ -32,8 +32,10 @@ READY_WITHIN_S = 240  # measured: 32 s on two cores with other work, 111 s on th
 POLL_S = 0.25
 ANSWER_MS = 30_000  # chosen: only a machine that is busy with something else comes near
 
-# The page leaves sampling to the server. The tests want short answers and always the same ones, on busy machines too.
+# The page leaves sampling to the server. The tests want short answers and always the same ones, on busy machines too: what `Line`
+# adds to each message, and what the server gives to pages whose websocket nobody touches.
 CALM = {"temperature": 0.0, "max_tokens": 40}
+GREEDY = ("--engine-arg", 'override_generation_config={"temperature": 0}')
 
 try:
     from playwright.sync_api import (
@@ -137,7 +139,7 @@ def gateway_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if running := os.environ.get("OVERTURE_TEST_URL"):
         yield running.rstrip("/")
         return
-    with Gateway(tmp_path_factory.mktemp("gateway")) as gateway:
+    with Gateway(tmp_path_factory.mktemp("gateway"), *GREEDY) as gateway:
         gateway.wait_ready()
         yield gateway.url
 

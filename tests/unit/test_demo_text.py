@@ -152,6 +152,11 @@ def test_model_is_a_plain_llama_in_bfloat16():
     assert tensors["model.embed_tokens.weight"]["shape"] == [config["vocab_size"], config["hidden_size"]]
 
 
+def test_clients_that_name_no_temperature_get_the_one_that_spells_words_right():
+    generation = json.loads((DEMO / "model" / "generation_config.json").read_text())
+    assert 0 < generation["temperature"] <= 0.4
+
+
 def test_there_is_one_adapter_per_style():
     assert {p.name for p in (DEMO / "adapters").iterdir()} == set(STYLES)
 
