@@ -308,9 +308,10 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         """Those of the limits that the node looks after."""
         return RequestLimits(**{name: getattr(self, name) for name in RequestLimits.__struct_fields__})
 
-    def json_values(self, max_model_len: int) -> int:
-        """Most values in one JSON body, for a model that reads so many tokens: a prompt may come as numbers."""
-        return self.max_json_values or max(MIN_JSON_VALUES, 4 * max_model_len)
+    def json_values(self, max_model_len: int, at_least: int = 0) -> int:
+        """Most values in one JSON body, for a model that reads so many tokens: a prompt may come as numbers. at_least: for what may be longer
+        than a prompt."""
+        return self.max_json_values or max(MIN_JSON_VALUES, 4 * max_model_len, at_least)
 
     @property
     def is_cluster(self) -> bool:

@@ -68,8 +68,11 @@ def json_reply(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-async def json_body(request: web.Request) -> Any:
-    """The request's JSON value. Raises GatewayError `bad_request`, or aiohttp's own error for a body that is too large."""
+async def json_body(request: web.Request, at_least_values: int = 0) -> Any:
+    """The request's JSON value. Raises GatewayError `bad_request`, or aiohttp's own error for a body that is too large.
+
+    at_least_values: of a route whose bodies have more values than a prompt: as many are taken, unless `max_json_values` says otherwise.
+    """
     limit = request.app[SERVICES].config.max_body_bytes
     if (request.content_length or 0) > limit:
         # Said at once: aiohttp itself would first read up to the limit.
@@ -81,7 +84,7 @@ async def json_body(request: web.Request) -> Any:
             "bad_request", "The body could not be read: its encoding or length is wrong."
         ) from error
     body = await _unpacked(request, body, limit)
-    await _check_shape(request, body)
+    await _check_shape(request, body, at_least_values)
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -112,14 +115,14 @@ def _inflated(body: bytes, max_bytes: int) -> bytes:
         return zlib.decompressobj(-zlib.MAX_WBITS).decompress(body, max_bytes)
 
 
-async def _check_shape(request: web.Request, body: bytes) -> None:
+async def _check_shape(request: web.Request, body: bytes, at_least_values: int) -> None:
     """Raises InvalidRequest for a body that would take long to decode: nobody else is served meanwhile."""
     services = request.app[SERVICES]
     shape = await asyncio.to_thread(shape_of, body) if len(body) > INLINE_BYTES else shape_of(body)
     config = services.config
     check_shape(
         *shape,
-        max_values=config.json_values(services.node.max_model_len),
+        max_values=config.json_values(services.node.max_model_len, at_least_values),
         max_depth=config.max_json_depth,
     )
 

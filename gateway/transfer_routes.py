@@ -12,7 +12,7 @@ from aiohttp import web
 from gateway.errors import GatewayError
 from gateway.rest import in_place, json_body, json_reply
 from gateway.services import SERVICES
-from gateway.sessions.archive import Archive, as_markdown, file_name, read_archive
+from gateway.sessions.archive import MAX_VALUES, Archive, as_markdown, file_name, read_archive
 
 MEDIA = {"json": "application/json", "markdown": "text/markdown"}
 SUFFIXES = {"json": "json", "markdown": "md"}
@@ -48,7 +48,7 @@ async def import_session(request: web.Request) -> web.Response:
     """Store a conversation that was exported, here or elsewhere, as a new one of the caller's."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
-    archive = await asyncio.to_thread(read_archive, await json_body(request))
+    archive = await asyncio.to_thread(read_archive, await json_body(request, at_least_values=MAX_VALUES))
     adapters = frozenset(model["id"] for model in services.models() if model.get("adapter"))
     session = await services.store.bring_in(owner, archive, adapters, time.time())
     services.list_watch.changed(owner, session.id)

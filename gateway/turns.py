@@ -427,7 +427,8 @@ class Turns:
         if error is not None or stored is None:
             live.error = error
         else:
-            live.done = _done_fields(live, stored)
+            live.title = stored.title
+            live.done = _done_fields(live, stored.turn)
             live.done["advisory"] = self._advisories.take_outcome(live.owner, live.session_id)
         self._metrics.turn_ended(live.error.code if live.error else status, final)
         live.wake_followers()

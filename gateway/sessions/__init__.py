@@ -17,6 +17,7 @@ stored all that it may.
 from gateway.sessions.quota import RESTORE_WINDOW_S
 from gateway.sessions.records import (
     BeginResult,
+    FinishResult,
     Origin,
     Outlook,
     ResponseHistory,
@@ -39,6 +40,7 @@ __all__ = [
     "RESTORE_WINDOW_S",
     "SCHEMA_VERSION",
     "BeginResult",
+    "FinishResult",
     "Origin",
     "Outlook",
     "ResponseHistory",

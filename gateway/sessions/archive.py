@@ -18,6 +18,7 @@ from gateway.sessions.text import is_id
 FORMAT: Final = "overture-conversation"
 VERSION: Final = 1
 MAX_TURNS: Final = 10_000  # Chosen: a person writes fewer in a year; one of so many takes a second to store.
+MAX_VALUES: Final = 40 * MAX_TURNS  # A turn with all its figures has 26 as JSON.
 
 _T = TypeVar("_T")
 

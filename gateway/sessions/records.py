@@ -131,6 +131,13 @@ class BeginResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.outcome != "existing"
 
 
+class FinishResult(NamedTuple):
+    """What ``finish_turn`` left. title: the session's, as it is now; it may have been renamed while the turn ran."""
+
+    turn: Turn
+    title: str | None
+
+
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A Responses call as its clients may ask for it again. reply: the response object; items: what the call gave as `input`, a list; both JSON.
     previous: its `previous_response_id`."""

@@ -23,6 +23,7 @@ from gateway.sessions.records import (
     NO_CHANGES,
     BeginResult,
     End,
+    FinishResult,
     Message,
     Origin,
     Outlook,
@@ -314,13 +315,13 @@ class SessionStore:
         token_ids: bytes = b"",
         home: str = "",
         now: float,
-    ) -> Turn | None:
+    ) -> FinishResult | None:
         """Store how a running turn ended (status ``done``, ``stopped`` or ``failed``); on disk when this returns.
 
         token_ids: all that the engine read and wrote up to the end of this turn, as little-endian uint32 (b"": not known). home: the node that has
         the session's KV now ("": as before).
-        Returns the turn, unchanged if it was over already. Returns None if the session or the turn was deleted meanwhile; a session that
-        can still be restored keeps the answer, but stays deleted.
+        Returns the turn, unchanged if it was over already, and the session's title. Returns None if the session or the turn was deleted
+        meanwhile; a session that can still be restored keeps the answer, but stays deleted.
         """
         return await self._write(
             owner,

@@ -17,6 +17,7 @@ from gateway.sessions.records import (
     NO_CHANGES,
     BeginResult,
     End,
+    FinishResult,
     Message,
     Origin,
     Outlook,
@@ -157,6 +158,9 @@ def create(
     now: float,
     origin: Origin = "chat",
 ) -> Session:
+    # One that waits for a purge and cannot be restored gives up its id: no id that is asked for has a space.
+    sql = "UPDATE sessions SET id = id || ' ' || row WHERE owner = ? AND id = ? AND deleted_at < ?"
+    conn.execute(sql, (owner, session_id, now - RESTORE_WINDOW_S))
     sql = "SELECT deleted_at IS NOT NULL FROM sessions WHERE owner = ? AND id = ?"
     taken = conn.execute(sql, (owner, session_id)).fetchone()
     if taken is not None:
@@ -368,15 +372,15 @@ def finish(
     token_ids: bytes,
     home: str,
     now: float,
-) -> Turn | None:
-    sql = """SELECT t.seq, t.status, s.row, s.deleted_at IS NOT NULL, o.row, o.is_indexed FROM turns t JOIN sessions s ON s.row = t.session
+) -> FinishResult | None:
+    sql = """SELECT t.seq, t.status, s.row, s.title, s.deleted_at IS NOT NULL, o.row, o.is_indexed FROM turns t JOIN sessions s ON s.row = t.session
         JOIN owners o ON o.name = s.owner WHERE s.owner = ? AND s.id = ? AND t.id = ?"""
     found = None
     if is_id(session_id) and is_id(turn_id):
         found = conn.execute(sql, (owner, session_id, turn_id)).fetchone()
     if found is None:
         return None
-    seq, status, row, is_deleted, keeper, is_indexed = found
+    seq, status, row, title, is_deleted, keeper, is_indexed = found
     if status == "running":
         # Also in a deleted session: after `restore` a turn must not be left running that nobody runs.
         sql = "UPDATE turns SET answer = ?, status = ?, finish_reason = ?, usage = ?, timings = ?, reasoning = ? WHERE seq = ?"
@@ -388,7 +392,8 @@ def finish(
         conn.execute(sql, (now, home or None, row))
     if is_deleted:
         return None
-    return _turn(conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone())
+    turn = _turn(conn.execute(f"SELECT {_TURN_COLUMNS} FROM turns WHERE seq = ?", (seq,)).fetchone())
+    return FinishResult(turn, title)
 
 
 def record(

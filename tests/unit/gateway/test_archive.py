@@ -74,6 +74,23 @@ async def test_what_was_imported_is_exported_as_it_was(gateways: Gateways) -> No
             assert {each["id"] for each in (await reply.json())["sessions"]} == set(ids)
 
 
+async def test_the_longest_conversation_can_be_brought_back(gateways: Gateways) -> None:
+    """With all figures that a turn has it is longer than any prompt."""
+    (turn,) = [each for each in WHOLE["turns"] if each.get("timings")][:1]
+    turns = [
+        turn | {"id": f"t{number}", "parent": f"t{number - 1}" if number else None, "is_chosen": True}
+        for number in range(MAX_TURNS)
+    ]
+    gateway: Gateway = await gateways()
+    async with (
+        aiohttp.ClientSession(gateway.server.url) as http,
+        http.post("/api/sessions/import", json=WHOLE | {"turns": turns}) as reply,
+    ):
+        session = await reply.json()
+        assert reply.status == 201, session
+        assert len(session["turns"]) == MAX_TURNS
+
+
 async def test_a_conversation_goes_on_where_an_import_ends(gateways: Gateways) -> None:
     gateway: Gateway = await gateways()
     messages = [

@@ -37,7 +37,8 @@ async def say(
     """A finished turn of session s."""
     await store.create_session(owner, session_id="s", exist_ok=True, now=NOW)
     await store.begin_turn(owner, "s", turn, content, now=NOW, **more)
-    return await store.finish_turn(owner, "s", turn, answer=answer, status="done", now=NOW)
+    over = await store.finish_turn(owner, "s", turn, answer=answer, status="done", now=NOW)
+    return over.turn if over is not None else None
 
 
 def rows(path: Path) -> list[object]:

@@ -76,9 +76,10 @@ async def end(
     owner: str = "ann",
     status: Any = "done",
 ):
-    return await store.finish_turn(
+    over = await store.finish_turn(
         owner, session, turn, answer=answer, status=status, finish_reason="stop", now=NOW
     )
+    return over.turn if over is not None else None
 
 
 async def chat(store: SessionStore, session: str, *turns: str, owner: str = "ann") -> None:
@@ -181,7 +182,7 @@ async def test_another_owners_session_does_not_exist(store: SessionStore) -> Non
 
 
 async def test_a_taken_id_is_a_conflict_unless_asked_otherwise(store: SessionStore) -> None:
-    """exist_ok answers with the session that is there, unchanged; a deleted one stays a conflict until it is purged."""
+    """exist_ok answers with the session that is there, unchanged; a deleted one is a conflict while it can be restored."""
     await chat(store, "s", "t")
     with raises_code("conflict"):
         await store.create_session("ann", session_id="s", now=NOW)
@@ -189,9 +190,11 @@ async def test_a_taken_id_is_a_conflict_unless_asked_otherwise(store: SessionSto
     assert (found.title, [turn.id for turn in found.turns]) == ("ask t", ["t"])
     await store.delete("ann", "s", NOW)
     with raises_code("conflict"):
-        await store.create_session("ann", session_id="s", exist_ok=True, now=NOW)
-    assert await store.purge(NOW + RESTORE_WINDOW_S + 1) == 1
-    assert (await store.create_session("ann", session_id="s", exist_ok=True, now=NOW)).turns == []
+        await store.create_session("ann", session_id="s", exist_ok=True, now=NOW + RESTORE_WINDOW_S)
+    later = NOW + RESTORE_WINDOW_S + 1
+    assert (await store.create_session("ann", session_id="s", exist_ok=True, now=later)).turns == []
+    assert await store.purge(later) == 1
+    assert (await store.restore("ann", "s", later)).turns == []
 
 
 async def test_patch_changes_what_is_given(store: SessionStore) -> None:
@@ -235,7 +238,7 @@ async def test_a_turn_from_begin_to_finish(store: SessionStore) -> None:
     assert (began.is_new, began.outcome, began.title, began.history) == (True, "new", "Why is", [])
     assert (began.turn.status, began.turn.answer, began.turn.created_at) == ("running", "", NOW + 1)
     usage, timings = {"prompt_tokens": 3}, {"tpot_ms": None, "kv": {"disk": 2}}
-    over = await store.finish_turn(
+    finished = await store.finish_turn(
         "ann",
         "s",
         "t",
@@ -246,8 +249,8 @@ async def test_a_turn_from_begin_to_finish(store: SessionStore) -> None:
         timings=timings,
         now=NOW + 2,
     )
-    assert over is not None
-    session = await store.get_session("ann", "s")
+    assert finished is not None and finished.title == "Why is"
+    over, session = finished.turn, await store.get_session("ann", "s")
     assert session.turns == [over] and (over.answer, over.finish_reason, over.usage, over.timings) == (
         "Air.",
         "length",
@@ -1071,6 +1074,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = self.runner.run(SessionStore.open(self.path))
         self.now = NOW
         self.model: dict[tuple[str, str], ModelSession] = {}
+        self.num_nameless = 0  # deleted ones that wait for a purge, while another has their id
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -1097,6 +1101,14 @@ class StoreMachine(RuleBasedStateMachine):
             result = self.call(
                 self.store.create_session(owner, session_id=session_id, exist_ok=exist_ok, now=self.now)
             )
+            if (
+                known is not None
+                and known.deleted_at is not None
+                and self.now - known.deleted_at > RESTORE_WINDOW_S
+            ):
+                known = None
+                self.num_nameless += 1
+                del self.model[owner, session_id]
             if known is not None and (known.deleted_at is not None or not exist_ok):
                 assert result == "conflict"
             else:
@@ -1261,7 +1273,8 @@ class StoreMachine(RuleBasedStateMachine):
             for k, s in self.model.items()
             if s.deleted_at is not None and self.now - s.deleted_at > RESTORE_WINDOW_S
         ]
-        assert self.call(self.store.purge(self.now)) == len(old)
+        assert self.call(self.store.purge(self.now)) == len(old) + self.num_nameless
+        self.num_nameless = 0
         for key in old:
             del self.model[key]
 

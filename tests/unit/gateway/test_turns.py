@@ -462,6 +462,15 @@ async def test_a_message_that_cannot_be_stored_is_refused_and_may_be_asked_again
     assert await stored(parts, turn.session_id) == [("a", "done", "Yes.")]
 
 
+async def test_who_renames_while_an_answer_is_written_keeps_the_name(parts: Parts) -> None:
+    turn = await parts.ask("a")
+    listener = parts.follow(turn)
+    await parts.store.patch("ann", turn.session_id, title="My own name")
+    (await parts.node.asked()).finish("Good day.")
+    await listener.over()
+    assert turn.done is not None and turn.done["title"] == "My own name"
+
+
 async def test_an_answer_without_text_is_an_answer(parts: Parts) -> None:
     turn = await parts.answered("a")
     assert turn.pieces == [] and turn.done is not None
