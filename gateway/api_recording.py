@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import uuid
@@ -83,9 +84,11 @@ async def record(
 
     reply: the response object to keep, where it is another than what the reader has.
 
-    A full disk or quota must not turn a good answer into an error: it is logged.
+    A full disk or quota must not turn a good answer into an error: it is logged. Of a session that was deleted a moment ago nothing is kept but
+    responses, which their client may name again: each begins a session of its own.
     """
     turn_id = uuid.uuid4().hex
+    response = _stored(recording, reply or reader.reply)
     try:
         await services.store.record_turn(
             recording.owner,
@@ -99,13 +102,17 @@ async def record(
             usage=reader.usage,
             response_id=reader.response_id,
             token_ids=reader.token_ids,
-            response=_stored(recording, reply or reader.reply),
+            response=response,
             previous=recording.previous,
             makes_session=True,
             now=time.time(),
         )
     except GatewayError as error:
-        log.error("an API turn could not be stored: %s", error.code)
+        if error.code == "conflict" and response is not None:
+            elsewhere = dataclasses.replace(recording, session_id=uuid.uuid4().hex)
+            await record(services, elsewhere, reader, reply)
+        else:
+            log.error("an API turn could not be stored: %s", error.code)
         return
     services.tell_shown(recording.owner, recording.session_id, turn_id)
 

@@ -136,6 +136,18 @@ def _message(text: str, response_id: str, *, is_done: bool) -> dict[str, Any]:
     }
 
 
+def with_previous(event: bytes, previous: str) -> bytes:
+    """An event of a Responses stream; a response object in it names what it goes on from. The gateway has resolved that, so vLLM has null there."""
+    head, mark, data = event.partition(b"data: {")
+    if not mark or b'"previous_response_id"' not in data:
+        return event
+    value = orjson.loads(b"{" + data)
+    if not isinstance(value.get("response"), dict):
+        return event
+    value["response"]["previous_response_id"] = previous
+    return head + b"data: " + orjson.dumps(value) + b"\n\n"
+
+
 class AnswerReader:
     """Gathers the answer of one call from its JSON body or from its server-sent events.
 
@@ -161,9 +173,9 @@ class AnswerReader:
         return "".join(self._parts)
 
     @property
-    def has_answer(self) -> bool:
-        """Whether any text of an answer was seen."""
-        return bool(self._parts)
+    def has_begun(self) -> bool:
+        """Whether there is something to keep: text, the id of a response, or the end of an answer, which may be a call of a tool alone."""
+        return bool(self._parts) or self.is_complete or self.response_id is not None
 
     @property
     def reply(self) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ KEEP_FINISHED_S = 120.0
 
 
 class BackgroundResponse:
-    """One of them. is_streamed: its events are kept, for whoever follows."""
+    """One of them. is_streamed: its events are kept, for whoever follows. is_ending: it was cancelled, or is read to its end and being stored."""
 
     def __init__(self, *, is_streamed: bool) -> None:
         self.is_streamed = is_streamed
@@ -29,6 +29,7 @@ class BackgroundResponse:
         self.status = "in_progress"
         self.error: GatewayError | BridgeError | None = None
         self.task: asyncio.Task[None] | None = None
+        self.is_ending = False
         self.is_over = False
         self._changed = asyncio.Event()
 
@@ -51,14 +52,17 @@ class BackgroundResponse:
         while self.reader.response_id is None and not self.is_over:
             await self._changed.wait()
 
-    async def follow(self, start: int) -> AsyncIterator[bytes]:
-        """Its events, from this number on, until it is over."""
-        number = start
+    async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
+        """Its events whose `sequence_number` is above this one, until it is over, and the comments between them, which have none."""
+        place, number = 0, -1
         while True:
             changed = self._changed
-            while number < len(self.events):
-                yield self.events[number]
-                number += 1
+            while place < len(self.events):
+                event = self.events[place]
+                is_comment = event.startswith(b":")
+                place, number = place + 1, number + (not is_comment)
+                if number > after or (number == after and is_comment):
+                    yield event
             if self.is_over:
                 return
             await changed.wait()
@@ -77,7 +81,7 @@ class BackgroundResponses:
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[str, str], BackgroundResponse] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: set[BackgroundResponse] = set()
 
     async def start(
         self,
@@ -96,8 +100,8 @@ class BackgroundResponses:
         """
         job = BackgroundResponse(is_streamed=is_streamed)
         job.task = asyncio.create_task(self._run(owner, job, reply, scope, record), name="response")
-        self._tasks.add(job.task)
-        job.task.add_done_callback(self._tasks.discard)
+        self._running.add(job)
+        job.task.add_done_callback(lambda _: self._running.discard(job))
         # Also when it was cancelled before it had begun: nobody may wait for it for ever.
         job.task.add_done_callback(lambda _: job.end())
         job.task.add_done_callback(lambda _: ended())
@@ -110,18 +114,30 @@ class BackgroundResponses:
     async def cancel(self, job: BackgroundResponse) -> None:
         """End it; what it has said so far is stored. Returns when that is done."""
         if job.task is not None and not job.is_over:
-            job.status = "cancelled"
-            job.task.cancel()
+            self._stop(job)
             await asyncio.wait({job.task})
+
+    def forget(self, owner: str, response_id: str) -> None:
+        """Keep its events no longer: it was deleted."""
+        self._by_id.pop((owner, response_id), None)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait for all that are under way; after `timeout_s` cancel them. All are stored when this returns."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=10.0)
+        if tasks := self._tasks():
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for job in self._running:
+            self._stop(job)
+        if tasks := self._tasks():
+            await asyncio.wait(tasks, timeout=10.0)
+
+    def _tasks(self) -> set[asyncio.Task[None]]:
+        return {job.task for job in self._running if job.task is not None}
+
+    def _stop(self, job: BackgroundResponse) -> None:
+        """Read no more of it. Once only: a second time would disturb the storing."""
+        if job.task is not None and not job.is_ending:
+            job.is_ending, job.status = True, "cancelled"
+            job.task.cancel()
 
     async def _run(
         self,
@@ -140,6 +156,7 @@ class BackgroundResponses:
         except Exception:
             log.exception("a response in the background failed")
             job.error, job.status = GatewayError("internal", "The server failed on this request."), "failed"
+        job.is_ending = True
         try:
             if job.reader.response_id is not None:
                 await asyncio.shield(record(job))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 import orjson
@@ -19,7 +19,7 @@ from engine_bridge.node import Api, JsonReply, SseReply, token_ids_of
 from engine_bridge.predict.hints import read_body
 from engine_bridge.request_context import RequestContext
 from gateway.api_recording import Recording, adapter_named, record, recording_of
-from gateway.api_turns import AnswerReader
+from gateway.api_turns import AnswerReader, with_previous
 from gateway.auth import Principal, tenant_of
 from gateway.background import BackgroundResponse
 from gateway.errors import GatewayError
@@ -124,6 +124,7 @@ async def _answer_in_background(
         reply = await services.node.serve("responses", body | {"stream": True}, headers, context)
         if isinstance(reply, JsonReply):
             return web.Response(body=reply.body, status=reply.status, content_type="application/json")
+        reply = _naming_previous(reply, recording)
         running = places.pop_all()
 
     async def scope(reading: Awaitable[None]) -> None:
@@ -144,7 +145,7 @@ async def _answer_in_background(
         return web.Response(body=orjson.dumps(reply_now), content_type="application/json", headers=session)
     response = web.StreamResponse(headers=SSE_HEADERS | session)
     await response.prepare(request)
-    await write_events(request, services, response, job.follow(0))
+    await write_events(request, services, response, job.follow())
     await response.write_eof()
     return response
 
@@ -188,7 +189,21 @@ async def _answer(
         return web.Response(
             body=reply.body, status=reply.status, content_type="application/json", headers=headers
         )
-    return await _stream(request, services, reply, headers, recording, reader)
+    return await _stream(request, services, _naming_previous(reply, recording), headers, recording, reader)
+
+
+def _naming_previous(reply: SseReply, recording: Recording | None) -> SseReply:
+    """The same stream; its response objects say what they go on from."""
+    if recording is None or recording.previous is None:
+        return reply
+    previous = recording.previous
+
+    async def named() -> AsyncIterator[bytes]:
+        async with aclosing(reply.events) as events:  # type: ignore[type-var]
+            async for event in events:
+                yield with_previous(event, previous)
+
+    return SseReply(named())
 
 
 def _take_priority(services: Services, body: Any) -> int:
@@ -222,7 +237,7 @@ async def _stream(
     finally:
         # Also when the client has gone: closing the events aborts the request in the engine.
         await reply.events.aclose()  # type: ignore[attr-defined]
-        if reader is not None and recording is not None and (reader.has_answer or reader.response_id):
+        if reader is not None and recording is not None and reader.has_begun:
             await asyncio.shield(record(services, recording, reader))
     await response.write_eof()
     return response

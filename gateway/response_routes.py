@@ -31,10 +31,14 @@ async def read(request: web.Request) -> web.StreamResponse:
                 "for two minutes after its end.",
                 param="stream",
             )
-        start = _number(request, "starting_after", -1) + 1
+        after = _number(request, "starting_after", -1)
+        if after < 0 and "starting_after" in request.query:
+            raise GatewayError(
+                "bad_request", "'starting_after' must not be negative.", param="starting_after"
+            )
         response = web.StreamResponse(headers=SSE_HEADERS)
         await response.prepare(request)
-        await write_events(request, services, response, job.follow(start))
+        await write_events(request, services, response, job.follow(after))
         await response.write_eof()
         return response
     if job is not None and not job.is_over:
@@ -47,6 +51,7 @@ async def delete(request: web.Request) -> web.Response:
     services, owner, response_id, job = _asked_for(request)
     if job is not None:
         await services.background.cancel(job)
+        services.background.forget(owner, response_id)
     if not await services.store.responses.delete(owner, response_id, time.time()):
         raise _not_found(response_id)
     return json_reply({"id": response_id, "object": "response.deleted", "deleted": True})

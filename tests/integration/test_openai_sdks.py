@@ -430,6 +430,18 @@ async def test_a_named_session_keeps_the_call(client: openai.AsyncOpenAI, server
     assert session.turns[0].status == "done"
 
 
+async def test_a_named_session_keeps_a_streamed_call_of_a_tool(
+    client: openai.AsyncOpenAI, server: Server
+) -> None:
+    messages: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    wish: Any = {"model": MODEL, "tools": WEATHER, "temperature": 0, "max_tokens": 96}
+    named = {"extra_headers": {"X-Session-Id": "tools-7"}}
+    assert await streamed(client, messages, wish | named) == ("", "get_weather", {"city": "Paris"})
+    (turn,) = (await server.services.store.get_session("local", "tools-7")).turns
+    assert (turn.content, turn.answer, turn.status) == (messages[0]["content"], "", "done")
+    assert turn.finish_reason == "tool_calls"
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

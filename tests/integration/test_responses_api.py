@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -118,6 +119,51 @@ async def test_a_stream_in_the_background_goes_on_where_its_client_left_it(
     assert rest[-1].type == "response.completed"
     with pytest.raises(openai.BadRequestError, match="events"):
         await client.responses.retrieve("resp_nope", stream=True)
+
+
+async def test_a_negative_number_is_refused(client: openai.AsyncOpenAI) -> None:
+    made = await client.responses.create(
+        model=MODEL, input="Hello!", background=True, stream=True, temperature=0
+    )
+    events = [event async for event in made]
+    response_id = events[0].response.id  # type: ignore[union-attr]
+    with pytest.raises(openai.BadRequestError, match="starting_after"):
+        await client.responses.retrieve(response_id, stream=True, starting_after=-5)
+    await client.responses.delete(response_id)
+    with pytest.raises(openai.BadRequestError, match="events"):
+        await client.responses.retrieve(response_id, stream=True)
+
+
+async def test_what_a_response_goes_on_from_stands_in_every_form_of_it(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model=MODEL, input="Hello!", temperature=0)
+    wish: Any = {
+        "model": MODEL,
+        "input": "And again?",
+        "previous_response_id": first.id,
+        "temperature": 0,
+    }
+    forms = [await client.responses.create(**wish), await client.responses.create(**wish, background=True)]
+    for options in ({}, {"background": True}):
+        stream = await client.responses.create(**wish, **options, stream=True)
+        forms += [event.response async for event in stream if hasattr(event, "response")]
+    forms.append(await ended(client, forms[1].id))
+    assert len(forms) >= 7 and {form.previous_response_id for form in forms} == {first.id}
+
+
+async def test_a_response_of_a_session_that_was_just_deleted_is_kept(
+    client: openai.AsyncOpenAI, server: Server
+) -> None:
+    """Its client may go on from it; the deleted conversation stays as it was, so that it can be restored."""
+    named: Any = {"model": MODEL, "temperature": 0, "extra_headers": {"X-Session-Id": "gone"}}
+    await client.responses.create(input="Hello!", **named)
+    await server.services.store.delete("local", "gone", time.time())
+    made = await client.responses.create(input="My secret word is Fezin.", **named)
+    after = await client.responses.create(
+        model=MODEL, input="What is my secret word?", previous_response_id=made.id, temperature=0
+    )
+    assert "Fezin" in after.output_text
+    restored = await server.services.store.restore("local", "gone", time.time())
+    assert [turn.content for turn in restored.turns] == ["Hello!"]
 
 
 async def test_another_key_finds_nothing(gateways: Gateways) -> None:

@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from gateway.api_turns import AnswerReader, question_of, session_named
+from gateway.api_turns import AnswerReader, question_of, session_named, with_previous
 from gateway.errors import GatewayError
 
 
@@ -94,3 +94,27 @@ def test_anthropic_and_responses_streams() -> None:
     )
     assert (responses.answer, responses.response_id, responses.is_complete) == ("yo", "resp_1", True)
     assert responses.usage is not None and responses.usage["prompt_tokens"] == 5
+
+
+def test_an_answer_that_is_only_the_call_of_a_tool_is_one_to_keep() -> None:
+    reader = AnswerReader("chat")
+    call = {"index": 0, "function": {"name": "weather", "arguments": "{}"}}
+    for delta, reason in (
+        ({"role": "assistant", "content": ""}, None),
+        ({"tool_calls": [call]}, "tool_calls"),
+    ):
+        assert not reader.has_begun
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        reader.feed(b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\n")
+    assert (reader.has_begun, reader.answer, reader.finish_reason) == (True, "", "tool_calls")
+
+
+def test_the_response_in_an_event_says_what_it_goes_on_from() -> None:
+    """Whatever else stands in the stream stays as it is, down to the byte."""
+    made = b'event: response.created\ndata: {"type":"response.created","response":{"id":"r2","previous_response_id":null}}\n\n'
+    head, _, data = with_previous(made, "r1").partition(b"data: ")
+    assert head == b"event: response.created\n" and data.endswith(b"}\n\n")
+    assert orjson.loads(data)["response"] == {"id": "r2", "previous_response_id": "r1"}
+    text = orjson.dumps({"type": "response.output_text.delta", "delta": '"previous_response_id"'})
+    for other in (b": keep-alive\n\n", b"event: x\ndata: " + text + b"\n\n", b"data: [DONE]\n\n"):
+        assert with_previous(other, "r1") == other
