@@ -207,8 +207,10 @@ class ChatClient:
     async def stop(self, turn_id: str) -> None:
         """End an answer now; its `ask` still yields `Done`, with `finish_reason` "stopped". Unknown ids are ignored."""
         turn = self._turns.get(turn_id)
-        if turn is not None and not self._put(Stop(turn_id)):
+        if turn is not None:
+            # Also where it could be sent: a socket that is about to break may lose it.
             turn.is_stop_wanted = True
+            self._put(Stop(turn_id))
 
     async def typing(
         self, session_id: str, *, adapter: str | None | UnsetType = UNSET, draft: str | UnsetType = UNSET
@@ -227,8 +229,8 @@ class ChatClient:
 
     def _send_message(self, turn: Question) -> None:
         turn.is_sent = self._put(turn.message) or turn.is_sent
-        if turn.is_stop_wanted and self._put(Stop(turn.message.id)):
-            turn.is_stop_wanted = False
+        if turn.is_stop_wanted:
+            self._put(Stop(turn.message.id))
 
     def _send_again(self, turn: Question) -> None:
         """The later half of a delayed retry: only if somebody still waits for the answer."""
@@ -372,7 +374,7 @@ class ChatClient:
             if not turn.is_sent:
                 self._send_message(turn)
             elif turn.is_stop_wanted:
-                turn.is_stop_wanted = not self._put(Stop(turn.message.id))
+                self._put(Stop(turn.message.id))
 
     def _on_event(self, frame: Accepted | Delta | Done) -> None:
         turn = self._turns.get(frame.id)

@@ -276,6 +276,27 @@ async def test_stop_reaches_the_server_and_the_answer_ends_as_stopped() -> None:
     assert isinstance(event, Done) and event.finish_reason == "stopped"
 
 
+async def test_a_stop_that_is_lost_with_its_connection_is_said_again() -> None:
+    async def script(peer: Peer, number: int) -> None:
+        hello = await peer.greet()
+        if number == 1:
+            await peer.receive("message")
+            await peer.send(accepted("a"), delta("a", 1, "long"))
+            await peer.receive("stop")
+            await peer.drop()
+            return
+        assert [item["id"] for item in hello["resume"]] == ["a"]
+        assert (await peer.receive("stop"))["id"] == "a"
+        await peer.send(done("a", 1, "stopped"))
+        await peer.stay()
+
+    async with gateway(script) as url, ChatClient(url) as client:
+        async for event in client.ask("question", turn_id="a"):
+            if isinstance(event, Delta):
+                await client.stop("a")
+    assert isinstance(event, Done) and event.finish_reason == "stopped"
+
+
 async def test_leaving_an_answer_early_stops_it() -> None:
     stopped = asyncio.Event()
 
