@@ -27,6 +27,9 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+# A proxy of this machine's is not asked for servers on it.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
+
 # No test is about time: what is slow here is the machine.
 settings.register_profile("overture", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("overture")

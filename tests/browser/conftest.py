@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -20,6 +19,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 VENDOR = Path(__file__).parent / "vendor"
@@ -69,12 +70,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- the gateway
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def is_ready(url: str) -> bool:
@@ -282,6 +277,7 @@ class Line:
     """
 
     def __init__(self, page: Page) -> None:
+        self._page = page
         self.sent: list[dict] = []
         self.on_send: Callable[[dict], dict | None] = lambda frame: frame
         self.on_frame: Callable[[dict], dict | None] = lambda frame: frame
@@ -307,6 +303,13 @@ class Line:
             return frame | {"text": text if is_first else ""}
 
         self.on_frame = replace
+
+    def accept_from_click(self) -> None:
+        """Refuse connections until something is clicked on the page: not those that it tries by itself just before."""
+        self._page.expose_function("acceptAgain", lambda: setattr(self, "refuse", False))
+        self._page.evaluate(
+            "() => document.addEventListener('click', () => acceptAgain(), { capture: true, once: true })"
+        )
 
     def drop(self) -> None:
         """Cut the connection, as a network would."""

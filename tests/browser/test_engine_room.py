@@ -146,6 +146,6 @@ def test_a_page_in_the_background_is_sent_nothing_and_a_lost_server_is_said(flee
     line.refuse = True
     line.drop()
     expect(page.locator("#banner")).to_contain_text("Next try in")
-    line.refuse = False
+    line.accept_from_click()
     page.get_by_role("button", name="Retry now").click()
     expect(page.locator("#live")).to_have_text("live")

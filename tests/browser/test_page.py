@@ -475,7 +475,7 @@ def test_a_lost_server_shows_a_countdown_and_retry_now(wired, page_watch) -> Non
     expect(chat.banner).to_contain_text(re.compile(r"Next try in \d+ s\."))
     chat.question.fill("kept")
     expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_disabled()
-    wire.refuse = False
+    wire.accept_from_click()
     chat.banner.get_by_role("button", name="Retry now").click()
     expect(chat.banner).to_be_hidden()
     expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
@@ -496,7 +496,7 @@ def test_what_is_sent_while_the_server_is_away_goes_once_it_is_back(wired, page_
     chat.send("Are you there?")
     expect(chat.page.get_by_text(WAITS)).to_be_visible()
     expect(chat.question).to_have_value("Are you there?")
-    wire.refuse = False
+    wire.accept_from_click()
     chat.banner.get_by_role("button", name="Retry now").click()
     expect(chat.turns).to_have_count(2)
     chat.wait_done()
@@ -519,7 +519,7 @@ def test_writing_on_takes_back_what_was_to_be_sent(wired, page_watch) -> None:
     expect(chat.page.get_by_text(WAITS)).to_be_visible()
     chat.question.press_sequentially(" And")
     expect(chat.page.get_by_text(WAITS)).to_be_hidden()
-    wire.refuse = False
+    wire.accept_from_click()
     chat.banner.get_by_role("button", name="Retry now").click()
     expect(chat.page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
     expect(chat.question).to_have_value("Are you there? And")

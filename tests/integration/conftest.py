@@ -155,6 +155,13 @@ async def starts(node: LocalNode) -> AsyncIterator[list[int]]:
     await node.run_on_engine(forget)
 
 
+async def engine_has(node: LocalNode, num_requests: int) -> None:
+    """Wait until the engine holds as many requests; fails if it does not come to that within a minute."""
+    async with asyncio.timeout(60):
+        while (stats := await node.stats()).num_running + stats.num_waiting < num_requests:
+            await asyncio.sleep(0.01)
+
+
 async def engine_is_empty(node: LocalNode) -> None:
     """Wait until the engine holds no request; fails if it does not come to that within a minute."""
     async with asyncio.timeout(60):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -16,12 +15,6 @@ from overture_client.chat_frames import Delta, Done
 from tests.conftest import ROOT
 
 OVERTURE = (sys.executable, "-m", "gateway.cli")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.asynccontextmanager

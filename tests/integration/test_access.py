@@ -18,7 +18,7 @@ from gateway.app import Server
 from gateway.auth import key_file_line
 from gateway.config import DEMO_ADAPTERS_DIR
 
-from .conftest import KEYS, MODEL, Gateways, SharedNode, engine_is_empty
+from .conftest import KEYS, MODEL, Gateways, SharedNode, engine_has, engine_is_empty
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
@@ -219,13 +219,6 @@ async def test_a_withdrawn_key_loses_its_sockets_streams_and_answers(
         url = f"/api/sessions/{accepted['session_id']}"
         async with theirs.get(url) as response:
             assert [turn["status"] for turn in (await response.json())["turns"]] == ["stopped"]
-
-
-async def engine_has(node: SharedNode, num_requests: int) -> None:
-    """Wait until the engine holds as many requests."""
-    async with asyncio.timeout(60):
-        while (stats := await node.stats()).num_running + stats.num_waiting < num_requests:
-            await asyncio.sleep(0.01)
 
 
 async def comes_in(http: aiohttp.ClientSession) -> None:

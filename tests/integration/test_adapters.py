@@ -441,7 +441,8 @@ async def test_with_assist_a_step_lays_an_adapter_out_only_where_it_costs_others
         return answer
 
     with late_layouts(monkeypatch) as is_open:
-        stream = asyncio.create_task(note("stream", None, 6, 60))
+        # Where it is to end last, also if this process is held up before it asks the other.
+        stream = asyncio.create_task(note("stream", None, 6, 60 if is_dear else 400))
         while not (await node.stats()).num_running:
             await asyncio.sleep(0.005)
         assert await note("cold", "a005", 5, ANSWER_TOKENS) == expected

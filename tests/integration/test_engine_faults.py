@@ -14,7 +14,7 @@ from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import ChatError, Delta
 
-from .conftest import MODEL, SharedNode
+from .conftest import MODEL, SharedNode, engine_has
 
 LONG = {"temperature": 0, "max_tokens": 2000, "ignore_eos": True}
 
@@ -40,7 +40,7 @@ async def is_ready(node: SharedNode) -> None:
 async def test_a_failed_step_ends_every_stream_and_the_engine_comes_back(
     node: SharedNode, chat: ChatClient, http: aiohttp.ClientSession
 ) -> None:
-    first_words = asyncio.Event()
+    first_words, stream_began = asyncio.Event(), asyncio.Event()
     session_id = None
 
     async def over_the_socket() -> str:
@@ -57,6 +57,7 @@ async def test_a_failed_step_ends_every_stream_and_the_engine_comes_back(
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True} | LONG
         async with http.post("/v1/chat/completions", json=body) as response:
             assert response.status == 200
+            stream_began.set()
             return await response.text()
 
     async def whole() -> tuple[int, str]:
@@ -65,7 +66,7 @@ async def test_a_failed_step_ends_every_stream_and_the_engine_comes_back(
             return response.status, (await response.json())["error"]["message"]
 
     tasks = [asyncio.ensure_future(work()) for work in (over_the_socket, over_sse, whole)]
-    await first_words.wait()
+    await asyncio.gather(first_words.wait(), stream_began.wait(), engine_has(node, 3))
     num_rebuilds = node.num_rebuilds
     await break_next_step(node)
     async with asyncio.timeout(60):

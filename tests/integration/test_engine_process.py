@@ -18,11 +18,11 @@ from tests.integration.test_process import (
     QUESTION,
     SECRET,
     ask,
-    free_port,
     kv_is_written,
     output_until,
     serving,
 )
+from tests.ports import free_port
 
 
 def engine_of(gateway_pid: int) -> psutil.Process:

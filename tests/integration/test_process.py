@@ -13,7 +13,8 @@ import pytest
 
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Accepted, ChatError, Delta, Done
-from tests.integration.processes import drains, free_port, output_until, serving
+from tests.integration.processes import drains, output_until, serving
+from tests.ports import free_port
 
 KV_ON_DISK = 'overture_kv_blocks{tier="disk"}'
 LONG = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}

@@ -12,7 +12,8 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.integration.test_process import free_port, output_until, serving
+from tests.integration.processes import output_until, serving
+from tests.ports import free_port
 
 PATIENCE_S = 60.0
 NUM_SHORT, SHORT_TOKENS = 4, 24

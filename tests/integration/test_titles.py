@@ -13,7 +13,7 @@ from gateway.titles import QUESTION, title_of
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Accepted, Done
 
-from .conftest import MODEL, Gateways, SharedNode
+from .conftest import MODEL, Gateways, SharedNode, engine_has
 
 GREEDY = {"temperature": 0}
 SAID = "My name is Quorin."
@@ -52,6 +52,7 @@ async def test_a_title_waits_until_no_answer_is_written(gateways: Gateways, node
     async with ChatClient(server.url) as chat:
         long = {"temperature": 0, "ignore_eos": True, "max_tokens": 400}
         other = asyncio.create_task(ask(chat, "Tell me a long story.", sampling=long))
+        await engine_has(node, 1)  # or this one may be answered before that one has come to the engine
         session_id = await ask(chat, SAID, sampling=GREEDY)
         is_named = False
         assert not other.done()

@@ -23,7 +23,8 @@ from overture_client import __version__
 from overture_client.chat import ChatClient
 from tests.conftest import ROOT
 from tests.integration import environments
-from tests.integration.processes import drains, free_port, output_until, serving
+from tests.integration.processes import drains, output_until, serving
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

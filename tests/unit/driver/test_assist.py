@@ -1,5 +1,6 @@
 """The assist workers compute the bits that the engine's process would, keep nothing that is not theirs, and end when they should."""
 
+import contextlib
 import gc
 import os
 import select
@@ -313,7 +314,7 @@ def test_a_hung_worker_is_given_up_after_the_timeout_and_ended_by_close(doomed):
     assert not pool.is_alive
     began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < PATIENCE_S / 10
     pool.close()
     assert not pool.holds(1)
     with pytest.raises(AssistLost):
@@ -362,9 +363,23 @@ def test_a_worker_ends_with_its_parent_but_not_with_the_thread_that_made_it(case
     assert ended, "the worker outlived its parent"
 
 
+def named_memory(*pids):
+    """Files in /dev/shm that these processes hold. What others make there meanwhile is theirs."""
+    held = set()
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        held |= {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line}
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+                held |= {
+                    link for link in [os.readlink(f"/proc/{pid}/fd/{fd}")] if link.startswith("/dev/shm/")
+                }
+    return held
+
+
 def test_nothing_is_left_open_after_close():
     gc.collect()
-    fds, names = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    fds, names = len(os.listdir("/proc/self/fd")), named_memory("self")
     pool = make_pool(2)
     pids = pool.pids
     assert not pool.is_alive
@@ -373,7 +388,7 @@ def test_nothing_is_left_open_after_close():
     assert pool.put(1, {"m": random_layer(16, 8, (16,))})
     with pytest.raises(AssistLost, match="not ready"):
         pool.add(1, "m", torch.zeros(4, 16), random_rows(4, 16), 1.0)
-    assert set(os.listdir("/dev/shm")) == names
+    assert named_memory("self", *pids) == names
     pool.close()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == fds

@@ -122,9 +122,12 @@ def test_a_long_question_is_read_at_both_ends_and_its_length_is_known() -> None:
 def test_reading_costs_no_more_for_a_long_question() -> None:
     """A bound with much room, for loaded machines: 0.2 ms are measured for the longest, and a second without the bound."""
     body = {"messages": [{"role": "user", "content": "the list of 5 words? " * 500_000}]}
-    start = time.perf_counter()
-    read_body(body)
-    assert time.perf_counter() - start < 0.25
+    took_s = []
+    for _ in range(5):
+        start = time.perf_counter()
+        read_body(body)
+        took_s.append(time.perf_counter() - start)
+    assert min(took_s) < 0.25
 
 
 JSON = st.recursive(

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from engine_bridge.node import pack_token_ids, unpack_token_ids
 from gateway.errors import GatewayError, StartupError
-from gateway.sessions import RESTORE_WINDOW_S, SCHEMA_VERSION, SessionStore, Turn, title_from
+from gateway.sessions import RESTORE_WINDOW_S, SCHEMA_VERSION, FinishResult, SessionStore, title_from
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 
 NOW = 1_700_000_000.0
@@ -1205,7 +1205,7 @@ class StoreMachine(RuleBasedStateMachine):
     def finish_one(
         self, key: tuple[str, str], turn_id: str, status: Any, answer: str, token_ids: bytes
     ) -> None:
-        result: Turn | None = self.call(
+        result: FinishResult | None = self.call(
             self.store.finish_turn(
                 *key, turn_id, answer=answer, status=status, token_ids=token_ids, now=self.now
             )
@@ -1221,7 +1221,8 @@ class StoreMachine(RuleBasedStateMachine):
         if turn is None or self.live(key) is None:
             assert result is None
         else:
-            assert result is not None and (result.status, result.answer) == (turn.status, turn.answer)
+            assert result is not None and result.title == self.model[key].title
+            assert (result.turn.status, result.turn.answer) == (turn.status, turn.answer)
 
     @rule(key=sessions, turn_id=st.sampled_from(TURN_IDS), content=st.sampled_from(["one", "two"]))
     def record(self, key: tuple[str, str], turn_id: str, content: str) -> None:

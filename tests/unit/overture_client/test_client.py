@@ -96,7 +96,7 @@ async def test_a_server_that_does_not_answer_is_given_up(server: Any) -> None:
     async with OvertureClient(server.url, timeout_s=0.05) as client:
         begun = time.monotonic()
         assert await client.advise("s") is None
-        assert 0.04 < time.monotonic() - begun < 1.0
+        assert 0.04 < time.monotonic() - begun < 10
         server.is_holding.clear()
         assert await client.advise("s") is not None
 
