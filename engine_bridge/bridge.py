@@ -64,6 +64,7 @@ class EngineThread(Generic[D]):
         make_driver: builds a driver; runs on the engine thread, again after each failure.
         on_outputs: called on the event loop with the outputs of one or more steps, in order.
         on_failed: called on the event loop once when a driver died, before the rebuild: end its streams.
+        on_rebuilt: called on the engine thread with the new driver, after what was submitted while it was built has been dropped.
     """
 
     def __init__(
@@ -71,10 +72,12 @@ class EngineThread(Generic[D]):
         make_driver: Callable[[], D],
         on_outputs: Callable[[list[Any]], None],
         on_failed: Callable[[BaseException], None],
+        on_rebuilt: Callable[[D], None] = lambda driver: None,
     ) -> None:
         self._make_driver = make_driver
         self._on_outputs = on_outputs
         self._on_failed = on_failed
+        self._on_rebuilt = on_rebuilt
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._outputs: deque[list[Any]] = deque()
@@ -247,6 +250,7 @@ class EngineThread(Generic[D]):
                 self.error = failure
                 continue
             self._fail_commands(EngineUnavailable("the engine failed and was rebuilt; ask again"))
+            self._on_rebuilt(driver)
             self.state, self.error = "ready", None
             self.num_rebuilds += 1
             return driver

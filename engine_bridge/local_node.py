@@ -49,7 +49,7 @@ from engine_bridge.node import (
     SseReply,
     TokenizerStats,
 )
-from engine_bridge.node_adapters import listed, serve_found, watch
+from engine_bridge.node_adapters import catch_up, listed, serve_found, watch
 from engine_bridge.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
 from engine_bridge.policy.request_limits import RequestLimits
 from engine_bridge.policy.routing import NodeFacts
@@ -99,7 +99,12 @@ class LocalNode:
     def __init__(self, config: LocalNodeConfig, tiers: KvTiers | None = None) -> None:
         self._config = config
         self._streams = Streams()
-        self._thread = EngineThread(self._make_driver, self._streams.deliver, self._fail)
+        self._thread = EngineThread(
+            self._make_driver,
+            self._streams.deliver,
+            self._fail,
+            lambda driver: catch_up(driver.adapters, self._catalog),
+        )
         self._tiers = tiers or make_tiers(config)
         if self._tiers is not None:
             self._tiers.on_progress = self._thread.wake
@@ -175,16 +180,12 @@ class LocalNode:
             self._report,
             self._tiers,
             self._thread.wake,
-            self._fail_requests,
+            lambda ids, error: self._loop.call_soon_threadsafe(self._streams.give_up, ids, error),
             self._lengths,
         )
         if self._serving is not None:  # the engine is built again
             driver.use_reasoning_parser(self._serving.reasoning_parser)
         return driver
-
-    def _fail_requests(self, request_ids: list[str], error: Exception) -> None:
-        """On the engine thread: these will get no answer."""
-        self._loop.call_soon_threadsafe(self._streams.give_up, request_ids, error)
 
     def _report(self, stage: str) -> None:
         self._stage = stage

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_bridge.adapters.catalog import Catalog
+from engine_bridge.adapters.catalog import Catalog, NoCatalog
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.adapters.watch import Changes, Folder, is_odd
 from engine_bridge.node import AdapterInfo, AdapterPlace
 
 if TYPE_CHECKING:
+    from engine_bridge.driver.absent import NoAdapters
+    from engine_bridge.driver.adapters.residency import Residency
     from engine_bridge.driver.serving import Serving
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,15 @@ async def _follow(serving: Serving, changes: Changes) -> None:
     for name in changes.removed:
         log.info("adapter %s has gone from its folder", name)
         await serving.drop_adapter(name)
+
+
+def catch_up(adapters: Residency | NoAdapters, catalog: Catalog | NoCatalog) -> None:
+    """Tell an engine which adapters came, went or were pinned while it was built. On its thread."""
+    served = catalog.served()
+    for record in served:
+        adapters.add(record)
+    for version_id in adapters.places().keys() - {record.version_id for record in served}:
+        adapters.remove(version_id)
 
 
 def listed(

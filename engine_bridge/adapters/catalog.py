@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Catalog:
-    """One node's adapters.
+    """One node's adapters. `num_bytes` of its records are those that an adapter takes in memory, in the engine's type; a file's may be others.
 
     `add` and the other methods that say so wait for the disk: for a worker thread. The others only look.
 
@@ -41,9 +41,9 @@ class Catalog:
         An adapter that was registered with these very files is not read again. Raises AdapterRejected, RegistryFailed.
         """
         files = inspect(path, self._contract)
-        if files.num_bytes > self._max_bytes:
+        if files.held_bytes > self._max_bytes:
             raise AdapterRejected(
-                f"The adapter takes {files.num_bytes >> 20} MiB; there are {self._max_bytes >> 20} for adapters in host memory. "
+                f"The adapter takes {files.held_bytes >> 20} MiB; there are {self._max_bytes >> 20} for adapters in host memory. "
                 "Raise --adapter-host-gib.",
                 code="too_large",
             )
@@ -69,7 +69,7 @@ class Catalog:
             base_model=files.base_model,
             now=time.time(),
         )
-        self._served[name] = record
+        record = self._served[name] = replace(record, num_bytes=files.held_bytes)
         return record
 
     def remove(self, name: str, *, is_missing: bool = False) -> AdapterRecord | None:
@@ -83,11 +83,12 @@ class Catalog:
 
     def set_pinned(self, name: str, is_pinned: bool) -> AdapterRecord | None:
         """None for a name that is not served. Waits for the disk."""
-        if name not in self._served:
+        served = self._served.get(name)
+        if served is None:
             return None
         record = self._registry.set_pinned(name, is_pinned)
         if record is not None:
-            self._served[name] = record
+            record = self._served[name] = replace(record, num_bytes=served.num_bytes)
         return record
 
     def note_use(self, version_id: int) -> None:

@@ -34,7 +34,7 @@ from engine_bridge.adapters.config import (
     plain_scales,
 )
 from engine_bridge.adapters.errors import AdapterRejected, quoted
-from engine_bridge.adapters.header import WEIGHTS_FILE, Entry, Header, corrupt, read_header
+from engine_bridge.adapters.header import ITEM_BYTES, WEIGHTS_FILE, Entry, Header, corrupt, read_header
 
 PICKLE_FILES: Final = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 CHUNK_BYTES: Final = (
@@ -115,6 +115,7 @@ class AdapterFiles:
         rank: the largest rank of its modules.
         tensors: in the order of their bytes.
         num_bytes: of all tensors, and so of the buffer that `read` fills: the format allows no holes.
+        held_bytes: of the same in the type that the engine computes in, which is what they take once they are loaded.
         data_offset: where in the file the tensors begin; tensor `t` lies at `t.offset - data_offset` of the buffer that `read` fills.
         target_modules: the last parts of its modules' names, sorted.
         base_model: what it was trained on, as its configuration names it.
@@ -128,6 +129,7 @@ class AdapterFiles:
     rank: int
     tensors: tuple[TensorInfo, ...]
     num_bytes: int
+    held_bytes: int
     data_offset: int
     target_modules: tuple[str, ...]
     base_model: str | None
@@ -159,6 +161,7 @@ def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
         rank=rank,
         tensors=tensors,
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
+        held_bytes=sum(math.prod(tensor.shape) for tensor in tensors) * ITEM_BYTES[contract.dtype],
         data_offset=header.data_offset,
         target_modules=tuple(sorted({tensor.module.rpartition(".")[2] for tensor in tensors})),
         base_model=base_model,

@@ -58,10 +58,17 @@ class DropCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class Refuse:
+    """Its requests cannot be served: beside the pinned ones it has no room in host memory, whoever else leaves. They must be `released`."""
+
+    adapter_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """The version is gone."""
 
     adapter_id: int
 
 
-Move = Load | Fill | LeaveSlot | DropHost | WriteCopy | DropCopy | Forget
+Move = Load | Fill | LeaveSlot | DropHost | WriteCopy | DropCopy | Refuse | Forget

@@ -16,7 +16,7 @@ from typing import Literal
 from msgspec import Struct
 
 from engine_bridge.core.adapter_copies import AdapterCopies
-from engine_bridge.core.adapter_moves import DropHost, Fill, Forget, LeaveSlot, Load, Move, WriteCopy
+from engine_bridge.core.adapter_moves import DropHost, Fill, Forget, LeaveSlot, Load, Move, Refuse, WriteCopy
 from engine_bridge.core.adapter_slots import AdapterSlots
 from engine_bridge.core.adapter_table import AdapterTable, Version
 from engine_bridge.core.adapter_turns import AdapterTurns
@@ -282,9 +282,10 @@ class AdapterPlaces:
             return []
         moves = self._make_host_room(version, is_guess, running, now)
         if moves is None:
-            if is_guess:
+            is_refused = not is_guess and self._has_never_room(version)
+            if is_guess or is_refused:
                 self.wanted.drop(version.id)
-            return []
+            return [Refuse(version.id)] if is_refused else []
         self.table.begin_load(version)
         if is_guess:
             self.announced.moved(version.id, version.num_bytes)
@@ -311,6 +312,12 @@ class AdapterPlaces:
             self.worth.left(victim, "host")
             self.counts["evicted:host"] += 1
         return moves if victims else None
+
+    def _has_never_room(self, version: Version) -> bool:
+        """Do pinned ones take what it needs? They leave for nobody."""
+        pinned = (each for each in self.table if each.is_pinned and each is not version)
+        held = sum(each.num_bytes if each.is_loading else each.host_bytes or 0 for each in pinned)
+        return held + version.num_bytes > self.rules.host_bytes
 
     def _leave_host(self, version: Version) -> list[Move]:
         if version.host_bytes is None:

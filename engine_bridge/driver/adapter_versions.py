@@ -7,13 +7,17 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from engine_bridge.adapters.catalog import Catalog, NoCatalog
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.bridge import EngineThread
 from engine_bridge.core.expected import Hashes
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.kv_keys import AdapterVersion, cache_salt, version_of
-from engine_bridge.driver.vllm_api import LoRARequest, Request, SamplingParams
+from engine_bridge.driver.scheduling.facts import facts_of, tell
+from engine_bridge.driver.vllm_api import EngineCoreRequest, LoRARequest, Request, SamplingParams
+from engine_bridge.errors import InvalidRequest
 
 
 class AdapterVersions:
@@ -26,16 +30,44 @@ class AdapterVersions:
         self._catalog = catalog
         self._block_hasher = block_hasher
         self._versions: dict[int, AdapterVersion] = {}
+        self._served: dict[str, AdapterVersion] = {}
+        self._gone: set[int] = set()  # ids that the engine was told to forget
 
     def of(self, lora_request: LoRARequest | None) -> AdapterVersion | None:
         return self._versions[lora_request.lora_int_id] if lora_request is not None else None
 
     def used_by(self, lora_request: LoRARequest | None) -> AdapterVersion | None:
-        """As `of`, and the use is noted."""
+        """As `of`, and the use is noted. Raises InvalidRequest where the adapter was removed a moment ago."""
         version = self.of(lora_request)
-        if version is not None:
-            self._catalog.note_use(version.lora_int_id)
+        if version is None:
+            return None
+        version = self.served(version)
+        self._catalog.note_use(version.lora_int_id)
         return version
+
+    def served(self, version: AdapterVersion) -> AdapterVersion:
+        """What a request for this version is to be computed with, if that begins now: where it was replaced while the request was on its way to the
+        engine, the one in its place. Raises InvalidRequest where there is none."""
+        if version.lora_int_id not in self._gone:
+            return version
+        if version.lora_name not in self._served:
+            message = f"The adapter {version.lora_name!r} was removed while the request was on its way."
+            raise InvalidRequest(message, param="model", code="unknown_model")
+        return self._served[version.lora_name]
+
+    def tie(self, request: EngineCoreRequest, adapter: AdapterVersion | None) -> None:
+        """Have it computed with this adapter, and its KV kept for its tenant and for these very weights."""
+        facts = facts_of(request)
+        request.lora_request = adapter
+        content_hash = adapter.content_hash if adapter else ""
+        request.cache_salt = cache_salt(facts.context.tenant, content_hash, facts.client_salt)
+        tell(request, msgspec.structs.replace(facts, rank=self.rank_of(adapter)))
+
+    def tie_to_served(self, request: EngineCoreRequest) -> None:
+        """Of a request that was on its way for a while, see `served`. Raises InvalidRequest."""
+        adapter = request.lora_request
+        if isinstance(adapter, AdapterVersion) and self.served(adapter) is not adapter:
+            self.tie(request, self.served(adapter))
 
     def rank_of(self, version: AdapterVersion | None) -> int:
         """0 for the base model."""
@@ -73,16 +105,26 @@ class AdapterVersions:
         record = await asyncio.to_thread(_enter, self._catalog, lora_request)
         # vLLM would read an adapter marked as in place from disk again in every step that uses it.
         lora_request.lora_int_id, lora_request.load_inplace = record.version_id, False
-        self._versions[record.version_id] = version_of(lora_request, record.content_hash)
+        version = version_of(lora_request, record.content_hash)
+        self._versions[record.version_id] = self._served[name] = version
+        self._gone.discard(record.version_id)
         self.know(record)
         if old is not None and old.version_id != record.version_id:
-            self._thread.submit(lambda driver: driver.adapters.remove(old.version_id))
+            self._forget(old)
 
     async def remove(self, name: str, *, is_missing: bool = False) -> None:
         """No new request will name this adapter. is_missing: its files went by themselves."""
         record = await asyncio.to_thread(self._catalog.remove, name, is_missing=is_missing)
         if record is not None:
-            self._thread.submit(lambda driver: driver.adapters.remove(record.version_id))
+            self._forget(record)
+
+    def _forget(self, record: AdapterRecord) -> None:
+        """Its last request in the engine ends with it; no other one gets there."""
+        self._gone.add(record.version_id)
+        served = self._served.get(record.name)
+        if served is not None and served.lora_int_id == record.version_id:
+            del self._served[record.name]
+        self._thread.submit(lambda driver: driver.adapters.remove(record.version_id))
 
     def know(self, record: AdapterRecord) -> None:
         """Tell the engine of a version, or that it was pinned or unpinned."""

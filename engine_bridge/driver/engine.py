@@ -80,7 +80,7 @@ class VllmDriver:
         report: Callable[[str], None] = lambda stage: None,
         tiers: KvTiers | None = None,
         wake: Callable[[], None] = lambda: None,
-        fail: Callable[[list[str], Exception], None] = lambda request_ids, error: None,
+        fail: Callable[[list[str], Exception], object] = lambda request_ids, error: None,
         predictor: LengthPredictor | None = None,
     ) -> None:
         configure_environment(config)
@@ -145,13 +145,21 @@ class VllmDriver:
 
     def step(self) -> list[RequestOutput]:
         if self._background and not sum(self._scheduler.get_request_counts()):
-            self.add(*self._background.popleft(), None)
+            self._begin_background()
         if self.adapters.has_work():
             self.adapters.advance()
         outputs = self._step_engine() if self._scheduler.has_requests() else []
         self.promoter.advance()
         self._link_measuring.advance()
         return outputs
+
+    def _begin_background(self) -> None:
+        request_id, request = self._background.popleft()
+        try:
+            self.add(request_id, request, None)
+        except Exception as error:
+            # Its adapter may have gone while it was queued. A failed step would end everybody's requests for one that nobody waits for.
+            self._fail([request_id], error)
 
     def _step_engine(self) -> list[RequestOutput]:
         self.adapters.begin_step()

@@ -19,7 +19,6 @@ from engine_bridge.driver.call_start import CallStart
 from engine_bridge.driver.continuing import CallIds, continued
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.grammars import check_grammar
-from engine_bridge.driver.kv_keys import cache_salt
 from engine_bridge.driver.scheduling.facts import Carried, facts_of, tell, tell_guess
 from engine_bridge.driver.stream_failures import engine_failed
 from engine_bridge.driver.streams import Streams
@@ -118,10 +117,9 @@ class BridgeEngineClient(EngineClient):
             priority=context.priority,
             **options,
         )
-        content_hash = adapter.content_hash if adapter else ""
-        request.cache_salt = cache_salt(context.tenant, content_hash, request.cache_salt)
-        rank = self.versions.rank_of(adapter)
-        tell(request, Carried(context=context, rank=rank, features=self._features(request, context)))
+        features = self._features(request, context)
+        tell(request, Carried(context=context, features=features, client_salt=request.cache_salt))
+        self.versions.tie(request, adapter)
         self._streams.register(unique_id, stream)
         return unique_id, request
 
@@ -166,7 +164,8 @@ class BridgeEngineClient(EngineClient):
             waiting.cancel()
 
     def launch(self, unique_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
-        """Queue a submitted request on the engine thread."""
+        """Queue a submitted request on the engine thread. Raises InvalidRequest where its adapter was removed meanwhile."""
+        self.versions.tie_to_served(request)
 
         def add(driver: VllmDriver) -> None:
             try:
@@ -181,7 +180,8 @@ class BridgeEngineClient(EngineClient):
         self._thread.submit(add)
 
     def launch_in_background(self, unique_id: str, request: EngineCoreRequest) -> None:
-        """Queue a submitted request behind everything else, also behind what comes later."""
+        """Queue a submitted request behind everything else, also behind what comes later. Raises InvalidRequest as `launch`."""
+        self.versions.tie_to_served(request)
         self._thread.submit(lambda driver: driver.add_background(unique_id, request))
 
     def forget(self, unique_id: str, *, abort: bool) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine_bridge.driver.background import BACKGROUND_PREFIX
+from engine_bridge.driver.vllm_api import RetryableRequestError
+from engine_bridge.errors import EngineUnavailable
 from engine_bridge.node import GenerateRequest
 from engine_bridge.token_stream import TokenStream
 
@@ -20,7 +22,7 @@ BACKGROUND_S, BACKGROUND_TOKENS = 0.05, 256
 async def prefill(
     client: BridgeEngineClient, prepared: Prepared, request: GenerateRequest, tiers: KvTiers | None
 ) -> int:
-    """Compute the whole blocks of a prompt, once nothing else runs. Returns their tokens."""
+    """Compute the whole blocks of a prompt, once nothing else runs. Returns their tokens. Raises EngineUnavailable where the engine gave it up."""
     token_ids: list[int] = prepared.engine_input["prompt_token_ids"]
     block_size: int = client.vllm_config.cache_config.block_size
     end = len(token_ids) // block_size * block_size
@@ -48,6 +50,8 @@ async def _prefill_to(
     try:
         while (await stream.next()).finish_reason is None:
             pass
+    except RetryableRequestError as error:
+        raise EngineUnavailable(str(error)) from error
     finally:
         client.forget(unique_id, abort=not stream.is_ended_by_engine)
 

@@ -33,6 +33,7 @@ ALONE = (
     "test_kv_pressure.py",
     "test_promotion.py",
     "test_adapters.py",
+    "test_adapter_changes.py",
     "test_scheduling.py",
     "test_priority_api.py",
     "test_engine_state.py",

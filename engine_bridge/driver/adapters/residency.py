@@ -23,6 +23,7 @@ from engine_bridge.core.adapter_moves import (
     LeaveSlot,
     Load,
     Move,
+    Refuse,
     WriteCopy,
 )
 from engine_bridge.core.residency import AdapterPlaces
@@ -97,6 +98,7 @@ class Residency:
             DropHost: self._drop_host,
             WriteCopy: self._write_copy,
             DropCopy: lambda move: copies.drop(move.adapter_id),
+            Refuse: self._refuse,
             Forget: self._forget,
         }
 
@@ -146,7 +148,9 @@ class Residency:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def requested(self, request_id: str, adapter_id: int) -> None:
-        """A request enters the engine."""
+        """A request enters the engine. Raises AdapterRejected where its version has gone since it was queued."""
+        if adapter_id not in self._records:
+            raise AdapterRejected("Its adapter was replaced or removed meanwhile.", code="changed")
         self._is_filled(adapter_id)
         self.core.requested(request_id, adapter_id, self._clock())
         self.copies.touch(adapter_id)
@@ -303,6 +307,14 @@ class Residency:
         self._do(self.core.load_failed(adapter_id))
         if waiting:
             self._on_failed(waiting, error)
+
+    def _refuse(self, move: Refuse) -> None:
+        error = AdapterRejected(
+            "The adapters that are pinned leave no room in host memory for this one. Unpin one, or raise --adapter-host-gib.",
+            code="too_large",
+        )
+        log.error("adapter %s is not loaded: %s", self._records[move.adapter_id].name, error)
+        self._on_failed(list(self.core.table[move.adapter_id].requests), error)
 
     def _fill(self, move: Fill) -> None:
         adapter_id, slot = move.adapter_id, move.slot

@@ -18,13 +18,14 @@ class Carried(Struct, frozen=True, kw_only=True):
     """The gateway's context as it came, and what the engine's side adds.
 
     rank: of its adapter, 0 without one. features: what its answer's length is predicted from. guess: what a user's own predictor said of it; None:
-    the scheduler asks the node's.
+    the scheduler asks the node's. client_salt: what the client asked to keep its KV apart by, before the tenant's and the adapter's were added.
     """
 
     context: RequestContext = NOBODY
     rank: int = 0
     features: LengthFeatures | None = None
     guess: LengthGuess | None = None
+    client_salt: str | None = None
 
 
 NOTHING_CARRIED = Carried()

@@ -19,6 +19,7 @@ from engine_bridge.core.adapter_moves import (
     LeaveSlot,
     Load,
     Move,
+    Refuse,
     WriteCopy,
 )
 from engine_bridge.core.adapter_worth import Worth
@@ -123,6 +124,21 @@ def test_a_request_for_an_adapter_of_an_older_request_waits_rather_than_taking_i
     places.released("old", 1, 2.0)
     places.laid_out(1)
     assert places.advance(NOBODY, 2.0)[:2] == [DropHost(1), Load(2, "disk")]
+
+
+def test_who_has_no_room_beside_the_pinned_ones_is_refused_and_others_wait() -> None:
+    places = make(host_bytes=2 * SIZE)
+    for adapter_id in (1, 2):
+        places.add(adapter_id, SIZE, room=SIZE, is_pinned=adapter_id == 1, now=0.0)
+        bring(places, adapter_id)
+    places.requested("old", 2, 0.0)
+    places.requested("waits", 3, 1.0)
+    assert not any(isinstance(move, Refuse | Load) for move in places.advance({2}, 1.0))
+    places.add(2, SIZE, room=SIZE, is_pinned=True, now=1.0)
+    places.wanted.something_moved()
+    assert Refuse(3) in places.advance({2}, 2.0)
+    places.released("waits", 3, 2.0)
+    assert not any(isinstance(move, Refuse) for move in places.advance({2}, 3.0)), "said once"
 
 
 def test_a_guess_displaces_nothing_that_a_request_waits_for() -> None:
@@ -569,6 +585,9 @@ class Traffic(RuleBasedStateMachine):
                     self.write_copy(adapter_id, is_ahead)
                 case DropCopy(adapter_id):
                     del self.copies[adapter_id]
+                case Refuse(adapter_id):
+                    pinned = [each for each in self.places.table if each.is_pinned and each.id != adapter_id]
+                    assert pinned and not self.running.get(adapter_id)
                 case Forget(adapter_id):
                     assert adapter_id not in {*self.host, *self.slots.values(), *self.copies}
 

@@ -1,0 +1,187 @@
+"""Adapters that are replaced, removed or pinned at the worst moment, and files whose weights are of another type than the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from engine_bridge.engine_config import EngineConfig
+from engine_bridge.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
+from engine_bridge.request_context import RequestContext
+from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+
+from .test_adapters import ask, load, text
+
+POET_BYTES = 3_670_016  # its weights as float32; the file has them as bfloat16
+CAPACITY = int(1.05 * POET_BYTES)
+PROMPT = text(1, 40)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(DEMO_ADAPTERS_DIR, tmp_path_factory.mktemp("found") / "adapters"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def node(folder: Path) -> AsyncIterator[LocalNode]:
+    """Host memory for the largest adapter, and beside it for none."""
+    config = EngineConfig(
+        model=str(DEMO_MODEL_DIR),
+        served_model_name="demo",
+        dtype="float32",
+        cpu_threads=1,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_loras=4,
+        num_kv_blocks=160,
+        adapter_host_gib=CAPACITY / 1024**3,
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("engine_bridge.node_adapters.WATCH_EVERY_S", 0.2)
+        node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=folder))
+        await node.start()
+        yield node
+        await node.close()
+
+
+async def leave_all(node: LocalNode) -> None:
+    """Every adapter is on disk, and nowhere else."""
+    while any(
+        place != "disk"
+        for place in (await node.run_on_engine(lambda driver: driver.adapters.places())).values()
+    ):
+        await node.run_on_engine(
+            lambda driver: driver.adapters.put_back(list(driver.adapters.places()), keeps_host=False)
+        )
+        await asyncio.sleep(0.01)
+
+
+async def found(node: LocalNode, folder: Path, name: str) -> None:
+    """Put an adapter of this name into the folder, and wait until it is listed."""
+    await asyncio.to_thread(shutil.copytree, DEMO_ADAPTERS_DIR / "shout", folder / name)
+    async with asyncio.timeout(60):
+        while name not in {each.name for each in node.adapters()}:
+            await asyncio.sleep(0.02)
+
+
+async def in_time(answer: Any) -> Any:
+    return await asyncio.wait_for(answer, 60)
+
+
+async def test_memory_is_reckoned_by_what_an_adapter_takes_once_it_is_loaded(node: LocalNode) -> None:
+    """Twice the file's size here: who leaves for it has to give back so much, or it would wait for ever."""
+    await leave_all(node)
+    assert max(each.num_bytes for each in node.adapters()) == POET_BYTES
+    for name in ("robot", "poet", "json", "poet", "robot"):
+        assert await in_time(ask(node, name, PROMPT))
+        await node.run_on_engine(lambda driver: driver.adapters.core.table.check(CAPACITY))
+
+
+async def test_who_has_no_room_beside_the_pinned_ones_is_told(node: LocalNode) -> None:
+    await leave_all(node)
+    await node.pin_adapter("poet", True)
+    assert await in_time(ask(node, "poet", PROMPT))
+    for _ in range(2):
+        with pytest.raises(EngineUnavailable, match="Unpin one"):
+            await in_time(ask(node, "pirate", PROMPT))
+    assert await in_time(ask(node, None, PROMPT)), "all others are served"
+    pinned = await node.pin_adapter("poet", False)
+    assert pinned is not None and pinned.num_bytes == POET_BYTES
+    assert await in_time(ask(node, "pirate", PROMPT))
+
+
+async def test_a_draft_whose_adapter_goes_harms_nobody(node: LocalNode) -> None:
+    """It waits until others have been answered; the engine must not fail when its turn comes."""
+    await load(node, "fleeting", DEMO_ADAPTERS_DIR / "pirate")
+    num_rebuilds = node.num_rebuilds
+    answer = asyncio.create_task(ask(node, None, text(2, 40), 300))
+    while not (await node.stats()).num_running:
+        await asyncio.sleep(0.005)
+    draft = GenerateRequest(
+        request_id=RequestId("draft"),
+        messages=(ChatMessage("user", "hello there " * 30),),
+        context=RequestContext(adapter="fleeting"),
+        sampling=Sampling(temperature=0, max_tokens=1),
+    )
+    prefill = asyncio.create_task(node.prefill(draft))
+    while not await node.run_on_engine(lambda driver: bool(driver._background)):
+        await asyncio.sleep(0.005)
+    assert not answer.done()
+    assert (await node.unload_adapter({"lora_name": "fleeting"})).status == 200
+    assert len(await in_time(answer)) == 300
+    with pytest.raises(EngineUnavailable, match="removed"):
+        await in_time(prefill)
+    assert await in_time(ask(node, None, text(3, 40)))
+    assert node.num_rebuilds == num_rebuilds
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+async def test_a_request_on_its_way_gets_the_adapter_that_took_the_place_of_its_own(
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    """With KV of its own; where none did, it is refused as one for an unknown adapter."""
+    new = await in_time(ask(node, "pirate", PROMPT))
+    await load(node, "changing", DEMO_ADAPTERS_DIR / "json")
+    client, is_there, goes_on = node._client, asyncio.Event(), asyncio.Event()
+    assert client is not None
+
+    async def held(request: Any) -> None:
+        is_there.set()
+        await goes_on.wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "predict_length", held)
+        asked = asyncio.create_task(ask(node, "changing", PROMPT))
+        await is_there.wait()
+        if is_removed:
+            assert (await node.unload_adapter({"lora_name": "changing"})).status == 200
+        else:
+            await load(node, "changing", DEMO_ADAPTERS_DIR / "pirate", load_inplace=True)
+        goes_on.set()
+        if is_removed:
+            with pytest.raises(InvalidRequest, match="removed") as refused:
+                await in_time(asked)
+            assert refused.value.code == "unknown_model"
+            return
+        assert await in_time(asked) == new
+    assert (await node.unload_adapter({"lora_name": "changing"})).status == 200
+
+
+async def test_what_comes_and_goes_while_the_engine_is_built_again_is_served_as_listed(
+    node: LocalNode, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await found(node, folder, "leaving")
+    stock, loop = node._make_driver, asyncio.get_running_loop()
+
+    def build_and_wait() -> Any:
+        """What changes after the engine has read the list, and before it is up, is what it is not told of."""
+        driver = stock()
+        shutil.rmtree(folder / "leaving")
+        asyncio.run_coroutine_threadsafe(found(node, folder, "late"), loop).result(60)
+        assert "leaving" not in {each.name for each in node.adapters()}
+        return driver
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("made to fail")
+
+    def break_engine(driver: Any) -> None:
+        driver.engine.engine_core.engine_core.model_executor.execute_model = broken
+
+    monkeypatch.setattr(node._thread, "_make_driver", build_and_wait)
+    await node.run_on_engine(break_engine)
+    with pytest.raises(EngineUnavailable):
+        await in_time(ask(node, None, text(4, 40)))
+    async with asyncio.timeout(120):
+        while node.state != "ready":
+            await asyncio.sleep(0.05)
+    assert await in_time(ask(node, "late", PROMPT)) == await in_time(ask(node, "shout", PROMPT))
+    names = await node.run_on_engine(lambda driver: {each.name for each in driver.adapters._records.values()})
+    assert names == {each.name for each in node.adapters()}
