@@ -53,7 +53,7 @@ export class Api {
     return this.#call('POST', `${sessionPath(id)}/restore`);
   }
 
-  /** Every adapter with its rank and place; null while the engine has none to speak of. The figures are an operator's to see. */
+  /** Every adapter with its rank and place; null while the engine has none to speak of. */
   async adapters() {
     const { adapters } = await this.#call('GET', 'v1/adapters');
     return adapters.length ? adapters : null;

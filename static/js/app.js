@@ -72,6 +72,7 @@ export class App {
       discard: (turn) => this.#discard(turn),
       choose: (turn, versionId, way) => this.#choose(turn, versionId, way),
       grown: () => this.follower.grown(),
+      opened: () => this.follower.hold(),
     });
     this.composer = new Composer(byId('composer'), {
       send: (text) => this.#send(text),
@@ -104,6 +105,7 @@ export class App {
 
   #listen() {
     document.addEventListener('typeset', () => this.follower.grown());
+    addEventListener('unhandledrejection', () => toast('The server could not be reached.'));
     addEventListener('hashchange', () => this.#openSession(sessionFromHash()));
     document.addEventListener('keydown', (event) => this.#onKey(event));
     byId('shortcuts-button').addEventListener('click', showShortcuts);
@@ -119,8 +121,9 @@ export class App {
   async #send(text) {
     if (this.#creating) return;
     this.#creating = true;
+    const { current } = this.core;
     await this.settings.saved();
-    const sessionId = this.core.current ?? await this.#createSession();
+    const sessionId = this.core.current === current && (current ?? await this.#createSession());
     this.#creating = false;
     if (!sessionId) return;
     this.composer.clear();
@@ -130,9 +133,9 @@ export class App {
   /** Makes the session first, so that a repeated message can never open a second one. */
   async #createSession() {
     const session = await this.#tell(this.api.create(this.composer.adapter, this.settings.current));
-    if (!session) return null;
-    writeDraft(null, '');
+    if (!session || this.core.current) return null; // gone elsewhere: it stays a draft
     this.composer.files?.drop(null);
+    writeDraft(null, '');
     this.settings.startAfresh();
     this.core.load({ ...session, turns: session.turns ?? [] });
     this.core.open(session.id);
@@ -157,7 +160,7 @@ export class App {
     this.composer.focus();
   }
 
-  /** Shows another version of a message. Its arrows stay where they are on the screen, under the pointer and with the focus. */
+  /** Shows another version of a message; its arrows stay under the pointer and keep the focus. */
   async #choose(turn, versionId, way) {
     if (!this.core.canSwitch(turn.sessionId)) {
       toast('To see other versions, wait for the answer, and send again or dismiss a message that failed.');
@@ -244,7 +247,7 @@ export class App {
     if (sessionId === this.core.current) this.#showSought();
   }
 
-  /** Brings what a search found into view, as another version of its message if it must be, once the conversation is there. */
+  /** Brings what a search found into view once the conversation is there, as another version if it must be. */
   async #showSought() {
     const { sessionId, turnId } = this.#sought ?? {};
     if (!sessionId || sessionId !== this.core.current || !this.#session()?.loaded) return;

@@ -73,8 +73,8 @@ export class Composer {
     });
   }
 
-  #onFiles(event, { files }) {
-    if (!files.length) return;
+  #onFiles(event, { files, types }) {
+    if (!files.length || types.includes('text/html') && types.includes('text/plain')) return;
     event.preventDefault();
     this.#attach([...files]);
   }
@@ -155,9 +155,9 @@ export class Composer {
     if (matchMedia('(hover: hover)').matches) this.area.focus();
   }
 
-  /** Sends what there is, once files that were just added are read, and once the server is ready. */
+  /** Sends what there is, once files are read and the server is ready. */
   async #submit() {
-    await this.#attached;
+    await Promise.allSettled([this.#attached]);
     const isWhole = !this.#running && this.#isSendable;
     this.#waits = isWhole && !this.#enabled;
     if (isWhole && this.#enabled) this.actions.send(this.#content.trim());

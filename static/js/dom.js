@@ -78,7 +78,7 @@ export async function copyFrom(button, text) {
   }, 1400);
 }
 
-/** The asynchronous clipboard exists in secure contexts only, and may be refused; then the old way has to do. */
+/** The asynchronous clipboard needs a secure context and may be refused; then the old way has to do. */
 async function writeClipboard(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -126,5 +126,5 @@ export function fitHeight(area) {
 
 /** Whether this key press means "send": Enter alone, and not to confirm an input method's word. */
 export function isSend(event) {
-  return event.key === 'Enter' && !event.shiftKey && !event.isComposing;
+  return event.key === 'Enter' && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
 }

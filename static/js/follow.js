@@ -51,8 +51,8 @@ export class Follower {
 
   #onScroll() {
     const { scrollTop } = this.scroller;
-    if (this.#atEnd()) this.following = true;
-    else if (scrollTop < this.#lastTop) this.following = false;
+    if (scrollTop < this.#lastTop && !this.#atEnd(2)) this.following = false;
+    else if (this.#atEnd()) this.following = true;
     if (this.following) this.pill.hidden = true;
     this.#lastTop = scrollTop;
   }
@@ -62,8 +62,8 @@ export class Follower {
     this.#lastTop = this.scroller.scrollTop;
   }
 
-  #atEnd() {
+  #atEnd(near = NEAR_PX) {
     const { scrollHeight, scrollTop, clientHeight } = this.scroller;
-    return scrollHeight - scrollTop - clientHeight < NEAR_PX;
+    return scrollHeight - scrollTop - clientHeight < near;
   }
 }

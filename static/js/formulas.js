@@ -50,7 +50,7 @@ export function mask(src) {
   return masked;
 }
 
-/** Sets the formulas below `root`; where the code for that is not here yet, it is loaded, and then all on the page are set. */
+/** Sets the formulas below `root`; where the code for that has yet to be loaded, all on the page, then. */
 export function typeset(root) {
   const formulas = root.querySelectorAll('.formula:not(.set)');
   if (!formulas.length) return;

@@ -179,7 +179,7 @@ export class ChatCore {
     this.#emit('turn', { turn });
   }
 
-  /** Tells the server that a question is being typed. The text goes along only where `draft` is given: with the user's leave. */
+  /** Tells the server that a question is being typed. The text goes along only where `draft` is given. */
   typing(sessionId, adapter, draft) {
     if (!this.advisoriesOff) this.#sendIfReady({ type: 'typing', session_id: sessionId, adapter, draft });
   }

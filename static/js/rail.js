@@ -113,24 +113,16 @@ export class Rail {
 
   /** Turns a title into a text field. */
   async rename(id) {
-    if (!this.#rows.has(id) || this.#renaming) return;
-    this.#renaming = id;
     const { titleField } = await import('./rename.js');
     const row = this.#rows.get(id);
+    if (!row || this.#renaming) return;
+    this.#renaming = id;
     const title = row.querySelector('.session-title').firstChild.textContent;
     titleField(row, title, (wanted) => {
       this.#renaming = null;
       if (wanted && wanted !== title) this.actions.rename(id, wanted);
       this.draw();
-      this.#rows.get(id)?.querySelector('.session').focus();
     });
-  }
-
-  /** Leaves the search and shows all sessions. */
-  clearSearch() {
-    this.search.value = '';
-    this.#results = null;
-    this.draw();
   }
 
   #searchSoon() {
@@ -152,7 +144,8 @@ export class Rail {
     if (event.key === 'Escape' && this.search.value) {
       event.stopPropagation();
       event.preventDefault();
-      this.clearSearch();
+      this.search.value = '';
+      this.refreshSearch();
     }
     if (event.key === 'Enter' || event.key === 'ArrowDown') {
       event.preventDefault();
@@ -174,7 +167,7 @@ export class Rail {
   #focusedRow() {
     for (const [id, row] of this.#rows) {
       if (!row.contains(document.activeElement)) continue;
-      return { id, part: document.activeElement.matches('.session') ? '.session' : '.icon-button' };
+      return { id, part: document.activeElement.matches('button') ? '.icon-button' : '.session' };
     }
     return null;
   }

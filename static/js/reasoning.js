@@ -9,9 +9,9 @@ export class ReasoningView {
   #complete = false;
   #view = new AnswerView();
 
-  /** @param {() => void} grown  called when the block is opened or closed */
-  constructor(grown) {
-    this.element = h('details', { class: 'reasoning', hidden: true, on: { toggle: () => this.#toggled(grown) } },
+  /** @param {{opened: () => void, grown: () => void}} actions  called when the block is opened, or closed */
+  constructor(actions) {
+    this.element = h('details', { class: 'reasoning', hidden: true, on: { toggle: () => this.#toggled(actions) } },
       h('summary', {}, 'Reasoning'));
   }
 
@@ -26,9 +26,9 @@ export class ReasoningView {
     this.#render();
   }
 
-  #toggled(grown) {
+  #toggled({ opened, grown }) {
     this.#render();
-    grown();
+    (this.element.open ? opened : grown)();
   }
 
   /** What is folded away is not rendered: reasoning is often longer than its answer. */

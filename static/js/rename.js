@@ -1,6 +1,6 @@
 /** The field for a conversation's new title, loaded when it is asked for. */
 
-import { h } from './dom.js';
+import { h, isSend } from './dom.js';
 
 /**
  * Puts the field in the place of a row's content.
@@ -19,8 +19,8 @@ export function titleField(row, title, done) {
   };
   input.addEventListener('blur', () => finish(input.value.trim()));
   input.addEventListener('keydown', (event) => {
-    if (event.key === 'Enter') finish(input.value.trim());
-    if (event.key === 'Escape') finish(null);
+    if (isSend(event)) finish(input.value.trim());
+    if (event.key === 'Escape' && !event.isComposing) finish(null);
     event.stopPropagation();
   });
   row.replaceChildren(input);

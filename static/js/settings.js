@@ -53,7 +53,7 @@ export class Settings {
     this.#draft = readSettings();
   }
 
-  /** Waits until the server has what was typed, so that a message is answered by it. Never rejects: the sheet says what failed. */
+  /** Waits until the server has what was typed. Never rejects: the sheet says what failed. */
   async saved() {
     await this.#sheet?.save();
   }

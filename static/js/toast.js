@@ -1,4 +1,4 @@
-/** Short messages that need no answer. */
+/** Short messages that need no answer. One replaces another, but none with a button. */
 
 import { h } from './dom.js';
 
@@ -18,6 +18,8 @@ export function toast(text, { label, act, ms = 6000 } = {}) {
       act();
     } } }, label));
   }
-  shelf.replaceChildren(note);
+  shelf.querySelector('.toast:not(:has(button))')?.remove();
+  (document.querySelector(':modal') ?? document.body).append(shelf);
+  shelf.append(note);
   setTimeout(remove, ms);
 }

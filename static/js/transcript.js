@@ -5,6 +5,7 @@ import { copyFrom, h, iconButton } from './dom.js';
 import { summary } from './format.js';
 import { isLive } from './protocol.js';
 import { ReasoningView } from './reasoning.js';
+import { toast } from './toast.js';
 import { focusVersions, versionArrows } from './versions.js';
 
 const WAITING = { sending: 'Sending', running: 'Thinking' };
@@ -27,7 +28,7 @@ class TurnView {
     this.turn = turn;
     this.actions = actions;
     this.answer = new AnswerView();
-    this.reasoning = new ReasoningView(actions.grown);
+    this.reasoning = new ReasoningView(actions);
     this.question = h('div', { class: 'question' });
     this.status = h('div', { class: 'waiting' });
     this.foot = h('div', { class: 'foot' });
@@ -55,6 +56,7 @@ class TurnView {
     };
     const form = editor(this.turn.content, {
       send: (text) => {
+        if (this.element.parentNode.querySelector('[aria-busy="true"]')) return toast('Wait for the answer, or stop it.');
         this.showQuestion();
         this.actions.edit(this.turn, text);
       },

@@ -5,7 +5,7 @@ import { h, iconButton } from './dom.js';
 /**
  * Builds the arrows of a turn, null if there is no other version.
  *
- * An arrow that leads nowhere keeps its place and can have the focus, so that neither is lost on the way through the versions.
+ * An arrow that leads nowhere keeps its place and the focus.
  *
  * @param {{id: string, versions: string[]}} turn
  * @param {(versionId: string, way: 'previous'|'next') => void} choose

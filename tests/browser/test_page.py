@@ -652,7 +652,9 @@ def test_answers_go_on_in_sessions_that_are_not_shown(scripted) -> None:
     expect(chat.turns.first).to_have_attribute("data-status", "done")
 
 
-def test_the_reader_is_not_pulled_along(scripted) -> None:
+@pytest.mark.parametrize("step_px", [200, 5])
+def test_the_reader_is_not_pulled_along(scripted, step_px: int) -> None:
+    """Neither by one turn of a wheel nor in a trackpad's small steps, each of which ends close to the end."""
     chat, _, delta, _ = scripted(viewport={"width": 800, "height": 420})
     delta(1, "Paragraph 1. " + "word " * 400)
     expect(chat.answers.first).to_contain_text("Paragraph 1.")
@@ -660,18 +662,36 @@ def test_the_reader_is_not_pulled_along(scripted) -> None:
     at_end = "node => node.scrollHeight - node.scrollTop - node.clientHeight < 2"
     assert scroller.evaluate(at_end), "the text is followed while the reader is at its end"
     scroller.hover()
-    chat.page.mouse.wheel(0, -200)
+    for seq in range(2, 2 + 200 // step_px):
+        chat.page.mouse.wheel(0, -step_px)
+        chat.page.wait_for_timeout(30)
+        delta(seq, "word ")
     chat.page.wait_for_function(
-        f"() => !({at_end.replace('< 2', '< 199')})(document.getElementById('scroller'))"
+        f"() => !({at_end.replace('< 2', '< 150')})(document.getElementById('scroller'))"
     )
     top = scroller.evaluate("node => node.scrollTop")
-    delta(2, "\n\nParagraph 2. " + "word " * 400)
+    delta(100, "\n\nParagraph 2. " + "word " * 400)
     pill = chat.page.get_by_role("button", name="New text")
     expect(pill).to_be_visible()
     assert scroller.evaluate("node => node.scrollTop") == top
     pill.click()
     expect(pill).to_be_hidden()
     assert scroller.evaluate(at_end)
+
+
+def test_who_opens_the_reasoning_stays_at_its_beginning(scripted) -> None:
+    chat, wire, delta, done = scripted(viewport={"width": 800, "height": 420})
+    turn = next(frame["id"] for frame in wire.sent if frame["type"] == "message")
+    wire.inject({"type": "delta", "id": turn, "seq": 1, "text": "", "reasoning": "Let me see. " * 600})
+    delta(2, "It is so.")
+    done(2)
+    chat.wait_done()
+    summary = chat.page.locator(".reasoning summary")
+    before = summary.bounding_box()["y"]
+    summary.click()
+    expect(chat.page.locator(".reasoning")).to_contain_text("Let me see.")
+    chat.page.wait_for_timeout(200)
+    assert abs(summary.bounding_box()["y"] - before) < 50
 
 
 def test_drafts_survive_a_reload_and_belong_to_their_session(chat) -> None:

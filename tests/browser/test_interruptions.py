@@ -1,0 +1,221 @@
+"""What a person does in the middle of something else: nothing that was written is lost, or goes where it was not meant."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api")
+expect = playwright.expect
+
+
+@pytest.fixture
+def held():
+    """A function that lets requests wait: the list fills with their routes, to be continued."""
+
+    def hold(page, pattern: str, method: str) -> list:
+        routes: list = []
+        page.route(
+            pattern,
+            lambda route: routes.append(route) if route.request.method == method else route.continue_(),
+        )
+        return routes
+
+    return hold
+
+
+def wait_for(page, happened) -> None:
+    """Until `happened()`, while the page goes on."""
+    for _ in range(600):
+        if happened():
+            return
+        page.wait_for_timeout(50)
+    pytest.fail("it did not happen")
+
+
+def pick(chat, session_id: str) -> None:
+    chat.page.locator(f'.session[href="#/s/{session_id}"]').click()
+    expect(chat.page).to_have_url(re.compile(session_id))
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_every_deletion_can_be_undone_on_any_screen(wired, width: int) -> None:
+    """However long the title is; a second one, or another message, does not take the first one's button away."""
+    is_phone = width < 700
+    chat, _ = wired(viewport={"width": width, "height": 700}, has_touch=is_phone, is_mobile=is_phone)
+    chat.open()
+    mark = uuid.uuid4().hex[:8]
+    for name in ("One", "Two"):
+        chat.page.keyboard.press("Control+Shift+O")
+        chat.ask(f"{name} {mark}, please tell me about the history of the railway in Norway and Sweden.")
+    if is_phone:
+        chat.page.locator("#menu-button").click()
+    for name in ("One", "Two"):
+        row = chat.row(f"{name} {mark}")
+        row.locator(".session").press("Delete")
+        expect(row).to_have_count(0)
+    undo = chat.page.get_by_role("button", name="Undo")
+    expect(undo).to_have_count(2)
+    for box in (each.bounding_box() for each in undo.all()):
+        assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    for _ in range(2):
+        undo.first.click()
+    for name in ("One", "Two"):
+        expect(chat.row(f"{name} {mark}")).to_have_count(1)
+
+
+def test_a_file_that_is_no_conversation_is_told_over_the_sheet(wired, page_watch) -> None:
+    page_watch.forgive()  # the browser notes the refusal
+    chat, _ = wired(viewport={"width": 390, "height": 844})
+    page = chat.open().page
+    page.get_by_role("button", name="Settings").click()
+    bad = {"name": "x.json", "mimeType": "application/json", "buffer": b"not json"}
+    page.locator(".sheet input[type=file]").set_input_files([bad])
+    toast = page.locator(".toast")
+    expect(toast).to_be_visible()
+    on_top = "node => { const { x, y } = node.getBoundingClientRect(); return node.contains(document.elementFromPoint(x + 9, y + 9)); }"
+    assert toast.evaluate(on_top)
+
+
+def test_text_that_also_comes_as_a_picture_is_pasted(chat) -> None:
+    """As office programs copy it."""
+    page = chat.page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.evaluate(
+        """async () => {
+          const canvas = document.createElement('canvas');
+          const image = await new Promise((resolve) => canvas.toBlob(resolve, 'image/png'));
+          const text = (type, value) => new Blob([value], { type });
+          await navigator.clipboard.write([new ClipboardItem({ 'image/png': image,
+            'text/plain': text('text/plain', 'Sum 42'), 'text/html': text('text/html', '<b>Sum 42</b>') })]);
+        }"""
+    )
+    chat.question.focus()
+    page.keyboard.press("Control+V")
+    expect(chat.question).to_have_value("Sum 42")
+    expect(page.locator(".toast")).to_have_count(0)
+
+
+def test_typing_goes_where_one_clicked_after_a_rename(chat) -> None:
+    """And a confirmed word of an input method ends no rename."""
+    name = f"Old {uuid.uuid4().hex[:8]}"
+    chat.ask(f"{name}.")
+    chat.row(name).locator(".session").press("F2")
+    field = chat.page.get_by_role("textbox", name="Title")
+    field.fill(f"{name} made new")
+    field.dispatch_event("keydown", {"key": "Enter", "isComposing": True})
+    expect(field).to_be_focused()
+    chat.question.click()
+    chat.page.keyboard.type("please")
+    expect(chat.question).to_have_value("please")
+    expect(chat.row(f"{name} made new")).to_have_count(1)
+    row = chat.row(f"{name} made new").locator(".session")
+    row.press("F2")
+    chat.page.get_by_role("textbox", name="Title").press("Enter")
+    expect(row).to_be_focused()
+
+
+def test_a_sent_message_with_a_file_is_no_draft_any_more(chat) -> None:
+    note = {"name": "note.txt", "mimeType": "text/plain", "buffer": b"some text"}
+    chat.page.locator("#file").set_input_files([note])
+    expect(chat.page.locator(".file")).to_have_count(1)
+    chat.ask("What does it say?")
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    expect(chat.turns).to_have_count(0)
+    expect(chat.question).to_have_value("")
+
+
+def test_a_message_that_waits_for_its_settings_goes_into_no_other_conversation(wired, held) -> None:
+    """It stays the draft of the one in which it was written, and the other one's draft stays, too."""
+    chat, wire = wired()
+    chat.open().ask("The other one.")
+    other = chat.session_id
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    chat.ask("This one.")
+    this = chat.session_id
+    chat.page.keyboard.press("Control+,")
+    chat.page.get_by_label("System prompt").fill("Be terse.")
+    patches = held(chat.page, "**/api/sessions/*", "PATCH")
+    chat.send("For this one alone")
+    wait_for(chat.page, lambda: patches)
+    pick(chat, other)
+    expect(chat.page.locator(".bubble")).to_have_text(["The other one."])
+    chat.question.fill("A draft of the other one")
+    with chat.page.expect_response(lambda response: response.request.method == "PATCH"):
+        patches[0].continue_()
+    chat.page.wait_for_timeout(200)
+    expect(chat.question).to_have_value("A draft of the other one")
+    pick(chat, this)
+    expect(chat.question).to_have_value("For this one alone")
+    assert [each["content"] for each in wire.sent if each["type"] == "message"] == [
+        "The other one.",
+        "This one.",
+    ]
+
+
+def test_who_opens_another_conversation_while_one_is_made_stays_there(wired, held) -> None:
+    chat, wire = wired()
+    chat.open().ask("The old one.")
+    old = chat.session_id
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    posts = held(chat.page, "**/api/sessions", "POST")
+    chat.send("A new question")
+    wait_for(chat.page, lambda: posts)
+    pick(chat, old)
+    with chat.page.expect_response(lambda response: response.request.method == "POST"):
+        posts[0].continue_()
+    chat.page.wait_for_timeout(200)
+    expect(chat.page).to_have_url(re.compile(old))
+    chat.page.get_by_role("button", name="New chat", exact=True).click()
+    expect(chat.question).to_have_value("A new question")
+    assert len([each for each in wire.sent if each["type"] == "message"]) == 1
+
+
+def test_an_edited_message_is_kept_while_another_is_answered(wired) -> None:
+    chat, wire = wired()
+    chat.open().ask("Hello!")
+    chat.page.get_by_role("button", name="Edit message").click()
+    editor = chat.page.get_by_role("textbox", name="Edit message")
+    editor.fill("Rewritten with care")
+    wire.on_frame = lambda frame: None if frame["type"] == "done" else frame
+    chat.send("Another")
+    expect(chat.turns.nth(1)).to_have_attribute("data-status", "running")
+    editor.press("Enter")
+    expect(chat.page.locator(".toast")).to_contain_text("Wait for the answer")
+    expect(editor).to_have_value("Rewritten with care")
+    assert "Rewritten with care" not in [each.get("content") for each in wire.sent]
+
+
+def test_what_could_not_be_loaded_is_said_and_can_be_tried_again(chat, page_watch) -> None:
+    """A rename while the server is away, and a file: neither leaves anything dead."""
+    page_watch.forgive()
+    name = f"Kept {uuid.uuid4().hex[:8]}"
+    chat.ask(f"{name}.")
+    chat.page.route("**/rename.js", lambda route: route.abort())
+    row = chat.row(name).locator(".session")
+    row.press("F2")
+    expect(chat.page.locator(".toast")).to_contain_text("could not be reached")
+    chat.page.route("**/files.js", lambda route: route.abort())
+    note = {"name": "note.txt", "mimeType": "text/plain", "buffer": b"some text"}
+    chat.page.locator("#file").set_input_files([note])
+    expect(chat.page.locator(".toast")).to_contain_text("could not be reached")
+    chat.ask("Are you still there?")
+    expect(chat.turns).to_have_count(2)
+
+
+def test_a_search_that_is_given_up_shows_the_list(chat, held) -> None:
+    """Also where its answer comes afterwards."""
+    name = f"Findable {uuid.uuid4().hex[:8]}"
+    chat.ask(f"{name}.")
+    search = chat.page.get_by_role("searchbox")
+    found = held(chat.page, "**/api/sessions?*q=*", "GET")
+    search.fill(name)
+    wait_for(chat.page, lambda: found)
+    search.press("Escape")
+    with chat.page.expect_response(lambda response: "q=" in response.url):
+        found[0].continue_()
+    chat.page.wait_for_timeout(200)
+    expect(search).to_have_value("")
+    expect(chat.page.locator(".day").first).to_have_text("Today")
