@@ -50,7 +50,7 @@ export function mask(src) {
   return masked;
 }
 
-/** Sets the formulas below `root`; where the code for that has yet to be loaded, all on the page, then. */
+/** Sets the formulas below `root`; all on the page, once the code for that was loaded. */
 export function typeset(root) {
   const formulas = root.querySelectorAll('.formula:not(.set)');
   if (!formulas.length) return;

@@ -2,6 +2,8 @@
 
 import { h } from './dom.js';
 
+const shelf = document.getElementById('toasts');
+
 /**
  * Shows a message at the bottom for a while.
  *
@@ -9,7 +11,6 @@ import { h } from './dom.js';
  * @param {{label?: string, act?: () => void, ms?: number}} [options]  one button
  */
 export function toast(text, { label, act, ms = 6000 } = {}) {
-  const shelf = document.getElementById('toasts');
   const note = h('div', { class: 'toast' }, h('span', {}, text));
   const remove = () => note.remove();
   if (label) {

@@ -77,6 +77,12 @@ def test_a_file_that_is_no_conversation_is_told_over_the_sheet(wired, page_watch
     expect(toast).to_be_visible()
     on_top = "node => { const { x, y } = node.getBoundingClientRect(); return node.contains(document.elementFromPoint(x + 9, y + 9)); }"
     assert toast.evaluate(on_top)
+    page.keyboard.press("Escape")
+    expect(page.locator(".sheet")).to_be_hidden()
+    page.locator("#file").set_input_files([bad | {"name": "x.png", "buffer": b"\x89PNG\0\xff"}])
+    expect(toast).to_contain_text("x.png")
+    expect(toast).to_be_visible()
+    assert toast.evaluate(on_top)
 
 
 def test_text_that_also_comes_as_a_picture_is_pasted(chat) -> None:
