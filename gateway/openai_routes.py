@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from typing import Any
 
 import orjson
@@ -196,14 +196,23 @@ def _naming_previous(reply: SseReply, recording: Recording | None) -> SseReply:
     """The same stream; its response objects say what they go on from."""
     if recording is None or recording.previous is None:
         return reply
-    previous = recording.previous
+    return SseReply(_Named(reply.events, recording.previous))
 
-    async def named() -> AsyncIterator[bytes]:
-        async with aclosing(reply.events) as events:  # type: ignore[type-var]
-            async for event in events:
-                yield with_previous(event, previous)
 
-    return SseReply(named())
+class _Named:
+    """Events with what they go on from. No generator: closing one that was never read would leave the request in the engine."""
+
+    def __init__(self, events: AsyncIterator[bytes], previous: str) -> None:
+        self._events, self._previous = events, previous
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return with_previous(await anext(self._events), self._previous)
+
+    async def aclose(self) -> None:
+        await self._events.aclose()  # type: ignore[attr-defined]
 
 
 def _take_priority(services: Services, body: Any) -> int:

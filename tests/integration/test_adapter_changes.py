@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engine_bridge.engine_config import EngineConfig
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.local_node import LocalNode
 from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+from gateway.config import DEMO_ADAPTERS_DIR
 
-from .test_adapters import ask, load, text
+from .test_adapters import ask, engine, load, text
 
 POET_BYTES = 3_670_016  # its weights as float32; the file has them as bfloat16
 CAPACITY = int(1.05 * POET_BYTES)
@@ -33,23 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def node(folder: Path) -> AsyncIterator[LocalNode]:
     """Host memory for the largest adapter, and beside it for none."""
-    config = EngineConfig(
-        model=str(DEMO_MODEL_DIR),
-        served_model_name="demo",
-        dtype="float32",
-        cpu_threads=1,
-        max_model_len=1024,
-        max_num_seqs=8,
-        max_loras=4,
-        num_kv_blocks=160,
-        adapter_host_gib=CAPACITY / 1024**3,
-    )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("engine_bridge.node_adapters.WATCH_EVERY_S", 0.2)
-        node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=folder))
-        await node.start()
-        yield node
-        await node.close()
+        options = {"max_num_seqs": 8, "num_kv_blocks": 160, "adapter_host_gib": CAPACITY / 1024**3}
+        async with engine(folder, **options) as node:
+            yield node
 
 
 async def leave_all(node: LocalNode) -> None:
