@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Awaitable
 import orjson
 
 from engine_bridge.node import SseReply
+from gateway.api_recording import Recording
 from gateway.background import BackgroundResponse, BackgroundResponses
+from gateway.openai_routes import _naming_previous
 
 
 def event(number: int, kind: str) -> bytes:
@@ -104,3 +106,24 @@ async def test_what_was_deleted_can_no_longer_be_followed() -> None:
     assert call.all.find("ann", "resp_1") is job
     call.all.forget("ann", "resp_1")
     assert call.all.find("ann", "resp_1") is None
+
+
+async def test_a_follow_up_that_is_closed_before_it_was_read_ends_in_the_engine() -> None:
+    """A generator around its events would not pass that on."""
+
+    class Events:
+        is_closed = False
+
+        def __aiter__(self) -> Events:
+            return self
+
+        async def __anext__(self) -> bytes:
+            return CREATED
+
+        async def aclose(self) -> None:
+            self.is_closed = True
+
+    events = Events()
+    reply = _naming_previous(SseReply(events), Recording("ann", "s", "Hi", None, previous="resp_0"))
+    await reply.events.aclose()  # type: ignore[attr-defined]
+    assert events.is_closed
