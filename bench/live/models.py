@@ -84,33 +84,34 @@ def model_folder(shape: ModelShape, *, has_weights: bool = True) -> Path:
 
     has_weights: False for a model that is too large to be written; vLLM makes weights up (`load_format=dummy`).
     """
-    folder = _cache() / (shape.name if has_weights else f"{shape.name}-without-weights")
-    _write_once(folder, "config.json", lambda written: _write(written, shape, has_weights))
+    folder = cache_folder() / (shape.name if has_weights else f"{shape.name}-without-weights")
+    write_once(folder, "config.json", lambda written: _write(written, shape, has_weights))
     return folder
 
 
 def adapter_folders(shape: ModelShape, ranks: Sequence[int]) -> list[Path]:
     """PEFT folders of adapters with these ranks, named by rank and number; each is written at first use, which takes about a second for 100 MB."""
-    parent = _cache() / f"{shape.name}-adapters"
+    parent = cache_folder() / f"{shape.name}-adapters"
     folders = [parent / f"rank{rank}-{number:03d}" for number, rank in enumerate(ranks)]
     for number, (folder, rank) in enumerate(zip(folders, ranks, strict=True)):
 
         def write(written: Path, number: int = number, rank: int = rank) -> None:
             write_adapter(written, shape, rank, seed=number)
 
-        _write_once(folder, "adapter_config.json", write)
+        write_once(folder, "adapter_config.json", write)
     return folders
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Where models and adapters of benches are kept on this machine."""
     return Path(tempfile.gettempdir()) / f"overture-bench-{os.getuid()}"
 
 
-def _write_once(folder: Path, last_file: str, write: Callable[[Path], None]) -> None:
+def write_once(folder: Path, last_file: str, write: Callable[[Path], None]) -> None:
     """Have `write` make the folder unless it is there, and let nobody see half of it."""
     if (folder / last_file).is_file():
         return
-    cache = _cache()
+    cache = cache_folder()
     cache.mkdir(mode=0o700, exist_ok=True)
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
@@ -128,7 +129,7 @@ def _write(folder: Path, shape: ModelShape, has_weights: bool) -> None:
     folder.mkdir()
     if has_weights:
         _write_weights(folder, shape)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -216,7 +217,7 @@ def write_adapter(
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """One token per byte: prompts come as token ids, only the server's start wants a tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

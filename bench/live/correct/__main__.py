@@ -1,0 +1,118 @@
+"""Is each answer right, whatever was reused for it?
+
+    python -m bench.live.correct [--quick] [--only WORDS]
+
+Servers of their own with tiny models of several families are asked for prompts that are cold, on the device, in host memory and on disk, in batches,
+in conversations, under adapters that come and go, and after restarts with something changed. Each token of each answer is compared with what
+transformers computes in float32 without any cache; a token whose logit is within 0.02 of the best is right. A last play shows that the
+comparison notices one block of a prompt that is another one's. The last line of the output is JSON: `wrong_tokens`; `stale_kv_used`: answers that
+used KV of other weights, settings, adapters or tenants; `without_evidence`: cases that did not come to reuse what they are about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import traceback
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+
+from bench.live.correct import plays
+from bench.live.correct.asking import prompt_of
+from bench.live.correct.families import FAMILIES, SEVERAL_GROUPS, folder_of
+from bench.live.correct.oracle import Oracle
+from bench.live.correct.plays import Checked
+from bench.live.report import Progress, figures, options, report
+
+Play = Callable[[Path], AsyncIterator[Checked]]
+BY_NAME = {family.name: family for family in FAMILIES}
+AIMS = {
+    "cases": "aim ≥ 60",
+    "wrong_tokens": "aim 0",
+    "stale_kv_used": "aim 0",
+    "without_evidence": "aim 0",
+    "failed_plays": "aim 0",
+}
+# The family in which most went wrong that goes wrong nowhere else.
+QUICK = "mistral-window"
+
+
+def all_plays() -> dict[str, Play]:
+    """By name, in the order of playing."""
+    llama = BY_NAME["llama"]
+    found: dict[str, Play] = {
+        f"family {family.name}": partial(plays.family_play, family) for family in FAMILIES
+    }
+    return found | {
+        "changes between two starts": partial(plays.changes_play, llama),
+        "adapters in shared KV memory": partial(plays.adapters_play, SEVERAL_GROUPS),
+        "an adapter of the output head": partial(plays.head_play, llama),
+        "a replaced adapter": partial(plays.replaced_play, llama),
+        "prompts that end inside a character": partial(plays.characters_play, llama),
+    }
+
+
+def quick_plays() -> dict[str, Play]:
+    chosen = all_plays()
+    return {name: chosen[name] for name in (f"family {QUICK}", "changes between two starts")}
+
+
+def notices_a_wrong_block() -> bool:
+    """Whether the comparison tells an answer whose prompt had one block of another prompt's."""
+    oracle = Oracle(folder_of(BY_NAME["llama"]))
+    prompt, other = prompt_of(1, 200), prompt_of(2, 200)
+    mixed = [*prompt[:64], *other[64:96], *prompt[96:]]
+    answer: list[int] = []
+    for _ in range(24):
+        answer.append(oracle.next_token([*mixed, *answer]))
+    return oracle.num_wrong(mixed, answer) == 0 and oracle.num_wrong(prompt, answer) > 0
+
+
+async def run(chosen: dict[str, Play]) -> tuple[list[Checked], list[str]]:
+    """All cases, and the plays that ended with an error."""
+    progress, cases, failed = Progress(), [], []
+    for name, play in chosen.items():
+        progress.say(name)
+        with tempfile.TemporaryDirectory(prefix="correct-") as scratch:
+            try:
+                async for case in play(Path(scratch)):
+                    cases.append(case)
+                    show(case)
+            except Exception:
+                traceback.print_exc()
+                failed.append(name)
+    return cases, failed
+
+
+def show(case: Checked) -> None:
+    marks = [f"{case.num_wrong} WRONG"] * bool(case.num_wrong) + ["STALE"] * case.is_stale + [case.problem]
+    print(f"  {case.play:<32} {case.case:<58} cached {case.num_cached:>4}  {' '.join(marks)}", flush=True)
+
+
+def main() -> None:
+    parser = options(__doc__, quick="one family, and restarts with something changed: two minutes")
+    parser.add_argument("--only", default="", help="plays whose name holds these words")
+    args = parser.parse_args()
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # before transformers is imported
+    chosen = quick_plays() if args.quick else all_plays()
+    chosen = {name: play for name, play in chosen.items() if args.only in name}
+    is_sensitive = notices_a_wrong_block()
+    cases, failed = asyncio.run(run(chosen))
+    found = {
+        "cases": len(cases),
+        "tokens": sum(case.num_tokens for case in cases),
+        "wrong_tokens": sum(case.num_wrong for case in cases),
+        "stale_kv_used": sum(case.is_stale for case in cases),
+        "without_evidence": sum(bool(case.problem) for case in cases),
+        "failed_plays": len(failed),
+        "notices_a_wrong_block": is_sensitive,
+    }
+    report("Right answers", figures(found, AIMS), found)
+    is_right = is_sensitive and not any(found[name] for name in AIMS if name != "cases")
+    raise SystemExit(0 if is_right else 1)
+
+
+if __name__ == "__main__":
+    main()

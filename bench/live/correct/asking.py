@@ -1,0 +1,152 @@
+"""A server under test, and what it is asked over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from msgspec import Struct
+
+from bench.live.correct.families import KV_TOKEN_BYTES, MAX_MODEL_LEN
+from bench.live.report import ROOT
+from bench.live.serving import ServerProcess
+from bench.live.soak.server import free_port
+
+BASE = "base"
+ANSWER_TOKENS = 24
+LONG_TOKENS = 600
+"""Of a prompt: some of it lies outside of every window, and four of them fill the device."""
+DEVICE_TOKENS = 2048
+ADVISORY_S = 10.0
+GREEDY = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "return_token_ids": True}
+OVER = {"hit", "late", "wasted", "expired", "cancelled", "unknown"}
+
+
+class Answer(Struct, frozen=True):
+    """What was asked and answered, in token ids. num_cached: prompt tokens whose KV was reused; adapter: its name,
+    "" for none; text: of a conversation's turn."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    num_cached: int
+    adapter: str = ""
+    text: str = ""
+
+
+class Refused(RuntimeError):
+    """The server answered with an error."""
+
+
+def prompt_of(seed: int, num_tokens: int = LONG_TOKENS) -> list[int]:
+    """A prompt of tokens that are letters, none of them special."""
+    chosen = random.Random(seed)
+    return [chosen.randrange(3, 250) for _ in range(num_tokens)]
+
+
+class Asker:
+    """Asks one server."""
+
+    def __init__(self, http: aiohttp.ClientSession) -> None:
+        self.http = http
+        self._num_fillers = 0
+
+    async def call(self, method: str, path: str, body: Any = None, **headers: str) -> dict[str, Any]:
+        """The reply's JSON. Raises Refused."""
+        async with self.http.request(method, path, json=body, headers=headers) as reply:
+            if reply.status >= 300:
+                raise Refused(f"{path}: {reply.status} {(await reply.text())[:300]}")
+            found: dict[str, Any] = await reply.json() if reply.status != 204 else {}
+            return found
+
+    async def complete(
+        self, prompt: Sequence[int], adapter: str = "", headers: Mapping[str, str] = {}, **fields: Any
+    ) -> Answer:
+        """Greedily. fields: more of the body."""
+        body = GREEDY | {"model": adapter or BASE, "prompt": list(prompt)} | fields
+        reply = await self.call("POST", "/v1/completions", body, **headers)
+        return Answer(list(prompt), reply["choices"][0]["token_ids"], _num_cached(reply["usage"]), adapter)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, str]], adapter: str = "", session: str = "", **fields: Any
+    ) -> Answer:
+        """The next turn of a session, or a conversation of none."""
+        body = GREEDY | {"model": adapter or BASE, "messages": list(messages)} | fields
+        reply = await self.call(
+            "POST", "/v1/chat/completions", body, **({"X-Session-Id": session} if session else {})
+        )
+        choice, num_cached = reply["choices"][0], _num_cached(reply["usage"])
+        return Answer(
+            reply["prompt_token_ids"], choice["token_ids"], num_cached, adapter, choice["message"]["content"]
+        )
+
+    async def announce(self, session: str, adapter: str = "") -> str:
+        """Announce a session's next request until its history is on the device, or for ADVISORY_S. Returns the last state."""
+        deadline_s, state = time.monotonic() + ADVISORY_S, ""
+        while time.monotonic() < deadline_s:
+            wanted = {"session_id": session, "model": adapter or BASE}
+            made = await self.call("POST", "/v1/advisories", wanted)
+            while state not in OVER and time.monotonic() < deadline_s:
+                state = (await self.call("GET", f"/v1/advisories/{made['id']}"))["state"]
+                if state == "warm":
+                    return state
+                await asyncio.sleep(0.05)
+            # What no tier holds is computed while nothing else runs; an advisory finds it then.
+            state = ""
+            await asyncio.sleep(0.3)
+        return state
+
+    async def fill_device(self) -> None:
+        """Have other prompts take all of the device's blocks."""
+        for _ in range(DEVICE_TOKENS // LONG_TOKENS + 2):
+            self._num_fillers += 1
+            await self.complete(prompt_of(90_000 + self._num_fillers), max_tokens=1)
+
+
+def _num_cached(usage: Mapping[str, Any]) -> int:
+    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+@asynccontextmanager
+async def serving(
+    model: Path,
+    data: Path,
+    *flags: str,
+    adapters: Mapping[str, Path] = {},
+    device_tokens: int = DEVICE_TOKENS,
+    kv_token_bytes: int = KV_TOKEN_BYTES,
+) -> AsyncIterator[Asker]:
+    """`overture serve` of this checkout with a model in float32, asked until the block ends. kv_token_bytes: of one token's KV."""
+    port = free_port()
+    data.mkdir(exist_ok=True)  # noqa: ASYNC240 - a bench alone on its loop
+    command = [
+        sys.executable,
+        "-m",
+        "gateway.cli",
+        "serve",
+        f"--model={model}",
+        f"--served-model-name={BASE}",
+    ]
+    command += [f"--port={port}", f"--data-dir={data}", "--dtype=float32", "--titles=first-words"]
+    command += [
+        f"--max-model-len={MAX_MODEL_LEN}",
+        "--max-num-seqs=8",
+        "--max-lora-rank=8",
+        "--cpu-threads=1",
+    ]
+    command += [f"--kv-cache-gib={device_tokens * kv_token_bytes / (1 << 30):.6f}"]
+    command += ["--kv-host-gib=0.25", "--kv-disk-gib=0.25"]
+    command += [f"--lora-module={name}={folder}" for name, folder in adapters.items()]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    with ServerProcess([*command, *flags], port, data / "server.log", ROOT, environ) as server:
+        await asyncio.to_thread(server.wait, server.is_ready)
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(server.url, timeout=timeout) as http:
+            yield Asker(http)

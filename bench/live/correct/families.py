@@ -1,0 +1,208 @@
+"""Tiny checkpoints of model families, with random weights: what differs between families is how attention is masked, packed and cached.
+
+Each is written once per machine, by transformers, with a LoRA adapter or several beside it. Weights are wide enough that an answer depends on
+all of its context, so a KV block of another conversation shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from bench.live.models import cache_folder, write_once, write_tokenizer
+
+VOCAB_SIZE = 320
+HIDDEN, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 128, 4, 4, 2, 32
+MAX_MODEL_LEN = 1024
+WINDOW_TOKENS = 128
+ADAPTER_RANK, ADAPTER_ALPHA = 8, 16
+KV_TOKEN_BYTES = 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 4
+# What LoRA is put on: these names in every family, as PEFT's "all-linear" would, without experts, recurrent layers and the head.
+ADAPTED = "q_proj k_proj v_proj o_proj qkv_proj gate_proj up_proj down_proj gate_up_proj q_a_proj q_b_proj kv_b_proj".split()
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": NUM_HEADS,
+    "num_key_value_heads": NUM_KV_HEADS,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WITH_HEAD_DIM = _SIZES | {"head_dim": HEAD_DIM}
+
+
+class Family(Struct, frozen=True, kw_only=True):
+    """A family's tiny model.
+
+    Attributes:
+        config_class: of transformers; config: its arguments.
+        extra: fields that config.json has beside them.
+        flags: with which the server is started.
+        reuses_kv: whether a prompt that is asked again finds its KV; where vLLM turns prefix caching off, nothing may be reused.
+        num_adapters: beside the model; 0 where vLLM's class takes none.
+        adapted: module names that the adapters change.
+        kv_token_bytes: of one token's KV over all layers.
+    """
+
+    name: str
+    config_class: str
+    config: Mapping[str, Any]
+    extra: Mapping[str, Any] = {}
+    flags: Sequence[str] = ()
+    reuses_kv: bool = True
+    num_adapters: int = 2
+    adapted: Sequence[str] = tuple(ADAPTED)
+    kv_token_bytes: int = KV_TOKEN_BYTES
+
+
+_MLA = _SIZES | {
+    "num_key_value_heads": NUM_HEADS,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": NUM_LAYERS,  # no layer has experts
+    "n_group": 2,
+    "topk_group": 1,
+}
+_MLA_EXTRA = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "moe_layer_freq": 1,
+}
+
+FAMILIES = (
+    Family(name="llama", config_class="LlamaConfig", config=_WITH_HEAD_DIM),
+    Family(name="qwen2", config_class="Qwen2Config", config=_SIZES),
+    Family(name="qwen3", config_class="Qwen3Config", config=_WITH_HEAD_DIM),
+    Family(
+        name="mistral-window",
+        config_class="MistralConfig",
+        config=_WITH_HEAD_DIM | {"sliding_window": WINDOW_TOKENS},
+    ),
+    Family(name="phi3-window", config_class="Phi3Config", config=_SIZES | {"sliding_window": WINDOW_TOKENS}),
+    Family(name="glm4", config_class="Glm4Config", config=_WITH_HEAD_DIM | {"partial_rotary_factor": 0.5}),
+    Family(
+        name="deepseek-mla",
+        config_class="DeepseekV3Config",
+        config=_MLA,
+        extra=_MLA_EXTRA,
+        reuses_kv=False,
+        kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
+    ),
+)
+# Its layers are of two kinds, whose KV caches share memory.
+SEVERAL_GROUPS = Family(
+    name="gemma3",
+    config_class="Gemma3TextConfig",
+    config=_WITH_HEAD_DIM
+    | {
+        "sliding_window": WINDOW_TOKENS,
+        "query_pre_attn_scalar": HEAD_DIM,
+        "layer_types": ["sliding_attention"] * (NUM_LAYERS - 1) + ["full_attention"],
+    },
+    num_adapters=8,
+)
+
+
+def folder_of(family: Family) -> Path:
+    """The folder of a family's model, written at first use."""
+    return _written(family, "model", lambda folder: _write_model(family, folder), "config.json")
+
+
+def adapter_folders_of(family: Family) -> list[Path]:
+    """The folders of its adapters, written at first use."""
+    return [
+        _written(
+            family,
+            f"adapter-{number}",
+            lambda folder, seed=number: write_adapter(family, folder, seed),
+            "adapter_config.json",
+        )
+        for number in range(family.num_adapters)
+    ]
+
+
+def _written(family: Family, what: str, write: Any, last_file: str) -> Path:
+    folder = cache_folder() / "families" / f"{family.name}-{what}"
+    write_once(folder, last_file, write)
+    return folder
+
+
+def _write_model(family: Family, folder: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    config = getattr(transformers, family.config_class)(**family.config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _spread(model)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    written = json.loads((folder / "config.json").read_text()) | family.extra
+    (folder / "config.json").write_text(json.dumps(written, indent=2))
+
+
+def _spread(model: Any) -> None:
+    """Give matrices weights that keep their inputs' size and then some: with transformers' small ones every prompt has nearly the same answer."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() < 2:
+                continue
+            deviation = 0.5 if "embed" in name else 1.2 / math.sqrt(weight.shape[-1])
+            weight.normal_(0, 2 * deviation if "lm_head" in name else deviation, generator=generator)
+
+
+def write_adapter(family: Family, folder: Path, seed: int, *, adapted: Sequence[str] | None = None) -> None:
+    """Write a PEFT folder for a family's model. adapted: names of the modules that it changes, in place of the family's."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    names = family.adapted if adapted is None else adapted
+    config = transformers.AutoConfig.from_pretrained(folder_of(family))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(100 + seed)
+    tensors, targets = {}, set()
+    for path, module in model.named_modules():
+        last = path.rpartition(".")[2]
+        if last not in names or not isinstance(module, torch.nn.Linear):
+            continue
+        shrink = torch.randn(ADAPTER_RANK, module.in_features, generator=generator)
+        expand = torch.randn(module.out_features, ADAPTER_RANK, generator=generator)
+        tensors[f"base_model.model.{path}.lora_A.weight"] = shrink / math.sqrt(module.in_features)
+        tensors[f"base_model.model.{path}.lora_B.weight"] = expand / math.sqrt(ADAPTER_RANK) / 4
+        targets.add(last)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": ADAPTER_RANK,
+        "lora_alpha": ADAPTER_ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(targets),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described, indent=2))

@@ -1,0 +1,323 @@
+"""What is asked of a server so that its answers depend on what it has kept: each play yields checked answers.
+
+Every play is of one kind of reuse. An answer is right when the oracle would have written each of its tokens; `may_reuse` says whether KV from
+before may stand in its prompt, `must_reuse` that some has to, or the play did not come to what it is about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import struct
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from bench.live.correct.asking import BASE, GREEDY, Answer, Asker, prompt_of, serving
+from bench.live.correct.families import Family, adapter_folders_of, folder_of, write_adapter
+from bench.live.correct.oracle import Oracle
+
+LOGPROB_TOLERANCE = 0.02
+OPENING = "You keep the harbour's books and weigh each word. " * 4
+"""With which conversations begin. It stands in the first message: what is computed ahead for a session of the API knows no system prompt."""
+
+
+class Checked(Struct, frozen=True):
+    """One case. num_wrong: tokens (or log probabilities) that are not the oracle's; is_stale: KV was used that must not be; problem: why the case
+    says nothing, "" if it does."""
+
+    play: str
+    case: str
+    num_tokens: int
+    num_wrong: int
+    num_cached: int
+    is_stale: bool = False
+    problem: str = ""
+
+
+class Judge:
+    """Checks answers of one model. adapters: the folders by the names that the server has for them."""
+
+    def __init__(self, play: str, oracle: Oracle, adapters: dict[str, Path], reuses_kv: bool = True) -> None:
+        self.play, self.oracle, self.adapters, self._reuses_kv = play, oracle, adapters, reuses_kv
+
+    def check(
+        self, case: str, answer: Answer, *, may_reuse: bool = True, must_reuse: bool = False
+    ) -> Checked:
+        num_wrong = self.oracle.num_wrong(answer.prompt, answer.tokens, self.adapters.get(answer.adapter))
+        is_stale = answer.num_cached > 0 and not (may_reuse and self._reuses_kv)
+        is_missing = must_reuse and self._reuses_kv and answer.num_cached == 0
+        return Checked(
+            self.play,
+            case,
+            len(answer.tokens),
+            num_wrong,
+            answer.num_cached,
+            is_stale,
+            "nothing was reused" if is_missing else "",
+        )
+
+
+def named(folders: Sequence[Path]) -> dict[str, Path]:
+    return {f"adapter{number}": folder for number, folder in enumerate(folders)}
+
+
+# -- one family ----------------------------------------------------------------------------------------------------------------------
+
+
+async def family_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
+    """Every tier, adapters, sessions, batches, and a restart, with one model."""
+    adapters = named(adapter_folders_of(family))
+    judge = Judge(family.name, Oracle(folder_of(family)), adapters, family.reuses_kv)
+    data = scratch / family.name
+    start: dict[str, Any] = {"adapters": adapters, "kv_token_bytes": family.kv_token_bytes}
+    async with serving(folder_of(family), data, *family.flags, **start) as server:
+        async for each in _tiers(judge, server, next(iter(adapters))):
+            yield each
+        async for each in _mixed_batch(judge, server, [*adapters]):
+            yield each
+        async for each in _prompt_logprobs(judge, server, next(iter(adapters))):
+            yield each
+        async for each in _conversations(judge, server, next(iter(adapters))):
+            yield each
+    async with serving(folder_of(family), data, *family.flags, **start) as server:
+        for adapter in ("", next(iter(adapters))):
+            answer = await server.complete(prompt_of(1), adapter)
+            yield judge.check(f"from disk after a restart {adapter}", answer, must_reuse=True)
+        told = await server.chat(_first_turn(), session="first")
+        yield judge.check("a conversation after a restart", told, must_reuse=True)
+
+
+async def _tiers(judge: Judge, server: Asker, adapter: str) -> AsyncIterator[Checked]:
+    yield judge.check("cold", await server.complete(prompt_of(1)), may_reuse=False)
+    yield judge.check("from the device", await server.complete(prompt_of(1)), must_reuse=True)
+    yield judge.check("adapter, cold", await server.complete(prompt_of(1), adapter), may_reuse=False)
+    yield judge.check(
+        "adapter, from the device", await server.complete(prompt_of(1), adapter), must_reuse=True
+    )
+    shared = [*prompt_of(1)[:320], *prompt_of(2, 200)]
+    yield judge.check("another end, from the device", await server.complete(shared))
+    yield judge.check(
+        "another tenant", await server.complete(prompt_of(1), cache_salt="other"), may_reuse=False
+    )
+    await server.fill_device()
+    yield judge.check("from host memory", await server.complete(prompt_of(1)), must_reuse=True)
+    yield judge.check(
+        "adapter, from host memory", await server.complete(prompt_of(1), adapter), must_reuse=True
+    )
+    await server.fill_device()
+    shared = [*prompt_of(1)[:352], *prompt_of(3, 100)]
+    yield judge.check("another end, from host memory", await server.complete(shared))
+
+
+async def _mixed_batch(judge: Judge, server: Asker, adapters: Sequence[str]) -> AsyncIterator[Checked]:
+    """Requests of several adapters and of none in the same steps, of which some find KV and some do not."""
+    asked = [
+        server.complete(prompt_of(number % 5, 200 + 40 * number), adapter)
+        for number, adapter in enumerate(["", *adapters, "", *adapters][:6], start=10)
+    ]
+    for number, answer in enumerate(await asyncio.gather(*asked)):
+        yield judge.check(f"together with others, {number}", answer)
+
+
+async def _prompt_logprobs(judge: Judge, server: Asker, adapter: str) -> AsyncIterator[Checked]:
+    """Log probabilities of prompts, of an adapter and of none in the same steps, with several answers each."""
+    prompt = prompt_of(20, 70)
+    names = ("", adapter, "")
+    wanted = {"prompt": prompt, "prompt_logprobs": 0, "n": 2, "max_tokens": 3, "temperature": 1}
+    asked = [server.call("POST", "/v1/completions", wanted | {"model": name or BASE}) for name in names]
+    for number, (name, reply) in enumerate(zip(names, await asyncio.gather(*asked), strict=True)):
+        expected = judge.oracle.logprobs(prompt, judge.adapters.get(name))
+        found = list(_logprobs_of(prompt, reply["choices"][0]["prompt_logprobs"]))
+        num_wrong = sum(abs(a - b) > LOGPROB_TOLERANCE for a, b in zip(expected, found, strict=True))
+        yield Checked(judge.play, f"log probabilities of a prompt, {number} {name}", len(found), num_wrong, 0)
+
+
+def _logprobs_of(prompt: Sequence[int], reply: Sequence[Any]) -> Iterator[float]:
+    for token, found in zip(prompt[1:], reply[1:], strict=True):
+        yield found[str(token)]["logprob"]
+
+
+def _first_turn() -> list[dict[str, str]]:
+    return [{"role": "user", "content": OPENING + "Tell me what came in today, ship by ship. " * 3}]
+
+
+async def _conversations(judge: Judge, server: Asker, adapter: str) -> AsyncIterator[Checked]:
+    """A turn under the base model, its history computed ahead under an adapter, a turn under that; then another conversation that begins alike."""
+    messages = _first_turn()
+    first = await server.chat(messages, session="first")
+    yield judge.check("first turn", first)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
+    await server.announce("first", adapter)
+    turn = await server.chat(messages, adapter, session="first")
+    yield judge.check("turn under an adapter that was announced", turn, must_reuse=True)
+    await server.fill_device()
+    await server.announce("first")
+    turn = await server.chat(messages, session="first")
+    yield judge.check("turn that was announced", turn, must_reuse=True)
+    await server.fill_device()
+    other = [{"role": "user", "content": OPENING + "And you?"}]
+    for name in (adapter, ""):
+        answer = await server.chat(other, name, session=f"second-{name}")
+        yield judge.check(f"another conversation that begins alike {name}", answer)
+        yield judge.check(f"the same, once more {name}", await server.chat(other, name))
+
+
+# -- what changes between two starts -------------------------------------------------------------------------------------------------
+
+
+async def changes_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
+    """One data folder, and at each start something else that KV depends on; at the end something that it does not depend on."""
+    model, data = scratch / "model", scratch / "changes"
+    shutil.copytree(folder_of(family), model)
+    prompt, play = prompt_of(30), f"{family.name}, changed"
+
+    async def ask(case: str, oracle: Oracle, *flags: str, reuse: bool) -> AsyncIterator[Checked]:
+        judge = Judge(play, oracle, {})
+        async with serving(model, data, *flags) as server:
+            answer = await server.complete(prompt)
+            yield judge.check(case, answer, may_reuse=reuse, must_reuse=reuse)
+
+    first = Oracle(model)
+    async for each in ask("first start", first, reuse=False):
+        yield each
+    async for each in ask("another number of sequences", first, "--max-num-seqs=5", reuse=True):
+        yield each
+    ropes = {"rope_type": "default", "rope_theta": 500.0}
+    overrides = f"--engine-arg=hf_overrides={json.dumps({'rope_parameters': ropes})}"
+    async for each in ask("another RoPE", Oracle(model, {"rope_parameters": ropes}), overrides, reuse=False):
+        yield each
+    _change_middle(model / "model.safetensors")
+    async for each in ask("weights changed in the file's middle", Oracle(model), reuse=False):
+        yield each
+
+
+def _change_middle(path: Path) -> None:
+    """Change the weights of a file that its first and last MiB do not have, as a merged adapter may; the file's times stay."""
+    times = path.stat()
+    data = bytearray(path.read_bytes())
+    begin = 8 + struct.unpack("<Q", data[:8])[0]
+    tensors = json.loads(data[8:begin])
+    changed = 0
+    for name, described in tensors.items():
+        if "down_proj" in name:
+            start, end = (begin + offset for offset in described["data_offsets"])
+            if start >= 1 << 20 and end <= len(data) - (1 << 20):
+                for at in range(start + 3, end, 4):
+                    data[at] ^= 0x80  # the sign of a float32
+                changed += 1
+    assert changed, "no tensor lies in the file's middle"
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+# -- adapters ------------------------------------------------------------------------------------------------------------------------
+
+
+async def adapters_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
+    """More adapters than there is room for, each asked twice: what is kept of them in idle KV memory must be theirs."""
+    folders = adapter_folders_of(family)
+    adapters = named(folders)
+    judge = Judge(f"{family.name}, many adapters", Oracle(folder_of(family)), adapters)
+    adapter_gib = folders[0].joinpath("adapter_model.safetensors").stat().st_size / (1 << 30)
+    flags = ("--kv-host-gib=0", "--max-loras=1", f"--adapter-host-gib={2.5 * adapter_gib:.6f}", *family.flags)
+    start: dict[str, Any] = {"adapters": adapters, "device_tokens": 20_000}
+    async with serving(folder_of(family), scratch / "many", *flags, **start) as server:
+        for turn in ("first", "second"):
+            for name in adapters:
+                answer = await server.complete(prompt_of(40, 90), name, cache_salt=turn)
+                yield judge.check(f"{name}, asked for the {turn} time", answer)
+
+
+async def head_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
+    """An adapter of the output head beside one of attention and the base model, with log probabilities of prompts and several answers."""
+    folder = scratch / "head-adapter"
+    write_adapter(family, folder, 77, adapted=["lm_head", "q_proj"])
+    adapters = {"head": folder, "plain": adapter_folders_of(family)[0]}
+    judge = Judge(f"{family.name}, adapter of the head", Oracle(folder_of(family)), adapters)
+    async with serving(folder_of(family), scratch / "head", adapters=adapters) as server:
+        for name in ("head", "plain", ""):
+            yield judge.check(
+                f"answer of {name or 'the base model'}", await server.complete(prompt_of(50, 90), name)
+            )
+        body = {
+            "model": "head",
+            "prompt": [34, 35],
+            "n": 6,
+            "temperature": 1,
+            "prompt_logprobs": 0,
+            "max_tokens": 1,
+        }
+        await asyncio.gather(*(server.call("POST", "/v1/completions", body) for _ in range(4)))
+        for name in ("head", "plain"):
+            async for each in _prompt_logprobs(judge, server, name):
+                yield each
+        answers = await asyncio.gather(
+            *(
+                server.complete(prompt_of(60 + n, 40 + n), name)
+                for n, name in enumerate(["head", "", "plain", "head", ""])
+            )
+        )
+        for number, answer in enumerate(answers):
+            yield judge.check(f"together, {number}", answer)
+
+
+async def replaced_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
+    """An adapter that is replaced in its folder while the server runs: no KV and no weights of the old one are used for the new one."""
+    old, new = adapter_folders_of(family)[:2]
+    parent = scratch / "adapters"
+    shutil.copytree(old, parent / "changing")
+    oracle = Oracle(folder_of(family))
+    play = f"{family.name}, replaced adapter"
+    async with serving(folder_of(family), scratch / "replaced", f"--adapters-dir={parent}") as server:
+        before = Judge(play, oracle, {"changing": old})
+        yield before.check("old version", await server.complete(prompt_of(70), "changing"), may_reuse=False)
+        shutil.copytree(new, scratch / "incoming")
+        (parent / "changing").rename(scratch / "outgoing")
+        (scratch / "incoming").rename(parent / "changing")
+        after = Judge(play, oracle, {"changing": new})
+        answer = await _until_changed(server, before)
+        yield after.check("new version", answer, may_reuse=False)
+        yield after.check(
+            "new version, again", await server.complete(prompt_of(70), "changing"), must_reuse=True
+        )
+
+
+async def _until_changed(server: Asker, before: Judge) -> Answer:
+    """The first answer of the new version; while the old one is served, its answers are the old one's."""
+    for _ in range(100):
+        answer = await server.complete(prompt_of(70), "changing")
+        if answer.num_cached == 0 or before.check("", answer).num_wrong:
+            return answer
+        await asyncio.sleep(0.1)
+    return answer
+
+
+# -- detokenising --------------------------------------------------------------------------------------------------------------------
+
+
+async def characters_play(family: Family, scratch: Path) -> AsyncIterator[Checked]:
+    """Prompts that end inside a character: what is answered is what was generated, whatever the prompt's end looks like."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder_of(family))
+    play = f"{family.name}, characters"
+    async with serving(folder_of(family), scratch / "characters") as server:
+        for number, text in enumerate(("naïve €", "日本", "🙂🙂", "e\u0301")):
+            whole = tokenizer.encode("Say it: " + text, add_special_tokens=False)
+            for cut in (1, 2):
+                prompt = whole[:-cut]
+                body = GREEDY | {"model": BASE, "prompt": prompt}
+                choice = (await server.call("POST", "/v1/completions", body))["choices"][0]
+                is_echoed = choice["text"].startswith(tokenizer.decode(prompt)[:6])
+                yield Checked(
+                    play,
+                    f"a prompt that lacks {cut} bytes of its last character, {number}",
+                    1,
+                    int(is_echoed),
+                    0,
+                )
