@@ -16,7 +16,7 @@ from msgspec import Struct
 
 BlockKey = NewType("BlockKey", bytes)
 KEY_BYTES = 32
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # Chosen: enough of each weight file to tell retrained weights apart without reading gigabytes at every start.
 SAMPLE_BYTES = 1 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")

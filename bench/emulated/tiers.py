@@ -277,7 +277,7 @@ class _Step:
         return self._patience.action is not None
 
     def _lacks(self, load: Load) -> bool:
-        blocks = load.stage.blocks[load.first : load.first + len(load.block_ids)]
+        blocks = [load.stage.blocks[position] for position in load.positions]
         return not load.is_whole and any(
             block.ready <= self._num_came and not block.is_bad for block in blocks
         )
@@ -293,12 +293,11 @@ class _Step:
             self._patience.cancel()
             self._patience = None
         for load in self._moves.loads:
-            if load.is_whole or self._num_came == self._store.shape.num_layers:
+            if load.is_whole or not load.positions or self._num_came == self._store.shape.num_layers:
                 continue
-            end = load.first + len(load.block_ids)
-            num_ready = self._store.wait_for_layer(load.stage, end, self._num_came, 0.0) - load.first
-            self._failed.update(load.block_ids[max(num_ready, 0) :])
-            del load.block_ids[max(num_ready, 0) :]
+            num_wanted = load.positions[-1] + 1
+            num_ready = self._store.wait_for_layer(load.stage, num_wanted, self._num_came, 0.0)
+            self._failed.update(load.cut(num_ready))
 
     def _came(self, now: float) -> None:
         self._computed_s = max(self._computed_s, now) + self._piece_s

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from engine_bridge.core.expected import Hashes
 from kvtiers.blocks import Block
 
+NULL_BLOCK_ID = 0
+"""Stands in a request's list of blocks where it has none: for what lies before its attention's window. No KV is in that block of the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:

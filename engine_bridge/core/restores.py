@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine_bridge.core.cache_moves import Copy
+from engine_bridge.core.cache_moves import NULL_BLOCK_ID, Copy
 from engine_bridge.core.fetching import peer_to_ask
 from engine_bridge.core.restoring import PIECES_AT_ONCE, Behind, Load, Machine, Restore, Turn, piece_blocks
 from engine_bridge.policy.preemption import is_still_right
@@ -499,11 +499,21 @@ class Restores:
             last = min(num_computed_tokens // self._block_size, len(request.keys))
             known.num_offered = max(first, last)
             if first < last:
-                save = store.begin_save(request.group, request.block_keys(first, last), tenant=request.tenant)
-                if save.blocks:
-                    block_ids = block_ids_of(request_id)
-                    moves.saves.append(SaveJob(save, [block_ids[first + i] for i in save.positions]))
+                job = self._begin_save(request, first, last, block_ids_of(request_id), store)
+                if job is not None:
+                    moves.saves.append(job)
         return moves
+
+    def _begin_save(
+        self, request: NewRequest, first: int, last: int, block_ids: Sequence[int], store: KvBlocks
+    ) -> SaveJob | None:
+        """Save what the tiers lack of the request's blocks from `first` up to, but without, `last`, where it has one on the device."""
+        keys = request.block_keys(first, last)
+        present = [at for at in range(len(keys)) if block_ids[first + at] != NULL_BLOCK_ID]
+        save = store.begin_save(request.group, [keys[at] for at in present], tenant=request.tenant)
+        if not save.blocks:
+            return None
+        return SaveJob(save, [block_ids[first + present[position]] for position in save.positions])
 
     def spoiled_by(self, invalid: set[int], block_ids_of: Callable[[str], Sequence[int]]) -> set[int]:
         """Device blocks whose KV is not to be trusted when `invalid` ones did not load: those, and all behind them in any conversation.
@@ -512,6 +522,7 @@ class Restores:
         take them for good.
         """
         spoiled = set(invalid)
+        assert NULL_BLOCK_ID not in spoiled, "KV was loaded into a block that stands for none"
         for request_id, known in self._known.items():
             if known.num_offered is None:
                 continue
@@ -521,7 +532,7 @@ class Restores:
                 spoiled.update(block_ids[first:])
                 if request_id in self._sources:
                     self._sources[request_id].cut(first * self._block_size)
-        return spoiled
+        return spoiled - {NULL_BLOCK_ID}
 
     @property
     def _store(self) -> KvBlocks:

@@ -7,11 +7,12 @@ host tier is read, too. The last pieces are loaded by the step in which the requ
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from engine_bridge.core.cache_moves import Copy
+from engine_bridge.core.cache_moves import NULL_BLOCK_ID, Copy
 from kvtiers.blocks import Origin, Stage, StageProgress
 from kvtiers.keys import BlockShape
 from kvtiers.policy.restore import RestoreFacts
@@ -39,9 +40,10 @@ class Machine(Protocol):
     """What a restore is decided by, beside its own facts."""
 
     @property
-    def schedules_ahead(self) -> bool:
-        """Whether the engine schedules a step before it knows whether the one before has loaded what it was to. Then no load may fail: a step
-        loads only blocks of which all layers have come."""
+    def loads_must_hold(self) -> bool:
+        """Whether a load that fails could not be mended, so that a step loads only blocks of which all layers have come. So it is where the engine
+        schedules a step before it knows what the one before has loaded, and where it gives up blocks that an attention window has left:
+        computing again from a block in the middle would need those before it."""
 
     def prefill_s_per_token(self) -> float | None: ...
     def host_bytes_per_s(self) -> float: ...
@@ -49,15 +51,22 @@ class Machine(Protocol):
 
 @dataclass(slots=True)
 class Load:
-    """Blocks `first ..` of a stage go to the device's `block_ids` in the next step. Whoever copies them releases the stage.
+    """The blocks at `positions` of a stage go to the device's `block_ids` in the next step. Whoever copies them releases the stage.
 
     is_whole: all layers are in host memory, so none has to be waited for.
     """
 
     stage: Stage
-    first: int
+    positions: list[int]
     block_ids: list[int]
     is_whole: bool
+
+    def cut(self, num_blocks: int) -> list[int]:
+        """Load only those that lie in the stage's first `num_blocks`. Returns the device's blocks that are left out."""
+        num_left = bisect_left(self.positions, num_blocks)
+        left_out = self.block_ids[num_left:]
+        del self.positions[num_left:], self.block_ids[num_left:]
+        return left_out
 
 
 class Behind(NamedTuple):
@@ -136,7 +145,7 @@ class Restore:
             block_size_tokens=block_size,
             block_bytes=store.shape.block_bytes,
             num_layers=store.shape.num_layers,
-            num_ready_layers=0 if machine.schedules_ahead else progress.num_ready_layers,
+            num_ready_layers=0 if machine.loads_must_hold else progress.num_ready_layers,
             disk_bytes_done=progress.disk_bytes_done,
             disk_bytes_left=progress.disk_bytes_left,
             disk_bytes_ahead=progress.disk_bytes_ahead,
@@ -149,7 +158,7 @@ class Restore:
 
     def most_to_load(self, facts: RestoreFacts, machine: Machine) -> int:
         """Blocks that a step can load now, whatever a policy decides. What follows in further pieces has no memory yet."""
-        return facts.num_ready_blocks if machine.schedules_ahead else self.end - self.first - self.num_skipped
+        return facts.num_ready_blocks if machine.loads_must_hold else self.end - self.first - self.num_skipped
 
     def go_on(self, store: Store, stage_piece: Callable[[int, int], tuple[Stage, Behind]]) -> bool:
         """Let go of what the device has by now and have more read. False: host memory has room for none of it.
@@ -203,13 +212,16 @@ class Restore:
         return Copy(keys, start, sources)
 
     def loads(self, block_ids: Sequence[int], num_blocks: int, store: Store) -> list[Load]:
-        """Load the leading `num_blocks` beyond what the device has into the request's `block_ids`. Stages that are not needed are released."""
+        """Load the leading `num_blocks` beyond what the device has into the request's `block_ids`, except where it has none there. Stages that are
+        not needed are released."""
         loads, at, skipped = [], self.first + self.num_skipped, self.num_skipped
         for stage in self.stages:
             num = min(len(stage.blocks) - skipped, num_blocks)
             if num > 0:
                 is_whole = store.progress(stage).num_ready_blocks >= skipped + num
-                loads.append(Load(stage, skipped, list(block_ids[at : at + num]), is_whole))
+                positions = [skipped + i for i in range(num) if block_ids[at + i] != NULL_BLOCK_ID]
+                own_ids = [block_ids[at + position - skipped] for position in positions]
+                loads.append(Load(stage, positions, own_ids, is_whole))
             else:
                 store.release(stage)
             at, num_blocks = at + max(num, 0), num_blocks - max(num, 0)

@@ -20,9 +20,11 @@ from engine_bridge.driver.background import is_background
 from engine_bridge.driver.kv_tiers import KvTiers, find_tiers
 from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.driver.vllm_api import (
+    FullAttentionSpec,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    MLAAttentionSpec,
     SupportsHMA,
 )
 from engine_bridge.errors import SeamMoved
@@ -54,6 +56,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise SeamMoved("KV tiers serve models with one kind of attention; this one has several")
         self._vllm_config = vllm_config
+        self._gives_blocks_up = _gives_blocks_up(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
         self._tiers: KvTiers = find_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config["tiers"])
         if role == KVConnectorRole.SCHEDULER:
             self._requests: dict[str, Request] = {}
@@ -160,7 +163,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker's side -------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._tiers.attach(kv_caches, self._vllm_config)
+        self._tiers.attach(kv_caches, self._vllm_config, gives_blocks_up=self._gives_blocks_up)
         self._layer_of = {name: index for index, name in enumerate(kv_caches)}
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -184,6 +187,12 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._step.take_failed()
+
+
+def _gives_blocks_up(spec: Any) -> bool:
+    """Whether a request's blocks may leave it while it runs. Of a kind of attention that is not known here that is assumed: it costs little."""
+    kinds = {type(each) for each in getattr(spec, "kv_cache_specs", {"": spec}).values()}
+    return not kinds <= {FullAttentionSpec, MLAAttentionSpec}
 
 
 class _Step:
@@ -215,17 +224,15 @@ class _Step:
                 continue
             store, copier = self._tiers.store, self._tiers.copier
             assert store is not None and copier is not None
-            num_ready = len(load.block_ids)
             if not load.is_whole:
-                end = load.first + num_ready
-                num_ready = store.wait_for_layer(load.stage, end, layer, LAYER_TIMEOUT_S) - load.first
-            if num_ready < len(load.block_ids):
-                num_ready, self._has_missed = max(num_ready, 0), True
-                self._failed.update(load.block_ids[num_ready:])
-                del load.block_ids[num_ready:]
-            blocks = load.stage.blocks[load.first : load.first + num_ready]
-            if blocks:
-                copier.to_device(layer, load.block_ids, [block.slots[layer] for block in blocks])
+                num_wanted = load.positions[-1] + 1
+                num_ready = store.wait_for_layer(load.stage, num_wanted, layer, LAYER_TIMEOUT_S)
+                missed = load.cut(num_ready)
+                self._failed.update(missed)
+                self._has_missed = self._has_missed or bool(missed)
+            slots = [load.stage.blocks[position].slots[layer] for position in load.positions]
+            if slots:
+                copier.to_device(layer, load.block_ids, slots)
 
     def save(self, layer: int) -> None:
         """Take a layer of all finished blocks, after its attention has run."""

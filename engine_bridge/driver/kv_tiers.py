@@ -112,7 +112,7 @@ class KvTiers:
         self.has_progressed = False
         """Staged KV has come since somebody last cleared this."""
         self.listener: RequestListener | None = None
-        self.schedules_ahead = False
+        self.loads_must_hold = False
         """See `engine_bridge.core.restoring.Machine`."""
         self.is_paused = False
         """Nothing is loaded or saved: the engine is warming up with prompts that nobody will repeat."""
@@ -142,8 +142,11 @@ class KvTiers:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def attach(self, kv_caches: dict[str, Any], vllm_config: Any) -> None:
-        """Take the cache of a newly built engine. Opens the store, or keeps it where the shape is still the same."""
+    def attach(self, kv_caches: dict[str, Any], vllm_config: Any, *, gives_blocks_up: bool = False) -> None:
+        """Take the cache of a newly built engine. Opens the store, or keeps it where the shape is still the same.
+
+        gives_blocks_up: while a request runs, the engine takes those of its blocks back that its attention does not look at any more.
+        """
         from engine_bridge.driver import block_copy
 
         self._give_up_moves()
@@ -158,7 +161,7 @@ class KvTiers:
             self._open_store(namespace)
         assert self.store is not None and self._io is not None
         self._copied = (Copied(), Copied())
-        self.schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+        self.loads_must_hold = gives_blocks_up or bool(vllm_config.scheduler_config.async_scheduling)
         loop = self._io.loop
         self.copier = block_copy.make_copier(
             tensors,

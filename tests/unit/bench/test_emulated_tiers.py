@@ -124,7 +124,9 @@ class Steps:
         return StepMoves(saves=[SaveJob(save, list(range(len(KEYS))))])
 
     def load(self, is_whole: bool = True) -> StepMoves:
-        return StepMoves([Load(self.store.stage("one", KEYS), 0, list(range(len(KEYS))), is_whole)])
+        return StepMoves(
+            [Load(self.store.stage("one", KEYS), list(range(len(KEYS))), list(range(len(KEYS))), is_whole)]
+        )
 
 
 @pytest.fixture

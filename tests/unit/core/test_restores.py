@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine_bridge.core.cache_moves import NULL_BLOCK_ID
 from engine_bridge.core.restores import (
     MAX_SPARE_SOURCES,
     MAX_WAITS,
@@ -22,6 +23,7 @@ from engine_bridge.core.restores import (
 from engine_bridge.core.restoring import PIECES_AT_ONCE
 from engine_bridge.policy.costs import KvBlock, Link
 from engine_bridge.policy.restore_method import FullCost, SwapOrRecompute, Way
+from kvtiers.blocks import Block
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 from tests.unit.facts import LinearPrefill
 
@@ -58,7 +60,7 @@ def test_a_request_loads_what_the_device_lacks_and_whoever_copies_it_releases_it
     assert bench.match("a", device=1) == 4 * BLOCK_TOKENS
     bench.admit("a", 4)
     (load,) = bench.step(a=22).loads
-    assert (load.first, load.block_ids, load.is_whole) == (0, [101, 102, 103, 104], True)
+    assert (load.positions, load.block_ids, load.is_whole) == ([0, 1, 2, 3], [101, 102, 103, 104], True)
     assert bench.restores.take_sources("a") == Sources(device=4, host=16)
     assert bench.restores.take_sources("a") is None
     assert bench.step(a=23).loads == []
@@ -219,7 +221,35 @@ def test_what_the_device_came_to_hold_meanwhile_is_skipped_and_what_it_lost_is_s
     assert bench.match("a", device=2) == 3 * BLOCK_TOKENS
     bench.admit("a", 3)
     (load,) = bench.step(a=22).loads
-    assert (load.first, load.block_ids) == (2, [102, 103, 104])
+    assert (load.positions, load.block_ids) == ([2, 3, 4], [102, 103, 104])
+
+
+def test_what_an_attention_window_has_left_is_neither_saved_nor_loaded_nor_spoiled() -> None:
+    """vLLM's null block stands in the request's list there: a block that is nobody's, with bytes of anything."""
+    bench, held = Bench(), keys_of("a", 5)
+    bench.enter("a")
+    null = NULL_BLOCK_ID
+    moves = bench.restores.next_step([("a", 20)], lambda name: [null, null, null, 103, 104, 105])
+    (job,) = moves.saves
+    assert [(block.key, at) for block, at in zip(job.save.blocks, job.block_ids, strict=True)] == [
+        (held[3], 103),
+        (held[4], 104),
+    ]
+    bench.shelf.commit(job.save)
+    bench.enter("b")
+    assert bench.match("b") == 0
+    bench.restores.enter(NewRequest("again", held, tenant="t", session="a"))
+    assert bench.match("again") == 0, "a prefix with a hole is none"
+    bench.shelf.put(held)
+    assert bench.match("again", tokens=25) == 0, "who was told that there is none computes"
+    bench.restores.enter(NewRequest("third", held, tenant="t", session="a"))
+    assert bench.match("third") == 5 * BLOCK_TOKENS
+    bench.restores.admit("third", [null, null, null, 203, 204, 205], 5 * BLOCK_TOKENS, 22, is_resumed=False)
+    moves = bench.restores.next_step([("third", 22)], lambda name: [null, null, null, 203, 204, 205])
+    assert [(load.positions, load.block_ids) for load in moves.loads] == [([3, 4], [203, 204])]
+    ids = {"a": [null, null, null, 103, 104, 105], "third": [null, 7, null, 203, 204, 205]}
+    assert bench.restores.spoiled_by({103}, lambda name: ids.get(name, [])) == {103, 104, 105}
+    assert bench.restores.spoiled_by({7}, lambda name: ids.get(name, [])) == {7, 203, 204, 205}
 
 
 def test_computing_is_chosen_where_it_is_faster_and_the_stage_goes() -> None:
@@ -420,10 +450,13 @@ class RestoresMachine(RuleBasedStateMachine):
         self.num_starts = 0  # requests that the next step loads something for
         self.num_to_load = 0  # blocks that it loads
         self.num_made = 0
+        self.num_null = (
+            0  # leading blocks that a request has none of on the device: its attention does not look at them
+        )
 
-    @initialize(schedules_ahead=st.booleans())
-    def begins(self, schedules_ahead: bool) -> None:
-        self.tiers.schedules_ahead = schedules_ahead
+    @initialize(loads_must_hold=st.booleans())
+    def begins(self, loads_must_hold: bool) -> None:
+        self.tiers.loads_must_hold = loads_must_hold
 
     @rule(name=NAMES, is_saved=st.booleans())
     def comes(self, name: str, is_saved: bool) -> None:
@@ -442,14 +475,21 @@ class RestoresMachine(RuleBasedStateMachine):
         if num_tokens is None or not starts:
             return
         assert num_tokens % BLOCK_TOKENS == 0 and first + num_tokens < 22
-        self.starts(request_id, num_tokens)
+        self.starts(request_id, num_on_device, num_tokens)
 
-    def starts(self, request_id: str, num_tokens: int) -> None:
+    def block_ids(self, request_id: str = "") -> list[int]:
+        return [NULL_BLOCK_ID if at < self.num_null else 100 + at for at in range(6)]
+
+    def starts(self, request_id: str, first: int, num_tokens: int) -> None:
         is_resumed = self.waiting[request_id] > 0
-        self.restores.admit(request_id, list(range(6)), num_tokens, 22, is_resumed=is_resumed)
+        self.restores.admit(request_id, self.block_ids(), num_tokens, 22, is_resumed=is_resumed)
         self.running[request_id] = self.waiting.pop(request_id)
         self.num_starts += num_tokens > 0
-        self.num_to_load += num_tokens // BLOCK_TOKENS
+        self.num_to_load += max(first + num_tokens // BLOCK_TOKENS - max(first, self.num_null), 0)
+
+    @rule(num_blocks=st.integers(0, 6))
+    def the_window_slides(self, num_blocks: int) -> None:
+        self.num_null = num_blocks
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -468,17 +508,23 @@ class RestoresMachine(RuleBasedStateMachine):
     @rule(num_computed=st.integers(0, 22))
     def a_step_runs(self, num_computed: int) -> None:
         scheduled = [(request_id, num_computed) for request_id in self.running]
-        moves = self.restores.next_step(scheduled, lambda request_id: list(range(6)))
+        moves = self.restores.next_step(scheduled, self.block_ids)
         assert self.num_starts <= len(moves.loads) <= PIECES_AT_ONCE * self.num_starts
         # vLLM takes them for computed: one that nothing fills would give wrong tokens.
         assert sum(len(load.block_ids) for load in moves.loads) == self.num_to_load
         self.num_starts = self.num_to_load = 0
         for load in moves.loads:
-            assert len(load.block_ids) <= len(load.stage.blocks) - load.first
+            self.check_places([load.stage.blocks[at] for at in load.positions], load.block_ids)
             self.shelf.release(load.stage)
         for job in moves.saves:
-            assert len(job.block_ids) == len(job.save.blocks)
+            self.check_places(job.save.blocks, job.block_ids)
             self.shelf.commit(job.save)
+
+    def check_places(self, blocks: list[Block], block_ids: list[int]) -> None:
+        """Each is copied to or from the request's own block at its place, which it has."""
+        assert [f"-{block_id - 100}" for block_id in block_ids] == [
+            block.key.decode()[1:] for block in blocks
+        ]
 
     @rule()
     def pieces_are_copied(self) -> None:
@@ -527,7 +573,7 @@ class RestoresMachine(RuleBasedStateMachine):
             for request_id, times in list(self.waiting.items()):
                 num_tokens = self.restores.match(request_id, 0, 22, is_resumed=times > 0)
                 if num_tokens is not None:
-                    self.starts(request_id, num_tokens)
+                    self.starts(request_id, 0, num_tokens)
             self.a_step_runs(0)
             self.shelf.read_one()
         assert not self.waiting

@@ -69,8 +69,8 @@ def test_a_long_restore_takes_a_quarter_of_host_memory_and_goes_to_the_device_in
         assert num_looks < 100
     assert num_on_device + num_tokens // BLOCK_TOKENS == 40, "the step that starts it loads the rest"
     loads = bench.start("a", num_tokens // BLOCK_TOKENS)
-    assert [(load.first, load.block_ids, load.is_whole) for load in loads] == [
-        (0, list(range(132, 140)), True)
+    assert [(load.positions, load.block_ids, load.is_whole) for load in loads] == [
+        (list(range(8)), list(range(132, 140)), True)
     ]
     assert bench.restores.take_sources("a") == Sources(device=0, disk=160)
     for load in loads:
@@ -316,8 +316,14 @@ def test_a_request_that_goes_leaves_no_piece() -> None:
 
 def test_a_step_loads_of_several_stages_what_it_starts_with_and_the_others_are_let_go() -> None:
     for num_blocks, expected in (
-        (10, [(3, [103, 104, 105, 106, 107], True), (0, [108, 109, 110, 111, 112], False)]),
-        (2, [(3, [103, 104], True)]),
+        (
+            10,
+            [
+                ([3, 4, 5, 6, 7], [103, 104, 105, 106, 107], True),
+                ([0, 1, 2, 3, 4], [108, 109, 110, 111, 112], False),
+            ],
+        ),
+        (2, [([3, 4], [103, 104], True)]),
     ):
         bench = Pieces()
         bench.shelf.put(keys_of("a", 8))
@@ -325,7 +331,7 @@ def test_a_step_loads_of_several_stages_what_it_starts_with_and_the_others_are_l
         stages = [bench.shelf.stage("a", keys_of("a", 16)[at : at + 8]) for at in (0, 8)]  # type: ignore[arg-type]
         restore = Restore(stages, 0, num_skipped=3)
         loads = restore.loads(list(range(100, 120)), num_blocks, bench.shelf)
-        assert [(load.first, load.block_ids, load.is_whole) for load in loads] == expected
+        assert [(load.positions, load.block_ids, load.is_whole) for load in loads] == expected
         for load in loads:
             bench.shelf.release(load.stage)
         assert not bench.held and not restore.stages
@@ -340,10 +346,10 @@ def test_a_policy_that_waits_for_nothing_starts_with_the_pieces_that_have_memory
     assert [block_id for load in loads for block_id in load.block_ids] == list(range(100, 116))
 
 
-def test_an_engine_that_schedules_ahead_loads_only_what_has_come() -> None:
+def test_an_engine_whose_loads_must_hold_loads_only_what_has_come() -> None:
     """What its step would find missing it could not compute again."""
     bench = Bench(Hasty())
-    bench.tiers.schedules_ahead = True
+    bench.tiers.loads_must_hold = True
     bench.shelf.put(keys_of("a", 5), on_disk=True)
     bench.enter("a")
     for num_come in range(6):
@@ -355,8 +361,8 @@ def test_for_such_an_engine_a_layer_counts_with_its_block() -> None:
     bench = Bench()
     bench.shelf.put(keys_of("a", 5))
     restore = Restore([bench.shelf.stage("a", keys_of("a", 5))], 0)  # type: ignore[arg-type]
-    for schedules_ahead, num_layers in ((False, SHAPE.num_layers), (True, 0)):
-        bench.tiers.schedules_ahead = schedules_ahead
+    for loads_must_hold, num_layers in ((False, SHAPE.num_layers), (True, 0)):
+        bench.tiers.loads_must_hold = loads_must_hold
         facts = restore.facts(bench.shelf, bench.tiers, 22, BLOCK_TOKENS)
         assert (facts.num_ready_layers, facts.num_ready_blocks) == (num_layers, 5)
 

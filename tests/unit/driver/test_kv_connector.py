@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from engine_bridge.core.restores import SaveJob, StepMoves
 from engine_bridge.core.restoring import Load
-from engine_bridge.driver.kv_connector import _Step
+from engine_bridge.driver.kv_connector import _gives_blocks_up, _Step
 from kvtiers.blocks import Stage
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockKey
 
-from .test_promoter import SHAPE, Bench, keys_of
+from .test_promoter import SHAPE, Bench, content, keys_of
 
 READ = [BlockKey(key) for key in keys_of("read", 2)]
 SAVED = [BlockKey(key) for key in keys_of("saved", 2)]
@@ -34,7 +42,7 @@ class Stepped(Bench):
         stage = self.store.stage("read", READ)
         self.store.wait_for_reads(10)
         save = self.store.begin_save("saved", SAVED)
-        self.moves = StepMoves([Load(stage, 0, [1, 2], is_whole=False)], [SaveJob(save, [3, 4])])
+        self.moves = StepMoves([Load(stage, [0, 1], [1, 2], is_whole=False)], [SaveJob(save, [3, 4])])
         self.tiers.begin_moves(self.moves)
         self.step.begin(self.moves)
         return stage
@@ -85,6 +93,43 @@ def test_what_is_computed_on_top_of_kv_that_did_not_come_is_not_kept(
     stepped.step.end()
     assert failed | stepped.step.take_failed() == {1, 2}
     assert stepped.num_saved == 0
+
+
+def test_blocks_of_a_stage_that_have_no_place_on_the_device_are_not_missed(stepped: Stepped) -> None:
+    stage = stepped.begin()
+    stepped.moves.loads[0] = Load(stage, [1], [2], is_whole=False)
+    stepped.run()
+    stepped.step.end()
+    assert not stepped.step.take_failed()
+    assert stepped.num_saved == 2
+    for layer in stepped.device:
+        assert bytes(layer[2].tolist()) == content(READ[1])
+        assert not layer[1].any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "gives_up"),
+    [
+        (FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32), False),
+        (
+            SlidingWindowSpec(
+                block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=64
+            ),
+            True,
+        ),
+        (
+            ChunkedLocalAttentionSpec(
+                block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32, attention_chunk_size=64
+            ),
+            True,
+        ),
+    ],
+    ids=["full", "sliding", "chunked"],
+)
+def test_which_attention_gives_up_blocks_of_a_request_that_runs(spec: Any, gives_up: bool) -> None:
+    assert _gives_blocks_up(spec) is gives_up
+    several = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": spec, "1": spec})
+    assert _gives_blocks_up(several) is gives_up
 
 
 def test_what_lacks_its_last_layers_is_not_kept(stepped: Stepped) -> None:

@@ -100,6 +100,10 @@ OWNERS = (
     owner("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole", KV_TIERS, reads("SCHEDULER")),
     owner("vllm.v1.outputs:KVConnectorOutput", KV_TIERS, reads("invalid_block_ids")),
     owner("vllm.v1.kv_cache_interface:KVCacheConfig", KV_TIERS, reads("kv_cache_groups")),
+    owner("vllm.v1.kv_cache_interface:KVCacheGroupSpec", KV_TIERS, reads("kv_cache_spec")),
+    owner("vllm.v1.kv_cache_interface:FullAttentionSpec", KV_TIERS),
+    owner("vllm.v1.kv_cache_interface:MLAAttentionSpec", KV_TIERS),
+    owner("vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs", KV_TIERS, reads("kv_cache_specs")),
     owner(
         "vllm._custom_ops", CUDA_COPIES, calls("swap_blocks(src, dst, block_size_in_bytes, block_mapping)")
     ),
