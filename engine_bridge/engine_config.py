@@ -243,6 +243,8 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     enable_lora: bool = True
     profile_dir: Path | None = None
     """Folder of profiles (engine_bridge/profile.py); None: costs are learned from real steps alone."""
+    weights_memory: Path | None = None
+    """File that remembers what is in the model's files, so that they are not read whole at each start (kvtiers/weights.py); None: nothing does."""
     log_stats: bool = True
 
     @property

@@ -32,7 +32,7 @@ MIN_ERROR: Final = 0.02
 class ProfileSubject(Struct, frozen=True, kw_only=True):
     """What must be equal for measured times to hold.
 
-    model: a folder's last part, or the name on a hub. revision: of a folder, a digest of its files (`kvtiers.keys.folder_revision`). device: name
+    model: a folder's last part, or the name on a hub. revision: of a folder, a digest of its files (`kvtiers.weights.folder_revision`). device: name
     of the processor or GPU. num_threads: that a step computes on; 0 on a GPU.
     """
 

@@ -81,7 +81,8 @@ def engine_config(config: Config) -> EngineConfig:
     if dtype == "auto" and device == "cpu" and config.is_demo_model:
         dtype = "float32"  # docs/decisions/0005
     values = {name: getattr(config, name) for name in EngineSettings.__struct_fields__}
-    return EngineConfig(**values | {"device": device, "dtype": dtype, "profile_dir": config.profile_dir})
+    own = {"profile_dir": config.profile_dir, "weights_memory": config.weights_memory}
+    return EngineConfig(**values | {"device": device, "dtype": dtype} | own)
 
 
 def detect_device() -> Device:

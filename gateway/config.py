@@ -329,6 +329,11 @@ class Config(LimitSettings, frozen=True, kw_only=True):
         return self.data_dir / "profiles"
 
     @property
+    def weights_memory(self) -> Path:
+        """What is remembered of the model's files, so that they are not read whole at each start."""
+        return self.data_dir / "weights.json"
+
+    @property
     def has_api_keys(self) -> bool:
         """Whether clients must send a key."""
         return bool(self.api_keys or self.operator_keys) or self.api_key_file is not None

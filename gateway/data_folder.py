@@ -20,6 +20,7 @@ _OWN_FILES: Final = (
     "agents.jsonl*",
     "profiles/*",
     "cluster-token",
+    "weights.json",
 )
 _OWN_FOLDERS: Final = frozenset({"kv", "nodes", "profiles", "lost+found"})
 _KV_STORE_MARK: Final = "namespace.json"  # In each store's folder: kvtiers/io/files.py.

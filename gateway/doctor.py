@@ -22,7 +22,7 @@ from engine_bridge.profile import MachineProfile
 from gateway import remedies
 from gateway.config import PROJECT_ROOT, Config
 from gateway.remedies import Finding, ModelFacts
-from kvtiers.keys import folder_revision
+from kvtiers.weights import folder_revision
 from overture_client import __version__
 
 # Importing vLLM takes seconds, on a machine with a slow disk a minute or two the first time. Chosen.
@@ -218,16 +218,17 @@ def switched_off(config: Config) -> Iterator[Off]:
 def profiles_of(config: Config, vllm: str) -> Iterator[FoundProfile]:
     """Of this model, whatever they were measured with."""
     folder = Path(config.model)
-    name, revision = config.model, None
-    if folder.is_dir():
-        name, revision = folder.resolve().name, folder_revision(folder)
+    is_folder = folder.is_dir()
+    name, revision = folder.resolve().name if is_folder else config.model, ""
     for path in sorted(config.profile_dir.glob("*.json")) if os.path.isdir(config.profile_dir) else ():
         profile = MachineProfile.load(config.profile_dir, path.stem)
         if profile is None or profile.subject.model != name:
             continue
         subject = profile.subject
         mismatch = ""
-        if revision is not None and subject.revision != revision:
+        if is_folder:
+            revision = revision or folder_revision(folder, config.weights_memory)
+        if is_folder and subject.revision != revision:
             mismatch = "it is of other weights"
         elif subject.vllm_version.partition("+")[0] != vllm.partition(" ")[0].partition("+")[0]:
             mismatch = "it is of another release of vLLM"

@@ -17,9 +17,6 @@ from msgspec import Struct
 BlockKey = NewType("BlockKey", bytes)
 KEY_BYTES = 32
 FORMAT_VERSION = 4
-# Chosen: enough of each weight file to tell retrained weights apart without reading gigabytes at every start.
-SAMPLE_BYTES = 1 << 20
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 class BlockShape(Struct, frozen=True):
@@ -62,25 +59,3 @@ class Namespace(Struct, frozen=True, kw_only=True):
         found = next(iter(sorted(root.glob(f"*{end}"))), None)
         readable = "".join(c if c.isalnum() or c in "-_." else "-" for c in Path(self.model).name)
         return found or root / (readable[:40] + end)
-
-
-def folder_revision(folder: Path) -> str:
-    """Which weights lie in a model's folder: a digest of its JSON files, and of each weight file's size, first and last MiB.
-
-    Weights that differ nowhere in those places would pass for the same ones; training changes all of them.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if not path.is_file():
-            continue  # reading a pipe would wait for whoever writes to it
-        if path.suffix in WEIGHT_SUFFIXES:
-            size = path.stat().st_size
-            digest.update(f"{path.name}:{size}:".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(SAMPLE_BYTES))
-                file.seek(max(size - SAMPLE_BYTES, 0))
-                digest.update(file.read(SAMPLE_BYTES))
-        elif path.suffix == ".json":
-            digest.update(path.name.encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:32]

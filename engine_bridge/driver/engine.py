@@ -16,7 +16,7 @@ from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.step_layouts import StepFacts
 from engine_bridge.driver.absent import Idle, NoAdapters, NoPromoter
 from engine_bridge.driver.building import build_engine, configure_environment
-from engine_bridge.driver.in_process import scheduler_of
+from engine_bridge.driver.in_process import know_weights, scheduler_of
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import CUDA_COPIES, KV_TIERS, PROMOTION, REPORT
 from engine_bridge.driver.warm_up import warm_up
@@ -92,6 +92,8 @@ class VllmDriver:
         config = start.without(config, self._off)
         if self._off & {KV_TIERS, CUDA_COPIES}:
             self._tiers = tiers = None
+        if tiers is not None or config.profile_dir is not None:
+            know_weights(config.model, config.weights_memory, report)
         report(f"loading {Path(config.model).name}")
         self.engine = build_engine(config, tiers)
         self._off = start.built_off(self.engine, config.device, self._off)

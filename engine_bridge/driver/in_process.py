@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvtiers.keys import folder_revision
+from kvtiers.weights import folder_revision
+
+_OF_THIS_PROCESS = uuid.uuid4().hex
 
 
 def scheduler_of(engine: Any) -> Any:
@@ -19,9 +23,22 @@ def kv_caches_of(engine: Any) -> list[Any]:
     return list(getattr(worker, "worker", worker).model_runner.kv_caches)
 
 
+def know_weights(model: str, memory: Path | None, report: Callable[[str], None]) -> None:
+    """Read the model's files where that has not been done before, so that `revision_of` does not take long. report: hears how far that has come."""
+    path = Path(model)
+    if path.exists():
+        folder_revision(path, memory, report)
+
+
 def revision_of(model: Any) -> str:
-    """A digest of a folder's files; of a model of a hub the commit that it was loaded from, or the wanted one where the hub's cache does not tell."""
-    folder = Path(model.model)
-    if folder.is_dir():
-        return folder_revision(folder)
-    return str(getattr(model.hf_config, "_commit_hash", None) or model.revision or "unknown")
+    """A digest of the files of a folder, or of the file that a model is; of a model of a hub the commit that it was loaded from.
+
+    Where nothing tells which weights were loaded (they were streamed from elsewhere, or a hub's cache names no commit) they are taken for this
+    process's own: what it keeps is of no use to another.
+    """
+    weights = getattr(model, "model_weights", None) or model.model
+    path = Path(weights)
+    if path.exists():
+        return folder_revision(path)
+    commit = getattr(model.hf_config, "_commit_hash", None) if weights == model.model else None
+    return f"{weights}@{commit or f'unknown-{_OF_THIS_PROCESS}'}"

@@ -395,8 +395,7 @@ def _namespace(tensors: list[Any], layer_bytes: int, vllm_config: Any) -> Namesp
     made = [str(part) for part in (model.quantization, cache.cache_dtype) if part not in (None, "auto")]
     return Namespace(
         model=Path(model.model).name,
-        # A digest of a folder's files says enough; a commit is one of some model's on a hub.
-        revision=("" if Path(model.model).is_dir() else f"{model.model}@") + revision_of(model),
+        revision=revision_of(model),
         dtype=" ".join([f"{model.dtype} {tensor.dtype}", *made]),
         block_size_tokens=cache.block_size,
         layout=layout,
