@@ -114,6 +114,7 @@ async def record(
         else:
             log.error("an API turn could not be stored: %s", error.code)
         return
+    services.drafts.renew(recording.owner, recording.session_id)
     services.tell_shown(recording.owner, recording.session_id, turn_id)
 
 

@@ -77,6 +77,19 @@ class Drafts:
         if (owner, session_id) not in self._work:
             self._put((owner, session_id), adapter, None, 0.0, then)
 
+    def renew(self, owner: str, session_id: str) -> None:
+        """The session's history is another one by now: an answer has ended, say. What was computed behind the old one begins anew behind this."""
+        key = (owner, session_id)
+        work = self._work.get(key)
+        if work is not None:
+            self.stop(*key)
+            self._put(key, work.adapter, work.text, work.pause_s, work.then)
+
+    def renew_owner(self, owner: str) -> None:
+        """Some session's history is another one by now."""
+        for key in [key for key in self._work if key[0] == owner]:
+            self.renew(*key)
+
     def stop(self, owner: str, session_id: str) -> None:
         """The question was asked, or will not be."""
         work = self._work.pop((owner, session_id), None)
@@ -119,12 +132,14 @@ class Drafts:
 
     async def _run(self, key: Key, work: _Work) -> None:
         try:
-            outlook = await self._outlook(key)
             while True:
                 await self._pause(work)
-                await self._prefill(key, work, outlook)
-                if work.text is None:
-                    break
+                outlook = await self._outlook(key)
+                # Behind an answer that is still being written nothing can be computed: when it ends, `renew` is called.
+                if outlook is None or not outlook.is_answering:
+                    await self._prefill(key, work, outlook)
+                    if work.text is None:
+                        break
                 async with asyncio.timeout(60):  # nothing was typed for so long: it is no longer a draft
                     await work.changed.wait()
             work.then()

@@ -54,6 +54,7 @@ async def delete(request: web.Request) -> web.Response:
         services.background.forget(owner, response_id)
     if not await services.store.responses.delete(owner, response_id, time.time()):
         raise _not_found(response_id)
+    services.drafts.renew_owner(owner)
     return json_reply({"id": response_id, "object": "response.deleted", "deleted": True})
 
 

@@ -430,6 +430,7 @@ class Turns:
             live.title = stored.title
             live.done = _done_fields(live, stored.turn)
             live.done["advisory"] = self._advisories.take_outcome(live.owner, live.session_id)
+        self._drafts.renew(live.owner, live.session_id)
         self._metrics.turn_ended(live.error.code if live.error else status, final)
         live.wake_followers()
         self._forget_later(live)
@@ -452,6 +453,7 @@ class Turns:
                 if failure.code == "draining":  # the store is closed; the next start marks the turn
                     return
             else:
+                self._drafts.renew(live.owner, live.session_id)
                 return
 
     def _forget_later(self, live: LiveTurn) -> None:

@@ -157,10 +157,11 @@ class ResponseHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """What a session's next prompt begins with: its system prompt, the turns that are shown, and the token ids of all that the engine has seen of
-    them (packed)."""
+    them (packed). is_answering: one of its turns is being answered, so the next prompt begins with more than that."""
 
     history: list[Turn]
     token_ids: bytes
+    is_answering: bool = False
     settings: SessionSettings = SessionSettings()
 
 

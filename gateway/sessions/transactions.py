@@ -324,7 +324,7 @@ def _touch(conn: sqlite3.Connection, row: Row, title: str | None, adapter: str |
 
 
 def _refuse_second(conn: sqlite3.Connection, row: int) -> None:
-    if conn.execute("SELECT 1 FROM turns WHERE session = ? AND status = 'running'", (row,)).fetchone():
+    if _is_answering(conn, row):
         raise GatewayError(
             "busy", "Another message of this session is being answered. Wait for it, or stop it."
         )
@@ -542,5 +542,13 @@ def outlook(conn: sqlite3.Connection, owner: str, session_id: str) -> Outlook:
     last = tree.tip(conn, row.row)
     history = [turn for turn in _turns_up_to(conn, last) if turn.is_history]
     return Outlook(
-        history=history, token_ids=token_ids_up_to(conn, last), settings=settings.read(conn, row.row)
+        history=history,
+        token_ids=token_ids_up_to(conn, last),
+        is_answering=_is_answering(conn, row.row),
+        settings=settings.read(conn, row.row),
     )
+
+
+def _is_answering(conn: sqlite3.Connection, row: int) -> bool:
+    sql = "SELECT 1 FROM turns WHERE session = ? AND status = 'running'"
+    return conn.execute(sql, (row,)).fetchone() is not None

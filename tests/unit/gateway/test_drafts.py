@@ -21,11 +21,11 @@ def texts(node: FakeNode) -> list[str]:
 
 
 async def paused(parts: Parts) -> None:
-    """Nothing is typed for long enough; first the store is asked what the session holds, which answers one question after the other."""
-    await settled()
-    await parts.store.list_sessions("ann")
+    """Nothing is typed for long enough; then the store is asked what the session holds, which answers one question after the other."""
     await settled()
     await passes(PAUSE_S + 0.01)
+    await parts.store.list_sessions("ann")
+    await settled()
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,98 @@ async def test_a_draft_follows_the_sessions_history(parts: Parts) -> None:
     (request,) = parts.node.prefills
     assert [m.content for m in request.messages] == ["Hello!", "Yes.", "And what is"]
     assert request.history_token_ids
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["answered", "stopped"])
+async def test_what_is_typed_while_an_answer_is_written_is_computed_behind_that_answer(
+    parts: Parts, is_stopped: bool
+) -> None:
+    turn = await parts.answered("a", "Yes.")
+    parts.node.prefills.clear()
+    second = await parts.ask("b", "Why?", session_id=turn.session_id)
+    answer = await parts.node.asked(1)
+    answer.say("Because")
+    listener = parts.follow(second)
+    await listener.has("Because")
+    for text in ("And what ", "And what is "):
+        parts.drafts.update("ann", turn.session_id, None, text)
+        await paused(parts)
+    assert not parts.node.prefills, "what comes behind an unfinished answer is not known"
+    if is_stopped:
+        await parts.turns.stop("ann", "b")
+    else:
+        answer.finish(" it is.")
+    await listener.over()
+    await paused(parts)
+    (request,) = parts.node.prefills
+    said = "Because" if is_stopped else "Because it is."
+    assert [m.content for m in request.messages] == ["Hello!", "Yes.", "Why?", said, "And what is"]
+
+
+async def test_what_is_typed_beside_an_edited_question_is_computed_behind_its_new_answer(parts: Parts) -> None:
+    turn = await parts.answered("a", "Yes.")
+    await parts.answered("b", "No.", content="Why?", session_id=turn.session_id)
+    edited = await parts.ask("c", "Why not?", session_id=turn.session_id, after="a")
+    answer = await parts.node.asked(2)
+    parts.drafts.update("ann", turn.session_id, None, "And what ")
+    await paused(parts)
+    answer.finish("So.")
+    await parts.follow(edited).over()
+    await paused(parts)
+    (request,) = parts.node.prefills
+    assert [m.content for m in request.messages] == ["Hello!", "Yes.", "Why not?", "So.", "And what"]
+
+
+async def test_an_answer_that_fails_leaves_the_draft_behind_what_is_shown(parts: Parts) -> None:
+    turn = await parts.answered("a", "Yes.")
+    failing = await parts.ask("b", "Why?", session_id=turn.session_id)
+    answer = await parts.node.asked(1)
+    parts.drafts.update("ann", turn.session_id, None, "And what ")
+    await paused(parts)
+    answer.fail(EngineUnavailable("It is being rebuilt."))
+    await parts.follow(failing).over()
+    await paused(parts)
+    (request,) = parts.node.prefills
+    assert [m.content for m in request.messages] == ["Hello!", "Yes.", "And what"]
+
+
+async def test_a_turn_that_comes_over_an_api_renews_the_draft_that_is_being_computed(parts: Parts) -> None:
+    turn = await parts.answered("a", "Yes.")
+    parts.node.gate.clear()
+    parts.drafts.update("ann", turn.session_id, None, "And what ")
+    await paused(parts)
+    await parts.store.record_turn(
+        "ann", turn.session_id, "b", "Why?", answer="So.", status="done", now=2e9, makes_session=True
+    )
+    parts.drafts.renew("ann", turn.session_id)
+    parts.drafts.renew("ann", "never heard of")
+    await paused(parts)
+    assert parts.node.cancelled_prefills == 1
+    assert [m.content for m in parts.node.prefills[-1].messages] == [
+        "Hello!",
+        "Yes.",
+        "Why?",
+        "So.",
+        "And what",
+    ]
+
+
+async def test_a_history_that_is_to_be_computed_waits_for_the_answer_and_tells_when_all_is_there(
+    parts: Parts,
+) -> None:
+    turn = await parts.answered("a", "Yes.")
+    second = await parts.ask("b", "Why?", session_id=turn.session_id)
+    answer = await parts.node.asked(1)
+    done = asyncio.Event()
+    parts.drafts.warm_history("ann", turn.session_id, "shout", done.set)
+    await paused(parts)
+    assert not parts.node.prefills and not done.is_set()
+    answer.finish("So.")
+    await parts.follow(second).over()
+    async with asyncio.timeout(10):
+        await done.wait()
+    (request,) = parts.node.prefills
+    assert [m.content for m in request.messages] == ["Hello!", "Yes.", "Why?", "So.", ""]
 
 
 async def test_another_adapter_begins_anew(parts: Parts) -> None:
