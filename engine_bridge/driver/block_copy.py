@@ -104,9 +104,7 @@ class CpuCopier:
         self, into: torch.Tensor, to_rows: Sequence[int], source: torch.Tensor, rows: Sequence[int]
     ) -> None:
         to, of = np.array(to_rows, dtype=np.uint64), np.array(rows, dtype=np.uint64)
-        if len(to) != len(of) or to.max(initial=0) >= len(into) or of.max(initial=0) >= len(source):
-            raise IndexError("a row that is not there")
-        self._copy_rows(into.data_ptr(), to, source.data_ptr(), of, self._row_bytes)
+        self._copy_rows(into.data_ptr(), len(into), to, source.data_ptr(), len(source), of, self._row_bytes)
 
     def _copy_stretches(
         self, into: torch.Tensor, to_rows: Sequence[int], source: torch.Tensor, rows: Sequence[int]

@@ -73,6 +73,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
     engine = LLMEngine.from_engine_args(engine_args(config, tiers), enable_multiprocessing=False)
     core = engine.engine_core.engine_core
     core.request_block_hasher = hash_by_content(core.request_block_hasher)
+    if config.enable_lora:
+        from engine_bridge.driver import logits_rows
+
+        logits_rows.watch(engine)
     if mends_lora:
         lora.check_engine(engine)
     if config.device == "cpu" and config.cpu_threads is not None:

@@ -65,7 +65,12 @@ def _add_products(out: Floats, memory: Floats, start: int, stride: int, factors:
 def _add_product(
     y: Floats, memory: Floats, start: int, stride: int, x: Floats, at_a_time: int, room: Floats
 ) -> None:
-    """`y += x @ matrix`, the sums in parts of `at_a_time` terms. room: at least as wide as `y`."""
+    """`y += x @ matrix`, the sums in parts of `at_a_time` terms. room: at least as wide as `y`. Raises IndexError for a matrix that is not all in
+    `memory`: the loops below have no bounds.
+    """
+    end = start + (x.shape[0] - 1) * stride + y.shape[0]
+    if start < 0 or stride < y.shape[0] or end > memory.shape[0] or room.shape[0] < y.shape[0]:
+        raise IndexError("a matrix of an adapter does not lie within its memory")
     part = room[: y.shape[0]]
     for first in range(0, x.shape[0], at_a_time):
         part[:] = 0.0
@@ -89,9 +94,14 @@ def _add_rows(
     at_a_time: int,
     parts: Any,
 ) -> None:
+    if first < 0 or stop > y.shape[0] or stop > x.shape[0] or x.shape[1] != num_in:
+        raise IndexError("rows of an adapter are not among those that are computed")
     widest = num_columns
     for part in range(parts.shape[0]):
-        widest = max(widest, parts[part, 5] - parts[part, 4])
+        low, high, left, right = parts[part, 2], parts[part, 3], parts[part, 4], parts[part, 5]
+        if low < 0 or low > high or high > num_columns or left < 0 or left > right or right > y.shape[1]:
+            raise IndexError("a part of an adapter has other columns than its layer")
+        widest = max(widest, right - left)
     h, room = np.empty(num_columns, np.float32), np.empty(widest, np.float32)
     for row in range(first, stop):
         h[:] = 0.0
@@ -114,7 +124,10 @@ class FewRows(NamedTuple):
     parts: Any
 
     def add(self, y: Floats, x: Floats, first: int, stop: int, scale: float) -> None:
-        """Add the delta of rows `first:stop` of fp32 `x` to the same of fp32 `y`, both row-major arrays of numpy."""
+        """Add the delta of rows `first:stop` of fp32 `x` to the same of fp32 `y`, both row-major arrays of numpy.
+
+        Raises IndexError, before anything is written, where these have other rows or columns than the adapter.
+        """
         _add_rows(y, x, first, stop, scale, *self)
 
 

@@ -17,10 +17,15 @@ def scheduler_of(engine: Any) -> Any:
     return engine.engine_core.engine_core.scheduler
 
 
+def runner_of(engine: Any) -> Any:
+    """The model runner of a vLLM engine that runs in this process."""
+    worker = engine.engine_core.engine_core.model_executor.driver_worker
+    return getattr(worker, "worker", worker).model_runner
+
+
 def kv_caches_of(engine: Any) -> list[Any]:
     """An in-process engine's KV cache, a tensor per layer."""
-    worker = engine.engine_core.engine_core.model_executor.driver_worker
-    return list(getattr(worker, "worker", worker).model_runner.kv_caches)
+    return list(runner_of(engine).kv_caches)
 
 
 def know_weights(model: str, memory: Path | None, report: Callable[[str], None]) -> None:

@@ -48,6 +48,7 @@ from typing import Any
 import torch
 
 from engine_bridge.driver.gemm import OneThread
+from engine_bridge.driver.in_process import runner_of
 from engine_bridge.driver.lora_rows import NO_ADAPTER, RowBlock, plan_rows
 from engine_bridge.driver.lora_weights import FEW_ROWS, Pending, SlotWeights, pack_slot
 from engine_bridge.driver.vllm_api import BaseLayerWithLoRA, PunicaWrapperCPU, current_platform, model_manager
@@ -85,6 +86,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         self.make_few = few_rows
         self._token_blocks: tuple[RowBlock, ...] = ()
         self._sampler_blocks: tuple[RowBlock, ...] = ()
+        self._num_logits = 0
         self._packs: dict[int, list[SlotWeights | Pending | None]] = {}
 
     def watch(self, layer: Any) -> None:
@@ -141,6 +143,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         slot_of[0] = NO_ADAPTER
         self._token_blocks = plan_rows([slot_of[adapter] for adapter in mapping.index_mapping])
         self._sampler_blocks = plan_rows([slot_of[adapter] for adapter in mapping.prompt_mapping])
+        self._num_logits = len(mapping.prompt_mapping)
 
     def packs_of(self, layer: Any) -> list[SlotWeights | Pending | None] | None:
         """A layer's weights by slot, to be written by whoever fills slots; None for a layer that `watch` has not seen."""
@@ -210,6 +213,9 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         buffer: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
+        if self._sampler_blocks and x.view(-1, x.size(-1)).size(0) != self._num_logits:
+            # Every call for logits has a plan of its own rows (`logits_rows`); with that of others, deltas would go to the wrong ones.
+            raise IndexError(f"logits of {x.size(0)} rows are computed with a plan of {self._num_logits}")
         self._add(y, x, lora_b_stacked, self._sampler_blocks, scale)
 
     def add_lora_embedding(
@@ -350,8 +356,7 @@ def uninstall() -> None:
 
 def check_engine(engine: Any) -> SegmentPunicaWrapper:
     """Return the wrapper that `engine` (an in-process LLMEngine with LoRA) computes with; raise SeamMoved if it is not ours."""
-    worker = engine.engine_core.engine_core.model_executor.driver_worker
-    manager = getattr(worker, "worker", worker).model_runner.lora_manager._adapter_manager
+    manager = runner_of(engine).lora_manager._adapter_manager
     for wrapper in manager.punica_wrapper_mapping.values():
         if not isinstance(wrapper, SegmentPunicaWrapper):
             raise SeamMoved(

@@ -34,7 +34,12 @@ class RowBlock:
     inverse: torch.Tensor | None = None
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the block's rows in group order, in fp32. Unsorted fp32 input comes back as a view, not a copy."""
+        """Return the block's rows in group order, in fp32. Unsorted fp32 input comes back as a view, not a copy.
+
+        Raises IndexError where `rows` ends before the block does: these are not the rows that were planned.
+        """
+        if rows.size(0) < self.stop:
+            raise IndexError(f"a layer computes {rows.size(0)} rows, the step's plan has {self.stop} or more")
         part = rows[self.start : self.stop]
         return (part if self.order is None else part.index_select(0, self.order)).float()
 

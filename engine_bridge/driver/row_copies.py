@@ -44,11 +44,21 @@ def _settle(context: Any) -> Any:
     return types.none(), generate
 
 
-@compiled("void(uint64, uint64[::1], uint64, uint64[::1], uint64)")
-def copy_rows(to: int, to_rows: Any, of: int, rows: Any, row_bytes: int) -> None:
-    """Copy row `rows[i]` at address `of` to row `to_rows[i]` at address `to`, for each i. to, row_bytes: multiples of 64."""
-    for at in range(rows.shape[0]):
-        into, source = to + to_rows[at] * row_bytes, of + rows[at] * row_bytes
+@compiled("void(uint64, uint64, uint64[::1], uint64, uint64, uint64[::1], uint64)")
+def copy_rows(to: int, num_to: int, to_rows: Any, of: int, num_of: int, of_rows: Any, row_bytes: int) -> None:
+    """Copy row `of_rows[i]` at address `of`, where there are `num_of`, to row `to_rows[i]` at address `to`, where there are `num_to`, for each i.
+
+    Raises, before anything is copied: ValueError unless `to` and `row_bytes` are multiples of 64, IndexError for a row that is not there.
+    """
+    if to % np.uint64(LINE_BYTES) != 0 or row_bytes % np.uint64(LINE_BYTES) != 0:
+        raise ValueError("rows that are no whole lines of the processor's cache")
+    if to_rows.shape[0] != of_rows.shape[0]:
+        raise IndexError("rows without a place to go to")
+    for at in range(to_rows.shape[0]):
+        if to_rows[at] >= num_to or of_rows[at] >= num_of:
+            raise IndexError("a row that is not there")
+    for at in range(to_rows.shape[0]):
+        into, source = to + to_rows[at] * row_bytes, of + of_rows[at] * row_bytes
         for offset in range(np.uint64(0), row_bytes, np.uint64(LINE_BYTES)):
             _copy_line(into + offset, source + offset)
     _settle()

@@ -4,6 +4,8 @@ Real engine, tiny random Llama, PEFT adapters (bench/live/mixed_batch.py). vLLM'
 slot's adapter.
 """
 
+import itertools
+
 import pytest
 
 pytest.importorskip("torch")
@@ -11,11 +13,14 @@ pytest.importorskip("vllm")
 
 from bench.live.mixed_batch import BASE, PROMPT, SHAPE, Engine
 from bench.live.models import model_folder, write_adapter
-from engine_bridge.driver import lora
+from engine_bridge.driver import logits_rows, lora
+from tests.adapter_corpus import make_adapter
+from tests.merged import logprobs_of, merged_model
 
 RANKS = (8, 16, 32, 64, 128)
 NUM_SLOTS = 5
 OTHER = list(range(200, 260))
+CHUNK = 128  # tokens of a step: prompts of more are computed in pieces
 
 
 ALL = list(SHAPE.linears)
@@ -34,8 +39,14 @@ def without_adapters():
 def engine(without_adapters):
     lora.install()
     engine = Engine(
-        model_folder(SHAPE), enable_lora=True, max_loras=NUM_SLOTS, max_lora_rank=128, max_cpu_loras=6
+        model_folder(SHAPE),
+        enable_lora=True,
+        max_loras=NUM_SLOTS,
+        max_lora_rank=128,
+        max_cpu_loras=6,
+        max_num_batched_tokens=CHUNK,
     )
+    logits_rows.watch(engine.engine)
     engine.wrapper = lora.check_engine(engine.engine)
     yield engine
     engine.close()
@@ -126,3 +137,89 @@ def test_an_adapter_removed_and_loaded_again(engine, adapters, alone):
         assert engine.engine.remove_lora(adapters[rank].lora_int_id)
     mixed = engine.run((PROMPT, adapters[128]), (OTHER, adapters[8]), (PROMPT, BASE))
     assert mixed == [alone[128, "PROMPT"], alone[8, "OTHER"], alone["base", "PROMPT"]]
+
+
+# -- adapters on the output layer: every call for logits computes its own rows ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """Two adapters that change embedding and output layer, as requests; and by their names the model with each in its weights."""
+    from vllm.lora.request import LoRARequest
+
+    root = tmp_path_factory.mktemp("heads")
+    hidden = SHAPE.hidden_size
+    modules = {
+        "model.embed_tokens": (SHAPE.vocab_size, hidden),
+        "lm_head": (hidden, SHAPE.vocab_size),
+        "model.layers.1.self_attn.q_proj": (hidden, hidden),
+    }
+    requests, merged = {"base": BASE}, {"base": merged_model(model_folder(SHAPE))}
+    for number, (name, rank) in enumerate((("narrow", 8), ("wide", 32)), start=20):
+        embeddings = frozenset({"model.embed_tokens"})
+        folder = make_adapter(root / name, modules=modules, rank=rank, seed=rank, embeddings=embeddings)
+        requests[name] = LoRARequest(name, number, str(folder))
+        merged[name] = merged_model(model_folder(SHAPE), folder)
+    return requests, merged
+
+
+def prompt_logprobs(engine, *asked):
+    """What each of (prompt, adapter, choices) is told of its prompt's tokens behind the first, in one batch."""
+    from vllm import SamplingParams
+
+    ids = []
+    for prompt, adapter, num_choices in asked:
+        engine.count += 1
+        ids.append(str(engine.count))
+        params = SamplingParams(n=num_choices, max_tokens=2, prompt_logprobs=0, logprobs=0, detokenize=False)
+        engine.engine.add_request(ids[-1], {"prompt_token_ids": prompt}, params, lora_request=adapter)
+    found = {}
+    while engine.engine.has_unfinished_requests():
+        for output in engine.engine.step():
+            found.setdefault(output.request_id, [None])
+            if output.prompt_logprobs and len(output.prompt_logprobs) > 1:
+                found[output.request_id] = output.prompt_logprobs
+    return [
+        [of_token[token].logprob for token, of_token in zip(prompt[1:], found[each][1:], strict=True)]
+        for each, (prompt, _, _) in zip(ids, asked, strict=True)
+    ]
+
+
+def wanted(merged, prompt):
+    """The same, from transformers."""
+    logprobs = logprobs_of(merged, prompt)
+    return [float(logprobs[at, token]) for at, token in enumerate(prompt[1:])]
+
+
+@pytest.mark.parametrize("name", ["base", "narrow", "wide"])
+def test_a_prompt_shorter_than_its_choices_is_told_its_own_log_probabilities(engine, heads, name):
+    """One row of the prompt, six of samples: a plan of the samples would write behind the logits."""
+    requests, merged = heads
+    (found,) = prompt_logprobs(engine, ([34, 35], requests[name], 6))
+    assert found == pytest.approx(wanted(merged[name], [34, 35]), abs=1e-3)
+
+
+@pytest.mark.parametrize("order", itertools.permutations(("base", "narrow", "wide")))
+def test_log_probabilities_of_prompts_in_a_mixed_batch_are_each_adapters_own(engine, heads, order):
+    requests, merged = heads
+    prompts = {"base": PROMPT, "narrow": [7, 8, 9], "wide": OTHER}
+    found = prompt_logprobs(engine, *((prompts[name], requests[name], 2) for name in order))
+    for name, own in zip(order, found, strict=True):
+        assert own == pytest.approx(wanted(merged[name], prompts[name]), abs=1e-3)
+
+
+def test_prompts_computed_in_pieces_beside_others_are_told_their_own_log_probabilities(engine, heads):
+    requests, merged = heads
+    long = [(7 * at) % SHAPE.vocab_size for at in range(2 * CHUNK + 9)]
+    asked = [("wide", long), ("base", PROMPT), ("narrow", long[5:]), ("base", long[9:])]
+    found = prompt_logprobs(engine, *((prompt, requests[name], 1) for name, prompt in asked))
+    for (name, prompt), own in zip(asked, found, strict=True):
+        assert own == pytest.approx(wanted(merged[name], prompt), abs=1e-3)
+
+
+def test_answers_with_adapters_on_embedding_and_output_layer_are_those_of_merged_weights(engine, heads):
+    requests, merged = heads
+    found = engine.run(*((PROMPT, requests[name]) for name in requests))
+    for name, answer in zip(requests, found, strict=True):
+        logprobs = logprobs_of(merged[name], [*PROMPT, *answer])
+        assert logprobs[len(PROMPT) - 1 : -1].argmax(-1).tolist() == answer

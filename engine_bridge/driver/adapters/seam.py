@@ -11,6 +11,7 @@ from typing import Any
 from engine_bridge.driver.adapters.host_path import HostPath
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import SPARE_SLOTS
+from engine_bridge.driver.in_process import runner_of
 from engine_bridge.driver.vllm_api import (
     LRUCacheLoRAModelManager,
     LRUCacheWorkerLoRAManager,
@@ -75,8 +76,7 @@ def uninstall() -> None:
 
 def worker_manager_of(engine: Any) -> GatedWorkerManager:
     """Of an in-process `LLMEngine`. Raises SeamMoved if it is not ours."""
-    worker = engine.engine_core.engine_core.model_executor.driver_worker
-    manager = getattr(worker, "worker", worker).model_runner.lora_manager
+    manager = runner_of(engine).lora_manager
     if not isinstance(manager, GatedWorkerManager):
         raise SeamMoved(f"the engine loads adapters with {type(manager).__name__}: install() came too late")
     return manager

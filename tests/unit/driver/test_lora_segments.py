@@ -4,6 +4,7 @@ import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -266,6 +267,46 @@ def test_few_rows_have_the_deltas_of_many(layer, monkeypatch):
     """Also where this machine's MKL adds up in an order that is not found."""
     monkeypatch.setattr(few_rows, "terms_at_a_time", lambda num_terms, num_columns, **_: num_terms)
     torch.testing.assert_close(*few_and_many(layer), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("first", "stop", "num_in", "num_out"),
+    [(0, 7, 768, 768), (-1, 2, 768, 768), (5, 9, 768, 768), (0, 2, 767, 768), (0, 2, 768, 767)],
+)
+def test_few_rows_never_touch_what_is_not_theirs(first, stop, num_in, num_out, monkeypatch):
+    """Six rows; what lies around them in memory must not change."""
+    monkeypatch.setattr(few_rows, "terms_at_a_time", lambda num_terms, num_columns, **_: num_terms)
+    few = weight_of(LAYERS[0]).few
+    around = torch.zeros(18, num_out)
+    y, x = around[6:12], torch.randn(6, num_in)
+    with pytest.raises(IndexError):
+        few.add(y.numpy(), x.numpy(), first, stop, 1.0)
+    assert not around.any()
+
+
+@pytest.mark.parametrize(
+    "change", [{"memory": np.zeros(100, np.float32)}, {"num_columns": 17000}, {"at": (0, -8)}]
+)
+def test_few_rows_never_read_beyond_an_adapters_memory(change, monkeypatch):
+    monkeypatch.setattr(few_rows, "terms_at_a_time", lambda num_terms, num_columns, **_: num_terms)
+    few = weight_of(LAYERS[0]).few
+    if "at" in change:
+        column, start = change["at"]
+        parts = few.parts.copy()
+        parts[0, column] = start
+        change = {"parts": parts}
+    with pytest.raises(IndexError):
+        few._replace(**change).add(np.zeros((2, 768), np.float32), np.zeros((2, 768), np.float32), 0, 2, 1.0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_plan_of_other_rows_is_refused(num_rows):
+    """A layer's rows and their plan are of one call: with another one's, deltas would go to rows that are not there."""
+    layer = fake_layer(OUTS)
+    wrapper = wrapper_for(layer)
+    layer.set_lora(0, *adapter((4, 4, 4), OUTS))
+    with pytest.raises(IndexError):
+        add(wrapper, layer, torch.zeros(num_rows, sum(OUTS)).bfloat16(), torch.zeros(num_rows, 24).bfloat16())
 
 
 def test_vllm_may_look_into_what_numba_brings():

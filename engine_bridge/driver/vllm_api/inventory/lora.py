@@ -2,6 +2,7 @@
 
 from engine_bridge.driver.vllm_api.features import CPU_LORA, CUDA_LORA, LORA
 from engine_bridge.driver.vllm_api.uses import (
+    builds,
     calls,
     looks_up,
     overrides,
@@ -45,10 +46,39 @@ OWNERS = (
         overrides_values("lora_slots capacity"),
         overrides("set_adapter_mapping(mapping)"),
         writes("_last_mapping lora_index_to_id"),
-        reads("device lora_config model modules packed_modules punica_wrapper_mapping"),
+        reads(
+            "device lora_config model modules packed_modules packed_modules_mapping punica_wrapper_mapping supported_lora_modules"
+        ),
         calls("_create_merged_loras_inplace(lora_model)", "remove_all_adapters()"),
     ),
-    owner("vllm.lora.layers:LoRAMapping", LORA, reads("index_mapping prompt_mapping")),
+    owner(
+        "vllm.lora.layers:LoRAMapping",
+        LORA,
+        reads("index_mapping prompt_mapping"),
+        builds("index_mapping, prompt_mapping, *, is_prefill"),
+    ),
+    # -- which adapter computes which logits -------------------------------------------------------------------------
+    owner("vllm.lora.layers:LoRAMappingType", LORA, reads("LANGUAGE")),
+    owner(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+        LORA,
+        reads("model"),
+        replaces(
+            "_set_active_loras(prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type=None)",
+            "_get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)",
+        ),
+        looks_up("execute_model", "compute_logits"),
+        looks_up("_get_prompt_logprobs_dict", "compute_logits"),
+        looks_up("set_active_loras", "_set_active_loras"),
+        at="engine_core.engine_core.model_executor.driver_worker.worker.model_runner",
+    ),
+    # The newer model runner, by its subclass: the older one has the same name.
+    owner(
+        "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
+        CUDA_LORA,
+        replaces("sample(hidden_states, input_batch, grammar_output)", "sample_tokens(grammar_output)"),
+    ),
+    owner("vllm.v1.worker.gpu.input_batch:InputBatch", CUDA_LORA, reads("cu_num_logits_np")),
     owner("vllm.config:LoRAConfig", LORA, reads("lora_dtype max_loras max_lora_rank")),
     owner(
         "vllm.lora.lora_model:LoRAModel",
@@ -65,6 +95,7 @@ OWNERS = (
         calls("from_dict(config_dict)", "_validate_features()", "get_rank_and_scaling(module_name)"),
     ),
     owner("vllm.lora.utils", LORA, calls("parse_fine_tuned_lora_name(name, weights_mapper)")),
+    owner("vllm.model_executor.layers.attention.mla_attention:MLAAttention", LORA, reads("kv_b_proj")),
     owner("vllm.model_executor.models.utils:WeightsMapper", LORA, calls("get_rename_mapper()")),
     # -- who computes ------------------------------------------------------------------------------------------------
     owner(
