@@ -142,7 +142,11 @@ async def build_services(
         node.remember((tenant_of(owner), name, home) for owner, name, home in await store.homes(MAX_SESSIONS))
     metrics = metrics or Metrics()
     metrics.session_wal_lost_frames.set(store.wal_lost_frames)
-    drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill)
+
+    def prompt_chars() -> int:
+        return config.request_limits.prompt_chars(node.max_model_len)
+
+    drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = RequestBudgets.of(config, metrics)
     turns = Turns(
@@ -152,7 +156,7 @@ async def build_services(
         drafts,
         advisories,
         budgets=budgets,
-        prompt_chars=lambda: config.request_limits.prompt_chars(node.max_model_len),
+        prompt_chars=prompt_chars,
         keeps_questions=config.length_predictor is not None,
         home_of=node.home_of if isinstance(node, Router) else lambda tenant, session_id: "",
     )

@@ -11,6 +11,7 @@ from engine_bridge.node import Sampling
 from gateway.errors import GatewayError
 
 PROTOCOL_VERSION = 1
+MAX_PARSED_BYTES = 4096  # Chosen: a clock or a counter takes ten.
 
 TurnName = Annotated[str, Meta(min_length=1, max_length=128)]
 SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -58,12 +59,25 @@ class WatchList(Struct, frozen=True, tag="watch_list"):
 
 
 class Ping(Struct, frozen=True, tag="ping"):
+    """t: any JSON value, to be given back. One of more than MAX_PARSED_BYTES stays `Raw`: a million values take long to make."""
+
     t: Any = None
+
+
+class _RawPing(Struct, frozen=True, tag="ping"):
+    t: msgspec.Raw = msgspec.Raw(b"null")
 
 
 ClientFrame = Hello | Message | Stop | Typing | WatchEngine | WatchList | Ping
 
-_decoder: msgspec.json.Decoder[ClientFrame] = msgspec.json.Decoder(ClientFrame)
+
+class _Named(Struct, frozen=True):
+    """What of a frame is read only to name it: a frame that holds a million values costs no more than its bytes."""
+
+    id: str | None = None
+
+
+_decoder = msgspec.json.Decoder(Hello | Message | Stop | Typing | WatchEngine | WatchList | _RawPing)
 _encoder = msgspec.json.Encoder()
 
 
@@ -72,21 +86,24 @@ def decode(data: str | bytes, max_bytes: int) -> ClientFrame:
     if len(data) > max_bytes or (isinstance(data, str) and len(data.encode("utf-8", "replace")) > max_bytes):
         raise GatewayError("frame_too_large", f"A frame may hold {max_bytes} bytes at most.")
     try:
-        return _decoder.decode(data)
+        frame = _decoder.decode(data)
+        return _ping(frame.t) if isinstance(frame, _RawPing) else frame
     except msgspec.ValidationError as error:
         raise GatewayError("bad_request", f"The frame was not understood: {error}") from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise GatewayError("bad_request", "The frame is not a JSON object.") from error
 
 
+def _ping(t: msgspec.Raw) -> Ping:
+    return Ping(msgspec.json.decode(t) if len(memoryview(t)) <= MAX_PARSED_BYTES else t)
+
+
 def frame_id(data: str | bytes) -> str | None:
     """The `id` of a frame that could not be decoded, so that its error can name the turn; None if it has none."""
     try:
-        value = msgspec.json.decode(data)
+        return msgspec.json.decode(data, type=_Named).id
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    name = value.get("id") if isinstance(value, dict) else None
-    return name if isinstance(name, str) else None
 
 
 def encode(frame: dict[str, Any]) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
+import math
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
@@ -52,19 +52,30 @@ class Drafts:
 
     Args:
         accepts_drafts: the operator's leave; without it texts are dropped unread, and only histories are computed.
+        max_chars: of a draft; a longer one is no question that could be asked, so it is dropped unread as well.
     """
 
-    def __init__(self, node: Node, store: SessionStore, metrics: Metrics, *, accepts_drafts: bool) -> None:
+    def __init__(
+        self,
+        node: Node,
+        store: SessionStore,
+        metrics: Metrics,
+        *,
+        accepts_drafts: bool,
+        max_chars: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         self._node = node
         self._store = store
         self._metrics = metrics
         self.accepts_drafts = accepts_drafts
+        self._max_chars = max_chars
         self._work: OrderedDict[Key, _Work] = OrderedDict()
 
     def update(self, owner: str, session_id: str, adapter: str | None, text: str) -> None:
         """A draft has grown, shrunk or changed."""
-        text = whole_words(text)
-        if self.accepts_drafts and text:
+        if not self.accepts_drafts or len(text) > self._max_chars():
+            return
+        if text := whole_words(text):
             self._put((owner, session_id), adapter, text, PAUSE_S)
 
     def warm_history(
@@ -185,5 +196,8 @@ class Drafts:
 
 
 def whole_words(text: str) -> str:
-    """A draft without the word that is being typed."""
-    return re.sub(r"\S+\Z", "", text).rstrip()
+    """A draft without the word that is being typed. Looks at its end only, however long it is."""
+    if not text or text[-1].isspace():
+        return text.rstrip()
+    whole, *typed = text.rsplit(maxsplit=1)
+    return whole if typed else ""

@@ -30,8 +30,6 @@ _KEY = re.compile(r"\b(ov-|sk-|[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}")
 
 # What may not stand in a line as it is: control characters (C0, DEL, C1), Unicode's line ends, and its marks that turn the direction of writing.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-# From the first "<" to the last ">": objects hold others.
-_REPR = re.compile(r"<.*>", re.DOTALL)
 _OURS = ("gateway", "engine_bridge", "kvtiers", "bench")
 # Exceptions whose texts come from the system or from us, for the operator.
 _SAFE = (OSError, ImportError, MemoryError, StartupError, SeamMoved)
@@ -87,7 +85,7 @@ class _Handler(logging.StreamHandler[TextIO]):
     def format(self, record: logging.LogRecord) -> str:
         if record.name == "asyncio":  # describes tasks, callbacks and their arguments
             record = copy.copy(record)
-            record.msg, record.args = _REPR.sub("<…>", record.getMessage()), None
+            record.msg, record.args = _without_objects(record.getMessage()), None
         return super().format(record)
 
 
@@ -101,6 +99,13 @@ def _quiet_vllm() -> None:
     # vLLM refuses to start with both VLLM_CONFIGURE_LOGGING=0 and a config file.
     if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+
+
+def _without_objects(text: str) -> str:
+    """Without what stands from the first "<" to the last ">": objects hold others."""
+    before, _, rest = text.partition("<")
+    _, end, after = rest.rpartition(">")
+    return f"{before}<…>{after}" if end else text
 
 
 def _masked(line: str) -> str:

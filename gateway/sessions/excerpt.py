@@ -24,11 +24,19 @@ class Excerpt(msgspec.Struct, frozen=True):
 def excerpt(q: str, *texts: str) -> Excerpt | None:
     """The first place of the first of these texts that holds `q`, in either case. None where Python finds no such place: the index folds the
     case of some letters (ß, İ) in its own way."""
-    wanted = re.compile(re.escape(q), re.IGNORECASE)
+    wanted = _folded(q)
     for text in texts:
-        if found := wanted.search(text):
-            return _cut(text, found.start(), found.end())
+        if (start := _folded(text).find(wanted)) >= 0:
+            return _cut(text, start, start + len(q))
     return None
+
+
+def _folded(text: str) -> str:
+    """In lower case, each letter at its place: one that would become two (İ) stays as it is."""
+    lowered = text.lower()
+    if len(lowered) == len(text):
+        return lowered
+    return "".join(low if len(low := letter.lower()) == 1 else letter for letter in text)
 
 
 def _cut(text: str, start: int, end: int) -> Excerpt:

@@ -17,13 +17,18 @@ MAX_TITLE_CHARS: Final = 200  # Chosen: what a person types; titles made from a 
 MAX_AUTO_TITLE_CHARS: Final = 60
 
 # SQLite's text is UTF-8, which has no lone surrogates, and its text functions (LIKE, FTS5) stop at a NUL.
-_UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARS}}}")
 
 
 def clean_text(text: str) -> str:
     """`text` as the store keeps it: NUL and lone surrogates become U+FFFD. Compare this, not the raw text, with what was stored."""
-    return _UNSTORABLE.sub("\ufffd", text)
+    text = text.replace("\0", "\ufffd")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _SURROGATE.sub("\ufffd", text)
+    return text
 
 
 def clean(text: str | None) -> str | None:
@@ -45,8 +50,10 @@ def checked_id(value: str, param: str) -> str:
     return value
 
 
-# A file at the beginning of a message: its name, a colon and its text in a fenced block (static/js/files/blocks.js).
-_FILE: Final = re.compile(r"([^\n]{1,255}):\n(`{3,})[^\n`]*\n.*?\n\2(?:\n\n|\Z)", re.DOTALL)
+# The head of a file at the beginning of a message: its name, a colon and the fence before its text (static/js/files/blocks.js).
+_FILE_HEAD: Final = re.compile(r"([^\n]{1,255}):\n(`{3,})[^\n`]*\n")
+_FIRST_CHAR: Final = re.compile(r"\S")
+MAX_FILES: Final = 1000  # Chosen: more files than anybody attaches to one message.
 
 
 def checked_title(title: str | None) -> str | None:
@@ -64,19 +71,34 @@ def title_from(content: str) -> str | None:
 
     Files that the message begins with, as the page writes them, name the session only where nothing else is said.
     """
-    names, said = [], content
-    while found := _FILE.match(said):
-        names.append(found[1])
-        said = said[found.end() :]
-    said = said if said.strip() else ", ".join(names)
-    line = next((line for line in said.splitlines() if line.strip()), "")
+    names: list[str] = []
+    place = 0
+    while len(names) < MAX_FILES and (found := _file_at(content, place)):
+        name, place = found
+        names.append(name)
+    first = _FIRST_CHAR.search(content, place)
+    said, start = (content, first.start()) if first else (", ".join(names), 0)
     # A first line of 1 MB is looked at no further than a title can reach.
-    text = " ".join(line.lstrip()[: 4 * MAX_AUTO_TITLE_CHARS].split())
+    lines = said[start : start + 4 * MAX_AUTO_TITLE_CHARS].splitlines()
+    text = " ".join(lines[0].split()) if lines else ""
     if len(text) <= MAX_AUTO_TITLE_CHARS:
         return text or None
     head = text[:MAX_AUTO_TITLE_CHARS]
     words, space, _ = head.rpartition(" ")
     return (words if space else head[:-1]).rstrip() + "…"
+
+
+def _file_at(content: str, place: int) -> tuple[str, int] | None:
+    """The name of the file that stands at this place of a message, and where it ends; None where there is none."""
+    head = _FILE_HEAD.match(content, place)
+    if head is None:
+        return None
+    closing = f"\n{head[2]}"
+    end = content.find(f"{closing}\n\n", head.end())
+    if end >= 0:
+        return head[1], end + len(closing) + 2
+    is_last = content.endswith(closing, head.end())
+    return (head[1], len(content)) if is_last else None
 
 
 def checked_end(status: TurnStatus) -> TurnStatus:
