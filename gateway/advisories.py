@@ -25,7 +25,9 @@ from gateway.auth import tenant_of
 from gateway.drafts import Drafts
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
+from gateway.policy.budgets import Rates
 from gateway.policy.precision import Precision
+from gateway.policy.shares import Shares
 from gateway.policy.trails import Trail, Trails
 from gateway.request_priority import checked_priority
 from gateway.sessions import Outlook, SessionStore
@@ -37,9 +39,11 @@ DEFAULT_TTL_S = 60.0
 MAX_TTL_S = 3600.0
 # An expected request may come so much later than its lower bound, where no other lifetime is given. Chosen.
 GRACE_S = 60.0
-# Of one key: advisories under way, of which the oldest makes room, and new ones per second with a burst. Chosen: a team behind one key types
+# Of one client: advisories under way, of which the oldest makes room, and new ones per second with a burst. Chosen: a team behind one key types
 # on far fewer keyboards; a program that sends more knows nothing.
 MAX_LIVE, MAX_PER_S, BURST = 256, 50.0, 200
+# Of all clients: under way. Chosen: some 30 MB.
+MAX_LIVE_OF_ALL = 64 * MAX_LIVE
 # Lifetimes after which an advisory is renewed no more: who has typed for so long has not asked, and the next word begins a new one. Chosen.
 MAX_LIFETIMES = 3
 # Ended advisories that can still be asked for.
@@ -76,6 +80,7 @@ class Record:
     """One advisory and how it stands.
 
     Attributes:
+        client: of whose share it is; the owner where the server asks for keys.
         probability: that it comes true; None for how often its owner's have.
         report: the node's last word on it; None before the first.
         followers: called with each change.
@@ -89,9 +94,12 @@ class Record:
         source: str,
         now: float,
         probability: float | None = None,
+        *,
+        client: str | None = None,
     ) -> None:
         self.id = f"adv-{uuid.uuid4().hex}"
         self.owner = owner
+        self.client = client or owner
         self.wanted = wanted
         self.adapter = adapter
         self.source = source
@@ -188,11 +196,12 @@ class Advisories:
         self._num_ended: Counter[str] = Counter()
         self.trails = Trails()
         """The states that each owner's last ones went through."""
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._records: dict[str, Record] = {}
         self._live: dict[tuple[str, str], Record] = {}
-        self._by_owner: dict[str, dict[str, Record]] = {}
+        self._shares: Shares[str] = Shares(MAX_LIVE, MAX_LIVE_OF_ALL)  # ids of those that are not taken back
+        self._ended: deque[str] = deque()  # ids in `_records` that are over, the oldest first
         self._scored: OrderedDict[tuple[str, str], AdvisoryReport] = OrderedDict()
-        self._issued: dict[str, deque[float]] = {}
+        self._rates = Rates(MAX_PER_S, BURST)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- in ----------------------------------------------------------------------------------------------------------
@@ -204,12 +213,14 @@ class Advisories:
         source: str,
         follower: OnChange | None = None,
         *,
+        client: str | None = None,
         probability: float | None = None,
     ) -> Record:
         """Act on an advisory, or renew the one that it repeats. Returns at once.
 
-        source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. probability:
-        that it comes true, where that is known better than by the owner's past. Raises `bad_request` (a priority that is not this client's to set),
+        source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. client: of
+        whose share it is (see `Services.client_of`), where that is not the owner's. probability: that it comes true, where that is known better
+        than by the owner's past. Raises `bad_request` (a priority that is not this client's to set),
         `rate_limited`, `unknown_model`.
         """
         checked_priority(wanted.priority, may_hurry=self._may_hurry)
@@ -223,16 +234,16 @@ class Advisories:
             self._renew(live, min(now + wanted.lifetime_s, latest_s))
             record = live
         else:
-            self._check_rate(owner, now)
+            self._check_rate(client or owner, now)
             if live is not None:
                 self._retract(live, is_expired=False)
-            record = self._begin(Record(owner, wanted, adapter, source, now, probability))
+            record = self._begin(Record(owner, wanted, adapter, source, now, probability, client=client))
         if follower is not None:
             record.followers.add(follower)
             if record.report is not None:
                 follower(record)
         if wanted.draft is not None:
-            self._drafts.update(owner, wanted.session_id, adapter, wanted.draft)
+            self._drafts.update(owner, wanted.session_id, adapter, wanted.draft, client=client)
         return record
 
     def expects(self, owner: str, session_id: str) -> bool:
@@ -240,7 +251,7 @@ class Advisories:
         live = self._live.get((owner, session_id))
         return live is not None and live.retracted is None
 
-    def hint(self, owner: str, envelope: Any) -> list[Record]:
+    def hint(self, owner: str, envelope: Any, *, client: str | None = None) -> list[Record]:
         """Act on the advisories of an envelope in the shape of vLLM's KV hints. Raises `bad_request`, `rate_limited`, `unknown_model`."""
         try:
             actions = msgspec.convert(envelope, Envelope).actions
@@ -251,7 +262,7 @@ class Advisories:
             raise GatewayError(
                 "bad_request", f"The hints were not understood: {error}", param="kv_hints"
             ) from error
-        return [self.submit(owner, item, "hint") for item in wanted]
+        return [self.submit(owner, item, "hint", client=client) for item in wanted]
 
     def find(self, owner: str, advisory_id: str) -> Record:
         """Raises `not_found`, also for another owner's."""
@@ -286,15 +297,9 @@ class Advisories:
     # -- the life of one ---------------------------------------------------------------------------------------------
 
     def _begin(self, record: Record) -> Record:
-        own = self._by_owner.setdefault(record.owner, {})
-        if len(own) >= MAX_LIVE:
-            self._retract(next(iter(own.values())), is_expired=False)
-        own[record.id] = self._live[record.key] = self._records[record.id] = record
-        while len(self._records) > MAX_ENDED + len(self._live):
-            oldest = next((name for name, kept in self._records.items() if kept.is_over), None)
-            if oldest is None:
-                break
-            del self._records[oldest]
+        if (loser := self._shares.put(record.id, record.client)) is not None:
+            self._retract(self._records[loser], is_expired=False)
+        self._live[record.key] = self._records[record.id] = record
         self._metrics.advisories.labels(record.source).inc()
         self.trails.begin(record.owner, record.trail)
         self._renew(record, record.expires_s)
@@ -358,7 +363,7 @@ class Advisories:
     def _retract(self, record: Record, *, is_expired: bool) -> None:
         record.retracted = is_expired
         # At once, whenever the node hears of it: it counts no more, and another makes room the next time.
-        self._by_owner.get(record.owner, {}).pop(record.id, None)
+        self._shares.drop(record.id)
         self._node.retract(record.id, is_expired=is_expired)
 
     def _changed(self, record: Record, report: AdvisoryReport) -> None:
@@ -381,10 +386,10 @@ class Advisories:
             record.expiry = None  # what is over is kept for a while; its timer, with all the context that it holds, is not
         if self._live.get(record.key) is record:
             del self._live[record.key]
-        own = self._by_owner.get(record.owner, {})
-        own.pop(record.id, None)
-        if not own:
-            self._by_owner.pop(record.owner, None)
+        self._shares.drop(record.id)
+        self._ended.append(record.id)
+        if len(self._ended) > MAX_ENDED:
+            del self._records[self._ended.popleft()]
         self._metrics.advisory_ended(record.source, report)
         self._num_ended[report.state] += 1
         # Those with a probability of their own say nothing of what people who type and agents that announce are worth.
@@ -402,12 +407,22 @@ class Advisories:
             if record.is_over and record.key not in self._live:
                 wanted = msgspec.structs.replace(record.wanted, draft=None)
                 now = self._clock()
-                again = Record(record.owner, wanted, record.adapter, "computed", now, record.probability)
+                again = Record(
+                    record.owner,
+                    wanted,
+                    record.adapter,
+                    "computed",
+                    now,
+                    record.probability,
+                    client=record.client,
+                )
                 again.followers.update(followers)
                 self._begin(again)
 
         if report.state == "unknown" or (report.state == "warm" and report.missing_tokens):
-            self._drafts.warm_history(record.owner, record.wanted.session_id, record.adapter, tell)
+            self._drafts.warm_history(
+                record.owner, record.wanted.session_id, record.adapter, tell, client=record.client
+            )
 
     def _end(self, record: Record, state: Any) -> None:
         report = AdvisoryReport(advisory_id=record.id, session_id=record.wanted.session_id, state=state)
@@ -420,19 +435,15 @@ class Advisories:
         assert adapter is None or isinstance(adapter, str)
         return adapter
 
-    def _check_rate(self, owner: str, now: float) -> None:
+    def _check_rate(self, client: str, now: float) -> None:
         """A bucket of BURST that fills at MAX_PER_S. Raises `rate_limited`."""
-        issued = self._issued.setdefault(owner, deque(maxlen=BURST))
-        if len(issued) == BURST and now - issued[0] < BURST / MAX_PER_S:
+        if wait_s := self._rates.take(client, now):
             self._metrics.advisories_refused.inc()
             raise GatewayError(
                 "rate_limited",
                 f"More than {MAX_PER_S:.0f} advisories a second: send fewer, or none.",
-                retry_after_s=issued[0] + BURST / MAX_PER_S - now,
+                retry_after_s=wait_s,
             )
-        issued.append(now)
-        if len(self._issued) > MAX_ENDED:
-            self._issued = {name: times for name, times in self._issued.items() if now - times[-1] < 60}
 
 
 class HintAction(Struct, frozen=True):

@@ -17,16 +17,17 @@ async def create(request: web.Request) -> web.Response:
     """One advisory, or an envelope of them in the shape of vLLM's KV hints."""
     services = request.app[SERVICES]
     owner = services.principal(request).owner
+    client = services.client_of(owner, request)
     body = await json_body(request)
     if isinstance(body, dict) and "actions" in body:
-        records = services.advisories.hint(owner, body)
+        records = services.advisories.hint(owner, body, client=client)
         items = [record.describe(time.monotonic()) for record in records]
         return json_reply({"message_id": body["message_id"], "advisories": items}, status=202)
     try:
         wanted = msgspec.convert(body, AdvisoryRequest)
     except msgspec.ValidationError as error:
         raise GatewayError("bad_request", f"The advisory was not understood: {error}") from error
-    record = services.advisories.submit(owner, wanted, "rest")
+    record = services.advisories.submit(owner, wanted, "rest", client=client)
     return json_reply(record.describe(time.monotonic()), status=202)
 
 

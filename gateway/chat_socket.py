@@ -285,15 +285,17 @@ class ChatConnection:
         if not services.config.kv_host_gib:
             self.tell({"type": "advisory", "session_id": frame.session_id, "state": "off"})
             return
+        client = services.client_of(self._owner, self._request, self)
         try:
             if (
                 frame.session_id is None
             ):  # a new chat: there is nothing to bring up, but a draft may be computed
                 adapter = services.turns.known_adapter(frame.adapter)
-                services.drafts.update(self._owner, self._new_chat, adapter or None, frame.draft or "")
+                draft = frame.draft or ""
+                services.drafts.update(self._owner, self._new_chat, adapter or None, draft, client=client)
                 return
             wanted = AdvisoryRequest(session_id=frame.session_id, model=frame.adapter, draft=frame.draft)
-            services.advisories.submit(self._owner, wanted, "typing", self._on_advisory)
+            services.advisories.submit(self._owner, wanted, "typing", self._on_advisory, client=client)
         except GatewayError:
             self.tell({"type": "advisory", "session_id": frame.session_id, "state": "unknown"})
 

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
 
 from engine_bridge.errors import BridgeError
@@ -21,13 +20,14 @@ from engine_bridge.request_context import RequestContext
 from gateway.auth import tenant_of
 from gateway.errors import GatewayError
 from gateway.metrics import Metrics
+from gateway.policy.shares import Shares
 from gateway.sessions import Outlook, SessionStore, messages_of
 
 log = logging.getLogger(__name__)
 
 # Chosen: longer than between two keys of a slow typist, shorter than a thought.
 PAUSE_S = 0.35
-# Computed ahead at a time, in all and for one key. Chosen.
+# Computed ahead at a time, in all and for one client: a key, or where no keys are asked for a page. Chosen.
 MAX_ACTIVE, MAX_ACTIVE_OF_ONE = 32, 4
 
 Key = tuple[str, str]
@@ -37,8 +37,14 @@ class _Work:
     """What is to be computed for one session: the newest text, once the one before it is done."""
 
     def __init__(
-        self, adapter: str | None, text: str | None, pause_s: float, then: Callable[[], None]
+        self,
+        client: str,
+        adapter: str | None,
+        text: str | None,
+        pause_s: float,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
+        self.client = client
         self.adapter = adapter
         self.text = text
         self.pause_s = pause_s
@@ -69,24 +75,33 @@ class Drafts:
         self._metrics = metrics
         self.accepts_drafts = accepts_drafts
         self._max_chars = max_chars
-        self._work: OrderedDict[Key, _Work] = OrderedDict()
+        self._work: dict[Key, _Work] = {}
+        self._shares: Shares[Key] = Shares(MAX_ACTIVE_OF_ONE, MAX_ACTIVE)
 
-    def update(self, owner: str, session_id: str, adapter: str | None, text: str) -> None:
-        """A draft has grown, shrunk or changed."""
+    def update(
+        self, owner: str, session_id: str, adapter: str | None, text: str, *, client: str | None = None
+    ) -> None:
+        """A draft has grown, shrunk or changed. client: whose share it is of (see `Services.client_of`), where that is not the owner's."""
         if not self.accepts_drafts or len(text) > self._max_chars():
             return
         if text := whole_words(text):
-            self._put((owner, session_id), adapter, text, PAUSE_S)
+            self._put((owner, session_id), _Work(client or owner, adapter, text, PAUSE_S))
 
     def warm_history(
-        self, owner: str, session_id: str, adapter: str | None, then: Callable[[], None]
+        self,
+        owner: str,
+        session_id: str,
+        adapter: str | None,
+        then: Callable[[], None],
+        *,
+        client: str | None = None,
     ) -> None:
         """A session's history has no KV under this adapter: compute it, so that a question need not wait for it.
 
-        then: called when all of it is there.
+        then: called when all of it is there. client: as in `update`.
         """
         if (owner, session_id) not in self._work:
-            self._put((owner, session_id), adapter, None, 0.0, then)
+            self._put((owner, session_id), _Work(client or owner, adapter, None, 0.0, then))
 
     def renew(self, owner: str, session_id: str) -> None:
         """The session's history is another one by now: an answer has ended, say. What was computed behind the old one begins anew behind this."""
@@ -103,6 +118,7 @@ class Drafts:
 
     def stop(self, owner: str, session_id: str) -> None:
         """The question was asked, or will not be."""
+        self._shares.drop((owner, session_id))
         work = self._work.pop((owner, session_id), None)
         if work is not None and work.task is not None:
             work.task.cancel()
@@ -118,27 +134,18 @@ class Drafts:
             self.stop(*key)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _put(
-        self,
-        key: Key,
-        adapter: str | None,
-        text: str | None,
-        pause_s: float,
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
-        work = self._work.get(key)
-        if work is not None and work.adapter == adapter:
-            if work.text != text:
-                work.text, work.pause_s = text, pause_s
-                work.changed.set()
+    def _put(self, key: Key, work: _Work) -> None:
+        earlier = self._work.get(key)
+        if earlier is not None and earlier.adapter == work.adapter:
+            self._shares.touch(key)
+            if earlier.text != work.text:
+                earlier.text, earlier.pause_s = work.text, work.pause_s
+                earlier.changed.set()
             return
         self.stop(*key)
-        own = [other for other in self._work if other[0] == key[0]]
-        if len(own) >= MAX_ACTIVE_OF_ONE:
-            self.stop(*own[0])
-        elif len(self._work) >= MAX_ACTIVE:
-            self.stop(*next(iter(self._work)))
-        work = self._work[key] = _Work(adapter, text, pause_s, then)
+        if (loser := self._shares.put(key, work.client)) is not None:
+            self.stop(*loser)
+        self._work[key] = work
         work.task = asyncio.create_task(self._run(key, work))
 
     async def _run(self, key: Key, work: _Work) -> None:
@@ -161,6 +168,7 @@ class Drafts:
         finally:
             if self._work.get(key) is work:
                 del self._work[key]
+                self._shares.drop(key)
 
     async def _pause(self, work: _Work) -> None:
         """Wait until nothing was typed for a while."""

@@ -77,7 +77,7 @@ async def _handle(
     body = await json_body(request)
     priority = _take_priority(services, body)
     is_background = _take_background(api, body)
-    _take_hints(services, owner, body)
+    _take_hints(services, owner, body, client=services.client_of(owner, request))
     recording = await recording_of(services, owner, api, body, request.headers.get(SESSION_HEADER))
     _check_size(services, api, body)
     asked = read_body(body)
@@ -221,12 +221,12 @@ def _take_priority(services: Services, body: Any) -> int:
     return checked_priority(value, may_hurry=services.config.client_priority)
 
 
-def _take_hints(services: Services, owner: str, body: Any) -> None:
+def _take_hints(services: Services, owner: str, body: Any, *, client: str) -> None:
     """Act on `kv_hints`, by which a request says which sessions come after it. They are advice: bad ones fail no request."""
     hints = body.pop("kv_hints", None) if isinstance(body, dict) else None
     if hints is not None:
         try:
-            services.advisories.hint(owner, hints)
+            services.advisories.hint(owner, hints, client=client)
         except GatewayError as error:
             log.info("the hints of a request were dropped: %s", error.code)
 

@@ -12,7 +12,7 @@ from engine_bridge.node import Node
 from gateway.advisories import Advisories
 from gateway.auth import KeyRing, Principal, extract_key
 from gateway.background import BackgroundResponses
-from gateway.budgets import Gatekeeper, RequestBudgets
+from gateway.budgets import Gatekeeper, RequestBudgets, network_of
 from gateway.config import Config
 from gateway.drafts import Drafts
 from gateway.engine_watch import EngineWatch
@@ -100,6 +100,14 @@ class Services:
         principal = self.principal(request)
         self.budgets.count(principal.owner)
         return principal
+
+    def client_of(self, owner: str, request: web.Request, connection: object = None) -> str:
+        """Whose share it is that advice of this request counts against: the key's, or without keys one page's (connection: of a page that has
+        one of its own) or one address's. So of all who use a server without keys, nobody takes another one's.
+        """
+        if not self.keys.is_open:
+            return owner
+        return f"socket {id(connection)}" if connection is not None else network_of(request.remote or "")
 
     def check_operator(self, principal: Principal, what: str) -> None:
         """Raises GatewayError `forbidden` for who holds an ordinary key. what: is refused, in words ("/metrics is")."""

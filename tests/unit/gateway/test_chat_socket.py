@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import struct
 
+import aiohttp
 import pytest
 
 from engine_bridge.errors import EngineUnavailable
+from gateway.advisories import HINT_ACTION
+from gateway.drafts import MAX_ACTIVE_OF_ONE, PAUSE_S
 from gateway.sessions import SessionStore
 from gateway.turns import KEEP_FINISHED_S
 
@@ -451,6 +455,49 @@ async def test_a_server_without_tiers_says_that_it_acts_on_no_advisory(gateways:
     async with gateway.socket(hello={}) as socket:
         await socket.send(type="typing", session_id="s")
         assert await socket.next() == {"type": "advisory", "session_id": "s", "state": "off"}
+
+
+async def test_of_all_who_type_without_keys_nobody_stops_anothers_draft(gateways: Gateways) -> None:
+    gateway = await gateways(draft_prefill=True)
+    gateway.node.gate.clear()
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(MAX_ACTIVE_OF_ONE + 3):
+            socket = await stack.enter_async_context(gateway.socket(hello={}))
+            await socket.send(type="typing", draft=f"draft {number} of a new chat ")
+            await socket.send(type="typing", session_id=f"s{number}", draft=f"draft {number} of a session ")
+            await socket.send(type="ping")
+            while (await socket.next())["type"] != "pong":
+                pass
+        await passes(PAUSE_S + 0.01)
+        await gateway.node.prefilled(2 * (MAX_ACTIVE_OF_ONE + 3) - 1)
+        assert gateway.node.cancelled_prefills == 0
+        for number in range(
+            MAX_ACTIVE_OF_ONE
+        ):  # the last one has two already: it stops its own, and those only
+            await socket.send(type="typing", session_id=f"more {number}", draft="and another one ")
+        await gateway.node.until(lambda: gateway.node.cancelled_prefills == 2)
+
+
+async def test_advisories_of_one_address_without_keys_leave_a_pages_alone(gateway: Gateway) -> None:
+    async with gateway.socket(hello={}) as socket, aiohttp.ClientSession(gateway.server.url) as http:
+        await socket.send(type="typing", session_id="mine")
+        advised = await gateway.node.told()
+        statuses = []
+        for round_ in range(5):
+            payloads = [{"session_id": f"{round_}-{number}"} for number in range(64)]
+            actions = [
+                {"action_id": "a", "action_type": HINT_ACTION, "action_version": "1", "payload": payload}
+                for payload in payloads
+            ]
+            body = {"protocol_version": "1", "message_id": "m", "actions": actions}
+            async with http.post("/v1/advisories", json=body) as reply:
+                statuses.append(reply.status)
+        assert statuses[0] == 202 and statuses[-1] == 429, "the address has had its share"
+        num_told = len(gateway.node.advisories)
+        await socket.send(type="typing", session_id="mine, too")
+        await gateway.node.until(lambda: len(gateway.node.advisories) > num_told)
+        assert gateway.node.advisories[-1].advisory.session_id == "mine, too"
+        assert not advised.is_over
 
 
 async def test_a_draft_of_a_new_chat_is_computed_and_stopped_by_its_question(gateways: Gateways) -> None:
