@@ -1,8 +1,11 @@
 """API keys: who is asking, decided from a key that is never kept.
 
 A key is 256 random bits, so one SHA-256 protects it: stretching (scrypt, argon2) helps only keys that can be guessed, and would cost
-every request tens of milliseconds. Each stored hash has its own salt, so that equal keys in two files do not show and a key that a person
+every request tens of milliseconds. Each stored hash has its own salt, so that equal hashes do not show and a key that a person
 made up is at least not in anybody's precomputed table.
+
+However many keys a file has, one hash finds a key in it: the salt of a line begins with the first characters of its key, by which the line is
+looked up. Those characters say nothing of the 208 bits that follow them. Lines that earlier versions made have salts of chance alone.
 """
 
 from __future__ import annotations
@@ -26,6 +29,11 @@ KEY_PREFIX = "ov-"
 KEY_BYTES = 32  # 256 bits: out of reach of guessing, whatever the hash.
 SALT_BYTES = 16
 MAX_KEY_CHARS = 512  # Chosen: far above any real key, low enough that hashing a made-up one costs nothing.
+ID_CHARS = (
+    len(KEY_PREFIX) + 8
+)  # Of a key that we made: the beginning by which its line is found. Chosen: 48 bits tell all keys apart.
+# Lines without an id with which any key is compared. Chosen: 0.1 ms; for more of them see `KeyRing.authenticate`.
+MAX_COMPARED = 64
 MIN_KEY_CHARS = 16  # Chosen: below this a made-up key can be guessed; we warn, since the operator may be trying things out.
 
 _ENTRY = re.compile(
@@ -33,6 +41,7 @@ _ENTRY = re.compile(
     r"(?::(?P<role>operator))?"
 )
 _SCHEME = "sha256"
+_MADE = re.compile(rf"{KEY_PREFIX}[A-Za-z0-9_-]{{43}}")  # as `generate_key` makes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,31 @@ class _Entry:
     digest: bytes = field(repr=False)
     is_operator: bool = False
 
+    @property
+    def id(self) -> bytes | None:
+        """With what its key begins; None for a line that does not say so."""
+        has_id = len(self.salt) == ID_CHARS + SALT_BYTES and self.salt.startswith(KEY_PREFIX.encode())
+        return self.salt[:ID_CHARS] if has_id else None
+
+    def is_of(self, presented: bytes) -> bool:
+        return hmac.compare_digest(_digest(self.salt, presented), self.digest)
+
+
+class _Lines:
+    """The lines of a key file, found by what a key begins with."""
+
+    def __init__(self, entries: Iterable[_Entry]) -> None:
+        self._by_id: dict[bytes, list[_Entry]] = {}
+        self.without_id: list[_Entry] = []
+        for entry in entries:
+            own = self.without_id if entry.id is None else self._by_id.setdefault(entry.id, [])
+            own.append(entry)
+
+    def matching(self, presented: bytes, *, with_all: bool) -> list[_Entry]:
+        """with_all: compare the key with each line without an id as well, so that the time taken does not tell which one it was."""
+        near = self._by_id.get(presented[:ID_CHARS], [])
+        return [entry for entry in near + (self.without_id if with_all else []) if entry.is_of(presented)]
+
 
 def generate_key() -> str:
     """A new random key, to be shown once to the person who will use it."""
@@ -76,8 +110,10 @@ def owner_of(key: str) -> str:
 
 def key_file_line(name: str, key: str, *, is_operator: bool = False) -> str:
     """The line that lets `key` in when it stands in a key file. name: 1–64 characters without spaces or colons, else ValueError."""
-    salt = secrets.token_bytes(SALT_BYTES)
-    line = f"{name}:{_SCHEME}${salt.hex()}${_digest(salt, key).hex()}" + (":operator" if is_operator else "")
+    start = key[:ID_CHARS].encode() if _MADE.fullmatch(key) else b""
+    salt = start + secrets.token_bytes(SALT_BYTES)
+    digest = _digest(salt, _bytes(key))
+    line = f"{name}:{_SCHEME}${salt.hex()}${digest.hex()}" + (":operator" if is_operator else "")
     if not _ENTRY.fullmatch(line):
         raise ValueError("a key's name has 1 to 64 characters, none of them a space or a colon")
     return line
@@ -112,12 +148,17 @@ class KeyRing:
         key_file: Path | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        self._given = [_hashed(key) for key in keys]
-        self._given += [replace(_hashed(key), is_operator=True) for key in operator_keys]
+        salt = secrets.token_bytes(SALT_BYTES)
+        self._given = [_hashed(key, salt) for key in keys]
+        self._given += [replace(_hashed(key, salt), is_operator=True) for key in operator_keys]
+        self._given_salt = salt
         self._key_file = key_file
         self._entries = self.read()
+        self._lines = self._lines_of(self._entries)
         # Who came by which line, since owners are known from keys alone: as many as there are keys.
         self._known: dict[str, _Entry] = {}
+        # Of these, whom the lines as they are now have let in.
+        self._let_in: set[str] = set()
         if key_file is not None:
             _warn_of_readers(key_file)
         self._weights = dict(weights or {})
@@ -142,19 +183,23 @@ class KeyRing:
         """Whether this one may see and change what concerns everybody: who holds an operator's key, and without keys whoever is there."""
         return self.is_open or principal.is_operator
 
-    def authenticate(self, presented: str | None) -> Principal:
-        """Who presents this key (None: no key at all). Raises GatewayError ``unauthorized`` for a missing or wrong one."""
+    def authenticate(self, presented: str | None, *, may_take_long: bool = True) -> Principal:
+        """Who presents this key (None: no key at all). Raises GatewayError ``unauthorized`` for a missing or wrong one.
+
+        may_take_long: where the key file has more than MAX_COMPARED lines without an id, compare a key that was not seen yet with all of
+        them, which takes a microsecond for each; if not, such a key is wrong unless its line has an id.
+        """
         if self.is_open:
             return LOCAL
         if not presented:
             raise GatewayError(
                 "unauthorized", "This server asks for an API key: send it as 'Authorization: Bearer KEY'."
             )
-        entry = self._match(presented) if len(presented) <= MAX_KEY_CHARS else None
+        owner, entry = self._find(presented, may_take_long) if len(presented) <= MAX_KEY_CHARS else ("", None)
         if entry is None:
             raise GatewayError("unauthorized", "This server does not know this API key.")
-        owner = owner_of(presented)
         self._known[owner] = entry
+        self._let_in.add(owner)
         return self._principal(owner, entry)
 
     def current(self, principal: Principal) -> Principal:
@@ -175,19 +220,35 @@ class KeyRing:
         kept = {(entry.salt, entry.digest): entry for entry in entries}
         known = {owner: kept.get((entry.salt, entry.digest)) for owner, entry in self._known.items()}
         self._entries = entries
+        self._lines = self._lines_of(entries)
+        self._let_in = set()  # a key may stand on other lines now, as an operator's perhaps
         self._known = {owner: entry for owner, entry in known.items() if entry is not None}
         return frozenset(known.keys() - self._known.keys())
 
     def _principal(self, owner: str, entry: _Entry) -> Principal:
         return Principal(owner, entry.name, self._weights.get(entry.name, 1.0), entry.is_operator)
 
-    def _match(self, presented: str) -> _Entry | None:
-        """The entry that `presented` matches, an operator's before others. Looks at all, so that the time taken does not tell which one."""
-        matched = None
-        for entry in self._entries:
-            if hmac.compare_digest(_digest(entry.salt, presented), entry.digest):
-                matched = matched if matched is not None and matched.is_operator else entry
-        return matched
+    def _lines_of(self, entries: list[_Entry]) -> _Lines:
+        lines = _Lines(entry for entry in entries if entry.salt != self._given_salt)
+        if len(lines.without_id) > MAX_COMPARED:
+            logger.warning(
+                "%d lines of the key file are of an earlier version, and a key that was not seen yet is compared with each of them: "
+                "new keys (overture keys new) are found at once",
+                len(lines.without_id),
+            )
+        return lines
+
+    def _find(self, presented: str, may_take_long: bool) -> tuple[str, _Entry | None]:
+        """The owner, and the entry that the key matches, an operator's before others. Compares with all that are given in plain text."""
+        owner, key = owner_of(presented), _bytes(presented)
+        digest = _digest(self._given_salt, key)
+        matched = [entry for entry in self._given if hmac.compare_digest(digest, entry.digest)]
+        if owner in self._let_in:
+            matched.append(self._known[owner])
+        else:
+            with_all = may_take_long or len(self._lines.without_id) <= MAX_COMPARED
+            matched += self._lines.matching(key, with_all=with_all)
+        return owner, max(matched, key=lambda entry: entry.is_operator, default=None)
 
 
 def withdrawn() -> GatewayError:
@@ -200,11 +261,11 @@ def _bytes(key: str) -> bytes:
     return key.encode("utf-8", "surrogatepass")
 
 
-def _digest(salt: bytes, key: str) -> bytes:
-    return hashlib.sha256(salt + _bytes(key)).digest()
+def _digest(salt: bytes, key: bytes) -> bytes:
+    return hashlib.sha256(salt + key).digest()
 
 
-def _hashed(key: str) -> _Entry:
+def _hashed(key: str, salt: bytes) -> _Entry:
     """The entry of a key given in plain text; its name comes from its owner id, so that it does not depend on the order of flags."""
     key = key.strip()
     if not key:
@@ -216,8 +277,7 @@ def _hashed(key: str) -> _Entry:
         logger.warning(
             "API key %s has only %d characters and can be guessed; make a random one instead", name, len(key)
         )
-    salt = secrets.token_bytes(SALT_BYTES)
-    return _Entry(name, salt, _digest(salt, key))
+    return _Entry(name, salt, _digest(salt, _bytes(key)))
 
 
 def _read_key_file(path: Path) -> list[_Entry]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
+from prometheus_client import CollectorRegistry
 
+from gateway import auth
 from gateway.auth import (
     LOCAL,
     KeyRing,
@@ -22,6 +26,7 @@ from gateway.auth import (
     owner_of,
     tenant_of,
 )
+from gateway.budgets import WRONG_KEYS, Gatekeeper
 from gateway.errors import (
     KINDS,
     CloseCode,
@@ -31,6 +36,7 @@ from gateway.errors import (
     to_frame,
     to_openai_body,
 )
+from gateway.metrics import Metrics
 
 KEY = "ov-" + "k" * 43
 OTHER = "ov-" + "o" * 43
@@ -107,6 +113,86 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     ring.authenticate(OTHER)
     assert len(calls) == 6
     assert is_refused(ring, "wrong") and len(calls) == 9
+
+
+@pytest.fixture
+def num_hashes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many hashes were compared since the last call."""
+    made = []
+    digest = auth._digest
+    monkeypatch.setattr(auth, "_digest", lambda salt, key: made.append(salt) or digest(salt, key))
+
+    def count() -> int:
+        num = len(made)
+        made.clear()
+        return num
+
+    return count
+
+
+def old_line(name: str, key: str) -> str:
+    """As earlier versions made them, and as the documentation lets anybody make them: with a salt of chance alone."""
+    salt = secrets.token_bytes(16)
+    return f"{name}:sha256${salt.hex()}${hashlib.sha256(salt + key.encode()).hexdigest()}"
+
+
+def test_a_key_is_found_in_a_file_of_any_length_with_one_hash(
+    tmp_path: Path, num_hashes: Callable[[], int]
+) -> None:
+    """The first and the last one, one that was taken away, and one that nobody has."""
+    keys = [generate_key() for _ in range(500)]
+    lines = [key_file_line(f"n{number}", key) for number, key in enumerate(keys)]
+    ring = KeyRing(key_file=key_file(tmp_path, *lines))
+    num_hashes()
+    for number in (0, 499):
+        assert ring.authenticate(keys[number]).name == f"n{number}"
+    assert num_hashes() <= 4
+    assert is_refused(ring, generate_key()) and num_hashes() <= 2
+    key_file(tmp_path, *lines[1:])
+    assert ring.take_over(ring.read()) == {owner_of(keys[0])}
+    assert is_refused(ring, keys[0]) and ring.authenticate(keys[499]).name == "n499"
+    assert num_hashes() <= 4
+
+
+def test_a_key_on_an_older_line_is_looked_for_once(
+    tmp_path: Path, num_hashes: Callable[[], int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And again when the file has changed: it may be an operator's now."""
+    keys = [generate_key() for _ in range(100)]
+    lines = [old_line(f"n{number}", key) for number, key in enumerate(keys)]
+    ring = KeyRing(key_file=key_file(tmp_path, *lines))
+    assert "100 lines of the key file are of an earlier version" in caplog.text
+    num_hashes()
+    for _ in range(3):
+        assert ring.authenticate(keys[50]).name == "n50"
+    assert 100 <= num_hashes() <= 110
+    key_file(tmp_path, *lines, key_file_line("chief", keys[50], is_operator=True))
+    assert ring.take_over(ring.read()) == frozenset()
+    assert ring.authenticate(keys[50]).is_operator and not ring.authenticate(keys[51]).is_operator
+
+
+def test_wrong_keys_cannot_make_the_server_look_for_them_without_end(
+    tmp_path: Path, num_hashes: Callable[[], int]
+) -> None:
+    """From one address as many as may be tried at all; keys that were seen, and those on newer lines, get in all the same."""
+    old, new, known = generate_key(), generate_key(), generate_key()
+    lines = [old_line(f"n{number}", generate_key()) for number in range(2 * auth.MAX_COMPARED)]
+    lines += [old_line("old", old), old_line("known", known), key_file_line("new", new)]
+    gatekeeper = Gatekeeper(
+        KeyRing(key_file=key_file(tmp_path, *lines)), Metrics(CollectorRegistry()), lambda: 0.0
+    )
+    assert gatekeeper.authenticate(known, "192.0.2.1").name == "known"
+    for _ in range(WRONG_KEYS):
+        with pytest.raises(GatewayError, match="does not know"):
+            gatekeeper.authenticate(generate_key(), "192.0.2.1")
+    num_hashes()
+    for presented in (generate_key(), generate_key(), old):
+        with pytest.raises(GatewayError, match="Too many wrong"):
+            gatekeeper.authenticate(presented, "192.0.2.1")
+    assert gatekeeper.authenticate(known, "192.0.2.1").name == "known"
+    assert gatekeeper.authenticate(new, "192.0.2.1").name == "new"
+    assert num_hashes() <= 10
+    assert gatekeeper.authenticate(old, "192.0.2.2").name == "old"
 
 
 def test_no_key_and_no_hash_shows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
