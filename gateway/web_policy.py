@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import re
+import socket
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
@@ -18,6 +17,7 @@ from engine_bridge.node import ANTHROPIC_ERROR_TYPES
 from gateway.budgets import retry_after
 from gateway.config import Config
 from gateway.errors import GatewayError, as_gateway_error, to_openai_body
+from gateway.policy.hosts import is_own_host, netloc
 from gateway.services import SERVICES
 from gateway.turns import from_bridge
 
@@ -113,7 +113,10 @@ async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
     server on the user's own machine. Requests without `Origin` come from programs and pass.
     """
     config = request.app[SERVICES].config
-    if config.is_loopback and not config.has_api_keys and not _is_own_host(request.host, config):
+    # Not `request.host`, which asks the DNS where the header is missing. Browsers always send it.
+    named = request.headers.get("Host")
+    is_for_all = config.has_api_keys or "*" in config.cors_origins
+    if named is not None and not is_for_all and not _is_own_host(named, config):
         # A name of somebody else's that was made to point here (DNS rebinding); its page sends no Origin when it reads.
         raise web.HTTPForbidden(
             reason="This name is not one of this server's: use its address, or name it with --cors-origin."
@@ -173,38 +176,16 @@ def _is_allowed(origin: str, config: Config) -> bool:
 
 
 def _is_cross_origin(origin: str, request: web.Request, config: Config) -> bool:
-    host = _netloc(origin)
-    if host is None or host != request.host.lower():
+    host = netloc(origin)
+    if host is None or host != request.headers.get("Host", "").lower():
         return True
     # The same name in both headers proves nothing when no key is asked for: see `origins`.
     return not config.has_api_keys and not _is_own_host(host, config)
 
 
-def _netloc(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc.lower() or None
-    except ValueError:
-        return None
-
-
 def _is_own_host(host: str, config: Config) -> bool:
-    """Whether a `Host` header names this server in a way that nobody else's page could: an address, localhost, or an allowed name."""
-    try:
-        hostname = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    allowed = {_netloc(origin) for origin in config.cors_origins}
-    return _is_unbindable(hostname) or host.lower() in allowed
-
-
-def _is_unbindable(hostname: str) -> bool:
-    if hostname == "localhost" or hostname.endswith(".localhost"):
-        return True
-    try:
-        ipaddress.ip_address(hostname)
-    except ValueError:
-        return False
-    return True
+    own_names = (config.host, socket.gethostname())
+    return is_own_host(host, origins=config.cors_origins, own_names=own_names, is_loopback=config.is_loopback)
 
 
 @web.middleware

@@ -1,0 +1,59 @@
+"""Which names a request may call this server by where no key is asked for. Pure.
+
+A page of somebody else's can have its own name point at this server (DNS rebinding): to the browser the server is then that page's origin, and the
+page reads what it likes. Such a name is one that its owner can bind in the public DNS; no other name gives its page anything.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+# Names below these are never in the public DNS. Source: RFC 6761 (localhost), RFC 6762 (local), RFC 8375 (home.arpa), ICANN 2024 (internal).
+_LOOPBACK_NAMES = ("localhost",)
+_PRIVATE_NAMES = ("local", "internal", "home.arpa")
+
+
+def netloc(origin: str) -> str | None:
+    """Host and port of an origin, in lower case; None for what has none ("null", "*")."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None
+
+
+def is_own_host(
+    host: str, *, origins: Collection[str], own_names: Collection[str], is_loopback: bool
+) -> bool:
+    """Whether a `Host` header names this server in a way that nobody else's page could: by an address, a name that the public DNS cannot have, or
+    one that the operator gave.
+
+    origins: those that the operator allows; their hosts may be named. own_names: of this machine. is_loopback: only this machine reaches the
+    server, so `localhost` is the one name that it has without the operator.
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    if host.lower() in {netloc(origin) for origin in origins} or _is_below(name, _LOOPBACK_NAMES):
+        return True
+    if _is_address(name):
+        return True
+    if is_loopback or not name:
+        return False
+    # A name of one word is a machine's or a container's in a network of its own (RFC 7085).
+    is_private = "." not in name or _is_below(name, _PRIVATE_NAMES)
+    return is_private or name in {own.lower() for own in own_names}
+
+
+def _is_below(name: str, tops: Collection[str]) -> bool:
+    return any(name == top or name.endswith(f".{top}") for top in tops)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
