@@ -238,7 +238,11 @@ _GONE = """SELECT s.row, s.title, s.num_bytes, o.row, o.is_indexed FROM owners o
 
 
 def purge_some(conn: sqlite3.Connection, now: float) -> tuple[int, bool]:
-    """Remove some of what can no longer be restored: how many sessions are gone, and whether there is more to do."""
+    """Remove some of what can no longer be restored: how many sessions are gone, and whether there is more to do.
+
+    What was deleted later than now, by a clock that was put back since, would stay until the clock is there again: its window begins anew.
+    """
+    conn.execute("UPDATE sessions SET deleted_at = ? WHERE deleted_at > ?", (now, now))
     num_gone, left_bytes = 0, PURGE_BYTES
     found = conn.execute(_GONE, (now - RESTORE_WINDOW_S,)).fetchall()
     for row, title, num_bytes, owner, is_indexed in found:

@@ -228,6 +228,22 @@ async def test_delete_hides_and_restore_brings_back_for_30_s(store: SessionStore
         await store.restore("ann", "s", NOW)
 
 
+async def test_what_a_clock_deleted_that_was_put_back_since_is_purged_as_any_other(
+    store: SessionStore,
+) -> None:
+    """It can be restored for 30 s from the first purge, and is gone after them, however far ahead the clock was."""
+    await chat(store, "s", "t")
+    before = await store.get_session("ann", "s")
+    await store.delete("ann", "s", NOW + 1e9)
+    assert await store.purge(NOW) == 0
+    assert await store.restore("ann", "s", NOW + RESTORE_WINDOW_S) == before
+    await store.delete("ann", "s", NOW + 1e9)
+    assert await store.purge(NOW) == 0
+    with raises_code("not_found"):
+        await store.restore("ann", "s", NOW + RESTORE_WINDOW_S + 1)
+    assert await store.purge(NOW + RESTORE_WINDOW_S + 1) == 1
+
+
 # --- turns ---------------------------------------------------------------------------------------------------------------------------
 
 
