@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine_bridge.cluster.wire import Challenge, Hello, Message, WireError, is_proof, proof_of
+from engine_bridge.cluster.wire import UNREADABLE, Challenge, Hello, Message, WireError, is_proof, proof_of
 from kvtiers.io.records import checksum
 from kvtiers.keys import KEY_BYTES, BlockKey, BlockShape
 from kvtiers.lending import CHUNK_BYTES
@@ -166,7 +166,7 @@ class Frames:
         self._start = raw + num_raw
         try:
             message = self._decoder.decode(self._memory[body:raw])
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except UNREADABLE as error:
             raise WireError("a frame that holds no message of ours") from error
         if num_raw and not isinstance(message, Parts):
             raise WireError("raw bytes behind a message that has none")

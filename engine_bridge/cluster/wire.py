@@ -216,6 +216,8 @@ NOTICES: dict[str, Method] = {
 _encoder = msgspec.msgpack.Encoder()
 # What a client's JSON may hold and msgpack cannot: integers of more than 64 bits, halves of surrogate pairs, a thousand brackets.
 _UNFIT = (OverflowError, UnicodeEncodeError, TypeError, RecursionError)
+# What msgspec raises for bytes that are no message: texts that are not UTF-8 and a thousand brackets are no errors of its own.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _argument_decoders = {
     name: msgspec.msgpack.Decoder(method.arguments) for name, method in (METHODS | NOTICES).items()
 }
@@ -251,7 +253,7 @@ def arguments_of(message: Call | Notice) -> tuple[Any, ...]:
         raise WireError("no such method")
     try:
         found: tuple[Any, ...] = decoder.decode(message.arguments)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise WireError("arguments that the method does not take") from error
     return found
 
@@ -262,7 +264,7 @@ def result_of(method: str, reply: Reply) -> Any:
         raise error_of(reply.problem)
     try:
         return _result_decoders[method].decode(reply.value)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise WireError("a result that the method does not give") from error
 
 
@@ -299,7 +301,7 @@ class Frames:
         with memoryview(self._buffer) as view, view[start:end] as body:
             try:
                 return self._copied(self._decoder.decode(body))
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise WireError("a frame that holds no message of ours") from error
 
     @staticmethod

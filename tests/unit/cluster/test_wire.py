@@ -28,6 +28,17 @@ def trusting(direction: Any) -> wire.Frames:
     return frames
 
 
+@given(st.binary(min_size=1, max_size=4), st.integers(8, len(STREAM) - 1))
+def test_any_bytes_are_frames_or_an_error_of_the_wire(damage: bytes, place: int) -> None:
+    data = STREAM[:place] + damage + STREAM[place + len(damage) :]
+    try:
+        for frame in trusting(wire.ToNode).feed(data):
+            if isinstance(frame.message, wire.Call | wire.Notice):
+                wire.arguments_of(frame.message)
+    except wire.WireError:
+        pass
+
+
 @given(st.lists(st.integers(0, len(STREAM)), max_size=8))
 def test_frames_are_whole_wherever_they_were_cut(cuts: list[int]) -> None:
     frames = trusting(wire.ToNode)
@@ -57,6 +68,10 @@ def test_a_stranger_may_send_a_greeting_and_no_more() -> None:
         pytest.param(bytes(64), id="zeros"),
         pytest.param(wire.encode(wire.Challenge(b"")), id="what only nodes say"),
         pytest.param((9).to_bytes(4, "little") + bytes(4) + b"\xc1\xc1\xc1\xc1\xc1", id="no msgpack"),
+        pytest.param(
+            wire.encode(wire.Notice("retract", wire.raw(("b", True)))).replace(b"retract", b"retr\xffct"),
+            id="a text that is not UTF-8",
+        ),
     ],
 )
 def test_what_is_no_message_of_a_gateways_is_refused(data: bytes) -> None:
@@ -73,6 +88,8 @@ def test_what_is_no_message_of_a_gateways_is_refused(data: bytes) -> None:
         wire.Notice("drain", wire.raw((1.0,))),
         wire.Call("cancel", wire.raw((1,))),
         wire.Call("cancel", msgspec.Raw(b"\xc1")),
+        wire.Call("cancel", msgspec.Raw(b"\x91\xa2\xff\xfe")),
+        wire.Call("load_adapter", msgspec.Raw(b"\x91" * 5000 + b"\x01")),
     ],
 )
 def test_methods_are_those_of_the_table_with_their_arguments(message: wire.Call | wire.Notice) -> None:
