@@ -168,5 +168,5 @@ def open_registry(folder: Path | None) -> Registry:
     """In a data folder; in memory without one."""
     if folder is None:
         return Registry(None)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return Registry(folder / "adapters.db")

@@ -13,12 +13,13 @@ warning, and an empty registry begun.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -228,12 +229,12 @@ class Registry:
         with self._use() as connection:
             return _select(connection, where, *args)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._use() as connection, _transaction(connection):
             yield connection
 
-    @contextmanager
+    @contextlib.contextmanager
     def _use(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             if self._connection is None:
@@ -247,7 +248,7 @@ class Registry:
 # --- statements, each within a caller's transaction --------------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     try:
         connection.execute("BEGIN IMMEDIATE")
@@ -339,6 +340,12 @@ def _open(path: Path | None) -> sqlite3.Connection:
 def _connect(path: Path | None, first_id: int) -> sqlite3.Connection:
     if path is not None and path.exists() and not path.is_file() and not path.is_dir():
         raise _Unusable("it is no file")  # a pipe, a socket, a device: SQLite would only call it a disk error
+    if path is not None:
+        # Paths and names of adapters are the operator's. SQLite gives its log files the mode of the database file, so that is made first.
+        with contextlib.suppress(
+            OSError
+        ):  # it is there already; or it cannot be made, which SQLite is about to say
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     # isolation_level=None: we say BEGIN and COMMIT ourselves. Our lock does what check_same_thread would.
     connection = sqlite3.connect(
         path or ":memory:", isolation_level=None, timeout=BUSY_TIMEOUT_S, check_same_thread=False

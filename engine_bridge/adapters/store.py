@@ -105,7 +105,7 @@ class AdapterStore:
                 raise InvalidRequest(
                     "This piece of an adapter does not follow the last.", code="not_announced"
                 )
-            with _told_plainly(), path.open("ab") as file:
+            with _told_plainly(), open(path, "ab", opener=_privately) as file:
                 file.write(piece)
 
     def finish(self, content_hash: str) -> str:
@@ -229,6 +229,10 @@ def _check_sizes(sizes: Mapping[str, int]) -> None:
 
 def _size(path: Path) -> int:
     return sum(entry.stat().st_size for entry in os.scandir(path)) if path.is_dir() else path.stat().st_size
+
+
+def _privately(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _sync(path: Path) -> None:

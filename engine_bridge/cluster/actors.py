@@ -439,7 +439,7 @@ def _join(settings: ClusterSettings, mark: str) -> subprocess.Popen[bytes]:
     command += ["--address", settings.address, "--node-ip-address", settings.host, "--num-cpus", "0"]
     command += ["--resources", json.dumps({mark: 1}), "--object-store-memory", str(OBJECT_STORE_BYTES)]
     command += ["--temp-dir", _folder_of_rays(settings)]
-    with path.open("wb") as output:
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as output:
         joining = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     deadline_s = time.monotonic() + JOIN_S
     while JOINED not in (said := path.read_text(errors="replace")):

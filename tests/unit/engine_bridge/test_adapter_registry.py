@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -40,6 +41,19 @@ def registry(path: Path) -> Iterator[Registry]:
     registry = Registry(path)
     yield registry
     registry.close()
+
+
+def test_only_its_owner_can_read_it_while_it_is_in_use(path: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        registry = Registry(path)
+        register(registry)
+        files = list(path.parent.iterdir())
+        assert {file.name for file in files} >= {"adapters.db", "adapters.db-wal"}
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+        registry.close()
+    finally:
+        os.umask(mask)
 
 
 def register(
