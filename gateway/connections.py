@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.auth import MIN_KEY_CHARS, KeyRing, extract_key
@@ -148,16 +149,29 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """A head that is no HTTP: aiohttp would log its bytes, a key perhaps among them, and answer in plain text."""
+        """A head that is no HTTP or too large: aiohttp would log its bytes, a key perhaps among them, and answer in plain text."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         log.debug("a request's head was not understood")
-        error = GatewayError("bad_request", "The request's head is not valid HTTP.")
+        status, error = self._error_of(exc)
         response = web.Response(
-            body=orjson.dumps(to_openai_body(error)), status=400, content_type="application/json"
+            body=orjson.dumps(to_openai_body(error)), status=status, content_type="application/json"
         )
         response.force_close()
         return response
+
+    def _error_of(self, error: BaseException | None) -> tuple[int, GatewayError]:
+        """Status and error for a head that aiohttp did not take. Source of 431: RFC 6585 §5."""
+        if isinstance(error, LineTooLong):
+            text = (
+                f"The request's address or one of its headers has more than {self.max_field_size:,} bytes: send less "
+                "(cookies of other pages, perhaps)."
+            )
+            return 431, GatewayError("frame_too_large", text)
+        if isinstance(error, BadHttpMessage) and "Too many headers" in error.message:
+            text = f"The request has more than {self.max_headers} headers: send fewer."
+            return 431, GatewayError("frame_too_large", text)
+        return 400, GatewayError("bad_request", "The request's head is not valid HTTP.")
 
     @property
     def is_held_back(self) -> bool:

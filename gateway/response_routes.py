@@ -25,6 +25,7 @@ async def read(request: web.Request) -> web.StreamResponse:
     services, _, _, job = _asked_for(request)
     if _is_true(request, "stream"):
         if job is None or not job.is_streamed:
+            await _stored(request)  # one that there is not is `not_found`, however it is asked for
             raise GatewayError(
                 "bad_request",
                 "The events of this response are not kept: only those of a response that was begun with `background` and `stream` are, "

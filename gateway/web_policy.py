@@ -135,6 +135,7 @@ async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler, called before the head of any response is sent: what all of them carry. Also notes that the response has begun."""
     request[BEGUN] = response
+    response.headers["Server"] = "Overture"  # aiohttp's own tells which versions of it and of Python run here
     response.headers[REQUEST_ID_HEADER] = request_id(request)
     if request.path.startswith("/v1/messages"):
         response.headers["Request-Id"] = request_id(request)  # where Anthropic's SDKs look for it
