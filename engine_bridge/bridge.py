@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import queue
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine_bridge.errors import EngineUnavailable
@@ -78,7 +77,7 @@ class EngineThread(Generic[D]):
         self._on_outputs = on_outputs
         self._on_failed = on_failed
         self._on_rebuilt = on_rebuilt
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._commands = _Commands()
         self._wake = threading.Event()
         self._outputs: deque[list[Any]] = deque()
         self._delivery_posted = False
@@ -109,12 +108,15 @@ class EngineThread(Generic[D]):
         self._put(_Command(run, None))
 
     def call(self, run: Callable[[D], T]) -> asyncio.Future[T]:
-        """Have `run(driver)` done between steps and its result brought back. EngineUnavailable if the driver dies first."""
+        """Have `run(driver)` done between steps and its result brought back.
+
+        EngineUnavailable if the driver dies or the engine is closed before that.
+        """
         future = self._loop.create_future()
         if self.state not in ("ready", "draining"):
             future.set_exception(EngineUnavailable(f"the engine is {self.state}"))
-            return future
-        self._put(_Command(run, future))
+        elif not self._put(_Command(run, future)):
+            future.set_exception(_closed())
         return future
 
     def wake(self) -> None:
@@ -129,9 +131,11 @@ class EngineThread(Generic[D]):
             await asyncio.to_thread(self._thread.join)
         self.state = "closed"
 
-    def _put(self, command: _Command) -> None:
-        self._commands.put(command)
+    def _put(self, command: _Command) -> bool:
+        """Whether the engine thread will run this command, or fail it."""
+        is_taken = self._commands.put(command)
         self._wake.set()
+        return is_taken
 
     def _deliver(self) -> None:
         # Cleared first: a step that ends from here on posts again, so no output waits for the next one.
@@ -151,25 +155,41 @@ class EngineThread(Generic[D]):
             self._stopping = True
 
     def _main(self, ready: asyncio.Future[None]) -> None:
-        driver: D | None
+        try:
+            driver = self._build_first(ready)
+            while driver is not None:
+                driver = self._serve(driver)
+        except BaseException as error:
+            log.exception("the engine thread ends: its engine could not be replaced")
+            self.state, self.error = "failed", error
+        finally:
+            self.driver = None
+            self._fail(self._commands.close(), _closed())
+
+    def _build_first(self, ready: asyncio.Future[None]) -> D | None:
         try:
             driver = self._make_driver()
         except BaseException as error:
             self.state, self.error = "failed", error
-            self._post(_fail, ready, error)
-            return
+            self._post(_set_error, ready, error)
+            return None
         self.state, self.driver = "ready", driver
         self._post(_resolve, ready, None)
-        while driver is not None and not self._stopping:
-            try:
-                self._run(driver)
-            except BaseException as error:
-                self.driver = None
-                self.driver = driver = self._rebuild(driver, error)
-        self._fail_commands(EngineUnavailable("the engine is closed"))
+        return driver
+
+    def _serve(self, driver: D) -> D | None:
+        """Step until the engine is to stop or a step fails; returns the engine that takes this one's place, None for none."""
+        try:
+            self._run(driver)
+        except BaseException as error:
+            self.driver = None
+            self.driver = self._rebuild(driver, error)
+            return self.driver
         self.driver = None
-        if driver is not None:
-            _close(driver)
+        # No command is taken from here on, so that no caller waits for an engine that is being closed.
+        self._fail(self._commands.close(), _closed())
+        _close(driver)
+        return None
 
     def _run(self, driver: D) -> None:
         wait_s = FIRST_WAIT_S
@@ -206,18 +226,16 @@ class EngineThread(Generic[D]):
         self._wake.clear()
 
     def _do_commands(self, driver: D) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
+        while (command := self._commands.get()) is not None:
             try:
                 result = command.run(driver)
-            except Exception as error:
-                if command.future is None:
+            except BaseException as error:
+                if command.future is not None:
+                    self._post(_set_error, command.future, error)
+                elif isinstance(error, Exception):
                     log.exception("a command failed on the engine thread")
-                else:
-                    self._post(_fail, command.future, error)
+                if not isinstance(error, Exception):
+                    raise
             else:
                 if command.future is not None:
                     self._post(_resolve, command.future, result)
@@ -233,7 +251,7 @@ class EngineThread(Generic[D]):
         self._outputs.clear()
         _clear_frames(error)
         self._post(self._on_failed, error)
-        self._fail_commands(EngineUnavailable("the engine failed and is being rebuilt"))
+        self._fail(self._commands.take_all(), EngineUnavailable("the engine failed and is being rebuilt"))
         _close(broken)
         del broken
         for wait_s in REBUILD_WAITS_S:
@@ -243,28 +261,34 @@ class EngineThread(Generic[D]):
             if self._stopping:
                 return None
             try:
-                driver = self._make_driver()
+                driver = self._build_again()
             except Exception as failure:
                 log.exception("rebuilding the engine failed")
                 _clear_frames(failure)
                 self.error = failure
                 continue
-            self._fail_commands(EngineUnavailable("the engine failed and was rebuilt; ask again"))
-            self._on_rebuilt(driver)
             self.state, self.error = "ready", None
             self.num_rebuilds += 1
             return driver
         self.state = "failed"
         return None
 
-    def _fail_commands(self, error: EngineUnavailable) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
+    def _build_again(self) -> D:
+        driver = self._make_driver()
+        try:
+            self._fail(
+                self._commands.take_all(), EngineUnavailable("the engine failed and was rebuilt; ask again")
+            )
+            self._on_rebuilt(driver)
+        except BaseException:
+            _close(driver)
+            raise
+        return driver
+
+    def _fail(self, commands: Iterable[_Command], error: EngineUnavailable) -> None:
+        for command in commands:
             if command.future is not None:
-                self._post(_fail, command.future, error)
+                self._post(_set_error, command.future, error)
 
 
 class _Command:
@@ -275,14 +299,58 @@ class _Command:
         self.future = future
 
 
+class _Commands:
+    """What waits for the engine thread, the oldest first, until `close`. From any thread."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Command] = deque()
+        self._is_open = True
+        self._lock = threading.Lock()
+
+    def put(self, command: _Command) -> bool:
+        """False once closed: the command is not taken."""
+        with self._lock:
+            if self._is_open:
+                self._waiting.append(command)
+            return self._is_open
+
+    def get(self) -> _Command | None:
+        with self._lock:
+            return self._waiting.popleft() if self._waiting else None
+
+    def take_all(self) -> list[_Command]:
+        with self._lock:
+            waiting, self._waiting = list(self._waiting), deque()
+            return waiting
+
+    def close(self) -> list[_Command]:
+        """Take no more. Returns those that wait still."""
+        with self._lock:
+            self._is_open = False
+        return self.take_all()
+
+
+def _closed() -> EngineUnavailable:
+    return EngineUnavailable("the engine is closed")
+
+
 def _resolve(future: asyncio.Future[Any], value: object) -> None:
     if not future.done():
         future.set_result(value)
 
 
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
-        future.set_exception(error)
+        future.set_exception(_bearable(error))
+
+
+def _bearable(error: BaseException) -> Exception:
+    """An exception that a future may hold. asyncio refuses StopIteration, so its caller would wait for ever; SystemExit would end the event loop."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    bearable = EngineUnavailable(f"the engine thread was ended by {type(error).__name__}: {error}")
+    bearable.__cause__ = error
+    return bearable
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -296,3 +296,117 @@ async def test_close_ends_pending_calls() -> None:
         assert first.done()
         # Either it was still run, or it was told that the engine is closed; it never hangs.
         assert isinstance((await asyncio.gather(second, return_exceptions=True))[0], EngineUnavailable | None)
+
+
+class SlowToClose(ScriptedDriver):
+    """Its `close` waits until it is let go, as one does that gives memory back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closing, self.may_close = threading.Event(), threading.Event()
+
+    def close(self) -> None:
+        self.is_closing.set()
+        self.may_close.wait(60)
+        super().close()
+
+
+async def test_a_call_that_comes_while_the_engine_is_being_closed_is_refused_at_once() -> None:
+    async with running(SlowToClose) as harness:
+        driver = harness.built[0]
+        assert isinstance(driver, SlowToClose)
+        closing = asyncio.create_task(harness.thread.close())
+        await asyncio.to_thread(driver.is_closing.wait, 60)
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineUnavailable, match="closed"):
+                await harness.thread.call(lambda driver: None)
+        assert not closing.done(), "the engine was still being closed"
+        driver.may_close.set()
+        await closing
+    with pytest.raises(EngineUnavailable, match="closed"):
+        await harness.thread.call(lambda driver: None)
+
+
+async def test_an_engine_that_was_built_after_the_stop_is_closed_too() -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def make() -> ScriptedDriver:
+        entered.set()
+        release.wait(60)
+        return ScriptedDriver()
+
+    harness = Harness(make)
+    starting = asyncio.create_task(harness.thread.start())
+    await asyncio.to_thread(entered.wait, 60)
+    closing = asyncio.create_task(harness.thread.close())
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(starting, closing)
+    assert harness.built[0].is_closed
+
+
+async def test_a_call_that_ends_the_engine_is_answered() -> None:
+    def leave(driver: ScriptedDriver) -> None:
+        raise SystemExit("enough")
+
+    async with running() as harness, asyncio.timeout(60):
+        with pytest.raises(EngineUnavailable, match="SystemExit: enough"):
+            await harness.thread.call(leave)
+        await harness.until_state("ready", 1)
+        assert await harness.thread.call(lambda driver: 7) == 7
+
+
+async def test_a_call_that_raises_what_futures_cannot_hold_is_answered() -> None:
+    async with running() as harness, asyncio.timeout(60):
+        with pytest.raises(EngineUnavailable, match="StopIteration"):
+            await harness.thread.call(lambda driver: next(iter(())))
+        assert await harness.thread.call(lambda driver: 7) == 7
+
+
+async def test_an_engine_that_cannot_take_over_is_closed_and_another_one_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bridge, "REBUILD_WAITS_S", (0.0, 0.0))
+    async with running() as harness:
+
+        def take_over(driver: ScriptedDriver) -> None:
+            if len(harness.built) == 2:
+                raise OSError("the adapters' registry cannot be read")
+
+        harness.thread._on_rebuilt = take_over
+        harness.thread.submit(
+            lambda driver: (driver.left.update(a=1), setattr(driver, "fault", RuntimeError("boom")))
+        )
+        await harness.until_state("ready", 1)
+        assert [driver.is_closed for driver in harness.built] == [True, True, False]
+
+
+async def test_when_the_thread_itself_cannot_go_on_every_call_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bridge, "REBUILD_WAITS_S", (0.0,))
+    entered, release = threading.Event(), threading.Event()
+    builds = 0
+
+    def make() -> ScriptedDriver:
+        nonlocal builds
+        builds += 1
+        if builds == 2:
+            raise SystemExit("a library ends the thread")
+        return ScriptedDriver()
+
+    async with running(make) as harness, asyncio.timeout(60):
+
+        def fall(driver: ScriptedDriver) -> None:
+            entered.set()
+            release.wait(60)
+            driver.left["a"], driver.fault = 1, RuntimeError("boom")
+
+        harness.thread.submit(fall)
+        await asyncio.to_thread(entered.wait, 60)
+        pending = harness.thread.call(lambda driver: driver.close())
+        release.set()
+        await asyncio.gather(pending, return_exceptions=True)
+        await harness.until_state("failed")
+        with pytest.raises(EngineUnavailable):
+            await harness.thread.call(lambda driver: None)
