@@ -202,10 +202,11 @@ class ChatConnection:
             await self._fail(as_gateway_error(error), turn_id)
 
     async def _on_hello(self, frame: Hello) -> None:
-        principal = self._services.gatekeeper.authenticate(frame.api_key or self._key, self._request.remote)
+        principal = self._principal_of(frame)
         self._greeted()
         if self._principal is not None and principal.owner != self._principal.owner:
             raise GatewayError("bad_request", "A socket belongs to one key: open one for each key.")
+        self._principal = principal
         progress = self._services.node.progress
         if progress.state in ("starting", "failed"):
             raise unavailable(progress.state, progress.stage)
@@ -234,6 +235,15 @@ class ChatConnection:
                 # Again, in case the socket dropped before the first one arrived: the client needs the session's id.
                 self._send_accepted(live)
                 self._follow(live, resume.seq)
+
+    def _principal_of(self, hello: Hello) -> Principal:
+        """Who says hello. A socket stays with the key of its first good hello: a later one need not name it again.
+
+        Raises GatewayError `unauthorized` for a wrong or missing key, and for one that was withdrawn meanwhile.
+        """
+        if not hello.api_key and self._principal is not None:
+            return self._services.keys.current(self._principal)
+        return self._services.gatekeeper.authenticate(hello.api_key or self._key, self._request.remote)
 
     def _greeted(self) -> None:
         if not self._is_greeted:

@@ -36,7 +36,7 @@ class Gateway(Parts):
     def __init__(self, store: SessionStore, config: Config) -> None:
         super().__init__(store, accepts_drafts=config.draft_prefill)
         learned = Learned(self.node, self.advisories, is_on=False)
-        keys = KeyRing(config.api_keys, operator_keys=config.operator_keys)
+        keys = KeyRing(config.api_keys, operator_keys=config.operator_keys, key_file=config.api_key_file)
         node: Any = self.node  # Services names the class that production has
         parts = (self.turns, keys, self.metrics, self.drafts, self.advisories, learned)
         bounds = (RequestBudgets.of(config, self.metrics), Gatekeeper(keys, self.metrics), OpenCalls())

@@ -60,6 +60,31 @@ async def test_a_hello_opens_a_session_with_its_turns(gateway: Gateway) -> None:
         assert (await socket.next())["code"] == "not_found"
 
 
+async def test_a_socket_keeps_the_key_of_its_first_good_hello(gateways: Gateways) -> None:
+    """Later hellos open and resume without it, as the page's do; another key is refused, and the socket goes on with its own."""
+    gateway = await gateways(api_keys=KEYS)
+    async with gateway.socket(hello={"api_key": KEYS[0]}) as socket:
+        accepted = await socket.ask("a")
+        assert accepted["type"] == "accepted"
+        await socket.send(type="hello", session_id=accepted["session_id"], resume=[{"id": "a", "seq": 0}])
+        ready = await socket.next()
+        assert [turn["id"] for turn in ready["session"]["turns"]] == ["a"]
+        assert (await socket.next())["type"] == "accepted"
+        await socket.send(type="hello", api_key=KEYS[1])
+        assert (await socket.next())["code"] == "bad_request"
+        assert (await socket.ask("a"))["type"] == "accepted"
+
+
+async def test_a_key_that_is_withdrawn_ends_its_socket_at_the_next_hello(gateways: Gateways) -> None:
+    gateway = await gateways(api_keys=KEYS)
+    async with gateway.socket(hello={"api_key": KEYS[0]}) as socket:
+        keys = gateway.server.services.keys
+        keys.take_over(keys.read()[1:])
+        await socket.send(type="hello")
+        assert (await socket.next())["code"] == "unauthorized"
+        assert await socket.closed() == 4401
+
+
 async def test_a_hello_while_the_engine_starts_is_told_so_and_may_be_sent_again(gateway: Gateway) -> None:
     gateway.node.state = "starting"
     async with gateway.socket() as socket:
