@@ -34,6 +34,7 @@ from engine_bridge.driver.bodies import (
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 from engine_bridge.driver.continuing import CallIds, continued
+from engine_bridge.driver.chat import Chat
 from engine_bridge.driver.engine_client import ADAPTER_FAILURES, BridgeEngineClient
 from engine_bridge.driver.messages import Messages
 from engine_bridge.driver.reasoning_split import ReasoningSplit
@@ -50,7 +51,6 @@ from engine_bridge.driver.vllm_api import (
     LoadLoRAAdapterRequest,
     LoRARequest,
     OnlineRenderer,
-    OpenAIServingChat,
     OpenAIServingCompletion,
     OpenAIServingModels,
     OpenAIServingResponses,
@@ -143,7 +143,7 @@ class Serving:
             client, [BaseModelPath(options.served_model_name, options.model_path)]
         )
         self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
-        self._chat = OpenAIServingChat(
+        self._chat = Chat(
             client,
             self.models,
             "assistant",

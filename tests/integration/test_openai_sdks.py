@@ -136,6 +136,21 @@ async def test_choices_stops_and_logprobs(client: openai.AsyncOpenAI) -> None:
         .message.content
     )
     assert whole is not None
+    said = await client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0, logprobs=True)
+    assert said.choices[0].logprobs is not None and said.choices[0].logprobs.content is not None
+    assert "".join(token.token for token in said.choices[0].logprobs.content) == whole, (
+        "no token without text"
+    )
+    pieces = [
+        token.token
+        async for chunk in await client.chat.completions.create(
+            model=MODEL, messages=HELLO, temperature=0, logprobs=True, stream=True
+        )
+        for choice in chunk.choices
+        if choice.logprobs is not None
+        for token in choice.logprobs.content or ()
+    ]
+    assert "".join(pieces) == whole
     stop = whole[5:8]
     cut = await client.chat.completions.create(model=MODEL, messages=HELLO, temperature=0, stop=[stop])
     assert cut.choices[0].message.content == whole[: whole.index(stop)]
@@ -194,11 +209,15 @@ async def test_the_model_calls_a_tool_by_itself_and_answers_from_its_result(
 
 
 async def streamed(client: openai.AsyncOpenAI, messages: Any, wish: Any) -> tuple[str, str, Any]:
-    """A streamed answer's text, and the name and the arguments of its one call."""
+    """A streamed answer's text, and the name and the arguments of its one call. Each chunk holds one thing: there are clients that read no more."""
     text = name = arguments = ""
     async for chunk in await client.chat.completions.create(messages=messages, stream=True, **wish):
         for choice in chunk.choices:
             text += choice.delta.content or ""
+            is_end = choice.finish_reason is not None
+            assert (choice.delta.content is None) or not choice.delta.tool_calls
+            assert len(choice.delta.tool_calls or ()) <= 1
+            assert not is_end or not (choice.delta.content or choice.delta.tool_calls)
             for piece in choice.delta.tool_calls or ():
                 assert piece.function is not None
                 name += piece.function.name or ""

@@ -96,6 +96,10 @@ OWNERS = (
             f"engine_client, models, response_role, *, online_renderer, enable_prompt_tokens_details, {_PARSERS}"
         ),
         calls("create_chat_completion(request, raw_request)"),
+        overrides(
+            "chat_completion_stream_generator(request, *args, **options)",
+            "chat_completion_full_generator(request, *args, **options)",
+        ),
         reads("default_sampling_params parser_cls"),
     ),
     owner(
