@@ -18,7 +18,13 @@ from engine_bridge.driver.absent import Idle, NoAdapters, NoPromoter
 from engine_bridge.driver.building import build_engine, configure_environment
 from engine_bridge.driver.in_process import know_weights, scheduler_of
 from engine_bridge.driver.vllm_api import start
-from engine_bridge.driver.vllm_api.features import CUDA_COPIES, KV_TIERS, PROMOTION, REPORT
+from engine_bridge.driver.vllm_api.features import (
+    CUDA_COPIES,
+    HALF_CHARACTERS,
+    KV_TIERS,
+    PROMOTION,
+    REPORT,
+)
 from engine_bridge.driver.warm_up import warm_up
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.policy.adapter_cache import PrefixFacts
@@ -94,6 +100,10 @@ class VllmDriver:
             self._tiers = tiers = None
         if tiers is not None or config.profile_dir is not None:
             know_weights(config.model, config.weights_memory, report)
+        if HALF_CHARACTERS not in self._off:
+            from engine_bridge.driver import detokenizing
+
+            detokenizing.install()
         report(f"loading {Path(config.model).name}")
         self.engine = build_engine(config, tiers)
         self._off = start.built_off(self.engine, config.device, self._off)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,33 @@ async def test_a_certificate_that_is_none_stops_the_start(gateways: Gateways, tm
     (tmp_path / "c.pem").write_text("no certificate")
     with pytest.raises(StartupError, match="ssl_certfile"):
         await gateways(ssl_certfile=tmp_path / "c.pem", ssl_keyfile=tmp_path / "c.pem")
+
+
+async def test_a_prompt_that_ends_inside_a_character_is_no_part_of_its_answer(
+    http: aiohttp.ClientSession,
+) -> None:
+    """Whole, twice, streamed, with a stop string that only the prompt has, and in the turn that a session keeps."""
+    known = (await posted(http, "/tokenize", {"prompt": "my secret is 1234 "}))["tokens"]
+    half = (await posted(http, "/tokenize", {"prompt": "😀"}))["tokens"][:-1]
+    body = {
+        "model": MODEL,
+        "prompt": [*known, *half],
+        "max_tokens": 6,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stop": ["secret"],
+    }
+    async with http.post("/v1/completions", json=body, headers={"X-Session-Id": "half"}) as response:
+        whole = await response.json()
+    assert whole["choices"][0]["finish_reason"] == "length", "the stop string stands in the prompt alone"
+    twice = await posted(http, "/v1/completions", body | {"n": 2, "temperature": 1, "stop": None})
+    for choice in [*whole["choices"], *twice["choices"]]:
+        assert choice["text"] and not choice["text"].startswith("my secret is")
+    text = whole["choices"][0]["text"]
+    echoed = await posted(http, "/v1/completions", body | {"echo": True, "stop": None})
+    assert echoed["choices"][0]["text"] == f"my secret is 1234 �{text}"
+    async with http.post("/v1/completions", json=body | {"stream": True}) as response:
+        lines = [line async for line in response.content if line.startswith(b"data: {")]
+    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines) == text
+    async with http.get("/api/sessions/half") as response:
+        assert (await response.json())["turns"][-1]["answer"] == text

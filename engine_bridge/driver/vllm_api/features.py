@@ -77,6 +77,10 @@ TOKENIZER_TURNS = Feature(
 KEPT_TOKENS = Feature(
     name="kept token ids", without="every turn's history is tokenised anew, and its KV may not be found again"
 )
+HALF_CHARACTERS = Feature(
+    name="answers behind half a character",
+    without="a prompt that ends inside a character comes back as the beginning of its answer",
+)
 ENVIRONMENT = Feature(name="vLLM's environment", without="a variable that we set for vLLM does nothing")
 CLIENT_FIELDS = Feature(
     name="fields of the server", without="a field that we keep clients from setting may have another name"

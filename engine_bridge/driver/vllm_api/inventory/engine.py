@@ -3,13 +3,24 @@
 from engine_bridge.driver.vllm_api.features import (
     ENGINE,
     ENVIRONMENT,
+    HALF_CHARACTERS,
     KV_TIERS,
     LORA,
     PROFILING,
     PROMOTION,
     REPORT,
 )
-from engine_bridge.driver.vllm_api.uses import builds, calls, looks_up, owner, reads, tags, writes
+from engine_bridge.driver.vllm_api.uses import (
+    builds,
+    calls,
+    looks_up,
+    overrides,
+    owner,
+    reads,
+    replaces,
+    tags,
+    writes,
+)
 
 OWNERS = (
     owner(
@@ -183,6 +194,39 @@ OWNERS = (
         calls("add_cli_args(parser)"),
         reads("kv_transfer_config", KV_TIERS),
         reads("enable_lora max_loras max_lora_rank", LORA),
+    ),
+    owner(
+        "vllm.v1.engine.detokenizer",
+        HALF_CHARACTERS,
+        replaces("FastIncrementalDetokenizer", "SlowIncrementalDetokenizer"),
+    ),
+    owner(
+        "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
+        HALF_CHARACTERS,
+        looks_up("from_new_request", "FastIncrementalDetokenizer SlowIncrementalDetokenizer"),
+    ),
+    owner(
+        "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer",
+        HALF_CHARACTERS,
+        builds("tokenizer, request"),
+        overrides("decode_next(next_token_id)"),
+        reads("tokenizer skip_special_tokens"),
+    ),
+    owner(
+        "vllm.v1.engine.detokenizer:SlowIncrementalDetokenizer",
+        HALF_CHARACTERS,
+        builds("tokenizer, request"),
+        overrides("decode_next(next_token_id)"),
+        reads("tokenizer tokens skip_special_tokens spaces_between_special_tokens"),
+        writes("prefix_offset read_offset"),
+    ),
+    owner(
+        "vllm.tokenizers.detokenizer_utils",
+        HALF_CHARACTERS,
+        calls(
+            "_convert_tokens_to_string_with_added_encoders(tokenizer, output_tokens, skip_special_tokens,"
+            " spaces_between_special_tokens)"
+        ),
     ),
     owner("vllm.utils.argparse_utils:FlexibleArgumentParser", ENGINE),
     owner("vllm.platforms:current_platform", ENGINE),

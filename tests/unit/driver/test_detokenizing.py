@@ -1,0 +1,141 @@
+"""Texts of answers whose prompts end inside a character, by the detokenizers that vLLM uses for fast and for slow tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from engine_bridge.driver.detokenizing import FastDetokenizer, SlowDetokenizer, beyond
+from engine_bridge.driver.vllm_api import SamplingParams
+
+LETTERS = [chr(code) for code in range(33, 127)]
+
+
+def byte_fallback() -> Any:
+    """As Llama 2's and Gemma's: pieces of text, a sign for spaces, and a token for each byte of what has no piece."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    pieces = ["▁", *LETTERS, "▁word", "�"]
+    vocab |= {piece: 256 + number for number, piece in enumerate(pieces)}
+    model = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<0x00>"))
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    model.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=model)
+
+
+def byte_level() -> Any:
+    """As GPT-2's: every token stands for bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    model = tokenizers.Tokenizer(models.BPE({sign: at for at, sign in enumerate(alphabet)}, []))
+    model.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=model)
+
+
+FALLBACK, LEVEL, SLOW = byte_fallback(), byte_level(), ByT5Tokenizer()
+
+
+def ids_of(tokenizer: Any, data: str | bytes) -> list[int]:
+    """Ids of text, a token for each byte."""
+    data = data.encode() if isinstance(data, str) else data
+    if tokenizer is SLOW:
+        return [byte + 3 for byte in data]
+    if tokenizer is FALLBACK:
+        return [256 + 1 + byte - 33 if 33 <= byte < 127 else 256 if byte == 32 else byte for byte in data]
+    return [tokenizer.convert_tokens_to_ids(_sign(byte)) for byte in data]
+
+
+def _sign(byte: int) -> str:
+    """Of GPT-2's alphabet, in which a byte that cannot be seen has the next of the signs from U+0100 on."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in seen else chr(256 + sorted(set(range(256)) - set(seen)).index(byte))
+
+
+def answered(
+    tokenizer: Any, prompt: Sequence[int], answer: Sequence[int], **settings: Any
+) -> tuple[str, Any]:
+    """The answer's text, and the stop string that ended it."""
+    params = SamplingParams(**settings)
+    request: Any = SimpleNamespace(
+        request_id="r", sampling_params=params, prompt_token_ids=list(prompt), prompt_embeds=None
+    )
+    kind = SlowDetokenizer if tokenizer is SLOW else FastDetokenizer
+    detokenizer = kind(tokenizer, request)
+    for token_id in answer:
+        if stopped := detokenizer.update([token_id], False):
+            return detokenizer.get_next_output_text(True, False), stopped
+    return detokenizer.get_next_output_text(True, False), None
+
+
+every_kind = pytest.mark.parametrize("tokenizer", [FALLBACK, LEVEL, SLOW], ids=["fallback", "level", "slow"])
+
+
+@every_kind
+@pytest.mark.parametrize("character", ["é", "€", "😀"])
+def test_a_character_that_the_answer_completes_is_its_beginning(tokenizer: Any, character: str) -> None:
+    for num_known in range(1, len(character.encode())):
+        known, missing = character.encode()[:num_known], character.encode()[num_known:]
+        prompt = ids_of(tokenizer, b"my secret " + known)
+        assert answered(tokenizer, prompt, ids_of(tokenizer, missing + b" ok"))[0] == f"{character} ok"
+
+
+@every_kind
+def test_an_answer_behind_half_a_character_that_does_not_complete_it_is_alone(tokenizer: Any) -> None:
+    for end in ("é".encode()[:1], "😀".encode()[:1]):
+        assert answered(tokenizer, ids_of(tokenizer, b"my secret " + end), ids_of(tokenizer, "ok"))[0] == "ok"
+
+
+@every_kind
+def test_the_prompt_of_half_a_character_alone_is_completed(tokenizer: Any) -> None:
+    known, missing = "€".encode()[:1], "€".encode()[1:]
+    assert answered(tokenizer, ids_of(tokenizer, known), ids_of(tokenizer, missing + b"x"))[0] == "€x"
+
+
+@every_kind
+def test_bytes_that_are_no_text_stay_the_prompts(tokenizer: Any) -> None:
+    prompt = ids_of(tokenizer, b"my secret " + b"\x80" * 40)
+    assert "secret" not in answered(tokenizer, prompt, ids_of(tokenizer, "ok"))[0]
+    assert answered(tokenizer, prompt, ids_of(tokenizer, "ok"))[0].endswith("ok")
+
+
+@pytest.mark.parametrize("tokenizer", [LEVEL, FALLBACK])
+def test_the_replacement_character_itself_stays_the_prompts(tokenizer: Any) -> None:
+    """People paste it: it is what others' programs have made of half characters."""
+    prompt = ids_of(tokenizer, "my secret �")
+    assert answered(tokenizer, prompt, ids_of(tokenizer, "ok")) == ("ok", None)
+
+
+@pytest.mark.parametrize("tokenizer", [LEVEL, FALLBACK])
+def test_stop_strings_are_not_looked_for_in_the_prompt(tokenizer: Any) -> None:
+    prompt = ids_of(tokenizer, b"my secret is ok " + "é".encode()[:1])
+    answer = ids_of(tokenizer, b"and then ok!")
+    assert answered(tokenizer, prompt, answer, stop=["secret", "ok"]) == ("and then ", "ok")
+
+
+@pytest.mark.parametrize("tokenizer", [LEVEL, FALLBACK])
+def test_special_tokens_behind_half_a_character_hide_it_from_nobody(tokenizer: Any) -> None:
+    special = tokenizer.convert_tokens_to_ids("</s>")
+    prompt = [*ids_of(tokenizer, b"my secret " + "é".encode()[:1]), *[special] * 40]
+    assert "secret" not in answered(tokenizer, prompt, ids_of(tokenizer, "ok"))[0]
+
+
+@every_kind
+def test_nothing_changes_where_the_prompt_ends_with_a_character(tokenizer: Any) -> None:
+    for prompt in ("a", "my secret é", "my secret "):
+        assert answered(tokenizer, ids_of(tokenizer, prompt), ids_of(tokenizer, "�x é"))[0] == "�x é"
+
+
+def test_what_is_beyond_the_prompt_is_measured_by_the_longest_of_its_ends() -> None:
+    assert beyond(["ab�", "ab"], "ab€c") == "€c"
+    assert beyond(["ab��", "ab�", "ab"], "ab��c") == "c"
+    assert beyond([], "abc") == "abc"
