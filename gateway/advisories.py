@@ -241,7 +241,7 @@ class Advisories:
         if follower is not None:
             record.followers.add(follower)
             if record.report is not None:
-                follower(record)
+                _tell(follower, record)
         if wanted.draft is not None:
             self._drafts.update(owner, wanted.session_id, adapter, wanted.draft, client=client)
         return record
@@ -375,7 +375,7 @@ class Advisories:
         if record.source != "computed":
             self._complete(record, report, followers)
         for follower in followers:
-            follower(record)
+            _tell(follower, record)
         if record.is_over:
             record.followers.clear()
 
@@ -461,6 +461,14 @@ class Envelope(Struct, frozen=True):
     protocol_version: str
     message_id: str
     actions: Annotated[list[HintAction], Meta(max_length=64)]
+
+
+def _tell(follower: OnChange, record: Record) -> None:
+    """A follower that raises is its own affair: others are told, and the advisory ends as it should."""
+    try:
+        follower(record)
+    except Exception:
+        log.exception("a follower of an advisory failed")
 
 
 def _ms(seconds: float | None) -> float | None:

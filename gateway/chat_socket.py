@@ -404,6 +404,10 @@ class ChatConnection:
                 self.blocked_since = None
         except (ConnectionError, ClientConnectionError, RuntimeError):
             pass  # the peer is gone; the reader's loop ends by itself
+        except Exception:
+            # What was lost of the frames comes again when the client connects anew and resumes; on this socket it would wait for ever.
+            log.exception("a chat socket could not be written to; it is cut")
+            self.abort()
         finally:
             self._writer = None
             self._queued_bytes = sum(map(len, self._outbox))

@@ -74,23 +74,26 @@ class EngineWatch:
             await asyncio.sleep(PUSH_EVERY_S)
             watchers = list(self._watchers)
             for start in range(0, len(watchers), SENDS_AT_ONCE):
-                try:
-                    self._show(watchers[start : start + SENDS_AT_ONCE])
-                except Exception:
-                    log.exception("the engine room could not be shown")
+                self._show(watchers[start : start + SENDS_AT_ONCE])
                 await asyncio.sleep(0)
 
     def _show(self, watchers: list[Watcher]) -> None:
-        """Each owner's picture is made once."""
+        """Each owner's picture is made once. A watcher that cannot be shown it keeps it from no other one."""
         pictures: dict[tuple[str, bool], bytes] = {}
         for watcher in watchers:
-            principal = self._current(watcher)
-            if principal is None:
-                continue
-            key = principal.owner, self._keys.is_operator(principal)
-            if key not in pictures:
-                pictures[key] = encode(self._picture(*key))
-            watcher.show(pictures[key])
+            try:
+                self._show_to(watcher, pictures)
+            except Exception:
+                log.exception("the engine room could not be shown")
+
+    def _show_to(self, watcher: Watcher, pictures: dict[tuple[str, bool], bytes]) -> None:
+        principal = self._current(watcher)
+        if principal is None:
+            return
+        key = principal.owner, self._keys.is_operator(principal)
+        if key not in pictures:
+            pictures[key] = encode(self._picture(*key))
+        watcher.show(pictures[key])
 
     def _current(self, watcher: Watcher) -> Principal | None:
         """As the keys are now: an operator's may have become an ordinary one. None for one that was withdrawn; its socket is being closed."""

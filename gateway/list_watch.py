@@ -55,4 +55,7 @@ class ListWatch:
         frame = {"type": "listed", "session_id": session_id, "session": to_builtins(summary)}
         for watcher in list(self._watchers):
             if watcher.owner == owner and watcher is not but:
-                watcher.tell(frame)
+                try:
+                    watcher.tell(frame)
+                except Exception:
+                    log.exception("a change of the list of conversations could not be sent to a socket")

@@ -37,7 +37,7 @@ from gateway.auth import tenant_of
 from gateway.budgets import RequestBudgets
 from gateway.chat_protocol import Message
 from gateway.drafts import Drafts
-from gateway.errors import KINDS, GatewayError
+from gateway.errors import KINDS, GatewayError, as_gateway_error
 from gateway.metrics import Metrics
 from gateway.sessions import BeginResult, SessionStore, Turn, TurnStatus, clean_text, messages_of
 
@@ -137,8 +137,11 @@ class LiveTurn:
 
     def wake_followers(self) -> None:
         """Tells all who follow the answer that there is more of it."""
-        for follower in self.followers:
-            follower.wake(self)
+        for follower in list(self.followers):
+            try:
+                follower.wake(self)
+            except Exception:
+                log.exception("a socket could not be told of more of %s", self.request_id)
 
 
 class Turns:
@@ -364,23 +367,11 @@ class Turns:
     ) -> None:
         final: Delta | None = None
         error: GatewayError | None = None
-        messages = (*messages_of(begun.history, begun.settings), ChatMessage("user", begun.turn.content))
-        asked = read_conversation([(message.role, message.content) for message in messages])
-        request = GenerateRequest(
-            request_id=live.request_id,
-            context=structs.replace(
-                context,
-                tenant=tenant_of(live.owner),
-                session_id=live.session_id,
-                adapter=begun.turn.adapter or "",
-                asked=asked if self._keeps_questions else asked.numbers(),
-            ),
-            messages=messages,
-            sampling=begun.settings.sampling(sampling),
-            history_token_ids=begun.history_token_ids,
-        )
+        messages: tuple[ChatMessage, ...] = ()
         with self._metrics.turn_running():
             try:
+                request = self._request(live, begun, sampling, context)
+                messages = request.messages
                 async with contextlib.aclosing(self._node.generate(request)) as deltas:  # type: ignore[type-var]
                     async for delta in deltas:
                         final = delta
@@ -397,6 +388,25 @@ class Turns:
         if live.done is not None and not begun.history and self.on_first_answer is not None:
             answered = [*messages, ChatMessage("assistant", live.whole.text)]
             self.on_first_answer(live.owner, live.session_id, live.title, answered)
+
+    def _request(
+        self, live: LiveTurn, begun: BeginResult, sampling: Sampling, context: RequestContext
+    ) -> GenerateRequest:
+        messages = (*messages_of(begun.history, begun.settings), ChatMessage("user", begun.turn.content))
+        asked = read_conversation([(message.role, message.content) for message in messages])
+        return GenerateRequest(
+            request_id=live.request_id,
+            context=structs.replace(
+                context,
+                tenant=tenant_of(live.owner),
+                session_id=live.session_id,
+                adapter=begun.turn.adapter or "",
+                asked=asked if self._keeps_questions else asked.numbers(),
+            ),
+            messages=messages,
+            sampling=begun.settings.sampling(sampling),
+            history_token_ids=begun.history_token_ids,
+        )
 
     async def _finish(self, live: LiveTurn, final: Delta | None, error: GatewayError | None) -> None:
         """Store how the turn ended, then tell: never the other way round."""
@@ -418,8 +428,11 @@ class Turns:
                 home=self._home_of(tenant_of(live.owner), live.session_id),
                 now=self._now(),
             )
-        except GatewayError as failure:
-            stored, error = None, failure
+        except Exception as failure:
+            # Whatever it is, the turn ends for those who follow it, and its session takes another one once this is stored.
+            if not isinstance(failure, GatewayError):
+                log.exception("the end of %s could not be stored", live.request_id)
+            stored, error = None, as_gateway_error(failure)
             self._repairs.add(repair := asyncio.create_task(self._store_failure(live)))
             repair.add_done_callback(self._repairs.discard)
         if error is None and stored is None:
@@ -452,6 +465,8 @@ class Turns:
             except GatewayError as failure:
                 if failure.code == "draining":  # the store is closed; the next start marks the turn
                     return
+            except Exception:
+                log.exception("%s could not be marked as failed; it is tried again", live.request_id)
             else:
                 self._drafts.renew(live.owner, live.session_id)
                 return

@@ -50,6 +50,8 @@ START_S = 180.0
 # Nothing of ours goes through Ray's object store; it takes no less.
 OBJECT_STORE_BYTES = 80 << 20
 JOINED = "Ray runtime started"
+# Of what is told of one node's error. Chosen.
+MAX_PROBLEM_CHARS = 2000
 CORE_PROCESSES = {"raylet", "gcs_server"}
 
 
@@ -165,10 +167,10 @@ def drive(control: socket.socket, log_to: int) -> None:
     os._exit(0)
 
 
-def _told(error: Exception) -> str:
-    """The last line of a text of Ray's, which is the cause's."""
+def _told(error: BaseException) -> str:
+    """The last line of a text of Ray's, which is the cause's. It becomes a part of a line to the gateway, which reads no endless ones."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return lines[-1][:MAX_PROBLEM_CHARS] if lines else type(error).__name__
 
 
 def _lend_stderr(folder: Path, fd: int) -> None:
@@ -276,11 +278,11 @@ class _Driver:
         threading.Thread(target=self._read, args=(lines, loop), name="orders", daemon=True).start()
         self._watch_core(loop)
         for node in self._settings.nodes:
-            self._do(self._keep(node))
+            self._do(node.node_id, self._keep(node))
         if self._settings.follows_all:
-            self._do(self._look_for_others())
+            self._do("others' nodes", self._look_for_others())
         await self._over.wait()
-        await asyncio.gather(*(self._end(node_id) for node_id in self._ours))
+        await asyncio.gather(*(self._end(node_id) for node_id in list(self._ours)), return_exceptions=True)
         if self._joining is not None:
             self._joining.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -288,10 +290,12 @@ class _Driver:
 
     def _read(self, lines: IO[bytes], loop: asyncio.AbstractEventLoop) -> None:
         """On a thread of its own: the gateway's orders, until it has gone."""
-        with suppress(OSError):
-            for line in lines:
-                loop.call_soon_threadsafe(self._obey, orders.order_of(line))
-        loop.call_soon_threadsafe(self._over.set)
+        try:
+            with suppress(OSError):
+                for line in lines:
+                    loop.call_soon_threadsafe(self._obey, orders.order_of(line))
+        finally:
+            loop.call_soon_threadsafe(self._over.set)
 
     def _watch_core(self, loop: asyncio.AbstractEventLoop) -> None:
         """Without its raylet this process can do nothing: the gateway has all of it started again."""
@@ -305,31 +309,46 @@ class _Driver:
         self._tell(orders.Failed(f"Ray's {name} has ended"))
         os._exit(1)
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _do(self, node_id: str, work: Coroutine[Any, Any, None]) -> None:
+        """Have something done for one node, whose errors are its own: the other nodes of this machine go on."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(lambda task: self._done(node_id, task))
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, node_id: str, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("Ray could not be driven", exc_info=error)
-            self._tell(orders.Failed(_told(error) if isinstance(error, Exception) else repr(error)))
-            os._exit(1)
+            log.error("an order for %s could not be carried out", node_id, exc_info=error)
 
     async def _keep(self, node: NodeToStart) -> None:
         """A node of ours, from now on: Ray restarts what dies, and what cannot even be made is tried again."""
         while node.node_id in self._ours:
-            try:
-                self._handles[node.node_id] = self._start(node)
-                problem = await self._follow(node.node_id)
-            except ValueError:
-                problem = f"the cluster has a node called {node.node_id}: give another name with --node-name"
+            problem = await self._live(node)
             if node.node_id not in self._ours:
                 break
             self._tell(orders.Placed(node.node_id, None, problem))
             await asyncio.sleep(PAUSE_S)
         self._tell(orders.Left(node.node_id))
+
+    async def _live(self, node: NodeToStart) -> str:
+        """One actor's life; returns what ended it."""
+        try:
+            self._handles[node.node_id] = self._start(node)
+        except ValueError:
+            return f"the cluster has a node called {node.node_id}: give another name with --node-name"
+        except Exception as error:
+            log.exception("%s could not be started", node.node_id)
+            return _told(error)
+        try:
+            return await self._follow(node.node_id)
+        except Exception as error:
+            log.exception("%s cannot be followed; it is ended and started again", node.node_id)
+            self._places[node.node_id] = None
+            # Its name is free again only when it has ended.
+            with suppress(Exception):
+                await self._kill(node.node_id, is_final=True)
+            self._handles.pop(node.node_id, None)
+            return _told(error)
 
     async def _follow(self, node_id: str) -> str:
         """Tell where a node is, whenever that changes, until it is gone for good; returns why."""
@@ -342,7 +361,7 @@ class _Driver:
                 place = msgspec.json.decode(await handle.where.remote(), type=Place)
                 self._place(node_id, place)
                 if place.is_leaving and node_id in self._ours:
-                    self._do(self._end(node_id))
+                    self._do(node_id, self._end(node_id))
             except ActorUnavailableError:
                 self._place(node_id, None)
             except ActorDiedError as error:
@@ -358,17 +377,33 @@ class _Driver:
     async def _look_for_others(self) -> None:
         """Nodes that others have started."""
         while True:
-            names = await asyncio.to_thread(self._ray.util.list_named_actors)
-            for name in names:
-                node_id = name.removeprefix(PREFIX)
-                if name.startswith(PREFIX) and node_id not in self._handles.keys() | self._ours:
-                    with suppress(ValueError):  # it has gone meanwhile
-                        self._handles[node_id] = await asyncio.to_thread(self._ray.get_actor, name)
-                        self._do(self._follow_other(node_id))
+            try:
+                for name in await asyncio.to_thread(self._ray.util.list_named_actors):
+                    await self._meet(name)
+            except Exception:
+                # Ray's own end is seen by its processes'.
+                log.exception("others' nodes could not be looked for")
             await asyncio.sleep(2 * LOOK_EVERY_S)
 
+    async def _meet(self, name: str) -> None:
+        node_id = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and node_id not in self._handles.keys() | self._ours:
+            with suppress(ValueError):  # it has gone meanwhile
+                self._handles[node_id] = await asyncio.to_thread(self._ray.get_actor, name)
+                self._do(node_id, self._follow_other(node_id))
+
     async def _follow_other(self, node_id: str) -> None:
-        await self._follow(node_id)
+        """Until it is gone for good. One that errs, being of another version perhaps, is not ours to end: it is asked again."""
+        problem = ""
+        while node_id in self._handles:
+            try:
+                await self._follow(node_id)
+            except Exception as error:
+                if problem != (problem := _told(error)):
+                    log.exception("%s, a node of others, cannot be followed", node_id)
+                self._places[node_id] = None
+                self._tell(orders.Placed(node_id, None, problem))
+                await asyncio.sleep(PAUSE_S)
         del self._places[node_id]
         self._tell(orders.Left(node_id))
 
@@ -377,11 +412,11 @@ class _Driver:
     def _obey(self, order: orders.Order) -> None:
         match order:
             case orders.Kill(node_id=node_id):
-                self._do(self._kill(node_id, is_final=False))
+                self._do(node_id, self._kill(node_id, is_final=False))
             case orders.Restart(node_id=node_id):
-                self._do(self._restart(node_id))
+                self._do(node_id, self._restart(node_id))
             case orders.Remove(node_id=node_id) if node_id in self._ours:
-                self._do(self._end(node_id))
+                self._do(node_id, self._end(node_id))
             case orders.Remove(node_id=node_id) if node_id in self._handles:
                 self._handles[node_id].leave.remote()
             case orders.Close():

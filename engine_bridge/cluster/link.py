@@ -85,6 +85,9 @@ class Link(asyncio.Protocol):
         except wire.WireError as error:
             log.error("the connection to a node is cut: %s", error)
             self._transport.abort()
+        except Exception:
+            log.exception("what a node said could not be taken; its connection is cut")
+            self._transport.abort()
 
     def pause_writing(self) -> None:
         self._can_write.clear()
@@ -105,7 +108,7 @@ class Link(asyncio.Protocol):
         changes, self._advisories = self._advisories, {}
         for advisory_id, on_change in changes.items():
             # What was moved for it has gone with the node.
-            on_change(AdvisoryReport(advisory_id=advisory_id, session_id="", state="expired"))
+            _tell(on_change, AdvisoryReport(advisory_id=advisory_id, session_id="", state="expired"))
         self._on_lost()
 
     def abort(self) -> None:
@@ -168,7 +171,7 @@ class Link(asyncio.Protocol):
         if report.state in ADVISORY_ENDS:
             self.forget_advisory(report.advisory_id)
         if on_change is not None:
-            on_change(report)
+            _tell(on_change, report)
 
     # -- the gateway's side --------------------------------------------------------------------------------------------
 
@@ -223,3 +226,11 @@ class Link(asyncio.Protocol):
     def forget_advisory(self, advisory_id: str) -> None:
         """Ends what `follow_advisory` began. An unknown id is no error."""
         self._advisories.pop(advisory_id, None)
+
+
+def _tell(on_change: Callable[[AdvisoryReport], None], report: AdvisoryReport) -> None:
+    """A follower that raises is its own affair: the connection, and who follows other advisories, go on."""
+    try:
+        on_change(report)
+    except Exception:
+        log.exception("a follower of an advisory failed")

@@ -104,6 +104,9 @@ class PlacedNode(RemoteNode):
                 await self._live(self._place, tls)
             except (OSError, TimeoutError, ssl.SSLError) as error:
                 log.debug("%s cannot be reached: %s", self.node_id, error)
+            except Exception:
+                # A foreign node may name any place, and say anything; it may also come to its senses.
+                log.exception("the connection to %s failed; it is tried again", self.node_id)
             await asyncio.sleep(RETRY_S)
 
     async def _live(self, place: Place, tls: ssl.SSLContext | None) -> None:

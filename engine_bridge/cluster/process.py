@@ -103,6 +103,14 @@ class ProcessNode(RemoteNode):
     # -- the child -----------------------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
+        """Keep a child running until `close`. A `start` that waits is answered, however this ends."""
+        try:
+            await self._keep_alive()
+        finally:
+            if self._first_start is not None and not self._first_start.done():
+                self._first_start.set_exception(EngineUnavailable("the engine's process is closed"))
+
+    async def _keep_alive(self) -> None:
         """Start it, look after it, and start it again when it has died."""
         pause_s = FIRST_PAUSE_S
         while not self._closing.is_set():

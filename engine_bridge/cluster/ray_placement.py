@@ -71,6 +71,8 @@ class RayPlacement:
             self._look_after(node)
         self._keeping = asyncio.create_task(self._keep(), name="Ray")
         await self._until(lambda: bool(self._problem) or self._is_decided())
+        if self._closing.is_set():
+            raise EngineUnavailable("it was closed while it started")
         if not any(node.progress.state == "ready" for node in self._nodes.values()):
             told = (f"{node.node_id}: {node.progress.error}" for node in self._nodes.values())
             raise EngineUnavailable(self._problem or "; ".join(told))
@@ -90,7 +92,7 @@ class RayPlacement:
                 or (node.last_incarnation != before and node.progress.state == "ready")
             )
         )
-        if node.progress.state != "ready":
+        if self._closing.is_set() or node.progress.state != "ready":
             raise EngineUnavailable(
                 f"{node_id} did not come up again: {node.progress.error or 'it has left'}"
             )
@@ -108,6 +110,7 @@ class RayPlacement:
 
     async def close(self) -> None:
         self._closing.set()
+        self._changed.set()
         if self._keeping is not None:
             has_served = any(node.last_incarnation for node in self._nodes.values())
             if has_served and self._orders is not None:
@@ -149,7 +152,8 @@ class RayPlacement:
             self._on_stage(node_id, stage)
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():
+        """Returns when it is so, or when the placement is closed: nothing changes after that."""
+        while not (is_so() or self._closing.is_set()):
             self._changed.clear()
             await self._changed.wait()
 
@@ -228,7 +232,11 @@ class RayPlacement:
         problem = "its process has ended"
         with suppress(ConnectionError):  # it has gone before it was told anything
             while line := await reader.readline():
-                problem = self._hear(orders.news_of(line)) or problem
+                try:
+                    problem = self._hear(orders.news_of(line)) or problem
+                except Exception:
+                    # It is about one node; who listens no more hears of none.
+                    log.exception("news of a node could not be taken")
         return problem
 
     async def _spawn(self, life: int, theirs: socket.socket, folder: str) -> Process:

@@ -96,6 +96,9 @@ class Connection(asyncio.Protocol):
         except wire.WireError as error:
             log.error("a gateway's connection is cut: %s", error)
             self._transport.abort()
+        except Exception:
+            log.exception("what a gateway said could not be taken; its connection is cut")
+            self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._greeting.cancel()
@@ -164,12 +167,17 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
     def _note(self, method: str, arguments: tuple[Any, ...]) -> None:
-        if method == "retract":
-            self._node.retract(arguments[0], is_expired=arguments[1])
-        elif method == "end_session":
-            self._node.end_session(*arguments)
-        else:
+        if method == "close":
             self._server.on_close()
+            return
+        try:
+            if method == "retract":
+                self._node.retract(arguments[0], is_expired=arguments[1])
+            else:
+                self._node.end_session(*arguments)
+        except Exception:
+            # A gateway expects no answer to a notice, and the answers under way on this connection do not hang on it.
+            log.exception("a notice of a gateway's failed (%s)", method)
 
     async def _report_on(self) -> None:
         while True:
@@ -195,14 +203,14 @@ class Connection(asyncio.Protocol):
 
     async def _call(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         try:
-            value = await self._result(method, arguments)
-        except Exception as error:
-            self._refuse(number, error)
-        else:
+            reply = wire.Reply(wire.raw(await self._result(method, arguments)))
             if method in wire.ADAPTER_METHODS:
                 # Whoever has the reply may ask for the adapter at once.
                 self._tell()
-            self._send(wire.Reply(wire.raw(value)), number)
+        except Exception as error:
+            self._refuse(number, error)
+        else:
+            self._send(reply, number)
 
     async def _result(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "advise":
@@ -215,14 +223,13 @@ class Connection(asyncio.Protocol):
     async def _serve(self, number: int, arguments: tuple[Any, ...]) -> None:
         try:
             reply = await self._node.serve(*arguments)
+            value = wire.raw(None if isinstance(reply, SseReply) else reply)
         except Exception as error:
             self._refuse(number, error)
             return
+        self._send(wire.Reply(value), number)
         if isinstance(reply, SseReply):
-            self._send(wire.Reply(wire.raw(None)), number)
             await self._stream(number, reply.events)
-        else:
-            self._send(wire.Reply(wire.raw(reply)), number)
 
     async def _stream(self, number: int, pieces: AsyncIterator[Delta] | AsyncIterator[bytes]) -> None:
         problem = None

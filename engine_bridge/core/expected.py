@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ from engine_bridge.node import Advisory, AdvisoryReport, AdvisoryState
 from engine_bridge.policy.urgency import is_urgent
 from kvtiers.blocks import Origin, Stage
 from kvtiers.keys import BlockShape
+
+log = logging.getLogger(__name__)
 
 # Prefixes of ended requests that are remembered, in block hashes (32 bytes each, 16 MB in all). Chosen.
 MAX_REMEMBERED_HASHES = 1 << 19
@@ -95,24 +98,26 @@ class Guess:
         lead_s: float | None = None,
         late_s: float | None = None,
     ) -> None:
-        """Tell how it stands."""
+        """Tell how it stands. A follower that raises keeps nobody from giving back what is held for this and other guesses."""
         self.state = state
         block_size = self._block_size
-        self.on_change(
-            AdvisoryReport(
-                advisory_id=self.advisory.advisory_id,
-                session_id=self.advisory.session_id,
-                state=state,
-                num_tokens=self.limit * block_size,
-                missing_tokens=(len(self.hashes) - self.limit) * block_size,
-                device_tokens=self.num_on_device * block_size,
-                host_bytes=self.num_copied * self.shape.block_bytes,
-                disk_bytes=self._bytes_read("disk"),
-                peer_bytes=self._bytes_read("peer"),
-                lead_s=lead_s,
-                late_s=late_s,
-            )
+        report = AdvisoryReport(
+            advisory_id=self.advisory.advisory_id,
+            session_id=self.advisory.session_id,
+            state=state,
+            num_tokens=self.limit * block_size,
+            missing_tokens=(len(self.hashes) - self.limit) * block_size,
+            device_tokens=self.num_on_device * block_size,
+            host_bytes=self.num_copied * self.shape.block_bytes,
+            disk_bytes=self._bytes_read("disk"),
+            peer_bytes=self._bytes_read("peer"),
+            lead_s=lead_s,
+            late_s=late_s,
         )
+        try:
+            self.on_change(report)
+        except Exception:
+            log.exception("a follower of an advisory failed")
 
 
 class OpenAccounts:

@@ -24,6 +24,11 @@ def engine_failed() -> Exception:
     return RetryableRequestError(ENGINE_FAILED_MESSAGE)
 
 
+def lost() -> Exception:
+    """The error for an answer of which an output could not be read."""
+    return RetryableRequestError("A part of this answer was lost on the server. Send the request again.")
+
+
 def given_up(error: Exception) -> Exception:
     """The caller may try again, unless its adapter's own numbers are at fault."""
     if isinstance(error, AdapterRejected) and error.code == "not_finite":

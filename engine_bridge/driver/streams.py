@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
@@ -41,17 +44,27 @@ class Streams:
             if stream is not None:
                 failure = getattr(output, "failure", None)
                 # An exception takes the place of outputs that wait; a note on one of them would be lost when they are merged.
-                stream.put(output if failure is None else _failures().refused(failure))
+                self._put(stream, output if failure is None else _failures().refused(failure))
 
     def fail(self, unique_id: str, error: Exception) -> None:
         stream = self._streams.get(unique_id)
         if stream is not None:
-            stream.put(error)
+            self._put(stream, error)
 
     def fail_all(self) -> None:
         """End every stream with a clear error: the engine under them is gone."""
         for stream in list(self._streams.values()):
-            stream.put(_failures().engine_failed())
+            self._put(stream, _failures().engine_failed())
+
+    @staticmethod
+    def _put(stream: Stream, piece: Any) -> None:
+        """A stream that cannot take its output ends, and those that come after it in the same step get theirs."""
+        try:
+            stream.put(piece)
+        except Exception:
+            log.exception("an output could not be put into its answer, which ends")
+            if not isinstance(piece, Exception):
+                stream.put(_failures().lost())
 
     def give_up(self, unique_ids: Iterable[str], error: Exception) -> None:
         """End the streams of requests that the engine gave up."""

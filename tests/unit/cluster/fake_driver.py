@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 from engine_bridge.cluster import orders
-from engine_bridge.cluster.host import NodeHost
+from engine_bridge.cluster.host import NodeHost, Place
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
+from engine_bridge.cluster.placed_node import RETRY_S
 from engine_bridge.cluster.wire import REPORT_EVERY_S
 from tests.unit.gateway.fake_node import FakeNode
 
@@ -63,9 +64,15 @@ def place(node: NodeToStart, settings: ClusterSettings, tell) -> None:  # type: 
     if node.settings == b"cannot be made":
         tell(orders.Placed(node.node_id, None, "it has no model"))
         return
+    if node.settings == b"never comes up":
+        return
     fake = fakes[node.node_id] = FakeNode(["I am ", node.node_id])
     if node.settings == b"another model":
         fake.model_name = "another-model"
+    if node.settings == b"names no place at first":
+        nowhere = Place(host=settings.host, port=70_000, incarnation="odd", pid=os.getpid())
+        tell(orders.Placed(node.node_id, nowhere))
+        time.sleep(2 * RETRY_S)
     hosts[node.node_id] = NodeHost(
         lambda: (fake, ""),
         node.node_id,

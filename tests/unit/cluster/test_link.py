@@ -263,6 +263,74 @@ async def test_a_gateway_that_breaks_the_protocol_is_cut_off_alone() -> None:
         assert (await collect(remote))[0].text == "still here"
 
 
+@pytest.mark.parametrize(
+    "message", [b"\x81\xa6method\xa2\xff\xfe", b"\x92\xa5hello\xa2\xff\xfe", b"\x91" * 4000]
+)
+async def test_bytes_that_are_no_text_are_refused_as_other_nonsense_is(
+    caplog: pytest.LogCaptureFixture, message: bytes
+) -> None:
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    await loop.connect_accepted_socket(NodeServer(FakeNode(), "n1").connection, theirs)
+    reader, writer = await asyncio.open_connection(sock=ours)
+    writer.write((len(message) + 4).to_bytes(4, "little") + bytes(4) + message)
+    async with asyncio.timeout(PATIENCE_S):
+        await reader.read()
+    writer.close()
+    assert "Traceback" not in caplog.text and "no message of ours" in caplog.text
+
+
+async def test_a_follower_that_raises_keeps_neither_others_nor_who_looks_after_the_node_from_hearing() -> (
+    None
+):
+    """Who looks after the node starts it again when it hears that it is lost."""
+
+    def raises(report: AdvisoryReport) -> None:
+        raise ValueError("a follower of somebody's")
+
+    node = FakeNode()
+    reports: list[AdvisoryReport] = []
+    async with pair(node) as (remote, link, _):
+        await remote.advise(Advisory(advisory_id="a", session_id="s"), raises)
+        await remote.advise(Advisory(advisory_id="b", session_id="s"), reports.append)
+        for number in range(2):
+            (await node.told(number)).report("host", num_tokens=64)
+        await until(lambda: len(reports) == 1)
+        assert link.is_up
+        link.abort()
+        await until(lambda: len(reports) == 2)
+        assert reports[-1].state == "expired" and not remote.is_up
+        with pytest.raises(EngineUnavailable):
+            remote._up()
+        assert remote._link is None, "it was detached"
+
+
+async def test_a_notice_that_fails_ends_nothing() -> None:
+    class Failing(FakeNode):
+        def end_session(self, tenant: str, session_id: str) -> None:
+            raise RuntimeError("the store is being closed")
+
+    node = Failing()
+    node.gate.clear()
+    async with pair(node) as (remote, link, _):
+        prefill = asyncio.create_task(remote.prefill(question("draft")))
+        await node.prefilled()
+        remote.end_session("t", "s")
+        node.gate.set()
+        assert await prefill == 16 and link.is_up
+
+
+async def test_a_reply_that_no_frame_holds_is_an_error_and_no_silence() -> None:
+    class Odd(FakeNode):
+        async def models(self) -> JsonReply:
+            return JsonReply(200, "half a pair: \ud800")  # type: ignore[arg-type]
+
+    async with pair(Odd()) as (remote, link, _):
+        with pytest.raises(InvalidRequest):
+            await remote.models()
+        assert link.is_up
+
+
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 

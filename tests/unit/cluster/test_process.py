@@ -13,6 +13,7 @@ import pytest
 from engine_bridge.cluster import process
 from engine_bridge.cluster.child import serve
 from engine_bridge.cluster.process import ProcessNode
+from engine_bridge.errors import EngineUnavailable
 from engine_bridge.node import ChatMessage, GenerateRequest, RequestId
 from tests.unit.gateway.fake_node import PATIENCE_S, FakeNode
 
@@ -84,7 +85,8 @@ async def test_closing_ends_a_process_that_is_just_being_started(num_turns: int)
         await asyncio.sleep(0)
     async with asyncio.timeout(PATIENCE_S):
         await node.close()
-    starting.cancel()
+        with pytest.raises(EngineUnavailable):
+            await starting
     assert node.progress.state == "closed"
 
 

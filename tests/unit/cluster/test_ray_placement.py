@@ -166,13 +166,21 @@ async def test_nodes_of_others_appear_and_vanish(tmp_path: Path) -> None:
 
 async def test_a_placement_that_is_closed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     others = below()
-    async with placement_of(tmp_path, a=b"cannot be made", follows_all=False) as (placement, said):
+    async with placement_of(tmp_path, a=b"never comes up", follows_all=False) as (placement, said):
         starting = asyncio.create_task(placement.start())
         await until(lambda: bool(said))
         ours = below(others)
         await placement.close()
         assert await still_there(ours) == []
-        starting.cancel()
+        with pytest.raises(EngineUnavailable, match="closed"):
+            await starting
+
+
+async def test_a_node_that_names_no_place_is_looked_after_until_it_does(tmp_path: Path) -> None:
+    async with placement_of(tmp_path, a=b"names no place at first", b=b"") as (placement, _):
+        await placement.start()
+        await until(lambda: all(node.is_up for node in placement.nodes.values()))
+        assert [await answer_of(node) for node in placement.nodes.values()] == ["I am a", "I am b"]
 
 
 async def test_a_node_that_hangs_is_killed_and_started_again(

@@ -824,3 +824,21 @@ class PromotionsMachine(RuleBasedStateMachine):
 
 TestPromotionsMachine = PromotionsMachine.TestCase
 TestPromotionsMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_follower_that_raises_keeps_no_other_advisory_from_ending_and_no_memory_held() -> None:
+    bench = Bench()
+    for name in "abc":
+        bench.shelf.put(keys_of(name, 8))
+
+    def raises(report: AdvisoryReport) -> None:
+        raise RuntimeError("the event loop is gone")
+
+    for name, follower in (("a", bench.reports.append), ("b", raises), ("c", bench.reports.append)):
+        advisory = Advisory(advisory_id=f"{name}!", session_id=name)
+        bench.promotions.advise(advisory, keys_of(name, 8), None, follower, bench.now)
+    bench.advance()
+    bench.promotions.close()
+    ended = [report.session_id for report in bench.reports if report.state in ADVISORY_ENDS]
+    assert ended == ["a", "c"]
+    assert bench.shelf.stages == []

@@ -402,3 +402,19 @@ async def test_a_draft_goes_along_with_its_advisory_and_away_with_it(parts: Part
     assert (await parts.node.prefilled()).messages[-1].content == "What is the capital of"
     parts.advisories.cancel("ann", record.id)
     await parts.node.until(lambda: parts.node.cancelled_prefills == 1)
+
+
+async def test_a_follower_that_raises_keeps_no_other_from_hearing(parts: Parts) -> None:
+    def raises(record: Record) -> None:
+        raise ValueError("a follower of somebody's")
+
+    heard: list[str] = []
+    record = submit(parts, follower=raises)
+    submit(parts, follower=lambda record: heard.append(record.describe(0.0)["state"]))
+    told = await parts.node.told()
+    told.report("warm", num_tokens=32)
+    submit(parts, follower=raises)
+    told.report("hit", num_tokens=32)
+    assert heard == ["warm", "hit"]
+    assert record.is_over and not record.followers
+    assert parts.advisories.counts() == {"live": 0, "hit": 1}

@@ -495,3 +495,49 @@ async def test_pieces_of_a_try_that_the_server_has_forgotten_are_never_taken_for
     assert not any(again.can_resume(seq) for seq in (1, 2, 3)), "they counted the pieces of the first try"
     assert again.can_resume(again.seq)
     await anew.close()
+
+
+# -- what must not happen, and ends the turn all the same ------------------------------------------------------------
+
+
+async def test_an_end_that_cannot_be_stored_for_whatever_reason_is_told_and_repaired(parts: Parts) -> None:
+    ends = BrokenEnds(parts, 0)
+    finish, failures = ends._finish, [MemoryError("a bug"), ValueError("another one")]
+
+    async def fails_at_first(*args: Any, **kwargs: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await finish(*args, **kwargs)
+
+    ends._finish = fails_at_first  # type: ignore[assignment]
+    turn = await parts.ask("a")
+    (await parts.node.asked()).finish("Yes.")
+    await parts.follow(turn).over()
+    assert turn.error is not None and turn.error.code == "internal"
+    await mended(ends)
+    assert await stored(parts, turn.session_id) == [("a", "failed", "Yes.")]
+
+
+async def test_a_question_that_cannot_be_put_ends_its_turn(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(conversation: Any) -> Any:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr("gateway.turns.read_conversation", fails)
+    turn = await parts.follow(await parts.ask("a")).over()
+    assert turn.error is not None and turn.error.code == "internal"
+    assert await stored(parts, turn.session_id) == [("a", "failed", "")]
+
+
+async def test_a_socket_that_cannot_be_woken_keeps_no_other_from_the_answer(parts: Parts) -> None:
+    class Broken:
+        def wake(self, turn: Any) -> None:
+            raise RuntimeError("its loop is closed")
+
+    turn = await parts.ask("a")
+    parts.turns.follow(turn, Broken())
+    listener = parts.follow(turn)
+    (await parts.node.asked()).finish("Good ", "day.")
+    await listener.over()
+    assert turn.error is None and listener.text == "Good day."

@@ -1,0 +1,241 @@
+"""The process that drives Ray, with a stand-in for Ray itself: what one node's actor does wrong is that node's affair."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine_bridge.cluster import actors, orders
+from engine_bridge.cluster.host import Place
+from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
+from engine_bridge.cluster.trust import Trust
+
+PATIENCE_S = 20.0
+
+
+class RayError(Exception):
+    """As Ray's, of which the others are kinds."""
+
+
+class ActorDiedError(RayError):
+    pass
+
+
+class ActorUnavailableError(RayError):
+    pass
+
+
+class Method:
+    """`handle.method.remote()` gives what a coroutine gives."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run = run
+
+    def remote(self) -> Any:
+        async def call() -> Any:
+            return self._run()
+
+        return call()
+
+
+class Actor:
+    """An actor's handle. errors: what its `where` raises before it answers, the next one first."""
+
+    def __init__(self, name: str, number: int, *errors: Exception | bytes) -> None:
+        self.name, self.number, self.is_dead = name, number, False
+        self._answers = list(errors)
+        self.where, self.close, self.leave = (
+            Method(self._where),
+            Method(lambda: None),
+            Method(lambda: None),
+        )
+
+    def _where(self) -> bytes:
+        if self.is_dead:
+            raise ActorDiedError("it was killed")
+        answer = self._answers.pop(0) if self._answers else self._place()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _place(self) -> bytes:
+        return msgspec.json.encode(
+            Place(
+                host="127.0.0.1",
+                port=4000 + self.number,
+                incarnation=f"{self.name}-{self.number}",
+                pid=1 << 30,
+            )
+        )
+
+
+class Ray(ModuleType):
+    """As much of Ray as the driver uses. faults: what the first actor of each name does. others: actors that somebody else made."""
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__("ray")
+        self.faults, self.made = faults, {}
+        self.others: dict[str, Actor] = {}
+        self.num_failing_looks = 0
+        self.exceptions = SimpleNamespace(
+            RayError=RayError, ActorDiedError=ActorDiedError, ActorUnavailableError=ActorUnavailableError
+        )
+        self.util = SimpleNamespace(list_named_actors=self._names)
+
+    def init(self, **options: Any) -> None: ...
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "raylet")
+
+    def remote(self, made: type) -> Any:
+        return self
+
+    def options(self, *, name: str, **options: Any) -> Any:
+        return SimpleNamespace(remote=lambda path: self._make(name.removeprefix(actors.PREFIX)))
+
+    def _make(self, name: str) -> Actor:
+        number = self.made[name].number + 1 if name in self.made else 0
+        if number and not self.made[name].is_dead:
+            raise ValueError(f"the name {name} is taken")
+        actor = self.made[name] = Actor(name, number, *(() if number else self.faults.get(name, ())))
+        return actor
+
+    def kill(self, actor: Actor, *, no_restart: bool) -> None:
+        actor.is_dead = True
+
+    def _names(self) -> list[str]:
+        if self.num_failing_looks:
+            self.num_failing_looks -= 1
+            raise RayError("the cluster's table cannot be read")
+        return [actors.PREFIX + name for name in (*self.made, *self.others)]
+
+    def get_actor(self, name: str) -> Actor:
+        return self.others[name.removeprefix(actors.PREFIX)]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(actors, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(actors, "PAUSE_S", 0.01)
+
+    def leaves(code: int) -> None:
+        raise AssertionError("the process ended, and with it all nodes of this machine")
+
+    monkeypatch.setattr(os, "_exit", leaves)
+    yield
+
+
+@asynccontextmanager
+async def driven(
+    ray: Ray, folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str, follows_all: bool = False
+) -> AsyncIterator[tuple[list[orders.News], Callable[[orders.Order], None]]]:
+    """The news of a driver with these nodes, and what gives it orders."""
+    strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda *args, **kwargs: None)
+    for name, module in {
+        "ray": ray,
+        "ray.exceptions": ray.exceptions,
+        "ray.util": ray.util,
+        "ray.util.scheduling_strategies": strategies,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    settings = ClusterSettings(
+        address="",
+        host="127.0.0.1",
+        folder=str(folder),
+        trust=Trust(token=b"of this cluster"),
+        nodes=tuple(
+            NodeToStart(node_id=name, settings=b"", folder=str(folder), turns=str(folder / "turns"))
+            for name in names
+        ),
+        make_node="",
+        follows_all=follows_all,
+    )
+    news: list[orders.News] = []
+    driver = actors._Driver(settings, news.append)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, theirs.makefile("rb") as lines:
+        running = asyncio.create_task(driver.run(lines))
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                yield news, lambda order: ours.sendall(orders.line_of(order))
+        finally:
+            # Also the end of the thread that reads orders, which holds on to `lines`.
+            ours.close()
+            async with asyncio.timeout(PATIENCE_S):
+                await running
+
+
+def places(news: list[orders.News], name: str) -> list[str | None]:
+    """Where a node was said to be, by its incarnations."""
+    placed = [each for each in news if isinstance(each, orders.Placed) and each.node_id == name]
+    return [each.place.incarnation if each.place is not None else None for each in placed]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(RayError("its code raised"), id="its code raises"),
+        pytest.param(RuntimeError("unpickled"), id="an error of no kind of Ray's"),
+        pytest.param(b'{"host": "127.0.0.1"}', id="a place of another version"),
+        pytest.param(RuntimeError("x" * 100_000), id="an endless text"),
+    ],
+)
+async def test_a_node_that_errs_is_started_again_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    ray = Ray(bad=[fault])
+    async with driven(ray, tmp_path, monkeypatch, "good", "bad") as (news, _):
+        await until(lambda: "bad-1" in places(news, "bad") and "good-0" in places(news, "good"))
+        problems = [each.problem for each in news if isinstance(each, orders.Placed) and each.problem]
+        assert len(problems) == 1 and len(problems[0]) <= actors.MAX_PROBLEM_CHARS
+        assert places(news, "good") == [None, "good-0"] and ray.made["good"].number == 0
+        assert not [each for each in news if isinstance(each, orders.Failed)]
+
+
+async def test_a_node_of_others_that_errs_ends_none_of_ours_and_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Ray()
+    ray.others["foreign"] = Actor("foreign", 7, b"what is this?", RayError("its code raised"))
+    ray.num_failing_looks = 2
+    async with driven(ray, tmp_path, monkeypatch, "ours", follows_all=True) as (news, _):
+        await until(lambda: "foreign-7" in places(news, "foreign"))
+        ray.others.pop("foreign").is_dead = True
+        await until(lambda: orders.Left("foreign") in news)
+        assert places(news, "ours") == [None, "ours-0"]
+        assert not [each for each in news if isinstance(each, orders.Failed)]
+
+
+async def test_an_order_that_cannot_be_carried_out_ends_no_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = asyncio.Event()
+
+    def refuses(pid: int, number: int) -> None:
+        refused.set()
+        raise PermissionError("of another user")
+
+    async with driven(Ray(), tmp_path, monkeypatch, "a", "b") as (news, obey):
+        await until(lambda: "a-0" in places(news, "a") and "b-0" in places(news, "b"))
+        monkeypatch.setattr(os, "kill", refuses)
+        obey(orders.Kill("a"))
+        await refused.wait()
+        obey(orders.Remove("b"))
+        await until(lambda: orders.Left("b") in news)
+        assert places(news, "a") == [None, "a-0"]
+        assert not [each for each in news if isinstance(each, orders.Failed)]
