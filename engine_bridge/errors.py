@@ -50,6 +50,8 @@ class TooBusy(BridgeError):
 class NotSupported(BridgeError):
     """This node does not offer the operation (a capability that depends on version, platform or configuration)."""
 
+    code = "not_supported"
+
 
 class SeamMoved(RuntimeError):
     """A name or signature of vLLM that the driver stands on has changed. Raised at start-up, never in the middle of work."""

@@ -49,7 +49,7 @@ from engine_bridge.node import (
     SseReply,
     TokenizerStats,
 )
-from engine_bridge.node_adapters import catch_up, listed, serve_found, watch
+from engine_bridge.node_adapters import AdapterWatch, catch_up, listed
 from engine_bridge.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
 from engine_bridge.policy.request_limits import RequestLimits
 from engine_bridge.policy.routing import NodeFacts
@@ -112,7 +112,7 @@ class LocalNode:
         self._catalog: Catalog | NoCatalog = NoCatalog()
         self._grammars: GrammarChecker | NoChecker = NoChecker()
         self._lengths: NodeLengths | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watch = AdapterWatch(config.adapters_dir, config.adapters)
         self._serving: Serving | None = None
         self._tokenizer: TokenizerQueue | NoTokenizerQueue = NoTokenizerQueue()
         self._schemas: ApiSchemas | None = None
@@ -167,11 +167,9 @@ class LocalNode:
         serving = Serving(self._client, options)
         self._stage = "compiling the chat template"
         await asyncio.to_thread(serving.warm_up)
-        await serve_found(serving, config.adapters, config.adapters_dir, self._report)
+        await self._watch.start(serving.adapters, self._catalog, self._report)
         await self._thread.call(lambda driver: driver.use_reasoning_parser(serving.reasoning_parser))
         self._serving = serving
-        if isinstance(self._catalog, Catalog):
-            self._watching = asyncio.create_task(watch(serving, self._catalog, config.adapters_dir))
 
     def _make_driver(self) -> VllmDriver:
         driver = VllmDriver(
@@ -204,9 +202,7 @@ class LocalNode:
 
     async def close(self) -> None:
         self._is_draining = True
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._watch.close()
         await self._thread.close()
         self._streams.fail_all()
         await asyncio.to_thread(self._grammars.close)
@@ -390,7 +386,7 @@ class LocalNode:
         return listed(self._catalog.served(), self._residency().places(), self._serving)
 
     def adapter_stats(self) -> AdapterStats | None:
-        return self._residency().stats()
+        return self._watch.told(self._residency().stats())
 
     def _residency(self) -> Residency | NoAdapters:
         driver = self._thread.driver
@@ -406,11 +402,11 @@ class LocalNode:
 
     async def load_adapter(self, body: Any) -> JsonReply:
         serving, _ = self._ready()
-        return await serving.load_adapter(body)
+        return await serving.adapters.load(body)
 
     async def unload_adapter(self, body: Any) -> JsonReply:
         serving, _ = self._ready()
-        return await serving.unload_adapter(body)
+        return await serving.adapters.unload(body)
 
     async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
         from engine_bridge.driver.advising import advise

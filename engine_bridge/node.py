@@ -188,6 +188,8 @@ class AdapterStats(Struct, frozen=True, kw_only=True):
     `worker_deltas`, `laid_out_ahead`, `laid_out_in_step`.
 
     `seconds`: of the engine's time inside `step`s and `between` them, and on the loader's thread, `load:SOURCE` and `layout`.
+
+    `failed`: by name, why an adapter of the folder, or one named at the start, is not served as its files are, and whether it is tried again.
     """
 
     num_adapters: int
@@ -198,6 +200,11 @@ class AdapterStats(Struct, frozen=True, kw_only=True):
     num_waiting: int
     counts: dict[str, int]
     seconds: dict[str, float]
+    failed: dict[str, str] = {}
+
+    @property
+    def num_failed(self) -> int:
+        return len(self.failed)
 
 
 class Advisory(Struct, frozen=True, kw_only=True):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from engine_bridge.adapters.catalog import Catalog, NoCatalog
+from engine_bridge.adapters.follower import WATCH_EVERY_S, Follower, Server
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.adapters.watch import Changes, Folder, is_odd
-from engine_bridge.node import AdapterInfo, AdapterPlace
+from engine_bridge.node import AdapterInfo, AdapterPlace, AdapterStats
 
 if TYPE_CHECKING:
     from engine_bridge.driver.absent import NoAdapters
@@ -21,48 +22,52 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# How often the folder of adapters is looked at. Chosen: a listing of hundreds takes milliseconds.
-WATCH_EVERY_S = 2.0
 # Of a content's hash, what people see.
 VERSION_CHARS = 12
 
 
-async def serve_found(
-    serving: Serving,
-    given: tuple[tuple[str, str], ...],
-    folder: Path | None,
-    report: Callable[[str], None],
-) -> None:
-    """Check all adapters that are there at the start. One that fails is left out. given: (name, path) beside those in the folder."""
-    found = (*given, *await asyncio.to_thread(find_adapters, folder))
-    for number, (name, path) in enumerate(found, 1):
-        report(f"checking adapter {name} ({number} of {len(found)})")
-        problem = await serving.add_adapter(name, path)
-        if problem is not None:
-            log.error("adapter %s is left out: %s", name, problem)
+class AdapterWatch:
+    """Serves a node's own adapters, looks after them until it is closed, and writes down now and then what was used.
 
+    Args:
+        folder: whose adapters are served, as they come, change and go. given: (name, path) of others that are served from the start.
+    """
 
-async def watch(serving: Serving, catalog: Catalog, path: Path | None) -> None:
-    """Follow the folder of adapters, and write down now and then what was used. Until it is cancelled."""
-    folder = _folder(path, catalog)
-    while True:
-        await asyncio.sleep(WATCH_EVERY_S)
-        try:
-            if folder is not None:
-                await _follow(serving, await asyncio.to_thread(folder.changes, time.time()))
-            await asyncio.to_thread(catalog.flush)
-        except Exception:
-            log.exception("looking after the adapters failed; it is tried again")
+    def __init__(self, folder: Path | None, given: Iterable[tuple[str, str]]) -> None:
+        self._folder, self._given = folder, given
+        self._follower: Follower | None = None
+        self._task: asyncio.Task[None] | None = None
 
+    async def start(
+        self, server: Server, catalog: Catalog | NoCatalog, report: Callable[[str], None]
+    ) -> None:
+        """Returns when all is served that can be."""
+        follower = Follower(server, self._folder, self._given)
+        await follower.start(report)
+        if isinstance(catalog, Catalog):
+            self._follower = follower
+            self._task = asyncio.create_task(self._look_after(follower, catalog))
 
-async def _follow(serving: Serving, changes: Changes) -> None:
-    for name, path in (*changes.added, *changes.changed):
-        problem = await serving.add_adapter(name, str(path))
-        if problem is not None:
-            log.error("adapter %s is left as it was: %s", name, problem)
-    for name in changes.removed:
-        log.info("adapter %s has gone from its folder", name)
-        await serving.drop_adapter(name)
+    @staticmethod
+    async def _look_after(follower: Follower, catalog: Catalog) -> None:
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            try:
+                await follower.follow()
+                await asyncio.to_thread(catalog.flush)
+            except Exception:
+                log.exception("looking after the adapters failed; it is tried again")
+
+    def told(self, stats: AdapterStats | None) -> AdapterStats | None:
+        """A node's figures, with what is not served as its files are. From any thread."""
+        if stats is None or self._follower is None:
+            return stats
+        return replace(stats, failed=self._follower.problems())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
 
 def catch_up(adapters: Residency | NoAdapters, catalog: Catalog | NoCatalog) -> None:
@@ -98,25 +103,4 @@ def info_of(record: AdapterRecord, place: AdapterPlace) -> AdapterInfo:
         is_pinned=record.is_pinned,
         num_uses=record.num_uses,
         last_used_at=record.last_used_at,
-    )
-
-
-def _folder(path: Path | None, catalog: Catalog) -> Folder | None:
-    """The folder of adapters, told what of it is served since the start."""
-    if path is None:
-        return None
-    known = {
-        record.name: record.signature for record in catalog.served() if record.path == str(path / record.name)
-    }
-    return Folder(path, known)
-
-
-def find_adapters(folder: Path | None) -> tuple[tuple[str, str], ...]:
-    """(name, path) of every PEFT adapter directly under `folder`, by name. Missing folder: none."""
-    if folder is None or not folder.is_dir():
-        return ()
-    return tuple(
-        (path.name, str(path))
-        for path in sorted(folder.iterdir())
-        if (path / "adapter_config.json").is_file() and not is_odd(path.name)
     )

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 from msgspec import Struct
 
-from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed, status_of
+from engine_bridge.adapters.retries import Refusal
 from engine_bridge.api_errors import error_body
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.sending import bring
@@ -21,7 +22,7 @@ from gateway.wanted_adapters import WantedAdapter
 log = logging.getLogger(__name__)
 
 # After a step that failed for another reason than that the node has gone. Chosen: a full disk, an adapter that does not fit.
-RETRY_S = 30.0
+RETRY_S = 10.0
 # How often a node is told again what it must not delete. Chosen: well within what its store keeps anyway.
 KEEP_EVERY_S = 60.0
 
@@ -139,7 +140,7 @@ class Keeper:
                 await self.node.pin_adapter(step.name, step.is_pinned)
             else:
                 reply = await self.node.unload_adapter({"lora_name": step.name})
-                problem = reason_of(reply) if reply.status >= 400 else problem
+                problem = refusal_of(reply).reason if reply.status >= 400 else problem
         except EngineUnavailable:
             raise
         except BridgeError as error:
@@ -168,7 +169,7 @@ class Keeper:
                 AdapterRejected("The adapter's files changed while they were loaded.", code="changed")
             )
         if reply.status >= 400:
-            self._failed(name, version, reason_of(reply))
+            self._failed(name, version, refusal_of(reply).reason)
         else:
             self.failures.pop(name, None)
         return reply
@@ -197,17 +198,16 @@ def _version(served: Served | None) -> str:
 
 def refused(error: BridgeError) -> JsonReply:
     """What a node itself would say of this adapter."""
-    code: str = ""
-    if isinstance(error, AdapterRejected):
-        status, code = 404 if error.code == "adapter_not_found" else 400, error.code
-    else:
-        status = 500
+    status, code = 500, str(getattr(error, "code", ""))
+    if isinstance(error, AdapterRejected | RegistryFailed):
+        status, code = status_of(error)
     return JsonReply(status, msgspec.json.encode(error_body(status, str(error), code=code)))
 
 
-def reason_of(reply: JsonReply) -> str:
-    """The message of a reply that is an error."""
+def refusal_of(reply: JsonReply) -> Refusal:
+    """What a reply that is an error says."""
     try:
-        return str(msgspec.json.decode(reply.body)["error"]["message"])
-    except (msgspec.DecodeError, LookupError, TypeError):
-        return f"status {reply.status}"
+        error = msgspec.json.decode(reply.body)["error"]
+        return Refusal(str(error["message"]), str(error.get("code") or ""))
+    except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
+        return Refusal(f"status {reply.status}")

@@ -40,6 +40,7 @@ _GAUGES = (
         "cached_bytes",
     ),
     ("overture_adapters_waited_for", "Adapters that requests wait for", "num_waiting"),
+    ("overture_adapters_failed", "Adapters that are not served as their files are", "num_failed"),
 )
 _COUNTERS = (
     _Row(

@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed
-from engine_bridge.adapters.watch import Folder
+from engine_bridge.adapters.follower import WATCH_EVERY_S, Follower
+from engine_bridge.adapters.retries import Refusal
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.errors import EngineUnavailable
 from engine_bridge.node import AdapterInfo, JsonReply
-from engine_bridge.node_adapters import WATCH_EVERY_S, find_adapters
 from engine_bridge.policy import adapter_places
 from engine_bridge.policy.adapter_places import AdapterAt
-from gateway.adapter_keeper import Keeper, reason_of, refused
+from gateway.adapter_keeper import Keeper, refusal_of, refused
 from gateway.wanted_adapters import WantedAdapter, WantedAdapters
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class AdapterSync:
     ) -> None:
         self._nodes = nodes
         self._list = WantedAdapters(state_dir)
-        self._folder, self._given = folder, tuple(given)
+        self._follower = Follower(self, folder, given)
         self._is_started = False
         self._keepers: dict[str, Keeper] = {}
         self._pending: dict[str, WantedAdapter] = {}
@@ -68,8 +68,7 @@ class AdapterSync:
         await asyncio.to_thread(self._list.open)
         self._is_started = True
         await self._catch_up(self._open())
-        for name, path in (*self._given, *await asyncio.to_thread(find_adapters, self._folder)):
-            await self._serve_found(name, path)
+        await self._follower.start()
         self._looking = asyncio.create_task(self._look_after(), name="adapters of all nodes")
 
     async def close(self) -> None:
@@ -222,17 +221,31 @@ class AdapterSync:
 
     # -- what comes and goes by itself ---------------------------------------------------------------------------------
 
-    async def _serve_found(self, name: str, path: str) -> None:
+    def served_paths(self) -> dict[str, str]:
+        """See `adapters.follower.Server`."""
+        return {name: str(wanted.contents.path) for name, wanted in self._list.wanted.items()}
+
+    async def serve_found(self, name: str, path: str) -> Refusal | None:
+        """See `adapters.follower.Server`."""
         async with self._changing:
+            if self.served_paths().get(name, path) != path:
+                return Refusal("An adapter of this name was loaded from elsewhere.", "name_taken")
             reply = await self._serve(name, path, {})
         if reply is None:
-            log.error("adapter %s is left out for now: no node is there", name)
-        elif reply.status >= 400:
-            log.error("adapter %s is left as it was: %s", name, reason_of(reply))
+            return Refusal("No node is there.", "no_node")
+        return refusal_of(reply) if reply.status >= 400 else None
+
+    async def drop_found(self, name: str, path: str) -> None:
+        """See `adapters.follower.Server`."""
+        async with self._changing:
+            if self.served_paths().get(name) == path:
+                await self._drop(name, is_missing=True)
+
+    def problems(self) -> dict[str, str]:
+        """By name, why what lies in the folder, or was named at the start, is not served as its files are. From any thread."""
+        return self._follower.problems()
 
     async def _look_after(self) -> None:
-        folder = self._folder
-        watched = Folder(folder, self._list.signatures_under(folder)) if folder is not None else None
         loop = asyncio.get_running_loop()
         followed_s = loop.time()
         while True:
@@ -241,20 +254,11 @@ class AdapterSync:
                 for keeper in self._all().values():
                     if keeper.needs_work(self._list.num_changes):
                         self._begin(keeper)
-                if watched is not None and loop.time() - followed_s >= WATCH_EVERY_S:
+                if loop.time() - followed_s >= WATCH_EVERY_S:
                     followed_s = loop.time()
-                    await self._follow(watched)
+                    await self._follower.follow()
             except Exception:
                 log.exception("looking after the adapters failed; it is tried again")
-
-    async def _follow(self, watched: Folder) -> None:
-        changes = await asyncio.to_thread(watched.changes, time.time())
-        for name, path in (*changes.added, *changes.changed):
-            await self._serve_found(name, str(path))
-        for name in changes.removed:
-            log.info("adapter %s has gone from its folder", name)
-            async with self._changing:
-                await self._drop(name, is_missing=True)
 
     def _begin(self, keeper: Keeper) -> None:
         task = asyncio.create_task(self._bring_up(keeper))

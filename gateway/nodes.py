@@ -249,5 +249,7 @@ def _adapters(node: Node | RemoteNode, failed: Mapping[str, str]) -> NodeAdapter
         num_by_place[info.place] = num_by_place.get(info.place, 0) + 1
         if info.place != "disk" and len(resident) < MAX_RESIDENT:
             resident.append(ResidentAdapter(name=info.name, place=info.place, is_pinned=info.is_pinned))
+    stats = node.adapter_stats()
+    failed = {**(stats.failed if stats is not None else {}), **failed}
     shown = {name: failed[name] for name in sorted(failed)[:MAX_RESIDENT]}
     return NodeAdapters(num_by_place=num_by_place, resident=resident, failed=shown)

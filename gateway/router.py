@@ -310,7 +310,7 @@ class Router:
 
     def adapter_stats(self) -> AdapterStats | None:
         stats = _known(node.adapter_stats() for node in self._members.all())
-        return adapter_places.merged_stats(stats, self._adapters.merged())
+        return adapter_places.merged_stats(stats, self._adapters.merged(), self._adapters.problems())
 
     def tokenizer_stats(self) -> TokenizerStats | None:
         return router_figures.tokenizers_of(_known(node.tokenizer_stats() for node in self._members.all()))

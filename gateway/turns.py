@@ -491,7 +491,9 @@ def from_bridge(error: BridgeError) -> GatewayError:
         return GatewayError(code, str(error), param=getattr(error, "param", None))
     if isinstance(error, TooBusy):
         return GatewayError("rate_limited", str(error), retry_after_s=error.retry_after_s)
-    return GatewayError("internal" if isinstance(error, RegistryFailed) else "bad_request", str(error))
+    if isinstance(error, RegistryFailed):
+        return GatewayError("storage_failed", str(error), retryable=True)
+    return GatewayError("bad_request", str(error))
 
 
 def unavailable(state: str, stage: str) -> GatewayError:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine_bridge.adapters.catalog import open_registry
 from engine_bridge.adapters.contents import Contents, contents_of
+from engine_bridge.adapters.errors import RegistryFailed
+from engine_bridge.adapters.names import check_name
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.node import AdapterInfo
 from engine_bridge.node_adapters import VERSION_CHARS, info_of
@@ -50,6 +53,7 @@ class WantedAdapters:
 
         Raises AdapterRejected, RegistryFailed.
         """
+        check_name(name)
         folder = Path(os.path.abspath(os.path.expanduser(path)))
         return WantedAdapter(name, contents_of(folder, self._known), options)
 
@@ -75,12 +79,15 @@ class WantedAdapters:
         self._put(replace(wanted, record=record))
 
     def remove(self, name: str, *, is_missing: bool = False) -> None:
-        """is_missing: its files went by themselves and may come again. Raises RegistryFailed."""
+        """is_missing: its files went by themselves and may come again; else raises RegistryFailed, and nothing has changed."""
         wanted = self.wanted.get(name)
         if wanted is None or wanted.record is None:
             return
         if is_missing:
-            self._registry.mark_missing(wanted.record.version_id)
+            with suppress(
+                RegistryFailed
+            ):  # which is in the log; the note only saves reading the files when they come again
+                self._registry.mark_missing(wanted.record.version_id)
         else:
             self._registry.remove(name, time.time())
         # Another one each time: the event loop may be going through the old one.
@@ -101,14 +108,6 @@ class WantedAdapters:
         """What the list itself knows, as on disk and never used."""
         records = (wanted.record for wanted in self.wanted.values())
         return [info_of(record, "disk") for record in records if record is not None]
-
-    def signatures_under(self, folder: Path) -> dict[str, str]:
-        """Of those that lie in this folder under their own names."""
-        return {
-            name: wanted.contents.signature
-            for name, wanted in self.wanted.items()
-            if wanted.contents.path == folder / name
-        }
 
     def close(self) -> None:
         self._registry.close()

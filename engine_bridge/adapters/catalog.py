@@ -6,12 +6,21 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed, quoted
-from engine_bridge.adapters.files import ModelContract, check_finite, content_hash, inspect, read
+from engine_bridge.adapters.files import (
+    AdapterFiles,
+    ModelContract,
+    check_finite,
+    content_hash,
+    inspect,
+    read,
+)
+from engine_bridge.adapters.names import check_name
 from engine_bridge.adapters.registry import AdapterRecord, Registry
 from engine_bridge.errors import NotSupported
 
@@ -33,6 +42,8 @@ class Catalog:
         self._max_bytes = max_bytes
         self._served: dict[str, AdapterRecord] = {}
         self._uses: dict[int, tuple[int, float]] = {}
+        self._unregistered: dict[str, tuple[str, str, int]] = {}
+        """Of files that were read and found sound, and that the registry could not take yet: path -> signature, content's hash, checksum."""
         self._lock = threading.Lock()
 
     def add(self, name: str, path: str) -> AdapterRecord:
@@ -40,6 +51,7 @@ class Catalog:
 
         An adapter that was registered with these very files is not read again. Raises AdapterRejected, RegistryFailed.
         """
+        check_name(name)
         files = inspect(path, self._contract)
         if files.held_bytes > self._max_bytes:
             raise AdapterRejected(
@@ -49,14 +61,7 @@ class Catalog:
             )
         for note in files.notes:
             log.debug("adapter %s: %s", quoted(name), note)
-        known = self._registry.known(path, files.signature)
-        if known is not None:
-            content, checksum = known.content_hash, known.checksum
-        else:
-            buffer = memoryview(bytearray(files.num_bytes))
-            checksum = read(files, buffer)
-            check_finite(files, buffer, self._contract)
-            content = content_hash(files, buffer)
+        content, checksum = self._hashes(path, files)
         record = self._registry.register(
             name,
             path,
@@ -69,17 +74,40 @@ class Catalog:
             base_model=files.base_model,
             now=time.time(),
         )
+        self._unregistered.pop(path, None)
         record = self._served[name] = replace(record, num_bytes=files.held_bytes)
         return record
 
+    def _hashes(self, path: str, files: AdapterFiles) -> tuple[str, int]:
+        """Of an adapter's content and of its weights, which are read and checked where these very files are not known."""
+        known = self._registry.known(path, files.signature)
+        if known is not None:
+            return known.content_hash, known.checksum
+        signature, content, checksum = self._unregistered.get(path, ("", "", 0))
+        if signature != files.signature:
+            buffer = memoryview(bytearray(files.num_bytes))
+            checksum = read(files, buffer)
+            check_finite(files, buffer, self._contract)
+            content = content_hash(files, buffer)
+            self._unregistered[path] = files.signature, content, checksum
+        return content, checksum
+
     def remove(self, name: str, *, is_missing: bool = False) -> AdapterRecord | None:
-        """Take a name out of service; `is_missing` if its files went by themselves and may come again. Waits for the disk."""
-        record = self._served.pop(name, None)
-        if record is not None and is_missing:
-            self._registry.mark_missing(record.version_id)
-        elif record is not None:
+        """Take a name out of service; `is_missing` if its files went by themselves and may come again. Waits for the disk.
+
+        Raises RegistryFailed, and nothing has changed then. What has gone by itself is out of service even so.
+        """
+        if is_missing:
+            record = self._served.pop(name, None)
+            if record is not None:
+                with suppress(
+                    RegistryFailed
+                ):  # which is in the log; the note only saves reading the files when they come again
+                    self._registry.mark_missing(record.version_id)
+            return record
+        if name in self._served:
             self._registry.remove(name, time.time())
-        return record
+        return self._served.pop(name, None)
 
     def set_pinned(self, name: str, is_pinned: bool) -> AdapterRecord | None:
         """None for a name that is not served. Waits for the disk."""

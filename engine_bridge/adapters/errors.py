@@ -7,6 +7,8 @@ from typing import Final, Literal
 from engine_bridge.errors import BridgeError
 
 RejectCode = Literal[
+    "bad_name",
+    "name_taken",  # by the model, or by an adapter from elsewhere that the folder's must not replace
     "adapter_not_found",  # no such folder, or no adapter_config.json in it
     "unreadable",  # it is there, but the system does not let us read it
     "bad_config",
@@ -24,6 +26,28 @@ RejectCode = Literal[
     "not_finite",
     "changed",  # the files are not those that were inspected: worth another try
 ]
+# Codes of what would be the same at another try, for the files are, or the name is. All others may pass: a full disk, a file that may not be read
+# yet, files that change, too many open files, a database in use, a node that is away.
+FINAL_CODES: Final = frozenset[str](
+    {
+        "bad_name",
+        "adapter_not_found",
+        "bad_config",
+        "unsupported_option",
+        "unsupported_format",
+        "rank_too_large",
+        "too_large",
+        "no_weights",
+        "corrupt_file",
+        "unexpected_tensor",
+        "unknown_module",
+        "missing_tensor",
+        "wrong_shape",
+        "wrong_dtype",
+        "not_finite",
+        "not_supported",
+    }
+)
 RegistryCode = Literal["disk_full", "busy", "closed", "registry_failed"]
 
 MAX_QUOTED_CHARS: Final = 100  # Chosen: enough to recognise a tensor's name; a hostile file fills no log.
@@ -51,6 +75,13 @@ class RegistryFailed(BridgeError):
     def __init__(self, message: str, *, code: RegistryCode) -> None:
         super().__init__(message)
         self.code: RegistryCode = code
+
+
+def status_of(error: AdapterRejected | RegistryFailed) -> tuple[int, str]:
+    """The status and the code with which a client is told of it over HTTP."""
+    if isinstance(error, RegistryFailed):
+        return 503, "storage_failed"
+    return (404 if error.code == "adapter_not_found" else 400), error.code
 
 
 def quoted(value: object) -> str:

@@ -105,8 +105,13 @@ class AdapterStore:
                 raise InvalidRequest(
                     "This piece of an adapter does not follow the last.", code="not_announced"
                 )
-            with _told_plainly(), open(path, "ab", opener=_privately) as file:
-                file.write(piece)
+            try:
+                with _told_plainly(), open(path, "ab", opener=_privately) as file:
+                    file.write(piece)
+            except InvalidRequest:
+                # Of a full disk, too: what cannot become whole must not take the room that others need.
+                self._clear_incoming(self._own_folder())
+                raise
 
     def finish(self, content_hash: str) -> str:
         """Where the content lies now; "" if what came is something else. Raises InvalidRequest."""
@@ -119,13 +124,17 @@ class AdapterStore:
                 log.warning("an adapter came damaged, or was changed while it was sent")
                 _delete(coming)
                 return ""
-            with _told_plainly():
-                for name in FILES:
-                    _sync(coming / name)
-                _sync(coming)
-                _delete(kept)
-                coming.rename(kept)
-                _sync(folder)
+            try:
+                with _told_plainly():
+                    for name in FILES:
+                        _sync(coming / name)
+                    _sync(coming)
+                    _delete(kept)
+                    coming.rename(kept)
+                    _sync(folder)
+            except InvalidRequest:
+                _delete(coming)
+                raise
             self._hashes[str(kept)] = self._hashes.pop(str(coming))
             return str(kept)
 

@@ -5,36 +5,39 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from engine_bridge.adapters.errors import quoted
 from engine_bridge.adapters.files import signature_of
+from engine_bridge.adapters.names import problem_of
+from engine_bridge.adapters.retries import Refusal, Retries
 
 logger = logging.getLogger(__name__)
 
-MAX_NAME_CHARS: Final = 200  # Chosen: names are shown in lists and typed in requests.
 SETTLE_S: Final = 2.0  # Chosen: longer than a copy pauses between two writes.
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+_TAKEN: Final = Refusal(
+    "An adapter of this name was loaded from elsewhere. The one in the folder is served once that one is unloaded.",
+    "name_taken",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is new since the last scan, each in the order of names.
+    """What is to be done since the last scan, each in the order of names.
 
     Attributes:
         added: (name, path) of adapters not told before, whether or not they are sound.
-        changed: (name, path) of adapters whose files are others than when they were last told.
+        changed: (name, path) of adapters whose files are others than when they were last told, or that are to be tried again.
         removed: names of adapters told before that are there no longer.
-        skipped: names that no adapter may have, escaped for showing; each is told once.
     """
 
     added: tuple[tuple[str, Path], ...] = ()
     changed: tuple[tuple[str, Path], ...] = ()
     removed: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,66 +52,93 @@ class Folder:
     """A folder whose subfolders with an adapter_config.json are adapters, named like them. Scan it from one thread, and not the event loop.
 
     Args:
-        known: name -> `files.signature_of` of what is served from it already and need not be told.
+        retries: what became of adapters that were told: one that failed, and not by its files' fault, is told again when it is due.
         settle_s: how long an adapter's files must have been left alone before it is told, so that half a copy is not taken for a whole.
     """
 
-    def __init__(
-        self, path: Path, known: Mapping[str, str] | None = None, *, settle_s: float = SETTLE_S
-    ) -> None:
-        self._path = path
+    def __init__(self, path: Path, retries: Retries | None = None, *, settle_s: float = SETTLE_S) -> None:
+        self.path = Path(os.path.abspath(path))
+        self._retries = retries or Retries()
         self._settle_s = settle_s
-        self._told: dict[str, str] = dict(known or {})
+        self._told: dict[str, str] = {}
+        self._stands_back: set[str] = set()
         self._skipped: set[str] = set()
         self._is_readable = True
 
-    def changes(self, now: float) -> Changes:
+    def changes(self, now: float, elsewhere: Collection[str] = (), *, is_settled: bool = False) -> Changes:
         """Scan the folder one level deep. now: Unix seconds, by the clock that stamps the files.
 
         A folder that is missing is empty. One that cannot be read for another reason (a disk that is away for a moment) has no changes.
+
+        Args:
+            elsewhere: names under which an adapter from another place is served: the folder's own of such a name waits until that one has gone.
+            is_settled: whatever lies there is told at once.
         """
         try:
             seen = self._scan()
         except OSError as error:
             if self._is_readable:
-                logger.warning("the folder of adapters %s cannot be read: %s", self._path, error.strerror)
+                logger.warning("the folder of adapters %s cannot be read: %s", self.path, error.strerror)
             self._is_readable = False
             return Changes()
         self._is_readable = True
-        skipped = sorted(name for name, entry in seen.items() if entry and is_odd(name))
-        newly_skipped = tuple(quoted(name) for name in skipped if name not in self._skipped)
-        self._skipped = set(skipped)
-        adapters = {name: entry for name, entry in sorted(seen.items()) if not is_odd(name)}
-        return self._compare(adapters, newly_skipped, now)
+        return self._compare(self._named_well(seen), elsewhere, now, 0.0 if is_settled else self._settle_s)
 
-    def _compare(self, seen: dict[str, _Seen | None], skipped: tuple[str, ...], now: float) -> Changes:
+    def _named_well(self, seen: dict[str, _Seen | None]) -> dict[str, _Seen | None]:
+        """Without those that no adapter may be called, of each of which the log says so once."""
+        problems = {name: problem for name, entry in seen.items() if (problem := problem_of(name))}
+        for name in sorted(problems.keys() - self._skipped):
+            # Folders that begin with a dot are how copies are made that nobody should see yet.
+            level = logging.DEBUG if name.startswith(".") else logging.WARNING
+            if seen[name] is not None:
+                logger.log(level, "the folder %s is no adapter: its name %s", quoted(name), problems[name])
+        self._skipped = set(problems)
+        return {name: entry for name, entry in sorted(seen.items()) if name not in problems}
+
+    def _compare(
+        self, seen: dict[str, _Seen | None], elsewhere: Collection[str], now: float, settle_s: float
+    ) -> Changes:
         added: list[tuple[str, Path]] = []
         changed: list[tuple[str, Path]] = []
         for name, entry in seen.items():
-            if entry is None or self._told.get(name) == entry.signature or self._is_unsettled(entry, now):
-                continue
-            (changed if name in self._told else added).append((name, self._path / name))
-            self._told[name] = entry.signature
+            if name in elsewhere:
+                self._stand_back(name, now)
+            elif entry is not None and self._is_to_be_told(name, entry, now, settle_s):
+                (changed if name in self._told else added).append((name, self.path / name))
+                if self._told.get(name) != entry.signature:
+                    self._retries.forget(name)
+                self._told[name] = entry.signature
+                self._stands_back.discard(name)
         removed = tuple(sorted(self._told.keys() - seen.keys()))
-        for name in removed:
-            del self._told[name]
-        return Changes(tuple(added), tuple(changed), removed, skipped)
+        for name in (*removed, *(self._stands_back - seen.keys())):
+            self._told.pop(name, None)
+            self._stands_back.discard(name)
+            self._retries.forget(name)
+        return Changes(tuple(added), tuple(changed), removed)
 
-    def _is_unsettled(self, entry: _Seen, now: float) -> bool:
+    def _stand_back(self, name: str, now: float) -> None:
+        if self._retries.failed(name, _TAKEN, now):
+            logger.warning("adapter %s: %s", quoted(name), _TAKEN.reason)
+        self._stands_back.add(name)
+        self._told.pop(name, None)
+
+    def _is_to_be_told(self, name: str, entry: _Seen, now: float, settle_s: float) -> bool:
+        if self._told.get(name) == entry.signature and not self._retries.is_due(name, now):
+            return False
         # A time far in the future, from a clock that was wrong, must not hold an adapter back until then.
-        return abs(now - entry.newest_s) < self._settle_s
+        return abs(now - entry.newest_s) >= settle_s
 
     def _scan(self) -> dict[str, _Seen | None]:
         """Name -> what is there; None: something that cannot be looked at just now. Raises OSError if the folder itself cannot be read."""
         try:
-            with os.scandir(self._path) as entries:
+            with os.scandir(self.path) as entries:
                 names = [entry.name for entry in entries]
         except FileNotFoundError:
             return {}
         seen: dict[str, _Seen | None] = {}
         for name in names:
             try:
-                seen[name] = _look(self._path / name)
+                seen[name] = _look(self.path / name)
             except OSError as error:
                 if error.errno not in _NOT_THERE:
                     seen[name] = None
@@ -126,8 +156,3 @@ def _look(folder: Path) -> _Seen:
             except OSError:
                 continue  # a broken link, or just gone
     return _Seen(signature, newest_ns / 1e9)
-
-
-def is_odd(name: str) -> bool:
-    """No adapter may have this name: it is hidden, cannot be shown, or is too long."""
-    return name.startswith(".") or not name.isprintable() or len(name) > MAX_NAME_CHARS

@@ -77,6 +77,7 @@ class BridgeEngineClient(EngineClient):
         self._lengths = lengths
         self._grammars = grammars
         self._limits = limits
+        self.catalog = catalog
         self._sequence = itertools.count()
         self.vllm_config = engine.vllm_config
         self.model_config = engine.model_config

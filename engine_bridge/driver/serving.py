@@ -6,7 +6,6 @@ Templates, parsers, schemas and error bodies are vLLM's; what is written here is
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.api_errors import is_too_long, unknown_model
 from engine_bridge.context_overflow import ContextOverflow, dropped_event, shorter
 from engine_bridge.continuity import Continued
@@ -28,16 +26,16 @@ from engine_bridge.driver.bodies import (
     as_malformed,
     error_reply,
     in_our_form,
-    openai_error,
     parse,
 )
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
-from engine_bridge.driver.continuing import CallIds, continued
 from engine_bridge.driver.chat import Chat
-from engine_bridge.driver.engine_client import ADAPTER_FAILURES, BridgeEngineClient
+from engine_bridge.driver.continuing import CallIds, continued
+from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.driver.messages import Messages
 from engine_bridge.driver.reasoning_split import ReasoningSplit
+from engine_bridge.driver.served_adapters import ServedAdapters
 from engine_bridge.driver.tokenize_request import TokenizeBody
 from engine_bridge.driver.tool_calls import NO_FORM
 from engine_bridge.driver.vllm_api import (
@@ -48,7 +46,6 @@ from engine_bridge.driver.vllm_api import (
     CompletionRequest,
     DetokenizeRequest,
     ErrorResponse,
-    LoadLoRAAdapterRequest,
     LoRARequest,
     OnlineRenderer,
     OpenAIServingCompletion,
@@ -58,7 +55,6 @@ from engine_bridge.driver.vllm_api import (
     ResponsesRequest,
     SamplingParams,
     ServingTokenization,
-    UnloadLoRAAdapterRequest,
     VLLMError,
     _convert_stream_to_sse_events,
     get_max_tokens,
@@ -139,9 +135,9 @@ class Serving:
             "tool_parser": options.tool_parser,
             "reasoning_parser": options.reasoning_parser,
         }
-        self.models = OpenAIServingModels(
-            client, [BaseModelPath(options.served_model_name, options.model_path)]
-        )
+        base = BaseModelPath(options.served_model_name, options.model_path)
+        self.models = OpenAIServingModels(client, [base])
+        self.adapters = ServedAdapters(self.models, client.versions, client.catalog)
         self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
         self._chat = Chat(
             client,
@@ -281,52 +277,9 @@ class Serving:
     def _unknown_model(self, name: str) -> str:
         return unknown_model(name, [self._options.served_model_name, *sorted(self.models.lora_requests)])
 
-    async def load_adapter(self, body: Any) -> JsonReply:
-        return await self._adapter_call(LoadLoRAAdapterRequest, self.models.load_lora_adapter, body)
-
-    async def unload_adapter(self, body: Any) -> JsonReply:
-        return await self._adapter_call(UnloadLoRAAdapterRequest, self._unload, body)
-
-    async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:
-        result = await self.models.unload_lora_adapter(request)
-        if not isinstance(result, ErrorResponse):
-            await self._client.versions.remove(request.lora_name)
-        return result
-
-    async def add_adapter(self, name: str, path: str) -> str | None:
-        """Check one adapter and serve it, in place of another of its name. Returns what is wrong with it, None when it is served."""
-        request = LoadLoRAAdapterRequest(
-            lora_name=name, lora_path=path, load_inplace=name in self.models.lora_requests
-        )
-        result = await self.models.load_lora_adapter(request)
-        return result.error.message if isinstance(result, ErrorResponse) else None
-
-    async def drop_adapter(self, name: str) -> None:
-        """Its files have gone. Nothing happens if it is not served."""
-        if self.models.lora_requests.pop(name, None) is not None:
-            await self._client.versions.remove(name, is_missing=True)
-
     async def models_reply(self) -> JsonReply:
         """What `GET /v1/models` lists: the model and its adapters."""
         return JsonReply(200, (await self.models.show_available_models()).model_dump_json().encode())
-
-    async def _adapter_call(self, request_class: Any, call: Any, body: Any) -> JsonReply:
-        failures: list[Exception] = []
-        ADAPTER_FAILURES.set(failures)
-        try:
-            result = await call(parse(request_class, body))
-        except Rejected as rejected:
-            result = rejected.response
-        except Exception as error:
-            result = as_error_response(error)
-        if not isinstance(result, ErrorResponse):
-            return JsonReply(200, json.dumps({"status": result}).encode())
-        code = ""
-        if failures and isinstance(failures[0], AdapterRejected):
-            # vLLM blames itself for an adapter that it cannot have; the engine is well, the files are not.
-            code = failures[0].code
-            result.error.code = 404 if code == "adapter_not_found" else 400
-        return openai_error(result, code)
 
     # -- the gateway's own turns -------------------------------------------------------------------------------------
 

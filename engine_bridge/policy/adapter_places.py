@@ -151,8 +151,13 @@ def _merged(listed: AdapterInfo, found: list[tuple[str, AdapterInfo]]) -> Adapte
     )
 
 
-def merged_stats(stats: Sequence[AdapterStats], adapters: Sequence[AdapterInfo]) -> AdapterStats | None:
-    """All nodes' figures together; adapters: as `merged` gives them, each counted once by its nearest place. None where no node has any."""
+def merged_stats(
+    stats: Sequence[AdapterStats], adapters: Sequence[AdapterInfo], failed: Mapping[str, str]
+) -> AdapterStats | None:
+    """All nodes' figures together. None where no node has any.
+
+    adapters: as `merged` gives them, each counted once by its nearest place. failed: why no node serves what the gateway found.
+    """
     if not stats:
         return None
     counts: Counter[str] = Counter()
@@ -169,4 +174,5 @@ def merged_stats(stats: Sequence[AdapterStats], adapters: Sequence[AdapterInfo])
         num_waiting=sum(each.num_waiting for each in stats),
         counts=dict(counts),
         seconds=seconds,
+        failed=dict(failed),
     )

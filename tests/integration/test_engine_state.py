@@ -20,7 +20,6 @@ from prometheus_client import CollectorRegistry
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.node_adapters import find_adapters
 from engine_bridge.policy.decision_log import replay
 from engine_bridge.policy.routing import NodeFacts
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
@@ -48,7 +47,7 @@ async def gateway(folder: Path, policy: str, **changes: Any) -> AsyncIterator[Se
         decision_log=folder / "decisions.jsonl",
         lane_refit_s=0.5,
     )
-    node = LocalNode(LocalNodeConfig(engine=config, adapters=find_adapters(DEMO_ADAPTERS_DIR)))
+    node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=DEMO_ADAPTERS_DIR))
     services = await build_services(
         demo_config(folder / "data", **changes), node=node, metrics=Metrics(CollectorRegistry())
     )

@@ -21,7 +21,6 @@ from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import Delta, GenerateRequest, KvSources, RequestId, Sampling
-from engine_bridge.node_adapters import find_adapters
 from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from kvtiers.io.files import Files
@@ -50,7 +49,7 @@ async def engine(tiers: KvTiers | None = None, num_kv_blocks: int | None = None)
                 max_num_seqs=8,
                 num_kv_blocks=num_kv_blocks,
             ),
-            adapters=find_adapters(DEMO_ADAPTERS_DIR),
+            adapters_dir=DEMO_ADAPTERS_DIR,
         ),
         tiers,
     )

@@ -26,7 +26,6 @@ from engine_bridge.node import (
     Sampling,
     pack_token_ids,
 )
-from engine_bridge.node_adapters import find_adapters
 from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
@@ -53,7 +52,7 @@ async def engine(folder: Path, tiers: KvTiers | None = None) -> AsyncIterator[tu
                 max_num_seqs=8,
                 num_kv_blocks=NUM_DEVICE_BLOCKS,
             ),
-            adapters=find_adapters(DEMO_ADAPTERS_DIR),
+            adapters_dir=DEMO_ADAPTERS_DIR,
         ),
         tiers,
     )

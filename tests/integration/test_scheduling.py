@@ -22,7 +22,6 @@ from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
-from engine_bridge.node_adapters import find_adapters
 from engine_bridge.policy.mlq import Mlq
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
 from engine_bridge.request_context import RequestContext
@@ -56,7 +55,7 @@ async def engine(
         kv_host_gib=kv_host_gib,
         lane_refit_s=lane_refit_s,
     )
-    node = LocalNode(LocalNodeConfig(engine=config, adapters=find_adapters(DEMO_ADAPTERS_DIR)))
+    node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=DEMO_ADAPTERS_DIR))
     await node.start()
     try:
         yield node

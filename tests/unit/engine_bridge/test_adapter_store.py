@@ -238,3 +238,23 @@ def test_the_disk_is_not_filled_for_others(tmp_path: Path, source: Path) -> None
     with pytest.raises(InvalidRequest, match="no room") as refused:
         store.begin(contents.content_hash, contents.sizes)
     assert refused.value.code == "no_room"
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1])
+def test_what_came_of_one_that_finds_the_disk_full_goes_at_once(
+    tmp_path: Path, source: Path, num_pieces: int
+) -> None:
+    contents = contents_of(source)
+    store = store_at(tmp_path / "store")
+    store.begin(contents.content_hash, contents.sizes)
+    (coming,) = (tmp_path / "store").iterdir()
+    name = (CONFIG_FILE, WEIGHTS_FILE)[num_pieces]
+    if num_pieces:
+        piece = read_piece(source, CONFIG_FILE, 0, MAX_PIECE_BYTES)
+        store.put(contents.content_hash, CONFIG_FILE, 0, piece)
+    (coming / name).symlink_to("/dev/full")
+    with pytest.raises(InvalidRequest) as refused:
+        store.put(contents.content_hash, name, 0, b"piece")
+    assert refused.value.code == "no_room"
+    assert list((tmp_path / "store").iterdir()) == []
+    assert keep(store, contents).is_dir(), "there is room again"

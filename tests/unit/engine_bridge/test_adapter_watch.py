@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine_bridge.adapters import watch
-from engine_bridge.adapters.files import signature_of
+from engine_bridge.adapters.retries import Refusal, Retries
 from engine_bridge.adapters.watch import Changes, Folder
-from engine_bridge.node_adapters import find_adapters
 from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, make_adapter, write_config
 
 MODULES = {"model.layers.0.self_attn.q_proj": (16, 16)}
@@ -50,16 +49,55 @@ def test_adapters_are_told_once_in_the_order_of_names(root: Path, folder: Folder
     assert folder.changes(NOW) == NOTHING
 
 
-def test_what_is_served_already_is_told_when_it_changes_or_goes(root: Path) -> None:
-    served, changed = put(root, "served"), put(root, "changed")
-    known = {"served": signature_of(served), "changed": "other files", "gone": "files"}
-    assert Folder(root, known).changes(NOW) == Changes(changed=(("changed", changed),), removed=("gone",))
-
-
-def test_what_is_not_followed_is_not_served_at_the_start(root: Path) -> None:
-    law = put(root, "law")
+def test_at_the_start_all_is_told_at_once(root: Path, folder: Folder) -> None:
+    law = put(root, "law", when=NOW)
     put(root, ".hidden")
-    assert find_adapters(root) == (("law", str(law)),)
+    assert folder.changes(NOW, is_settled=True) == Changes(added=(("law", law),))
+
+
+def test_what_failed_is_told_again_when_it_is_due_unless_its_files_are_at_fault(root: Path) -> None:
+    retries = Retries()
+    folder = Folder(root, retries, settle_s=0.0)
+    full, broken = put(root, "full"), put(root, "broken")
+    assert folder.changes(NOW).added == (("broken", broken), ("full", full))
+    retries.failed("full", Refusal("The disk is full.", "disk_full"), NOW)
+    retries.failed("broken", Refusal("It is broken.", "corrupt_file"), NOW)
+    assert folder.changes(NOW + 1) == NOTHING
+    assert folder.changes(NOW + 2) == Changes(changed=(("full", full),))
+    retries.failed("full", Refusal("The disk is full.", "disk_full"), NOW + 2)
+    assert folder.changes(NOW + 4) == NOTHING, "the waits grow"
+    assert folder.changes(NOW + 6) == Changes(changed=(("full", full),))
+    for number in range(20):
+        retries.failed("full", Refusal("The disk is full.", "disk_full"), NOW + 6 + number)
+    assert folder.changes(NOW + 36) == Changes(changed=(("full", full),)), "but not without end"
+    retries.forget("full")
+    assert folder.changes(NOW + 100) == NOTHING
+    put(root, "broken", seed=1, when=LONG_AGO + 1)
+    assert folder.changes(NOW + 101) == Changes(changed=(("broken", broken),)), "its files are others"
+
+
+def test_a_clock_that_was_set_back_puts_no_try_off() -> None:
+    retries = Retries()
+    retries.failed("full", Refusal("The disk is full.", "disk_full"), NOW)
+    assert not retries.is_due("full", NOW + 1)
+    assert retries.is_due("full", NOW - 1e6)
+
+
+def test_one_stands_back_behind_another_of_its_name_from_elsewhere(root: Path) -> None:
+    retries = Retries()
+    folder = Folder(root, retries)
+    twin = put(root, "twin")
+    assert folder.changes(NOW).added
+    put(root, "twin", seed=1, when=LONG_AGO + 1)
+    assert folder.changes(NOW, {"twin"}) == NOTHING
+    assert "loaded from elsewhere" in retries.texts()["twin"]
+    assert folder.changes(NOW, {"twin"}) == NOTHING
+    assert folder.changes(NOW) == Changes(added=(("twin", twin),)), "the other one was unloaded"
+    assert retries.texts() == {}
+    assert folder.changes(NOW, {"twin"}) == NOTHING
+    shutil.rmtree(twin)
+    assert folder.changes(NOW, {"twin"}) == NOTHING, "the other one is not called gone"
+    assert retries.texts() == {}
 
 
 def test_what_is_no_folder_with_a_configuration_is_no_adapter(root: Path, folder: Folder) -> None:
@@ -180,15 +218,18 @@ def test_an_adapter_without_weights_is_told_and_told_again_when_they_come(root: 
 # --- names and trouble -----------------------------------------------------------------------------------------------------------------
 
 
-def test_odd_names_are_skipped_and_told_once(root: Path, folder: Folder) -> None:
-    for name in (".hidden", "line\nbreak", "x" * 201, "\udcff"):
+def test_odd_names_are_skipped_and_logged_once(
+    root: Path, folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (".hidden", "line\nbreak", "x" * 201, "\udcff", " law", "e\u0301t\u00e9"):
         put(root, name)
     longest = put(root, "y" * 200)
-    changes = folder.changes(NOW)
-    assert changes.added == (("y" * 200, longest),)
-    assert len(changes.skipped) == 4
-    assert all(len(name) <= 100 and name.isprintable() for name in changes.skipped)
+    assert folder.changes(NOW) == Changes(added=(("y" * 200, longest),))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 5, "one that is hidden is how a copy is made"
+    assert all(len(line) <= 250 and line.isprintable() for line in lines)
     assert folder.changes(NOW) == NOTHING
+    assert len(caplog.records) == 5
 
 
 def test_a_hidden_folder_that_is_no_adapter_is_not_worth_a_word(root: Path, folder: Folder) -> None:

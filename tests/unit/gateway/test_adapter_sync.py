@@ -413,3 +413,35 @@ async def test_what_a_node_lost_or_serves_otherwise_than_it_should_is_mended(
         cluster.nodes["n2"].catalog.remove("pirate")
         await until(lambda: shown(sync, "pirate").other_versions != {} or bool(cluster.nodes["n1"].calls[1:]))
         await until(lambda: all(node.served() == {"pirate": str(path)} for node in cluster.nodes.values()))
+
+
+async def test_what_a_nodes_full_disk_kept_out_is_served_once_there_is_room(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what comes and goes in the folder leaves alone what was loaded under its name from elsewhere."""
+
+    class Elsewhere(AdapterStore):
+        def find(self, content_hash: str, path: str) -> str:
+            return super().find(content_hash, "/not/on/this/machine")
+
+    monkeypatch.setattr("gateway.adapter_sync.WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr("gateway.adapter_sync.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("engine_bridge.adapters.retries.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("engine_bridge.adapters.retries.LONGEST_WAIT_S", 0.01)
+    store = Elsewhere(cluster.folder / "n3", free_bytes=1 << 60)
+    far = await cluster.add("n3", store=store)
+    pirate = cluster.adapter("pirate")
+    async with synced(cluster, folder=cluster.folder / "adapters") as sync:
+        assert sync.merged() == []
+        assert "no room" in sync.problems()["pirate"] and "tried again" in sync.problems()["pirate"]
+        store._free_bytes = 0
+        await until(lambda: all("pirate" in node.served() for node in cluster.nodes.values()))
+        await until(lambda: sync.problems() == {})
+        other = make_adapter(cluster.folder / "other", modules=MODULES, seed=1)
+        assert (await sync.load(loading("pirate", other, load_inplace=True))).status == 200
+        version = shown(sync, "pirate").version
+        await until(lambda: "loaded from elsewhere" in sync.problems().get("pirate", ""))
+        pirate.rename(cluster.folder / "moved")
+        await until(lambda: sync.problems() == {})
+        assert shown(sync, "pirate").version == version
+        assert set(far.served()) == {"pirate"}

@@ -110,7 +110,9 @@ async def test_what_is_typed_while_an_answer_is_written_is_computed_behind_that_
     assert [m.content for m in request.messages] == ["Hello!", "Yes.", "Why?", said, "And what is"]
 
 
-async def test_what_is_typed_beside_an_edited_question_is_computed_behind_its_new_answer(parts: Parts) -> None:
+async def test_what_is_typed_beside_an_edited_question_is_computed_behind_its_new_answer(
+    parts: Parts,
+) -> None:
     turn = await parts.answered("a", "Yes.")
     await parts.answered("b", "No.", content="Why?", session_id=turn.session_id)
     edited = await parts.ask("c", "Why not?", session_id=turn.session_id, after="a")

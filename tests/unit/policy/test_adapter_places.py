@@ -142,10 +142,10 @@ def test_what_is_listed_is_shown_by_name_also_while_no_node_is_there() -> None:
 
 
 def test_figures_add_up_and_an_adapter_counts_once() -> None:
-    assert merged_stats([], []) is None
+    assert merged_stats([], [], {}) is None
     one = stats(counts={"loads:disk": 1}, seconds={"step": 0.5})
     two = stats(counts={"loads:disk": 2, "failed": 1}, seconds={"step": 0.25, "layout": 1.0})
-    total = merged_stats([one, two], [info(place="host")])
+    total = merged_stats([one, two], [info(place="host")], {"late": "The disk is full."})
     assert total == stats(
         num_by_place={"host": 1},
         host_bytes=20,
@@ -153,4 +153,5 @@ def test_figures_add_up_and_an_adapter_counts_once() -> None:
         cached_bytes=2,
         counts={"loads:disk": 3, "failed": 1},
         seconds={"step": 0.75, "layout": 1.0},
+        failed={"late": "The disk is full."},
     )

@@ -1,0 +1,111 @@
+"""Keeps in service what lies in a folder of adapters, and what was named one by one: as it comes, changes and goes, until it is as it should be.
+
+A name belongs to whoever brought what is served under it. An adapter that was loaded from another place, over HTTP or by name from the start on, is
+neither replaced nor ended by what comes or goes in the folder; the folder's own of that name is served once the other has been unloaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from engine_bridge.adapters.errors import quoted
+from engine_bridge.adapters.retries import Refusal, Retries
+from engine_bridge.adapters.watch import Changes, Folder
+
+log = logging.getLogger(__name__)
+
+# How often the folder of adapters is looked at. Chosen: a listing of hundreds takes milliseconds.
+WATCH_EVERY_S = 2.0
+
+
+class Server(Protocol):
+    """What serves adapters."""
+
+    def served_paths(self) -> Mapping[str, str]:
+        """By name, where each lies that is served now."""
+        ...
+
+    async def serve_found(self, name: str, path: str) -> Refusal | None:
+        """Check an adapter and serve it, in place of an earlier one from the same path. None: it is served."""
+        ...
+
+    async def drop_found(self, name: str, path: str) -> None:
+        """Its files have gone. Nothing happens where the name is served from another path."""
+        ...
+
+
+class Follower:
+    """Of one folder. Every method but `problems` is called from the event loop.
+
+    Args:
+        folder: None: there is none. given: (name, path) of others, which are served from the start on, or once they can be.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        folder: Path | None,
+        given: Iterable[tuple[str, str]] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._server = server
+        self._retries = Retries()
+        self._folder = Folder(folder, self._retries) if folder is not None else None
+        self._given = dict(given)
+        self._clock = clock
+
+    async def start(self, report: Callable[[str], None] = lambda stage: None) -> None:
+        """Serve what there is. What cannot be served is left out, with a line in the log."""
+        for name, path in self._given.items():
+            report(f"checking adapter {name}")
+            await self._serve(name, path)
+        changes = await self._changes(is_settled=True)
+        for number, (name, path_found) in enumerate(changes.added, 1):
+            report(f"checking adapter {name} ({number} of {len(changes.added)})")
+            await self._serve(name, str(path_found))
+
+    async def follow(self) -> None:
+        """Look once at what has changed, and try again what is due."""
+        for name in self._retries.due(set(self._given), self._clock()):
+            await self._serve(name, self._given[name])
+        changes = await self._changes()
+        for name in changes.removed:
+            log.info("adapter %s has gone from its folder", quoted(name))
+            assert self._folder is not None
+            await self._contained(name, self._server.drop_found(name, str(self._folder.path / name)))
+        for name, path in (*changes.added, *changes.changed):
+            await self._serve(name, str(path))
+
+    def problems(self) -> dict[str, str]:
+        """By name, why it is not served as its files are. From any thread."""
+        return self._retries.texts()
+
+    async def _changes(self, *, is_settled: bool = False) -> Changes:
+        folder = self._folder
+        if folder is None:
+            return Changes()
+        served = self._server.served_paths()
+        elsewhere = {name for name, path in served.items() if path != str(folder.path / name)}
+        now = self._clock()
+        return await asyncio.to_thread(folder.changes, now, elsewhere, is_settled=is_settled)
+
+    async def _serve(self, name: str, path: str) -> None:
+        refusal = await self._contained(name, self._server.serve_found(name, path))
+        if refusal is None:
+            self._retries.forget(name)
+        elif self._retries.failed(name, refusal, self._clock()):
+            log.error("adapter %s is left as it was: %s", quoted(name), self._retries.texts()[name])
+
+    @staticmethod
+    async def _contained(name: str, doing: Awaitable[Refusal | None]) -> Refusal | None:
+        """One adapter's trouble is not the others'."""
+        try:
+            return await doing
+        except Exception as error:
+            log.exception("adapter %s could not be looked after", quoted(name))
+            return Refusal(f"The server failed on it ({type(error).__name__}).")

@@ -1,0 +1,66 @@
+"""Adapters that could not be taken into service: why, and when another try is worth it. Pure."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from engine_bridge.adapters.errors import FINAL_CODES
+
+# The first wait, doubled after each try up to the last. Chosen: a disk that has room again is noticed while somebody looks.
+FIRST_WAIT_S: Final = 2.0
+LONGEST_WAIT_S: Final = 10.0
+
+
+class Refusal(NamedTuple):
+    """Why an adapter is not served as its files are. code: as of `AdapterRejected` or `RegistryFailed`; "" where nothing is known."""
+
+    reason: str
+    code: str = ""
+
+
+class _Failed(NamedTuple):
+    refusal: Refusal
+    num_tries: int
+    at_s: float
+
+    @property
+    def wait_s(self) -> float | None:
+        if self.refusal.code in FINAL_CODES:
+            return None
+        return float(min(FIRST_WAIT_S * 2 ** (self.num_tries - 1), LONGEST_WAIT_S))
+
+
+class Retries:
+    """By name. What is the files' own fault, or the name's, is not tried again until the files are others: whoever sees that says `forget`."""
+
+    def __init__(self) -> None:
+        self._failed: dict[str, _Failed] = {}
+
+    def failed(self, name: str, refusal: Refusal, now: float) -> bool:
+        """A try has failed. Whether that is news: another reason than the last time."""
+        before = self._failed.get(name)
+        num_tries = before.num_tries + 1 if before is not None else 1
+        self._failed[name] = _Failed(refusal, num_tries, now)
+        return before is None or before.refusal != refusal
+
+    def forget(self, name: str) -> None:
+        """It is served, or gone, or its files are others."""
+        self._failed.pop(name, None)
+
+    def is_due(self, name: str, now: float) -> bool:
+        """Whether it failed, and is to be tried again now. A clock that was set back does not put that off."""
+        failed = self._failed.get(name)
+        return failed is not None and failed.wait_s is not None and not 0 <= now - failed.at_s < failed.wait_s
+
+    def due(self, names: set[str], now: float) -> list[str]:
+        """Those of these names that are to be tried again now, in order."""
+        return sorted(name for name in names & self._failed.keys() if self.is_due(name, now))
+
+    def texts(self) -> dict[str, str]:
+        """By name, why it is not served as its files are. From any thread."""
+        return {name: _text(failed) for name, failed in sorted(self._failed.copy().items())}
+
+
+def _text(failed: _Failed) -> str:
+    again = "" if failed.wait_s is None else " It is tried again by itself."
+    return f"{failed.refusal.reason}{again}"

@@ -1,0 +1,83 @@
+"""A node's adapters without an engine: the real catalog, registry and folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from engine_bridge.adapters.catalog import Catalog, open_registry
+from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed
+from engine_bridge.adapters.registry import AdapterRecord, Registry
+from engine_bridge.adapters.retries import Refusal
+from tests.adapter_corpus import make_adapter
+from tests.unit.cluster.catalog_node import MODULES, contract
+
+LONG_AGO = 1_600_000_000.0
+MAX_BYTES = 1 << 30
+
+
+class CatalogServer:
+    """See `adapters.follower.Server`. One at a time calls it."""
+
+    def __init__(self, state: Path | None = None) -> None:
+        self.registry = open_registry(state)
+        self.catalog = Catalog(self.registry, contract(), MAX_BYTES)
+
+    def served_paths(self) -> dict[str, str]:
+        return {record.name: record.path for record in self.catalog.served()}
+
+    async def serve_found(self, name: str, path: str) -> Refusal | None:
+        served = self.catalog.current(name)
+        if served is not None and served.path != path:
+            return Refusal("An adapter of this name was loaded from elsewhere.", "name_taken")
+        try:
+            await asyncio.to_thread(self.catalog.add, name, path)
+        except (AdapterRejected, RegistryFailed) as error:
+            return Refusal(str(error), error.code)
+        return None
+
+    async def drop_found(self, name: str, path: str) -> None:
+        served = self.catalog.current(name)
+        if served is not None and served.path == path:
+            await asyncio.to_thread(lambda: self.catalog.remove(name, is_missing=True))
+
+    def load(self, name: str, path: Path) -> AdapterRecord:
+        """As a client does."""
+        return self.catalog.add(name, str(path))
+
+    def unload(self, name: str) -> None:
+        self.catalog.remove(name)
+
+    def version(self, name: str) -> str:
+        served = self.catalog.current(name)
+        return served.content_hash if served is not None else ""
+
+
+def put(folder: Path, name: str, seed: int = 0, *, when: float = LONG_AGO) -> Path:
+    """An adapter that was left alone for long enough. One that lies there is replaced as a whole."""
+    made = make_adapter(folder.parent / f"making-{name}", modules=MODULES, seed=seed)
+    for path in (*made.iterdir(), made):
+        os.utime(path, (when + seed, when + seed))
+    target = folder / name
+    if target.exists():
+        for path in made.iterdir():
+            path.replace(target / path.name)
+        made.rmdir()
+        os.utime(target, (when + seed, when + seed))
+    else:
+        folder.mkdir(exist_ok=True)
+        made.rename(target)
+    return target
+
+
+def fill_disk(registry: Registry) -> None:
+    """From now on the registry finds no room for another page."""
+    assert registry._connection is not None
+    (num_pages,) = registry._connection.execute("PRAGMA page_count").fetchone()
+    registry._connection.execute(f"PRAGMA max_page_count = {num_pages}")
+
+
+def free_disk(registry: Registry) -> None:
+    assert registry._connection is not None
+    registry._connection.execute("PRAGMA max_page_count = 1000000")
