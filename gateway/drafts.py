@@ -109,7 +109,7 @@ class Drafts:
         work = self._work.get(key)
         if work is not None:
             self.stop(*key)
-            self._put(key, work.adapter, work.text, work.pause_s, work.then)
+            self._put(key, _Work(work.client, work.adapter, work.text, work.pause_s, work.then))
 
     def renew_owner(self, owner: str) -> None:
         """Some session's history is another one by now."""

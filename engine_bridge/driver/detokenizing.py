@@ -45,7 +45,7 @@ class _BeyondPrompt:
 
     def decode_next(self, next_token_id: int) -> str:
         """The text that an answer's next token brings, "" where more tokens are needed."""
-        text: str = super().decode_next(next_token_id)  # type: ignore[misc]
+        text: str = super().decode_next(next_token_id)
         if text and self._prompt_texts:
             text, self._prompt_texts = beyond(self._prompt_texts, text), ()
         return text
