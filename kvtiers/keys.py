@@ -33,12 +33,13 @@ class BlockShape(Struct, frozen=True):
 class Namespace(Struct, frozen=True, kw_only=True):
     """Everything that must be equal for two processes to share KV blocks, and a name to read.
 
-    model: for readers; the same weights in another folder are the same. revision: tells the weights apart. hash_seed: what the chain of block
-    hashes begins with.
+    model: for readers; the same weights in another folder are the same. revision: tells the weights apart. computation: tells apart what is
+    computed with them: the model's configuration, and settings that change it. hash_seed: what the chain of block hashes begins with.
     """
 
     model: str
     revision: str
+    computation: str
     dtype: str
     block_size_tokens: int
     layout: str

@@ -158,6 +158,7 @@ class EmulatedTiers(KvTiers):
         self._namespace = Namespace(
             model=cost.model.name,
             revision="",
+            computation="",
             dtype="",
             block_size_tokens=block_tokens,
             layout="",

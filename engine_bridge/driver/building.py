@@ -58,6 +58,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
     """An in-process `LLMEngine` with parts of ours in the places of vLLM's. Raises SeamMoved and whatever vLLM raises."""
     from engine_bridge.driver import grammars
     from engine_bridge.driver.kv_keys import hash_by_content
+    from engine_bridge.driver.kv_namespace import arguments_that_count
     from engine_bridge.driver.vllm_api import LLMEngine
 
     mends_lora = config.device == "cpu" and config.enable_lora
@@ -70,7 +71,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
 
         seam.install()
     grammars.install()
-    engine = LLMEngine.from_engine_args(engine_args(config, tiers), enable_multiprocessing=False)
+    args = engine_args(config, tiers)
+    if tiers is not None:
+        tiers.arguments = arguments_that_count(args)
+    engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
     core = engine.engine_core.engine_core
     core.request_block_hasher = hash_by_content(core.request_block_hasher)
     if config.enable_lora:

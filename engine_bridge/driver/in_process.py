@@ -41,7 +41,7 @@ def revision_of(model: Any) -> str:
     Where nothing tells which weights were loaded (they were streamed from elsewhere, or a hub's cache names no commit) they are taken for this
     process's own: what it keeps is of no use to another.
     """
-    weights = getattr(model, "model_weights", None) or model.model
+    weights = model.model_weights or model.model
     path = Path(weights)
     if path.exists():
         return folder_revision(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import threading
@@ -17,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.core.restores import Restores, StepMoves
-from engine_bridge.driver.in_process import revision_of
+from engine_bridge.driver.kv_namespace import namespace_of
 from engine_bridge.errors import SeamMoved
 from engine_bridge.policy.costs import Copied, CopyTimes, KvBlock, Link, PrefillCost
 from engine_bridge.policy.restore_method import FullCost, SwapOrRecompute
@@ -25,7 +24,7 @@ from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
 from kvtiers.io.io_thread import IoThread
-from kvtiers.keys import BlockShape, Namespace
+from kvtiers.keys import Namespace
 from kvtiers.policy.eviction import ByValue, EvictionPolicy
 from kvtiers.policy.rates import Rate
 from kvtiers.policy.restore import (
@@ -112,6 +111,8 @@ class KvTiers:
         self.has_progressed = False
         """Staged KV has come since somebody last cleared this."""
         self.listener: RequestListener | None = None
+        self.arguments: dict[str, Any] = {}
+        """Of the engine that is built next: see `kv_namespace.arguments_that_count`."""
         self.loads_must_hold = False
         """See `engine_bridge.core.restoring.Machine`."""
         self.is_paused = False
@@ -155,7 +156,7 @@ class KvTiers:
         sizes = {block_copy.layer_bytes(tensor) for tensor in tensors}
         if len(sizes) != 1:
             raise SeamMoved(f"layers have KV blocks of different sizes: {sorted(sizes)}")
-        namespace = _namespace(tensors, sizes.pop(), vllm_config)
+        namespace = namespace_of(tensors, sizes.pop(), vllm_config, self.arguments)
         if namespace != self._namespace:
             self._close_store()
             self._open_store(namespace)
@@ -378,28 +379,3 @@ def find_tiers(name: str) -> KvTiers:
     if tiers is None:
         raise SeamMoved("KV tiers need the engine's worker in this process (one GPU, no tensor parallelism)")
     return tiers
-
-
-def _namespace(tensors: list[Any], layer_bytes: int, vllm_config: Any) -> Namespace:
-    """What must be equal for stored KV to be this engine's. The layout names the CPU's instruction set where attention packs keys for it."""
-    import torch
-
-    from engine_bridge.driver.vllm_api import get_none_hash_seed, vllm_version
-
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    tensor = tensors[0]
-    layout = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm_version()}"
-    if tensor.device.type == "cpu":
-        layout += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
-    # What weights and KV are made into changes what is in the blocks. Left out where it is not set, so that stored KV stays good.
-    made = [str(part) for part in (model.quantization, cache.cache_dtype) if part not in (None, "auto")]
-    return Namespace(
-        model=Path(model.model).name,
-        revision=revision_of(model),
-        dtype=" ".join([f"{model.dtype} {tensor.dtype}", *made]),
-        block_size_tokens=cache.block_size,
-        layout=layout,
-        hash_algorithm=str(cache.prefix_caching_hash_algo),
-        hash_seed=hashlib.sha256(get_none_hash_seed().encode()).hexdigest()[:16],
-        shape=BlockShape(len(tensors), layer_bytes),
-    )

@@ -59,10 +59,13 @@ def test_another_content_tenant_or_no_adapter_makes_other_keys(other: dict[str, 
 
 def test_where_a_model_lies_and_what_it_is_called_there_is_not_part_of_a_namespace(tmp_path: Path) -> None:
 
-    def namespace(model: str = "demo", revision: str = "r", seed: str = "s") -> Namespace:
+    def namespace(
+        model: str = "demo", revision: str = "r", seed: str = "s", computation: str = "c"
+    ) -> Namespace:
         return Namespace(
             model=model,
             revision=revision,
+            computation=computation,
             dtype="float32",
             block_size_tokens=32,
             layout="",
@@ -78,3 +81,4 @@ def test_where_a_model_lies_and_what_it_is_called_there_is_not_part_of_a_namespa
     folder.mkdir()
     assert namespace("renamed").folder_in(tmp_path) == folder
     assert namespace(revision="other").folder_in(tmp_path) != folder
+    assert namespace(computation="other").folder_in(tmp_path) != folder

@@ -151,8 +151,10 @@ OWNERS = (
         reads(
             "cache_config device_config kv_transfer_config model_config scheduler_config structured_outputs_config"
         ),
+        reads("speculative_config", KV_TIERS),
         at="vllm_config",
     ),
+    owner("vllm.config:SpeculativeConfig", KV_TIERS, reads("draft_model_config")),
     owner(
         "vllm.config:CacheConfig",
         ENGINE,
@@ -164,7 +166,7 @@ OWNERS = (
         "vllm.config:ModelConfig",
         ENGINE,
         reads("max_model_len"),
-        reads("dtype hf_config model quantization revision", KV_TIERS),
+        reads("dtype hf_config hf_text_config model model_weights quantization", KV_TIERS),
         calls("get_vocab_size()"),
         at="vllm_config.model_config",
     ),

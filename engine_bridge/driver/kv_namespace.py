@@ -1,0 +1,178 @@
+"""What must be equal for stored KV to be an engine's own: the weights, the model as it was resolved from its configuration and all that overrides
+it, the layout, and every setting that is not known to leave KV as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine_bridge.driver.in_process import revision_of
+from kvtiers.keys import BlockShape, Namespace
+from kvtiers.weights import folder_revision
+
+# Engine arguments (of vLLM 0.32) that change no KV, or that a namespace tells by what they came to. Any other one makes other keys.
+HARMLESS_ARGUMENTS = frozenset(
+    # Told by what they came to: weights, types, block size, longest context.
+    """
+    model model_weights revision code_revision trust_remote_code dtype quantization kv_cache_dtype block_size max_model_len
+    """
+    # Names, tokens and texts: keys are made of token ids.
+    """
+    served_model_name tokenizer tokenizer_mode tokenizer_revision hf_token download_dir allowed_local_media_path allowed_media_domains
+    limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type renderer_num_workers
+    """
+    # Which token is chosen.
+    """
+    seed max_logprobs logprobs_mode structured_outputs_config reasoning_parser reasoning_config generation_config override_generation_config
+    logits_processors watermark_config
+    """
+    # How many requests, in which order, in which steps.
+    """
+    max_num_seqs max_num_active_seqs max_num_queued_reqs max_num_queued_tokens max_num_batched_tokens max_num_scheduled_tokens
+    long_prefill_token_threshold long_prefill_token_threshold_adaptive scheduling_policy scheduler_cls async_scheduling stream_interval
+    watermark scheduler_reserve_full_isl prefill_schedule_interval
+    """
+    # Memory, and how weights come to it.
+    """
+    gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override cpu_offload_gb max_parallel_loading_workers safetensors_load_strategy
+    safetensors_prefetch_num_threads safetensors_prefetch_block_size use_tqdm_on_load skip_mm_profiling device_ids numa_bind numa_bind_nodes
+    numa_bind_cpus
+    """
+    # KV is kept, and adapters are told apart, by keys of their own.
+    """
+    enable_prefix_caching prefix_caching_hash_algo kv_transfer_config kv_events_config enable_lora max_loras max_lora_rank max_cpu_loras
+    """
+    # What is logged and measured.
+    """
+    disable_log_stats aggregate_engine_logging logging_config log_level log_config_file show_hidden_metrics_for_version otlp_traces_endpoint
+    collect_detailed_traces per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets
+    cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details enable_mm_processor_stats
+    jit_monitor_mode jit_monitor_verbose profiler_config shutdown_timeout
+    """.split()
+)
+# The same of vLLM's environment: any other variable of it that is set makes other keys.
+HARMLESS_VARIABLES = frozenset(
+    """
+    VLLM_API_KEY VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_AUDIO_FETCH_TIMEOUT VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL
+    VLLM_CACHE_ROOT VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_CONFIGURE_LOGGING VLLM_CONFIG_ROOT VLLM_CPU_CI_ENV VLLM_CPU_KVCACHE_SPACE
+    VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_OMP_THREADS_BIND VLLM_DEBUG_DUMP_PATH VLLM_DEBUG_LOG_API_SERVER_RESPONSE VLLM_DISABLE_COMPILE_CACHE
+    VLLM_DISABLE_LOG_LOGO VLLM_DIST_IDENT VLLM_DOCKER_BUILD_CONTEXT VLLM_DO_NOT_TRACK VLLM_ENABLE_RESPONSES_API_STORE
+    VLLM_ENABLE_V1_MULTIPROCESSING VLLM_ENGINE_READY_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS VLLM_GC_DEBUG VLLM_HOST_IP
+    VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_IMAGE_FETCH_TIMEOUT VLLM_IMAGE_TAG VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_LOGGING_COLOR
+    VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOG_BATCHSIZE_INTERVAL VLLM_LOG_MODEL_INSPECTION
+    VLLM_LOG_STATS_INTERVAL VLLM_LOOPBACK_IP VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB
+    VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_N_SEQUENCES VLLM_MAX_STOP_STRINGS VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_MAX_SIZE_MB VLLM_MEDIA_CACHE_TTL_HOURS
+    VLLM_MEDIA_FETCH_MAX_RETRIES VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_NO_USAGE_STATS VLLM_PORT
+    VLLM_PROCESS_NAME_PREFIX VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_RPC_BASE_PATH VLLM_SERVER_DEV_MODE
+    VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_SYSTEM_START_DATE VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS
+    VLLM_USAGE_SOURCE VLLM_USAGE_STATS_SERVER VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_VIDEO_FETCH_TIMEOUT VLLM_WORKER_MULTIPROC_METHOD
+    VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS VLLM_XGRAMMAR_CACHE_MB
+    """.split()
+)
+# As the process was given it: while vLLM builds an engine it sets variables itself.
+ENVIRONMENT: Mapping[str, str] = dict(os.environ)
+# Of a model's configuration: who wrote it.
+CONFIG_NOTES = frozenset(("transformers_version",))
+
+
+def arguments_that_count(args: Any, environ: Mapping[str, str] = ENVIRONMENT) -> dict[str, Any]:
+    """Of vLLM's engine arguments and of its environment what is set and is not known to leave KV as it is: plain values, by name.
+
+    To be asked before an engine is built from the arguments: vLLM fills them in then.
+    """
+    found = {}
+    for each in dataclasses.fields(args):
+        if each.name in HARMLESS_ARGUMENTS:
+            continue
+        value, default = _plain(getattr(args, each.name)), _plain(_default_of(each))
+        if value != default:
+            found[each.name] = value
+    variables = {name for name in environ if name.startswith("VLLM_")} - HARMLESS_VARIABLES
+    return found | {name: environ[name] for name in variables}
+
+
+def namespace_of(
+    tensors: list[Any], layer_bytes: int, vllm_config: Any, arguments: Mapping[str, Any]
+) -> Namespace:
+    """Of a built engine. The layout names the CPU's instruction set where attention packs keys for it. arguments: see `arguments_that_count`."""
+    import torch
+
+    from engine_bridge.driver.vllm_api import get_none_hash_seed, vllm_version
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    tensor = tensors[0]
+    layout = f"{tuple(tensor.shape[1:])} strides {tensor.stride()[1:]} vllm {vllm_version()}"
+    if tensor.device.type == "cpu":
+        layout += f" {torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
+    # What weights and KV are made into changes what is in the blocks.
+    made = [str(part) for part in (model.quantization, cache.cache_dtype) if part not in (None, "auto")]
+    return Namespace(
+        model=Path(model.model).name,
+        revision=revision_of(model),
+        computation=_computation(vllm_config, arguments),
+        dtype=" ".join([f"{model.dtype} {tensor.dtype}", *made]),
+        block_size_tokens=cache.block_size,
+        layout=layout,
+        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_seed=hashlib.sha256(get_none_hash_seed().encode()).hexdigest()[:16],
+        shape=BlockShape(len(tensors), layer_bytes),
+    )
+
+
+def _computation(vllm_config: Any, arguments: Mapping[str, Any]) -> str:
+    """A digest of how KV is computed from weights and tokens. The longest context belongs to it: some models choose their positions by it."""
+    model, speculation = vllm_config.model_config, vllm_config.speculative_config
+    draft = speculation.draft_model_config if speculation is not None else None
+    facts = {
+        "config": _plain(model.hf_config.to_dict()),
+        "text_config": _plain(model.hf_text_config.to_dict()),
+        "max_model_len": model.max_model_len,
+        "arguments": dict(arguments),
+        # Its layers have KV in the same blocks.
+        "draft": revision_of(draft) if draft is not None else "",
+    }
+    return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
+
+
+def _plain(value: Any) -> Any:
+    """A value in parts that JSON knows, equal for what computes the same. What is not known here is told by its text: where that names an address
+    it is like nothing else, and its KV is shared with nobody."""
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case enum.Enum():
+            return _plain(value.value)
+        case str():
+            return _content_of(value) if os.path.isabs(value) else value
+        case os.PathLike():
+            return _plain(os.fspath(value))
+        case Mapping():
+            names = (name for name in value if not str(name).startswith("_") and name not in CONFIG_NOTES)
+            return {str(name): _plain(value[name]) for name in names}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case set() | frozenset():
+            return sorted((_plain(each) for each in value), key=str)
+        case type():
+            return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        return _plain({each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)})
+    return str(value)
+
+
+def _content_of(path: str) -> str:
+    """Where a file or folder lies is one machine's own; what is in it is not."""
+    return folder_revision(Path(path)) if os.path.exists(path) else path

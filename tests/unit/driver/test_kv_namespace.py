@@ -1,0 +1,118 @@
+"""Stored KV is for engines that compute the same: any setting makes it another's, unless it is known to change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_bridge.driver.building import engine_args
+from engine_bridge.driver.kv_namespace import (
+    HARMLESS_ARGUMENTS,
+    HARMLESS_VARIABLES,
+    _computation,
+    arguments_that_count,
+)
+from engine_bridge.engine_config import EngineConfig
+from gateway.config import DEMO_MODEL_DIR
+
+
+def config_of(*arguments: str, **settings: Any) -> EngineConfig:
+    return EngineConfig(
+        **{"model": str(DEMO_MODEL_DIR), "served_model_name": "demo", "dtype": "float32"} | settings,
+        engine_args=arguments,
+    )
+
+
+def counting(*arguments: str, environ: Mapping[str, str] | None = None, **settings: Any) -> dict[str, Any]:
+    return arguments_that_count(engine_args(config_of(*arguments, **settings), None), environ or {})
+
+
+def test_sizes_names_and_logging_change_no_key() -> None:
+    assert counting() == counting(
+        "disable_log_stats=true",
+        "max_logprobs=7",
+        "generation_config=vllm",
+        served_model_name="other",
+        max_num_seqs=3,
+        max_num_batched_tokens=512,
+        kv_cache_gib=0.05,
+        gpu_memory_utilization=0.5,
+        seed=9,
+        enable_lora=False,
+        environ={"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PORT": "9", "VLLM_IMAGE_TAG": "x", "HOME": "/root"},
+    )
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        'hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}',
+        "disable_sliding_window=true",
+        "attention_backend=CPU_ATTN",
+        "model_impl=transformers",
+        'mm_processor_kwargs={"size": 3}',
+        'compilation_config={"mode": 0}',
+        'additional_config={"anything": 1}',
+    ],
+)
+def test_any_other_argument_makes_other_keys(argument: str) -> None:
+    assert counting(argument) != counting()
+
+
+def test_an_argument_that_is_new_makes_other_keys_where_it_is_given() -> None:
+    @dataclasses.dataclass
+    class Newer:
+        model: str = ""
+        rotates_twice: bool = False
+        modes: list[str] = dataclasses.field(default_factory=lambda: ["a"])
+
+    assert arguments_that_count(Newer("m"), {}) == {}
+    assert arguments_that_count(Newer("m", rotates_twice=True), {}) == {"rotates_twice": True}
+    assert arguments_that_count(Newer("m", modes=["a", "b"]), {}) == {"modes": ["a", "b"]}
+
+
+def test_a_variable_of_vllms_that_is_not_known_makes_other_keys() -> None:
+    assert counting(environ={"VLLM_BATCH_INVARIANT": "1"}) != counting()
+    assert counting(environ={"VLLM_NEW_KERNEL": "1"}) != counting(environ={"VLLM_NEW_KERNEL": "2"})
+
+
+def test_a_file_counts_by_what_is_in_it(tmp_path: Path) -> None:
+    one, same = tmp_path / "one.json", tmp_path / "same.json"
+    one.write_text("[1]")
+    same.write_text("[1]")
+    argument = 'additional_config={"scales": "%s"}'
+    before = counting(argument % one)
+    assert before == counting(argument % same)
+    one.write_text("[2]")
+    assert before != counting(argument % one)
+
+
+def test_what_is_called_harmless_is_vllms_own() -> None:
+    """A name that vLLM has dropped or renamed is none to rely on."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.envs import environment_variables
+
+    assert {each.name for each in dataclasses.fields(EngineArgs)} >= HARMLESS_ARGUMENTS
+    # Set beside vLLM's list: where its own processes meet, and what its images say of their making.
+    assert HARMLESS_VARIABLES - environment_variables.keys() <= {"VLLM_DIST_IDENT"}
+
+
+def test_the_model_counts_as_it_was_resolved() -> None:
+    """Whether an override, the file or a longer context has made it what it is."""
+
+    def computation(*arguments: str, **settings: Any) -> str:
+        return _computation(engine_args(config_of(*arguments, **settings), None).create_engine_config(), {})
+
+    usual = computation()
+    assert usual == computation(max_num_seqs=3, served_model_name="other", max_num_batched_tokens=4096)
+    rope = 'hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}'
+    others = [
+        computation(rope),
+        computation('hf_overrides={"rms_norm_eps": 0.5}'),
+        computation(max_model_len=256),
+    ]
+    assert len({usual, *others}) == 4
