@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from engine_bridge.policy import adapter_cache, lanes, registry
+from engine_bridge.policy.grammar_room import MIB, default_room_bytes
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -116,6 +117,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
             "Engine", "Any other engine argument of vLLM's, as NAME=VALUE; some are refused, with the reason."
         ),
     ] = ()
+
+    grammar_memory_mib: Annotated[
+        Positive | None,
+        setting(
+            "Limits",
+            "Memory for the grammars of all running answers, in MiB; unset: 1024, or 16 for each of max_num_seqs.",
+        ),
+    ] = None
 
     kv_host_gib: Annotated[
         float,
@@ -251,6 +260,12 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     def kv_cache_bytes(self) -> int | None:
         """As `kv_cache_bytes` says of this device."""
         return kv_cache_bytes(self.kv_cache_gib, self.device)
+
+    @property
+    def grammar_bytes(self) -> int:
+        """What the compiled grammars of all running answers may take together."""
+        mib = self.grammar_memory_mib
+        return default_room_bytes(self.max_num_seqs) if mib is None else mib * MIB
 
     @property
     def is_eager(self) -> bool:

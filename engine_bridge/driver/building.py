@@ -70,7 +70,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
         from engine_bridge.driver.adapters import seam
 
         seam.install()
-    grammars.install()
+    grammars.install(config.grammar_bytes)
     args = engine_args(config, tiers)
     if tiers is not None:
         tiers.arguments = arguments_that_count(args)

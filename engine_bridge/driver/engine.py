@@ -180,7 +180,7 @@ class VllmDriver:
             self._note_sources(outputs)
         for output in outputs:
             if any(completion.finish_reason == "error" for completion in output.outputs):
-                from engine_bridge.driver.grammars import take_failure
+                from engine_bridge.driver.running_grammars import take_failure
 
                 output.failure = take_failure(self._internal_ids.get(output.request_id, ""))
             if output.finished:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_bridge.adapters.errors import AdapterRejected
-from engine_bridge.driver.vllm_api import RetryableRequestError, VLLMClientError, VLLMValidationError
+from engine_bridge.driver.vllm_api import RetryableRequestError, VLLMClientError
 from engine_bridge.errors import InvalidRequest
 
 ENGINE_FAILED_MESSAGE = (
@@ -13,10 +13,6 @@ ENGINE_FAILED_MESSAGE = (
 
 class UnfitAdapter(InvalidRequest, VLLMClientError):
     """The adapter that a request names cannot be computed with: a bad request for us as for vLLM's serving classes, never worth a retry."""
-
-
-def refused(reason: str) -> Exception:
-    return VLLMValidationError(reason)
 
 
 def engine_failed() -> Exception:

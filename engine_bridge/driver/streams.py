@@ -44,7 +44,7 @@ class Streams:
             if stream is not None:
                 failure = getattr(output, "failure", None)
                 # An exception takes the place of outputs that wait; a note on one of them would be lost when they are merged.
-                self._put(stream, output if failure is None else _failures().refused(failure))
+                self._put(stream, output if failure is None else failure)
 
     def fail(self, unique_id: str, error: Exception) -> None:
         stream = self._streams.get(unique_id)

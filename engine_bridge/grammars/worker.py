@@ -1,7 +1,8 @@
 """The helper process: compiles one grammar after the other and says what is wrong with each. Holds a tokenizer and nothing else.
 
-Frames on stdin and stdout are a length of four bytes (big-endian) and so many bytes. The first one in is a `Setup` as JSON, answered by "{}"; each
-further one is a grammar in llguidance's own form, answered by a `Verdict` as JSON. It ends when stdin does, and may end at any time.
+Frames on stdin and stdout, which are a socket, are a length of four bytes (big-endian) and so many bytes. The first one in is a `Setup` as JSON,
+answered by "{}"; each further one is a grammar in llguidance's own form, answered by a `Verdict` as JSON. It ends when stdin does, and may end at
+any time.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import IO
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
+from engine_bridge.grammars.messages import readable
+
 # A quarter of the smallest stack on which the engine's threads run (2 MiB where the system sets no limit, else mostly 8): what fits in here
 # cannot overflow there. Measured: a level of a chain of rules takes 8 to 11 KiB, so some hundred levels fit.
 STACK_BYTES = 1 << 20
 # Tokens that a grammar is tried with. Chosen: what explodes at once shows in the first few; what grows slowly is bounded while it runs.
 TRIAL_TOKENS = 16
-# Messages of the compiler may quote the whole grammar.
-MAX_REASON_CHARS = 300
+HEAD_BYTES = 4  # of a frame: the length of its body
 
 
 class Setup(msgspec.Struct):
@@ -45,8 +47,8 @@ class Verdict(msgspec.Struct):
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
     """The next frame; None at the end of the stream, also in the middle of a frame."""
-    head = stream.read(4)
-    if len(head) < 4:
+    head = stream.read(HEAD_BYTES)
+    if len(head) < HEAD_BYTES:
         return None
     size = int.from_bytes(head, "big")
     body = stream.read(size)
@@ -55,7 +57,7 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 
 def write_frame(stream: IO[bytes], body: bytes) -> None:
     """Writes a body with its length before it, as four bytes in big-endian order."""
-    stream.write(len(body).to_bytes(4, "big") + body)
+    stream.write(len(body).to_bytes(HEAD_BYTES, "big") + body)
     stream.flush()
 
 
@@ -70,7 +72,7 @@ def judge(tokenizer: LLTokenizer, grammar: str) -> str:
         if token is None:
             break
         matcher.consume_token(token)
-    return _first_line(matcher.get_error()) if matcher.is_error() else ""
+    return readable(matcher.get_error()) if matcher.is_error() else ""
 
 
 def _any_allowed(mask: bytes, choice: random.Random, tokenizer: LLTokenizer) -> int | None:
@@ -83,10 +85,6 @@ def _any_allowed(mask: bytes, choice: random.Random, tokenizer: LLTokenizer) -> 
             if mask[at] >> bit & 1 and token not in ends and token < num_tokens:
                 return token
     return None
-
-
-def _first_line(error: str) -> str:
-    return error.strip().split("\n", 1)[0].split(" <state>", 1)[0][:MAX_REASON_CHARS]
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
@@ -117,11 +115,20 @@ def _bound_cpu(cpu_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime + cpu_s), hard))
 
 
+def _keep_silent() -> None:
+    """The compiler prints of its own accord, and would quote a client's grammar, in the middle of the replies or in the server's log."""
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, sys.stdout.fileno())
+    os.dup2(silence, sys.stderr.fileno())
+
+
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(5)  # answers go before checks
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=serve, args=(sys.stdin.buffer, sys.stdout.buffer))
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    _keep_silent()
+    thread = threading.Thread(target=serve, args=(sys.stdin.buffer, replies))
     thread.start()
     thread.join()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -109,22 +110,58 @@ async def _content(http: aiohttp.ClientSession, body: dict[str, Any]) -> str:
         return (await response.json())["choices"][0]["message"]["content"]
 
 
-async def test_equal_grammars_are_compiled_once_and_give_independent_answers(
+async def test_equal_grammars_give_independent_answers_and_go_with_them(
     http: aiohttp.ClientSession, node: SharedNode
 ) -> None:
     body = CHAT | {"structured_outputs": {"choice": ["yes", "no"]}, "n": 3}
-
-    def num_compiled(driver: Any) -> int:
-        manager = driver.engine.engine_core.engine_core.scheduler.structured_output_manager
-        return len(manager.backend._compiled)
-
-    async with http.post("/v1/chat/completions", json=body) as response:
-        assert response.status == 200
-    before = await node.run_on_engine(num_compiled)
     async with http.post("/v1/chat/completions", json=body) as response:
         answers = [choice["message"]["content"] for choice in (await response.json())["choices"]]
     assert set(answers) <= {"yes", "no"} and len(answers) == 3
-    assert await node.run_on_engine(num_compiled) == before
+    await engine_is_empty(node)
+
+    def num_compiled(driver: Any) -> int:
+        manager = driver.engine.engine_core.engine_core.scheduler.structured_output_manager
+        return int(manager.backend.num_compiled)
+
+    assert await node.run_on_engine(num_compiled) == 0
+
+
+async def test_a_pattern_that_is_used_often_goes_on_working(
+    http: aiohttp.ClientSession, node: SharedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for so few states, each answer fills up what its grammar may have."""
+    monkeypatch.setattr("engine_bridge.policy.grammar_room.FIRST_STATES", 150)
+    street = {"json": {"type": "string", "pattern": "^.{1,60} .{1,40}$"}}
+    body = CHAT | {"structured_outputs": street, "max_tokens": 30, "n": 4}
+
+    async def ask() -> int:
+        async with http.post("/v1/chat/completions", json=body) as response:
+            return response.status
+
+    assert await asyncio.gather(*(ask() for _ in range(6))) == [200] * 6
+
+
+async def test_grammars_that_take_all_the_memory_are_refused_until_some_have_ended(
+    http: aiohttp.ClientSession, node: SharedNode
+) -> None:
+    def let_grammars_have(num_bytes: int, driver: Any) -> int:
+        backend = driver.engine.engine_core.engine_core.scheduler.structured_output_manager.backend
+        before: int = backend._room._total_bytes
+        backend._room._total_bytes = num_bytes
+        return before
+
+    body = CHAT | {"structured_outputs": {"choice": ["yes", "no"]}}
+    await engine_is_empty(node)
+    room_bytes = await node.run_on_engine(partial(let_grammars_have, 1 << 20))
+    try:
+        async with http.post("/v1/chat/completions", json=body) as response:
+            assert response.status == 429
+            error = (await response.json())["error"]
+        assert error["code"] == "rate_limited" and "grammar_memory_mib" in error["message"]
+    finally:
+        await node.run_on_engine(partial(let_grammars_have, room_bytes))
+    async with http.post("/v1/chat/completions", json=body) as response:
+        assert response.status == 200
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Structured output: vLLM's guidance backend, of which each step is bounded (`engine_bridge/driver/grammars.py`)."""
+"""Structured output: vLLM's guidance backend, of which each step is bounded (`engine_bridge/driver/running_grammars.py`)."""
 
 from engine_bridge.driver.vllm_api.features import GRAMMARS
 from engine_bridge.driver.vllm_api.uses import (
@@ -17,7 +17,9 @@ OWNERS = (
     owner(
         "vllm.v1.structured_output:StructuredOutputManager",
         GRAMMARS,
-        looks_up("grammar_init", "GuidanceBackend"),
+        looks_up("grammar_init", "GuidanceBackend _create_grammar"),
+        replaces("_create_grammar(request)"),
+        reads("backend"),
         writes("reasoner_cls"),
     ),
     owner(
@@ -31,16 +33,21 @@ OWNERS = (
     owner(
         "vllm.v1.structured_output.backend_guidance:GuidanceBackend",
         GRAMMARS,
-        overrides("__post_init__()", "compile_grammar(request_type, grammar_spec, stop_token_ids=None)"),
-        reads("ll_tokenizer vocab_size"),
+        overrides("__post_init__()"),
+        reads("disable_additional_properties disable_any_whitespace ll_tokenizer vocab_size"),
     ),
     owner(
         "vllm.v1.structured_output.backend_guidance:GuidanceGrammar",
         GRAMMARS,
         builds("ll_matcher, ll_tokenizer, vocab_size"),
-        overrides("fill_bitmask(bitmask, idx)", "accept_tokens(request_id, tokens)"),
-        reads("ll_matcher"),
-        writes("printed_error"),
+        overrides(
+            "fill_bitmask(bitmask, idx)",
+            "accept_tokens(request_id, tokens)",
+            "validate_tokens(tokens)",
+            "rollback(num_tokens)",
+        ),
+        reads("rollback_lag"),
+        writes("ll_matcher printed_error"),
     ),
     owner("vllm.v1.structured_output.request", GRAMMARS, calls("get_structured_output_key(params)")),
     owner(

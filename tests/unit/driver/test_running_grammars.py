@@ -1,0 +1,172 @@
+"""Grammars of running answers: bounded in memory, never used up for the next answer, and never shared between tenants."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+
+from engine_bridge.driver import running_grammars
+from engine_bridge.driver.running_grammars import BoundedBackend, BoundedGrammar, NoRoom, take_failure
+from engine_bridge.driver.vllm_api import GracefulHTTPError, VLLMValidationError
+from gateway.config import DEMO_MODEL_DIR
+
+JSON, REGEX = StructuredOutputOptions.JSON, StructuredOutputOptions.REGEX
+STREET = json.dumps({"type": "string", "pattern": "^.{1,60} .{1,40}$"})
+# Each character of an answer is a state of its own.
+COUNTING = r"([a-z]{1,990}[0-9]{1,1000}){1,1000}"
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
+
+
+MakeBackend = Callable[..., BoundedBackend]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> MakeBackend:
+    def make(room_bytes: int = 1 << 30, states: int = 2000) -> BoundedBackend:
+        monkeypatch.setattr(BoundedBackend, "room_bytes", room_bytes)
+        monkeypatch.setattr("engine_bridge.policy.grammar_room.FIRST_STATES", states)
+        whitespace = SimpleNamespace(disable_any_whitespace=True, disable_additional_properties=False)
+        config: Any = SimpleNamespace(structured_outputs_config=whitespace)
+        return BoundedBackend(config, tokenizer=tokenizer(), vocab_size=len(tokenizer()))
+
+    return make
+
+
+class Answer:
+    """Takes tokens that its grammar allows, as the engine does."""
+
+    def __init__(self, backend: BoundedBackend, grammar: BoundedGrammar, seed: int = 0) -> None:
+        self.grammar, self.seed = grammar, random.Random(seed)
+        self.bitmask = backend.allocate_token_bitmask(1)
+        self.tokens: list[int] = []
+
+    def allowed(self) -> list[int]:
+        self.grammar.fill_bitmask(self.bitmask, 0)
+        mask = self.bitmask[0].numpy().tobytes()
+        ids = range(len(tokenizer()))
+        return [token for token in ids if mask[token >> 3] >> (token & 7) & 1]
+
+    def take(self, num_tokens: int) -> bool:
+        """False: the grammar ended it, or the answer is complete."""
+        for _ in range(num_tokens):
+            tokens = [token for token in self.allowed() if token != tokenizer().eos_token_id]
+            if not tokens:
+                return False
+            token = self.seed.choice(tokens)
+            if not self.grammar.accept_tokens("answer", [token]):
+                return False
+            self.tokens.append(token)
+        return True
+
+
+def test_an_answer_that_fills_up_its_lexer_goes_on_as_if_it_had_room_for_ever(backend: MakeBackend) -> None:
+    small, large = backend(states=300), backend(states=200_000)
+    bounded = Answer(small, small.grammar_for("", REGEX, COUNTING))
+    free = Answer(large, large.grammar_for("", REGEX, COUNTING))
+    for _ in range(30):
+        assert bounded.take(10)
+        assert free.grammar.accept_tokens("free", bounded.tokens[-10:])
+        assert bounded.allowed() == free.allowed()
+
+
+def test_a_grammar_that_one_answer_uses_up_still_serves_the_others(backend: MakeBackend) -> None:
+    bounded = backend(states=400)
+    waiting = Answer(bounded, bounded.grammar_for("", REGEX, COUNTING))
+    assert waiting.take(3)
+    assert Answer(bounded, bounded.grammar_for("", REGEX, COUNTING), seed=1).take(150)
+    assert waiting.take(150)
+    assert Answer(bounded, bounded.grammar_for("", REGEX, COUNTING), seed=2).take(150)
+
+
+def test_no_number_of_overlapping_answers_wears_a_grammar_out(backend: MakeBackend) -> None:
+    bounded = backend(states=250)
+    overlapping: list[Answer] = []
+    for seed in range(30):
+        overlapping = [*overlapping[-1:], Answer(bounded, bounded.grammar_for("", JSON, STREET), seed)]
+        overlapping[-1].take(25)
+        assert take_failure("answer") is None
+
+
+def test_draft_tokens_are_taken_back_also_where_the_grammar_was_compiled_anew(backend: MakeBackend) -> None:
+    bounded = backend(states=300)
+    answer = Answer(bounded, bounded.grammar_for("", REGEX, COUNTING))
+    assert answer.take(20)
+    before = answer.allowed()
+    for seed in range(20):
+        answer.seed = random.Random(seed)
+        assert answer.take(12)
+        answer.grammar.rollback(12)
+        assert answer.allowed() == before
+
+
+def test_nothing_compiled_outlives_its_answers(backend: MakeBackend) -> None:
+    bounded = backend()
+    answers = [bounded.grammar_for("", JSON, STREET) for _ in range(3)]
+    assert bounded.num_compiled == 1, "answers of one key that run at the same time share a grammar"
+    del answers
+    gc.collect()
+    assert bounded.num_compiled == 0
+
+
+def test_no_tenant_shares_a_grammar_or_its_time_with_another(backend: MakeBackend) -> None:
+    bounded = backend()
+    slow = bounded.grammar_for("one", JSON, STREET)
+    other = Answer(bounded, bounded.grammar_for("another", JSON, STREET))
+    slow.budget.spend(1000)
+    assert not slow.accept_tokens("slow", [1])
+    assert "too ambiguous" in str(take_failure("slow"))
+    assert other.take(5)
+    assert Answer(bounded, bounded.grammar_for("one", JSON, STREET)).take(5), "nor with its own next answer"
+
+
+@pytest.fixture
+def many(backend: MakeBackend) -> Iterator[tuple[BoundedBackend, list[BoundedGrammar]]]:
+    """A tenant's grammars, as many as it may have at once."""
+    bounded = backend(room_bytes=64 << 20)
+    grammars = []
+    with pytest.raises(NoRoom):
+        for number in range(1000):
+            grammars.append(bounded.grammar_for("greedy", REGEX, f"[a-z]{{1,{number + 1}}}"))
+    yield bounded, grammars
+
+
+def test_one_tenants_grammars_are_bounded_and_leave_room_for_another(
+    many: tuple[BoundedBackend, list[BoundedGrammar]],
+) -> None:
+    bounded, grammars = many
+    assert 2 <= len(grammars) <= 20
+    assert Answer(bounded, bounded.grammar_for("modest", JSON, STREET)).take(5)
+    grammars.clear()
+    gc.collect()
+    assert bounded.grammar_for("greedy", JSON, STREET), "what has ended makes room"
+
+
+def test_an_answer_that_outgrows_what_is_left_may_be_asked_for_again(backend: MakeBackend) -> None:
+    bounded = backend(room_bytes=8 << 20, states=500)
+    answer = Answer(bounded, bounded.grammar_for("", REGEX, COUNTING))
+    assert not answer.take(2000)
+    failure = take_failure("answer")
+    assert isinstance(failure, GracefulHTTPError) and failure.http_status == 429
+    assert Answer(bounded, bounded.grammar_for("", REGEX, COUNTING)).take(20)
+
+
+def test_what_fails_in_a_grammar_of_its_own_is_the_answers_fault(backend: MakeBackend) -> None:
+    bounded = backend()
+    answer = Answer(bounded, bounded.grammar_for("", REGEX, r"(.{1,60} .{1,40}){1,1000}"))
+    assert not answer.take(300)
+    failure = take_failure("answer")
+    assert isinstance(failure, VLLMValidationError) and "too many states" in str(failure)
+    assert running_grammars.NO_ROOM not in str(failure)
