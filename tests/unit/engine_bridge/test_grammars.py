@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ import pytest
 
 from engine_bridge.errors import EngineUnavailable
 from engine_bridge.grammars.checker import GrammarChecker, HelperProcess, Tokenizer
+from engine_bridge.grammars.messages import UNREADABLE
 from engine_bridge.grammars.worker import Setup
 
 BYTES = Tokenizer("byte")
@@ -146,3 +148,85 @@ async def test_a_slow_check_of_one_tenant_does_not_delay_another_tenants(checker
     assert await checker.check(schema({"type": "object"}), "b") == ""
     assert sum(task.done() for task in waiting) < len(waiting)
     await asyncio.gather(*waiting)
+
+
+class DeafHelper:
+    """Stops a checker's helper processes in the middle of their work: they neither read nor answer nor end."""
+
+    def __init__(self, checker: GrammarChecker) -> None:
+        self._checker = checker
+
+    def stop_all(self) -> None:
+        for helper in self._checker._processes:
+            helper.start()
+            assert helper._process is not None
+            os.kill(helper._process.pid, signal.SIGSTOP)
+
+
+async def test_a_helper_that_does_not_read_is_replaced_and_structured_output_goes_on() -> None:
+    # More than a socket holds, so that it cannot even be written.
+    large = schema({"enum": [f"value {number}" for number in range(50_000)]})
+    checker = GrammarChecker(BYTES, timeout_s=2.0, memory_mib=512)
+    DeafHelper(checker).stop_all()
+    async with asyncio.timeout(100):
+        reasons = await asyncio.gather(checker.check(large, "a"), checker.check(large, "b"))
+        assert all("takes longer than" in reason for reason in reasons)
+        assert await checker.check(schema({"type": "object"}), "a") == ""
+        assert await checker.check(schema({"type": "object"}), "b") == ""
+    checker.close()
+
+
+async def test_what_one_tenant_has_asked_is_neither_known_nor_held_against_another(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = schema({"enum": [f"value {number}" for number in range(20_000)]})
+    with monkeypatch.context() as hurry:
+        hurry.setattr(checker, "_timeout_s", 0.0)
+        assert "takes longer than" in await checker.check(grammar, "a")
+    assert "takes longer than" in await checker.check(grammar, "a"), "is not tried again for a while"
+    assert await checker.check(grammar, "b") == ""
+    num_checked = checker.num_checked
+    assert await checker.check(grammar, "b") == ""
+    assert checker.num_checked == num_checked
+    assert await checker.check(grammar, "c") == ""
+    assert checker.num_checked == num_checked + 1, "an answer at once would tell that somebody had asked it"
+
+
+async def test_many_tenants_and_grammars_are_forgotten_again(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_bridge.grammars.checker.MAX_TENANTS", 3)
+    monkeypatch.setattr("engine_bridge.grammars.checker.MAX_REMEMBERED", 2)
+    for number in range(5):
+        assert await checker.check(schema({"type": "object"}), f"tenant {number}") == ""
+        assert await checker.check(schema({"const": number}), "tenant 4") == ""
+    assert len(checker._tenants) == 3
+    assert len(checker._tenants["tenant 4"]._verdicts) == 2
+
+
+async def test_a_helper_that_dies_of_earlier_grammars_is_not_held_against_the_next_one(
+    checker: GrammarChecker,
+) -> None:
+    small = schema({"type": "object"})
+    for tenant in ("a", "b"):
+        assert await checker.check(small, tenant) == ""
+    for helper in checker._processes:
+        if helper._process is not None:
+            helper.has_worked = True
+            # As if the memory that earlier grammars have left there were all that it may have.
+            resource.prlimit(helper._process.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    large = schema({"enum": [f"value {number}" for number in range(20_000)]})
+    assert await checker.check(large, "c") == ""
+
+
+async def test_the_one_whose_grammar_ends_a_helper_waits_for_the_next_helper(
+    checker: GrammarChecker,
+) -> None:
+    assert "too deeply" in await checker.check(chain(5000), "a")
+    processes = [helper._process for helper in checker._processes if helper._process is not None]
+    assert processes and all(process.poll() is None for process in processes)
+
+
+async def test_what_the_compiler_says_of_its_own_code_is_not_for_clients(checker: GrammarChecker) -> None:
+    lazy = llguidance.grammar_from("lark", 'start: a "x"\na[lazy]: /.*/\n')
+    assert await checker.check(lazy, "") == UNREADABLE
