@@ -34,6 +34,8 @@ def configure_environment(config: EngineConfig) -> None:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if config.device == "cpu":
+        # numba's OpenMP would set the number of threads of whoever calls it; see `compute_threads`.
+        defaults["NUMBA_THREADING_LAYER"] = "workqueue"
         if config.cpu_threads is not None:
             cores = sorted(os.sched_getaffinity(0))[-config.cpu_threads :]
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
@@ -83,16 +85,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
         logits_rows.watch(engine)
     if mends_lora:
         lora.check_engine(engine)
-    if config.device == "cpu" and config.cpu_threads is not None:
-        _compute_on(config.cpu_threads)
     return engine
-
-
-def _compute_on(num_threads: int) -> None:
-    """From this thread. vLLM reads VLLM_CPU_OMP_THREADS_BIND in other processes only, and has replaced torch.set_num_threads by nothing."""
-    import torch
-
-    torch._C.set_num_threads(num_threads)
 
 
 def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:

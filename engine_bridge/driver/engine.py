@@ -36,6 +36,7 @@ from kvtiers.keys import BlockKey
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
+    from engine_bridge.driver.compute_threads import ComputeThreads
     from engine_bridge.driver.kv_tiers import KvTiers
     from engine_bridge.driver.link_measuring import LinkMeasuring
     from engine_bridge.driver.node_load import NodeLoad, Speeds
@@ -106,6 +107,7 @@ class VllmDriver:
             detokenizing.install()
         report(f"loading {Path(config.model).name}")
         self.engine = build_engine(config, tiers)
+        self._threads = make_threads(config)
         self._off = start.built_off(self.engine, config.device, self._off)
         config = start.without(config, self._off)
         # Not kept in variables of this frame: see `close`.
@@ -176,6 +178,7 @@ class VllmDriver:
     def _step_engine(self) -> list[RequestOutput]:
         self.adapters.begin_step()
         outputs = self.engine.step()
+        self._threads.mend()
         if self._silent:
             self._note_sources(outputs)
         for output in outputs:
@@ -401,6 +404,13 @@ class VllmDriver:
         if self._tiers is None:
             return num_bytes, compute_s
         return num_bytes, min(compute_s, num_bytes / self._tiers.host_bytes_per_s())
+
+
+def make_threads(config: EngineConfig) -> ComputeThreads:
+    """Have this thread compute on as many threads as the settings say. vLLM reads VLLM_CPU_OMP_THREADS_BIND in other processes only."""
+    from engine_bridge.driver.compute_threads import ComputeThreads
+
+    return ComputeThreads(config.cpu_threads if config.device == "cpu" else None)
 
 
 def give_back_free_memory() -> None:

@@ -1,0 +1,71 @@
+"""What others do to the engine thread's number of threads is taken back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine_bridge.driver.compute_threads import ComputeThreads
+
+# As vLLM proposes n-gram drafts: numba's loop over the requests, with its own number of threads set around it.
+PROPOSES = """
+from engine_bridge.driver.building import configure_environment
+from engine_bridge.engine_config import EngineConfig
+configure_environment(EngineConfig(model="/nowhere", served_model_name="x", device="cpu", cpu_threads=1))
+import numba, numpy, torch
+torch.set_num_threads(1)
+
+@numba.njit(parallel=True)
+def propose(numbers):
+    for at in numba.prange(numbers.shape[0]):
+        numbers[at] += 1
+
+before = numba.get_num_threads()
+numba.set_num_threads(1)
+propose(numpy.zeros(8))
+numba.set_num_threads(before)
+print(torch.get_num_threads())
+"""
+
+
+@pytest.fixture(autouse=True)
+def number() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch._C.set_num_threads(before)
+
+
+def test_a_number_that_a_library_has_changed_is_set_again_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    threads = ComputeThreads(1)
+    for other in (3, 2):
+        torch._C.set_num_threads(other)
+        threads.mend()
+        assert torch.get_num_threads() == 1
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "a library has set the engine's number of threads to 3"
+    ]
+
+
+def test_without_a_setting_the_number_stays_what_it_was() -> None:
+    torch._C.set_num_threads(2)
+    threads = ComputeThreads()
+    threads.mend()
+    assert torch.get_num_threads() == 2
+    torch._C.set_num_threads(1)
+    threads.mend()
+    assert torch.get_num_threads() == 2
+
+
+def test_numbas_parallel_loops_leave_the_number_alone() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_THREADING_LAYER"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROPOSES], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split()[-1:] == ["1"], done.stderr
