@@ -370,7 +370,7 @@ class Turns:
         messages: tuple[ChatMessage, ...] = ()
         with self._metrics.turn_running():
             try:
-                request = self._request(live, begun, sampling, context)
+                request = _request(live, begun, sampling, context, keeps_question=self._keeps_questions)
                 messages = request.messages
                 async with contextlib.aclosing(self._node.generate(request)) as deltas:  # type: ignore[type-var]
                     async for delta in deltas:
@@ -388,25 +388,6 @@ class Turns:
         if live.done is not None and not begun.history and self.on_first_answer is not None:
             answered = [*messages, ChatMessage("assistant", live.whole.text)]
             self.on_first_answer(live.owner, live.session_id, live.title, answered)
-
-    def _request(
-        self, live: LiveTurn, begun: BeginResult, sampling: Sampling, context: RequestContext
-    ) -> GenerateRequest:
-        messages = (*messages_of(begun.history, begun.settings), ChatMessage("user", begun.turn.content))
-        asked = read_conversation([(message.role, message.content) for message in messages])
-        return GenerateRequest(
-            request_id=live.request_id,
-            context=structs.replace(
-                context,
-                tenant=tenant_of(live.owner),
-                session_id=live.session_id,
-                adapter=begun.turn.adapter or "",
-                asked=asked if self._keeps_questions else asked.numbers(),
-            ),
-            messages=messages,
-            sampling=begun.settings.sampling(sampling),
-            history_token_ids=begun.history_token_ids,
-        )
 
     async def _finish(self, live: LiveTurn, final: Delta | None, error: GatewayError | None) -> None:
         """Store how the turn ended, then tell: never the other way round."""
@@ -482,6 +463,26 @@ class Turns:
         live.unfollowed = None
         if not live.followers and not live.is_over:
             self._spawn(self.stop(live.owner, live.id))
+
+
+def _request(
+    live: LiveTurn, begun: BeginResult, sampling: Sampling, context: RequestContext, *, keeps_question: bool
+) -> GenerateRequest:
+    messages = (*messages_of(begun.history, begun.settings), ChatMessage("user", begun.turn.content))
+    asked = read_conversation([(message.role, message.content) for message in messages])
+    return GenerateRequest(
+        request_id=live.request_id,
+        context=structs.replace(
+            context,
+            tenant=tenant_of(live.owner),
+            session_id=live.session_id,
+            adapter=begun.turn.adapter or "",
+            asked=asked if keeps_question else asked.numbers(),
+        ),
+        messages=messages,
+        sampling=begun.settings.sampling(sampling),
+        history_token_ids=begun.history_token_ids,
+    )
 
 
 def from_bridge(error: BridgeError) -> GatewayError:

@@ -48,8 +48,13 @@ class BlockCopier(Protocol):
         """Copy slots into device blocks before the layer's attention reads them."""
         ...
 
-    def end_step(self, then: Callable[[], None]) -> None:
-        """Call `then` once all copies so far are done: at once, or later on another thread."""
+    def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        """Call `then` once all copies so far are done: at once, or later on another thread. Where the device has failed at them, `failed` is called
+        in its place, or `then` where there is none: the memory is free, and what was copied into it is not to be trusted."""
+        ...
+
+    def rest(self) -> None:
+        """Return once nothing is copied any more, also where the device has failed: one that takes no more work does none."""
         ...
 
 
@@ -82,8 +87,10 @@ class CpuCopier:
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self._copy(self._layers[layer], blocks, self._region, slots, self.back)
 
-    def end_step(self, then: Callable[[], None]) -> None:
+    def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         then()
+
+    def rest(self) -> None: ...
 
     def _copy(
         self,
@@ -121,6 +128,10 @@ class CpuCopier:
                 into.index_copy_(0, torch.from_numpy(wanted), source[start : start + len(wanted)])
 
 
+# Which way, bytes, and the events before and after.
+_Timed = tuple[Copied, int, Any, Any]
+
+
 class CudaCopier:
     """Copies on a side stream from and to pinned memory, by vLLM's block-swapping kernel.
 
@@ -138,9 +149,7 @@ class CudaCopier:
         self._stream = torch.cuda.Stream()
         self._submit = waiter
         self._has_loaded = False
-        self._timed: list[
-            tuple[Copied, int, Any, Any]
-        ] = []  # of this step's copies: which way, bytes, and the events before and after
+        self._timed: list[_Timed] = []  # of this step's copies
         self._counting = threading.Lock()
         self.out, self.back = Copied(), Copied()
 
@@ -157,7 +166,7 @@ class CudaCopier:
         self._swap(self._region, self._layers[layer], slots, blocks, self.back)
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def end_step(self, then: Callable[[], None]) -> None:
+    def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         """The next step may overwrite blocks that are still being copied: its kernels wait for the copies, the host does not."""
         done = torch.cuda.Event()
         done.record(self._stream)
@@ -165,13 +174,28 @@ class CudaCopier:
         timed, self._timed, self._has_loaded = self._timed, [], False
 
         def wait() -> None:
-            done.synchronize()
-            with self._counting:
-                for copied, num_bytes, began, ended in timed:
-                    copied.add(num_bytes, began.elapsed_time(ended) / 1e3)
-            then()
+            try:
+                done.synchronize()
+                self._count(timed)
+            except Exception:
+                log.exception("the device has failed while it copied KV")
+                (failed or then)()
+            else:
+                then()
 
         self._submit(wait)
+
+    def rest(self) -> None:
+        try:
+            self._stream.synchronize()
+        except Exception as error:
+            # CUDA's errors last: every call after one fails, and nothing runs any more.
+            log.warning("the device has failed: %s", error)
+
+    def _count(self, timed: list[_Timed]) -> None:
+        with self._counting:
+            for copied, num_bytes, began, ended in timed:
+                copied.add(num_bytes, began.elapsed_time(ended) / 1e3)
 
     def _swap(
         self,

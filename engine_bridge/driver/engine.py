@@ -32,6 +32,7 @@ from engine_bridge.policy.costs import TablePrefill
 from engine_bridge.policy.fading import FadingRate
 from engine_bridge.policy.pausing import DecodeSeconds
 from engine_bridge.policy.registry import POLICIES
+from kvtiers.closing import going_on
 from kvtiers.keys import BlockKey
 
 if TYPE_CHECKING:
@@ -94,6 +95,21 @@ class VllmDriver:
         self._tiers = tiers
         self._fail = fail
         self._predictor = predictor
+        try:
+            self._build(config, adapters, report, wake)
+        except BaseException:
+            # Nobody will have this driver, so nobody else can close what was made of it.
+            self.close()
+            raise
+
+    def _build(
+        self,
+        config: EngineConfig,
+        adapters: Iterable[AdapterRecord],
+        report: Callable[[str], None],
+        wake: Callable[[], None],
+    ) -> None:
+        tiers = self._tiers
         report("importing vLLM")
         self._off = start.engine_off(config.device)
         config = start.without(config, self._off)
@@ -211,21 +227,24 @@ class VllmDriver:
         return is_urgent
 
     def close(self) -> None:
-        """Give all memory back, whatever fails on the way.
+        """Give all memory back, whatever fails on the way, and whatever was built of it.
 
         Even where somebody holds on to this object: an import error that a library keeps holds the frames that led to it.
         """
-        try:
-            if self.scheduling is not None:
-                self.scheduling.close()
-            self.adapters.close()
-            self.engine.engine_core.shutdown()
-            if self._tiers is not None:
-                self._tiers.detach()
-        finally:
-            self.__dict__.clear()
-            gc.collect()
-            give_back_free_memory()
+        made = self.__dict__.copy()
+        self.__dict__.clear()
+        for name, close in (
+            ("scheduling", lambda part: part.close()),
+            ("adapters", lambda part: part.close()),
+            ("engine", lambda part: part.engine_core.shutdown()),
+            ("_tiers", lambda part: part.detach()),
+        ):
+            if (part := made.pop(name, None)) is not None:
+                with going_on(f"the engine ({name.removeprefix('_')})"):
+                    close(part)
+        made.clear()
+        gc.collect()
+        give_back_free_memory()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

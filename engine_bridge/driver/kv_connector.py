@@ -10,7 +10,7 @@ wait_for_save. In a step that loads nothing vLLM calls start_load_kv after the f
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -255,13 +255,13 @@ class _Step:
         keep = store.commit if is_right else store.abandon
         self._loads, self._saves, self._save_blocks, self._save_slots = [], [], [], []
 
-        def let_go() -> None:
+        def let_go(keep: Callable[[Save], None] = keep) -> None:
             for save in saves:
                 keep(save)
             for load in loads:
                 store.release(load.stage)
 
-        copier.end_step(let_go)
+        copier.end_step(let_go, lambda: let_go(store.abandon))
         self._tiers.end_moves(self._moves)
         self._tiers.hear_copies()
 

@@ -20,6 +20,7 @@ from engine_bridge.driver.kv_namespace import namespace_of
 from engine_bridge.errors import SeamMoved
 from engine_bridge.policy.costs import Copied, CopyTimes, KvBlock, Link, PrefillCost
 from engine_bridge.policy.restore_method import FullCost, SwapOrRecompute
+from kvtiers.closing import going_on
 from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
@@ -173,9 +174,11 @@ class KvTiers:
     def detach(self) -> None:
         """The engine is gone; what is stored stays."""
         if self.listener is not None:
-            self.listener.close()
+            with going_on("advisories"):
+                self.listener.close()
         if self.restores is not None and self.store is not None:
-            self.restores.close()
+            with going_on("restores"):
+                self.restores.close()
         self._give_up_moves()
         self.listener = self.copier = self.restores = None
         if self.store is not None:
@@ -199,23 +202,29 @@ class KvTiers:
 
         def let_go() -> None:
             for moves in moving:
-                for job in moves.saves:
-                    store.abandon(job.save)
-                for load in moves.loads:
-                    store.release(load.stage)
+                with going_on("a step of the failed engine"):
+                    for job in moves.saves:
+                        store.abandon(job.save)
+                    for load in moves.loads:
+                        store.release(load.stage)
 
+        # A device may be copying yet: that must not end in memory which has become another's.
         try:
-            # A device may be copying yet: that must not end in memory which has become another's.
             copier.end_step(let_go) if copier is not None else let_go()
         except Exception:
-            log.exception("host memory that the failed engine was copying stays in use")
+            log.exception("the device does not say when it has copied; it is waited for")
+            assert copier is not None
+            copier.rest()
+            let_go()
 
     def close(self) -> None:
         """Write what waits for the disk and give all memory back."""
-        self._close_store()
-        if self.peering is not None:
-            self.peering.close()
         _known.pop(self.name, None)
+        with going_on("the KV tiers"):
+            self._close_store()
+        if self.peering is not None:
+            with going_on("what lends KV to other nodes"):
+                self.peering.close()
 
     def peer_address(self) -> str:
         """Where other nodes may ask for KV, from now on; "" for nowhere. Raises OSError."""
@@ -258,15 +267,15 @@ class KvTiers:
         ).result()
 
     def _close_store(self) -> None:
-        if self.store is not None:
+        store, io, self.store, self._io, self._namespace = self.store, self._io, None, None, None
+        if store is not None:
             if self.peering is not None:
-                self.peering.detach()
-            self.store.close()
-            self.store = None
-        if self._io is not None:
-            self._io.close()
-            self._io = None
-        self._namespace = None
+                with going_on("what lends KV to other nodes"):
+                    self.peering.detach()
+            with going_on("the KV store"):
+                store.close()
+        if io is not None:
+            io.close()
 
     def _on_progress(self) -> None:
         self.has_progressed = True

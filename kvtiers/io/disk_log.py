@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvtiers.closing import going_on
 from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_room import DiskRoom
 from kvtiers.io.files import Claim, Files, Room, is_full, is_same_file, prepare
@@ -367,9 +368,11 @@ class DiskLog:
         """End the reads under way, let go of the folder. After this the store is empty: nothing is in it, reads miss, appends are refused."""
         self._is_closed = True
         async with self._write_lock:
-            await self._writer.seal()
+            with going_on("the newest file of the KV disk"):
+                await self._writer.seal()
         self._contents.clear()
-        await self._reader.close()
+        with going_on("reading from the KV disk"):
+            await self._reader.close()
         self._release_claim()
         self._workers.pool.shutdown()
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+# Chosen: for tasks that only have to hear that they are cancelled, and a disk that is slow.
+CLOSE_S = 2.0
 
 
 class IoThread:
@@ -24,11 +29,16 @@ class IoThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread."""
-        if self._thread.is_alive():
-            self.start(self._cancel_all()).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
+        """Cancel what still runs and end the thread. One that a disk holds up for longer than CLOSE_S is left behind: it ends with the process."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self.start(self._cancel_all()).result(CLOSE_S)
+        except TimeoutError:
+            log.error("the thread of the KV disk does not end within %.0f s; it is left behind", CLOSE_S)
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
 
     async def _cancel_all(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -35,6 +35,7 @@ from engine_bridge.driver.adapters.loading import Loaded, LoaderThread
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights
 from engine_bridge.node import AdapterPlace, AdapterStats, Advisory, AdvisoryReport
+from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)
 
@@ -270,10 +271,15 @@ class Residency:
 
     def close(self) -> None:
         """The engine goes. Waits for the loader's thread."""
-        self.loader.close()
-        self.copies.blocks.close()
-        self._workers.close()
-        self._host_path.close()
+        parts = {
+            "the loader of adapters": self.loader,
+            "adapters in KV blocks": self.copies.blocks,
+            "the adapters' worker processes": self._workers,
+            "the host's path of adapters": self._host_path,
+        }
+        for what, part in parts.items():
+            with going_on(what):
+                part.close()
 
     # -- moves -------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from engine_bridge.policy.decision_log import Recorded
 from engine_bridge.policy.lanes import RULES
 from engine_bridge.policy.registry import MakePolicy
 from engine_bridge.predict.length import LengthFeatures, LengthPredictor, OnlineLengths
+from kvtiers.closing import going_on
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
@@ -265,9 +266,11 @@ class Scheduling:
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.close()
+            with going_on("the thread that fits lanes"):
+                self._thread.close()
         if self._log is not None:
-            self._log.close()
+            with going_on("the decision log"):
+                self._log.close()
 
 
 def _progress(running: list[Any]) -> list[Progress]:

@@ -264,7 +264,7 @@ async def test_a_gateway_that_breaks_the_protocol_is_cut_off_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [b"\x81\xa6method\xa2\xff\xfe", b"\x92\xa5hello\xa2\xff\xfe", b"\x91" * 4000]
+    "message", [b"\x93\xa6notice\xa2\xff\xfe\xc0", b"\x93\xa4call\xa5drain" + b"\x91" * 4000]
 )
 async def test_bytes_that_are_no_text_are_refused_as_other_nonsense_is(
     caplog: pytest.LogCaptureFixture, message: bytes
@@ -306,8 +306,11 @@ async def test_a_follower_that_raises_keeps_neither_others_nor_who_looks_after_t
 
 
 async def test_a_notice_that_fails_ends_nothing() -> None:
+    heard = asyncio.Event()
+
     class Failing(FakeNode):
         def end_session(self, tenant: str, session_id: str) -> None:
+            heard.set()
             raise RuntimeError("the store is being closed")
 
     node = Failing()
@@ -316,6 +319,8 @@ async def test_a_notice_that_fails_ends_nothing() -> None:
         prefill = asyncio.create_task(remote.prefill(question("draft")))
         await node.prefilled()
         remote.end_session("t", "s")
+        await heard.wait()
+        await asyncio.sleep(0)
         node.gate.set()
         assert await prefill == 16 and link.is_up
 

@@ -108,6 +108,7 @@ class Cuda:
         self.side, self.compute = Stream("side", self), Stream("compute", self)
         self.done: list[str] = []
         self.now_ms = 0.0
+        self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
         return {
@@ -132,6 +133,9 @@ class Stream(NamedTuple):
     def wait_event(self, event: Event) -> None:
         self.cuda.done.append(f"{self.name} waits")
 
+    def synchronize(self) -> None:
+        Event(self.cuda).synchronize()
+
 
 class Event:
     def __init__(self, cuda: Cuda) -> None:
@@ -141,7 +145,8 @@ class Event:
         self.at_ms = self._cuda.now_ms
 
     def synchronize(self) -> None:
-        pass
+        if self._cuda.error is not None:
+            raise self._cuda.error
 
     def elapsed_time(self, end: Event) -> float:
         return end.at_ms - self.at_ms
@@ -179,3 +184,18 @@ def test_on_cuda_what_was_copied_is_counted_with_its_time_once_it_is_done(cuda: 
     waiting[0]()
     assert copier.out == Copied(2 * layer_bytes(layer), 1, 0.25) and copier.back == Copied()
     assert waiting[1] == "told"
+
+
+@pytest.mark.parametrize(("has_own_end", "told"), [(True, "failed"), (False, "then")])
+def test_on_cuda_memory_is_given_back_by_copies_at_which_the_device_fails(
+    cuda: Cuda, has_own_end: bool, told: str
+) -> None:
+    layer = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    region = np.zeros((NUM_SLOTS, layer_bytes(layer)), dtype=np.uint8)
+    heard: list[str] = []
+    copier = block_copy.CudaCopier([layer], region, lambda run: run())
+    cuda.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    copier.to_host(0, [1, 2], [3, 4])
+    copier.end_step(lambda: heard.append("then"), (lambda: heard.append("failed")) if has_own_end else None)
+    copier.rest()
+    assert heard == [told] and copier.out == Copied()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 
 from engine_bridge.core.restores import SaveJob, StepMoves
 from engine_bridge.core.restoring import Load
+from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.kv_connector import _gives_blocks_up, _Step
 from kvtiers.blocks import Stage
 from kvtiers.io.io_thread import IoThread
@@ -149,3 +151,36 @@ def test_what_a_step_holds_that_never_ends_goes_with_its_engine_when_the_device_
     assert stepped.num_saved == 0 and not stage.blocks
     stepped.tiers.detach()
     assert stepped.num_saved == 0
+
+
+def test_what_a_failed_device_copied_is_not_kept_and_nothing_stays_held(stepped: Stepped) -> None:
+    stepped.begin()
+    stepped.run()
+    stepped.copier.has_failed = True
+    stepped.step.end()
+    assert stepped.num_saved == 0
+
+
+def test_a_device_that_takes_no_more_work_holds_nothing_once_its_engine_is_closed(stepped: Stepped) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Listener:
+        """Of a promoter's; it fails, too."""
+
+        close = fails
+
+    stage = stepped.begin()
+    stepped.run()
+    stepped.copier.end_step = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        stepped.step.end()
+    driver = VllmDriver.__new__(VllmDriver)
+    stepped.tiers.listener = Listener()  # type: ignore[assignment]
+    driver._tiers = stepped.tiers
+    driver.scheduling = driver.adapters = Listener()  # type: ignore[assignment]
+    driver.engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=fails))
+    driver.close()
+    assert not stage.blocks and stepped.tiers.copier is None and stepped.tiers.listener is None
+    assert stepped.num_saved == 0
+    driver.close()

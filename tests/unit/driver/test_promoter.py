@@ -32,12 +32,13 @@ class LateCopier(CpuCopier):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.waiting: list[Callable[[], None]] = []
+        self.has_failed = False
 
     def to_device(self, layer: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.waiting.append(lambda: super(LateCopier, self).to_device(layer, blocks, slots))
 
-    def end_step(self, then: Callable[[], None]) -> None:
-        self.waiting.append(then)
+    def end_step(self, then: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        self.waiting.append((failed or then) if self.has_failed else then)
 
     def catch_up(self) -> None:
         waiting, self.waiting = self.waiting, []
