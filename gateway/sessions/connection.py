@@ -72,6 +72,8 @@ class Connection(aiosqlite.Connection):
         try:
             return await self._execute(work, self._conn)  # type: ignore[no-any-return, no-untyped-call]
         except sqlite3.Error as error:
+            if has_failed(error):
+                self._on_failure(error)
             raise _as_gateway_error(error) from error
 
     async def close(self) -> None:

@@ -169,6 +169,11 @@ def compact(conn: sqlite3.Connection) -> bool:
     return bool(conn.execute("PRAGMA page_count").fetchone()[0] != before)
 
 
+def rewrite_version(conn: sqlite3.Connection) -> None:
+    """Write a page of the file as it is. Raises sqlite3.Error, here or at the end of the transaction, where the disk takes no writes."""
+    conn.execute(f"PRAGMA user_version = {version_of(conn)}")
+
+
 def quick_check(conn: sqlite3.Connection) -> None:
     """Read the whole file. Raises sqlite3.Error if it is damaged."""
     verdict = conn.execute("PRAGMA quick_check(1)").fetchone()[0]

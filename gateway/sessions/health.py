@@ -1,14 +1,15 @@
-"""Whether the session file can be read: the last failure is remembered, and looked into until all of the file reads well again."""
+"""Whether the session file can be used: the last failure is remembered, and looked into until the file reads well again and takes a write."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
+from gateway.errors import GatewayError
 from gateway.sessions.database import open_reader, quick_check
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,9 @@ class Health:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._failed = asyncio.Event()
+        self._num_failures = 0
+        self.write: Callable[[], Awaitable[object]] | None = None
+        """Writes to the file by the connection that all writes take, and raises where the disk does not take it; None before there is one."""
 
     @property
     def has_failed(self) -> bool:
@@ -31,19 +35,37 @@ class Health:
     def note(self, error: sqlite3.Error) -> None:
         """The file failed a request."""
         if not self._failed.is_set():
-            logger.error("the session database has failed (%s); it is read again until it is whole", error)
+            logger.error("the session database has failed (%s); it is tried again until it works", error)
+        self._num_failures += 1
         self._failed.set()
 
     async def watch(self, waits_s: tuple[float, ...] = LOOK_AGAIN_S) -> None:
-        """For ever: once the file has failed, read all of it every now and then, and forget the failure when that succeeds."""
+        """For ever: once the file has failed, read all of it and write to it every now and then, and forget the failure when both succeed."""
         while True:
             await self._failed.wait()
             number = 0
-            while not await self._is_whole():
+            while not await self._works():
                 await asyncio.sleep(waits_s[min(number, len(waits_s) - 1)])
                 number += 1
-            logger.warning("the session database can be read again")
+            logger.warning("the session database can be read and written again")
             self._failed.clear()
+
+    async def _works(self) -> bool:
+        """Whether the file can be read and written, and no request has failed at it meanwhile."""
+        num_before = self._num_failures
+        return await self._is_whole() and await self._takes_writes() and num_before == self._num_failures
+
+    async def _takes_writes(self) -> bool:
+        """A disk may give all that it has and take nothing."""
+        try:
+            if self.write is not None:
+                await self.write()
+        except GatewayError:
+            return False  # its cause is in the log
+        except Exception:
+            logger.exception("the session database could not be written to")
+            return False
+        return True
 
     async def _is_whole(self) -> bool:
         try:

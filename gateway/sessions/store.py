@@ -17,7 +17,7 @@ from gateway.errors import GatewayError
 from gateway.sessions import listing, search, transactions, transfers
 from gateway.sessions.archive import Archive
 from gateway.sessions.connection import Connection, is_full, is_index_damaged
-from gateway.sessions.database import lock, open_reader, open_writer, unusable
+from gateway.sessions.database import lock, open_reader, open_writer, rewrite_version, unusable
 from gateway.sessions.health import Health
 from gateway.sessions.records import (
     NO_CHANGES,
@@ -66,6 +66,7 @@ class SessionStore:
         self._writer = writer
         self._reader, self._searcher = readers
         self._health = health
+        health.write = partial(writer.transact, rewrite_version)
         self._room = Room(writer, self._reader, reserve, file)
         self._searches = search.Searches()
         self.responses = Responses(self._reader, self._write)
@@ -124,11 +125,11 @@ class SessionStore:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the file failed a request and has not been found whole since, which takes ``watch``. Asking costs nothing."""
+        """Whether the file failed a request and has not been read and written since, which takes ``watch``. Asking costs nothing."""
         return self._health.has_failed
 
     async def watch(self) -> None:
-        """Run for ever beside the store: look into failures of the file, and find out when it can be read again."""
+        """Run for ever beside the store: look into failures of the file, and find out when it can be read and written again."""
         await self._health.watch()
 
     async def create_session(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -174,3 +176,60 @@ async def test_a_damaged_index_costs_no_text_and_is_built_again(
     store = await SessionStore.open(path)
     assert [summary.id for summary in (await store.list_sessions("ann", q="another question"))[0]] == ["s"]
     await store.close()
+
+
+def log_bytes(path: Path) -> int:
+    return Path(f"{path}-wal").stat().st_size
+
+
+@contextmanager
+def a_disk_that_takes_nothing_more(path: Path) -> Iterator[None]:
+    """The kernel refuses whatever would make the log longer than it is, which SQLite calls an I/O error; all else can be written and read."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log_bytes(path), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_file_that_can_be_read_but_not_written_has_failed_until_a_write_works(
+    store: SessionStore, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await store.record_turn("ann", "s", "last", "x" * 3000, answer="y" * 3000, now=NOW)
+    looks = 0
+    whole = store._health._is_whole
+
+    async def looked_at() -> bool:
+        nonlocal looks
+        looks += 1
+        return await whole()
+
+    store._health._is_whole = looked_at  # type: ignore[method-assign]
+    watching = asyncio.create_task(store._health.watch((0.01,)))
+    with a_disk_that_takes_nothing_more(path):
+        with pytest.raises(GatewayError) as failure:
+            await store.record_turn("ann", "s", "lost", "x", answer="y", now=NOW)
+        assert failure.value.code == "storage_failed"
+        async with asyncio.timeout(60):
+            while looks < 5:
+                assert store.has_failed
+                await asyncio.sleep(0.01)
+        assert len((await store.get_session("ann", "s")).turns) == 51, "reading goes on"
+    async with asyncio.timeout(60):
+        while store.has_failed:
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    await store.record_turn("ann", "s", "next", "x", answer="y", now=NOW)
+    assert caplog.text.count("written again") == 1
+
+
+async def test_a_probe_writes_to_the_disk_and_changes_nothing(store: SessionStore, path: Path) -> None:
+    before = log_bytes(path)
+    assert store._health.write is not None
+    await store._health.write()
+    assert log_bytes(path) > before
+    await store.close()
+    again = await SessionStore.open(path)
+    assert len((await again.get_session("ann", "s")).turns) == 50
+    await again.close()
