@@ -78,7 +78,8 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
         tiers.arguments = arguments_that_count(args)
     engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
     core = engine.engine_core.engine_core
-    core.request_block_hasher = hash_by_content(core.request_block_hasher)
+    if core.request_block_hasher is not None:  # there is none where vLLM reuses no KV
+        core.request_block_hasher = hash_by_content(core.request_block_hasher)
     if config.enable_lora:
         from engine_bridge.driver import logits_rows
 

@@ -16,7 +16,7 @@ from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.step_layouts import StepFacts
 from engine_bridge.driver.absent import Idle, NoAdapters, NoPromoter
 from engine_bridge.driver.building import build_engine, configure_environment
-from engine_bridge.driver.in_process import know_weights, scheduler_of
+from engine_bridge.driver.in_process import know_weights, reuses_kv, scheduler_of
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import (
     CUDA_COPIES,
@@ -124,6 +124,9 @@ class VllmDriver:
         report(f"loading {Path(config.model).name}")
         self.engine = build_engine(config, tiers)
         self._threads = make_threads(config)
+        if tiers is not None and not reuses_kv(self.engine.vllm_config):
+            tiers.switch_off()
+            self._tiers = tiers = None
         self._off = start.built_off(self.engine, config.device, self._off)
         config = start.without(config, self._off)
         # Not kept in variables of this frame: see `close`.

@@ -28,6 +28,11 @@ def kv_caches_of(engine: Any) -> list[Any]:
     return list(runner_of(engine).kv_caches)
 
 
+def reuses_kv(vllm_config: Any) -> bool:
+    """Whether a built engine has a prefix cache: for some models, on some devices, vLLM switches it off, whatever it was told."""
+    return bool(vllm_config.cache_config.enable_prefix_caching)
+
+
 def know_weights(model: str, memory: Path | None, report: Callable[[str], None]) -> None:
     """Read the model's files where that has not been done before, so that `revision_of` does not take long. report: hears how far that has come."""
     path = Path(model)

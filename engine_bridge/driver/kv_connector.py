@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine_bridge.core.restores import NewRequest, PrefillMeter, Restores, StepMoves
 from engine_bridge.core.restoring import Load
 from engine_bridge.driver.background import is_background
+from engine_bridge.driver.in_process import reuses_kv
 from engine_bridge.driver.kv_tiers import KvTiers, find_tiers
 from engine_bridge.driver.scheduling.facts import facts_of
 from engine_bridge.driver.vllm_api import (
@@ -163,7 +164,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker's side -------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._tiers.attach(kv_caches, self._vllm_config, gives_blocks_up=self._gives_blocks_up)
+        # Without a prefix cache of its own vLLM has said that KV cannot be reused here. Then there is no store, and nothing is loaded or saved.
+        if reuses_kv(self._vllm_config):
+            self._tiers.attach(kv_caches, self._vllm_config, gives_blocks_up=self._gives_blocks_up)
         self._layer_of = {name: index for index, name in enumerate(kv_caches)}
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -116,6 +116,8 @@ class KvTiers:
         """Of the engine that is built next: see `kv_namespace.arguments_that_count`."""
         self.loads_must_hold = False
         """See `engine_bridge.core.restoring.Machine`."""
+        self.is_off = False
+        """The engine reuses no KV: see `switch_off`."""
         self.is_paused = False
         """Nothing is loaded or saved: the engine is warming up with prompts that nobody will repeat."""
         self.chosen: Counter[str] = Counter()
@@ -184,6 +186,16 @@ class KvTiers:
         if self.store is not None:
             self.store.leave_all()
 
+    def switch_off(self) -> None:
+        """The engine that was built reuses no KV: there is nothing to keep for it, or to lend."""
+        if not self.is_off:
+            log.warning(
+                "vLLM computes every prompt of this model anew here (its prefix caching is off), so the KV tiers are off"
+            )
+        self.is_off = True
+        if self.peering is not None:
+            self.peering.close()
+
     def begin_moves(self, moves: StepMoves) -> None:
         """A step was scheduled that loads and saves these."""
         if moves.loads or moves.saves:
@@ -228,7 +240,7 @@ class KvTiers:
 
     def peer_address(self) -> str:
         """Where other nodes may ask for KV, from now on; "" for nowhere. Raises OSError."""
-        return self.peering.open() if self.peering is not None else ""
+        return self.peering.open() if self.peering is not None and not self.is_off else ""
 
     def _open_store(self, namespace: Namespace) -> None:
         self.peer_address()  # what is wrong with it stops the start before anything is open

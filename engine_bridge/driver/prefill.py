@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine_bridge.driver.background import BACKGROUND_PREFIX
+from engine_bridge.driver.in_process import reuses_kv
 from engine_bridge.driver.vllm_api import RetryableRequestError
 from engine_bridge.errors import EngineUnavailable
 from engine_bridge.node import GenerateRequest
@@ -22,7 +23,12 @@ BACKGROUND_S, BACKGROUND_TOKENS = 0.05, 256
 async def prefill(
     client: BridgeEngineClient, prepared: Prepared, request: GenerateRequest, tiers: KvTiers | None
 ) -> int:
-    """Compute the whole blocks of a prompt, once nothing else runs. Returns their tokens. Raises EngineUnavailable where the engine gave it up."""
+    """Compute the whole blocks of a prompt, once nothing else runs. Returns their tokens: 0 where the engine would compute them again anyway.
+
+    Raises EngineUnavailable where the engine gave it up.
+    """
+    if not reuses_kv(client.vllm_config):
+        return 0
     token_ids: list[int] = prepared.engine_input["prompt_token_ids"]
     block_size: int = client.vllm_config.cache_config.block_size
     end = len(token_ids) // block_size * block_size

@@ -30,6 +30,7 @@ PEERS = PeerConfig(token="of the tests' cluster")
 # Files whose engines must be gone before the shared one starts: vLLM keeps the state of its process groups per process.
 ALONE = (
     "test_mixed_batch.py",
+    "test_models.py",
     "test_kv_pressure.py",
     "test_promotion.py",
     "test_adapters.py",

@@ -159,7 +159,7 @@ OWNERS = (
         "vllm.config:CacheConfig",
         ENGINE,
         reads("block_size"),
-        reads("prefix_caching_hash_algo", KV_TIERS),
+        reads("enable_prefix_caching prefix_caching_hash_algo", KV_TIERS),
         at="vllm_config.cache_config",
     ),
     owner(

@@ -1,0 +1,211 @@
+"""Models whose KV is not that of full attention: what is reused of it gives the tokens that computing gives, or nothing is reused.
+
+Runs before the shared engine starts (conftest), each engine after the one before it has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import random
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.engine_config import EngineConfig
+from engine_bridge.local_node import LocalNode, LocalNodeConfig
+from engine_bridge.node import (
+    Advisory,
+    AdvisoryReport,
+    Delta,
+    GenerateRequest,
+    KvSources,
+    RequestId,
+    Sampling,
+)
+from engine_bridge.request_context import RequestContext
+from gateway.config import DEMO_MODEL_DIR
+
+from .conftest import WaitsForTheDisk
+
+BLOCK_TOKENS, WINDOW_TOKENS, NUM_DEVICE_BLOCKS = 32, 64, 60
+SIZES: dict[str, Any] = {
+    "vocab_size": 1280,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_ids = itertools.count()
+
+
+def make_model(folder: Path, family: str) -> Path:
+    """A checkpoint of random weights with enough spread that each token of a prompt matters, and the demo model's tokenizer."""
+    import torch
+    import transformers
+
+    configs: dict[str, Any] = {
+        "sliding": lambda: transformers.MistralConfig(
+            **SIZES, num_key_value_heads=2, head_dim=32, sliding_window=WINDOW_TOKENS
+        ),
+        "latent": lambda: transformers.DeepseekV3Config(
+            **SIZES, q_lora_rank=32, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64,
+            n_routed_experts=8, n_group=2, topk_group=1, first_k_dense_replace=2,
+        ),
+    }  # fmt: skip
+    config = configs[family]()
+    chance = torch.Generator().manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() == 2:
+                weights.normal_(0, 1.2 / weights.shape[-1] ** 0.5, generator=chance)
+    model.save_pretrained(folder)
+    if family == "latent":
+        described = json.loads((folder / "config.json").read_text())
+        described |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+        (folder / "config.json").write_text(json.dumps(described))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL_DIR / name, folder / name)
+    return folder
+
+
+@asynccontextmanager
+async def engine(model: Path, tiers: KvTiers | None, **changes: Any) -> AsyncIterator[LocalNode]:
+    config = EngineConfig(
+        model=str(model),
+        served_model_name="tiny",
+        dtype="float32",
+        cpu_threads=1,
+        max_model_len=768,
+        num_kv_blocks=NUM_DEVICE_BLOCKS,
+        **{"max_num_seqs": 4, "enable_lora": False} | changes,
+    )
+    node = LocalNode(LocalNodeConfig(engine=config), tiers)
+    await node.start()
+    try:
+        yield node
+    finally:
+        await node.close()
+
+
+def tiers_in(folder: Path) -> KvTiers:
+    return KvTiers(
+        TiersConfig(host_bytes=64 << 20, disk_bytes=256 << 20, folder=folder), policy=WaitsForTheDisk()
+    )
+
+
+def text(seed: object, num_tokens: int) -> list[int]:
+    chance = random.Random(repr(seed))
+    return [chance.randrange(20, 900) for _ in range(num_tokens)]
+
+
+def request(prompt: Sequence[int], session: str = "", tenant: str = "") -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(f"r{next(_ids)}"),
+        prompt_token_ids=tuple(prompt),
+        context=RequestContext(session_id=session, tenant=tenant),
+        sampling=Sampling(temperature=0, max_tokens=12, ignore_eos=True),
+    )
+
+
+async def answer(node: LocalNode, prompt: Sequence[int], **context: str) -> tuple[list[int], KvSources]:
+    tokens: list[int] = []
+    last: Delta | None = None
+    async for last in node.generate(request(prompt, **context)):
+        tokens.extend(last.token_ids)
+    assert last is not None and last.timings is not None
+    return tokens, last.timings.kv
+
+
+async def computed(node: LocalNode, prompt: Sequence[int]) -> list[int]:
+    """What is answered where nothing can be reused: to somebody who has never asked before."""
+    tokens, kv = await answer(node, prompt, tenant=f"newcomer-{next(_ids)}")
+    assert kv.recomputed == len(prompt)
+    return tokens
+
+
+async def fill_the_device(node: LocalNode) -> None:
+    """With what nobody asks for again. All at once, so that none lives on the blocks that another's window has left."""
+    others = [text(next(_ids), 600) for _ in range(4)]
+    await asyncio.gather(*(answer(node, other, tenant=f"other-{next(_ids)}") for other in others))
+
+
+def num_reused(kv: KvSources) -> int:
+    return kv.device + kv.host + kv.disk
+
+
+async def test_where_every_layer_has_a_window_what_is_reused_is_what_was_computed(tmp_path: Path) -> None:
+    """Also what was computed ahead, which the device has in part, what comes back after a restart, and nothing of another RoPE."""
+    model, folder = make_model(tmp_path / "model", "sliding"), tmp_path / "kv"
+    system = text("system", 230)
+    long = system + text("ahead", 200)
+    prompts = [system + text(at, 90) for at in range(2)] + [long]
+    async with engine(model, tiers_in(folder)) as node:
+        # Nobody has asked for it yet, so the tiers have nothing of it, and the device by and by only what is in the window.
+        for end in range(4 * BLOCK_TOKENS, len(long), 4 * BLOCK_TOKENS):
+            await node.prefill(request(long[:end], session="s"))
+        right = [await computed(node, prompt) for prompt in prompts]
+        assert (await answer(node, long, session="s"))[0] == right[-1]
+        assert await reused_rightly(node, prompts, right)
+        assert await node.run_on_engine(null_block_is_untouched)
+    async with engine(model, tiers_in(folder), max_num_seqs=3) as node:
+        assert await reused_rightly(node, prompts, right)
+    overrides = 'hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}'
+    async with engine(model, tiers_in(folder), engine_args=(overrides,)) as node:
+        tokens, kv = await answer(node, long, session="s")
+        assert num_reused(kv) == 0, "it is another model's KV"
+        assert tokens == await computed(node, long) != right[-1]
+
+
+async def reused_rightly(node: LocalNode, prompts: Sequence[list[int]], right: Sequence[list[int]]) -> int:
+    """How many tokens of prompts were not computed, the device having been filled with others' before each."""
+    num_tokens = 0
+    for number in range(2 * len(prompts)):
+        await fill_the_device(node)
+        which = number % len(prompts)
+        tokens, kv = await answer(node, prompts[which], session=f"s{which}")
+        assert tokens == right[which], kv
+        num_tokens += num_reused(kv)
+    return num_tokens
+
+
+def null_block_is_untouched(driver: Any) -> bool:
+    from engine_bridge.driver.in_process import kv_caches_of
+
+    return not any(layer[0].any() for layer in kv_caches_of(driver.engine))
+
+
+async def test_where_vllm_reuses_no_kv_neither_does_this_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, folder = make_model(tmp_path / "model", "latent"), tmp_path / "kv"
+    prompt = text("prompt", 300)
+    reports: list[AdvisoryReport] = []
+    with caplog.at_level(logging.WARNING, "engine_bridge.driver.kv_tiers"):
+        async with engine(model, tiers_in(folder)) as node:
+            first, second = [await answer(node, prompt, session="s") for _ in range(2)]
+            assert first[0] == second[0] and second[1].recomputed == len(prompt)
+            assert await node.prefill(request(prompt, session="s")) == 0
+            await node.advise(Advisory(advisory_id="a", session_id="s"), reports.append)
+            assert node.kv_tiers() is None and node.peer_address == ""
+            node.end_session("", "s")
+            await answer(node, prompt)  # behind the report on the engine's thread
+    assert [report.state for report in reports] == ["unknown"]
+    assert [record.message for record in caplog.records if "KV tiers are off" in record.message] == [
+        "vLLM computes every prompt of this model anew here (its prefix caching is off), so the KV tiers are off"
+    ]
+    assert not folder.exists()
+    async with engine(model, None) as node:
+        assert (await answer(node, prompt))[0] == first[0]
