@@ -288,7 +288,11 @@ def _re_rank(tensors: Tensors, modules: Shapes, *, a: int, b: int) -> None:
 
 
 configured("no_r", "bad_config", r=None)
+configured("rank_0", "bad_config", r=0)
 configured("no_lora_alpha", "bad_config", lora_alpha=None)
+configured("alpha_nan", "bad_config", lora_alpha=float("nan"))
+configured("rank_pattern_of_0", "bad_config", rank_pattern={"q_proj": 0})
+configured("alpha_pattern_of_nan", "bad_config", alpha_pattern={"q_proj": float("nan")})
 configured("no_target_modules", "bad_config", target_modules=None)
 configured("dora", "unsupported_option", use_dora=True)
 configured("bias", "unsupported_option", bias="all")
@@ -296,6 +300,7 @@ configured("lora_bias", "unsupported_option", lora_bias=True)
 configured("modules_to_save", "unsupported_option", modules_to_save=["lm_head"])
 configured("not_lora", "unsupported_option", peft_type="IA3")
 configured("r_lies", "wrong_shape", r=RANK // 2)
+configured("rank_pattern_lies", "wrong_shape", rank_pattern={r".*": RANK // 2})
 edited("no_tensors", "no_weights", lambda tensors, modules: tensors.clear())
 edited(
     "unknown_module",
@@ -316,6 +321,31 @@ edited(
 )
 edited("no_lora_b", "missing_tensor", lambda tensors, modules: tensors.pop(first_names(modules)[1]))
 edited("no_lora_a", "missing_tensor", lambda tensors, modules: tensors.pop(first_names(modules)[0]))
+edited("no_numbers", "wrong_shape", lambda tensors, modules: _re_rank(tensors, modules, a=0, b=0))
+edited(
+    "one_for_each_expert",
+    "wrong_shape",
+    lambda tensors, modules: tensors.update(
+        {
+            name: tensor._replace(shape=(2, tensor.shape[0] // 2, tensor.shape[1]))
+            for name, tensor in tensors.items()
+        }
+    ),
+)
+edited(
+    "magnitudes",
+    "unexpected_tensor",
+    lambda tensors, modules: reshape(
+        tensors, f"base_model.model.{next(iter(modules))}.lora_magnitude_vector", (1, 4)
+    ),
+)
+edited(
+    "trained_tokens",
+    "unexpected_tensor",
+    lambda tensors, modules: reshape(
+        tensors, "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", (2, 4)
+    ),
+)
 edited("rank_256_as_8", "wrong_shape", lambda tensors, modules: _re_rank(tensors, modules, a=256, b=256))
 edited("a_8_b_16", "wrong_shape", lambda tensors, modules: _re_rank(tensors, modules, a=8, b=16))
 edited("a_too_wide", "wrong_shape", lambda tensors, modules: _wider(tensors, modules, a=8))

@@ -20,6 +20,8 @@ def merged_model(model: Path, adapter: Path | None = None) -> Any:
 
     merged = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     if adapter is not None:
+        # Where embedding and output layer are one tensor, an adapter changes the one that it names.
+        merged.lm_head.weight = torch.nn.Parameter(merged.lm_head.weight.detach().clone())
         for name, delta in deltas_of(adapter).items():
             merged.get_submodule(name).weight.data += delta
     return merged

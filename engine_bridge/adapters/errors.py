@@ -24,6 +24,7 @@ RejectCode = Literal[
     "wrong_shape",
     "wrong_dtype",
     "not_finite",
+    "not_ready",  # it was sound, and could not be laid out: the log says why
     "changed",  # the files are not those that were inspected: worth another try
 ]
 # Codes of what would be the same at another try, for the files are, or the name is. All others may pass: a full disk, a file that may not be read

@@ -64,6 +64,8 @@ class ModelContract:
         module_of: name of a tensor -> (name of its module, whether it is lora_A). Raises ValueError for what is no LoRA weight.
         check_config: what the engine does not support in a configuration, as phrases; empty if it is fine. May raise ValueError, TypeError.
         embedding_modules: those of `modules` that are embeddings, whose lora_A is [rank, vocabulary].
+        parts_of: modules of the engine's model that take no adapter under their own name -> the last names of their parts, which do.
+        unused_modules: those of `modules` whose adapters the engine takes and does not apply.
         dtype: what the engine computes adapters in, `F32`, `F16` or `BF16`: weights are converted to it.
         scales: of a configuration: name of a module as in the checkpoint -> what the engine multiplies its lora_B with. May raise ValueError,
             TypeError.
@@ -75,6 +77,8 @@ class ModelContract:
     module_of: Callable[[str], tuple[str, bool]]
     check_config: Callable[[dict[str, Any]], tuple[str, ...]]
     embedding_modules: frozenset[str] = frozenset()
+    parts_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unused_modules: frozenset[str] = frozenset()
     dtype: str = "F32"
     scales: Callable[[dict[str, Any]], Callable[[str], float]] = plain_scales
 
@@ -154,6 +158,7 @@ def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
         header = read_header(file, weights_stat.st_size, contract.max_header_bytes)
     tensors = tuple(_tensor(entry, header, contract) for entry in header.entries)
     rank = _check_tensors(tensors, config, contract)
+    _check_tying(tensors, config, contract)
     base_model, notes = _base_model(config, contract)
     return AdapterFiles(
         path=folder,
@@ -166,7 +171,7 @@ def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
         target_modules=tuple(sorted({tensor.module.rpartition(".")[2] for tensor in tensors})),
         base_model=base_model,
         signature=signature_from(config_stat, weights_stat),
-        notes=notes,
+        notes=notes + _unused(tensors, contract),
         head_digest=digest_of((canonical, header.raw)),
     )
 
@@ -282,16 +287,25 @@ def _tensor(entry: Entry, header: Header, contract: ModelContract) -> TensorInfo
             f"Tensor {quoted(entry.name)} is no LoRA weight.{hint}", code="unexpected_tensor"
         ) from error
     if module not in contract.modules:
-        raise AdapterRejected(
-            f"The model has no module {quoted(module)} that takes an adapter. Was this one trained for another model?",
-            code="unknown_module",
-        )
+        raise _unknown_module(module, contract.parts_of.get(module, ()))
     if len(entry.shape) != 2:
         raise _wrong_shape(module, f"a weight has {len(entry.shape)} dimensions instead of 2")
     num_bytes = entry.end - entry.begin
     offset = header.data_offset + entry.begin
     return TensorInfo(
         entry.name, module, is_a, entry.dtype, (entry.shape[0], entry.shape[1]), offset, num_bytes
+    )
+
+
+def _unknown_module(module: str, parts: tuple[str, ...]) -> AdapterRejected:
+    if parts:
+        return AdapterRejected(
+            f"Adapters on the fused module {quoted(module)} are not supported for this model. Train one on its parts: {', '.join(parts)}.",
+            code="unknown_module",
+        )
+    return AdapterRejected(
+        f"The model has no module {quoted(module)} that takes an adapter. Was this one trained for another model?",
+        code="unknown_module",
     )
 
 
@@ -307,6 +321,18 @@ def _check_tensors(tensors: tuple[TensorInfo, ...], config: dict[str, Any], cont
         _check_features(module, a.shape[1], b.shape[0], contract)
         largest = max(largest, rank)
     return largest
+
+
+def _check_tying(tensors: Iterable[TensorInfo], config: dict[str, Any], contract: ModelContract) -> None:
+    """PEFT then has embedding and output layer share one adapter; the engine would apply it to the one that it names. Raises AdapterRejected."""
+    ends = contract.embedding_modules | {"lm_head"}
+    if config.get("ensure_weight_tying") and any(
+        tensor.module in ends or tensor.module.endswith(".lm_head") for tensor in tensors
+    ):
+        raise AdapterRejected(
+            "This adapter uses what is not supported: one adapter for embedding and output layer (ensure_weight_tying).",
+            code="unsupported_option",
+        )
 
 
 def _halves(tensors: Iterable[TensorInfo]) -> dict[str, tuple[TensorInfo, TensorInfo]]:
@@ -364,6 +390,16 @@ def _base_model(config: dict[str, Any], contract: ModelContract) -> tuple[str | 
     if name.rstrip("/") in {known.rstrip("/") for known in contract.base_models}:
         return name, ()
     return name, (f"It was trained on {quoted(name)}, which is not a name of the model served here.",)
+
+
+def _unused(tensors: Iterable[TensorInfo], contract: ModelContract) -> tuple[str, ...]:
+    """A note on what the engine leaves out, as vLLM does."""
+    names = sorted({t.module.rpartition(".")[2] for t in tensors if t.module in contract.unused_modules})
+    if not names:
+        return ()
+    return (
+        f"Its weights for {', '.join(names)} are not applied: this model's attention has these weights in a form that takes no adapter.",
+    )
 
 
 # --- the weights -----------------------------------------------------------------------------------------------------------------------

@@ -261,6 +261,21 @@ class AdapterPlaces:
         self.wanted.something_moved()
         return self._forget_if_unused(version)
 
+    def broken(self, adapter_id: int) -> list[Move]:
+        """It could not be made ready to compute with. Its requests must be `released`; it leaves wherever it is, so that a later one begins anew."""
+        version = self.table.get(adapter_id)
+        if version is None:
+            return []
+        moves: list[Move] = [*self.copies.give_up(version)]
+        if version.slot is not None:
+            moves.append(self._slots.leave(version, is_emptied=True))
+        self._left[:] = [each for each in self._left if each != adapter_id]
+        moves += self._leave_host(version)
+        self.wanted.something_moved()
+        self.wanted.drop(adapter_id)
+        self.counts["failed"] += 1
+        return moves
+
     def put_back(self, adapter_id: int, *, keeps_host: bool) -> list[Move]:
         """Have it leave its slot and the KV blocks, and host memory unless `keeps_host`: so that a measurement begins with it there."""
         version = self.table[adapter_id]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_bridge.node import AdvisoryReport
 
@@ -46,6 +46,12 @@ class NoAdapters(Idle):
         return report
 
     def begin_step(self) -> None: ...
+
+    def end_step(self) -> dict[int, Any]:
+        """No adapter has failed."""
+        return {}
+
+    def settle(self, errors: dict[int, Any]) -> None: ...
 
     def requested(self, request_id: str, adapter_id: int) -> None: ...
 

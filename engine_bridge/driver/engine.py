@@ -198,6 +198,10 @@ class VllmDriver:
         self.adapters.begin_step()
         outputs = self.engine.step()
         self._threads.mend()
+        failed = self.adapters.end_step()
+        if failed:
+            outputs = [each for each in outputs if self._adapter_ids.get(each.request_id) not in failed]
+            self.adapters.settle(failed)
         if self._silent:
             self._note_sources(outputs)
         for output in outputs:
@@ -402,8 +406,19 @@ class VllmDriver:
             fail=self._give_up,
             prefix_facts=self._prefix_facts,
             step_facts=self._step_facts,
+            on_spoiled=self._spoiled,
             profile=self.profile,
         )
+
+    def _spoiled(self, adapter_id: int) -> None:
+        """The step that is under way computes this adapter's rows without it: nobody may find their KV again."""
+        manager = self._scheduler.kv_cache_manager
+        for request in self._scheduler.running:
+            if request.lora_request is not None and request.lora_request.lora_int_id == adapter_id:
+                groups = manager.get_block_ids(request.request_id)
+                manager.evict_blocks({block_id for block_ids in groups for block_id in block_ids})
+        if self._tiers is not None:
+            self._tiers.is_step_spoiled = True
 
     def _step_facts(self) -> StepFacts:
         """Of a step in which those that run decode."""

@@ -247,6 +247,7 @@ class _Step:
 
     def end(self) -> None:
         """The forward pass is over (or launched), or it has failed: let go of what was loaded, hand over what was saved."""
+        is_spoiled, self._tiers.is_step_spoiled = self._tiers.is_step_spoiled, False
         if not (self._loads or self._saves):
             return
         store, copier = self._tiers.store, self._tiers.copier
@@ -254,7 +255,8 @@ class _Step:
         loads, saves = self._loads, self._saves
         # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out. Of a forward pass that has failed the
         # last layers are missing, and vLLM ends it like any other (on a CPU; on a GPU it does not end it).
-        is_right = not self._has_missed and len(self._saved_layers) == store.shape.num_layers
+        has_all = len(self._saved_layers) == store.shape.num_layers
+        is_right = has_all and not self._has_missed and not is_spoiled
         keep = store.commit if is_right else store.abandon
         self._loads, self._saves, self._save_blocks, self._save_slots = [], [], [], []
 

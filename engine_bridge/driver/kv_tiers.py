@@ -106,6 +106,8 @@ class KvTiers:
         self.store: KvStore | None = None
         self.peering = peering
         self.copier: BlockCopier | None = None
+        self.is_step_spoiled = False
+        """Whether some rows of the step that is under way are not what their keys say: nothing of it is kept."""
         self.restores: Restores | None = None
         self.on_progress: Callable[[], None] = lambda: None
         """Called on the I/O thread when staged KV has come: the engine may have a request to start."""

@@ -84,7 +84,17 @@ class Pending:
         lock: of all that is laid out in the same memory; held while anybody works in it.
     """
 
-    __slots__ = ("_compute", "_lock", "_pack", "_place", "_took", "_weights", "is_waiting", "size_bytes")
+    __slots__ = (
+        "_compute",
+        "_failed",
+        "_lock",
+        "_pack",
+        "_place",
+        "_took",
+        "_weights",
+        "is_waiting",
+        "size_bytes",
+    )
 
     def __init__(
         self, pack: Callable[[], SlotWeights | None], lock: threading.Lock, size_bytes: int = 0
@@ -98,6 +108,7 @@ class Pending:
         self._place: tuple[list[Any], int] | None = None
         self._compute: Compute | None = None
         self._took: Callable[[float, float], None] = lambda pack_s, all_s: None
+        self._failed: Callable[[Exception], None] | None = None
 
     def put(
         self,
@@ -105,18 +116,29 @@ class Pending:
         slot: int,
         compute: Compute | None = None,
         took: Callable[[float, float], None] = lambda pack_s, all_s: None,
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
         """Have a layer compute with them from now on. packs: the layer's, by slot.
 
         compute: what adds the delta until they are laid out, in place of laying them out then. took: told what a step took to lay them out, in
-        seconds, 0 if somebody else did; and for how long it waited in all.
+        seconds, 0 if somebody else did; and for how long it waited in all. failed: told of what a step's laying out raises, and then the step goes on
+        without the adapter; None: it is raised.
         Waits for nobody who lays them out now: they are found when they are needed.
         """
-        self._place, self._compute, self._took = (packs, slot), compute, took
+        self._place, self._compute, self._took, self._failed = (packs, slot), compute, took, failed
         packs[slot] = self if self.is_waiting else self._weights
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
         """As `SlotWeights.add_to`."""
+        try:
+            self._add_to(y, x, scale)
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self.drop()
+            self._failed(error)
+
+    def _add_to(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
         if self._compute is not None and self.is_waiting and self._compute(y, x, scale):
             return
         started_s = time.perf_counter()

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from engine_bridge.core.step_layouts import StepLayouts
+from engine_bridge.driver.adapters import layouts
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.local_node import LocalNode
 from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_ADAPTERS_DIR
+from tests.adapter_corpus import make_adapter
 
 from .test_adapters import ask, engine, load, text
 
@@ -108,6 +111,47 @@ async def test_a_draft_whose_adapter_goes_harms_nobody(node: LocalNode) -> None:
         await in_time(prefill)
     assert await in_time(ask(node, None, text(3, 40)))
     assert node.num_rebuilds == num_rebuilds
+
+
+@pytest.mark.parametrize("where", ["when it is begun", "on the loader's thread", "in a step"])
+async def test_an_adapter_that_cannot_be_laid_out_ends_its_own_requests_alone(
+    node: LocalNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The others' answers go on, the engine is not built again, and what the step left of its rows is never used."""
+    contract = await node.run_on_engine(lambda driver: driver.adapters.contract)
+    modules = {name: shape for name, shape in contract.modules.items() if "self_attn" in name}
+    await load(node, "odd", make_adapter(tmp_path / "odd", modules=modules, rank=5))
+    others = [(None, text(5, 40)), ("pirate", text(6, 40))]
+    wanted = [await in_time(ask(node, name, prompt)) for name, prompt in others]
+    known = await in_time(ask(node, "odd", PROMPT, tenant="one"))
+    await leave_all(node)
+
+    name = "packed_size" if where == "when it is begun" else "pack_slot"
+    stock = getattr(layouts, name)
+
+    def breaks(a_slices: Any, b_slices: Any, ranks: list[int], *rest: Any) -> Any:
+        if 5 in ranks:
+            raise MemoryError("made to fail")
+        return stock(a_slices, b_slices, ranks, *rest)
+
+    num_rebuilds = node.num_rebuilds
+    with monkeypatch.context() as patched:
+        patched.setattr(layouts, name, breaks)
+        if where == "in a step":  # the loader's thread does not get to it
+            patched.setattr(StepLayouts, "allows", lambda *args: True)
+            patched.setattr(layouts.Layout, "finish", lambda self: None)
+        running = [asyncio.create_task(ask(node, name, prompt, 200)) for name, prompt in others]
+        while (await node.stats()).num_running < len(others):
+            await asyncio.sleep(0.005)
+        for _ in range(2):
+            with pytest.raises(EngineUnavailable, match="'odd' could not be made ready"):
+                await in_time(ask(node, "odd", PROMPT, tenant="two"))
+            assert not any(task.done() for task in running)
+        answers = await in_time(asyncio.gather(*running))
+    assert [answer[: len(want)] for answer, want in zip(answers, wanted, strict=True)] == wanted
+    assert node.num_rebuilds == num_rebuilds
+    assert await in_time(ask(node, "odd", PROMPT, tenant="two")) == known
+    assert (await node.unload_adapter({"lora_name": "odd"})).status == 200
 
 
 @pytest.mark.parametrize("is_removed", [False, True])

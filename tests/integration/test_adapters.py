@@ -72,12 +72,16 @@ async def engine(folder: Path, **options: Any) -> AsyncIterator[LocalNode]:
 
 
 async def ask(
-    node: LocalNode, adapter: str | None, token_ids: Sequence[int], num_tokens: int = ANSWER_TOKENS
+    node: LocalNode,
+    adapter: str | None,
+    token_ids: Sequence[int],
+    num_tokens: int = ANSWER_TOKENS,
+    tenant: str = "",
 ) -> list[int]:
     request = GenerateRequest(
         request_id=RequestId(f"r{next(_ids)}"),
         prompt_token_ids=tuple(token_ids),
-        context=RequestContext(adapter=adapter or ""),
+        context=RequestContext(adapter=adapter or "", tenant=tenant),
         sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
     )
     return [token async for delta in node.generate(request) for token in delta.token_ids]

@@ -38,6 +38,7 @@ def make_residency(
     fail: Callable[[list[str], Exception], None],
     prefix_facts: Callable[[int], PrefixFacts],
     step_facts: Callable[[], StepFacts],
+    on_spoiled: Callable[[int], None] = lambda adapter_id: None,
     profile: MachineProfile | None = None,
 ) -> Residency:
     """For a newly built in-process engine; from here on its steps load nothing. profile: whose speeds to believe at first. Raises SeamMoved."""
@@ -72,6 +73,7 @@ def make_residency(
         workers=workers,
         host_path=_make_host_path(manager, slots),
         step_layouts=StepLayouts(step_facts),
+        on_spoiled=on_spoiled,
     )
     if config.adapters_in_kv:
         copies.blocks = AdapterBlocks(

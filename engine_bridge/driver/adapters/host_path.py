@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from engine_bridge.driver.adapters.slots import lay_out
-from engine_bridge.driver.adapters.weights import AdapterWeights
+from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
 from engine_bridge.driver.lora_weights import Compute
 from engine_bridge.driver.vllm_api import (
     BaseLinearLayerWithLoRA,
@@ -36,6 +36,8 @@ class ColdAdapter:
 
     weights: AdapterWeights
     compute_for: Callable[[str], Compute] | None
+    failed: Callable[[Exception], None] | None = None
+    """Told of what computing with it raises, and then the step goes on without; None: it is raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,6 @@ class HostPath:
         layers: vLLM's plain LoRA layers by name.
     """
 
-    is_there = True
     current: HostPath | None = None
     """Of this process: the operator has no other way to find it."""
 
@@ -64,6 +65,10 @@ class HostPath:
         self.cold: Mapping[int, ColdAdapter] = {}
         """By adapter id, for the next step; set before its mapping is."""
         self.num_deltas = 0
+
+    def covers(self, weights: AdapterWeights) -> bool:
+        """Can all of an adapter's layers be computed here? Those of embeddings and of the output layer cannot."""
+        return weights.modules.keys() <= self._layers.keys()
 
     @property
     def is_active(self) -> bool:
@@ -81,15 +86,25 @@ class HostPath:
             module = rows.adapter.weights.modules.get(name)
             if module is None:
                 continue
-            x_host = x[rows.start : rows.stop].float().cpu()
-            y_host = y[rows.start : rows.stop].float().cpu()
-            compute = rows.adapter.compute_for(name) if rows.adapter.compute_for is not None else None
-            if compute is None or not compute(y_host, x_host, 1.0):
-                layout = lay_out(self._layers[name], module)
-                if layout is not None:
-                    layout.add_to(y_host, x_host, 1.0)
-            y[rows.start : rows.stop].copy_(y_host)
-            self.num_deltas += 1
+            try:
+                self._add_rows(y, x, name, rows, module)
+            except Exception as error:
+                if rows.adapter.failed is None:
+                    raise
+                rows.adapter.failed(error)
+
+    def _add_rows(
+        self, y: torch.Tensor, x: torch.Tensor, name: str, rows: ColdRows, module: ModuleWeights
+    ) -> None:
+        x_host = x[rows.start : rows.stop].float().cpu()
+        y_host = y[rows.start : rows.stop].float().cpu()
+        compute = rows.adapter.compute_for(name) if rows.adapter.compute_for is not None else None
+        if compute is None or not compute(y_host, x_host, 1.0):
+            layout = lay_out(self._layers[name], module)
+            if layout is not None:
+                layout.add_to(y_host, x_host, 1.0)
+        y[rows.start : rows.stop].copy_(y_host)
+        self.num_deltas += 1
 
     def counts(self) -> dict[str, int]:
         return {"host_path_deltas": self.num_deltas}
@@ -112,8 +127,10 @@ class HostPath:
 class NoHostPath:
     """Slots are filled by the time a step computes with them, or by it."""
 
-    is_there = False
     cold: Mapping[int, ColdAdapter] = {}
+
+    def covers(self, weights: AdapterWeights) -> bool:
+        return False
 
     def counts(self) -> dict[str, int]:
         return {}

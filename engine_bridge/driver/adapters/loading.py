@@ -77,17 +77,17 @@ class LoaderThread:
         else:
             ahead.add_done_callback(lambda _: self._tell(lambda: then(self._take_ahead(record, ahead))))
 
-    def lay_out(self, finish: Callable[[], None], name: str, then: Callable[[float], None]) -> None:
-        """Run a slot's rest. `then` is called by `take_done`, with the seconds that it took."""
+    def lay_out(self, finish: Callable[[], None], then: Callable[[float, Exception | None], None]) -> None:
+        """Run a slot's rest. `then` is called by `take_done`, with the seconds that it took, and what it raised."""
 
         def run() -> None:
-            started_s = time.perf_counter()
+            started_s, problem = time.perf_counter(), None
             try:
                 finish()
-            except Exception:
-                log.exception("adapter %s could not be laid out ahead; its step will", name)
+            except Exception as error:
+                problem = error
             elapsed_s = time.perf_counter() - started_s
-            self._tell(lambda: then(elapsed_s))
+            self._tell(lambda: then(elapsed_s, problem))
 
         self._executor.submit(run)
 

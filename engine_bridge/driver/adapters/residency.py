@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 from engine_bridge.adapters.errors import AdapterRejected
@@ -29,6 +30,8 @@ from engine_bridge.core.adapter_moves import (
 from engine_bridge.core.residency import AdapterPlaces
 from engine_bridge.core.step_layouts import StepLayouts
 from engine_bridge.driver.adapters.device_copies import DeviceCopies
+from engine_bridge.driver.adapters.failures import Failures
+from engine_bridge.driver.adapters.filling import Filling
 from engine_bridge.driver.adapters.host_path import ColdAdapter, HostPath, NoHostPath
 from engine_bridge.driver.adapters.host_workers import Workers
 from engine_bridge.driver.adapters.loading import Loaded, LoaderThread
@@ -54,6 +57,7 @@ class Residency:
         workers: compute with adapters that are not in their slot yet.
         host_path: where slots fill beside the steps: computes rows of those that are not filled.
         step_layouts: which adapters a step may lay out itself, where slots do not fill beside it.
+        on_spoiled: see `Failures`.
     """
 
     def __init__(
@@ -72,13 +76,13 @@ class Residency:
         workers: Workers,
         host_path: HostPath | NoHostPath,
         step_layouts: StepLayouts,
+        on_spoiled: Callable[[int], None] = lambda adapter_id: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
         self.contract = contract
         self.loader = loader
         self.copies = copies
-        self._manager = manager
         self._slots = slots
         self._running_ids = running_ids
         self._has_running, self._is_busy = has_running, is_busy
@@ -89,13 +93,24 @@ class Residency:
         self._clock = clock
         self._records: dict[int, AdapterRecord] = {}
         self._host: dict[int, AdapterWeights] = {}
-        self._filling: dict[int, int] = {}  # slots that steps cannot compute with yet, and whose they are
+        self._failures = Failures(lambda adapter_id: self._records[adapter_id].name, on_spoiled)
+        self._filling = Filling(
+            core,
+            manager=manager,
+            slots=slots,
+            loader=loader,
+            computes=workers.computes,
+            host=self._host,
+            copies=copies,
+            failures=self._failures,
+            do=self._do,
+        )
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = defaultdict(float)
         self._doers: dict[type, Callable[[Any], None]] = {
             Load: self._load,
-            Fill: self._fill,
-            LeaveSlot: self._leave_slot,
+            Fill: self._filling.fill,
+            LeaveSlot: self._filling.leave,
             DropHost: self._drop_host,
             WriteCopy: self._write_copy,
             DropCopy: lambda move: copies.drop(move.adapter_id),
@@ -152,7 +167,7 @@ class Residency:
         """A request enters the engine. Raises AdapterRejected where its version has gone since it was queued."""
         if adapter_id not in self._records:
             raise AdapterRejected("Its adapter was replaced or removed meanwhile.", code="changed")
-        self._is_filled(adapter_id)
+        self._filling.is_filled(adapter_id)
         self.core.requested(request_id, adapter_id, self._clock())
         self.copies.touch(adapter_id)
 
@@ -187,7 +202,7 @@ class Residency:
         A step that lays it out itself takes longer for all who run: while any do, the loader's thread does it first,
         unless they lose less by it than the request gains.
         """
-        if self._is_filled(adapter_id):
+        if self._filling.is_filled(adapter_id):
             return True
         delays_nobody = self._slots.fills_beside_steps or not self._has_running()
         may_assist = delays_nobody or self._workers.computes(adapter_id) is not None
@@ -227,13 +242,15 @@ class Residency:
         """Rows of adapters that are still being copied are computed on the host; where they need not or cannot be, the device waits for the copy."""
         cold = {}
         for adapter_id in adapter_ids:
-            if self._is_filled(adapter_id):
+            if self._filling.is_filled(adapter_id):
                 continue
             weights = self._host.get(adapter_id)
-            if weights is not None and self._host_path.is_there and self.core.is_assisted(adapter_id):
-                cold[adapter_id] = ColdAdapter(weights, self._workers.computes(adapter_id))
+            may_assist = weights is not None and self._host_path.covers(weights)
+            if weights is not None and may_assist and self.core.is_assisted(adapter_id):
+                failed = partial(self._failures.note, adapter_id)
+                cold[adapter_id] = ColdAdapter(weights, self._workers.computes(adapter_id), failed)
             else:
-                self._slots.wait(self._slot_of(adapter_id))
+                self._filling.wait(adapter_id)
         self._host_path.cold = cold
 
     # -- between steps -----------------------------------------------------------------------------------------------
@@ -245,6 +262,21 @@ class Residency:
         self._seconds["step"] += done.all_s
         self._counts["laid_out_in_step"] += len(done.slots)
         self._step_layouts.begin()
+        self._failures.is_in_step = True
+
+    def end_step(self) -> dict[int, AdapterRejected]:
+        """It is over. Returns which adapters it could not compute with, and why: what it says for their requests is not theirs. See `settle`."""
+        self._failures.is_in_step = False
+        return self._failures.take()
+
+    def settle(self, errors: dict[int, AdapterRejected]) -> None:
+        """Let go of adapters that could not be made ready, and tell their requests. A later request tries again."""
+        for adapter_id, error in errors.items():
+            version = self.core.table.get(adapter_id)
+            waiting = list(version.requests) if version is not None else []
+            self._do(self.core.broken(adapter_id))
+            if waiting:
+                self._on_failed(waiting, error)
 
     def has_work(self) -> bool:
         """Would `advance` do something now?"""
@@ -267,6 +299,8 @@ class Residency:
             self._do(self.core.advance(self._running_ids(), now))
         self._do(self.core.copies_to_write(now))
         self.copies.write(self._is_busy())
+        if self._failures:
+            self.settle(self._failures.take())
         self._seconds["between"] += time.perf_counter() - started_s
 
     def close(self) -> None:
@@ -285,13 +319,17 @@ class Residency:
 
     def _do(self, moves: Iterable[Move]) -> None:
         for move in moves:
-            self._doers[type(move)](move)
+            with self._failures.contained(move.adapter_id):
+                self._doers[type(move)](move)
 
     def _load(self, move: Load) -> None:
         entry = self.copies.blocks.entry(move.adapter_id) if move.source == "cached" else None
-        self.loader.load(
-            self._records[move.adapter_id], entry, lambda loaded: self._loaded(move.adapter_id, loaded)
-        )
+
+        def loaded(result: Loaded) -> None:
+            with self._failures.contained(move.adapter_id):
+                self._loaded(move.adapter_id, result)
+
+        self.loader.load(self._records[move.adapter_id], entry, loaded)
 
     def _loaded(self, adapter_id: int, loaded: Loaded) -> None:
         if loaded.weights is None:
@@ -322,43 +360,6 @@ class Residency:
         log.error("adapter %s is not loaded: %s", self._records[move.adapter_id].name, error)
         self._on_failed(list(self.core.table[move.adapter_id].requests), error)
 
-    def _fill(self, move: Fill) -> None:
-        adapter_id, slot = move.adapter_id, move.slot
-        weights = self._host[adapter_id] if move.source == "host" else self.copies.read(adapter_id)
-        self._manager.lora_index_to_id[slot] = adapter_id
-        layout = self.loader.take_layout(adapter_id)
-        if layout is not None:
-            self._counts["laid_out_ahead"] += 1
-        self._slots.fill(slot, weights, self._workers.computes(adapter_id), layout)
-        self._filling[slot] = adapter_id
-        if self._is_filled(adapter_id):
-            self._do(self.core.laid_out(adapter_id))
-            return
-        name = self._records[adapter_id].name
-        self.loader.lay_out(
-            lambda: self._slots.finish(slot), name, lambda elapsed_s: self._laid_out(adapter_id, elapsed_s)
-        )
-
-    def _laid_out(self, adapter_id: int, elapsed_s: float) -> None:
-        self._seconds["layout"] += elapsed_s
-        self._is_filled(adapter_id)
-        self._do(self.core.laid_out(adapter_id))
-
-    def _is_filled(self, adapter_id: int) -> bool:
-        """Can a step compute with its slot? Tells the core so the first time."""
-        version = self.core.table[adapter_id]
-        slot = version.slot
-        if slot is not None and self._filling.get(slot) == adapter_id and self._slots.is_filled(slot):
-            del self._filling[slot]
-            self.core.filled(adapter_id, slot)
-        return version.is_filled
-
-    def _leave_slot(self, move: LeaveSlot) -> None:
-        self._manager.lora_index_to_id[move.slot] = None
-        self._filling.pop(move.slot, None)
-        if move.is_emptied:
-            self._slots.empty(move.slot)
-
     def _drop_host(self, move: DropHost) -> None:
         self.loader.give_up(move.adapter_id, self._host.pop(move.adapter_id))
 
@@ -374,11 +375,6 @@ class Residency:
         if drops:  # else it is not worth the place of those that are there
             self.copies.begin(adapter_id, weights, is_ahead=False)
 
-    def _slot_of(self, adapter_id: int) -> int:
-        slot = self.core.table[adapter_id].slot
-        assert slot is not None
-        return slot
-
     # -- what is told ------------------------------------------------------------------------------------------------
 
     def places(self) -> dict[int, AdapterPlace]:
@@ -389,7 +385,8 @@ class Residency:
         """From any thread."""
         counts = dict(self._counts) | self.copies.counts() | self._workers.counts() | self._host_path.counts()
         seconds = dict(self._seconds)
-        seconds["layout"] = seconds.get("layout", 0.0) + self.loader.early_layout_s
+        counts["laid_out_ahead"] = self._filling.num_laid_out_ahead
+        seconds["layout"] = self._filling.layout_s + self.loader.early_layout_s
         return _stats(self.core, self.copies.blocks.num_bytes, counts, seconds)
 
 

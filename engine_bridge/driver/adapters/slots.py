@@ -46,6 +46,8 @@ class Slots:
 
     def __init__(self, manager: Any) -> None:
         self._layers = dict(manager.modules)
+        self.on_failed: Callable[[int, Exception], None] | None = None
+        """Told of the slot whose weights a step could not lay out, and why; None: the step fails."""
 
     @property
     def max_cost(self) -> int:
@@ -211,7 +213,9 @@ class PackedSlots(Slots):
         self._layouts[slot] = layout = layout or self.prepare(weights)
         for name, pending in layout.layers.items():
             compute = compute_for(name) if compute_for is not None else None
-            pending.put(self._packs[name], slot, compute, partial(self._took, slot, pending.size_bytes))
+            failed = partial(self.on_failed, slot) if self.on_failed is not None else None
+            took = partial(self._took, slot, pending.size_bytes)
+            pending.put(self._packs[name], slot, compute, took, failed)
 
     def finish(self, slot: int) -> None:
         layout = self._layouts[slot]

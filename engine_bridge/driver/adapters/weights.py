@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from engine_bridge.adapters.errors import AdapterRejected, quoted
 from engine_bridge.adapters.files import AdapterFiles, ModelContract, TensorInfo, inspect, read, signature_of
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.driver.vllm_api import LoRAModel, PEFTHelper, parse_fine_tuned_lora_name
+from engine_bridge.driver.vllm_api import LoRAModel, MLAAttention, PEFTHelper, parse_fine_tuned_lora_name
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -188,15 +188,20 @@ def _weights(modules: dict[str, ModuleWeights], buffer: torch.Tensor) -> Adapter
 def contract_of(manager: Any, base_models: tuple[str, ...]) -> ModelContract:
     """What the engine's layers take, for `engine_bridge.adapters.files`."""
     modules: dict[str, tuple[int, int]] = {}
-    embeddings = set()
+    embeddings, parts_of = set(), {}
+    expected = _expected_names(manager)
     for name, layer in manager.modules.items():
         shapes = _slice_shapes(layer)
+        if not shapes:
+            continue
         parts = manager.packed_modules.get(name, [name])
-        if len(parts) == len(shapes):
-            modules |= dict(zip(parts, shapes, strict=True))
-        if len(parts) > 1 and shapes:
-            modules[name] = (shapes[0][0], sum(num_out for _, num_out in shapes))
-        if shapes and not isinstance(layer.lora_a_stacked, tuple) and layer.lora_a_stacked.dim() == 3:
+        taken = {
+            part: shape for part, shape in _part_shapes(parts, shapes).items() if _last(part) in expected
+        }
+        modules |= taken
+        if name not in taken:
+            parts_of[name] = tuple(map(_last, taken))
+        if not isinstance(layer.lora_a_stacked, tuple) and layer.lora_a_stacked.dim() == 3:
             embeddings.add(name)
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     renames = mapper.get_rename_mapper() if mapper is not None else None
@@ -207,9 +212,48 @@ def contract_of(manager: Any, base_models: tuple[str, ...]) -> ModelContract:
         module_of=lambda name: parse_fine_tuned_lora_name(name, renames),
         check_config=_unsupported,
         embedding_modules=frozenset(embeddings),
+        parts_of=parts_of,
+        unused_modules=_read_elsewhere(manager),
         dtype=_DTYPE_NAMES[manager.lora_config.lora_dtype],
         scales=_scales,
     )
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _expected_names(manager: Any) -> set[str]:
+    """The last parts of the names of all modules for which vLLM takes adapters: of a fused module those of its parts, unless the model says that its
+    checkpoints have it fused, too.
+
+    Source: vLLM 0.32 `LRUCacheWorkerLoRAManager._load_adapter`.
+    """
+    packed = manager.packed_modules_mapping
+    return {name for module in manager.supported_lora_modules for name in packed.get(module, [module])}
+
+
+def _read_elsewhere(manager: Any) -> frozenset[str]:
+    """Layers whose weights attention reads itself, past the layer that would add an adapter's: latent attention does, in vLLM 0.32 everywhere."""
+    held = {
+        id(getattr(module.kv_b_proj, "base_layer", module.kv_b_proj))
+        for module in manager.model.modules()
+        if isinstance(module, MLAAttention)
+    }
+    layers = manager.modules.items()
+    return frozenset(name for name, layer in layers if id(getattr(layer, "base_layer", None)) in held)
+
+
+def _part_shapes(parts: Sequence[str], shapes: Sequence[tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """(in, out) of each part of a layer's slices; where there are fewer parts, the first one is as many slices as the others leave.
+
+    Source: vLLM 0.32 `MergedColumnParallelLinearWithLoRA.expand_packed_lora`, which splits its weights so.
+    """
+    num_first = len(shapes) - len(parts) + 1
+    if num_first < 1:
+        return {}
+    first = (shapes[0][0], sum(num_out for _, num_out in shapes[:num_first]))
+    return dict(zip(parts, [first, *shapes[num_first:]], strict=True))
 
 
 def _scales(config: dict[str, Any]) -> Callable[[str], float]:

@@ -84,6 +84,19 @@ def test_what_a_step_saves_is_kept(stepped: Stepped) -> None:
     assert stepped.num_saved == 2
 
 
+def test_what_a_step_saves_that_was_spoiled_is_not_kept_and_the_next_ones_is(stepped: Stepped) -> None:
+    """One of its adapters could not be laid out, so its rows are not what their keys say."""
+    stepped.begin()
+    stepped.tiers.is_step_spoiled = True
+    stepped.run()
+    stepped.step.end()
+    assert stepped.num_saved == 0
+    stepped.begin()
+    stepped.run()
+    stepped.step.end()
+    assert stepped.num_saved == 2
+
+
 @pytest.mark.parametrize("is_asked_first", [False, True], ids=["without speculative decoding", "with it"])
 def test_what_is_computed_on_top_of_kv_that_did_not_come_is_not_kept(
     stepped: Stepped, is_asked_first: bool

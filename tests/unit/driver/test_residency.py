@@ -74,6 +74,43 @@ class Disk:
         return AdapterWeights({"model.layers.0.x": module}, record.num_bytes, buffer)
 
 
+class BreakableSlots(Slots):
+    """Those in `broken` cannot be laid out: when a slot is filled with them, or when what that left is done."""
+
+    def __init__(self, manager: Any) -> None:
+        super().__init__(manager)
+        self.broken: set[int] = set()
+        self.is_late = False
+        self.unfilled: dict[int, int] = {}
+
+    def empty(self, slot: int) -> None:
+        self.unfilled.pop(slot, None)
+
+    def fill(self, slot: int, weights: AdapterWeights, compute_for: Any = None, layout: Any = None) -> None:
+        number = int(weights.modules["model.layers.0.x"].a[0][0, 0])
+        if self.is_late:
+            self.unfilled[slot] = number
+        elif number in self.broken:
+            raise RuntimeError(f"adapter {number} cannot be laid out")
+
+    def is_filled(self, slot: int) -> bool:
+        return slot not in self.unfilled
+
+    def finish(self, slot: int) -> None:
+        number = self.unfilled.get(slot)
+        if number in self.broken:
+            raise MemoryError(f"no room to lay adapter {number} out")
+        self.unfilled.pop(slot, None)
+
+    def compute(self, slot: int) -> None:
+        """A step lays out what nobody has."""
+        try:
+            self.finish(slot)
+        except MemoryError as error:
+            assert self.on_failed is not None
+            self.on_failed(slot, error)
+
+
 class Traffic(RuleBasedStateMachine):
     """A scheduler in small: requests wait in order, start when they may, run for some steps and end."""
 
@@ -93,6 +130,7 @@ class Traffic(RuleBasedStateMachine):
         self.manager = SimpleNamespace(
             lora_index_to_id=[None] * NUM_SLOTS, lora_slots=NUM_SLOTS, device="cpu", modules={}
         )
+        self.slots, self.spoiled = BreakableSlots(self.manager), set[int]()
         self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=32)
         self.taken: list[list[Any]] = []
         core = AdapterPlaces(
@@ -110,7 +148,7 @@ class Traffic(RuleBasedStateMachine):
             core,
             contract=CONTRACT,
             manager=self.manager,
-            slots=Slots(self.manager),
+            slots=self.slots,
             loader=LoaderThread(
                 self.disk,  # type: ignore[arg-type]
                 Workers(),
@@ -126,6 +164,7 @@ class Traffic(RuleBasedStateMachine):
             workers=Workers(),
             host_path=NoHostPath(),
             step_layouts=StepLayouts(lambda: StepFacts(len(self.running), self.step_s)),
+            on_spoiled=self.spoiled.add,
             clock=lambda: self.now,
         )
         copies.blocks = AdapterBlocks(
@@ -179,6 +218,11 @@ class Traffic(RuleBasedStateMachine):
     def break_or_mend(self, data: st.DataObject) -> None:
         self.disk.broken ^= {data.draw(st.sampled_from(sorted(self.served)))}
 
+    @rule(data=st.data(), is_late=st.booleans())
+    def break_or_mend_layout(self, data: st.DataObject, is_late: bool) -> None:
+        self.slots.broken ^= {data.draw(st.sampled_from(sorted(self.served))) % 256}
+        self.slots.is_late = is_late
+
     @rule(num_blocks=st.integers(1, 8), frees=st.booleans())
     def kv(self, num_blocks: int, frees: bool) -> None:
         if frees and self.taken:
@@ -198,9 +242,22 @@ class Traffic(RuleBasedStateMachine):
             if self.residency.may_start(number) and has_room:
                 self.running[request_id] = self.waiting.pop(request_id)
                 in_batch.add(number)
+        self.spoiled.clear()
         self.residency.enter(in_batch)
         owners = self.manager.lora_index_to_id
         assert all(number in owners for number in in_batch), "a step computes with adapters that are in slots"
+        for number in in_batch:
+            self.slots.compute(owners.index(number))
+        ended = {each for each, number in self.running.items() if number % 256 in self.slots.broken}
+        failed = self.residency.end_step()
+        assert set(failed) == self.spoiled, (
+            "what was computed without an adapter is known before the step ends"
+        )
+        assert all(number % 256 in self.slots.broken for number in failed), (
+            "only who cannot be laid out fails"
+        )
+        self.residency.settle(failed)
+        assert not {each for each in ended if self.running.get(each) in failed}, "its requests have been told"
 
     @rule(data=st.data())
     @precondition(lambda self: self.running)

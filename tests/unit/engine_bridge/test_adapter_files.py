@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,23 @@ def test_an_adapter_of_an_embedding_has_the_vocabulary_in_lora_a(folder: Path) -
     assert {tensor.shape for tensor in files.tensors} == {(8, 100), (32, 8)}
     make_adapter(folder, modules={EMBEDDING: (101, 32)}, embeddings=frozenset(modules))
     assert "101 vocabulary entries" in str(refusal(folder)), "the message speaks of the vocabulary"
+
+
+def test_one_adapter_for_embedding_and_output_layer_is_refused(folder: Path) -> None:
+    modules, tied = {EMBEDDING: (100, 32)}, {"ensure_weight_tying": True}
+    make_adapter(folder, modules=modules, embeddings=frozenset(modules), config_overrides=tied)
+    assert refusal(folder).code == "unsupported_option"
+    shutil.rmtree(folder)
+    make_adapter(folder, modules=LINEARS, config_overrides=tied)
+    assert load(folder)
+
+
+def test_what_the_engine_leaves_out_of_an_adapter_is_a_note(folder: Path) -> None:
+    make_adapter(folder, modules=LINEARS)
+    left_out = next(iter(LINEARS))
+    files, _ = load(folder, contract(unused_modules=frozenset({left_out})))
+    (note,) = files.notes
+    assert left_out.rpartition(".")[2] in note and "not applied" in note
 
 
 def test_a_wrong_base_model_is_a_note_and_no_error(folder: Path) -> None:

@@ -1,0 +1,96 @@
+"""Which modules take an adapter, for vLLM's own tables of fused modules."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine_bridge.adapters.errors import AdapterRejected  # noqa: E402  (after the skip)
+from engine_bridge.adapters.files import ModelContract, inspect  # noqa: E402
+from engine_bridge.driver.adapters.weights import contract_of  # noqa: E402
+from tests.adapter_corpus import make_adapter  # noqa: E402
+
+SLOTS, MAX_RANK, HIDDEN = 2, 16, 24
+MLP, ATTENTION = "model.layers.0.mlp", "model.layers.0.self_attn"
+
+
+def layer(*widths: int) -> Any:
+    """A LoRA layer of vLLM's with so many slices."""
+    return SimpleNamespace(
+        lora_a_stacked=tuple(torch.zeros(SLOTS, 1, MAX_RANK, HIDDEN) for _ in widths),
+        lora_b_stacked=tuple(torch.zeros(SLOTS, 1, width, MAX_RANK) for width in widths),
+    )
+
+
+def contract(packed: dict[str, list[str]], **layers: Any) -> ModelContract:
+    """Of a model with these layers and this table; vLLM notes in its manager which of its layers have parts."""
+    places = {"gate_up_proj": MLP, "in_proj_qkvz": MLP, "qkv_proj": ATTENTION}
+    modules = {f"{places[name]}.{name}": each for name, each in layers.items()}
+
+    def parts() -> Iterator[tuple[str, list[str]]]:
+        for full_name in modules:
+            place, _, name = full_name.rpartition(".")
+            if len(packed.get(name, ())) > 1:
+                yield full_name, [f"{place}.{part}" for part in packed[name]]
+
+    manager = SimpleNamespace(
+        modules=modules,
+        packed_modules=dict(parts()),
+        packed_modules_mapping=packed,
+        supported_lora_modules=list(layers),
+        model=torch.nn.Module(),
+        lora_config=SimpleNamespace(max_lora_rank=MAX_RANK, lora_dtype=torch.bfloat16),
+    )
+    return contract_of(manager, ())
+
+
+def table_of(module: str, model: str) -> dict[str, list[str]]:
+    """vLLM's for this class of model."""
+    found = importlib.import_module(f"vllm.model_executor.models.{module}")
+    table: dict[str, list[str]] = getattr(found, model).packed_modules_mapping
+    return table
+
+
+def test_where_a_models_checkpoints_have_the_parts_only_these_take_adapters(tmp_path: Any) -> None:
+    """GLM-4's checkpoints have gate and up in one, its class in vLLM does not say so: vLLM refuses such adapters, and so do we."""
+    of_glm = contract(
+        table_of("glm4", "Glm4ForCausalLM"), qkv_proj=layer(24, 8, 8), gate_up_proj=layer(32, 32)
+    )
+    assert of_glm.modules == {
+        f"{ATTENTION}.q_proj": (HIDDEN, 24),
+        f"{ATTENTION}.k_proj": (HIDDEN, 8),
+        f"{ATTENTION}.v_proj": (HIDDEN, 8),
+        f"{MLP}.gate_proj": (HIDDEN, 32),
+        f"{MLP}.up_proj": (HIDDEN, 32),
+    }
+    fused = make_adapter(tmp_path / "fused", modules={f"{MLP}.gate_up_proj": (HIDDEN, 64)})
+    with pytest.raises(AdapterRejected, match="gate_proj, up_proj") as refused:
+        inspect(fused, of_glm)
+    assert refused.value.code == "unknown_module"
+    in_parts = {name: shape for name, shape in of_glm.modules.items() if name.startswith(MLP)}
+    assert inspect(make_adapter(tmp_path / "parts", modules=in_parts), of_glm).rank == 8
+
+
+def test_where_a_models_checkpoints_are_fused_the_fused_module_takes_adapters(tmp_path: Any) -> None:
+    of_phi = contract(table_of("phi3", "Phi3ForCausalLM"), qkv_proj=layer(40), gate_up_proj=layer(64))
+    assert of_phi.modules == {f"{ATTENTION}.qkv_proj": (HIDDEN, 40), f"{MLP}.gate_up_proj": (HIDDEN, 64)}
+    assert inspect(make_adapter(tmp_path / "fused", modules=of_phi.modules), of_phi).rank == 8
+
+
+def test_a_part_of_several_slices_is_as_wide_as_all_of_them() -> None:
+    """Gated delta nets: queries, keys and values are one part, what gates them is another."""
+    parts = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}
+    assert contract(parts, in_proj_qkvz=layer(16, 16, 32, 8)).modules == {
+        f"{MLP}.in_proj_qkv": (HIDDEN, 64),
+        f"{MLP}.in_proj_z": (HIDDEN, 8),
+    }
+
+
+def test_a_fused_module_of_many_slices_takes_one_pair_of_weights() -> None:
+    assert contract({}, gate_up_proj=layer(16, 16, 32)).modules == {f"{MLP}.gate_up_proj": (HIDDEN, 64)}
