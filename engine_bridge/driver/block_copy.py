@@ -233,14 +233,28 @@ def layer_bytes(kv_cache: torch.Tensor) -> int:
 def kv_rows(kv_cache: torch.Tensor) -> torch.Tensor:
     """A layer's cache as bytes, shape (num_blocks, layer_bytes), without a copy. The dimensions within a block may lie in any order.
 
-    Raises SeamMoved where a block is not one stretch of memory.
+    Raises SeamMoved where a block is not one stretch of memory, or where other memory lies between a layer's blocks: whoever copies a row reckons
+    its address from its number and its size.
     """
+    layout = f"(shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()})"
     try:
-        return kv_cache.permute(0, *memory_order(kv_cache)).view(kv_cache.shape[0], -1).view(torch.uint8)
+        rows = kv_cache.permute(0, *memory_order(kv_cache)).view(kv_cache.shape[0], -1).view(torch.uint8)
     except RuntimeError as error:
-        raise SeamMoved(
-            f"a KV block is not one stretch of memory (shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()})"
-        ) from error
+        raise SeamMoved(f"a KV block is not one stretch of memory {layout}") from error
+    if not rows.is_contiguous():
+        raise SeamMoved(f"a layer's KV blocks do not lie one behind the other {layout}")
+    return rows
+
+
+def own_memory(kv_caches: Sequence[Any]) -> bool:
+    """Whether each of these layers is one tensor of KV blocks in memory that no other layer has. Layers of several KV groups share theirs."""
+    if not all(isinstance(each, torch.Tensor) for each in kv_caches):
+        return False
+    try:
+        ranges = sorted((rows.data_ptr(), rows.data_ptr() + rows.numel()) for rows in map(kv_rows, kv_caches))
+    except SeamMoved:
+        return False
+    return all(end <= start for (_, end), (start, _) in pairwise(ranges))
 
 
 def memory_order(kv_cache: torch.Tensor) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from engine_bridge.core.residency import AdapterPlaces, Rules
 from engine_bridge.core.staging import AHEAD_SHARE, HistoryPrefetch, NoPrefetch, ReadAhead
 from engine_bridge.core.step_layouts import StepFacts, StepLayouts
 from engine_bridge.driver.adapters import slots as slot_kinds
-from engine_bridge.driver.adapters.blocks import AdapterBlocks
+from engine_bridge.driver.adapters.blocks import AdapterBlocks, NoBlocks
 from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.host_path import HostPath, NoHostPath
 from engine_bridge.driver.adapters.host_workers import HostWorkers, Workers
@@ -22,12 +23,15 @@ from engine_bridge.driver.adapters.residency import Residency, lora_ids
 from engine_bridge.driver.adapters.seam import worker_manager_of
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import Loader, contract_of
+from engine_bridge.driver.block_copy import own_memory
 from engine_bridge.driver.in_process import kv_caches_of
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.profile import MachineProfile
 
 GIB = 1 << 30
+
+log = logging.getLogger(__name__)
 
 
 def make_residency(
@@ -48,10 +52,11 @@ def make_residency(
     host_bytes = int(config.adapter_host_gib * GIB)
     contract = contract_of(manager, (config.model, config.served_model_name))
     manager.remove_all_adapters()  # those of vLLM's warm-up
-    workers = _make_workers(config, manager, host_bytes)
+    may_assist = _may_assist(engine, config)
+    workers = _make_workers(config, manager, host_bytes) if may_assist else Workers()
     slots = slot_kinds.make_slots(manager)
     read_ahead = ReadAhead(AHEAD_SHARE * host_bytes)
-    core = _make_core(config, manager, slots, host_bytes, profile)
+    core = _make_core(config, manager, slots, host_bytes, profile, may_assist=may_assist)
     copies = DeviceCopies(core, torch.device(manager.device), prefix_facts)
     residency = Residency(
         core,
@@ -71,37 +76,67 @@ def make_residency(
         on_failed=fail,
         copies=copies,
         workers=workers,
-        host_path=_make_host_path(manager, slots),
+        host_path=_make_host_path(manager, slots) if may_assist else NoHostPath(),
         step_layouts=StepLayouts(step_facts),
         on_spoiled=on_spoiled,
     )
     if config.adapters_in_kv:
-        copies.blocks = AdapterBlocks(
-            scheduler.kv_cache_manager.block_pool,
-            kv_caches_of(engine),
-            copies.lost,
-            copies.may_displace,
-            copies.less_valuable_than_blocks,
-            copies.first_to_go,
-        )
+        copies.blocks = _make_blocks(engine, scheduler.kv_cache_manager.block_pool, copies)
     worker_manager.residency = residency
     scheduler.residency = residency
     return residency
 
 
+def _make_blocks(engine: Any, block_pool: Any, copies: DeviceCopies) -> AdapterBlocks | NoBlocks:
+    kv_caches = kv_caches_of(engine)
+    if not own_memory(kv_caches):
+        log.info(
+            "adapters are not kept in free KV blocks: layers of this model share the memory of their KV, or have it in a form of its own"
+        )
+        return NoBlocks()
+    return AdapterBlocks(
+        block_pool,
+        kv_caches,
+        copies.lost,
+        copies.may_displace,
+        copies.less_valuable_than_blocks,
+        copies.first_to_go,
+    )
+
+
 def _make_core(
-    config: EngineConfig, manager: Any, slots: Slots, host_bytes: int, profile: MachineProfile | None
+    config: EngineConfig,
+    manager: Any,
+    slots: Slots,
+    host_bytes: int,
+    profile: MachineProfile | None,
+    *,
+    may_assist: bool,
 ) -> AdapterPlaces:
     rules = Rules(
         host_bytes=host_bytes,
         num_slots=len(manager.lora_index_to_id),
         step_room=config.max_loras * slots.max_cost,
-        cpu_assist=config.cpu_assist,
+        cpu_assist=may_assist,
         fills_from_copies=manager.device.type != "cpu",
     )
     prefetch = HistoryPrefetch() if config.adapter_prefetch else NoPrefetch()
     speeds = profile.adapter_speeds if profile is not None else {}
     return AdapterPlaces(rules, Worth(config.adapter_policy, **speeds), prefetch)
+
+
+def _may_assist(engine: Any, config: EngineConfig) -> bool:
+    """Whether requests may start while their adapter is on its way to the device.
+
+    On a device of its own only where vLLM compiles nothing: the host's part is a call behind each layer that is put there once the engine is built,
+    and compiled code and captured graphs do not have it. Their rows would be computed as the base model's. On a CPU nothing is compiled with LoRA.
+    """
+    if not config.cpu_assist or config.device == "cpu" or engine.vllm_config.model_config.enforce_eager:
+        return config.cpu_assist
+    log.info(
+        "requests wait until their adapter is on the device: the host can compute for it only with --enforce-eager"
+    )
+    return False
 
 
 def _make_workers(config: EngineConfig, manager: Any, host_bytes: int) -> Workers:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from engine_bridge.driver import block_copy, vllm_api  # noqa: E402
-from engine_bridge.driver.block_copy import CpuCopier, layer_bytes  # noqa: E402  (after the skip)
+from engine_bridge.driver.block_copy import CpuCopier, kv_rows, layer_bytes, own_memory  # noqa: E402  (after the skip)
 from engine_bridge.errors import SeamMoved  # noqa: E402
 from engine_bridge.policy.costs import Copied  # noqa: E402
 
@@ -93,6 +93,28 @@ def test_the_dimensions_within_a_block_may_lie_in_any_order(order: list[int], si
     assert rows.data_ptr() == layer.data_ptr()
     assert layer_bytes(layer) == 2 * math.prod(sizes)
     assert torch.equal(rows.view(torch.int16), memory.view(3, -1))
+
+
+def test_a_layout_with_other_memory_between_a_layers_blocks_is_refused() -> None:
+    """All layers of a block lie together: a row's address is not its number times its size."""
+    whole = torch.zeros(NUM_BLOCKS, 3, 2, 4, 8)
+    for layer in range(3):
+        with pytest.raises(SeamMoved):
+            kv_rows(whole[:, layer])
+    with pytest.raises(SeamMoved):
+        CpuCopier([whole[:, 1]], np.zeros((NUM_SLOTS, 256), dtype=np.uint8))
+    assert kv_rows(whole[:, :, 0][:, 0].clone()).is_contiguous()
+
+
+def test_layers_that_share_memory_are_told_by_where_they_lie() -> None:
+    memory = torch.zeros(4 * NUM_BLOCKS, 8)
+    first, second = memory[:NUM_BLOCKS], memory[NUM_BLOCKS : 2 * NUM_BLOCKS]
+    assert own_memory([first, second]) and own_memory([second, first])
+    assert not own_memory([first, second, first])
+    assert not own_memory([first, first.view(NUM_BLOCKS, 2, 4)])  # of another group, and another shape
+    assert not own_memory([first, memory[NUM_BLOCKS - 1 : 2 * NUM_BLOCKS]])
+    assert not own_memory([memory.view(NUM_BLOCKS, 4, 8)[:, layer] for layer in range(4)])
+    assert not own_memory([first, [second]])  # a layer with states in place of blocks
 
 
 def test_a_layout_whose_blocks_are_scattered_is_refused() -> None:
