@@ -1,9 +1,9 @@
 """CPU-assist on a device of its own: in steps that hold rows of an adapter which is still being copied, those rows' deltas come from the host.
 
 vLLM's mapping has such rows as rows of the base model; an opaque operator behind each LoRA layer adds their deltas, computed by
-worker processes (`host_workers.py`) or here. The operator is traced by torch.compile as one node, does nothing where no row is cold,
-and is never part of a replayed CUDA graph: steps with cold rows are dispatched without graphs. Only prefills have such rows,
-since the copy is done by the next step or two.
+worker processes (`host_workers.py`) or here. It is put there once the engine is built, so it is for engines that compile nothing: compiled code
+and captured graphs would not have it (`build.py`). It does nothing where no row is cold. Only prefills have such rows, since the copy is done by the
+next step or two.
 
 Source: CaraServe §4.1. Departs in that base output and delta of a layer are computed one after the other, and in that no kernel
 signals the host: the copy of x does. Not run on a GPU yet (tests/gpu holds the test); the CPU engine runs all but the copies on
@@ -24,8 +24,6 @@ from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
 from engine_bridge.driver.lora_weights import Compute
 from engine_bridge.driver.vllm_api import (
     BaseLinearLayerWithLoRA,
-    CudagraphDispatcher,
-    CUDAGraphMode,
     direct_register_custom_op,
 )
 
@@ -115,13 +113,11 @@ class HostPath:
         for name, layer in self._layers.items():
             layer.overture_name = name
         BaseLinearLayerWithLoRA._apply_lora_to_output = _apply_with_host_path
-        CudagraphDispatcher.dispatch = _dispatch
 
     def close(self) -> None:
         """The engine goes: vLLM has its own back."""
         HostPath.current = None
         BaseLinearLayerWithLoRA._apply_lora_to_output = _stock_apply
-        CudagraphDispatcher.dispatch = _stock_dispatch
 
 
 class NoHostPath:
@@ -174,13 +170,3 @@ def _apply_with_host_path(self: Any, x: torch.Tensor, output: torch.Tensor) -> t
     if name is not None:
         torch.ops.vllm.overture_host_lora(result, x, name)
     return result
-
-
-_stock_dispatch: Any = CudagraphDispatcher.dispatch
-
-
-def _dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Steps with cold rows run without CUDA graphs: a replayed graph would not run the operator."""
-    if HostPath.current is not None and HostPath.current.is_active:
-        kwargs = kwargs | {"valid_modes": {CUDAGraphMode.NONE}, "invalid_modes": None}
-    return _stock_dispatch(self, *args, **kwargs)

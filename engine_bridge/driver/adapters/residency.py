@@ -93,7 +93,7 @@ class Residency:
         self._clock = clock
         self._records: dict[int, AdapterRecord] = {}
         self._host: dict[int, AdapterWeights] = {}
-        self._failures = Failures(lambda adapter_id: self._records[adapter_id].name, on_spoiled)
+        self._failures = Failures(self._name_of, on_spoiled)
         self._filling = Filling(
             core,
             manager=manager,
@@ -343,6 +343,10 @@ class Residency:
         moves = self.core.loaded(adapter_id, num_bytes, loaded.source, loaded.elapsed_s, self._clock())
         self.copies.touch(adapter_id)
         self._do(moves)
+
+    def _name_of(self, adapter_id: int) -> str:
+        record = self._records.get(adapter_id)
+        return record.name if record is not None else "that has gone"
 
     def _load_failed(self, adapter_id: int, problem: Exception | None) -> None:
         error = problem or AdapterRejected("The adapter could not be loaded.", code="unreadable")

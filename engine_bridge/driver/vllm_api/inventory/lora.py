@@ -152,13 +152,6 @@ OWNERS = (
     ),
     # -- rows of adapters that are still on their way to a GPU -------------------------------------------------------
     owner(
-        "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",
-        CUDA_LORA,
-        replaces("dispatch(*args, **kwargs)"),
-        calls("dispatch(num_tokens, *, valid_modes, invalid_modes)"),
-    ),
-    owner("vllm.config:CUDAGraphMode", CUDA_LORA, reads("NONE")),
-    owner(
         "vllm.utils.torch_utils",
         LORA,
         calls("direct_register_custom_op(*, op_name, op_func, mutates_args, fake_impl)"),
