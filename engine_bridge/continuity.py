@@ -9,7 +9,8 @@ Pure functions over a tokenizer. For a long conversation they take milliseconds:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -56,6 +57,54 @@ def continue_prompt(
     if tokenizer.decode(ids, skip_special_tokens=False) != text:
         return Continued(rendered, "rendered", 0)
     return Continued(ids, "kept" if num_kept == len(history) else "cut", num_kept)
+
+
+def continue_between_tokens(
+    history: Sequence[int], text: str, rendered: list[int], tokenizer: Tokenizer, known: Collection[int]
+) -> Continued:
+    """`continue_prompt` where a text may spell a special token that is none, so that its encoding cannot be made from the text alone.
+
+    The history is kept as far as it and `rendered` have the same of the `known` tokens and the same texts between them; from there on
+    `rendered` goes on. Behind the history's last known token (an answer that was cut short) all is kept or nothing.
+    """
+    ours, theirs = _runs(history, known), _runs(rendered, known)
+    num_kept = num_left_out = 0
+    for (own, own_end), (new, new_end) in zip(ours, theirs, strict=False):
+        is_same = own == new or _text(own, tokenizer) == _text(new, tokenizer)
+        if own_end is None and (num_same := _num_same(own, new, tokenizer)):
+            num_kept += len(own)
+            num_left_out += num_same
+        if own_end is None or own_end != new_end or not is_same:
+            break
+        num_kept += len(own) + 1
+        num_left_out += len(new) + 1
+    if num_kept == 0:
+        return Continued(rendered, "rendered", 0)
+    ids = [*history[:num_kept], *rendered[num_left_out:]]
+    if tokenizer.decode(ids, skip_special_tokens=False) != text:
+        return Continued(rendered, "rendered", 0)
+    return Continued(ids, "kept" if num_kept == len(history) else "cut", num_kept)
+
+
+def _runs(ids: Sequence[int], known: Collection[int]) -> Iterator[tuple[Sequence[int], int | None]]:
+    """The tokens up to each known one, with that; at last those behind it, with None."""
+    start = 0
+    for place, token_id in enumerate(ids):
+        if token_id in known:
+            yield ids[start:place], token_id
+            start = place + 1
+    yield ids[start:], None
+
+
+def _num_same(own: Sequence[int], new: Sequence[int], tokenizer: Tokenizer) -> int:
+    """How many ids of `new` spell what all of `own` spell; 0 where none do."""
+    text = _text(own, tokenizer)
+    num = bisect_left(range(len(new) + 1), len(text), key=lambda num: len(_text(new[:num], tokenizer)))
+    return num if _text(new[:num], tokenizer) == text else 0
+
+
+def _text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _longest_match(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> tuple[int, int]:

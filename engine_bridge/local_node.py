@@ -51,6 +51,7 @@ from engine_bridge.node import (
 )
 from engine_bridge.node_adapters import AdapterWatch, catch_up, listed
 from engine_bridge.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
+from engine_bridge.plain_content import SpecialTokensInContent
 from engine_bridge.policy.request_limits import RequestLimits
 from engine_bridge.policy.routing import NodeFacts
 from engine_bridge.predict.node_lengths import NodeLengths
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from engine_bridge.driver.engine_client import BridgeEngineClient
     from engine_bridge.driver.node_load import NodeLoad
     from engine_bridge.driver.serving import Serving, ServingOptions
+    from engine_bridge.driver.vllm_api.start import Off
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
     context_overflow: ContextOverflow = "error"
+    special_tokens_in_content: SpecialTokensInContent = "keep"
     chat_template: str | None = None
     peers: PeerConfig | None = None
 
@@ -144,8 +147,7 @@ class LocalNode:
     async def _build_serving(self) -> None:
         from engine_bridge.driver.engine_client import BridgeEngineClient
         from engine_bridge.driver.serving import Serving
-        from engine_bridge.driver.tokenizer_queue import be_fair
-        from engine_bridge.driver.vllm_api.features import KEPT_TOKENS, TOKENIZER_TURNS
+        from engine_bridge.driver.vllm_api.features import KEPT_TOKENS
         from engine_bridge.driver.vllm_api.start import serving_off
 
         config = self._config
@@ -159,8 +161,7 @@ class LocalNode:
         self._client = BridgeEngineClient(
             self._thread, engine, grammars, self._streams, self._catalog, self._lengths, config.limits
         )
-        if TOKENIZER_TURNS not in off:
-            self._tokenizer = be_fair(self._client.renderer)
+        self._tokenizer = await asyncio.to_thread(_prepare_renderer, self._client, config, off)
         options = await asyncio.to_thread(
             _serving_options, config, engine, keeps_token_ids=KEPT_TOKENS not in off
         )
@@ -492,6 +493,20 @@ def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: b
         context_overflow=config.context_overflow,
         max_prompt_chars=config.limits.prompt_chars(model.max_model_len),
     )
+
+
+def _prepare_renderer(
+    client: BridgeEngineClient, config: LocalNodeConfig, off: Off
+) -> TokenizerQueue | NoTokenizerQueue:
+    """Raises NotSupported, SeamMoved where contents are to be split and cannot be."""
+    from engine_bridge.driver.content_tokens import split_contents
+    from engine_bridge.driver.tokenizer_queue import be_fair
+    from engine_bridge.driver.vllm_api.features import TOKENIZER_TURNS
+
+    queue = be_fair(client.renderer) if TOKENIZER_TURNS not in off else NoTokenizerQueue()
+    if config.special_tokens_in_content == "split":
+        client.continuing.known = split_contents(client.renderer, off)
+    return queue
 
 
 def _engine_and_contract(driver: VllmDriver) -> tuple[Any, ModelContract | None]:

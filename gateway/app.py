@@ -112,6 +112,7 @@ def node_config(config: Config) -> LocalNodeConfig:
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
         context_overflow=config.context_overflow,
+        special_tokens_in_content=config.special_tokens_in_content,
         chat_template=template,
     )
 
@@ -142,10 +143,7 @@ async def build_services(
         node.remember((tenant_of(owner), name, home) for owner, name, home in await store.homes(MAX_SESSIONS))
     metrics = metrics or Metrics()
     metrics.session_wal_lost_frames.set(store.wal_lost_frames)
-
-    def prompt_chars() -> int:
-        return config.request_limits.prompt_chars(node.max_model_len)
-
+    prompt_chars = _prompt_chars(config, node)
     drafts = Drafts(node, store, metrics, accepts_drafts=config.draft_prefill, max_chars=prompt_chars)
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = RequestBudgets.of(config, metrics)
@@ -179,6 +177,11 @@ async def build_services(
         Steward(nodes_of(node), config.drain_timeout_s),
         _tell_of(node, metrics),
     )
+
+
+def _prompt_chars(config: Config, node: Node) -> Callable[[], int]:
+    """What tells the longest prompt that is taken, which is known once the engine is up."""
+    return lambda: config.request_limits.prompt_chars(node.max_model_len)
 
 
 def _tell_of(node: Node, metrics: Metrics) -> NodeCollector:

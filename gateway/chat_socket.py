@@ -297,9 +297,8 @@ class ChatConnection:
             return
         client = services.client_of(self._owner, self._request, self)
         try:
-            if (
-                frame.session_id is None
-            ):  # a new chat: there is nothing to bring up, but a draft may be computed
+            # A new chat: there is nothing to bring up, but a draft may be computed.
+            if frame.session_id is None:
                 adapter = services.turns.known_adapter(frame.adapter)
                 draft = frame.draft or ""
                 services.drafts.update(self._owner, self._new_chat, adapter or None, draft, client=client)

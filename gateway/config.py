@@ -14,6 +14,7 @@ import msgspec
 
 from engine_bridge.context_overflow import ContextOverflow
 from engine_bridge.engine_config import KIB, ModelName, NonEmpty, Positive, setting
+from engine_bridge.plain_content import SpecialTokensInContent
 from engine_bridge.policy import routing
 from engine_bridge.policy.request_limits import RequestLimits
 from gateway.data_folder import tighten
@@ -167,6 +168,15 @@ class Config(LimitSettings, frozen=True, kw_only=True):
             "or that are longer than the conversation (drop-tools), or the oldest turns as well (drop-oldest). The reply says what was left out.",
         ),
     ] = "drop-tools"
+
+    special_tokens_in_content: Annotated[
+        SpecialTokensInContent,
+        setting(
+            "Model",
+            "What messages that write a special token, such as <|im_start|>, have: that token (keep, as vLLM), or its letters as any text (split). "
+            "Choose split where users, tools or documents are not trusted: with keep, their text can pass for the system's or end a message.",
+        ),
+    ] = "keep"
 
     titles: Annotated[
         Literal["auto", "model", "first-words"],

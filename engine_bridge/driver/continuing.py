@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from engine_bridge.continuity import Continued, continue_prompt
+from engine_bridge.continuity import Continued, continue_between_tokens, continue_prompt
 from engine_bridge.node import pack_token_ids, unpack_token_ids
 
 
@@ -31,38 +31,46 @@ class CallIds:
         self.seen = pack_token_ids([*prompt, *generated])
 
 
-async def continued(
-    renderer: Any,
-    max_model_len: int,
-    history: bytes,
-    text: str,
-    rendered: list[int],
-    *,
-    may_be_cut: bool = False,
-) -> Continued:
-    """The prompt of `text` that begins with as many ids of `history` (packed) as fit; `rendered` is its usual encoding.
+class Continuing:
+    """Makes prompts begin with what their session has.
 
-    may_be_cut: `rendered` may be a part of the text only, as its client wished (`truncate_prompt_tokens`); then it is left as it is.
+    Args:
+        renderer: vLLM's, whose tokenizer is used.
+
+    Attributes:
+        known: all tokens that the tokenizer finds as a whole, where a text may spell one that is none; empty where it may not.
     """
-    # The renderer's own thread: two threads in one tokenizer would trip over its truncation setting.
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(
-        renderer._executor, _continued, renderer, max_model_len, history, text, rendered, may_be_cut
-    )
 
+    def __init__(self, renderer: Any, max_model_len: int) -> None:
+        self._renderer = renderer
+        self._max_model_len = max_model_len
+        self.known: frozenset[int] = frozenset()
 
-def _continued(
-    renderer: Any, max_model_len: int, packed: bytes, text: str, rendered: list[int], may_be_cut: bool
-) -> Continued:
-    from engine_bridge.driver.vllm_api import VLLMError
+    async def continued(
+        self, history: bytes, text: str, rendered: list[int], *, may_be_cut: bool = False
+    ) -> Continued:
+        """The prompt of `text` that begins with as many ids of `history` (packed) as fit; `rendered` is its usual encoding.
 
-    history = unpack_token_ids(packed)
-    if may_be_cut and renderer.get_tokenizer().decode(rendered, skip_special_tokens=False) != text:
-        return Continued(rendered, "rendered", 0)
-    try:
-        renderer.validate_token_ids(history)
-    except VLLMError:  # sessions outlive a change of the model
-        return Continued(rendered, "rendered", 0)
-    made = continue_prompt(history, text, rendered, renderer.get_tokenizer())
-    # A sampler's spelling may be the longer one; it must not be what makes a conversation too long.
-    return made if len(made.token_ids) < max_model_len else Continued(rendered, "rendered", 0)
+        may_be_cut: `rendered` may be a part of the text only, as its client wished (`truncate_prompt_tokens`); then it is left as it is.
+        """
+        # The renderer's own thread: two threads in one tokenizer would trip over its truncation setting.
+        return await asyncio.get_running_loop().run_in_executor(
+            self._renderer._executor, self._continued, history, text, rendered, may_be_cut
+        )
+
+    def _continued(self, packed: bytes, text: str, rendered: list[int], may_be_cut: bool) -> Continued:
+        from engine_bridge.driver.vllm_api import VLLMError
+
+        history, tokenizer = unpack_token_ids(packed), self._renderer.get_tokenizer()
+        if may_be_cut and tokenizer.decode(rendered, skip_special_tokens=False) != text:
+            return Continued(rendered, "rendered", 0)
+        try:
+            self._renderer.validate_token_ids(history)
+        except VLLMError:  # sessions outlive a change of the model
+            return Continued(rendered, "rendered", 0)
+        if self.known:
+            made = continue_between_tokens(history, text, rendered, tokenizer, self.known)
+        else:
+            made = continue_prompt(history, text, rendered, tokenizer)
+        # A sampler's spelling may be the longer one; it must not be what makes a conversation too long.
+        return made if len(made.token_ids) < self._max_model_len else Continued(rendered, "rendered", 0)

@@ -16,7 +16,7 @@ from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.adapter_versions import AdapterVersions
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart
-from engine_bridge.driver.continuing import CallIds, continued
+from engine_bridge.driver.continuing import CallIds, Continuing
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.grammars import check_grammar
 from engine_bridge.driver.scheduling.facts import Carried, facts_of, tell, tell_guess
@@ -81,6 +81,7 @@ class BridgeEngineClient(EngineClient):
         self._sequence = itertools.count()
         self.vllm_config = engine.vllm_config
         self.model_config = engine.model_config
+        self.continuing = Continuing(engine.renderer, engine.model_config.max_model_len)
         self.renderer = engine.renderer
         self.input_processor = engine.input_processor
         self._tasks = engine.get_supported_tasks()
@@ -320,8 +321,7 @@ class BridgeEngineClient(EngineClient):
         rendered = request.prompt_token_ids
         if rendered is None or request.mm_features:  # whose places are counted in the rendered ids
             return
-        max_model_len = self.model_config.max_model_len
-        made = await continued(self.renderer, max_model_len, history, text, list(rendered), may_be_cut=True)
+        made = await self.continuing.continued(history, text, list(rendered), may_be_cut=True)
         request.prompt_token_ids = made.token_ids
 
     @property

@@ -31,7 +31,7 @@ from engine_bridge.driver.bodies import (
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 from engine_bridge.driver.chat import Chat
-from engine_bridge.driver.continuing import CallIds, continued
+from engine_bridge.driver.continuing import CallIds
 from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.driver.messages import Messages
 from engine_bridge.driver.reasoning_split import ReasoningSplit
@@ -364,12 +364,8 @@ class Serving:
         made = Continued(rendered, "first" if is_first else "rendered", 0)
         keeps = self._options.keeps_token_ids and bool(request.history_token_ids)
         if keeps and engine_input["type"] == "token" and "prompt" in engine_input:
-            made = await continued(
-                self._client.renderer,
-                self._client.model_config.max_model_len,
-                request.history_token_ids,
-                engine_input["prompt"],
-                rendered,
+            made = await self._client.continuing.continued(
+                request.history_token_ids, engine_input["prompt"], rendered
             )
             engine_input["prompt_token_ids"] = made.token_ids
         return Prompt(pack_token_ids(made.token_ids), made.origin, made.num_kept)

@@ -81,6 +81,10 @@ HALF_CHARACTERS = Feature(
     name="answers behind half a character",
     without="a prompt that ends inside a character comes back as the beginning of its answer",
 )
+PLAIN_CONTENT = Feature(
+    name="special tokens of contents as text",
+    without="a server that is to keep them text (--special-tokens-in-content split) does not start",
+)
 ENVIRONMENT = Feature(name="vLLM's environment", without="a variable that we set for vLLM does nothing")
 CLIENT_FIELDS = Feature(
     name="fields of the server", without="a field that we keep clients from setting may have another name"

@@ -1,6 +1,12 @@
 """vLLM's OpenAI and Anthropic serving classes, its renderer, and the client that they talk to."""
 
-from engine_bridge.driver.vllm_api.features import APIS, CLIENT_FIELDS, KEPT_TOKENS, TOKENIZER_TURNS
+from engine_bridge.driver.vllm_api.features import (
+    APIS,
+    CLIENT_FIELDS,
+    KEPT_TOKENS,
+    PLAIN_CONTENT,
+    TOKENIZER_TURNS,
+)
 from engine_bridge.driver.vllm_api.uses import (
     builds,
     calls,
@@ -65,6 +71,9 @@ OWNERS = (
         calls("validate_token_ids(token_ids)", feature=KEPT_TOKENS),
         reads("_executor", KEPT_TOKENS),
         reads("_executor", TOKENIZER_TURNS),
+        reads("_executor", PLAIN_CONTENT),
+        replaces("render_messages_async(messages, params)", feature=PLAIN_CONTENT),
+        replaces("tokenize_prompts_async(prompts, params)", feature=PLAIN_CONTENT),
         at="renderer",
     ),
     owner(
@@ -74,6 +83,12 @@ OWNERS = (
         reads("_max_workers"),
         replaces("replace_inner()"),
         at="renderer._executor",
+    ),
+    owner("vllm.renderers.params:ChatParams", PLAIN_CONTENT, reads("chat_template_kwargs")),
+    owner(
+        "vllm.renderers.params:TokenizeParams",
+        PLAIN_CONTENT,
+        calls("apply_pre_tokenization(tokenizer, prompt)", "get_encode_kwargs()"),
     ),
     # -- the APIs ----------------------------------------------------------------------------------------------------
     owner(
