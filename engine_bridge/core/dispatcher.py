@@ -478,9 +478,9 @@ class Dispatcher:
             self.load.waits(known.counted)
         adapter_id = known.arrival.adapter_id
         if adapter_id is not None:
-            missing = engine.missing_adapter_bytes(adapter_id)
-            if missing != known.base.adapter_bytes:
-                known.base = replace(known.base, adapter_bytes=missing)
+            missing, is_away = engine.missing_adapter_bytes(adapter_id), not engine.is_ready(request_id)
+            if (missing, is_away) != (known.base.adapter_bytes, known.base.is_away):
+                known.base = replace(known.base, adapter_bytes=missing, is_away=is_away)
         return known.base
 
     def _facts_of_running(self, known: Known) -> Running:

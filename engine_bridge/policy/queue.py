@@ -33,7 +33,7 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
     the caller refuses what never can. duration_s: predicted, from start to end. priority: lower first, as in vLLM. weight: its tenant's share
     against others'. adapter_blocks: device memory that its adapter still needs; requests of one adapter_id need it once. adapter_bytes: the same
     where adapters have memory of their own. num_prefill_tokens: to be computed before its first token. is_warm: its prefix is on the device.
-    is_swapped: it ran before, and its KV waits in host memory.
+    is_swapped: it ran before, and its KV waits in host memory. is_away: its adapter has left since, and is on its way back.
     times_bypassed, times_squashed: as the caller counts them from `Decision.bypassed` and `Decision.squash`. times_deferred: decisions in which a
     step was too full for it.
     """
@@ -54,6 +54,7 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
     is_warm: bool = False
     shared_tokens: int = 0
     is_swapped: bool = False
+    is_away: bool = False
     times_bypassed: int = 0
     times_squashed: int = 0
     times_deferred: int = 0
@@ -251,7 +252,7 @@ class Left:
 
     def lacks_adapter_bytes(self, facts: Waiting) -> bool:
         """Whoever does is passed over, as in vLLM's queue: `AdapterTurns` sees to its turn, and others of adapters that run take nothing from it."""
-        return self.needed_bytes(facts) > self.adapter_bytes
+        return facts.is_away or self.needed_bytes(facts) > self.adapter_bytes
 
     def take(self, facts: Waiting) -> None:
         self.blocks -= self.needed(facts)
@@ -274,16 +275,20 @@ class Left:
 def in_order(
     order: Iterator[str], waiting: Mapping[str, Waiting], left: Left
 ) -> tuple[list[Waiting], dict[str, DeferReason]]:
-    """Those of the order that fit until one does not, and why that one does not."""
+    """Those of the order that fit until one does not, and why that one does not. Those whose adapter is away are passed over."""
     chosen: list[Waiting] = []
+    deferred: dict[str, DeferReason] = {}
     for request_id in order:
         facts = waiting[request_id]
         refusal = left.refusal(facts)
         if refusal is not None:
-            return chosen, {request_id: refusal}
+            deferred[request_id] = refusal
+            if facts.is_away and len(deferred) <= NUM_PASSED_OVER:
+                continue
+            break
         left.take(facts)
         chosen.append(facts)
-    return chosen, {}
+    return chosen, deferred
 
 
 def refuse_twice(facts: Waiting, known: Mapping[str, Any]) -> None:

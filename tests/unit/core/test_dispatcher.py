@@ -46,6 +46,25 @@ def test_a_request_that_waits_for_its_adapter_or_grammar_is_no_candidate() -> No
     assert engine.step().request_ids == ("a",)
 
 
+@pytest.mark.parametrize("policy", ["bounded", "mlq", "fcfs", "fair"])
+def test_who_has_lost_its_adapter_again_takes_nobodys_place(policy: str) -> None:
+    """It was let in, had no room, and then another request's adapter took the memory of its own."""
+    engine = FakeEngine(policy, num_slots=1)
+    engine.ask(arrival("runs"))
+    engine.step()
+    engine.ask(arrival("a", adapter_id=1, waits_for=1))
+    engine.ask(arrival("b", adapter_id=1, waits_for=1))
+    engine.ask(arrival("c"))
+    assert engine.step().request_ids == ()
+    engine.unready = {"a", "b"}
+    engine.end("runs")
+    assert engine.step().request_ids == ("c",)
+    assert engine.own.reason("a") == "adapter_memory"
+    engine.unready = set()
+    engine.end("c")
+    assert engine.step().request_ids == ("a",)
+
+
 def test_requests_that_wait_for_the_same_cost_one_question_and_come_in_bounded_numbers() -> None:
     engine = FakeEngine(num_slots=1000)
     engine.unready = {"0"}
