@@ -74,6 +74,8 @@ class AdapterPlaces:
         if known is None:
             known = Version(adapter_id, num_bytes, room, last_used_s=now)
             self.table.add(known)
+        if known.is_pinned and not is_pinned:
+            self.wanted.something_moved()  # others may take its place in memory now
         known.is_pinned = is_pinned
         if is_pinned or (is_new and self._has_idle_memory(num_bytes)):
             self.prefetch(adapter_id)
@@ -298,7 +300,8 @@ class AdapterPlaces:
         moves = self._make_host_room(version, is_guess, running, now)
         if moves is None:
             is_refused = not is_guess and self._has_never_room(version)
-            if is_guess or is_refused:
+            # A pinned one waits until there is room: nobody may ask for it for long.
+            if is_refused or (is_guess and not version.is_pinned):
                 self.wanted.drop(version.id)
             return [Refuse(version.id)] if is_refused else []
         self.table.begin_load(version)
@@ -362,6 +365,7 @@ class AdapterPlaces:
         moves += self.copies.give_up(version)
         moves += self._leave_host(version)
         self.table.remove(version)
+        self.wanted.something_moved()
         self.worth.forgotten(version.id)
         self._prefetch.forgotten(version.id)
         return [*moves, Forget(version.id)]

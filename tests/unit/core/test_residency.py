@@ -141,6 +141,28 @@ def test_who_has_no_room_beside_the_pinned_ones_is_refused_and_others_wait() -> 
     assert not any(isinstance(move, Refuse) for move in places.advance({2}, 3.0)), "said once"
 
 
+@pytest.mark.parametrize("leaves", ["its request ends", "it is unpinned", "it is unloaded"])
+def test_a_pinned_adapter_that_finds_no_room_is_loaded_as_soon_as_there_is_some(leaves: str) -> None:
+    """Not only with its next request, which may be long in coming."""
+    places = make(host_bytes=SIZE)
+    places.add(1, SIZE, room=SIZE, is_pinned=leaves == "it is unpinned", now=0.0)
+    bring(places, 1)
+    if leaves != "it is unpinned":
+        places.requested("r", 1, 0.0)
+        lay_out(places, places.enter([1], {1}, 0.0))
+    if leaves == "it is unloaded":
+        places.remove(1)
+    places.add(2, SIZE, room=SIZE, is_pinned=True, now=0.0)
+    assert not any(isinstance(move, Load) for move in places.advance({1}, 0.0))
+    assert not places.has_work(0.0), "nothing is tried until something moves"
+    if leaves == "it is unpinned":
+        places.add(1, SIZE, room=SIZE, is_pinned=False, now=1.0)
+    else:
+        places.released("r", 1, 1.0)
+    assert places.has_work(1.0)
+    assert Load(2, "disk") in [move for _ in range(2) for move in places.advance(NOBODY, 1.0)]
+
+
 def test_a_guess_displaces_nothing_that_a_request_waits_for() -> None:
     places = make(host_bytes=SIZE)
     places.requested("r", 1, 0.0)
