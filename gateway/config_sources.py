@@ -21,6 +21,8 @@ from typing import Any
 import msgspec
 
 from engine_bridge import engine_arguments
+from engine_bridge.adapters.errors import quoted
+from engine_bridge.adapters.names import problem_as_text
 from engine_bridge.engine_config import EngineSettings
 from gateway.config import SETTINGS, Config, ConfigError, default_data_dir
 from gateway.lora_modules import parse_lora_modules
@@ -127,6 +129,7 @@ def _check_engine(config: Config) -> None:
     }
     checks: dict[str, Callable[[], object]] = {
         "engine_args": lambda: engine_arguments.parse(config.engine_args, flags),
+        "served_model_name": lambda: _check_name(config.served_model_name),
         "lora_modules": lambda: _check_folders(config.lora_modules),
         "speculative_config": lambda: _object(config.speculative_config),
         "root_path": lambda: _checked_root(config.root_path),
@@ -139,6 +142,12 @@ def _check_engine(config: Config) -> None:
             raise ConfigError(f"{name}: {error} ({source})") from error
     if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
         raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
+
+
+def _check_name(served_model_name: str) -> None:
+    """It stands where adapters' names stand."""
+    if problem := problem_as_text(served_model_name):
+        raise ValueError(f"no model may be called {quoted(served_model_name)}: the name {problem}")
 
 
 def _check_folders(lora_modules: Iterable[str]) -> None:

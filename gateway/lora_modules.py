@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from engine_bridge.adapters.errors import quoted
+from engine_bridge.adapters.names import problem_of
+
 
 def parse_lora_modules(entries: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """(name, folder) of each "NAME=FOLDER" or `{"name": ..., "path": ...}`. A `~` is the user's home.
@@ -15,8 +18,10 @@ def parse_lora_modules(entries: Iterable[str]) -> tuple[tuple[str, str], ...]:
     found: dict[str, str] = {}
     for entry in entries:
         name, path = _from_json(entry) if entry.lstrip().startswith("{") else _from_pair(entry)
-        if not name or not path or name.startswith(".") or not name.isprintable():
+        if not name or not path:
             raise ValueError(f"expected NAME=FOLDER, such as pirate=/models/pirate, got {entry!r}")
+        if problem := problem_of(name):
+            raise ValueError(f"no adapter may be called {quoted(name)}: the name {problem}")
         if found.setdefault(name, path) != path:
             raise ValueError(f"the adapter {name!r} is given twice")
     return tuple((name, str(Path(path).expanduser().absolute())) for name, path in found.items())

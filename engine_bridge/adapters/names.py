@@ -17,6 +17,14 @@ def problem_of(name: str) -> str:
 
     Names stand in lists, in logs, in JSON, in addresses (`/v1/adapters/NAME/pin`) and in stored conversations, and people type them.
     """
+    # An address loses such parts on its way here.
+    if any(not part or part.startswith(".") for part in name.split("/")) and name:
+        return "begins with a dot or a slash, ends with a slash, or has a part between slashes that is empty or begins with a dot"
+    return problem_as_text(name)
+
+
+def problem_as_text(name: str) -> str:
+    """The same of a name that is only shown and compared, as the model's own, which may be a path."""
     if not name:
         return "is empty"
     if len(name) > MAX_NAME_CHARS:
@@ -27,9 +35,6 @@ def problem_of(name: str) -> str:
         return "begins or ends with a space"
     if not unicodedata.is_normalized("NFC", name):
         return "is not in Unicode's normal form C: its accents are characters of their own"
-    # An address loses such parts on its way here.
-    if any(not part or part.startswith(".") for part in name.split("/")):
-        return "begins with a dot or a slash, ends with a slash, or has a part between slashes that is empty or begins with a dot"
     return ""
 
 

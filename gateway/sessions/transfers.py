@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from engine_bridge.adapters.errors import quoted
+from engine_bridge.adapters.names import problem_of
 from gateway.sessions import quota, search, settings, transactions, tree
 from gateway.sessions.archive import Archive, ArchivedTurn
 from gateway.sessions.connection import Database
@@ -30,12 +32,19 @@ def export(conn: sqlite3.Connection, owner: str, session_id: str) -> Archive:
     wanted = msgspec.structs.asdict(settings.read(conn, row.row))
     return Archive(
         title=row.title,
-        adapter=row.adapter,
+        adapter=_named(row.adapter),
         created_at=row.created_at,
         updated_at=row.updated_at,
         settings=SettingsPatch(**{name: value for name, value in wanted.items() if value is not None}),
         turns=turns,
     )
+
+
+def _named(adapter: str | None) -> str | None:
+    """As an archive takes it. Names that no adapter may have now could once be loaded, and stand in old conversations."""
+    if adapter is None or not problem_of(adapter):
+        return adapter
+    return quoted(adapter)
 
 
 def _archived(parent: str | None, is_chosen: bool, columns: list[Any]) -> ArchivedTurn:
@@ -50,7 +59,7 @@ def _archived(parent: str | None, is_chosen: bool, columns: list[Any]) -> Archiv
             "reasoning": reasoning,
             # Of an answer that is being written nothing is stored yet.
             "status": "stopped" if status == "running" else status,
-            "adapter": adapter,
+            "adapter": _named(adapter),
             "finish_reason": finish_reason,
             "usage": None if usage is None else msgspec.json.decode(usage),
             "timings": None if timings is None else msgspec.json.decode(timings),
@@ -91,7 +100,7 @@ def _add(conn: sqlite3.Connection, session: int, turn: ArchivedTurn, parent: int
         clean_text(turn.content),
         clean_text(turn.answer),
         turn.status,
-        clean(turn.adapter),
+        turn.adapter if turn.adapter and not problem_of(turn.adapter) else None,
         clean(turn.finish_reason),
         encoded(None if turn.usage is None else msgspec.to_builtins(turn.usage)),
         encoded(None if turn.timings is None else msgspec.to_builtins(turn.timings)),

@@ -1,6 +1,9 @@
 """Conversations as files: what is written is read again, and what cannot be one is refused with its place."""
 
+import sqlite3
+from contextlib import closing
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -72,6 +75,29 @@ async def test_what_was_imported_is_exported_as_it_was(gateways: Gateways) -> No
         )
         async with http.get("/api/sessions?q=ask a") as reply:
             assert {each["id"] for each in (await reply.json())["sessions"]} == set(ids)
+
+
+@pytest.mark.parametrize("name", ["x" * 3000, "line\nbreak"])
+async def test_names_that_no_adapter_may_have_now_hold_up_no_export(
+    gateways: Gateways, tmp_path: Path, name: str
+) -> None:
+    """They could once be loaded, and stand in old conversations; what is exported can be imported."""
+    gateway: Gateway = await gateways()
+    async with aiohttp.ClientSession(gateway.server.url) as http:
+        async with http.post("/api/sessions/import", json=WHOLE) as reply:
+            session_id = (await reply.json())["id"]
+        with closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as database, database:
+            database.execute("UPDATE sessions SET adapter = ?", (name,))
+            database.execute("UPDATE turns SET adapter = ?", (name,))
+        async with http.get("/api/sessions") as reply:
+            assert reply.status == 200
+        async with http.get(f"/api/sessions/{session_id}/export?format=markdown") as reply:
+            assert reply.status == 200
+        async with http.get(f"/api/sessions/{session_id}/export") as reply:
+            assert reply.status == 200
+            exported = await reply.json()
+        async with http.post("/api/sessions/import", json=exported) as reply:
+            assert reply.status == 201
 
 
 async def test_the_longest_conversation_can_be_brought_back(gateways: Gateways) -> None:
