@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine_bridge.errors import ADAPTER_CHANGING, ADAPTER_CHANGING_CODE
+
 UNKNOWN_MODEL, TOO_LONG = "model_not_found", "context_length_exceeded"
 # Codes that have another name over HTTP than on the chat socket: those by which clients of OpenAI's API decide what to do.
 HTTP_CODES = {"unknown_model": UNKNOWN_MODEL, "prompt_too_long": TOO_LONG}
@@ -31,6 +33,8 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     )
     if not code and status == 400 and is_too_long(message):
         code = TOO_LONG
+    if not code and message == ADAPTER_CHANGING:
+        code = ADAPTER_CHANGING_CODE
     return {
         "error": {
             "message": message,

@@ -4,6 +4,12 @@ The gateway maps these to statuses, bodies and close codes (`gateway/errors.py`)
 no stack traces; causes are chained and go to the log.
 """
 
+ADAPTER_CHANGING_CODE = "adapter_changing"
+# vLLM hands on no more of an error than its text, by which the code is found again.
+ADAPTER_CHANGING = (
+    "The files of this adapter are being replaced, or cannot be read now. Send the request again."
+)
+
 
 class BridgeError(Exception):
     """Base of all errors that a node raises on purpose."""
@@ -27,12 +33,19 @@ class EngineUnavailable(BridgeError):
     """The node takes no requests now: it is starting, being rebuilt, draining or closed. Worth another try later.
 
     Attributes:
-        code: `starting`, `engine_failed` or `draining`.
+        code: `starting`, `engine_failed`, `draining` or `adapter_changing`.
     """
 
     def __init__(self, message: str, *, code: str = "engine_failed") -> None:
         super().__init__(message)
         self.code = code
+
+
+class AdapterChanging(EngineUnavailable):
+    """The files of a request's adapter are being replaced, and for long: no version of it can be computed with now."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAPTER_CHANGING, code=ADAPTER_CHANGING_CODE)
 
 
 class TooBusy(BridgeError):

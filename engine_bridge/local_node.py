@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.adapters.catalog import Catalog, NoCatalog, open_registry
+from engine_bridge.adapters.copies import Copies
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
 from engine_bridge.cluster.peers import PeerConfig, Peering
@@ -116,6 +117,7 @@ class LocalNode:
         self._grammars: GrammarChecker | NoChecker = NoChecker()
         self._lengths: NodeLengths | None = None
         self._watch = AdapterWatch(config.adapters_dir, config.adapters)
+        self._copies = Copies(config.state_dir)
         self._serving: Serving | None = None
         self._tokenizer: TokenizerQueue | NoTokenizerQueue = NoTokenizerQueue()
         self._schemas: ApiSchemas | None = None
@@ -155,7 +157,8 @@ class LocalNode:
         engine, contract = await self._thread.call(_engine_and_contract)
         if contract is not None:
             registry = await asyncio.to_thread(open_registry, config.state_dir)
-            self._catalog = Catalog(registry, contract, int(config.engine.adapter_host_gib * GIB))
+            host_bytes = int(config.engine.adapter_host_gib * GIB)
+            self._catalog = Catalog(registry, contract, host_bytes, self._copies)
         self._stage = "starting the check of grammars"
         self._grammars = grammars = await asyncio.to_thread(_grammar_checker, engine, config.limits)
         self._client = BridgeEngineClient(
@@ -181,6 +184,7 @@ class LocalNode:
             self._thread.wake,
             lambda ids, error: self._loop.call_soon_threadsafe(self._streams.give_up, ids, error),
             self._lengths,
+            self._copies.path_of,
         )
         if self._serving is not None:  # the engine is built again
             driver.use_reasoning_parser(self._serving.reasoning_parser)

@@ -54,7 +54,7 @@ class AdapterWatch:
             await asyncio.sleep(WATCH_EVERY_S)
             try:
                 await follower.follow()
-                await asyncio.to_thread(catalog.flush)
+                await asyncio.to_thread(catalog.look_after)
             except Exception:
                 log.exception("looking after the adapters failed; it is tried again")
 

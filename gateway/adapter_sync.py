@@ -225,6 +225,10 @@ class AdapterSync:
         """See `adapters.follower.Server`."""
         return {name: str(wanted.contents.path) for name, wanted in self._list.wanted.items()}
 
+    def unloaded_paths(self) -> dict[str, str]:
+        """See `adapters.follower.Server`."""
+        return self._list.unloaded
+
     async def serve_found(self, name: str, path: str) -> Refusal | None:
         """See `adapters.follower.Server`."""
         async with self._changing:

@@ -55,6 +55,7 @@ KINDS: dict[str, ErrorKind] = {
     "starting": ErrorKind(503, "server_error", is_retryable=True),
     # Not retryable by itself: a damaged file does not mend. What may pass (a disk that is away for a moment) says so where it is raised.
     "storage_failed": ErrorKind(503, "server_error"),
+    "adapter_changing": ErrorKind(503, "server_error", is_retryable=True),
     "engine_failed": ErrorKind(503, "server_error", is_retryable=True),
     "internal": ErrorKind(500, "server_error"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,7 +30,7 @@ from gateway.request_priority import checked_priority
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
 from gateway.turns import from_bridge
-from gateway.web_policy import LEFT_OUT_HEADER, REQUEST_ID_HEADER, error_body, request_id
+from gateway.web_policy import LEFT_OUT_HEADER, REQUEST_ID_HEADER, RETRY_AFTER_S, error_body, request_id
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ async def _answer_in_background(
         # Always as a stream: so its beginning is known when it is over with what can be refused.
         reply = await services.node.serve("responses", body | {"stream": True}, headers, context)
         if isinstance(reply, JsonReply):
-            return web.Response(body=reply.body, status=reply.status, content_type="application/json")
+            return _as_response(reply, {})
         reply = _naming_previous(reply, recording)
         running = places.pop_all()
 
@@ -186,10 +186,16 @@ async def _answer(
                 return web.Response(
                     body=orjson.dumps(whole), content_type="application/json", headers=headers
                 )
-        return web.Response(
-            body=reply.body, status=reply.status, content_type="application/json", headers=headers
-        )
+        return _as_response(reply, headers)
     return await _stream(request, services, _naming_previous(reply, recording), headers, recording, reader)
+
+
+def _as_response(reply: JsonReply, headers: Mapping[str, str]) -> web.Response:
+    """What an engine could not do now is worth another try soon."""
+    again = {"Retry-After": str(RETRY_AFTER_S)} if reply.status == 503 else {}
+    return web.Response(
+        body=reply.body, status=reply.status, content_type="application/json", headers={**headers, **again}
+    )
 
 
 def _naming_previous(reply: SseReply, recording: Recording | None) -> SseReply:
@@ -323,7 +329,7 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
         services.check_may_change_adapters(principal)
         async with services.calls.of(principal.owner):
             reply = await getattr(services.node, method)(await json_body(request))
-        return web.Response(body=reply.body, status=reply.status, content_type="application/json")
+        return _as_response(reply, {})
 
     return handle
 

@@ -42,6 +42,8 @@ class WantedAdapters:
         """folder: the data folder; None: in memory. Nothing is read before `open`."""
         self._folder = folder
         self.wanted: Mapping[str, WantedAdapter] = {}
+        self.unloaded: dict[str, str] = {}
+        """Names that were taken off the list on purpose, and where each lay that was on it then."""
         self.num_changes = 0
 
     def open(self) -> None:
@@ -90,6 +92,7 @@ class WantedAdapters:
                 self._registry.mark_missing(wanted.record.version_id)
         else:
             self._registry.remove(name, time.time())
+            self.unloaded[name] = str(wanted.contents.path)
         # Another one each time: the event loop may be going through the old one.
         self.wanted = {other: each for other, each in self.wanted.items() if other != name}
         self.num_changes += 1
@@ -101,6 +104,7 @@ class WantedAdapters:
             self._put(replace(self.wanted[name], record=record))
 
     def _put(self, wanted: WantedAdapter) -> None:
+        self.unloaded.pop(wanted.name, None)
         self.wanted = {**self.wanted, wanted.name: wanted}
         self.num_changes += 1
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from engine_bridge.adapters.copies import Copies
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed, quoted
 from engine_bridge.adapters.files import (
     AdapterFiles,
@@ -26,6 +27,9 @@ from engine_bridge.errors import NotSupported
 
 log = logging.getLogger(__name__)
 
+# Seconds in which copies are begun at a time: the folder of adapters is looked at in between. Chosen.
+_COPY_BUDGET_S = 1.0
+
 
 class Catalog:
     """One node's adapters. `num_bytes` of its records are those that an adapter takes in memory, in the engine's type; a file's may be others.
@@ -34,14 +38,21 @@ class Catalog:
 
     Args:
         max_bytes: of one adapter's weights; a larger one would never find room in host memory.
+        copies: of what is served.
     """
 
-    def __init__(self, registry: Registry, contract: ModelContract, max_bytes: int) -> None:
+    def __init__(
+        self, registry: Registry, contract: ModelContract, max_bytes: int, copies: Copies | None = None
+    ) -> None:
         self._registry = registry
         self._contract = contract
         self._max_bytes = max_bytes
+        self._copies = copies or Copies(None)
+        self._is_looked_after = False
         self._served: dict[str, AdapterRecord] = {}
         self._uses: dict[int, tuple[int, float]] = {}
+        self.unloaded: dict[str, str] = {}
+        """Names that were taken out of service on purpose, and where each lay that was served then."""
         self._unregistered: dict[str, tuple[str, str, int]] = {}
         """Of files that were read and found sound, and that the registry could not take yet: path -> signature, content's hash, checksum."""
         self._lock = threading.Lock()
@@ -62,6 +73,8 @@ class Catalog:
         for note in files.notes:
             log.debug("adapter %s: %s", quoted(name), note)
         content, checksum = self._hashes(path, files)
+        if self._is_looked_after:
+            self._copies.make(content, path, {record.content_hash for record in self._served.copy().values()})
         record = self._registry.register(
             name,
             path,
@@ -75,8 +88,15 @@ class Catalog:
             now=time.time(),
         )
         self._unregistered.pop(path, None)
+        self.unloaded.pop(name, None)
         record = self._served[name] = replace(record, num_bytes=files.held_bytes)
         return record
+
+    def look_after(self) -> None:
+        """Now and then: write down what was used, and copy what has no copy yet. At the start nobody waits for copies. Waits for the disk."""
+        self._is_looked_after = True
+        self.flush()
+        self._copies.make_missing(self._served.copy().values(), _COPY_BUDGET_S)
 
     def _hashes(self, path: str, files: AdapterFiles) -> tuple[str, int]:
         """Of an adapter's content and of its weights, which are read and checked where these very files are not known."""
@@ -107,6 +127,7 @@ class Catalog:
             return record
         if name in self._served:
             self._registry.remove(name, time.time())
+            self.unloaded[name] = self._served[name].path
         return self._served.pop(name, None)
 
     def set_pinned(self, name: str, is_pinned: bool) -> AdapterRecord | None:
@@ -156,6 +177,9 @@ class Catalog:
 class NoCatalog:
     """Of a node without adapters, or before its engine is up. See `Catalog` for what each method promises."""
 
+    def __init__(self) -> None:
+        self.unloaded: dict[str, str] = {}
+
     def add(self, name: str, path: str) -> AdapterRecord:
         raise NotSupported("this server runs without adapters")
 
@@ -166,8 +190,6 @@ class NoCatalog:
         raise NotSupported("this server runs without adapters")
 
     def note_use(self, version_id: int) -> None: ...
-
-    def flush(self) -> None: ...
 
     def served(self) -> list[AdapterRecord]:
         return []

@@ -25,6 +25,7 @@ RejectCode = Literal[
     "wrong_dtype",
     "not_finite",
     "not_ready",  # it was sound, and could not be laid out: the log says why
+    "gone",  # the version that a request was let in with is served no more
     "changed",  # the files are not those that were inspected: worth another try
 ]
 # Codes of what would be the same at another try, for the files are, or the name is. All others may pass: a full disk, a file that may not be read

@@ -30,6 +30,10 @@ class Server(Protocol):
         """By name, where each lies that is served now."""
         ...
 
+    def unloaded_paths(self) -> Mapping[str, str]:
+        """By name, where each lay that was unloaded on purpose and that nothing has taken the place of."""
+        ...
+
     async def serve_found(self, name: str, path: str) -> Refusal | None:
         """Check an adapter and serve it, in place of an earlier one from the same path. None: it is served."""
         ...
@@ -89,8 +93,11 @@ class Follower:
         folder = self._folder
         if folder is None:
             return Changes()
-        served = self._server.served_paths()
+        served, unloaded = self._server.served_paths(), self._server.unloaded_paths()
         elsewhere = {name for name, path in served.items() if path != str(folder.path / name)}
+        own = {name for name, path in unloaded.items() if path == str(folder.path / name)}
+        # Whatever took one out of service, and be it another of its name that has gone again: it comes back, unless it was unloaded itself.
+        folder.tell_again(folder.told - served.keys() - own - self._retries.names)
         now = self._clock()
         return await asyncio.to_thread(folder.changes, now, elsewhere, is_settled=is_settled)
 

@@ -43,6 +43,11 @@ class Retries:
         self._failed[name] = _Failed(refusal, num_tries, now)
         return before is None or before.refusal != refusal
 
+    @property
+    def names(self) -> set[str]:
+        """Of all that failed."""
+        return set(self._failed)
+
     def forget(self, name: str) -> None:
         """It is served, or gone, or its files are others."""
         self._failed.pop(name, None)

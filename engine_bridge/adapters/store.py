@@ -45,7 +45,7 @@ class AdapterStore:
 
     Args:
         folder: made when it is needed; None: nothing is kept here, adapters are found at the gateway's own paths or not at all.
-        max_bytes: of all that is kept. free_bytes: of the disk, left free. clock: Unix seconds.
+        max_bytes: of all that is kept. free_bytes: of the disk, left free. keep_s: how long what nobody wants is kept. clock: Unix seconds.
     """
 
     def __init__(
@@ -54,10 +54,12 @@ class AdapterStore:
         *,
         max_bytes: int = MAX_STORE_BYTES,
         free_bytes: int = FREE_BYTES,
+        keep_s: float = KEEP_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
-        self._max_bytes, self._free_bytes, self._clock = max_bytes, free_bytes, clock
+        self._max_bytes, self._free_bytes = max_bytes, free_bytes
+        self._keep_s, self._clock = keep_s, clock
         self._lock = threading.Lock()
         self._hashes: dict[str, tuple[str, str]] = {}
         """Of what was read: path -> its signature then, and its hash."""
@@ -138,8 +140,44 @@ class AdapterStore:
             self._hashes[str(kept)] = self._hashes.pop(str(coming))
             return str(kept)
 
+    def copy(self, content_hash: str, source: Path) -> None:
+        """Keep what lies at a path of this machine. Raises InvalidRequest where it finds no room, or is not this content any more, NotSupported."""
+        _check_hash(content_hash)
+        with self._lock:
+            folder = self._own_folder()
+            coming, kept = folder / f"{_INCOMING}{content_hash}", folder / content_hash
+            if kept.is_dir():
+                return
+            self._clear_incoming(folder)
+            try:
+                with _told_plainly():
+                    self._copy(content_hash, source, coming)
+                    coming.rename(kept)
+            except InvalidRequest:
+                _delete(coming)
+                raise
+            finally:
+                self._hashes.pop(str(coming), None)
+
+    def _copy(self, content_hash: str, source: Path, coming: Path) -> None:
+        """Raises InvalidRequest, OSError."""
+        try:
+            self._make_room(coming.parent, sum((source / name).stat().st_size for name in FILES))
+            coming.mkdir(mode=0o700)
+            for name in FILES:
+                shutil.copyfile(source / name, coming / name)
+        except FileNotFoundError as error:
+            raise InvalidRequest("Nothing lies there any more.", code="changed") from error
+        if self._hash_of(coming) != content_hash:
+            raise InvalidRequest("Another adapter lies there by now.", code="changed")
+
+    def path_of(self, content_hash: str) -> str:
+        """Where this content is kept, "" for nowhere: whoever reads it makes sure that it is what it should be. From any thread, at once."""
+        kept = self._folder / content_hash if self._folder is not None else None
+        return str(kept) if kept is not None and kept.is_dir() else ""
+
     def keep(self, hashes: Collection[str]) -> None:
-        """These are wanted; others are deleted when nobody has wanted them for KEEP_S, or earlier where their room is needed."""
+        """These are wanted; others are deleted when nobody has wanted them for `keep_s`, or earlier where their room is needed."""
         with self._lock:
             self._wanted = frozenset(hashes)
             if self._folder is None or not self._folder.is_dir():
@@ -147,7 +185,7 @@ class AdapterStore:
             for path in self._kept(self._folder):
                 if path.name in self._wanted:
                     self._touch(path)
-                elif self._clock() - path.stat().st_mtime > KEEP_S:
+                elif self._clock() - path.stat().st_mtime > self._keep_s:
                     _delete(path)
 
     # -- the folder ----------------------------------------------------------------------------------------------------

@@ -65,6 +65,16 @@ class Folder:
         self._skipped: set[str] = set()
         self._is_readable = True
 
+    @property
+    def told(self) -> set[str]:
+        """Names of the adapters that are there, as far as that was told."""
+        return set(self._told)
+
+    def tell_again(self, names: Collection[str]) -> None:
+        """With the next changes, as added, if they are there."""
+        for name in names:
+            del self._told[name]
+
     def changes(self, now: float, elsewhere: Collection[str] = (), *, is_settled: bool = False) -> Changes:
         """Scan the folder one level deep. now: Unix seconds, by the clock that stamps the files.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -27,11 +28,12 @@ class AdapterVersions:
         self, thread: EngineThread[VllmDriver], catalog: Catalog | NoCatalog, block_hasher: Any
     ) -> None:
         self._thread = thread
-        self._catalog = catalog
+        self.catalog = catalog
         self._block_hasher = block_hasher
         self._versions: dict[int, AdapterVersion] = {}
         self._served: dict[str, AdapterVersion] = {}
         self._gone: set[int] = set()  # ids that the engine was told to forget
+        self._news: dict[str, asyncio.Event] = {}  # of names of which somebody waits for news
 
     def of(self, lora_request: LoRARequest | None) -> AdapterVersion | None:
         return self._versions[lora_request.lora_int_id] if lora_request is not None else None
@@ -42,7 +44,7 @@ class AdapterVersions:
         if version is None:
             return None
         version = self.served(version)
-        self._catalog.note_use(version.lora_int_id)
+        self.catalog.note_use(version.lora_int_id)
         return version
 
     def served(self, version: AdapterVersion) -> AdapterVersion:
@@ -54,6 +56,20 @@ class AdapterVersions:
             message = f"The adapter {version.lora_name!r} was removed while the request was on its way."
             raise InvalidRequest(message, param="model", code="unknown_model")
         return self._served[version.lora_name]
+
+    async def until_news_of(self, version: LoRARequest | None, timeout_s: float) -> None:
+        """Returns when this version is no longer served, or was loaded again; or after so long."""
+        if version is None or version.lora_int_id in self._gone:
+            return
+        event = self._news.setdefault(version.lora_name, asyncio.Event())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+
+    def _tell(self, name: str) -> None:
+        event = self._news.pop(name, None)
+        if event is not None:
+            event.set()
 
     def tie(self, request: EngineCoreRequest, adapter: AdapterVersion | None) -> None:
         """Have it computed with this adapter, and its KV kept for its tenant and for these very weights."""
@@ -71,7 +87,7 @@ class AdapterVersions:
 
     def rank_of(self, version: AdapterVersion | None) -> int:
         """0 for the base model."""
-        record = self._catalog.current(version.lora_name) if version is not None else None
+        record = self.catalog.current(version.lora_name) if version is not None else None
         return record.rank if record is not None else 0
 
     def salt_of(self, tenant: str, lora_request: LoRARequest | None) -> str | None:
@@ -101,8 +117,8 @@ class AdapterVersions:
         AdapterRejected, RegistryFailed, NotSupported.
         """
         name = lora_request.lora_name
-        old = self._catalog.current(name)
-        record = await asyncio.to_thread(_enter, self._catalog, lora_request)
+        old = self.catalog.current(name)
+        record = await asyncio.to_thread(_enter, self.catalog, lora_request)
         # vLLM would read an adapter marked as in place from disk again in every step that uses it.
         lora_request.lora_int_id, lora_request.load_inplace = record.version_id, False
         version = version_of(lora_request, record.content_hash)
@@ -111,10 +127,11 @@ class AdapterVersions:
         self.know(record)
         if old is not None and old.version_id != record.version_id:
             self._forget(old)
+        self._tell(name)
 
     async def remove(self, name: str, *, is_missing: bool = False) -> None:
         """No new request will name this adapter. is_missing: its files went by themselves."""
-        record = await asyncio.to_thread(self._catalog.remove, name, is_missing=is_missing)
+        record = await asyncio.to_thread(self.catalog.remove, name, is_missing=is_missing)
         if record is not None:
             self._forget(record)
 
@@ -124,6 +141,7 @@ class AdapterVersions:
         served = self._served.get(record.name)
         if served is not None and served.lora_int_id == record.version_id:
             del self._served[record.name]
+            self._tell(record.name)
         self._thread.submit(lambda driver: driver.adapters.remove(record.version_id))
 
     def know(self, record: AdapterRecord) -> None:

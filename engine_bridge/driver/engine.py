@@ -79,6 +79,7 @@ class VllmDriver:
         report: called with a phrase at each stage of the start.
         tiers: where KV goes that leaves the device; the caller owns them, and they outlive this engine.
         predictor: of answer lengths; outlives this engine, too. None: one that begins with nothing.
+        copy_of: where a copy of an adapter lies, by its content's hash, "" for nowhere.
     """
 
     def __init__(
@@ -90,11 +91,13 @@ class VllmDriver:
         wake: Callable[[], None] = lambda: None,
         fail: Callable[[list[str], Exception], object] = lambda request_ids, error: None,
         predictor: LengthPredictor | None = None,
+        copy_of: Callable[[str], str] = lambda content_hash: "",
     ) -> None:
         configure_environment(config)
         self._tiers = tiers
         self._fail = fail
         self._predictor = predictor
+        self._copy_of = copy_of
         try:
             self._build(config, adapters, report, wake)
         except BaseException:
@@ -408,6 +411,7 @@ class VllmDriver:
             step_facts=self._step_facts,
             on_spoiled=self._spoiled,
             profile=self.profile,
+            copy_of=self._copy_of,
         )
 
     def _spoiled(self, adapter_id: int) -> None:

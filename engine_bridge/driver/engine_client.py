@@ -14,6 +14,7 @@ from typing import Any
 from engine_bridge.adapters.catalog import Catalog, NoCatalog
 from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.adapter_versions import AdapterVersions
+from engine_bridge.driver.adapter_waits import AdapterWaits
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart
 from engine_bridge.driver.continuing import CallIds, Continuing
@@ -77,7 +78,6 @@ class BridgeEngineClient(EngineClient):
         self._lengths = lengths
         self._grammars = grammars
         self._limits = limits
-        self.catalog = catalog
         self._sequence = itertools.count()
         self.vllm_config = engine.vllm_config
         self.model_config = engine.model_config
@@ -86,6 +86,7 @@ class BridgeEngineClient(EngineClient):
         self.input_processor = engine.input_processor
         self._tasks = engine.get_supported_tasks()
         self.versions = AdapterVersions(thread, catalog, engine.engine_core.engine_core.request_block_hasher)
+        self._waits = AdapterWaits(streams, self.versions, self.launch)
 
     # -- called by the node ------------------------------------------------------------------------------------------
 
@@ -165,13 +166,16 @@ class BridgeEngineClient(EngineClient):
         finally:
             waiting.cancel()
 
-    def launch(self, unique_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
-        """Queue a submitted request on the engine thread. Raises InvalidRequest where its adapter was removed meanwhile."""
+    def launch(
+        self, unique_id: str, request: EngineCoreRequest, text: str | None, until_s: float | None = None
+    ) -> None:
+        """Queue a submitted request on the engine thread. Raises InvalidRequest where its adapter was removed. until_s: see `AdapterWaits`."""
         self.versions.tie_to_served(request)
+        self._waits.watch(unique_id, request, text, until_s)
 
         def add(driver: VllmDriver) -> None:
             try:
-                driver.add(unique_id, request, prompt_text)
+                driver.add(unique_id, request, text)
             except Exception as error:
                 self._loop.call_soon_threadsafe(self._streams.fail, unique_id, error)
 

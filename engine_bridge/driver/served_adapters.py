@@ -6,9 +6,8 @@ import asyncio
 import json
 from typing import Any, TypeAlias
 
-from engine_bridge.adapters.catalog import Catalog, NoCatalog
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed, status_of
-from engine_bridge.adapters.names import check_name
+from engine_bridge.adapters.names import check_name, problem_of
 from engine_bridge.adapters.retries import Refusal
 from engine_bridge.driver.adapter_versions import AdapterVersions
 from engine_bridge.driver.bodies import Rejected, as_error_response, openai_error, parse
@@ -33,10 +32,8 @@ class ServedAdapters:
         models: vLLM's list of what requests may name.
     """
 
-    def __init__(
-        self, models: OpenAIServingModels, versions: AdapterVersions, catalog: Catalog | NoCatalog
-    ) -> None:
-        self._models, self._versions, self._catalog = models, versions, catalog
+    def __init__(self, models: OpenAIServingModels, versions: AdapterVersions) -> None:
+        self._models, self._versions, self._catalog = models, versions, versions.catalog
         self._changing = asyncio.Lock()
 
     # -- by clients ----------------------------------------------------------------------------------------------------
@@ -92,6 +89,8 @@ class ServedAdapters:
 
     async def _unload(self, request: UnloadLoRAAdapterRequest) -> Result:
         """The registry first: where it fails, nothing has changed."""
+        if request.lora_name and problem_of(request.lora_name):
+            raise AdapterRejected("No adapter has this name.", code="adapter_not_found")
         if request.lora_name in self._models.lora_requests:
             await self._versions.remove(request.lora_name)
         return await self._models.unload_lora_adapter(request)
@@ -100,6 +99,9 @@ class ServedAdapters:
 
     def served_paths(self) -> dict[str, str]:
         return {record.name: record.path for record in self._catalog.served()}
+
+    def unloaded_paths(self) -> dict[str, str]:
+        return self._catalog.unloaded
 
     async def serve_found(self, name: str, path: str) -> Refusal | None:
         async with self._changing:

@@ -137,7 +137,7 @@ class Serving:
         }
         base = BaseModelPath(options.served_model_name, options.model_path)
         self.models = OpenAIServingModels(client, [base])
-        self.adapters = ServedAdapters(self.models, client.versions, client.catalog)
+        self.adapters = ServedAdapters(self.models, client.versions)
         self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
         self._chat = Chat(
             client,

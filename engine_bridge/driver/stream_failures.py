@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.driver.vllm_api import RetryableRequestError, VLLMClientError
-from engine_bridge.errors import InvalidRequest
+from engine_bridge.errors import AdapterChanging, InvalidRequest
+
+# Of what a loader says, the rest means that an adapter's files are not those that were registered, or cannot be read now.
+_DOES_NOT_PASS = ("not_finite", "too_large", "gone")
 
 ENGINE_FAILED_MESSAGE = (
     "The engine failed while it worked on this request and is being rebuilt. Send the request again."
@@ -13,6 +16,10 @@ ENGINE_FAILED_MESSAGE = (
 
 class UnfitAdapter(InvalidRequest, VLLMClientError):
     """The adapter that a request names cannot be computed with: a bad request for us as for vLLM's serving classes, never worth a retry."""
+
+
+class ChangingAdapter(AdapterChanging, RetryableRequestError):
+    """For us as for vLLM's serving classes worth another try."""
 
 
 def engine_failed() -> Exception:
@@ -29,4 +36,11 @@ def given_up(error: Exception) -> Exception:
     """The caller may try again, unless its adapter's own numbers are at fault."""
     if isinstance(error, AdapterRejected) and error.code == "not_finite":
         return UnfitAdapter(f"{error} Mend the adapter or ask for another.", param="model")
+    if is_changing(error):
+        return ChangingAdapter()
     return RetryableRequestError(f"{error} Send the request again.")
+
+
+def is_changing(error: Exception) -> bool:
+    """Whether an adapter could not be loaded for a reason that passes: its next version comes, or its files can be read again."""
+    return isinstance(error, AdapterRejected) and error.code not in _DOES_NOT_PASS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: dict[str, Any] = {}
+        self._begin_again: dict[str, Callable[[Exception], None]] = {}
+        """By the ids of requests that nothing has come of yet."""
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -32,8 +34,13 @@ class Streams:
         self._streams[unique_id] = stream
         self.idle.clear()
 
+    def may_begin_again(self, unique_id: str, begin_again: Callable[[Exception], None]) -> None:
+        """What is to be done, once, where the engine gives this request up because its adapter changes, before anything has come of it."""
+        self._begin_again[unique_id] = begin_again
+
     def forget(self, unique_id: str) -> None:
         self._streams.pop(unique_id, None)
+        self._begin_again.pop(unique_id, None)
         if not self._streams:
             self.idle.set()
 
@@ -41,6 +48,7 @@ class Streams:
         """Hand one or more steps' outputs to their streams."""
         for output in outputs:
             stream = self._streams.get(output.request_id)
+            self._begin_again.pop(output.request_id, None)
             if stream is not None:
                 failure = getattr(output, "failure", None)
                 # An exception takes the place of outputs that wait; a note on one of them would be lost when they are merged.
@@ -67,9 +75,18 @@ class Streams:
                 stream.put(_failures().lost())
 
     def give_up(self, unique_ids: Iterable[str], error: Exception) -> None:
-        """End the streams of requests that the engine gave up."""
+        """End the streams of requests that the engine gave up, but for those that begin again."""
+        is_changing = _failures().is_changing(error)
         for unique_id in unique_ids:
-            self.fail(unique_id, _failures().given_up(error))
+            begin_again = self._begin_again.pop(unique_id, None)
+            if is_changing and begin_again is not None:
+                begin_again(error)
+            else:
+                self.fail(unique_id, _failures().given_up(error))
+
+    def has(self, unique_id: str) -> bool:
+        """Whether somebody still waits for this answer."""
+        return unique_id in self._streams
 
     def asked_as(self, request_ids: set[str]) -> list[str]:
         """Our ids of the requests that clients gave these ids."""

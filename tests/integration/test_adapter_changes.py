@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -15,7 +18,7 @@ from engine_bridge.core.step_layouts import StepLayouts
 from engine_bridge.driver.adapters import layouts
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.local_node import LocalNode
-from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
+from engine_bridge.node import ChatMessage, GenerateRequest, JsonReply, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
 from gateway.config import DEMO_ADAPTERS_DIR
 from tests.adapter_corpus import make_adapter
@@ -25,6 +28,7 @@ from .test_adapters import ask, engine, load, text
 POET_BYTES = 3_670_016  # its weights as float32; the file has them as bfloat16
 CAPACITY = int(1.05 * POET_BYTES)
 PROMPT = text(1, 40)
+_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +36,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(DEMO_ADAPTERS_DIR, tmp_path_factory.mktemp("found") / "adapters"))
 
 
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def node(folder: Path) -> AsyncIterator[LocalNode]:
+async def node(folder: Path, state: Path) -> AsyncIterator[LocalNode]:
     """Host memory for the largest adapter, and beside it for none."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("engine_bridge.node_adapters.WATCH_EVERY_S", 0.2)
         options = {"max_num_seqs": 8, "num_kv_blocks": 160, "adapter_host_gib": CAPACITY / 1024**3}
-        async with engine(folder, **options) as node:
+        async with engine(folder, state_dir=state, **options) as node:
             yield node
 
 
@@ -184,6 +193,133 @@ async def test_a_request_on_its_way_gets_the_adapter_that_took_the_place_of_its_
             return
         assert await in_time(asked) == new
     assert (await node.unload_adapter({"lora_name": "changing"})).status == 200
+
+
+# -- files that change under a version that is served ------------------------------------------------------------------
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def overwrite(adapter: Path, other: Path) -> None:
+    """As a trainer does: in place, file by file."""
+    for name in FILES:
+        (adapter / name).write_bytes((other / name).read_bytes())
+
+
+def half_write(adapter: Path, other: Path) -> None:
+    """What lies there after the first of the writes: new weights, not all of them, beside the old configuration."""
+    raw = (other / FILES[1]).read_bytes()
+    (adapter / FILES[1]).write_bytes(raw[: len(raw) // 2])
+
+
+def no_copies(state: Path) -> None:
+    """From now on there are none, nor can there be."""
+    folder = state / "adapter-copies"
+    while folder.is_dir():
+        folder.rename(state / f"gone-{next(_numbers)}")
+        with suppress(FileExistsError):  # it is being made again
+            folder.touch(exist_ok=False)
+
+
+async def until_answered(node: LocalNode, name: str, old: list[int], new: list[int]) -> None:
+    """Ask until the new version answers. Until then the old one does: no answer is any other's, and none fails."""
+    async with asyncio.timeout(60):
+        while (answer := await ask(node, name, PROMPT)) != new:
+            assert answer == old
+            await leave_all(node)
+
+
+async def answers_of(node: LocalNode, *names: str) -> list[list[int]]:
+    found = [await in_time(ask(node, name, PROMPT)) for name in names]
+    assert all(first != second for first, second in itertools.combinations(found, 2))
+    return found
+
+
+async def test_a_trainer_that_writes_over_what_is_served_fails_no_request(
+    node: LocalNode, folder: Path
+) -> None:
+    """The version that is served answers until the next one is whole, whatever lies in its place meanwhile."""
+    shout, pirate, json = await answers_of(node, "shout", "pirate", "json")
+    await found(node, folder, "trained")
+    await leave_all(node)
+    half_write(folder / "trained", DEMO_ADAPTERS_DIR / "pirate")
+    for _ in range(2):
+        assert await in_time(ask(node, "trained", PROMPT)) == shout
+        await leave_all(node)
+    overwrite(folder / "trained", DEMO_ADAPTERS_DIR / "pirate")
+    await until_answered(node, "trained", shout, pirate)
+    await leave_all(node)
+    (folder / "trained" / FILES[0]).unlink()
+    assert await in_time(ask(node, "trained", PROMPT)) == pirate
+    overwrite(folder / "trained", DEMO_ADAPTERS_DIR / "json")
+    await until_answered(node, "trained", pirate, json)
+
+
+async def test_weights_are_never_computed_with_another_versions_configuration(
+    node: LocalNode, folder: Path, state: Path
+) -> None:
+    """The weights are the same to the byte; only what they are scaled by is not."""
+    await found(node, folder, "scaled")
+    old = await in_time(ask(node, "scaled", PROMPT))
+    await leave_all(node)
+    path = folder / "scaled" / FILES[0]
+    config = msgspec.json.decode(path.read_bytes())
+    path.write_bytes(msgspec.json.encode(config | {"lora_alpha": -3 * config["lora_alpha"]}))
+    assert await in_time(ask(node, "scaled", PROMPT)) == old
+    async with asyncio.timeout(60):
+        while await ask(node, "scaled", PROMPT) == old:
+            await leave_all(node)
+
+
+async def test_without_a_copy_a_request_waits_for_the_next_version(
+    node: LocalNode, folder: Path, state: Path
+) -> None:
+    shout, robot = await answers_of(node, "shout", "robot")
+    await found(node, folder, "uncopied")
+    assert await in_time(ask(node, "uncopied", PROMPT)) == shout
+    await leave_all(node)
+    no_copies(state)
+    overwrite(folder / "uncopied", DEMO_ADAPTERS_DIR / "robot")
+    assert await in_time(ask(node, "uncopied", PROMPT)) == robot
+
+
+async def test_one_that_does_not_come_in_time_is_told_of_with_a_code_of_its_own(
+    node: LocalNode, folder: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_bridge.driver.adapter_waits.PATIENCE_S", 0.2)
+    monkeypatch.setattr("engine_bridge.driver.adapter_waits.READ_AGAIN_S", 0.05)
+    await found(node, folder, "broken")
+    await leave_all(node)
+    no_copies(state)
+    half_write(folder / "broken", DEMO_ADAPTERS_DIR / "robot")
+    with pytest.raises(EngineUnavailable) as refused:
+        await in_time(ask(node, "broken", PROMPT))
+    assert refused.value.code == "adapter_changing"
+    body = {"model": "broken", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+    reply = await in_time(node.serve("chat", body, {}))
+    assert isinstance(reply, JsonReply) and reply.status == 503
+    assert msgspec.json.decode(reply.body)["error"]["code"] == "adapter_changing"
+    shutil.rmtree(folder / "broken")
+
+
+async def test_what_was_loaded_from_elsewhere_outlives_the_folder_of_its_name(
+    node: LocalNode, folder: Path
+) -> None:
+    (pirate,) = await answers_of(node, "pirate")
+    await found(node, folder, "twin")
+    await load(node, "twin", DEMO_ADAPTERS_DIR / "pirate", load_inplace=True)
+    shutil.rmtree(folder / "twin")
+    await found(node, folder, "another")  # the folder was looked at
+    assert await in_time(ask(node, "twin", PROMPT)) == pirate
+    assert (await node.unload_adapter({"lora_name": "twin"})).status == 200
+
+
+@pytest.mark.parametrize("name", ["x" * 3000, "line\nbreak", " space", "a/../b", "demo"])
+async def test_a_name_that_nobody_could_use_is_refused(node: LocalNode, name: str) -> None:
+    reply = await node.load_adapter({"lora_name": name, "lora_path": str(DEMO_ADAPTERS_DIR / "pirate")})
+    assert reply.status == 400
+    error = msgspec.json.decode(reply.body)["error"]
+    assert error["code"] == "bad_name" and len(error["message"]) < 400
 
 
 async def test_what_comes_and_goes_while_the_engine_is_built_again_is_served_as_listed(

@@ -54,7 +54,7 @@ _ids = itertools.count()
 
 
 @asynccontextmanager
-async def engine(folder: Path, **options: Any) -> AsyncIterator[LocalNode]:
+async def engine(folder: Path, *, state_dir: Path | None = None, **options: Any) -> AsyncIterator[LocalNode]:
     config = EngineConfig(
         model=str(DEMO_MODEL_DIR),
         served_model_name="demo",
@@ -63,7 +63,7 @@ async def engine(folder: Path, **options: Any) -> AsyncIterator[LocalNode]:
         max_model_len=1024,
         **{"max_num_seqs": 16, "max_loras": 4, "num_kv_blocks": NUM_KV_BLOCKS} | options,
     )
-    node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=folder))
+    node = LocalNode(LocalNodeConfig(engine=config, adapters_dir=folder, state_dir=state_dir))
     await node.start()
     try:
         yield node

@@ -44,8 +44,12 @@ def make_residency(
     step_facts: Callable[[], StepFacts],
     on_spoiled: Callable[[int], None] = lambda adapter_id: None,
     profile: MachineProfile | None = None,
+    copy_of: Callable[[str], str] = lambda content_hash: "",
 ) -> Residency:
-    """For a newly built in-process engine; from here on its steps load nothing. profile: whose speeds to believe at first. Raises SeamMoved."""
+    """For a newly built in-process engine; from here on its steps load nothing. Raises SeamMoved.
+
+    profile: whose speeds to believe at first. copy_of: as `Loader` takes it.
+    """
     worker_manager = worker_manager_of(engine)
     manager = worker_manager._adapter_manager
     scheduler = engine.engine_core.engine_core.scheduler
@@ -64,7 +68,7 @@ def make_residency(
         manager=manager,
         slots=slots,
         loader=LoaderThread(
-            Loader(manager, contract, worker_manager.vocab_size, host_bytes // 4),
+            Loader(manager, contract, worker_manager.vocab_size, host_bytes // 4, copy_of),
             workers,
             read_ahead,
             LayoutsAhead(slots.max_cost, slots.prepare, slots.cost),

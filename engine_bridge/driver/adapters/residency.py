@@ -166,7 +166,7 @@ class Residency:
     def requested(self, request_id: str, adapter_id: int) -> None:
         """A request enters the engine. Raises AdapterRejected where its version has gone since it was queued."""
         if adapter_id not in self._records:
-            raise AdapterRejected("Its adapter was replaced or removed meanwhile.", code="changed")
+            raise AdapterRejected("Its adapter was replaced or removed meanwhile.", code="gone")
         self._filling.is_filled(adapter_id)
         self.core.requested(request_id, adapter_id, self._clock())
         self.copies.touch(adapter_id)

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from engine_bridge.adapters.errors import AdapterRejected, quoted
-from engine_bridge.adapters.files import AdapterFiles, ModelContract, TensorInfo, inspect, read, signature_of
+from engine_bridge.adapters.files import (
+    AdapterFiles,
+    ModelContract,
+    TensorInfo,
+    content_hash,
+    inspect,
+    read,
+    signature_of,
+)
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.driver.vllm_api import LoRAModel, MLAAttention, PEFTHelper, parse_fine_tuned_lora_name
 
@@ -85,10 +93,19 @@ class Loader:
 
     Args:
         manager: vLLM's LoRAModelManager, of which only what never changes is read.
+        copy_of: where a copy of an adapter lies, by its content's hash, "" for nowhere: whoever registered it may replace its files at any time.
     """
 
-    def __init__(self, manager: Any, contract: ModelContract, vocab_size: int, max_idle_bytes: int) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        contract: ModelContract,
+        vocab_size: int,
+        max_idle_bytes: int,
+        copy_of: Callable[[str], str] = lambda content_hash: "",
+    ) -> None:
         self._manager = manager
+        self._copy_of = copy_of
         self._contract = contract
         self._vocab_size = vocab_size
         self._dtype = manager.lora_config.lora_dtype
@@ -97,13 +114,27 @@ class Loader:
         """Of adapters that were loaded and found sound, by version; the one that was loaded longest ago first."""
 
     def load(self, record: AdapterRecord) -> AdapterWeights:
-        """Raises AdapterRejected, code `changed`, if the files are not what was registered."""
-        files = self._take_kept(record.version_id)
-        is_known = files is not None
-        files = files or inspect(Path(record.path), self._contract)
+        """What was registered, from where it was then or from the copy of it. Raises AdapterRejected, code `changed`, if the files are others."""
+        kept = self._take_kept(record.version_id)
+        try:
+            return self._load(
+                record, kept or inspect(Path(record.path), self._contract), is_known=kept is not None
+            )
+        except AdapterRejected:
+            copy = self._copy_of(record.content_hash)
+            if not copy or (kept is not None and str(kept.path) == copy):
+                raise
+            return self._load(record, inspect(Path(copy), self._contract), is_known=False)
+
+    def _load(self, record: AdapterRecord, files: AdapterFiles, *, is_known: bool) -> AdapterWeights:
         buffer = self.buffers.take(files.num_bytes)
         data = buffer[: files.num_bytes]
-        if read(files, memoryview(data.numpy())) != record.checksum:
+        view = memoryview(data.numpy())
+        is_same = read(files, view) == record.checksum
+        # Weights alone do not make an adapter: with another configuration beside them they are scaled otherwise.
+        if is_same and not is_known and files.signature != record.signature:
+            is_same = content_hash(files, view) == record.content_hash
+        if not is_same:
             raise AdapterRejected(
                 f"The files of adapter {quoted(record.name)} are not those that were registered. Load it again.",
                 code="changed",

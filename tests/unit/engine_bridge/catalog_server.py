@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from engine_bridge.adapters.catalog import Catalog, open_registry
+from engine_bridge.adapters.copies import Copies
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed
 from engine_bridge.adapters.registry import AdapterRecord, Registry
 from engine_bridge.adapters.retries import Refusal
@@ -20,12 +23,16 @@ MAX_BYTES = 1 << 30
 class CatalogServer:
     """See `adapters.follower.Server`. One at a time calls it."""
 
-    def __init__(self, state: Path | None = None) -> None:
+    def __init__(self, state: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = open_registry(state)
-        self.catalog = Catalog(self.registry, contract(), MAX_BYTES)
+        self.copies = Copies(state, clock)
+        self.catalog = Catalog(self.registry, contract(), MAX_BYTES, self.copies)
 
     def served_paths(self) -> dict[str, str]:
         return {record.name: record.path for record in self.catalog.served()}
+
+    def unloaded_paths(self) -> dict[str, str]:
+        return self.catalog.unloaded
 
     async def serve_found(self, name: str, path: str) -> Refusal | None:
         served = self.catalog.current(name)

@@ -170,12 +170,15 @@ async def test_one_that_was_loaded_from_elsewhere_outlives_the_folders_of_its_na
     assert play.follower.problems() == {}
 
 
-async def test_the_folders_own_comes_back_when_the_other_is_unloaded(play: Play) -> None:
+@pytest.mark.parametrize("is_seen", [False, True])
+async def test_the_folders_own_comes_back_when_the_other_is_unloaded(play: Play, is_seen: bool) -> None:
+    """Whether or not the folder was looked at in between."""
     twin = put(play.root, "twin")
     await play.follower.start()
     play.server.load("twin", put(play.elsewhere, "shout", seed=1))
-    await play.later()
-    assert "loaded from elsewhere" in play.follower.problems()["twin"]
+    if is_seen:
+        await play.later()
+        assert "loaded from elsewhere" in play.follower.problems()["twin"]
     play.server.unload("twin")
     await play.later(0.0)
     assert play.served == {"twin": str(twin)} and play.follower.problems() == {}

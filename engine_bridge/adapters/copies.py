@@ -1,0 +1,77 @@
+"""Copies of what is served, so that its files may be replaced, half written or taken away at any time.
+
+An adapter is read again whenever host memory had no room for it. By then its files may be others: a trainer writes the next version over them, and
+for seconds there is nothing whole. So the version that is served answers from its copy, until the next one has come to rest, is checked, copied and
+takes its place. Where there is no room for a copy, or no data folder, requests wait for the next version instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.adapters.store import AdapterStore
+from engine_bridge.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+FOLDER_NAME: Final = "adapter-copies"
+# Of a version that is served no more: requests under way may need it. Chosen: with a new version every few seconds they are many.
+KEEP_S: Final = 300.0
+# After a copy that failed, a full disk most likely. Chosen.
+PAUSE_S: Final = 30.0
+
+
+class Copies:
+    """All methods but `path_of` wait for the disk: for worker threads.
+
+    Args:
+        state_dir: the data folder; None: nothing is copied.
+    """
+
+    def __init__(self, state_dir: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        folder = state_dir / FOLDER_NAME if state_dir is not None else None
+        self._store = AdapterStore(folder, keep_s=KEEP_S) if folder is not None else None
+        self._clock = clock
+        self._paused_until_s = float("-inf")
+
+    def path_of(self, content_hash: str) -> str:
+        """Where a copy of this content lies, "" for nowhere. From any thread, at once."""
+        return self._store.path_of(content_hash) if self._store is not None else ""
+
+    def make(self, content_hash: str, path: str, wanted: Iterable[str]) -> None:
+        """Copy an adapter, where there is room. wanted: contents whose copies must not go for it. Raises AdapterRejected (`changed`) where it lies
+        there no longer."""
+        if self._store is None or self._is_kept(content_hash, path) or self._clock() < self._paused_until_s:
+            return
+        try:
+            self._store.keep({content_hash, *wanted})
+            self._store.copy(content_hash, Path(path))
+        except (InvalidRequest, OSError) as error:
+            if isinstance(error, InvalidRequest) and error.code == "changed":
+                raise AdapterRejected(
+                    "The adapter's files changed while they were copied. Load it again.", code="changed"
+                ) from error
+            self._paused_until_s = self._clock() + PAUSE_S
+            log.warning("an adapter is served without a copy of it for now: %s", error)
+
+    def make_missing(self, served: Iterable[AdapterRecord], budget_s: float) -> None:
+        """Begin copies of what has none yet, for so long."""
+        started_s = self._clock()
+        records = list(served)
+        wanted = {record.content_hash for record in records}
+        for record in records:
+            if self._clock() - started_s >= budget_s:
+                return
+            with suppress(AdapterRejected):  # whoever watches its folder sees that, too
+                self.make(record.content_hash, record.path, wanted)
+
+    def _is_kept(self, content_hash: str, path: str) -> bool:
+        """What a gateway sent lies under its content's name already, where nobody replaces it."""
+        return Path(path).name == content_hash or bool(self.path_of(content_hash))
