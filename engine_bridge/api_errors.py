@@ -6,9 +6,11 @@ every reply of this server has, too, whichever part of it found the error. The w
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from engine_bridge.errors import ADAPTER_CHANGING, ADAPTER_CHANGING_CODE
+from engine_bridge.policy.request_limits import CHARS_PER_TOKEN
 
 UNKNOWN_MODEL, TOO_LONG = "model_not_found", "context_length_exceeded"
 # Codes that have another name over HTTP than on the chat socket: those by which clients of OpenAI's API decide what to do.
@@ -23,6 +25,7 @@ _WORDS = {
     503: ("server_error", "engine_failed"),
 }
 # Names are clients' text, of any length; a list of adapters may be long, too.
+_TOO_LONG_WORDS = ("context length", "longer than the maximum", "(max_prompt_chars)")
 _MAX_NAME_CHARS, _MAX_NAMES = 100, 20
 
 
@@ -46,8 +49,23 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def is_too_long(message: str) -> bool:
-    """Whether vLLM means by this message that a prompt does not fit into the model's context. It has no other sign of it."""
-    return "context length" in message or "longer than the maximum" in message
+    """Whether this message, vLLM's or ours, means that a prompt does not fit into the model's context. vLLM has no other sign of it."""
+    return any(words in message for words in _TOO_LONG_WORDS)
+
+
+def anthropic_words(message: str, max_model_len: int) -> str:
+    """A message as Anthropic's server words it, where clients of its API look for words: by these they know that they have to shorten the
+    conversation, and by how much."""
+    if not is_too_long(message):
+        return message
+    tokens, chars = (
+        re.search(r"(\d+) input tokens, which", message),
+        re.search(r"([\d,]+) characters", message),
+    )
+    # Not split into tokens: at least so many.
+    least = int(chars[1].replace(",", "")) // CHARS_PER_TOKEN if chars else 0
+    num_tokens = int(tokens[1]) if tokens else max(max_model_len + 1, least)
+    return f"prompt is too long: {num_tokens} tokens > {max_model_len} maximum"
 
 
 def unknown_model(name: str, known: list[str]) -> str:

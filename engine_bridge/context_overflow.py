@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from engine_bridge.node import Api, Dropped
+from engine_bridge.policy.request_limits import measure
 
 ContextOverflow = Literal["error", "drop-tools", "drop-oldest"]
 CONTEXT_OVERFLOWS: tuple[ContextOverflow, ...] = get_args(ContextOverflow)
@@ -66,8 +67,8 @@ def shorter(
 def _without_oldest(messages: list[Any]) -> Iterator[list[Any]]:
     """Ever fewer messages: the oldest turns go, instructions and the last turn stay."""
     kept = _turns_of(messages)
+    sizes = [_num_chars(turn) for turn in kept]
     while len(kept) > 1:
-        sizes = [_num_chars(turn) for turn in kept]
         limit = sum(sizes) * _KEPT_SHARE
         kept, sizes = kept[1:], sizes[1:]
         while len(kept) > 1 and sum(sizes) > limit:
@@ -100,7 +101,7 @@ def _is_tool_result(message: Any) -> bool:
 
 
 def _num_chars(turn: Sequence[Any]) -> int:
-    return sum(len(str(message)) for message in turn)
+    return sum(measure(message)[1] for message in turn)
 
 
 def _demands_tool(choice: Any) -> bool:

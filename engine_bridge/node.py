@@ -34,9 +34,18 @@ ANTHROPIC_ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-Api = Literal["chat", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize"]
+Api = Literal[
+    "chat",
+    "completions",
+    "responses",
+    "messages",
+    "count_tokens",
+    "tokenize",
+    "detokenize",
+    "tokenizer_info",
+]
 # Calls that generate nothing: they belong to no conversation and leave nothing behind.
-COUNTING_APIS: frozenset[Api] = frozenset(("count_tokens", "tokenize", "detokenize"))
+COUNTING_APIS: frozenset[Api] = frozenset(("count_tokens", "tokenize", "detokenize", "tokenizer_info"))
 
 
 TOKEN_ID_BYTES = 4

@@ -450,6 +450,16 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "get",
+        "/tokenizer_info",
+        "tokenizer_info",
+        MODELS,
+        "The tokenizer's settings",
+        "Its special tokens and the chat template among them.",
+        replies={200: Reply(description="The settings.", shape=Engine("reply", "tokenizer_info"))},
+        errors=(503,),
+    ),
+    Operation(
+        "get",
         "/",
         "page",
         PAGE,

@@ -12,7 +12,15 @@ from typing import Any
 import orjson
 
 from engine_bridge.node import COUNTING_APIS, Api
-from gateway.api_turns import AnswerReader, as_items, items_of, question_of, session_named
+from gateway.api_turns import (
+    AnswerReader,
+    as_input,
+    as_items,
+    is_reference,
+    items_of,
+    question_of,
+    session_named,
+)
 from gateway.errors import GatewayError
 from gateway.services import Services
 from gateway.sessions import StoredResponse, checked_id
@@ -39,13 +47,17 @@ async def recording_of(
 ) -> Recording | None:
     """The session that a call belongs to: by its header, its body's `session_id` or `metadata.session_id`, or its `previous_response_id`.
 
-    With `previous_response_id` what led to that response is put in front of `input`, so it works after a restart too. Raises GatewayError
-    `not_found` where there is no such response, `bad_request` for an id that no session may have.
+    With `previous_response_id` what led to that response is put in front of `input`, so it works after a restart too; with `conversation` what the
+    session of this name holds. An item that is named by its id is put in its place. Raises GatewayError `not_found` where there is none of such a
+    name, `bad_request` for an id that no session may have.
     """
     if not isinstance(body, dict) or api in COUNTING_APIS:
         return None
     session_id = session_named(header, body)
     history = b""
+    conversation = _take_conversation(body) if api == "responses" else None
+    if api == "responses":
+        await _put_items(services, owner, body)
     items = as_items(body) if api == "responses" else None
     previous = body.pop("previous_response_id", None) if api == "responses" else None
     if previous is not None:
@@ -58,6 +70,18 @@ async def recording_of(
         body["input"] = items_of(found.turns) + as_items(body)
         history = found.token_ids
         session_id = session_id or found.session_id
+    elif conversation is not None:
+        found = await services.store.responses.of_session(owner, conversation)
+        if found is None:
+            raise GatewayError(
+                "not_found",
+                f"There is no conversation {conversation[:100]!r} here. It is one of your sessions: POST /api/sessions begins one.",
+                param="conversation",
+            )
+        last = found.turns[-1][1] if found.turns else None
+        previous = orjson.loads(last.reply)["id"] if last is not None else None
+        body["input"] = items_of(found.turns) + as_items(body)
+        history, session_id = found.token_ids, conversation
     keeps_response = api == "responses" and body.get("store") is not False
     if session_id is None and not keeps_response:
         return None
@@ -69,6 +93,34 @@ async def recording_of(
     question = question_of(api, body)
     kept = items if keeps_response else None
     return Recording(owner, session_id, question, adapter, kept, previous, history)
+
+
+def _take_conversation(body: dict[str, Any]) -> str | None:
+    """`conversation` of a Responses call, an id or an object with it. Raises GatewayError."""
+    value = body.pop("conversation", None)
+    if value is None:
+        return None
+    name = value.get("id") if isinstance(value, dict) else value
+    if not isinstance(name, str):
+        raise GatewayError("bad_request", "'conversation' must be an id.", param="conversation")
+    if body.get("previous_response_id") is not None:
+        raise GatewayError(
+            "bad_request", "Give 'conversation' or 'previous_response_id', not both.", param="conversation"
+        )
+    return name
+
+
+async def _put_items(services: Services, owner: str, body: dict[str, Any]) -> None:
+    """Put the items that `input` names by their ids in the places of their names. Raises GatewayError `not_found`."""
+    given = body.get("input")
+    if not isinstance(given, list) or not any(map(is_reference, given)):
+        return
+    names = [item["id"] for item in given if is_reference(item)]
+    found = await services.store.responses.items(owner, names)
+    missing = next((name for name in names if name not in found), None)
+    if missing is not None:
+        raise GatewayError("not_found", f"There is no item {missing[:100]!r} here.", param="input")
+    body["input"] = [as_input(found[item["id"]]) if is_reference(item) else item for item in given]
 
 
 def adapter_named(services: Services, body: Any) -> str | None:

@@ -60,6 +60,14 @@ def as_items(body: dict[str, Any]) -> list[Any]:
     return list(value) if isinstance(value, list) else [{"role": "user", "content": value}]
 
 
+def is_reference(item: Any) -> bool:
+    """Whether an item of `input` is the name of another, which is stored. Source: OpenAI's "Item reference", whose type may be left out."""
+    if not isinstance(item, dict) or not isinstance(item.get("id"), str):
+        return False
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and not item.keys() - {"id", "type"})
+
+
 def items_of(turns: Sequence[tuple[Turn, StoredResponse | None]]) -> list[Any]:
     """What a response came from and what it said, as items of a Responses call's `input`. turns: of its session, up to and including it.
 
@@ -72,7 +80,7 @@ def items_of(turns: Sequence[tuple[Turn, StoredResponse | None]]) -> list[Any]:
             if response.previous is None:
                 items = []
             items += orjson.loads(response.items)
-            items += [_as_input(item) for item in orjson.loads(response.reply).get("output") or []]
+            items += [as_input(item) for item in orjson.loads(response.reply).get("output") or []]
             continue
         items.append({"role": "user", "content": turn.content})
         if turn.answer:
@@ -80,9 +88,9 @@ def items_of(turns: Sequence[tuple[Turn, StoredResponse | None]]) -> list[Any]:
     return items
 
 
-def _as_input(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of a response's output, to be given as input."""
-    if item.get("type") == "message":
+def as_input(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of a stored response, to be given as input."""
+    if item.get("type") == "message" and item.get("role") == "assistant":
         return {"role": "assistant", "content": text_of(item.get("content"))}
     return item
 

@@ -219,7 +219,13 @@ def build_app(services: Services) -> web.Application:
     connections = Connections(services.config, services.keys, services.metrics, max_open_files())
     app = web.Application(
         client_max_size=services.config.max_body_bytes,
-        middlewares=[web_policy.counts, web_policy.errors, watched(connections), web_policy.origins],
+        middlewares=[
+            web_policy.counts,
+            web_policy.errors,
+            watched(connections),
+            web_policy.origins,
+            web_policy.end_without_slash,
+        ],
     )
     app[SERVICES] = services
     app[CONNECTIONS] = connections

@@ -18,6 +18,7 @@ from engine_bridge.errors import BridgeError
 from engine_bridge.node import Api, JsonReply, SseReply, token_ids_of
 from engine_bridge.predict.hints import read_body
 from engine_bridge.request_context import RequestContext
+from gateway import anthropic_models
 from gateway.api_recording import Recording, adapter_named, record, recording_of
 from gateway.api_turns import AnswerReader, with_previous
 from gateway.auth import Principal, tenant_of
@@ -30,7 +31,14 @@ from gateway.request_priority import checked_priority
 from gateway.rest import json_body
 from gateway.services import SERVICES, Services
 from gateway.turns import from_bridge
-from gateway.web_policy import LEFT_OUT_HEADER, REQUEST_ID_HEADER, RETRY_AFTER_S, error_body, request_id
+from gateway.web_policy import (
+    LEFT_OUT_HEADER,
+    REQUEST_ID_HEADER,
+    RETRY_AFTER_S,
+    error_body,
+    request_id,
+    speaks_anthropic,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,16 +66,8 @@ def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def _check_size(services: Services, api: Api, body: Any) -> None:
     """Raises InvalidRequest for a call that asks for too much. After history was put in front of it, which counts as well."""
-    config, max_model_len = services.config, services.node.max_model_len
-    if not max_model_len:
-        return  # the engine is not up: the node says so
-    check_call(
-        api,
-        body,
-        max_messages=config.max_messages,
-        max_prompt_chars=config.request_limits.prompt_chars(max_model_len),
-        max_sequences=config.max_sequences,
-    )
+    config = services.config
+    check_call(api, body, max_messages=config.max_messages, max_sequences=config.max_sequences)
 
 
 async def _handle(
@@ -295,6 +295,8 @@ async def write_events(
 async def models(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     shown = await _models(services, services.admit(request))
+    if speaks_anthropic(request):
+        shown = anthropic_models.page(shown["data"], request.query)
     return web.Response(body=orjson.dumps(shown), content_type="application/json")
 
 
@@ -317,7 +319,22 @@ async def model(request: web.Request) -> web.Response:
         raise GatewayError(
             "unknown_model", unknown_model(name, [card["id"] for card in cards]), param="model"
         )
+    if speaks_anthropic(request):
+        card = anthropic_models.card_of(card)
     return web.Response(body=orjson.dumps(card), content_type="application/json")
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """What `vllm serve --enable-tokenizer-info-endpoint` says of the tokenizer: its settings, special tokens and chat template."""
+    services = request.app[SERVICES]
+    principal = services.admit(request)
+    async with services.calls.of(principal.owner):
+        context = RequestContext(tenant=tenant_of(principal.owner), weight=principal.weight)
+        reply = await services.node.serve(
+            "tokenizer_info", {}, {REQUEST_ID_HEADER: request_id(request)}, context
+        )
+    assert isinstance(reply, JsonReply)
+    return web.Response(body=reply.body, status=reply.status, content_type="application/json")
 
 
 def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -347,6 +364,7 @@ def add_routes(app: web.Application) -> None:
             web.post("/v1/messages/count_tokens", endpoint("count_tokens")),
             web.post("/tokenize", endpoint("tokenize")),
             web.post("/detokenize", endpoint("detokenize")),
+            web.get("/tokenizer_info", tokenizer_info),
             web.post("/v1/load_lora_adapter", adapter_call("load_adapter")),
             web.post("/v1/unload_lora_adapter", adapter_call("unload_adapter")),
         ]

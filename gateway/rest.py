@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
+import json
 import time
 import zlib
 from collections.abc import Awaitable, Callable
@@ -83,7 +85,7 @@ async def json_body(request: web.Request, at_least_values: int = 0) -> Any:
         raise GatewayError(
             "bad_request", "The body could not be read: its encoding or length is wrong."
         ) from error
-    body = await _unpacked(request, body, limit)
+    body = _as_utf8(await _unpacked(request, body, limit))
     await _check_shape(request, body, at_least_values)
     try:
         return orjson.loads(body)
@@ -91,12 +93,25 @@ async def json_body(request: web.Request, at_least_values: int = 0) -> Any:
         raise GatewayError("bad_request", f"The body is not valid JSON: {error}") from error
 
 
+def _as_utf8(body: bytes) -> bytes:
+    """The same text in UTF-8 without a mark in front: some programs send one, or UTF-16 (RFC 4627 §3). Raises GatewayError."""
+    if body.startswith(codecs.BOM_UTF8):
+        return body.removeprefix(codecs.BOM_UTF8)
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    try:
+        return body.decode(encoding).encode()
+    except UnicodeError as error:
+        raise GatewayError("bad_request", "The body is not valid JSON: it is no text in UTF-8.") from error
+
+
 async def _unpacked(request: web.Request, body: bytes, limit: int) -> bytes:
     """The body without its compression. Raises GatewayError, HTTPRequestEntityTooLarge for one that is larger than the limit when unpacked."""
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding == "identity" or not body:
         return body
-    if encoding not in ("gzip", "deflate"):
+    if encoding not in ("gzip", "x-gzip", "deflate"):
         raise web.HTTPUnsupportedMediaType(reason="Send the body plain, or compressed with gzip or deflate.")
     try:
         unpacked = await asyncio.to_thread(_inflated, body, limit + 1)

@@ -28,6 +28,10 @@ RETRY_AFTER_S = 3
 BEGUN = web.RequestKey("begun", web.StreamResponse)  # of a request: the response whose head is on its way
 REQUEST_ID_HEADER = "X-Request-Id"
 LEFT_OUT_HEADER = "X-Overture-Left-Out"
+# Where Anthropic's SDKs look for the request's id.
+ANTHROPIC_ID_HEADER = "Request-Id"
+ANTHROPIC_VERSION_HEADER = "Anthropic-Version"
+_EXPOSED = ("X-Session-Id", REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER, LEFT_OUT_HEADER, "Retry-After")
 _REQUEST_ID = web.RequestKey("request_id", str)
 # A client's own id is repeated if it is short and visible ASCII. Chosen: two UUIDs and a trace id fit.
 _SANE_ID = re.compile(r"[!-~]{1,128}")
@@ -72,9 +76,16 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamRes
     return response
 
 
+def speaks_anthropic(request: web.Request) -> bool:
+    """Whether a request is one of Anthropic's API: by its route, or of the routes that both APIs have by the header that it must have."""
+    return request.path.startswith("/v1/messages") or (
+        request.path.startswith("/v1/models") and ANTHROPIC_VERSION_HEADER in request.headers
+    )
+
+
 def error_body(request: web.Request, error: GatewayError, *, status: int | None = None) -> dict[str, Any]:
     """In OpenAI's shape, or in Anthropic's for its routes."""
-    if request.path.startswith("/v1/messages"):
+    if speaks_anthropic(request):
         kind = ANTHROPIC_ERROR_TYPES.get(status or error.http_status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
     return to_openai_body(error)
@@ -132,13 +143,32 @@ async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
     return await handler(request)
 
 
+@web.middleware
+async def end_without_slash(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Send whoever asks for a route with a slash behind it to the route, as `vllm serve` does."""
+    if (
+        request.path.endswith("/")
+        and request.path.strip("/")
+        and request.match_info.http_exception is not None
+    ):
+        path = "/" + request.rel_url.raw_path.strip("/")  # never "//", which would be another server
+        resolved = await request.app.router.resolve(
+            request.clone(rel_url=request.rel_url.with_path(path, encoded=True))
+        )
+        if resolved.http_exception is None:
+            raise web.HTTPTemporaryRedirect(
+                str(request.rel_url.with_path(path, encoded=True, keep_query=True))
+            )
+    return await handler(request)
+
+
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler, called before the head of any response is sent: what all of them carry. Also notes that the response has begun."""
     request[BEGUN] = response
     response.headers["Server"] = "Overture"  # aiohttp's own tells which versions of it and of Python run here
     response.headers[REQUEST_ID_HEADER] = request_id(request)
-    if request.path.startswith("/v1/messages"):
-        response.headers["Request-Id"] = request_id(request)  # where Anthropic's SDKs look for it
+    if speaks_anthropic(request):
+        response.headers[ANTHROPIC_ID_HEADER] = request_id(request)
     origin = request.headers.get("Origin")
     config = request.app[SERVICES].config
     if origin is not None and _is_cross_origin(origin, request, config) and _is_allowed(origin, config):
@@ -166,7 +196,7 @@ def cors_headers(origin: str, asked: str) -> dict[str, str]:
         "Access-Control-Allow-Origin": origin,
         "Access-Control-Allow-Methods": "GET, POST, PATCH, DELETE, OPTIONS",
         "Access-Control-Allow-Headers": asked if is_sane else usual,
-        "Access-Control-Expose-Headers": f"X-Session-Id, {REQUEST_ID_HEADER}, {LEFT_OUT_HEADER}, Retry-After",
+        "Access-Control-Expose-Headers": ", ".join(_EXPOSED),
         "Access-Control-Max-Age": "600",
         "Vary": "Origin, Access-Control-Request-Headers",
     }

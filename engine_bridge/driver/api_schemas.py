@@ -26,6 +26,7 @@ from engine_bridge.driver.vllm_api import (
     ResponsesRequest,
     ResponsesResponse,
     TokenizeResponse,
+    TokenizerInfoResponse,
     UnloadLoRAAdapterRequest,
 )
 from engine_bridge.node import SCHEMA_REFERENCE, ApiSchemas
@@ -49,6 +50,7 @@ REPLIES: Mapping[str, Any] = {
     "count_tokens": AnthropicCountTokensResponse,
     "tokenize": TokenizeResponse,
     "detokenize": DetokenizeResponse,
+    "tokenizer_info": TokenizerInfoResponse,
     "models": ModelList,
     "model": ModelCard,
 }

@@ -10,7 +10,7 @@ completes. Here the first text that is given out is shortened by what the prompt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from engine_bridge.continuity import INCOMPLETE, MAX_TOKENS_PER_CHARACTER
@@ -30,7 +30,12 @@ def beyond(prompt_texts: Sequence[str], text: str) -> str:
     prompt_texts: of the whole prompt, and of what is left of it without its last tokens. The last ones may be decoded otherwise once more tokens
     follow, and with them what stands in front of them: as bytes, say, of which some become a character.
     """
-    return text[max((len(commonprefix([said, text])) for said in prompt_texts), default=0) :]
+    return text[max((_num_common(said, text) for said in prompt_texts), default=0) :]
+
+
+def _num_common(first: str, second: str) -> int:
+    """How many characters both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _ends(ids: Sequence[Any]) -> list[Sequence[Any]]:

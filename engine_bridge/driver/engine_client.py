@@ -15,8 +15,10 @@ from engine_bridge.adapters.catalog import Catalog, NoCatalog
 from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.adapter_versions import AdapterVersions
 from engine_bridge.driver.adapter_waits import AdapterWaits
+from engine_bridge.driver.bad_words import ban_all_forms
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart
+from engine_bridge.driver.completions import only_prompt
 from engine_bridge.driver.continuing import CallIds, Continuing
 from engine_bridge.driver.engine import VllmDriver
 from engine_bridge.driver.grammars import check_grammar
@@ -225,6 +227,8 @@ class BridgeEngineClient(EngineClient):
         `priority`, `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: CALL has what the gateway has set.
         """
         call = CALL.get()
+        if sampling_params.max_tokens == 0:
+            return only_prompt(prompt, request_id, sampling_params.n)
         # A wish that costs nothing to leave out, and that some clients send with every call: vLLM refuses it for most models.
         sampling_params.thinking_token_budget = None
         collector = RequestOutputCollector(sampling_params.output_kind, request_id)
@@ -306,6 +310,7 @@ class BridgeEngineClient(EngineClient):
             self._streams.register(unique_id, collector)
             config = self.vllm_config.structured_outputs_config
             await check_grammar(request.sampling_params, config, self._grammars, call.context.tenant)
+            await ban_all_forms(request.sampling_params, self.renderer)
             if ids is not None and ids.history and text is not None:
                 await self._continue(request, ids.history, text)
             await self.predict_length(request)

@@ -1,14 +1,19 @@
-"""Anthropic's Messages API as vLLM serves it, but for tool calls that were cut short and for requests that offer no tools."""
+"""Anthropic's Messages API as vLLM serves it, but for tool calls that were cut short, for requests that offer no tools, for answers that the client
+has begun, and for the tokens that a stream's first event counts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 from pydantic_core import from_json
 
 from engine_bridge.driver.vllm_api import AnthropicServingMessages
 from engine_bridge.errors import InvalidRequest
+
+_DATA = "data: "
 
 
 class Messages(AnthropicServingMessages):
@@ -26,7 +31,26 @@ class Messages(AnthropicServingMessages):
             if request.tool_choice not in (None, "auto", "none"):
                 raise InvalidRequest("`tool_choice` demands a tool call: offer `tools`.", param="tool_choice")
             request.tool_choice = "none"
+        if _is_begun(request.messages):
+            # Source: Anthropic's "Prefill Claude's response".
+            request.add_generation_prompt, request.continue_final_message = False, True
         return request
+
+    async def chat_completion_stream_generator(
+        self, request: Any, result_generator: Any, *args: Any, **options: Any
+    ) -> AsyncGenerator[str, None]:
+        """The chat completion's events, of which the first one counts the prompt's tokens as the last one does: those from a cache apart."""
+        found: list[Any] = []
+        events = super().chat_completion_stream_generator(
+            request, _noting_first(result_generator, found), *args, **options
+        )
+        is_first = True
+        try:
+            async for event in events:
+                yield _with_cached_tokens(event, found[0]) if is_first and found else event
+                is_first = False
+        finally:
+            await events.aclose()
 
     def messages_full_converter(self, generator: Any) -> Any:
         """The reply that a finished chat completion (`generator`) makes.
@@ -54,3 +78,31 @@ def readable(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _is_begun(messages: Any) -> bool:
+    """Whether the last message is the beginning of the answer that is asked for."""
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+
+
+async def _noting_first(results: Any, found: list[Any]) -> AsyncGenerator[Any, None]:
+    """`results`, of which the first one is put into `found`."""
+    async for result in results:
+        if not found:
+            found.append(result)
+        yield result
+
+
+def _with_cached_tokens(event: str, result: Any) -> str:
+    """A chunk whose usage says how many of the prompt's tokens were in a cache. vLLM says it at the end only."""
+    if not event.startswith(_DATA + '{"id":'):
+        return event
+    chunk = msgspec.json.decode(event[len(_DATA) :])
+    if (usage := chunk.get("usage")) is None:
+        return event
+    usage["prompt_tokens_details"] = {
+        "cached_tokens": result.num_cached_tokens,
+        "created_cache_tokens": result.num_cache_creation_tokens,
+    }
+    return f"{_DATA}{msgspec.json.encode(chunk).decode()}\n\n"

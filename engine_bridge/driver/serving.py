@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from engine_bridge.api_errors import is_too_long, unknown_model
+from engine_bridge.api_errors import anthropic_words, is_too_long, unknown_model
+from engine_bridge.body_forms import usual_form
 from engine_bridge.context_overflow import ContextOverflow, dropped_event, shorter
 from engine_bridge.continuity import Continued
 from engine_bridge.driver.bodies import (
@@ -31,26 +32,25 @@ from engine_bridge.driver.bodies import (
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 from engine_bridge.driver.chat import Chat
+from engine_bridge.driver.completions import CompletionBody, Completions
 from engine_bridge.driver.continuing import CallIds
 from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.driver.messages import Messages
 from engine_bridge.driver.reasoning_split import ReasoningSplit
+from engine_bridge.driver.responses import Responses
 from engine_bridge.driver.served_adapters import ServedAdapters
-from engine_bridge.driver.tokenize_request import TokenizeBody
+from engine_bridge.driver.tokenize_request import NoBody, TokenizeBody, tokenizer_facts
 from engine_bridge.driver.tool_calls import NO_FORM
 from engine_bridge.driver.vllm_api import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
     BaseModelPath,
     ChatCompletionRequest,
-    CompletionRequest,
     DetokenizeRequest,
     ErrorResponse,
     LoRARequest,
     OnlineRenderer,
-    OpenAIServingCompletion,
     OpenAIServingModels,
-    OpenAIServingResponses,
     RequestOutputKind,
     ResponsesRequest,
     SamplingParams,
@@ -72,7 +72,7 @@ from engine_bridge.node import (
     pack_token_ids,
     token_ids_event,
 )
-from engine_bridge.policy.request_limits import check_prompt_chars
+from engine_bridge.policy.request_limits import check_prompt, check_prompt_chars
 from engine_bridge.request_context import RequestContext, passed_on
 from engine_bridge.token_stream import Split
 
@@ -147,14 +147,14 @@ class Serving:
             enable_prompt_tokens_details=True,
             **parsers,
         )
-        completion = OpenAIServingCompletion(
+        completion = Completions(
             client,
             self.models,
             online_renderer=self._renderer,
             request_logger=None,
             enable_prompt_tokens_details=True,
         )
-        responses = OpenAIServingResponses(client, self.models, self._renderer, **parsers)
+        responses = Responses(client, self.models, self._renderer, **parsers)
         messages = Messages(
             client,
             self.models,
@@ -165,7 +165,7 @@ class Serving:
         )
         self._endpoints: dict[str, _Endpoint] = {
             "chat": _Endpoint(ChatCompletionRequest, self._chat.create_chat_completion),
-            "completions": _Endpoint(CompletionRequest, completion.create_completion),
+            "completions": _Endpoint(CompletionBody, completion.create_completion),
             "responses": _Endpoint(
                 ResponsesRequest, responses.create_responses, yields_objects=True, dump={"by_alias": True}
             ),
@@ -190,9 +190,15 @@ class Serving:
             chat_template=self._options.chat_template,
             chat_template_content_format="auto",
         )
+
+        async def tell_tokenizer(*_: Any) -> Any:
+            found = await tokenization.get_tokenizer_info()
+            return tokenizer_facts(found, self._client.renderer.get_tokenizer())
+
         return {
             "tokenize": _Endpoint(TokenizeBody, tokenization.create_tokenize),
             "detokenize": _Endpoint(DetokenizeRequest, tokenization.create_detokenize),
+            "tokenizer_info": _Endpoint(NoBody, tell_tokenizer),
         }
 
     @property
@@ -238,30 +244,36 @@ class Serving:
                 return SseReply(ClosingEvents(_encoded(told, endpoint, call.ids), stream))
         except Exception as error:
             answer = as_error_response if start.is_queued else as_malformed
-            return error_reply(answer(error), is_anthropic=endpoint.is_anthropic)
+            result, dropped = answer(error), Dropped()
         if isinstance(result, ErrorResponse):
+            if endpoint.is_anthropic:
+                limit = self._client.model_config.max_model_len
+                result.error.message = anthropic_words(result.error.message, limit)
             return error_reply(result, is_anthropic=endpoint.is_anthropic)
         reply = result.model_dump_json(**(endpoint.dump or {})).encode()
         return JsonReply(200, reply, call.ids.seen if call.ids is not None else b"", dropped)
 
     async def _fitting(self, api: Api, body: Any, raw_request: Any, start: CallStart) -> tuple[Any, Dropped]:
         """The call's result, and what was left out so that its prompt fits. The first error where it fits in no way."""
-        endpoint, options = self._endpoints[api], self._options
-        result = first = await self._attempt(endpoint, body, raw_request, start)
+        options = self._options
+        body = usual_form(api, body, self._client.model_config.max_model_len)
+        result = first = await self._attempt(api, body, raw_request, start)
         if _is_too_long(first):
             versions = shorter(
                 options.context_overflow, api, body, calls_tools=options.tool_parser != NO_FORM
             )
             for version, dropped in versions:
-                result = await self._attempt(endpoint, version, raw_request, start)
+                result = await self._attempt(api, version, raw_request, start)
                 if not _is_too_long(result):
                     log.info("left out of a prompt that is longer than the model's context: %s", dropped)
                     return result, dropped
         return first, Dropped()
 
-    async def _attempt(self, endpoint: _Endpoint, body: Any, raw_request: Any, start: CallStart) -> Any:
+    async def _attempt(self, api: Api, body: Any, raw_request: Any, start: CallStart) -> Any:
         """What vLLM's class returns; what it raises before the request is queued becomes an ErrorResponse."""
+        endpoint = self._endpoints[api]
         try:
+            check_prompt(api, body, self._options.max_prompt_chars)
             request = parse(endpoint.request_class, body)
             result = await start.result_of(endpoint.call(request, raw_request))
         except Rejected as rejected:

@@ -1,10 +1,10 @@
-"""The body of `/tokenize`, which vLLM declares as one of two classes: a text, or a conversation."""
+"""The body of `/tokenize`, which vLLM declares as one of two classes: a text, or a conversation; and the reply of `/tokenizer_info`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import RootModel
+from pydantic import BaseModel, RootModel
 
 from engine_bridge.driver.vllm_api import TokenizeChatRequest, TokenizeCompletionRequest
 
@@ -18,3 +18,17 @@ class TokenizeBody(RootModel[TokenizeChatRequest | TokenizeCompletionRequest]):
         is_chat = isinstance(obj, dict) and "messages" in obj
         request_class = TokenizeChatRequest if is_chat else TokenizeCompletionRequest
         return request_class.model_validate(obj, **options)
+
+
+class NoBody(BaseModel):
+    """Of a call that has none."""
+
+
+def tokenizer_facts(found: Any, tokenizer: Any) -> Any:
+    """vLLM's reply with the chat template and the special tokens, which clients need, and without places of files on this machine."""
+    known = found.model_dump()
+    template = getattr(tokenizer, "chat_template", None)
+    facts = {"chat_template": template} | getattr(tokenizer, "special_tokens_map", {}) | known
+    return type(found)(
+        **{name: value for name, value in facts.items() if not name.endswith(("_file", "_path"))}
+    )

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.errors import InvalidRequest
+from engine_bridge.node import Api
 
 # Characters of one stop string or bad word. Chosen: longer than any marker that people stop at.
 MAX_WORD_CHARS = 1024
@@ -21,6 +22,8 @@ MAX_WORD_CHARS = 1024
 MAX_PATTERN_TOKENS, MAX_TRIGGERS = 64, 64
 # Characters of a prompt for each token that the model reads, where no limit is set: four are usual, sixteen are white space or a repeated word.
 CHARS_PER_TOKEN = 16
+# What the model reads, by the fields of the APIs.
+_READ = ("prompt", "suffix", "messages", "input", "system", "instructions", "tools", "functions", "documents")
 _REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 # "name:" or "name ::=" at the beginning of a line, as Lark and EBNF have it.
 # Blanks only: what matches line ends as well looks at a run of them again and again.
@@ -64,6 +67,20 @@ def check_prompt_chars(given: int, limit: int, param: str = "prompt") -> None:
             param=param,
             code="prompt_too_long",
         )
+
+
+def check_prompt(api: Api, body: Any, limit: int) -> None:
+    """Measure what the model would read of a call's body. Raises InvalidRequest as `check_prompt_chars`."""
+    if not isinstance(body, dict):
+        return
+    prompts = body.get("prompt") if api == "completions" else None
+    if isinstance(prompts, list):  # each is a prompt of its own
+        longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
+        check_prompt_chars(longest, limit)
+        return
+    num_chars = sum(measure(body[name])[1] for name in _READ if name in body)
+    name = next((name for name in _READ if name in body), "prompt")
+    check_prompt_chars(num_chars, limit, name)
 
 
 def check_sampling(params: Any, limits: RequestLimits) -> None:

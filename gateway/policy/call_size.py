@@ -1,6 +1,7 @@
 """Whether a call's body is within bounds, looked at before anything is made of it. Pure.
 
-What an answer's own settings may hold (stop strings, grammars …) is measured where they are known: `engine_bridge.policy.request_limits`.
+What an answer's own settings may hold (stop strings, grammars …) is measured where they are known: `engine_bridge.policy.request_limits`. So is its
+prompt, of which the node may leave out a part: `engine_bridge.context_overflow`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,7 @@ from typing import Any
 
 from engine_bridge.errors import InvalidRequest
 from engine_bridge.node import Api
-from engine_bridge.policy.request_limits import check_prompt_chars, measure, too_much
-
-# What the model reads, by the fields of the APIs.
-_READ = ("prompt", "suffix", "messages", "input", "system", "instructions", "tools", "functions", "documents")
+from engine_bridge.policy.request_limits import too_much
 
 
 def check_shape(num_values: int, depth: int, *, max_values: int, max_depth: int) -> None:
@@ -27,7 +25,7 @@ def check_shape(num_values: int, depth: int, *, max_values: int, max_depth: int)
         )
 
 
-def check_call(api: Api, body: Any, *, max_messages: int, max_prompt_chars: int, max_sequences: int) -> None:
+def check_call(api: Api, body: Any, *, max_messages: int, max_sequences: int) -> None:
     """Raises InvalidRequest for a call that is too large for this server. What is malformed is left for vLLM to explain."""
     if not isinstance(body, dict):
         return
@@ -36,7 +34,6 @@ def check_call(api: Api, body: Any, *, max_messages: int, max_prompt_chars: int,
         if isinstance(messages, list) and len(messages) > max_messages:
             raise too_much("Number of messages", len(messages), max_messages, "max_messages", name)
     _check_sequences(api, body, max_sequences)
-    _check_prompt(api, body, max_prompt_chars)
 
 
 def _check_sequences(api: Api, body: dict[str, Any], limit: int) -> None:
@@ -56,14 +53,3 @@ def _as_number(value: Any) -> int:
         return int(float(value)) if isinstance(value, int | float | str) else 1
     except (ValueError, OverflowError):
         return 1
-
-
-def _check_prompt(api: Api, body: dict[str, Any], limit: int) -> None:
-    prompts = body.get("prompt") if api == "completions" else None
-    if isinstance(prompts, list):  # each is a prompt of its own
-        longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
-        check_prompt_chars(longest, limit)
-        return
-    num_chars = sum(measure(body[name])[1] for name in _READ if name in body)
-    name = next((name for name in _READ if name in body), "prompt")
-    check_prompt_chars(num_chars, limit, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from gateway.sessions import transactions
@@ -31,6 +31,17 @@ class Responses:
     async def history(self, owner: str, response_id: str) -> ResponseHistory | None:
         """The turns up to and including that of `response_id`, oldest first, without those that came to nothing. None if there is none."""
         return await self._reader.transact(transactions.response_history, owner, response_id)
+
+    async def of_session(self, owner: str, session_id: str) -> ResponseHistory | None:
+        """All turns of a session, as `history`. None if there is no such session."""
+        return await self._reader.transact(transactions.session_history, owner, session_id)
+
+    async def items(self, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Items of this owner's stored responses by their ids, of what was said and of what was given; those that there are."""
+        found: dict[str, dict[str, Any]] = await self._reader.transact(
+            transactions.response_items, owner, ids
+        )
+        return found
 
     async def delete(self, owner: str, response_id: str, now: float) -> bool:
         """Delete the turn of `response_id` for good, and its session if it was the only turn there; what follows the turn then follows the one

@@ -168,6 +168,27 @@ _SCHEMA_9 = (
     "ALTER TABLE sessions ADD COLUMN pinned_at REAL",
     "CREATE INDEX sessions_pinned ON sessions (owner, pinned_at) WHERE pinned_at IS NOT NULL",
 )
+# Version 10: where an item of a response is found by its own id, of what was said and of what was given, so that a client may name it instead of
+# sending it once more.
+_ITEM_ID = "CASE item.type WHEN 'object' THEN json_extract(item.value, '$.id') END"
+_ITEMS_OF = f"""SELECT o.row, {_ITEM_ID}, {{0}}.seq FROM sessions s JOIN owners o ON o.name = s.owner,
+    (SELECT type, value FROM json_each(CAST({{0}}.reply AS TEXT), '$.output')
+        UNION ALL SELECT type, value FROM json_each(CAST({{0}}.items AS TEXT))) item
+    WHERE s.row = {{0}}.session AND typeof({_ITEM_ID}) = 'text'"""
+_SCHEMA_10 = (
+    """CREATE TABLE response_items (
+        owner INTEGER NOT NULL,
+        id TEXT NOT NULL,
+        seq INTEGER NOT NULL REFERENCES turns (seq) ON DELETE CASCADE,
+        PRIMARY KEY (owner, id, seq)
+    ) WITHOUT ROWID""",
+    "CREATE INDEX response_items_of_turn ON response_items (seq)",
+    f"""CREATE TRIGGER responses_items AFTER INSERT ON responses
+        BEGIN INSERT OR IGNORE INTO response_items {_ITEMS_OF.format("new")}; END""",
+    f"""INSERT OR IGNORE INTO response_items SELECT o.row, {_ITEM_ID}, r.seq
+        FROM responses r JOIN sessions s ON s.row = r.session JOIN owners o ON o.name = s.owner,
+        json_each(CAST(r.reply AS TEXT), '$.output') item WHERE typeof({_ITEM_ID}) = 'text'""",
+)
 _MIGRATIONS: Final = (
     _SCHEMA_1,
     _SCHEMA_2,
@@ -178,6 +199,7 @@ _MIGRATIONS: Final = (
     _SCHEMA_7,
     _SCHEMA_8,
     _SCHEMA_9,
+    _SCHEMA_10,
 )
 SCHEMA_VERSION: Final = len(_MIGRATIONS)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import orjson
 from msgspec import UnsetType
 
 from gateway.errors import GatewayError
@@ -521,7 +522,17 @@ def response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> 
     if found is None:
         return None
     row = live(conn, owner, found[0])
-    last = _place(conn, row.row, found[1], "turn_id")
+    return _history(conn, row, _place(conn, row.row, found[1], "turn_id"))
+
+
+def session_history(conn: sqlite3.Connection, owner: str, session_id: str) -> ResponseHistory | None:
+    """See `Responses.of_session`."""
+    row = _find(conn, owner, session_id)
+    return _history(conn, row, tree.tip(conn, row.row)) if row is not None else None
+
+
+def _history(conn: sqlite3.Connection, row: Row, last: int) -> ResponseHistory:
+    """The turns of a session up to this one."""
     sql = f"{tree.PATH} SELECT seq, {_TURN_COLUMNS} FROM path JOIN turns USING (seq) ORDER BY seq"
     turns = [(_turn(columns), _response(conn, seq)) for seq, *columns in conn.execute(sql, (last,))]
     return ResponseHistory(
@@ -529,6 +540,25 @@ def response_history(conn: sqlite3.Connection, owner: str, response_id: str) -> 
         turns=[(turn, response) for turn, response in turns if turn.is_history],
         token_ids=token_ids_up_to(conn, last),
     )
+
+
+_FIND_ITEM = """SELECT r.reply, r.items FROM response_items i JOIN responses r ON r.seq = i.seq JOIN sessions s ON s.row = r.session
+    WHERE i.owner = (SELECT row FROM owners WHERE name = ?) AND i.id = ? AND s.deleted_at IS NULL ORDER BY i.seq DESC LIMIT 1"""
+
+
+def response_items(conn: sqlite3.Connection, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """See `Responses.items`."""
+    found: dict[str, dict[str, Any]] = {}
+    for item_id in ids:
+        if item_id in found:
+            continue  # said or given together with one that was looked for before
+        columns = conn.execute(_FIND_ITEM, (owner, clean(item_id))).fetchone()
+        if columns is not None:
+            reply, given = map(orjson.loads, columns)
+            for item in [*given, *(reply.get("output") or [])]:
+                if isinstance(item, dict) and isinstance(item.get("id"), str):
+                    found[item["id"]] = item
+    return {item_id: found[item_id] for item_id in ids if item_id in found}
 
 
 def find_turn(conn: sqlite3.Connection, owner: str, turn_id: str) -> SessionId | None:

@@ -564,3 +564,125 @@ async def test_open_webui_style_request(client: openai.AsyncOpenAI) -> None:
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
     assert text
     assert json.dumps(text)
+
+
+async def test_an_answer_that_the_client_has_begun_is_continued(claude: anthropic.AsyncAnthropic) -> None:
+    wish: Any = {"model": MODEL, "max_tokens": 12, "extra_body": GREEDY}
+    asked: Any = {"role": "user", "content": "Hello! My name is Ada."}
+    fresh = await claude.messages.create(messages=[asked], **wish)
+    text = fresh.content[0].text  # type: ignore[union-attr]
+    for begun in (text[:5], [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:5]}]):
+        messages: Any = [asked, {"role": "assistant", "content": begun}]
+        whole = await claude.messages.create(messages=messages, **wish)
+        async with claude.messages.stream(messages=messages, **wish) as stream:
+            streamed = await stream.get_final_message()
+        for reply in (whole, streamed):
+            assert reply.content[0].text and not reply.content[0].text.startswith(text[:5])  # type: ignore[union-attr]
+            assert text.startswith(text[:5] + reply.content[0].text[:2])  # type: ignore[union-attr]
+        counted = await claude.messages.count_tokens(model=MODEL, messages=messages)
+        assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+
+
+async def test_a_stream_counts_the_prompts_tokens_as_the_whole_reply_does(
+    claude: anthropic.AsyncAnthropic,
+) -> None:
+    """At its beginning and at its end, with a prompt that is in the cache."""
+    asked: Any = [{"role": "user", "content": "My name is Quillon and my city is Trondar. " * 8}]
+    wish: Any = {"model": MODEL, "max_tokens": 4, "messages": asked, "extra_body": GREEDY}
+    await claude.messages.create(**wish)
+    whole = (await claude.messages.create(**wish)).usage
+    assert whole.cache_read_input_tokens
+    events = [event async for event in await claude.messages.create(**wish, stream=True)]
+    (start,) = [event.message.usage for event in events if event.type == "message_start"]
+    (end,) = [event.usage for event in events if event.type == "message_delta"]
+    for usage in (start, end):
+        assert usage.input_tokens == whole.input_tokens
+        assert usage.cache_read_input_tokens == whole.cache_read_input_tokens
+    assert end.output_tokens == whole.output_tokens
+
+
+async def test_documents_and_search_results_are_read(claude: anthropic.AsyncAnthropic) -> None:
+    text = "A long text that the model should have read, about Rome."
+    document: Any = {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": text},
+    }
+    found: Any = {
+        "type": "search_result",
+        "source": "",
+        "title": "",
+        "content": [{"type": "text", "text": text}],
+    }
+    plain: Any = {"type": "text", "text": text}
+    call: Any = {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": None}}],
+    }
+
+    async def count(messages: Any) -> int:
+        return (await claude.messages.count_tokens(model=MODEL, messages=messages)).input_tokens
+
+    for block in (document, found):
+        assert await count([{"role": "user", "content": [block]}]) == await count(
+            [{"role": "user", "content": [plain]}]
+        )
+        results = [
+            [
+                {"role": "user", "content": "x"},
+                call,
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [each]}]},
+            ]
+            for each in (block, plain)
+        ]
+        assert await count(results[0]) == await count(results[1])
+    pdf: Any = {
+        "type": "document",
+        "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="},
+    }
+    with pytest.raises(anthropic.BadRequestError, match="documents"):
+        await count([{"role": "user", "content": [pdf]}])
+
+
+async def test_more_tokens_than_the_model_reads_are_clipped(
+    client: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic
+) -> None:
+    """Some clients send the same number to every model: LiteLLM 128,000, qwen-code 8,000, Claude Code a thinking budget."""
+    messages: Any = [{"role": "user", "content": "Hello!"}]
+    thinking: Any = {"type": "enabled", "budget_tokens": 31_999}
+    for num_tokens in (4096, 8000, 128_000):
+        reply = await claude.messages.create(
+            model=MODEL, max_tokens=num_tokens, messages=messages, extra_body=GREEDY
+        )
+        assert reply.stop_reason == "end_turn"
+        for name in ("max_tokens", "max_completion_tokens"):
+            wish: Any = {name: num_tokens}
+            chat = await client.chat.completions.create(model=MODEL, messages=messages, temperature=0, **wish)
+            assert chat.choices[0].finish_reason == "stop"
+        response = await client.responses.create(model=MODEL, input="Hello!", max_output_tokens=num_tokens)
+        assert response.status == "completed"
+    async with claude.messages.stream(
+        model=MODEL, max_tokens=32_000, messages=messages, thinking=thinking
+    ) as stream:
+        assert (await stream.get_final_message()).stop_reason == "end_turn"
+
+
+async def test_a_prompt_that_is_too_long_has_the_words_by_which_clients_know_it(
+    claude: anthropic.AsyncAnthropic,
+) -> None:
+    for text in ("My name is Ann. " * 1200, "My name is Ann. " * 9000):
+        asked: Any = [{"role": "user", "content": text}]
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 4096 maximum"):
+            await claude.messages.create(model=MODEL, max_tokens=4, messages=asked)
+
+
+async def test_models_in_anthropics_form(claude: anthropic.AsyncAnthropic) -> None:
+    page = await claude.models.list(limit=2)
+    assert page.data[0].id == page.data[0].display_name == MODEL and page.has_more
+    assert page.data[0].type == "model" and page.data[0].max_input_tokens == 4096
+    assert [card.id async for card in claude.models.list(limit=2)] == [
+        card.id async for card in claude.models.list(limit=1000)
+    ]
+    assert (await claude.models.retrieve("shout")).id == "shout"
+    with pytest.raises(anthropic.NotFoundError) as refused:
+        await claude.models.retrieve("nope")
+    assert refused.value.body["error"]["type"] == "not_found_error" and refused.value.request_id  # type: ignore[index]

@@ -180,3 +180,90 @@ async def test_another_key_finds_nothing(gateways: Gateways) -> None:
         await own.responses.delete(made.id)
         with pytest.raises(openai.NotFoundError):
             await own.responses.retrieve(made.id)
+
+
+NAMED: Any = [
+    {"role": "user", "content": [{"type": "input_text", "text": "My name is Ann."}]},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "Nice to meet you, Ann!"}]},
+    {"role": "user", "content": [{"type": "input_text", "text": "What is my name?"}]},
+]
+
+
+async def test_a_message_of_the_assistant_needs_no_type_and_all_of_its_text_is_read(
+    client: openai.AsyncOpenAI,
+) -> None:
+    plain = await client.responses.create(model=MODEL, input=NAMED, temperature=0, store=False)
+    assert "Ann" in plain.output_text
+    first, _, third = NAMED
+    parts = [{"type": "output_text", "text": text} for text in ("Nice to ", "meet you, Ann!")]
+    typed: Any = [first, {"type": "message", "role": "assistant", "content": parts}, third]
+    split = await client.responses.create(model=MODEL, input=typed, temperature=0)
+    assert (split.output_text, split.usage.input_tokens) == (plain.output_text, plain.usage.input_tokens)  # type: ignore[union-attr]
+
+
+async def test_items_are_named_by_their_ids(client: openai.AsyncOpenAI, gateways: Gateways) -> None:
+    """As the Vercel AI SDK does by default, and opencode with it."""
+    first = await client.responses.create(model=MODEL, input="My name is Ann.", temperature=0)
+    name = first.output[0].id
+    for reference in ({"type": "item_reference", "id": name}, {"id": name}):
+        items: Any = [{"role": "user", "content": "My name is Ann."}, reference]
+        items.append({"role": "user", "content": "What is my name?"})
+        second = await client.responses.create(model=MODEL, input=items, temperature=0)
+        whole: Any = [items[0], {"role": "assistant", "content": first.output_text}, items[2]]
+        same = await client.responses.create(model=MODEL, input=whole, temperature=0)
+        assert second.usage.input_tokens == same.usage.input_tokens  # type: ignore[union-attr]
+        assert second.output_text == same.output_text
+    third = await client.responses.create(
+        model=MODEL, input="And now?", previous_response_id=second.id, temperature=0
+    )
+    assert third.usage.input_tokens > second.usage.input_tokens  # type: ignore[union-attr]
+    await client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="no item"):
+        await client.responses.create(model=MODEL, input=items)
+
+
+async def test_calls_of_tools_are_named_by_their_ids(client: openai.AsyncOpenAI) -> None:
+    tool: Any = {
+        "type": "function",
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    }
+    wish: Any = {"model": MODEL, "tools": [tool], "temperature": 0, "max_output_tokens": 96}
+    asked: Any = {"role": "user", "content": "What is the weather in Paris?"}
+    stream = await client.responses.create(input=[asked], stream=True, **wish)
+    response = [event async for event in stream][-1].response  # type: ignore[union-attr]
+    (call,) = response.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny, 21 degrees"}
+    reference = {"type": "item_reference", "id": call.id}
+    told = await client.responses.create(input=[asked, reference, result], **wish)
+    assert "Paris" in told.output_text and "sunny" in told.output_text
+
+
+async def test_a_conversation_is_a_session_whose_turns_come_first(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(
+        model=MODEL, input="My name is Ann.", temperature=0, extra_headers={"X-Session-Id": "talk"}
+    )
+    wish: Any = {"model": MODEL, "input": "What is my name?", "temperature": 0}
+    after = await client.responses.create(previous_response_id=first.id, **wish)
+    num_tokens = after.usage.input_tokens  # type: ignore[union-attr]
+    for conversation in ("talk", {"id": "talk"}):
+        named = await client.responses.create(conversation=conversation, **wish)  # type: ignore[arg-type]
+        assert named.usage.input_tokens > num_tokens  # type: ignore[union-attr]
+        num_tokens = named.usage.input_tokens  # type: ignore[union-attr]
+    with pytest.raises(openai.NotFoundError, match="no conversation"):
+        await client.responses.create(conversation="conv_nope", **wish)
+    with pytest.raises(openai.BadRequestError, match="not both"):
+        await client.responses.create(conversation="talk", previous_response_id=first.id, **wish)
+
+
+async def test_a_stream_that_runs_out_of_tokens_says_so(client: openai.AsyncOpenAI) -> None:
+    wish: Any = {"model": MODEL, "input": "Hello!", "stream": True, "temperature": 0}
+    cut = [event async for event in await client.responses.create(max_output_tokens=2, **wish)]
+    assert [event.type for event in cut if event.type.startswith("response.i")][-1] == "response.incomplete"
+    assert cut[-1].type == "response.incomplete" and cut[-1].response.incomplete_details is not None
+    assert cut[-1].response.output_text and cut[-1].sequence_number == len(cut) - 1
+    stored = await client.responses.retrieve(cut[-1].response.id)
+    assert stored.status == "incomplete"
+    whole = [event async for event in await client.responses.create(**wish)]
+    assert whole[-1].type == "response.completed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import ssl
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.app import Server
+from gateway.config import DEMO_MODEL_DIR
 from gateway.errors import StartupError
 from overture_client import __version__
 from tests.unit.cluster.test_trust import certified
@@ -134,3 +137,72 @@ async def test_a_prompt_that_ends_inside_a_character_is_no_part_of_its_answer(
     assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines) == text
     async with http.get("/api/sessions/half") as response:
         assert (await response.json())["turns"][-1]["answer"] == text
+
+
+async def test_a_bad_word_is_banned_with_and_without_its_space(http: aiohttp.ClientSession) -> None:
+    """ " tree" is one token of the demo model's, "tree" are four."""
+    (tree,) = (await posted(http, "/tokenize", {"prompt": " tree"}))["tokens"]
+    body = {
+        "model": MODEL,
+        "prompt": "Hello my friend",
+        "max_tokens": 4,
+        "temperature": 0,
+        "logit_bias": {str(tree): 100},
+    }
+    assert (await posted(http, "/v1/completions", body))["choices"][0]["text"] == " tree" * 4
+    for word in ("tree", " tree"):
+        answer = await posted(http, "/v1/completions", body | {"bad_words": [word]})
+        assert "tree" not in answer["choices"][0]["text"]
+    other = await posted(http, "/v1/completions", body | {"bad_words": ["Tree"]})
+    assert "tree" in other["choices"][0]["text"], "capitals are as they are given"
+
+
+async def test_a_prompt_that_is_only_repeated_is_neither_answered_nor_counted(
+    http: aiohttp.ClientSession,
+) -> None:
+    body = {"model": MODEL, "prompt": "Hello there", "max_tokens": 0, "echo": True}
+    for more in ({}, {"logprobs": 1}, {"return_token_ids": True}, {"logprobs": 1, "return_token_ids": True}):
+        found = await posted(http, "/v1/completions", body | more)
+        (choice,) = found["choices"]
+        assert choice["text"] == "Hello there" and choice["finish_reason"] == "length"
+        assert found["usage"]["completion_tokens"] == 0 and not choice["token_ids"]
+        assert "logprobs" not in more or choice["logprobs"]["tokens"] == ["Hello", " there"]
+    async with http.post("/v1/completions", json=body | {"stream": True, "logprobs": 1}) as response:
+        lines = [line async for line in response.content if line.startswith(b"data: {")]
+    choices = [json.loads(line[6:])["choices"][0] for line in lines]
+    assert "".join(choice["text"] for choice in choices) == "Hello there"
+    assert [token for choice in choices for token in choice["logprobs"]["tokens"]] == ["Hello", " there"]
+
+
+async def test_the_tokenizers_settings_hold_what_clients_need_and_no_paths(
+    http: aiohttp.ClientSession,
+) -> None:
+    async with http.get("/tokenizer_info") as response:
+        found = await response.json()
+    assert found["tokenizer_class"] and found["eos_token"] and "messages" in found["chat_template"]
+    assert str(DEMO_MODEL_DIR) not in json.dumps(found)
+
+
+async def test_a_slash_behind_a_route_leads_to_the_route(server: Server, http: aiohttp.ClientSession) -> None:
+    async with http.post("/v1/completions/?a=1", json={}, allow_redirects=False) as response:
+        assert response.status == 307 and response.headers["Location"] == "/v1/completions?a=1"
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
+    assert (await posted(http, "/v1/completions/", body))["usage"]["completion_tokens"] == 1
+    for path in ("/v1/nothing/", "//example.org/v1/models/", "/"):
+        async with http.get(f"{server.url}{path}", allow_redirects=False) as response:
+            assert response.status == (200 if path == "/" else 404), path
+            assert "Location" not in response.headers
+
+
+async def test_bodies_in_the_encodings_that_programs_send(http: aiohttp.ClientSession) -> None:
+    text = json.dumps({"prompt": "é"}, ensure_ascii=False)
+    packed = gzip.compress(text.encode())
+    for data, headers in (
+        (text.encode("utf-8-sig"), {}),
+        (text.encode("utf-16"), {}),
+        (packed, {"Content-Encoding": "x-gzip"}),
+    ):
+        async with http.post("/tokenize", data=data, headers=headers) as response:
+            assert response.status == 200
+    async with http.post("/tokenize", data=b"\xfe\xff\xd8\x00\x00") as response:
+        assert response.status == 400

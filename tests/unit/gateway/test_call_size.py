@@ -8,13 +8,15 @@ import pytest
 
 from engine_bridge.errors import InvalidRequest
 from engine_bridge.node import Api
+from engine_bridge.policy.request_limits import check_prompt
 from gateway.policy.call_size import check_call, check_shape
 
 MESSAGE = {"role": "user", "content": "x" * 10}
 
 
 def check(api: Api, body: Any) -> None:
-    check_call(api, body, max_messages=8, max_prompt_chars=300, max_sequences=4)
+    check_call(api, body, max_messages=8, max_sequences=4)
+    check_prompt(api, body, 300)
 
 
 @pytest.mark.parametrize(

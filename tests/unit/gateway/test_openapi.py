@@ -23,10 +23,10 @@ CALLS = ["chat", "completions", "responses", "messages", "count_tokens", "tokeni
 # What vLLM's classes would give: the names of the calls are what the gateway goes by.
 SCHEMAS = ApiSchemas(
     requests={name: f"{name}-in" for name in (*CALLS, "load_adapter", "unload_adapter")},
-    replies={name: f"{name}-out" for name in (*CALLS, "models", "model")},
+    replies={name: f"{name}-out" for name in (*CALLS, "tokenizer_info", "models", "model")},
     components={
         f"{name}-{way}": {"type": "object", "properties": {"n": {"type": "integer"}}}
-        for name in (*CALLS, "load_adapter", "unload_adapter", "models", "model")
+        for name in (*CALLS, "load_adapter", "unload_adapter", "tokenizer_info", "models", "model")
         for way in ("in", "out")
     },
 )

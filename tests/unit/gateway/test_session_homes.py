@@ -55,6 +55,7 @@ async def test_sessions_of_a_file_of_version_2_have_no_home_yet_and_get_one(tmp_
     def back_to_version_2() -> None:
         with contextlib.closing(sqlite3.connect(path)) as conn:
             conn.execute("ALTER TABLE sessions DROP COLUMN home")
+            conn.execute("DROP TABLE response_items")
             conn.execute("DROP TABLE responses")
             conn.execute("DROP TABLE tree")
             conn.execute("DROP TABLE session_settings")

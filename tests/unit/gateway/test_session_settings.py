@@ -113,6 +113,8 @@ async def test_a_file_of_version_5_takes_settings(store: SessionStore, tmp_path:
 
     def back_to_version_5() -> None:
         with contextlib.closing(sqlite3.connect(path)) as conn:
+            conn.execute("DROP TABLE response_items")
+            conn.execute("DROP TRIGGER responses_items")
             conn.execute("DROP TABLE session_settings")
             conn.execute("DROP INDEX sessions_pinned")
             conn.execute("ALTER TABLE sessions DROP COLUMN pinned_at")

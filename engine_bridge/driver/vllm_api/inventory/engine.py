@@ -124,10 +124,16 @@ OWNERS = (
     owner(
         "vllm.outputs:RequestOutput",
         ENGINE,
+        builds("*, request_id, prompt, prompt_token_ids, prompt_logprobs, outputs, finished"),
         reads("finished num_cached_tokens outputs prompt_logprobs request_id"),
         tags("failure kv_sources"),
     ),
-    owner("vllm.outputs:CompletionOutput", ENGINE, reads("finish_reason index logprobs text token_ids")),
+    owner(
+        "vllm.outputs:CompletionOutput",
+        ENGINE,
+        builds("index, text, token_ids, cumulative_logprob, logprobs"),
+        reads("finish_reason index logprobs stop_reason text token_ids"),
+    ),
     owner(
         "vllm.sampling_params:SamplingParams",
         ENGINE,
@@ -135,7 +141,10 @@ OWNERS = (
         reads(
             "ignore_eos logprobs max_tokens prompt_logprobs stop stop_token_ids structured_outputs temperature"
         ),
-        writes("extra_args output_kind stream_interval thinking_token_budget"),
+        reads("bad_words"),
+        writes(
+            "_bad_words_token_ids extra_args max_tokens output_kind stream_interval thinking_token_budget"
+        ),
     ),
     owner("vllm.sampling_params:RequestOutputKind", ENGINE, reads("DELTA FINAL_ONLY")),
     owner(

@@ -130,22 +130,32 @@ OWNERS = (
         APIS,
         builds("engine_client, models, *, online_renderer, request_logger, enable_prompt_tokens_details"),
         calls("create_completion(request, raw_request)"),
+        overrides(
+            "completion_stream_generator(request, engine_inputs, result_generator, *args, **options)",
+            "request_output_to_completion_response(final_res_batch, request, *args, **options)",
+        ),
     ),
     owner(
         "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses",
         APIS,
         builds(f"engine_client, models, online_renderer, *, {_PARSERS}"),
         calls("create_responses(request, raw_request)"),
+        overrides("responses_stream_generator(*args, **options)"),
     ),
     owner(
         "vllm.entrypoints.serve.tokenize.serving:ServingTokenization",
         APIS,
         builds("models, online_renderer, *, chat_template, chat_template_content_format"),
-        calls("create_tokenize(request, raw_request)", "create_detokenize(request, raw_request)"),
+        calls(
+            "create_tokenize(request, raw_request)",
+            "create_detokenize(request, raw_request)",
+            "get_tokenizer_info()",
+        ),
     ),
     owner("vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest", APIS),
     owner("vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest", APIS),
     owner("vllm.entrypoints.serve.tokenize.protocol:TokenizeResponse", APIS),
+    owner("vllm.entrypoints.serve.tokenize.protocol:TokenizerInfoResponse", APIS),
     owner("vllm.entrypoints.serve.tokenize.protocol:DetokenizeRequest", APIS),
     owner("vllm.entrypoints.serve.tokenize.protocol:DetokenizeResponse", APIS),
     owner(
@@ -161,7 +171,9 @@ OWNERS = (
         ),
         calls("create_messages(request, raw_request)", "count_tokens(request, raw_request)"),
         overrides(
-            "to_chat_completion_request(anthropic_request, **options)", "messages_full_converter(generator)"
+            "to_chat_completion_request(anthropic_request, **options)",
+            "messages_full_converter(generator)",
+            "chat_completion_stream_generator(request, result_generator, *args, **options)",
         ),
     ),
     owner("vllm.entrypoints.anthropic.api_router", APIS, calls("translate_error_response(response)")),
@@ -177,6 +189,8 @@ OWNERS = (
     owner(
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
         APIS,
+        overrides("to_sampling_params(*args, **options)"),
+        reads("echo max_tokens return_token_ids"),
         reads(_SERVER_FIELDS, CLIENT_FIELDS),
     ),
     owner("vllm.entrypoints.openai.completion.protocol:CompletionResponse", APIS),

@@ -1,0 +1,147 @@
+"""Bodies in all the forms that the APIs' descriptions allow, in the one that vLLM's classes take."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from engine_bridge.body_forms import usual_form
+from engine_bridge.errors import InvalidRequest
+
+
+def formed(api: Any, **body: Any) -> dict[str, Any]:
+    before = copy.deepcopy(body)
+    found: dict[str, Any] = usual_form(api, body, 4096)
+    assert body == before, "a body is never changed in place"
+    return found
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    assert formed("responses", input="x", truncation=None, service_tier=None, tools=None) == {"input": "x"}
+    assert formed("chat", messages=[], stop=None, n=None) == {"messages": []}
+    assert formed("completions", prompt="x", max_tokens=None) == {"prompt": "x", "max_tokens": None}, "vLLM's"
+    schema = {"type": "object", "properties": {"a": {"default": None}}}
+    tools = [{"name": "f", "input_schema": schema, "cache_control": None}]
+    assert formed("messages", messages=[], tools=tools)["tools"] == [{"name": "f", "input_schema": schema}]
+
+
+def test_an_answer_that_is_sent_back_whole_has_only_what_it_says() -> None:
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "audio": None,
+        "tool_calls": [{"id": "c", "x": None}],
+    }
+    (message,) = formed("chat", messages=[answer])["messages"]
+    assert message == {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
+    arguments = {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": None}}],
+    }
+    assert formed("messages", messages=[arguments])["messages"] == [arguments], "a call's null is a value"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_more_tokens_than_the_model_reads_are_as_many_as_it_reads(name: str) -> None:
+    for given, is_clipped in (
+        (8000, True),
+        ("8000", True),
+        (1e9, True),
+        (4096, False),
+        (7, False),
+        ("x", False),
+    ):
+        assert formed("chat", **{name: given})[name] == (4096 if is_clipped else given)
+
+
+def test_a_thinking_budget_stays_below_the_clipped_answer() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 31_999}
+    found = formed("messages", messages=[], max_tokens=32_000, thinking=thinking)
+    assert found["max_tokens"] == 4096 and found["thinking"] == {"type": "enabled", "budget_tokens": 4095}
+    small = usual_form("messages", {"messages": [], "max_tokens": 32_000, "thinking": thinking}, 1024)
+    assert small["thinking"] == {"type": "adaptive"}
+    wrong = {"type": "enabled", "budget_tokens": 7}
+    assert formed("messages", messages=[], max_tokens=5, thinking=wrong)["thinking"] == wrong, (
+        "vLLM says why not"
+    )
+
+
+def test_items_with_a_role_are_messages_and_all_their_text_is_kept() -> None:
+    parts = [{"type": "output_text", "text": "Nice, "}, {"type": "refusal", "refusal": "no."}]
+    for item in (
+        {"role": "assistant", "content": parts},
+        {"type": "message", "role": "assistant", "content": parts},
+    ):
+        (found,) = formed("responses", input=[item | {"id": None, "status": None}])["input"]
+        assert found["type"] == "message" and "id" not in found and "status" not in found
+        assert [part["text"] for part in found["content"]] == ["Nice, no."]
+    user = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+    assert formed("responses", input=[user, "x"])["input"] == [user, "x"]
+
+
+def test_reasoning_is_kept_whole_and_pictures_have_a_detail() -> None:
+    thought = {
+        "type": "reasoning",
+        "content": [{"type": "reasoning_text", "text": "So "}, {"type": "reasoning_text", "text": "it is."}],
+        "encrypted_content": None,
+    }
+    picture = {"type": "input_image", "image_url": "data:,", "detail": None}
+    output = {"type": "function_call_output", "call_id": "c", "output": [picture]}
+    first, second = formed("responses", input=[thought, output])["input"]
+    assert first["content"] == [{"type": "reasoning_text", "text": "So it is."}] and first["summary"] == []
+    assert "encrypted_content" not in first
+    assert second["output"] == [{"type": "input_image", "image_url": "data:,", "detail": "auto"}]
+
+
+DOCUMENT = {
+    "type": "document",
+    "title": "T",
+    "source": {"type": "text", "media_type": "text/plain", "data": "Hello"},
+}
+FOUND = {"type": "search_result", "source": "a", "title": "t", "content": [{"type": "text", "text": "Rome"}]}
+
+
+def test_documents_and_search_results_are_text_wherever_they_stand() -> None:
+    parts = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "b"}]}}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "c",
+        "content": [DOCUMENT, FOUND, {"type": "text", "text": "x"}],
+    }
+    (message,) = formed("messages", messages=[{"role": "user", "content": [DOCUMENT, parts, result]}])[
+        "messages"
+    ]
+    first, second, third = message["content"]
+    assert first == {"type": "text", "text": "T\nHello"} and second == {"type": "text", "text": "b"}
+    assert [block["text"] for block in third["content"]] == ["T\nHello", "t\na\nRome", "x"]
+    assert formed("count_tokens", messages=[message])["messages"] == [message]
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"type": "document", "source": {"type": "base64", "data": "AA"}}, "text"),
+        ({"type": "tool_result", "content": [{"type": "video"}]}, "video"),
+        ({"type": "tool_result", "content": ["x"]}, "result"),
+        ({"type": "search_result", "content": [{"type": "image"}]}, "text"),
+    ],
+)
+def test_what_would_be_passed_over_is_refused_with_what_is_taken(block: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        formed("messages", messages=[{"role": "user", "content": [block]}])
+
+
+def test_tools_of_others_servers_are_refused_by_their_type() -> None:
+    with pytest.raises(InvalidRequest, match="web_search_20250305"):
+        formed("messages", messages=[], tools=[{"type": "web_search_20250305", "name": "web_search"}])
+
+
+@pytest.mark.parametrize(
+    "body", [None, 7, [], {"messages": 7}, {"input": {"a": 1}}, {"messages": [7, {"content": 3}]}, {}]
+)
+@pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages", "count_tokens", "tokenize"])
+def test_what_is_malformed_is_left_for_vllm_to_explain(api: Any, body: Any) -> None:
+    usual_form(api, body, 4096)
