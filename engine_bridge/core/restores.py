@@ -499,21 +499,10 @@ class Restores:
             last = min(num_computed_tokens // self._block_size, len(request.keys))
             known.num_offered = max(first, last)
             if first < last:
-                job = self._begin_save(request, first, last, block_ids_of(request_id), store)
+                job = _begin_save(request, first, last, block_ids_of(request_id), store)
                 if job is not None:
                     moves.saves.append(job)
         return moves
-
-    def _begin_save(
-        self, request: NewRequest, first: int, last: int, block_ids: Sequence[int], store: KvBlocks
-    ) -> SaveJob | None:
-        """Save what the tiers lack of the request's blocks from `first` up to, but without, `last`, where it has one on the device."""
-        keys = request.block_keys(first, last)
-        present = [at for at in range(len(keys)) if block_ids[first + at] != NULL_BLOCK_ID]
-        save = store.begin_save(request.group, [keys[at] for at in present], tenant=request.tenant)
-        if not save.blocks:
-            return None
-        return SaveJob(save, [block_ids[first + present[position]] for position in save.positions])
 
     def spoiled_by(self, invalid: set[int], block_ids_of: Callable[[str], Sequence[int]]) -> set[int]:
         """Device blocks whose KV is not to be trusted when `invalid` ones did not load: those, and all behind them in any conversation.
@@ -539,6 +528,18 @@ class Restores:
         store = self._tiers.usable_store
         assert store is not None, "a stage without the store that made it"
         return store
+
+
+def _begin_save(
+    request: NewRequest, first: int, last: int, block_ids: Sequence[int], store: KvBlocks
+) -> SaveJob | None:
+    """Save what the tiers lack of a request's blocks from `first` up to, but without, `last`, where it has one on the device."""
+    keys = request.block_keys(first, last)
+    present = [at for at in range(len(keys)) if block_ids[first + at] != NULL_BLOCK_ID]
+    save = store.begin_save(request.group, [keys[at] for at in present], tenant=request.tenant)
+    if not save.blocks:
+        return None
+    return SaveJob(save, [block_ids[first + present[position]] for position in save.positions])
 
 
 def _is_whole_sooner(stage: Stage, keys: Sequence[BlockKey], store: KvBlocks, block_s: float) -> bool:
