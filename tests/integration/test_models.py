@@ -36,6 +36,7 @@ from gateway.config import DEMO_MODEL_DIR
 from .conftest import WaitsForTheDisk
 
 BLOCK_TOKENS, WINDOW_TOKENS, NUM_DEVICE_BLOCKS = 32, 64, 60
+ANSWER_TOKENS = 12
 SIZES: dict[str, Any] = {
     "vocab_size": 1280,
     "hidden_size": 64,
@@ -111,19 +112,21 @@ def text(seed: object, num_tokens: int) -> list[int]:
     return [chance.randrange(20, 900) for _ in range(num_tokens)]
 
 
-def request(prompt: Sequence[int], session: str = "", tenant: str = "") -> GenerateRequest:
+def request(
+    prompt: Sequence[int], session: str = "", tenant: str = "", num_tokens: int = ANSWER_TOKENS
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId(f"r{next(_ids)}"),
         prompt_token_ids=tuple(prompt),
         context=RequestContext(session_id=session, tenant=tenant),
-        sampling=Sampling(temperature=0, max_tokens=12, ignore_eos=True),
+        sampling=Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),
     )
 
 
-async def answer(node: LocalNode, prompt: Sequence[int], **context: str) -> tuple[list[int], KvSources]:
+async def answer(node: LocalNode, prompt: Sequence[int], **asked: Any) -> tuple[list[int], KvSources]:
     tokens: list[int] = []
     last: Delta | None = None
-    async for last in node.generate(request(prompt, **context)):
+    async for last in node.generate(request(prompt, **asked)):
         tokens.extend(last.token_ids)
     assert last is not None and last.timings is not None
     return tokens, last.timings.kv
@@ -139,7 +142,9 @@ async def computed(node: LocalNode, prompt: Sequence[int]) -> list[int]:
 async def fill_the_device(node: LocalNode) -> None:
     """With what nobody asks for again. All at once, so that none lives on the blocks that another's window has left."""
     others = [text(next(_ids), 600) for _ in range(4)]
-    await asyncio.gather(*(answer(node, other, tenant=f"other-{next(_ids)}") for other in others))
+    await asyncio.gather(
+        *(answer(node, other, tenant=f"other-{next(_ids)}", num_tokens=1) for other in others)
+    )
 
 
 def num_reused(kv: KvSources) -> int:
