@@ -186,8 +186,11 @@ def signature_of(folder: Path) -> str:
 
 
 def signature_from(*stats: os.stat_result | None) -> str:
-    """A text that changes when one of these files does: size, time of change and inode of each, `-` where a file is missing."""
-    return "/".join(f"{s.st_size}:{s.st_mtime_ns}:{s.st_ino}" if s else "-" for s in stats)
+    """A text that changes when one of these files does: size, time of change and inode of each, `-` where a file is missing.
+
+    The inode's own time of change belongs to it, too: what copies a file over another can set back the file's, but not that.
+    """
+    return "/".join(f"{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}:{s.st_ino}" if s else "-" for s in stats)
 
 
 def digest_of(parts: Iterable[bytes]) -> bytes:

@@ -149,6 +149,22 @@ def test_inspection_tells_what_the_registry_keeps(folder: Path) -> None:
     assert files.signature == signature_of(folder)
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_file_that_is_changed_in_place_is_another_though_its_time_and_size_are_set_back(
+    folder: Path, name: str
+) -> None:
+    """As a copying tool that keeps times leaves it."""
+    make_adapter(folder, modules=LINEARS)
+    before, path = signature_of(folder), folder / name
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(status.st_size // 2)
+        file.write(b"~")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns and path.stat().st_size == status.st_size
+    assert signature_of(folder) != before
+
+
 def test_what_the_reference_library_writes_is_accepted(folder: Path) -> None:
     write_config(folder, LINEARS)
     arrays = {}
