@@ -29,7 +29,7 @@ from engine_bridge.core.pauses import Pauses
 from engine_bridge.core.refits import Work
 from engine_bridge.core.step_times import StepSeconds, StepTimes
 from engine_bridge.driver.adapters.residency import lora_ids
-from engine_bridge.driver.engine import PREFIX_HALF_LIFE_S
+from engine_bridge.driver.prefixes import PREFIX_HALF_LIFE_S
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.policy.adapter_cache import PrefixFacts

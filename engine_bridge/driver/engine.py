@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from engine_bridge.core.step_layouts import StepFacts
 from engine_bridge.driver.absent import Idle, NoAdapters, NoPromoter
 from engine_bridge.driver.building import build_engine, configure_environment
 from engine_bridge.driver.in_process import know_weights, reuses_kv, scheduler_of
+from engine_bridge.driver.prefixes import Prefixes
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import (
     CUDA_COPIES,
@@ -29,11 +29,9 @@ from engine_bridge.driver.warm_up import warm_up
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.policy.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs import TablePrefill
-from engine_bridge.policy.fading import FadingRate
 from engine_bridge.policy.pausing import DecodeSeconds
 from engine_bridge.policy.registry import POLICIES
 from kvtiers.closing import going_on
-from kvtiers.keys import BlockKey
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
@@ -50,11 +48,6 @@ if TYPE_CHECKING:
     from engine_bridge.profile import MachineProfile
 
 log = logging.getLogger(__name__)
-
-
-# How fast what was found on the device is forgotten in judging what prefixes there are worth, and a token's prefill before it was measured. Chosen.
-PREFIX_HALF_LIFE_S = 300.0
-PRIOR_PREFILL_S_PER_TOKEN = 1e-3
 
 
 @dataclass(slots=True)
@@ -140,7 +133,7 @@ class VllmDriver:
         self._silent: set[str] = set()  # requests that have given no output yet
         self._background: deque[tuple[str, EngineCoreRequest]] = deque()
         self._adapter_ids: dict[str, int] = {}  # of requests that use one
-        self._prefix_hits = FadingRate(PREFIX_HALF_LIFE_S)  # blocks of prompts that were found on the device
+        self._prefixes = Prefixes(self._block_pool, self._block_size, tiers)
         self.promoter = self._make_promoter(self._scheduler) or NoPromoter()
         report("warming up")
         self.steps = warm_up(self.engine, self._scheduler, tiers)
@@ -224,7 +217,7 @@ class VllmDriver:
             internal_id = self._internal_ids.get(output.request_id)
             if internal_id is None or output.request_id not in self._silent:
                 continue
-            self._prefix_hits.add((output.num_cached_tokens or 0) / self._block_size, time.monotonic())
+            self._prefixes.found(output.num_cached_tokens or 0)
             if restores is not None:
                 output.kv_sources = restores.take_sources(internal_id)
 
@@ -357,7 +350,7 @@ class VllmDriver:
             num_tokens=(self._block_pool.num_gpu_blocks - 1) * self._block_size,
             block_size=self._block_size,
             is_ready=self._scheduler.is_ready,
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=self._prefixes.num_cached_tokens,
             block_pool=self._block_pool,
             adapters=None if isinstance(self.adapters, NoAdapters) else self.adapters,
             ways=self._tiers.way_counts if self._tiers is not None else None,
@@ -370,15 +363,6 @@ class VllmDriver:
         )
         self._scheduler.use(scheduling)
         return scheduling
-
-    def _num_cached_tokens(self, request: Any) -> int:
-        """Of a waiting request's prompt, what the device or the tiers hold, from its first token on."""
-        hashes = request.block_hashes
-        on_device = (self._block_pool.get_cached_block(block_hash, [0]) is not None for block_hash in hashes)
-        num = next((at for at, is_there in enumerate(on_device) if not is_there), len(hashes))
-        if self._tiers is not None and self._tiers.store is not None and num < len(hashes):
-            num += self._tiers.store.num_held([BlockKey(bytes(block_hash)) for block_hash in hashes[num:]])
-        return num * self._block_size
 
     def _make_report(self) -> Report:
         from engine_bridge.driver.scheduling.report import Report
@@ -409,20 +393,10 @@ class VllmDriver:
             fail=self._give_up,
             prefix_facts=self._prefix_facts,
             step_facts=self._step_facts,
-            on_spoiled=self._spoiled,
+            on_spoiled=lambda adapter_id: _forget_rows(adapter_id, self._scheduler, self._tiers),
             profile=self.profile,
             copy_of=self._copy_of,
         )
-
-    def _spoiled(self, adapter_id: int) -> None:
-        """The step that is under way computes this adapter's rows without it: nobody may find their KV again."""
-        manager = self._scheduler.kv_cache_manager
-        for request in self._scheduler.running:
-            if request.lora_request is not None and request.lora_request.lora_int_id == adapter_id:
-                groups = manager.get_block_ids(request.request_id)
-                manager.evict_blocks({block_id for block_ids in groups for block_id in block_ids})
-        if self._tiers is not None:
-            self._tiers.is_step_spoiled = True
 
     def _step_facts(self) -> StepFacts:
         """Of a step in which those that run decode."""
@@ -431,20 +405,8 @@ class VllmDriver:
         return StepFacts(len(running), self.steps.step_s(0, len(running), num_tokens))
 
     def _prefix_facts(self, num_blocks: int) -> PrefixFacts:
-        """What it would cost to lose so many of the oldest prefix blocks."""
-        num_bytes, restore_s = self._restore_cost(num_blocks)
-        hits_per_s = self._prefix_hits.per_s(time.monotonic()) / self._block_pool.num_gpu_blocks
-        return PrefixFacts(num_bytes=num_bytes, restore_s=restore_s, reuse_per_s=hits_per_s)
-
-    def _restore_cost(self, num_blocks: int) -> tuple[int, float]:
-        """(bytes, seconds) of blocks that must be had again, from host memory or by computing them, whichever is faster."""
         assert self.adapters.copies is not None
-        num_bytes = num_blocks * self.adapters.copies.blocks.block_bytes
-        prefill_s = self._tiers.prefill_s_per_token() if self._tiers is not None else None
-        compute_s = (prefill_s or PRIOR_PREFILL_S_PER_TOKEN) * num_blocks * self._block_size
-        if self._tiers is None:
-            return num_bytes, compute_s
-        return num_bytes, min(compute_s, num_bytes / self._tiers.host_bytes_per_s())
+        return self._prefixes.cost(num_blocks, self.adapters.copies.blocks.block_bytes)
 
 
 def make_threads(config: EngineConfig) -> ComputeThreads:
@@ -452,6 +414,17 @@ def make_threads(config: EngineConfig) -> ComputeThreads:
     from engine_bridge.driver.compute_threads import ComputeThreads
 
     return ComputeThreads(config.cpu_threads if config.device == "cpu" else None)
+
+
+def _forget_rows(adapter_id: int, scheduler: Any, tiers: KvTiers | None) -> None:
+    """The step that is under way computes this adapter's rows without it: nobody may find their KV again."""
+    manager = scheduler.kv_cache_manager
+    for request in scheduler.running:
+        if request.lora_request is not None and request.lora_request.lora_int_id == adapter_id:
+            groups = manager.get_block_ids(request.request_id)
+            manager.evict_blocks({block_id for block_ids in groups for block_id in block_ids})
+    if tiers is not None:
+        tiers.is_step_spoiled = True
 
 
 def give_back_free_memory() -> None:
