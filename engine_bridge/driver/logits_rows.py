@@ -71,6 +71,8 @@ def watch(engine: Any) -> None:
     from engine_bridge.driver.vllm_api import LoRAMapping, LoRAMappingType
 
     runner = runner_of(engine)
+    if not hasattr(runner.model, "compute_logits"):
+        return  # a pooling model, which has none
     rows = LogitsRows(runner.lora_manager._adapter_manager, LoRAMapping)
     _note_steps(runner, rows, LoRAMappingType.LANGUAGE)
     _plan_logits(runner.model, rows)
@@ -84,11 +86,11 @@ def _note_steps(runner: Any, rows: LogitsRows, language: Any) -> None:
     stock = runner._set_active_loras
 
     def set_active_loras(
-        of_sampled: Any, of_tokens: Any, lora_requests: Any, mapping_type: Any = language
+        prompt_lora_mapping: Any, token_lora_mapping: Any, lora_requests: Any, mapping_type: Any = language
     ) -> None:
-        stock(of_sampled, of_tokens, lora_requests, mapping_type)
+        stock(prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type)
         if mapping_type == language:
-            rows.begin_step(of_sampled, of_tokens)
+            rows.begin_step(prompt_lora_mapping, token_lora_mapping)
 
     runner._set_active_loras = set_active_loras
 
