@@ -2,8 +2,9 @@
 
 What is never logged, at no level: keys and what users write (prompts, drafts, answers, titles, searches, names and ids that they choose). Our code
 keeps to that by not passing them to a logger. Of others' code we keep what could hold them out of the log: debug messages (aiosqlite's are
-the statements with all their values), the texts of exceptions (a parser quotes what it cannot read), descriptions of objects. As a net below it,
-anything that looks like a key is masked in the finished line.
+the statements with all their values), the texts of exceptions (a parser quotes what it cannot read), descriptions of objects, and what code that
+reads requests puts into its messages. As a net below it, anything that looks like a key is masked in the finished line. No record is longer than
+a person reads.
 """
 
 import copy
@@ -44,6 +45,24 @@ _READERS = (
     "/aiohttp/",
 )
 
+# Of code whose log calls may quote a request, too: what stands in the places of their texts is left out.
+_QUOTERS = (
+    *_READERS,
+    "/tool_parsers/",
+    "/reasoning/",
+    "/vllm/parser/",
+    "/vllm/multimodal/",
+    "/vllm/inputs/",
+    "/core/sched/",
+)
+# Of a record: characters of its message and of an exception's text, lines of a traceback. Chosen: what a person reads; a log of records of any length
+# fills the disk at a client's will.
+MAX_MESSAGE_CHARS, MAX_ERROR_CHARS, MAX_TRACEBACK_LINES = 4096, 1024, 200
+# As `%` and as `str.format` have them.
+_PLACEHOLDER = re.compile(r"%(?:\(\w+\))?[-#0 +]*[\d*]*(?:\.[\d*]+)?[a-zA-Z]|\{[^{}]*\}")
+# Where a text that was put together before it came here goes over to what it tells of.
+_QUOTED = re.compile(r"[:'\"`{\[(<].*", re.DOTALL)
+
 # Others' loggers that tell at INFO what only a developer wants: one line per request, per file, per connection.
 _CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "httpx2", "urllib3")
 # These warn a dozen times at each healthy start: of packages that CPU serving does without, of their own deprecations.
@@ -83,10 +102,36 @@ class _Handler(logging.StreamHandler[TextIO]):
     """The handler that `setup` puts on the root logger."""
 
     def format(self, record: logging.LogRecord) -> str:
-        if record.name == "asyncio":  # describes tasks, callbacks and their arguments
-            record = copy.copy(record)
-            record.msg, record.args = _without_objects(record.getMessage()), None
+        record = copy.copy(record)
+        record.msg, record.args = _cut(_said(record), MAX_MESSAGE_CHARS), None
         return super().format(record)
+
+
+def _said(record: logging.LogRecord) -> str:
+    """A record's message, without what others' code may have of a request in it."""
+    is_ours = record.name.partition(".")[0] in _OURS
+    if not is_ours and any(part in record.pathname for part in _QUOTERS):
+        template = str(record.msg)[:MAX_MESSAGE_CHARS]
+        return _PLACEHOLDER.sub("…", template) if record.args else _QUOTED.sub("…", template)
+    try:
+        said = record.getMessage()
+    except (TypeError, ValueError, KeyError):  # Python's own way would be to print all of its arguments
+        return f"{record.msg} (what belongs into this text does not fit)"
+    # asyncio describes tasks, callbacks and their arguments.
+    return _without_objects(said) if record.name == "asyncio" else said
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} characters more)"
+
+
+def _fewer(lines: list[str]) -> list[str]:
+    """Of a traceback: where it begins and where it ends."""
+    num_left_out = len(lines) - MAX_TRACEBACK_LINES
+    if num_left_out <= 0:
+        return lines
+    half = MAX_TRACEBACK_LINES // 2
+    return [*lines[:half], f"… ({num_left_out:,} lines more)", *lines[-half:]]
 
 
 def _is_fit_to_log(record: logging.LogRecord) -> bool:
@@ -127,7 +172,9 @@ def _told(error: BaseException) -> str:
         return f"{name}: {error.code}"
     is_safe = isinstance(error, _SAFE) or (isinstance(error, RuntimeError) and not _reads_requests(error))
     return (
-        f"{name}: {_escaped(str(error))}" if is_safe else f"{name} (its text may quote a request: not logged)"
+        f"{name}: {_escaped(_cut(str(error), MAX_ERROR_CHARS))}"
+        if is_safe
+        else f"{name} (its text may quote a request: not logged)"
     )
 
 
@@ -161,7 +208,10 @@ class _TextFree(logging.Formatter):
         # A client's mistake: where in aiohttp it was seen helps nobody. By name, since logging is set up before aiohttp is loaded.
         if type(ei[1]).__module__ == "aiohttp.http_exceptions":
             return _told(ei[1])
-        return "\n".join(_traceback(ei[1], set())) if ei[1] is not None else ""
+        return "\n".join(_fewer(list(_traceback(ei[1], set())))) if ei[1] is not None else ""
+
+    def formatStack(self, stack_info: str) -> str:
+        return "\n".join(_fewer(stack_info.split("\n")))
 
 
 class _Plain(_TextFree):
@@ -175,7 +225,7 @@ class _Plain(_TextFree):
         if record.exc_info:
             lines += self.formatException(record.exc_info).split("\n")
         if record.stack_info:
-            lines += record.stack_info.split("\n")
+            lines += self.formatStack(record.stack_info).split("\n")
         return _masked("\n    ".join(lines))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,7 @@ from engine_bridge.driver.vllm_api import (
     ServingTokenization,
     VLLMError,
     _convert_stream_to_sse_events,
+    create_error_response,
     get_max_tokens,
     with_sse_keep_alive,
 )
@@ -270,11 +272,12 @@ class Serving:
         return first, Dropped()
 
     async def _attempt(self, api: Api, body: Any, raw_request: Any, start: CallStart) -> Any:
-        """What vLLM's class returns; what it raises before the request is queued becomes an ErrorResponse."""
+        """What vLLM's class returns; an unknown model and what it raises before the request is queued becomes an ErrorResponse."""
         endpoint = self._endpoints[api]
         try:
             check_prompt(api, body, self._options.max_prompt_chars)
             request = parse(endpoint.request_class, body)
+            self._check_model(request.model)
             result = await start.result_of(endpoint.call(request, raw_request))
         except Rejected as rejected:
             return rejected.response
@@ -282,9 +285,16 @@ class Serving:
             if start.is_queued:
                 raise
             return as_malformed(error)
-        if isinstance(result, ErrorResponse) and result.error.code == 404 and result.error.param == "model":
-            result.error.message = self._unknown_model(request.model)
         return result
+
+    def _check_model(self, name: str | None) -> None:
+        """Raises Rejected for a model that is not served. vLLM would quote the name in its log, however long."""
+        if name and not self.models.is_base_model(name) and name not in self.models.lora_requests:
+            raise Rejected(
+                create_error_response(
+                    self._unknown_model(name), "NotFoundError", HTTPStatus.NOT_FOUND, param="model"
+                )
+            )
 
     def _unknown_model(self, name: str) -> str:
         return unknown_model(name, [self._options.served_model_name, *sorted(self.models.lora_requests)])

@@ -71,6 +71,27 @@ BODIES = [
     ("/v1/messages", {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2, "system": MARK}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": MARK}]}),
     ("/v1/chat/completions", {"model": MARK, "messages": [{"role": "user", "content": MARK}]}),
+    *(
+        (path, body | {"model": MARK * 20_000})
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True}),
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/responses", {"input": "x"}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+            ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/tokenize", {"prompt": "x"}),
+            ("/detokenize", {"tokens": [1]}),
+            ("/v1/advisories", {"session_id": "x"}),
+            ("/v1/load_lora_adapter", {"lora_name": MARK * 20_000, "lora_path": MARK}),
+            ("/v1/unload_lora_adapter", {"lora_name": MARK * 20_000}),
+        )
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+        | {"structured_outputs": {"regex": f"(.{{1,60}} .{{1,40}}{MARK}){{1,1000}}"}},
+    ),
     ("/v1/chat/completions", {"messages": [], "kv_hints": {MARK: MARK}, "priority": MARK}),
     ("/v1/advisories", {"session_id": MARK, "model": MARK, "draft": MARK}),
     ("/v1/advisories", {"session_id": MARK, "draft": MARK}),
@@ -117,6 +138,10 @@ async def test_no_door_lets_text_or_keys_into_the_log(gateways: Gateways, log: i
     assert "head was not understood" in text, "what is malformed is logged, if not quoted"
     lines = [line for line in text.splitlines() if MARK in line]
     assert lines == []
+    assert not [line for line in text.splitlines() if "ERROR" in line], (
+        "what clients do wrong is no error here"
+    )
+    assert max(map(len, text.splitlines())) < 10_000
     assert all(line[:4].isdigit() or line.startswith("    ") for line in text.splitlines())
 
 

@@ -168,3 +168,74 @@ def test_asyncio_does_not_describe_tasks_and_their_arguments(log_format: str) ->
     )
     text = "\n".join(log(log_format, "debug", code))
     assert "never retrieved" in text and "ValueError" in text and "SECRET" not in text
+
+
+def others(path: str, logger: str, call: str) -> str:
+    """Code that logs as a file of a library's would."""
+    library = f"import logging\nlog = logging.getLogger({logger!r})\n{call}"
+    return f"exec(compile({library!r}, '/site-packages/{path}', 'exec'))"
+
+
+@pytest.mark.parametrize("log_format", ["plain", "json"])
+@pytest.mark.parametrize(
+    ("call", "left"),
+    [
+        ("log.error('Error with model %s', 'x' * 10_000_000)", "Error with model …"),
+        (
+            "log.error('Unexpected: grammar rejected tokens %s for request %s.', [1, 2], 'xyz')",
+            "for request ….",
+        ),
+        ("log.error(f'Failed to read: {dict(x=1)}')", "Failed to read…"),
+        ("log.error('Both %(x)s and %(y)5.2f', dict(x='xyz', y=1.5))", "Both … and …"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "logger"),
+    [
+        ("vllm/entrypoints/openai/serving.py", "vllm.entrypoints.openai.serving"),
+        ("vllm/v1/core/sched/scheduler.py", "vllm.v1.core.sched.scheduler"),
+        ("vllm/tool_parsers/any.py", "vllm.tool_parsers.any"),
+    ],
+)
+def test_code_that_reads_requests_quotes_none_of_them(
+    log_format: str, path: str, logger: str, call: str, left: str
+) -> None:
+    (line,) = log(log_format, "info", others(path, logger, call))
+    assert "xyz" not in line and "xxx" not in line and "[1" not in line and "'x'" not in line
+    assert left.encode("ascii", "backslashreplace").decode() in line or left in line
+
+
+def test_what_others_say_of_themselves_is_kept() -> None:
+    call = "log.error('cannot load %s: %d tensors', '/models/x', 3)"
+    (line,) = log("plain", "info", others("vllm/model_executor/loader.py", "vllm.loader", call))
+    assert line.endswith("cannot load /models/x: 3 tensors")
+
+
+@pytest.mark.parametrize("log_format", ["plain", "json"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "logging.getLogger('gateway').error('x' * 10_000_000)",
+        "logging.getLogger('other').error('%s', 'x' * 10_000_000)",
+        "try:\n    raise OSError('x' * 10_000_000)\nexcept OSError:\n    logging.exception('bad')",
+        "def a(n):\n    return b(n - 1) if n else 1 / 0\ndef b(n):\n    return a(n - 1) if n else 1 / 0\n"
+        "try:\n    a(900)\nexcept ZeroDivisionError:\n    logging.exception('bad')",
+        "logging.warning('x', stack_info=True)",
+        "logging.getLogger('other').error('%d of these', 'x' * 10_000_000)",
+    ],
+    ids=["ours", "others", "exception", "traceback", "stack", "misfit"],
+)
+def test_no_record_is_longer_than_a_person_reads(log_format: str, code: str) -> None:
+    lines = log(log_format, "info", code)
+    assert 1 <= len(lines) <= 220
+    assert sum(len(line) for line in lines) < 40_000
+
+
+def test_the_ends_of_a_long_traceback_are_kept() -> None:
+    code = (
+        "def a(n):\n    return b(n - 1) if n else 1 / 0\ndef b(n):\n    return a(n - 1) if n else 1 / 0\n"
+        "try:\n    a(900)\nexcept ZeroDivisionError:\n    logging.exception('bad')"
+    )
+    lines = log("plain", "info", code)
+    assert "Traceback" in lines[1] and "ZeroDivisionError" in lines[-1]
+    assert any("lines more" in line for line in lines)
