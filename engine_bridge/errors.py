@@ -66,6 +66,10 @@ class NotSupported(BridgeError):
     code = "not_supported"
 
 
+class InternalFailure(BridgeError):
+    """The node itself has failed on this request. The cause is in its log, under the number that the text names."""
+
+
 class SeamMoved(RuntimeError):
     """A name or signature of vLLM that the driver stands on has changed. Raised at start-up, never in the middle of work."""
 

@@ -28,7 +28,7 @@ from engine_bridge.driver.streams import Streams
 from engine_bridge.driver.tokenizer_queue import NoTokenizerQueue, TokenizerQueue
 from engine_bridge.engine_config import EngineConfig
 from engine_bridge.engine_metrics import engine_metrics
-from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest
+from engine_bridge.errors import BridgeError, EngineUnavailable
 from engine_bridge.grammars.checker import GrammarChecker, NoChecker
 from engine_bridge.node import (
     AdapterInfo,
@@ -329,12 +329,8 @@ class LocalNode:
                 yield delta
                 if delta.finish_reason is not None:
                     return
-        except BridgeError:
-            raise
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
         except Exception as error:
-            raise EngineUnavailable(str(error)) from error
+            raise _told(error) from error
         finally:
             if unique_id is not None:
                 client.forget(unique_id, abort=not stream.is_ended_by_engine)
@@ -426,9 +422,12 @@ class LocalNode:
         from engine_bridge.driver.prefill import prefill
 
         serving, client = self._ready()
-        with self._reading(request):
-            prepared = await serving.prepare_draft(request)
-        return await prefill(client, prepared, request, self._tiers)
+        try:
+            with self._reading(request):
+                prepared = await serving.prepare_draft(request)
+            return await prefill(client, prepared, request, self._tiers)
+        except Exception as error:
+            raise _told(error) from error
 
     async def run_on_engine(self, run: Callable[[VllmDriver], T]) -> T:
         """The result of `run(driver)`, called on the engine thread between two steps. For benches and tests."""
@@ -444,6 +443,13 @@ class LocalNode:
 
     def _starting(self) -> EngineUnavailable:
         return EngineUnavailable(f"the engine is starting ({self._stage})", code="starting")
+
+
+def _told(error: Exception) -> BridgeError:
+    """What the gateway may know of a failure."""
+    from engine_bridge.driver.failures import as_bridge_error
+
+    return as_bridge_error(error)
 
 
 def _stats(node: LocalNode, counts: EngineCounts) -> NodeStats:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from msgspec import UnsetType, structs, to_builtins
 
 from engine_bridge.adapters.errors import RegistryFailed
-from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, TooBusy
+from engine_bridge.errors import BridgeError, EngineUnavailable, InternalFailure, InvalidRequest, TooBusy
 from engine_bridge.node import (
     ChatMessage,
     Delta,
@@ -494,7 +494,7 @@ def from_bridge(error: BridgeError) -> GatewayError:
         return GatewayError("rate_limited", str(error), retry_after_s=error.retry_after_s)
     if isinstance(error, RegistryFailed):
         return GatewayError("storage_failed", str(error), retryable=True)
-    return GatewayError("bad_request", str(error))
+    return GatewayError("internal" if isinstance(error, InternalFailure) else "bad_request", str(error))
 
 
 def unavailable(state: str, stage: str) -> GatewayError:

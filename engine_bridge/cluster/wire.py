@@ -24,7 +24,14 @@ import msgspec
 from msgspec import Raw, Struct
 
 from engine_bridge.adapters.errors import RegistryFailed
-from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported, TooBusy
+from engine_bridge.errors import (
+    BridgeError,
+    EngineUnavailable,
+    InternalFailure,
+    InvalidRequest,
+    NotSupported,
+    TooBusy,
+)
 from engine_bridge.node import (
     AdapterInfo,
     AdapterStats,
@@ -335,6 +342,7 @@ _KINDS: tuple[type[BridgeError], ...] = (
     TooBusy,
     NotSupported,
     RegistryFailed,
+    InternalFailure,
 )
 GONE = Problem(
     "EngineUnavailable",
@@ -354,7 +362,7 @@ def problem_of(error: Exception) -> Problem:
                 getattr(error, "param", None),
                 getattr(error, "retry_after_s", 0.0),
             )
-    return Problem("EngineUnavailable", "the engine could not answer; its log says why", code="engine_failed")
+    return Problem("InternalFailure", "The node failed on this request. Its log says why.")
 
 
 def error_of(problem: Problem) -> BridgeError:
@@ -366,6 +374,8 @@ def error_of(problem: Problem) -> BridgeError:
             return TooBusy(problem.message, retry_after_s=problem.retry_after_s)
         case "NotSupported":
             return NotSupported(problem.message)
+        case "InternalFailure":
+            return InternalFailure(problem.message)
         case "RegistryFailed":
             return RegistryFailed(problem.message, code="registry_failed")
         case _:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import traceback
+from http import HTTPStatus
 from typing import Any
 
 from pydantic import ValidationError
 
 from engine_bridge.api_errors import UNKNOWN_MODEL, error_body
+from engine_bridge.driver.failures import TOO_LATE, is_clients, log_once, noted, unfit
 from engine_bridge.driver.vllm_api import (
     ErrorResponse,
     GracefulHTTPError,
@@ -19,8 +21,8 @@ from engine_bridge.driver.vllm_api import (
     translate_error_response,
 )
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.invalid_fields import explain
 from engine_bridge.node import ANTHROPIC_ERROR_TYPES, JsonReply
+from engine_bridge.suspects import MALFORMED_MESSAGE, suspect_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,8 @@ _OURS = (EngineUnavailable, InvalidRequest, VLLMServerError, GracefulHTTPError, 
 _MISTAKES = (TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
 # How errors begin that vLLM's generators of chat and text completions write themselves.
 ERROR_EVENT = 'data: {"error":'
-MALFORMED_MESSAGE = "The request cannot be read: one of its fields has a form that does not fit. /openapi.json says which forms they take."
+ANTHROPIC_ERROR_EVENT = "event: error\n"
+_ANTHROPIC_INTERNAL = '"internal_error"'
 
 
 class Rejected(Exception):
@@ -49,8 +52,7 @@ def parse(request_class: Any, body: Any) -> Any:
     try:
         return request_class.model_validate(body)
     except ValidationError as error:
-        message, field = explain(error.errors(include_url=False, include_context=False, include_input=False))
-        raise Rejected(create_error_response(message, param=field)) from error
+        raise Rejected(as_error_response(unfit(error))) from error
     except Exception as error:  # pydantic lets through what vLLM's validators raise, on purpose or by mistake
         raise Rejected(as_malformed(error)) from error
 
@@ -74,6 +76,26 @@ def as_malformed(error: Exception) -> ErrorResponse:
     return response
 
 
+def as_unusable(error: Exception, body: Any) -> ErrorResponse:
+    """The reply to a call that failed after its body was found to have the right form, and before the engine saw any of it.
+
+    A few fields hold whatever JSON a client likes (schemas, arguments of the template, parts of messages), and code trips over what it finds there.
+    Where a body has none of them, what went wrong is the server's fault.
+    """
+    if isinstance(error, ValidationError):  # of a request that vLLM makes of the one that came
+        return as_error_response(unfit(error))
+    if isinstance(error, _OURS) or is_clients(error):
+        response = as_error_response(error)
+        if isinstance(error, NotImplementedError):
+            response.error.code, response.error.type = 400, "BadRequestError"
+        return response
+    suspect = suspect_of(body)
+    if suspect is None:
+        return as_error_response(error)
+    log.info("a body could not be used, which is taken to be its own fault", exc_info=error)
+    return create_error_response(suspect.message, param=suspect.param)
+
+
 def _place(error: Exception) -> str:
     """The function in which an error was raised, for the log: it names no value."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -85,16 +107,38 @@ def as_error_response(error: Exception) -> ErrorResponse:
     if isinstance(error, EngineUnavailable):
         return create_error_response(RetryableRequestError(str(error)))
     if isinstance(error, TimeoutError):
-        return create_error_response(
-            RetryableRequestError("Reading the prompt took too long. Send it again, or a shorter one.")
-        )
+        return create_error_response(RetryableRequestError(TOO_LATE))
     if isinstance(error, InvalidRequest):
         return create_error_response(str(error), param=error.param)
-    response = create_error_response(error)
-    if response.error.code >= 500 and not isinstance(error, RetryableRequestError | NotImplementedError):
-        log.error("a request failed inside the serving layer", exc_info=error)
-        response.error.message = "The server failed on this request."
-    return response
+    if isinstance(error, RetryableRequestError | GracefulHTTPError) or is_clients(error):
+        return create_error_response(error)
+    return create_error_response(
+        noted(error), err_type="InternalServerError", status_code=HTTPStatus.INTERNAL_SERVER_ERROR
+    )
+
+
+def classified(message: str | Exception, *args: Any, **options: Any) -> ErrorResponse:
+    """In the place of `create_error_response` of vLLM's serving classes, which would tell a client whatever an exception says."""
+    return (
+        as_error_response(message)
+        if isinstance(message, Exception)
+        else create_error_response(message, *args, **options)
+    )
+
+
+def tell_no_insides(*serving: Any) -> None:
+    """Have serving classes of vLLM's, which turn what breaks a stream into an event of it, tell no more than `as_error_response`."""
+    log_once()
+    for each in serving:
+        each.create_error_response = classified
+
+
+def without_insides(event: str) -> str:
+    """An error that vLLM's generator of Anthropic's events has met in its own work, without its text. vLLM has logged it."""
+    if _ANTHROPIC_INTERNAL not in event:
+        return event
+    error = {"type": "api_error", "message": "The server failed on this request."}
+    return f"{ANTHROPIC_ERROR_EVENT}data: {json.dumps({'type': 'error', 'error': error})}\n\n"
 
 
 def error_reply(response: ErrorResponse, *, is_anthropic: bool) -> JsonReply:

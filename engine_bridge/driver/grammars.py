@@ -20,6 +20,7 @@ from engine_bridge.driver.vllm_api import (
     serialize_guidance_grammar,
 )
 from engine_bridge.grammars.checker import GrammarChecker, Tokenizer
+from engine_bridge.grammars.messages import readable
 from engine_bridge.tool_schemas import closed, is_held
 
 
@@ -64,8 +65,10 @@ def grammar_of(params: SamplingParams, config: Any) -> str | None:
         text: str = serialize_guidance_grammar(
             kind, spec, config.disable_any_whitespace, config.disable_additional_properties
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise VLLMValidationError(f"Invalid grammar specification: {error}") from error
+    except ValueError as error:
+        raise VLLMValidationError(f"Invalid grammar specification: {readable(str(error))}") from None
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise VLLMValidationError("Invalid grammar specification: it has not the form of one.") from error
     return text
 
 

@@ -22,13 +22,16 @@ from engine_bridge.body_forms import usual_form
 from engine_bridge.context_overflow import ContextOverflow, dropped_event, shorter
 from engine_bridge.continuity import Continued
 from engine_bridge.driver.bodies import (
+    ANTHROPIC_ERROR_EVENT,
     ERROR_EVENT,
     Rejected,
     as_error_response,
-    as_malformed,
+    as_unusable,
     error_reply,
     in_our_form,
     parse,
+    tell_no_insides,
+    without_insides,
 )
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
@@ -36,6 +39,7 @@ from engine_bridge.driver.chat import Chat
 from engine_bridge.driver.completions import CompletionBody, Completions
 from engine_bridge.driver.continuing import CallIds
 from engine_bridge.driver.engine_client import BridgeEngineClient
+from engine_bridge.driver.failures import as_bridge_error, too_long_or_invalid
 from engine_bridge.driver.messages import Messages
 from engine_bridge.driver.reasoning_split import ReasoningSplit
 from engine_bridge.driver.responses import Responses
@@ -56,7 +60,6 @@ from engine_bridge.driver.vllm_api import (
     ResponsesRequest,
     SamplingParams,
     ServingTokenization,
-    VLLMError,
     _convert_stream_to_sse_events,
     create_error_response,
     get_max_tokens,
@@ -125,8 +128,7 @@ class Serving:
     """All API families of one node. Build it with `await Serving.create(...)`."""
 
     def __init__(self, client: BridgeEngineClient, options: ServingOptions) -> None:
-        self._client = client
-        self._options = options
+        self._client, self._options = client, options
         self._entrance = Entrance()
         parsers: dict[str, Any] = {
             "request_logger": None,
@@ -165,6 +167,7 @@ class Serving:
             enable_prompt_tokens_details=True,
             **parsers,
         )
+        tell_no_insides(self._chat, completion, responses, messages)
         self._endpoints: dict[str, _Endpoint] = {
             "chat": _Endpoint(ChatCompletionRequest, self._chat.create_chat_completion),
             "completions": _Endpoint(CompletionBody, completion.create_completion),
@@ -245,8 +248,8 @@ class Serving:
                 told = _telling(dropped, with_sse_keep_alive(stream.events(), KEEP_ALIVE_S))
                 return SseReply(ClosingEvents(_encoded(told, endpoint, call.ids), stream))
         except Exception as error:
-            answer = as_error_response if start.is_queued else as_malformed
-            result, dropped = answer(error), Dropped()
+            response = as_error_response(error) if start.is_queued else as_unusable(error, body)
+            result, dropped = response, Dropped()
         if isinstance(result, ErrorResponse):
             if endpoint.is_anthropic:
                 limit = self._client.model_config.max_model_len
@@ -277,14 +280,14 @@ class Serving:
         try:
             check_prompt(api, body, self._options.max_prompt_chars)
             request = parse(endpoint.request_class, body)
-            self._check_model(request.model)
+            self._check_model(getattr(request, "model", None))
             result = await start.result_of(endpoint.call(request, raw_request))
         except Rejected as rejected:
             return rejected.response
         except Exception as error:
             if start.is_queued:
                 raise
-            return as_malformed(error)
+            return as_unusable(error, body)
         return result
 
     def _check_model(self, name: str | None) -> None:
@@ -326,8 +329,8 @@ class Serving:
             params = chat_request.to_sampling_params(
                 self._max_tokens(max_tokens, prompt_len), self._chat.default_sampling_params
             )
-        except (VLLMError, ValueError) as error:
-            raise _too_long_or_invalid(str(error)) from error
+        except Exception as error:
+            raise as_bridge_error(error) from error
         params.output_kind = RequestOutputKind.DELTA
         params.stream_interval = stream_interval
         return Prepared(engine_input, params, lora_request, prompt, self._split(chat_request))
@@ -374,8 +377,8 @@ class Serving:
         try:
             engine_input = await self._render(ChatCompletionRequest(messages=messages))
             await self._continue(request, engine_input)
-        except (VLLMError, ValueError) as error:
-            raise _too_long_or_invalid(str(error)) from error
+        except Exception as error:
+            raise as_bridge_error(error) from error
         return list(engine_input["prompt_token_ids"])
 
     async def _continue(self, request: GenerateRequest, engine_input: Any) -> Prompt:
@@ -397,7 +400,7 @@ class Serving:
         check_prompt_chars(num_chars, self._options.max_prompt_chars, "content")
         result = await self._renderer.render_chat(chat_request)
         if isinstance(result, ErrorResponse):
-            raise _too_long_or_invalid(result.error.message)
+            raise too_long_or_invalid(result.error.message)
         return result[1][0]
 
     def _max_tokens(self, wanted: int | None, prompt_len: int) -> int:
@@ -467,6 +470,8 @@ async def _encoded(
     """
     try:
         async for event in events:
+            if endpoint.is_anthropic and event.startswith(ANTHROPIC_ERROR_EVENT):
+                event = without_insides(event)
             yield in_our_form(event).encode() if event.startswith(ERROR_EVENT) else event.encode()
         if ids is not None and ids.seen:
             yield token_ids_event(ids.seen)
@@ -482,9 +487,3 @@ def _too_long(prompt_len: int, limit: int) -> InvalidRequest:
         f"This conversation has {prompt_len} tokens; the model reads at most {limit}. Start a new chat or shorten it.",
         code="prompt_too_long",
     )
-
-
-def _too_long_or_invalid(message: str) -> InvalidRequest:
-    if is_too_long(message):
-        return InvalidRequest(f"{message} Start a new chat or shorten this one.", code="prompt_too_long")
-    return InvalidRequest(message)

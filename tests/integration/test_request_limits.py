@@ -216,6 +216,68 @@ async def test_log_probabilities_beyond_the_limit_come_only_in_a_stream(
         node._client._limits = limits
 
 
+async def test_a_failure_of_the_server_is_told_without_its_insides_and_logged_with_them(
+    chat: ChatClient,
+    http: aiohttp.ClientSession,
+    node: SharedNode,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def breaks(*args: Any, **options: Any) -> None:
+        raise KeyError("a parser's secret")
+
+    assert node._serving is not None
+    monkeypatch.setattr(node._serving._renderer, "render_chat", breaks)
+    for path, body in (
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", CHAT | {"stream": True}),
+        ("/v1/messages", CHAT),
+    ):
+        async with http.post(path, json=body) as response:
+            assert response.status == 500
+            message = (await response.json())["error"]["message"]
+        assert "secret" not in message
+        assert message.rstrip(".").rsplit(" ", 1)[-1] in caplog.text
+    with pytest.raises(ChatError) as told:
+        async for _ in chat.ask("Hello!"):
+            pass
+    assert (told.value.code, told.value.retryable) == ("internal", False)
+    assert "secret" not in str(told.value)
+    assert "parser's secret" in caplog.text, "with where it came from; our own format leaves texts out"
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "part"),
+    [
+        ("/v1/chat/completions", {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"conversation": 1, "tools": 2}}, ""),
+        (
+            "/v1/chat/completions",
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": 5}}}]},
+            "",
+        ),
+        ("/v1/messages", {"tools": [{"name": "f", "input_schema": {"required": 5}}]}, ""),
+        (
+            "/v1/chat/completions",
+            {"structured_outputs": {"grammar": 'start: a "x"\na[lazy]: /.*/\n'}},
+            "the compiler of grammars cannot work with it",
+        ),
+        ("/v1/chat/completions", {"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
+    ],
+)
+async def test_odd_fields_are_bad_requests_that_name_nothing_of_the_inside(
+    http: aiohttp.ClientSession, path: str, more: dict[str, Any], part: str
+) -> None:
+    async with http.post(path, json=CHAT | more) as response:
+        text = await response.text()
+        # A field that is of no use may also be left out.
+        assert response.status == 400 or (response.status == 200 and not part), text
+    if response.status == 400:
+        assert part in text
+        for inside in ("TokenizerPool", "iterable", "panic", "object", "()", "NoneType", "triggers'"):
+            assert inside not in text
+
+
 async def test_a_message_that_no_model_could_read_is_refused_and_not_stored(
     chat: ChatClient, http: aiohttp.ClientSession
 ) -> None:

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.cluster import wire
-from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported, TooBusy
+from engine_bridge.errors import (
+    BridgeError,
+    EngineUnavailable,
+    InternalFailure,
+    InvalidRequest,
+    NotSupported,
+    TooBusy,
+)
 from engine_bridge.node import Delta, GenerateRequest, RequestId
 
 STREAM = (
@@ -108,6 +115,7 @@ def test_values_that_no_frame_holds_are_the_clients_fault(value: object) -> None
     [
         InvalidRequest("no", param="prompt", code="prompt_too_long"),
         EngineUnavailable("later", code="draining"),
+        InternalFailure("failure 7"),
         TooBusy("later", retry_after_s=1.5),
         NotSupported("never"),
     ],
@@ -121,7 +129,7 @@ def test_errors_are_the_same_at_the_other_end(error: BridgeError) -> None:
 
 def test_a_bug_of_the_nodes_says_nothing_of_its_texts() -> None:
     there = wire.error_of(wire.problem_of(KeyError("/secret/path")))
-    assert isinstance(there, EngineUnavailable)
+    assert isinstance(there, InternalFailure)
     assert "secret" not in str(there)
 
 

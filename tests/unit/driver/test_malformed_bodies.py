@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
-from vllm.exceptions import RetryableRequestError, VLLMServerError, VLLMValidationError
+from typing import Any
 
-from engine_bridge.driver.bodies import MALFORMED_MESSAGE, as_malformed
-from engine_bridge.errors import EngineUnavailable, InvalidRequest
+import jinja2
+import pytest
+from vllm.exceptions import (
+    GracefulHTTPError,
+    RetryableRequestError,
+    VLLMServerError,
+    VLLMValidationError,
+)
+
+from engine_bridge.driver.bodies import as_error_response, as_malformed, as_unusable
+from engine_bridge.driver.failures import as_bridge_error, is_clients
+from engine_bridge.errors import EngineUnavailable, InternalFailure, InvalidRequest, TooBusy
+from engine_bridge.suspects import MALFORMED_MESSAGE
 
 
 def raised(error: Exception) -> Exception:
@@ -57,3 +67,126 @@ def test_what_is_not_offered_is_no_failure_of_the_server() -> None:
 )
 def test_what_is_known_to_be_the_servers_stays_so(error: Exception, status: int) -> None:
     assert as_malformed(raised(error)).error.code == status
+
+
+PLAIN = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+
+
+def rendered(template: str) -> Exception:
+    """What vLLM's renderer makes of a template that raises."""
+
+    def refuse(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    environment = jinja2.Environment()
+    environment.globals["raise_exception"] = refuse
+    try:
+        environment.from_string(template).render()
+    except Exception as error:
+        try:
+            raise VLLMValidationError(str(error)) from error
+        except VLLMValidationError as wrapped:
+            return wrapped
+    raise AssertionError("the template does not raise")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        raised(KeyError("secret")),
+        raised(ValueError("secret")),
+        raised(RuntimeError("secret")),
+        rendered("{{ secret.secret }}"),
+        rendered("{{ 1 + 'secret' }}"),
+    ],
+    ids=["parser", "value", "runtime", "undefined", "type"],
+)
+def test_what_breaks_on_a_plain_body_is_the_servers_and_stays_in_its_log(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = as_unusable(error, PLAIN)
+    assert response.error.code == 500
+    told = as_bridge_error(error)
+    assert isinstance(told, InternalFailure)
+    for message in (response.error.message, str(told), as_error_response(error).error.message):
+        number = message.rstrip(".").rsplit(" ", 1)[-1]
+        assert "secret" not in message
+        assert any(record.exc_info and number in record.getMessage() for record in caplog.records)
+
+
+def test_what_a_template_refuses_in_its_own_words_is_told_to_the_client() -> None:
+    refused = rendered("{{ raise_exception('Roles must alternate.') }}")
+    assert as_unusable(refused, PLAIN).error.code == 400
+    told = as_bridge_error(refused)
+    assert isinstance(told, InvalidRequest) and "Roles must alternate." in str(told)
+
+
+READER = """
+def refuses(value):
+    raise ValueError(f"{value} does not fit")
+def trips(value):
+    int(value)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "is_refused"),
+    [
+        ("vllm.renderers.made_up", "refuses", True),
+        ("vllm.renderers.made_up", "trips", False),
+        ("vllm.v1.core.made_up", "refuses", False),
+        ("engine_bridge.made_up", "refuses", False),
+    ],
+)
+def test_a_plain_value_error_is_the_clients_only_where_reading_code_raises_it_on_purpose(
+    module: str, function: str, is_refused: bool
+) -> None:
+    names: dict[str, Any] = {"__name__": module}
+    exec(READER, names)
+    with pytest.raises(ValueError) as caught:
+        names[function]("many")
+    assert is_clients(caught.value) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (GracefulHTTPError("later", 429), TooBusy),  # type: ignore[arg-type]
+        (GracefulHTTPError("elsewhere", 503), EngineUnavailable),  # type: ignore[arg-type]
+        (RetryableRequestError("again"), EngineUnavailable),
+        (TimeoutError(), EngineUnavailable),
+        (EngineUnavailable("starting", code="starting"), EngineUnavailable),
+    ],
+)
+def test_what_may_be_tried_again_stays_so(error: Exception, kind: type[Exception]) -> None:
+    assert isinstance(as_bridge_error(raised(error)), kind)
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": 5}}}]},
+            "required",
+        ),
+        ({"tools": [{"name": "f", "input_schema": {"required": 5}}]}, "required"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": {}}]}]}, "form"),
+        ({"input": [{"type": "reasoning", "summary": 3}]}, "form"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "form"),
+        ({"prompt": [-1]}, "form"),
+        ({"seed": 2**70}, "form"),
+    ],
+)
+def test_where_a_field_holds_what_it_likes_that_field_is_blamed_without_insides(
+    more: dict[str, object], part: str
+) -> None:
+    response = as_unusable(raised(TypeError("'int' object is not iterable")), PLAIN | more)
+    assert response.error.code == 400
+    assert part in response.error.message and "iterable" not in response.error.message
+
+
+def test_tools_of_any_size_are_not_looked_at_for_long() -> None:
+    many = {f"p{number}": {"type": "string"} for number in range(2000)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": many}}}
+    assert as_unusable(raised(KeyError("x")), PLAIN | {"tools": [tool]}).error.code == 400
