@@ -26,7 +26,7 @@ from kvtiers.io.records import checksum
 from kvtiers.keys import KEY_BYTES, BlockKey, BlockShape
 from kvtiers.lending import CHUNK_BYTES
 
-PEER_PROTOCOL = 1
+PEER_PROTOCOL = 2
 MAX_GREETING_BYTES = 4096
 # That one question may name. Chosen: a million tokens in blocks of 32.
 MAX_KEYS = 1 << 15
@@ -63,6 +63,10 @@ class Ask(Message, frozen=True):
     keys: bytes
 
 
+class Queued(Message, frozen=True):
+    """The question waits behind others'; said again and again until its turn comes, so that the node is not taken for dead."""
+
+
 class Offer(Message, frozen=True):
     """keys: the first of those that were asked for, back to back."""
 
@@ -90,7 +94,7 @@ class Refused(Message, frozen=True):
 
 
 ToLender = Hello | Ask
-ToAsker = Challenge | PeerWelcome | Offer | Parts | Cut | Done | Refused
+ToAsker = Challenge | PeerWelcome | Queued | Offer | Parts | Cut | Done | Refused
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -211,6 +215,8 @@ class Question:
         self._bad: set[int] = set()
         self._turn: type[Message] = Challenge
         self.num_blocks: int | None = None
+        self.on_offer: Callable[[], None] = lambda: None
+        """Called when the question's turn has come."""
         self.is_over = False
         self.num_bytes = 0
 
@@ -238,6 +244,8 @@ class Question:
                 return self._greet(message)
             case PeerWelcome() if self._turn is PeerWelcome:
                 return self._ask(message, frames)
+            case Queued() if self._turn is Offer:
+                pass
             case Offer() if self._turn is Offer:
                 self._offered(message)
             case Parts() if self._turn is Parts:
@@ -276,6 +284,7 @@ class Question:
         if len(message.keys) % KEY_BYTES or not self._asked.startswith(message.keys):
             raise WireError("an offer of what was not asked for")
         self._turn, self.num_blocks = Parts, len(self.keys)
+        self.on_offer()
         self._cut(num_blocks, is_offer=True)
 
     def _cut(self, num_blocks: int, *, is_offer: bool = False) -> None:

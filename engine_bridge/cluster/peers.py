@@ -52,6 +52,8 @@ REST_S = 5.0
 MAX_ASKED, MAX_LENT, MAX_CONNECTIONS = 4, 4, 64
 # An answer takes so long and is no slower, whoever sends or reads it. Chosen: what is lent or awaited stays in host memory meanwhile.
 ANSWER_S, MIN_BYTES_PER_S = 10.0, 4e6
+# A question waits so long at most for its turn among others'. Chosen: as long as a slow answer to one of those takes.
+QUEUE_S = 10.0
 # Addresses that are remembered; nodes that were started again have new ones. Chosen.
 MAX_KNOWN = 256
 # What peers have of what they are asked for: an answer counts half after so long, and so many blocks are taken to have been found before. Chosen.
@@ -262,9 +264,13 @@ class Peer:
         except (OSError, TimeoutError) as error:
             raise PeerFault("dead", str(error) or "it takes no connection") from error
         try:
-            async with asyncio.timeout(_patience_s(len(question.keys) * self._shape.block_bytes)):
+            async with asyncio.timeout(QUEUE_S) as patience:
+                patience_s = _patience_s(len(question.keys) * self._shape.block_bytes)
+                question.on_offer = lambda: patience.reschedule(loop.time() + patience_s)
                 await asking.end()
         except TimeoutError as error:
+            if question.num_blocks is None:
+                raise PeerFault("busy", "the question's turn does not come") from error
             raise PeerFault("late", "it sends too slowly") from error
         finally:
             asking.ignore()
@@ -448,9 +454,11 @@ class _Lending(asyncio.BufferedProtocol):
         peering = self._lender.peering
         try:
             keys = wire.keys_of(ask.keys)
-            async with asyncio.timeout(_patience_s(len(keys) * self._lender.store.shape.block_bytes)):
-                async with self._lender.turns:
-                    await self._lend(ask, keys)
+            if await self._has_turn():
+                await self._lend_in_turn(ask, keys)
+            else:
+                peering.refused("busy", f"others' questions take longer than {QUEUE_S} s")
+                self._send(wire.Refused("busy"))
         except (PeerFault, WireError) as error:
             peering.refused(error.reason if isinstance(error, PeerFault) else "malformed", error)
             self._transport.abort()
@@ -462,6 +470,32 @@ class _Lending(asyncio.BufferedProtocol):
             self._transport.abort()
         else:
             self._transport.close()
+
+    async def _has_turn(self) -> bool:
+        """Wait for a turn, which is to be given back, and say so meanwhile: who hears nothing takes this node for dead. False if none comes."""
+        waiting = asyncio.ensure_future(self._lender.turns.acquire())
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + QUEUE_S
+        try:
+            while not waiting.done() and loop.time() < until_s:
+                await asyncio.wait({waiting}, timeout=STALL_S / 4)
+                if not waiting.done():
+                    self._send(wire.Queued())
+        except BaseException:
+            if waiting.done():
+                self._lender.turns.release()
+            raise
+        finally:
+            has_turn = waiting.done()
+            waiting.cancel()
+        return has_turn
+
+    async def _lend_in_turn(self, ask: wire.Ask, keys: list[BlockKey]) -> None:
+        try:
+            async with asyncio.timeout(_patience_s(len(keys) * self._lender.store.shape.block_bytes)):
+                await self._lend(ask, keys)
+        finally:
+            self._lender.turns.release()
 
     async def _lend(self, ask: wire.Ask, keys: list[BlockKey]) -> None:
         lender = self._lender

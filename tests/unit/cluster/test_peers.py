@@ -538,3 +538,79 @@ def test_little_tells_nothing_of_a_peer_s_speed_and_much_does(
     other.fetch(KEYS[5:10], home.address)
     measured = other.store.peer_bytes_per_s(home.address)
     assert assumed is not None and measured is not None and measured < assumed
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+class HeldTurns:
+    """All of a node's turns are taken until `release`."""
+
+    def __init__(self, node: Node) -> None:
+        assert node.peering._lender is not None
+        self._turns, self._io = node.peering._lender.turns, node.io
+        self._io.start(self._take()).result()
+
+    async def _take(self) -> None:
+        for _ in range(peers.MAX_LENT):
+            await self._turns.acquire()
+
+    def release(self) -> None:
+        for _ in range(peers.MAX_LENT):
+            self._io.loop.call_soon_threadsafe(self._turns.release)
+
+
+def test_who_waits_for_a_turn_is_told_so_again_and_again(home: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "STALL_S", 0.04)
+    held = HeldTurns(home)
+    asker = Asker(home).greet()
+    asker.socket.sendall(peer_wire.encode(peer_wire.Ask("same", 0, b"".join(KEYS[:10]))))
+    for _ in range(12):
+        assert isinstance(asker.next(), peer_wire.Queued)
+    held.release()
+    while isinstance(said := asker.next(), peer_wire.Queued):
+        pass
+    assert isinstance(said, peer_wire.Offer) and len(said.keys) == len(b"".join(KEYS[:10]))
+
+
+def test_a_peer_at_which_a_question_queues_is_not_taken_for_dead(
+    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "STALL_S", 0.4)
+    held = HeldTurns(home)
+    stage = other.stage(KEYS[:10], home.address)
+    # By hand as well: it has been told for longer than a silence may last, so the other one has, too.
+    asker = Asker(home).greet()
+    asker.socket.sendall(peer_wire.encode(peer_wire.Ask("same", 0, KEYS[0])))
+    for _ in range(10):
+        assert isinstance(asker.next(), peer_wire.Queued)
+    assert other.figures.misses == {}
+    held.release()
+    assert other.store.wait_for_reads(SETTLE_S)
+    assert other.store.progress(stage).num_ready_blocks == 10 and other.figures.misses == {}
+    other.store.release(stage)
+
+
+def test_a_turn_that_does_not_come_is_a_miss_and_the_peer_is_asked_again(
+    home: Node, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "QUEUE_S", 0.1)
+    held = HeldTurns(home)
+    assert other.fetch(KEYS[:10], home.address) == []
+    assert other.figures.misses == {"busy": 1}
+    held.release()
+    monkeypatch.undo()
+    assert other.fetch(KEYS[:10], home.address) == ["peer"] * 10
+
+
+def test_who_leaves_while_waiting_takes_no_turn_along(home: Node, other: Node) -> None:
+    held = HeldTurns(home)
+    asker = Asker(home).greet()
+    asker.socket.sendall(peer_wire.encode(peer_wire.Ask("same", 0, KEYS[0])))
+    assert isinstance(asker.next(), peer_wire.Queued)
+    asker.socket.close()
+    held.release()
+    assert home.peering._lender is not None
+    lender = home.peering._lender
+    assert until(lambda: not lender.connections and lender.turns._value == peers.MAX_LENT)
+    assert other.fetch(KEYS[:10], home.address) == ["peer"] * 10
