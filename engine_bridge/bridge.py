@@ -131,6 +131,21 @@ class EngineThread(Generic[D]):
             await asyncio.to_thread(self._thread.join)
         self.state = "closed"
 
+    def close_later(self, then: Callable[[], object]) -> bool:
+        """While the first engine is being built, which nothing can interrupt: close it once it is there and call `then`, on a thread that goes with
+        the process. False where none is being built: `close` this instead."""
+        thread = self._thread
+        if thread is None or self.state != "starting":
+            return False
+        self._stopping = True
+
+        def close() -> None:
+            thread.join()
+            then()
+
+        threading.Thread(target=close, name="engine-close", daemon=True).start()
+        return True
+
     def _put(self, command: _Command) -> bool:
         """Whether the engine thread will run this command, or fail it."""
         is_taken = self._commands.put(command)

@@ -58,6 +58,7 @@ from engine_bridge.policy.routing import NodeFacts
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.request_context import NOBODY, RequestContext
 from engine_bridge.token_stream import TokenStream
+from kvtiers.closing import close_all, going_on
 from kvtiers.stats import TierStats
 
 if TYPE_CHECKING:
@@ -207,15 +208,14 @@ class LocalNode:
 
     async def close(self) -> None:
         self._is_draining = True
-        await self._watch.close()
+        with going_on("the watch over adapters"):
+            await self._watch.close()
+        parts = (self._grammars, self._tiers, self._lengths, self._catalog)
+        if self._thread.close_later(lambda: close_all(*parts)):
+            return  # the process may end meanwhile
         await self._thread.close()
         self._streams.fail_all()
-        await asyncio.to_thread(self._grammars.close)
-        if self._tiers is not None:
-            await asyncio.to_thread(self._tiers.close)
-        if self._lengths is not None:
-            await asyncio.to_thread(self._lengths.close)
-        await asyncio.to_thread(self._catalog.close)
+        await asyncio.to_thread(close_all, *parts)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

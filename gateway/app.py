@@ -9,7 +9,8 @@ import os
 import signal
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NoReturn
 
 import uvloop
 from aiohttp import web
@@ -20,6 +21,7 @@ from engine_bridge.errors import BridgeError
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import Node
 from engine_bridge.policy.homes import MAX_SESSIONS
+from engine_bridge.process_end import CLOSE_S, leave, leave_within, stop_collecting
 from gateway import (
     adapter_routes,
     advisory_routes,
@@ -66,12 +68,15 @@ from gateway.sessions import SessionStore
 from gateway.steward import Steward
 from gateway.tokenizer_metrics import TokenizerCollector
 from gateway.turns import Turns
+from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)
 
 PURGE_EVERY_S = 60.0
 PROGRESS_EVERY_S = 1.0
 CLOSE_STREAMS_S = 5.0
+# Before a watch that failed begins again. Chosen.
+AGAIN_S = 1.0
 
 
 def engine_config(config: Config) -> EngineConfig:
@@ -248,21 +253,32 @@ def build_app(services: Services) -> web.Application:
 
 async def _background(app: web.Application) -> AsyncIterator[None]:
     services = app[SERVICES]
-    tasks = [
-        asyncio.create_task(chat_socket.sweep_slow_readers(services), name="slow readers"),
-        asyncio.create_task(app[CONNECTIONS].watch(), name="connections"),
-        asyncio.create_task(app[CONNECTIONS].watch_files(), name="open files"),
-        asyncio.create_task(services.metrics.watch_loop(), name="loop stall"),
-        asyncio.create_task(_purge(services), name="purge"),
-        asyncio.create_task(services.store.watch(), name="session database"),
-        asyncio.create_task(services.learned.keep_saving(), name="learned agents"),
-    ]
+    watches: dict[str, Callable[[], Awaitable[object]]] = {
+        "slow readers": lambda: chat_socket.sweep_slow_readers(services),
+        "connections": app[CONNECTIONS].watch,
+        "open files": app[CONNECTIONS].watch_files,
+        "loop stall": services.metrics.watch_loop,
+        "purge": lambda: _purge(services),
+        "session database": services.store.watch,
+        "learned agents": services.learned.keep_saving,
+    }
     if services.config.api_key_file is not None:
-        tasks.append(asyncio.create_task(follow_key_file(services), name="key file"))
+        watches["key file"] = lambda: follow_key_file(services)
+    tasks = [asyncio.create_task(_kept_up(name, watch), name=name) for name, watch in watches.items()]
     yield
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _kept_up(what: str, watch: Callable[[], Awaitable[object]]) -> None:
+    """Run what is to run for ever, and begin it again when it has failed: nobody would notice that it is gone."""
+    while True:
+        try:
+            await watch()
+        except Exception:
+            log.exception("%s: failed, and begins again", what)
+        await asyncio.sleep(AGAIN_S)
 
 
 async def _purge(services: Services) -> None:
@@ -278,10 +294,14 @@ async def _purge(services: Services) -> None:
 
 
 class Server:
-    """A gateway on a port. `async with` it in tests; `run` does so for the command line."""
+    """A gateway on a port. `async with` it in tests; `run` does so for the command line.
 
-    def __init__(self, services: Services) -> None:
+    on_drained: called when all answers have ended or were cut off, before anything is closed.
+    """
+
+    def __init__(self, services: Services, on_drained: Callable[[], None] = lambda: None) -> None:
         self.services = services
+        self._on_drained = on_drained
         self._runner: web.AppRunner | None = None
         self.port = 0
 
@@ -325,27 +345,33 @@ class Server:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Drain, tell every socket, and close everything in the order in which it can still be told."""
+        """Drain, tell every socket, and close everything in the order in which it can still be told, whatever fails on the way."""
         services = self.services
-        deadline = time.monotonic() + services.config.drain_timeout_s
-        draining = asyncio.create_task(services.node.drain(services.config.drain_timeout_s))
-        await services.engine_watch.close()
-        await services.steward.close()
-        await services.drafts.close()
-        await services.titles.close()
+        await self._drain(services.config.drain_timeout_s)
+        self._on_drained()
+        await _done("the chat sockets", chat_socket.close_all(services))
+        if self._runner is not None:
+            await _done("the HTTP server", self._runner.cleanup())
+        await _done("what was learned of agents", services.learned.save())
+        await _done("the node", services.node.close())
+        await _done("the session database", services.store.close())
+
+    async def _drain(self, timeout_s: float) -> None:
+        services = self.services
+        deadline = time.monotonic() + timeout_s
+        draining = asyncio.create_task(_done("the node's answers", services.node.drain(timeout_s)))
+        await _done("the engine room", services.engine_watch.close())
+        await _done("work on nodes", services.steward.close())
+        await _done("drafts", services.drafts.close())
+        await _done("titles", services.titles.close())
         await asyncio.gather(
-            services.turns.drain(services.config.drain_timeout_s),
-            services.background.drain(services.config.drain_timeout_s),
+            _done("chat turns", services.turns.drain(timeout_s)),
+            _done("responses in the background", services.background.drain(timeout_s)),
         )
         await asyncio.wait({draining}, timeout=max(deadline - time.monotonic(), 0.1))
-        with contextlib.suppress(Exception):
-            await chat_socket.close_all(services)
-        if self._runner is not None:
-            await self._runner.cleanup()
-        await draining
-        await services.learned.save()
-        await services.node.close()
-        await services.store.close()
+        # A node that hangs says nothing of its drain.
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
 
     @property
     def url(self) -> str:
@@ -353,6 +379,12 @@ class Server:
         host = self.services.config.host
         scheme = "http" if self.services.config.ssl_certfile is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+async def _done(what: str, work: Awaitable[object]) -> None:
+    """Do one step of going down; an error in it is logged and keeps no other step from being done."""
+    with going_on(what):
+        await work
 
 
 def _tls(config: Config) -> ssl.SSLContext | None:
@@ -369,13 +401,19 @@ def _tls(config: Config) -> ssl.SSLContext | None:
     return context
 
 
-def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT; returns the process's exit code."""
+def run(config: Config) -> NoReturn:
+    """Serve until SIGTERM or SIGINT, and end the process with its exit code."""
     if config.engine == "in-process" and not config.is_cluster:
         # Before anything imports torch: it reads its environment once.
         configure_environment(engine_config(config))
     raise_open_files()
-    return uvloop.run(_serve(config))
+    uvloop.run(_serve_and_leave(config))
+    raise AssertionError("the process has ended")
+
+
+async def _serve_and_leave(config: Config) -> None:
+    # Before the event loop's own end, which waits for threads that a disk may hold up.
+    leave(await _serve(config))
 
 
 async def _serve(config: Config) -> int:
@@ -387,7 +425,7 @@ async def _serve(config: Config) -> int:
         loop.add_signal_handler(number, on_signal, stop, number)
     try:
         services = await build_services(config)
-        async with Server(services) as server:
+        async with Server(services, on_drained=stop_collecting) as server:
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: it is to survive its terminal
                 loop.add_signal_handler(signal.SIGHUP, _on_hangup, services, stop, _has_terminal())
             say(f"Overture is at {server.url}")
@@ -395,6 +433,7 @@ async def _serve(config: Config) -> int:
             if is_up:
                 await stop.wait()
                 say("going down: running answers may finish; interrupt again to cut them off")
+            leave_within(config.drain_timeout_s + CLOSE_S)
             return 0 if is_up or stop.is_set() else 1
     except (ConfigError, StartupError) as error:
         say(f"error: {error}")
@@ -444,10 +483,10 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
         if progress.stage != last_stage and progress.state == "starting" and not services.config.is_cluster:
             last_stage = progress.stage
             say(f"  {time.monotonic() - started_s:5.1f} s  {last_stage}")
-    if stopping.done() and not starting.done():
-        await asyncio.wait(
-            {starting}
-        )  # vLLM cannot be interrupted while it builds; the thread must end before the process
+    if not starting.done():  # told to stop: whatever is being built ends with the process
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return False
     stopping.cancel()
     if (error := starting.exception()) is not None:
         if not isinstance(

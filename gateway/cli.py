@@ -168,7 +168,7 @@ def serve(config_file: str | None, named_model: str | None, **flags: Any) -> Non
     logs.setup(config.log_format, config.log_level)
     from gateway.app import run
 
-    sys.exit(run(config))
+    run(config)
 
 
 @cli.command(
@@ -197,7 +197,7 @@ def node(config_file: str | None, **flags: Any) -> None:
     logs.setup(config.log_format, config.log_level)
     from gateway import node_command
 
-    sys.exit(node_command.run(config))
+    node_command.run(config)
 
 
 @cli.command(cls=SettingsCommand)

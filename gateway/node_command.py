@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from typing import NoReturn
 
 import uvloop
 
 from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.errors import ClusterError, EngineUnavailable
+from engine_bridge.process_end import leave
 from gateway.app import node_config, on_signal, say
 from gateway.cluster import default_name, make_placement
 from gateway.config import Config, ConfigError
@@ -18,9 +20,14 @@ from gateway.errors import StartupError
 log = logging.getLogger(__name__)
 
 
-def run(config: Config) -> int:
-    """Until SIGTERM, SIGINT, or a gateway removes the node; returns the process's exit code."""
-    return uvloop.run(_run(config))
+def run(config: Config) -> NoReturn:
+    """Until SIGTERM, SIGINT, or a gateway removes the node; then ends the process with its exit code."""
+    uvloop.run(_run_and_leave(config))
+    raise AssertionError("the process has ended")
+
+
+async def _run_and_leave(config: Config) -> None:
+    leave(await _run(config))
 
 
 async def _run(config: Config) -> int:

@@ -48,6 +48,7 @@ from gateway.asks import Asks
 from gateway.members import Members, MemberStanding
 from gateway.places import Place, Places
 from gateway.routed_call import RoutedCall
+from kvtiers.closing import going_on
 from kvtiers.stats import TierStats
 
 T = TypeVar("T")
@@ -109,7 +110,8 @@ class Router:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await self._adapters.close()
+        with going_on("adapters of all nodes"):
+            await self._adapters.close()
         await self._placement.close()
 
     # -- one node's life -----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from engine_bridge.adapters.files import (
 from engine_bridge.adapters.names import check_name
 from engine_bridge.adapters.registry import AdapterRecord, Registry
 from engine_bridge.errors import NotSupported
+from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,8 @@ class Catalog:
 
     def close(self) -> None:
         """Waits for the disk."""
-        self.flush()
+        with going_on("the uses of adapters"):
+            self.flush()
         self._registry.close()
 
 

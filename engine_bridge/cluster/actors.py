@@ -35,6 +35,7 @@ from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.ray_settings import environment_of
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.errors import ClusterError
+from engine_bridge.process_end import stop_collecting
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,8 @@ class NodeActor:
         self._place = msgspec.structs.replace(self._place, is_leaving=True)
 
     def close(self) -> None:
+        """Who asks for this ends the process next."""
+        stop_collecting()
         self._host.close()
 
 

@@ -6,16 +6,17 @@ import asyncio
 import ctypes
 import faulthandler
 import logging
-import os
 import resource
 import signal
 import socket
-import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.node import Node
+from engine_bridge.process_end import leave, leave_within, stop_collecting
+from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ CLOSE_S = 20.0
 OOM_SCORE = 500
 
 
-def serve(node: Node, fd: int, peer_address: str = "") -> None:
-    """Until the parent has gone or asks for the end. Runs its own event loop; does not return before the process may end.
+def serve(node: Node, fd: int, peer_address: str = "") -> NoReturn:
+    """Until the parent has gone or asks for the end. Runs its own event loop; ends the process.
 
     peer_address: where other nodes may ask it for KV.
     """
@@ -38,7 +39,15 @@ def serve(node: Node, fd: int, peer_address: str = "") -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
-    uvloop.run(_serve(node, fd, peer_address))
+    uvloop.run(_serve_and_leave(node, fd, peer_address))
+    raise AssertionError("the process has ended")
+
+
+async def _serve_and_leave(node: Node, fd: int, peer_address: str) -> None:
+    with going_on("the node"):
+        await _serve(node, fd, peer_address)
+    # Before the event loop's own end, which waits for threads that a disk may hold up.
+    leave(0)
 
 
 async def _serve(node: Node, fd: int, peer_address: str) -> None:
@@ -51,14 +60,12 @@ async def _serve(node: Node, fd: int, peer_address: str) -> None:
     starting = asyncio.create_task(_start(node))
     await over.wait()
     # vLLM may hang in native code: a process without a parent must not stay.
-    cutting = threading.Timer(CLOSE_S, os._exit, (1,))
-    cutting.daemon = True
-    cutting.start()
+    leave_within(CLOSE_S)
     starting.cancel()
     await node.drain(0.0)
+    stop_collecting()
     await node.close()
     transport.close()
-    cutting.cancel()
 
 
 async def _start(node: Node) -> None:

@@ -19,6 +19,7 @@ from engine_bridge.cluster.file_locks import locked
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.cluster.trust import Trust
 from engine_bridge.node import Node
+from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ class NodeHost:
         await self._over.wait()
         listener.close()
         starting.cancel()
-        await node.drain(0.0)
+        with going_on("the node"):
+            await node.drain(0.0)
         await node.close()
 
     async def _bring_up(self, node: Node) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from engine_bridge.predict.custom_predictor import CustomPredictor, PredictorContext, load_predictor
 from engine_bridge.predict.hints import HINTS
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
+from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class NodeLengths:
 
     def close(self) -> None:
         """Keep what was learned. Nothing is to be observed any more."""
-        with self._lock:
+        with self._lock, going_on("learned answer lengths"):
             self._save()
         if self._own is not None:
             self._own.close()

@@ -41,6 +41,7 @@ from gateway.sessions.room import Room
 from gateway.sessions.rows import Rows
 from gateway.sessions.text import checked_end, checked_id, checked_title, clean, decode_cursor, encoded
 from gateway.sessions.wal import check_log
+from kvtiers.closing import going_on
 
 _T = TypeVar("_T")
 
@@ -114,14 +115,10 @@ class SessionStore:
             return
         lock_fd, self._lock_fd = self._lock_fd, None
         # The writer goes last: only the last connection folds the write-ahead log back into the file.
-        try:
-            try:
-                await self._reader.close()
-                await self._searcher.close()
-            finally:
-                await self._writer.close()
-        finally:
-            os.close(lock_fd)
+        for connection in (self._reader, self._searcher, self._writer):
+            with going_on("a connection to the session database"):
+                await connection.close()
+        os.close(lock_fd)
 
     @property
     def has_failed(self) -> bool:

@@ -10,10 +10,14 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Delta, Done
 from tests.conftest import ROOT
 
+# Of a server that has only to close what it has. Chosen: between 0.2 and 4.7, as measured.
+MOST_CPU_S = 2.0
 OVERTURE = (sys.executable, "-m", "gateway.cli")
 
 
@@ -73,5 +77,36 @@ async def drains(
             break
     rest = [event async for event in events]
     assert isinstance(rest[-1], Done), "a running answer may finish while the server drains"
+    await ends_tidily(process)
+
+
+async def ends_tidily(process: asyncio.subprocess.Process) -> None:
+    """A server that is going down, and whose answers have ended, ends with 0. It leaves no process and no shared memory behind, and hardly computes.
+
+    Closing all takes 0.2 s of processor time (measured), taking apart the objects of torch and vLLM 4.7 s.
+    """
+    server = psutil.Process(process.pid)
+    children, shared = server.children(recursive=True), _shared_memory(process.pid)
+    first = last = _cpu_s(server) or 0.0
     async with asyncio.timeout(60):
+        while process.returncode is None:
+            last = _cpu_s(server) or last
+            await asyncio.sleep(0.02)
         assert await process.wait() == 0
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, 30)
+    assert not alive
+    assert not [path for path in shared if path.exists()]
+    assert last - first < MOST_CPU_S
+
+
+def _cpu_s(process: psutil.Process) -> float | None:
+    """None once it has ended."""
+    try:
+        return float(sum(process.cpu_times()[:2]))
+    except psutil.Error:
+        return None
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    words = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return {Path(each[-1]) for each in words if each[-1].startswith("/dev/shm/")}

@@ -121,3 +121,13 @@ async def test_a_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
             lines = await output_until(process, b"error")
             assert b"--port" in lines[-1]
             assert await process.wait() == 2
+
+
+async def test_a_server_that_is_told_to_stop_while_it_starts_builds_no_engine_first(tmp_path: Path) -> None:
+    async with serving(free_port(), tmp_path) as process:
+        await output_until(process, b"importing vLLM")
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            assert b"ready" not in await process.stdout.read()
+            assert await process.wait() == 0

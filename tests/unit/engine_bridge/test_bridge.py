@@ -410,3 +410,24 @@ async def test_when_the_thread_itself_cannot_go_on_every_call_is_told(
         await harness.until_state("failed")
         with pytest.raises(EngineUnavailable):
             await harness.thread.call(lambda driver: None)
+
+
+async def test_an_engine_that_is_still_being_built_is_not_waited_for_and_closed_when_it_is_there() -> None:
+    entered, release, is_over = threading.Event(), threading.Event(), threading.Event()
+
+    def make() -> ScriptedDriver:
+        entered.set()
+        release.wait(60)
+        return ScriptedDriver()
+
+    harness = Harness(make)
+    assert not harness.thread.close_later(is_over.set), "there is none"
+    starting = asyncio.create_task(harness.thread.start())
+    await asyncio.to_thread(entered.wait, 60)
+    assert harness.thread.close_later(is_over.set)
+    assert not is_over.is_set()
+    release.set()
+    await asyncio.to_thread(is_over.wait, 60)
+    assert harness.built[0].is_closed
+    await starting
+    assert not harness.thread.close_later(is_over.set), "nothing is being built any more"
