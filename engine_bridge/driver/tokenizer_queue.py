@@ -70,6 +70,13 @@ class TokenizerQueue(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+        while cancel_futures:  # without their errands, what waits would never be done
+            with self._lock:
+                if (taken := self._queue.take()) is None:
+                    return
+            tenant, job = taken
+            job.future.cancel()
+            self._account(tenant, None)
 
     def replace_inner(self) -> None:
         """vLLM thinks that the thread is stuck: go on with another, which does what waits. Not if the job has only waited for its turn."""
@@ -94,8 +101,13 @@ class TokenizerQueue(Executor):
         started_s = time.perf_counter()
         with self._lock:
             self._began_s = started_s
+        error: BaseException | None
         try:
             result, error = job.run(), None
+        except StopIteration as raised:
+            # No future of asyncio's takes one, and who waits for the job would wait for ever. Source: PEP 479 makes the same of it.
+            result, error = None, RuntimeError("a tokenizer's job raised StopIteration")
+            error.__cause__ = raised
         except BaseException as raised:
             result, error = None, raised
         # Accounts first: whoever hears of the end may look at them.

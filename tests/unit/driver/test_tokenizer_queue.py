@@ -156,3 +156,22 @@ def test_a_thread_that_has_not_worked_for_long_is_not_replaced() -> None:
     queue.replace_inner()
     assert queue._pool is pool
     queue.shutdown()
+
+
+async def test_a_job_that_raises_what_no_future_holds_is_answered(queue: TokenizerQueue) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await loop.run_in_executor(queue, lambda: next(iter(())))
+        assert await loop.run_in_executor(queue, lambda: 7) == 7
+
+
+async def test_jobs_that_wait_when_the_queue_is_shut_down_are_cancelled(queue: TokenizerQueue) -> None:
+    busy = Busy(queue)
+    waiting = [asyncio.wrap_future(queue.submit(lambda: None)) for _ in range(3)]
+    queue.shutdown(wait=False, cancel_futures=True)
+    busy.go.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.wait(waiting)
+    assert all(each.cancelled() for each in waiting)
+    assert queue.stats().num_waiting == 0
