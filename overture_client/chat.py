@@ -51,6 +51,7 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024  # docs/protocol.md, close code 1009
 STARTING_POLL_S = 0.25  # chosen: an engine start takes seconds
 FIRST_BACKOFF_S = 0.1  # chosen; doubled at each failure, up to MAX_BACKOFF_S, with jitter so that clients do not come in step
 MAX_BACKOFF_S = 5.0
+PING_EVERY_S = PONG_WITHIN_S = 10.0  # chosen: a dead line shows within 20 s
 CLOSE_FLUSH_S = 0.5  # chosen: what waits to be sent is a few small frames
 MAX_RESUMED_TURNS = 64  # in one hello; more go in further ones
 CLOSE_UNAUTHORIZED = 4401
@@ -258,6 +259,8 @@ class ChatClient:
             if self._outbox is not None:
                 self._on_status("reconnecting", "")
                 num_failures = 0
+                # Patience begins with the loss: a chat may have been idle, or its server have stood still, for longer than that.
+                self._reached_at_s = loop.time()
             self._detach()
             failure = self._failure or _final_failure(
                 self._url, error, loop.time() - self._reached_at_s, self._patience_s
@@ -282,6 +285,8 @@ class ChatClient:
                 max_size=MAX_FRAME_BYTES,
                 proxy=proxy,
                 compression=None,
+                ping_interval=PING_EVERY_S,
+                ping_timeout=PONG_WITHIN_S,
                 open_timeout=max(1.0, min(10.0, self._patience_s)),
                 close_timeout=1.0,
             ) as socket:

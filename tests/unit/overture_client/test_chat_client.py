@@ -422,6 +422,32 @@ async def test_answers_fail_when_the_server_stays_away() -> None:
             await answer(client, "b")
 
 
+async def test_patience_begins_when_the_connection_is_lost() -> None:
+    """Not when the server was last heard: a long answer may be waited for in silence, and a chat may be idle for hours."""
+    has_waited = asyncio.Event()
+
+    async def script(peer: Peer, number: int) -> None:
+        await peer.greet()
+        if number == 1:
+            await peer.receive("message")
+            await peer.send(accepted("a"))
+            await has_waited.wait()
+            await peer.drop()
+        else:
+            await peer.send(delta("a", 1, "Here."), done("a", 1))
+            await peer.stay()
+
+    async with gateway(script) as url, ChatClient(url, patience_s=5.0) as client:
+        text = ""
+        async for event in client.ask("question", turn_id="a"):
+            if isinstance(event, Accepted):
+                client._reached_at_s -= 3600
+                has_waited.set()
+            elif isinstance(event, Delta):
+                text += event.text
+        assert text == "Here."
+
+
 async def test_closing_the_client_ends_its_answers() -> None:
     async def script(peer: Peer, number: int) -> None:
         await peer.greet()
