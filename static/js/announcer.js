@@ -19,13 +19,13 @@ export function sentenceEnd(text, from) {
   return end;
 }
 
-/** Markdown without its marks, as it should be read aloud. */
+/** Markdown without its marks, as it should be read aloud. Every search in it is bounded: a model may write any text. */
 export function speakable(markdown) {
   return markdown
     .replace(/```\w*/g, ' ')
     .replace(/^[ \t]*([-*+]|\d+\.|#+|>)[ \t]+/gm, '')
-    .replace(/\|?[ \t]*:?-{3,}:?[ \t]*(?=\||$)/gm, ' ')
-    .replace(/\[([^\]]*)\]\([^)]*\)/g, '$1')
+    .replace(/\|?[ \t]{0,9}:?-{3,99}:?[ \t]{0,9}(?=\||$)/gm, ' ')
+    .replace(/\[([^\][]{0,999})\]\([^()]{0,999}\)/g, '$1')
     .replace(/[*_`~]/g, '')
     .replace(/\|/g, ' ')
     .replace(/\s+/g, ' ')

@@ -1,33 +1,88 @@
 /** An answer that grows: finished blocks are rendered once, only the open end is rendered again. */
 
-import { lex, renderTokens } from './markdown.js';
-import { h, morph } from './dom.js';
+import { h, morph, plainText } from './dom.js';
+
+const MAX_BLOCK = 50000; // characters that are split at once; chosen: some take a tenth of a second. No longer block is rendered
+
+let markdown = null; // the module, once it is there
+let loading = null;
+const waiting = new Set(); // views that show plain text until then
+
+/** Loads what renders Markdown, with the first answer. Where that fails answers are plain text, and the next one tries again. */
+export function loadMarkdown() {
+  loading ??= import('./markdown.js').then((module) => {
+    markdown = module;
+    for (const view of waiting) view.showAgain();
+    waiting.clear();
+    document.dispatchEvent(new Event('typeset'));
+  }, () => {
+    loading = null;
+  });
+  return loading;
+}
 
 /** Shows one answer as Markdown. */
 export class AnswerView {
+  #given = [];
   #text = '';
   #settled = 0;
   #links = {};
   #tail = null;
+  #isBroken = false;
 
   constructor() {
     this.element = h('div', { class: 'answer' });
   }
 
   /**
-   * Shows `text`. Cheap when it continues what is shown already.
+   * Shows `text`, whatever it is. Cheap when it continues what is shown already.
    *
    * @param {string} text  everything so far
    * @param {boolean} complete  nothing will follow
    */
   show(text, complete) {
+    if (!markdown) {
+      this.#given = [text, complete];
+      this.element.replaceChildren(...(text ? [plainText(text)] : []));
+      waiting.add(this);
+      loadMarkdown();
+      return;
+    }
     const clean = text.replace(/\r\n?/g, '\n');
-    if (!clean.startsWith(this.#text)) this.#clear();
+    if (this.#isBroken || !clean.startsWith(this.#text)) this.#clear();
     this.#text = clean;
-    const tokens = lex(clean.slice(this.#settled), this.#links);
-    const open = complete ? tokens.length : openFrom(tokens);
-    for (const token of tokens.slice(0, open)) this.#settle(token);
-    this.#showTail(tokens.slice(open));
+    try {
+      while (clean.length - this.#settled > MAX_BLOCK) if (!this.#settleSome(clean.slice(this.#settled))) return;
+      const tokens = markdown.lex(clean.slice(this.#settled), this.#links);
+      const open = complete ? tokens.length : openFrom(tokens);
+      this.#settle(tokens.slice(0, open));
+      this.#showTail(tokens.slice(open));
+    } catch {
+      this.#isBroken = true;
+      this.element.replaceChildren(plainText(clean));
+    }
+  }
+
+  /** Shows what was shown as plain text. */
+  showAgain() {
+    this.#clear();
+    this.show(...this.#given);
+  }
+
+  /** Settles blocks at the beginning of a long text; returns whether there is more to do: false where one block is all and goes on. */
+  #settleSome(rest) {
+    const tokens = markdown.lex(rest.slice(0, MAX_BLOCK), this.#links);
+    const settled = tokens.slice(0, openFrom(tokens));
+    if (!settled.length) {
+      const block = markdown.longBlock(rest, MAX_BLOCK);
+      if (block.isOpen) {
+        this.#showTail([block]);
+        return false;
+      }
+      settled.push(block);
+    }
+    this.#settle(settled);
+    return true;
   }
 
   #clear() {
@@ -35,19 +90,21 @@ export class AnswerView {
     this.#settled = 0;
     this.#links = {};
     this.#tail = null;
+    this.#isBroken = false;
   }
 
-  /** The open block is done: it keeps its element and is never looked at again. */
-  #settle(token) {
-    this.#settled += token.raw.length;
-    const nodes = renderTokens([token]);
+  /** These blocks are done, the one that was open first: they keep their elements and are never looked at again. */
+  #settle(tokens) {
+    if (!tokens.length) return;
+    for (const { raw } of tokens) this.#settled += raw.length;
+    const nodes = markdown.renderTokens(tokens);
     if (!nodes.hasChildNodes()) return;
     this.#showNodes(nodes);
     this.#tail = null;
   }
 
   #showTail(tokens) {
-    const nodes = renderTokens(tokens);
+    const nodes = markdown.renderTokens(tokens);
     if (nodes.hasChildNodes()) this.#showNodes(nodes);
     else this.#dropTail();
   }

@@ -97,6 +97,26 @@ function copyBySelection(text) {
   focused?.focus();
 }
 
+/** Text as it was written. */
+export function plainText(text) {
+  return h('p', { class: 'plain' }, text.trim());
+}
+
+/**
+ * Does something for one part of the page: what goes wrong there is reported and ends there.
+ *
+ * @param {() => any} act
+ * @param {() => any} [instead]  what to do where it failed
+ */
+export function contained(act, instead = () => undefined) {
+  try {
+    return act();
+  } catch (error) {
+    reportError(error);
+    return instead();
+  }
+}
+
 /** Makes `target` look like `source` while keeping every node that did not change. */
 export function morph(target, source) {
   const next = [...source.childNodes];

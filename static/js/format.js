@@ -7,6 +7,7 @@ const WEEKDAY = new Intl.DateTimeFormat('en', { weekday: 'short' });
 const DAY = new Intl.DateTimeFormat('en', { day: 'numeric', month: 'short' });
 const MOMENT = new Intl.DateTimeFormat(undefined, { dateStyle: 'full', timeStyle: 'short' });
 const DAY_MS = 86400000;
+const LAST_MS = 8.64e15; // what a Date can hold
 const PLACES = {
   slot: ['ready', 'In a slot of the device: it answers at once'],
   host: ['ready', 'In memory: it answers at once'],
@@ -63,11 +64,14 @@ export function shortTime(time, now) {
 /** The same in full. */
 export const fullTime = (time) => MOMENT.format(time);
 
+/** When a session was last used, in milliseconds; 0 where that is no time. */
+export const lastUsed = ({ updated_at: atS }) => (Math.abs(atS * 1000) <= LAST_MS ? atS * 1000 : 0);
+
 /** Sessions, newest first, as [heading, sessions] pairs; what is pinned comes first. */
 export function groupByDay(sessions, now) {
   const groups = new Map();
   for (const session of [...sessions].sort((a, b) => Boolean(b.is_pinned) - Boolean(a.is_pinned))) {
-    const label = session.is_pinned ? 'Pinned' : dayLabel(session.updated_at * 1000, now);
+    const label = session.is_pinned ? 'Pinned' : dayLabel(lastUsed(session), now);
     if (!groups.has(label)) groups.set(label, []);
     groups.get(label).push(session);
   }

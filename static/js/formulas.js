@@ -8,6 +8,8 @@ const INLINE_START = /(?<![\w\\$])\$|(?<!\\)\\[([]/;
 const TEX_MARK = /[\\^_={}]/; // without one of these, words between dollars are words: "from $5 up to US$"
 const TWO_WORDS = /\s[a-z]{2,}|[a-z]{2,}\s/i;
 
+const MAX_SET = 300; // formulas of one block; chosen: typesetting more takes a noticeable time, and they are kept for the next frame
+
 let typesetter = null;
 let isLoading = false;
 
@@ -50,12 +52,15 @@ export function mask(src) {
   return masked;
 }
 
-/** Sets the formulas below `root`; all on the page, once the code for that was loaded. */
-export function typeset(root) {
-  const formulas = root.querySelectorAll('.formula:not(.set)');
-  if (!formulas.length) return;
-  if (typesetter) formulas.forEach(typesetter);
-  else load();
+/** Sets the formulas of these blocks; all on the page, once the code for that was loaded. */
+export function typeset(blocks) {
+  for (const block of blocks) {
+    const formulas = [...block.querySelectorAll('.formula')].slice(0, MAX_SET).filter((each) => !each.classList.contains('set'));
+    if (!formulas.length) continue;
+    if (!typesetter) return load();
+    formulas.forEach(typesetter);
+  }
+  return undefined;
 }
 
 async function load() {
@@ -63,7 +68,7 @@ async function load() {
   isLoading = true;
   try {
     ({ set: typesetter } = await import('./maths/katex.js'));
-    typeset(document);
+    typeset(document.querySelectorAll('.block > *'));
     document.dispatchEvent(new Event('typeset'));
   } catch {
     isLoading = false; // the sources stay; the next formula tries again

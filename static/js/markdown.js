@@ -3,13 +3,21 @@
  *
  * Three fences stand between a model and the page: the parser knows no HTML (tags stay text), the
  * result is cut down to a short list of tags, and links lead to http, https and mailto only.
+ *
+ * Whatever the text is, it is shown: a block that is nested too deeply, is too long or cannot be
+ * rendered is plain text, and the work for each block is bounded.
  */
 
 import { Lexer, Marked, Tokenizer } from '../vendor/marked/marked.esm.js';
 import DOMPurify from '../vendor/dompurify/purify.es.js';
 import { extensions, mask, typeset } from './formulas.js';
 import { highlight } from './highlight.js';
-import { h } from './dom.js';
+import { h, plainText } from './dom.js';
+
+const MAX_DEPTH = 40; // chosen: of quotes, lists and emphasis inside each other; people write three or four
+const MAX_WORK = 5e7; // chosen: marks in a run of text times its length, since each may look for its end. A fifth of a second
+const MAX_CELLS = 20000; // chosen: of one table. Rows are filled up to the width of the head, so few characters may make millions
+const MARKS = /[*_~`[\]<!$\\@]/g; // what begins something that may have its end elsewhere
 
 const SAFE_LINK = /^(https?:|mailto:)/i;
 
@@ -28,7 +36,43 @@ class PlainTokenizer extends Tokenizer {
 
   /** No inline tag either. */
   tag() {}
+
+  /** No table of more cells than a page can show: its text stays as it was written. */
+  table(src) {
+    const columns = count(src.slice(0, src.indexOf('\n') + 1), /\|/g);
+    if (!columns) return undefined;
+    const end = src.indexOf('\n\n');
+    const rows = count(end < 0 ? src : src.slice(0, end), /\n/g);
+    return columns * rows > MAX_CELLS ? undefined : super.table(src);
+  }
 }
+
+/** Throws a RangeError for what is nested too deeply, long before the stack ends; shows a run of text with too many marks as it is. */
+class BoundedLexer extends Lexer {
+  #depth = 0;
+
+  blockTokens(...given) {
+    return this.#deeper(() => super.blockTokens(...given));
+  }
+
+  inlineTokens(src, tokens = []) {
+    if (count(src, MARKS) * src.length <= MAX_WORK) return this.#deeper(() => super.inlineTokens(src, tokens));
+    tokens.push({ type: 'text', raw: src, text: src });
+    return tokens;
+  }
+
+  #deeper(lex) {
+    if (this.#depth >= MAX_DEPTH) throw new RangeError('nested too deeply');
+    this.#depth += 1;
+    try {
+      return lex();
+    } finally {
+      this.#depth -= 1;
+    }
+  }
+}
+
+const count = (text, pattern) => text.match(pattern)?.length ?? 0;
 
 const renderer = {
   code({ text, lang }) {
@@ -60,26 +104,94 @@ const options = { gfm: true, tokenizer: new PlainTokenizer() };
 const marked = new Marked({ ...options, renderer, extensions });
 
 /**
- * Splits Markdown into top-level tokens.
+ * Splits Markdown into top-level tokens. What cannot be split is a token `plain`.
  *
  * @param {string} text  with \n line ends
  * @param {object} links  reference definitions seen so far; extended
  * @returns {object[]} tokens whose `raw` strings, joined, are the text
  */
 export function lex(text, links) {
-  const lexer = new Lexer({ ...marked.defaults, ...options, hooks: { emStrongMask: mask } });
+  try {
+    return tokensOf(text, links);
+  } catch {
+    return paragraphs(text).flatMap((part) => {
+      try {
+        return tokensOf(part, links);
+      } catch {
+        return plain(part);
+      }
+    });
+  }
+}
+
+function tokensOf(text, links) {
+  const lexer = new BoundedLexer({ ...marked.defaults, ...options, hooks: { emStrongMask: mask } });
   Object.assign(lexer.tokens.links, links);
   const tokens = lexer.lex(text);
   Object.assign(links, tokens.links);
   return tokens;
 }
 
-/** Tokens of one block as safe nodes. */
+/** Splits a text behind its blank lines, save those in a fenced block. */
+function paragraphs(text) {
+  const parts = [''];
+  let fence = null;
+  for (const line of text.match(/[^\n]*\n|[^\n]+$/g) ?? []) {
+    const mark = line.match(/^ {0,3}(`{3,}|~{3,})/)?.[1];
+    if (!fence) fence = mark;
+    else if (mark?.startsWith(fence)) fence = null;
+    parts[parts.length - 1] += line;
+    if (!fence && !line.trim()) parts.push('');
+  }
+  return parts.filter(Boolean);
+}
+
+const plain = (raw) => ({ type: 'plain', raw });
+
+/**
+ * The first block of a text as a token, where it is too long for `lex`: code if it is a fenced block, else plain text.
+ *
+ * @param {string} text  with \n line ends
+ * @param {number} most  characters of plain text that has no blank line
+ * @returns {object} a token; `isOpen`: its end has not been seen
+ */
+export function longBlock(text, most) {
+  const [head, fence, language] = text.match(/^\s*? {0,3}(`{3,}|~{3,})([^\n]*)\n/) ?? [];
+  if (!fence) {
+    const end = text.indexOf('\n\n', 1);
+    return plain(text.slice(0, end < 0 ? text.lastIndexOf('\n', most) + 1 || most : end + 2));
+  }
+  const close = new RegExp(`\\n {0,3}${fence}+[ \\t]*(?:\\n|$)`).exec(text.slice(head.length - 1));
+  const end = head.length + (close ? close.index : text.length);
+  const raw = text.slice(0, close ? end - 1 + close[0].length : end);
+  return { type: 'code', raw, lang: language.trim(), text: text.slice(head.length, Math.max(head.length, end - 1)), isOpen: !close };
+}
+
+/** Tokens of blocks as safe nodes. A block that cannot be rendered is plain text. */
 export function renderTokens(tokens) {
+  try {
+    return rendered(tokens); // all at once, since cleaning takes a millisecond each time
+  } catch {
+    const fragment = document.createDocumentFragment();
+    fragment.append(...tokens.map(renderedAlone));
+    return fragment;
+  }
+}
+
+function renderedAlone(token) {
+  try {
+    return rendered([token]);
+  } catch {
+    return plainText(token.raw);
+  }
+}
+
+function rendered(tokens) {
+  if (tokens.some(({ type }) => type === 'plain')) throw new RangeError('not all of it can be rendered');
   const fragment = DOMPurify.sanitize(marked.parser(tokens), SANITIZE);
   for (const pre of fragment.querySelectorAll('pre')) frameCode(pre);
   for (const table of fragment.querySelectorAll('table')) frameTable(table);
-  typeset(fragment);
+  typeset(fragment.children);
   return fragment;
 }
 

@@ -1,31 +1,13 @@
-/** Which model answers: a button, and above it a list that says where each adapter is. */
+/** Which model answers: the button. The list above it is loaded when it is first opened. */
 
-import { h, icon, paintDot } from './dom.js';
-import { adapterState, count, matching } from './format.js';
+import { paintDot } from './dom.js';
 
-const FILTER_FROM = 13; // chosen: more than one takes in at a glance
-const GAP_PX = 6;
-const EDGE_PX = 8;
-const WIDTH_PX = 360;
-const PAGE = 8;
-const STEPS = { ArrowDown: 1, ArrowUp: -1, PageDown: PAGE, PageUp: -PAGE };
-const PINNED = 'Pinned: it stays in memory';
-
-/**
- * @typedef {object} Model
- * @property {string} id
- * @property {boolean} adapter  false for the base model, which comes first
- * @property {number} [rank]
- * @property {'slot'|'host'|'cached'|'disk'} [place]
- * @property {boolean} [is_pinned]
- */
+const KEYS = new Set(['ArrowDown', 'ArrowUp', 'PageDown', 'PageUp']);
 
 /** The choice between the base model and its adapters. */
 export class ModelPicker {
-  #models = [];
-  #shown = [];
   #chosen = null;
-  #active = null;
+  #list = null;
 
   /**
    * @param {HTMLButtonElement} button
@@ -34,36 +16,28 @@ export class ModelPicker {
    *   they are now, or null
    */
   constructor(button, popover, actions) {
-    this.button = button;
-    this.popover = popover;
-    this.actions = actions;
+    Object.assign(this, { button, popover, actions });
+    /** @type {import('./models.js').Model[]} */
+    this.models = [];
     this.dot = button.querySelector('.dot');
     this.name = button.querySelector('.picker-name');
-    this.head = popover.querySelector('.models-head');
-    this.filter = this.head.querySelector('input');
-    this.list = popover.querySelector('[role=listbox]');
-    this.count = this.head.querySelector('[role=status]');
-    this.#listen();
-  }
-
-  #listen() {
-    this.button.addEventListener('keydown', (event) => {
-      if (!(event.key in STEPS)) return;
+    button.addEventListener('keydown', (event) => {
+      if (!KEYS.has(event.key)) return;
       event.preventDefault();
-      this.button.click();
+      button.click();
     });
-    this.popover.addEventListener('beforetoggle', ({ newState }) => {
-      this.button.setAttribute('aria-expanded', String(newState === 'open'));
+    popover.addEventListener('beforetoggle', ({ newState }) => {
+      button.setAttribute('aria-expanded', String(newState === 'open'));
       if (newState === 'open') this.#open();
     });
-    this.popover.addEventListener('toggle', ({ newState }) => newState === 'open' && this.#focus());
-    this.popover.addEventListener('keydown', (event) => this.#onKey(event));
-    this.popover.addEventListener('focusout', ({ relatedTarget }) => {
-      if (relatedTarget && !this.popover.contains(relatedTarget)) this.popover.hidePopover();
-    });
-    this.filter.addEventListener('input', () => this.#draw(true));
-    this.list.addEventListener('pointermove', ({ target }) => this.#activate(rowName(target)));
-    this.list.addEventListener('click', ({ target }) => this.#pick(rowName(target)));
+  }
+
+  async #open() {
+    if (!this.#list) {
+      const { ModelList } = await import('./models.js');
+      this.#list ??= new ModelList(this);
+    }
+    this.#list.open();
   }
 
   /** The adapter that was picked, null for the base model. One that is not offered stays: the server says so when asked. */
@@ -74,172 +48,15 @@ export class ModelPicker {
   set adapter(adapter) {
     this.#chosen = adapter;
     paintDot(this.dot, adapter);
-    this.name.textContent = adapter ?? (this.#models.length ? `${this.#models[0].id} (base)` : '');
+    this.name.textContent = adapter ?? (this.models.length ? `${this.models[0].id} (base)` : '');
   }
 
   /** Offers these models, the base model first, and keeps the choice. */
   offer(models) {
-    const known = new Map(this.#models.map((model) => [model.id, model]));
-    this.#models = models.map((model) => ({ ...known.get(model.id), ...model }));
+    const known = new Map(this.models.map((model) => [model.id, model]));
+    this.models = models.map((model) => ({ ...known.get(model.id), ...model }));
     this.button.disabled = false;
     this.adapter = this.#chosen;
-    if (this.popover.matches(':popover-open')) this.#draw();
+    if (this.popover.matches(':popover-open')) this.#list?.draw();
   }
-
-  get #hasFilter() {
-    return this.#models.length >= FILTER_FROM;
-  }
-
-  #open() {
-    this.#place();
-    this.filter.value = '';
-    this.#active = this.#chosen ?? this.#models[0].id;
-    this.#draw();
-    this.#refresh();
-  }
-
-  /** Above the button, and left of it where there is too little room to the right. */
-  #place() {
-    const { left, top } = this.button.getBoundingClientRect();
-    const room = innerWidth - WIDTH_PX - EDGE_PX;
-    this.popover.style.setProperty('--left', `${Math.max(EDGE_PX, Math.min(left, room))}px`);
-    this.popover.style.setProperty('--bottom', `${innerHeight - top + GAP_PX}px`);
-  }
-
-  /** Into the filter, unless that would open a keyboard on a touch screen. */
-  #focus() {
-    const canType = this.#hasFilter && matchMedia('(hover: hover)').matches;
-    (canType ? this.filter : this.list).focus();
-    this.#scroll();
-  }
-
-  async #refresh() {
-    const adapters = await this.actions.adapters();
-    if (!adapters) return;
-    this.offer([this.#models[0], ...adapters.map((adapter) => ({ ...adapter, id: adapter.name, adapter: true }))]);
-  }
-
-  #draw(isTyped = false) {
-    const query = this.filter.value.trim();
-    const isOther = this.head.hidden === this.#hasFilter; // adapters came or went since it was last open
-    this.head.hidden = !this.#hasFilter;
-    this.#shown = matching(this.#models, query);
-    const isGone = !this.#shown.some(({ id }) => id === this.#active);
-    if (isTyped || isGone) this.#active = this.#shown[0]?.id ?? null;
-    this.list.replaceChildren(...this.#shown.map((model, index) => row(model, index, this.#isChosen(model))));
-    this.count.textContent = this.#countText(query);
-    this.#mark();
-    if (isTyped) this.#scroll();
-    if (isOther && this.popover.matches(':popover-open')) this.#focus();
-  }
-
-  #countText(query) {
-    const total = count(this.#models.length);
-    return query ? `${this.#shown.length ? count(this.#shown.length) : 'none'} of ${total}` : `${total} models`;
-  }
-
-  #isChosen({ id, adapter }) {
-    return this.#chosen === (adapter ? id : null);
-  }
-
-  #mark() {
-    const index = this.#shown.findIndex(({ id }) => id === this.#active);
-    this.list.querySelector('.active')?.classList.remove('active');
-    this.list.children[index]?.classList.add('active');
-    for (const element of [this.filter, this.list]) {
-      if (index < 0) element.removeAttribute('aria-activedescendant');
-      else element.setAttribute('aria-activedescendant', rowId(index));
-    }
-  }
-
-  #activate(name) {
-    if (!name || name === this.#active) return;
-    this.#active = name;
-    this.#mark();
-  }
-
-  #scroll() {
-    this.list.querySelector('.active')?.scrollIntoView({ block: 'nearest' });
-  }
-
-  #onKey(event) {
-    if (event.ctrlKey || event.metaKey || event.isComposing) return;
-    event.stopPropagation(); // the keys of the page rest meanwhile
-    if (event.key === 'Tab') {
-      this.popover.hidePopover();
-    } else if (event.key === 'Enter') {
-      event.preventDefault();
-      this.#pick(this.#active);
-    } else if (event.key in STEPS) {
-      event.preventDefault();
-      this.#move(STEPS[event.key]);
-    } else if (event.target === this.list) {
-      this.#onListKey(event);
-    }
-  }
-
-  /** Keys that belong to the text where there is a filter, and to the list where there is none. */
-  #onListKey(event) {
-    const edges = { Home: -Infinity, End: Infinity };
-    if (event.key in edges) this.#move(edges[event.key]);
-    else if (event.key === ' ') this.#pick(this.#active);
-    else if (event.key.length > 1) return;
-    else if (this.#hasFilter) return void this.filter.focus(); // the letter follows the focus
-    else this.#jump(event.key.toLowerCase());
-    event.preventDefault();
-  }
-
-  /** To the next name that begins with a letter. */
-  #jump(letter) {
-    const at = this.#shown.findIndex(({ id }) => id === this.#active) + 1;
-    const following = [...this.#shown.slice(at), ...this.#shown.slice(0, at)];
-    this.#activate(following.find(({ id }) => id.toLowerCase().startsWith(letter))?.id);
-    this.#scroll();
-  }
-
-  #move(step) {
-    if (!this.#shown.length) return;
-    const at = this.#shown.findIndex(({ id }) => id === this.#active);
-    this.#activate(this.#shown[Math.max(0, Math.min(at + step, this.#shown.length - 1))].id);
-    this.#scroll();
-  }
-
-  #pick(name) {
-    const model = this.#shown.find(({ id }) => id === name);
-    if (!model) return;
-    this.popover.hidePopover();
-    if (this.#isChosen(model)) return;
-    this.adapter = model.adapter ? model.id : null;
-    this.actions.pick(this.adapter);
-  }
-}
-
-const rowId = (index) => `model-${index}`;
-
-/** The model whose row an element lies in. */
-function rowName(element) {
-  return element.closest('[role=option]')?.dataset.name;
-}
-
-function row(model, index, isChosen) {
-  const dot = h('span', { class: 'dot' });
-  paintDot(dot, model.adapter ? model.id : null);
-  return h('li', { id: rowId(index), class: 'model', role: 'option', 'data-name': model.id,
-    'aria-selected': String(isChosen) },
-  dot, h('span', { class: 'model-name', title: model.id }, model.id), model.is_pinned && pinMark(), ...facts(model));
-}
-
-function pinMark() {
-  return h('span', { class: 'model-pin', title: PINNED }, icon('pin'), h('span', { class: 'sr-only' }, ', pinned'));
-}
-
-/** Its rank, and whether it is ready: a word, and a mark that is filled or hollow. */
-function facts(model) {
-  const comma = () => h('span', { class: 'sr-only' }, ', ');
-  if (!model.adapter) return [comma(), h('span', { class: 'model-rank' }, 'base model')];
-  const [word, detail] = adapterState(model.place);
-  return [
-    comma(), h('span', { class: 'model-rank' }, model.rank ? `rank ${model.rank}` : ''),
-    comma(), h('span', { class: `model-state ${model.place ?? ''}`, title: detail }, word),
-  ];
 }

@@ -1,7 +1,7 @@
 /** The left rail: sessions by day, search results, rename and delete. */
 
-import { h, iconButton, paintDot } from './dom.js';
-import { fullTime, groupByDay, shortTime } from './format.js';
+import { contained, h, iconButton, paintDot } from './dom.js';
+import { fullTime, groupByDay, lastUsed, shortTime } from './format.js';
 
 const SEARCH_AFTER_MS = 150; // chosen: about one pause between words
 const UNTITLED = 'New chat';
@@ -49,7 +49,13 @@ export class Rail {
     this.list.replaceChildren(...groups.flatMap((group) => this.#group(group)));
     if (hasMore && !this.#results) this.list.append(this.sentinel);
     this.#showStatus(sessions);
-    if (focused) this.#rows.get(focused.id)?.querySelector(focused.part)?.focus();
+    if (focused) this.#focusAgain(focused);
+  }
+
+  /** The row that had the focus, or, where it is gone, the one in its place; without any row, the search. */
+  #focusAgain({ id, at, part }) {
+    const row = this.#rows.get(id) ?? [...this.#rows.values()].at(at) ?? [...this.#rows.values()].at(-1);
+    (row?.querySelector(part) ?? this.search).focus();
   }
 
   /** Brings marks up to date without redrawing. */
@@ -60,14 +66,14 @@ export class Rail {
   #group([label, sessions]) {
     if (!sessions.length) return [];
     return [h('h2', { class: 'day' }, label),
-      h('ul', { class: 'sessions' }, ...sessions.map((session) => this.#row(session)))];
+      h('ul', { class: 'sessions' }, ...sessions.map((session) => contained(() => this.#row(session), () => unusable(session))))];
   }
 
   #row(session) {
     const title = session.title || UNTITLED;
     const dot = h('span', { class: 'dot' });
     paintDot(dot, session.adapter);
-    const when = session.updated_at * 1000;
+    const when = lastUsed(session);
     const link = h('a', { class: 'session', href: `#/s/${encodeURIComponent(session.id)}`, title: when ? `${title}\n${fullTime(when)}` : title },
       dot, h('span', { class: 'session-title' }, title, session.excerpt && excerptOf(session.excerpt)),
       session.origin === 'api' && h('span', { class: 'origin' }, 'API'),
@@ -165,13 +171,14 @@ export class Rail {
   }
 
   #focusedRow() {
-    for (const [id, row] of this.#rows) {
-      if (!row.contains(document.activeElement)) continue;
-      return { id, part: document.activeElement.matches('button') ? '.icon-button' : '.session' };
-    }
-    return null;
+    const at = [...this.#rows.values()].findIndex((row) => row.contains(document.activeElement));
+    if (at < 0) return null;
+    return { id: [...this.#rows.keys()][at], at, part: document.activeElement.matches('button') ? '.icon-button' : '.session' };
   }
 }
+
+/** The row of a conversation that cannot be drawn: the others can. */
+const unusable = ({ title }) => h('li', { class: 'session-row' }, h('span', { class: 'session' }, title || UNTITLED));
 
 /** The words around what a search found, which is marked. */
 function excerptOf({ before, match, after }) {

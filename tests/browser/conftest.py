@@ -20,9 +20,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.browser.stage import Stage
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+STATIC = ROOT / "static"
+BARE_ORIGIN = "http://bare.test"
 VENDOR = Path(__file__).parent / "vendor"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMIUM_ARGS = (
@@ -45,6 +48,7 @@ try:
         Locator,
         Page,
         Playwright,
+        Route,
         WebSocketRoute,
         expect,
         sync_playwright,
@@ -139,6 +143,13 @@ def gateway_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield gateway.url
 
 
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """A gateway without an engine whose answers the test writes, with two keys, and the line to it in the test's hand."""
+    with Stage(tmp_path_factory.mktemp("stage"), "ann", "bob") as stage:
+        yield stage
+
+
 # ---------------------------------------------------------------------------------------------------------- the browser
 
 
@@ -154,6 +165,24 @@ def browser(playwright: Playwright) -> Iterator[Browser]:
     browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
     yield browser
     browser.close()
+
+
+@pytest.fixture(scope="module")
+def bare_page(browser: Browser) -> Iterator[Page]:
+    """An empty page that may import the page's own scripts, as `/js/…`; there is no gateway behind it."""
+    page = browser.new_page()
+
+    def serve(route: Route) -> None:
+        path = STATIC / route.request.url.removeprefix(f"{BARE_ORIGIN}/")
+        if path.is_file():
+            route.fulfill(path=path)
+        else:
+            route.fulfill(body="<title>bare</title><div id=toasts></div>", content_type="text/html")
+
+    page.route(f"{BARE_ORIGIN}/**", serve)
+    page.goto(f"{BARE_ORIGIN}/")
+    yield page
+    page.close()
 
 
 class Watch:

@@ -11,9 +11,10 @@ import pytest
 expect = pytest.importorskip("playwright.sync_api").expect
 
 STATIC = Path(__file__).resolve().parents[2] / "static"
-# Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, the side sheet, formulas, files, the
-# list of shortcuts, the menu and the title field of a conversation, an answer's timings, the form that edits a question, the question for a key,
-# dialogs, export and import, the way without websockets, what the demo model is asked for example.
+# Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, what these share, the side sheet,
+# formulas, files, the list of shortcuts, the menu and the title field of a conversation, an answer's timings, the form that edits a question,
+# the question for a key, dialogs, export and import, the way without websockets, what the demo model is asked for example, the list of
+# adapters, and what renders Markdown with its code and formulas, which comes with the first answer.
 OWN_BYTES_MAX = 150 * 1000
 LATER_BYTES_MAX = {
     "docs": 30 * 1000,
@@ -31,6 +32,11 @@ LATER_BYTES_MAX = {
     "editor": 2 * 1000,
     "key": 2 * 1000,
     "dialogs": 1000,
+    "beside": 1000,
+    "models": 9 * 1000,
+    "markdown": 9 * 1000,
+    "formulas": 4 * 1000,
+    "highlight": 2 * 1000,
 }
 STORY = "Tell me a long story."
 # Goes on for long enough to be interrupted, however fast the machine.

@@ -1,6 +1,6 @@
 /** The page of the API: reads openapi.json and shows its routes. */
 
-import { copyFrom, h } from '../dom.js';
+import { contained, copyFrom, h } from '../dom.js';
 import { curlOf, fieldsOf, objectsIn, operationsByTag, resolve, typeText } from './schema.js';
 
 const RETRY_MS = 2000; // while the engine starts there is no document yet
@@ -73,7 +73,7 @@ function section(api, group) {
   return h('section', { class: 'group', 'aria-labelledby': slug(group.name) },
     h('h2', { id: slug(group.name), tabIndex: -1 }, group.name),
     h('p', { class: 'group-text' }, group.description),
-    ...group.operations.map((operation) => card(api, operation)));
+    ...group.operations.map((operation) => contained(() => card(api, operation))));
 }
 
 function slug(name) {
@@ -101,7 +101,7 @@ function card(api, operation) {
 function lazily(props, summary, make) {
   const details = h('details', props, h('summary', {}, ...summary));
   details.addEventListener('toggle', () => {
-    if (details.childElementCount === 1) details.append(h('div', { class: 'inside' }, ...make()));
+    if (details.childElementCount === 1) details.append(h('div', { class: 'inside' }, ...contained(make, () => [h('p', {}, 'This part could not be shown.')])));
   });
   return details;
 }
