@@ -51,7 +51,7 @@ MAX_QUEUED_BYTES = 1 << 20
 MAX_READ = 64  # Chosen: conversations that a page has looked at since it was loaded.
 
 
-async def chat_socket(request: web.Request) -> web.WebSocketResponse:
+async def chat_socket(request: web.Request) -> web.StreamResponse:
     """`GET /ws`."""
     services = request.app[SERVICES]
     limit = min(GREETING_BYTES, services.config.max_frame_bytes)
@@ -64,6 +64,8 @@ async def chat_socket(request: web.Request) -> web.WebSocketResponse:
             await asyncio.sleep(0)  # hundreds that come at once leave the event loop to others in between
     except ValueError as error:  # aiohttp's, for a key that is not ASCII
         raise web.HTTPBadRequest(reason="The Sec-WebSocket-Key is not Base64.") from error
+    except ConnectionError:  # the page left while this waited, as pages do that a stalled server kept waiting
+        return web.Response()
     if not make_room(request):
         await socket.close(code=CloseCode.TOO_MANY_SOCKETS, message=b"too many sockets")
         return socket

@@ -107,7 +107,10 @@ async def open_stream(request: web.Request) -> web.StreamResponse:
     }
     response = web.StreamResponse(headers=headers)
     response.force_close()
-    await response.prepare(request)
+    try:
+        await response.prepare(request)
+    except ConnectionError:  # the page has left already, as in `chat_socket`
+        return response
     stream = EventStream(response, min(GREETING_BYTES, services.config.max_frame_bytes))
     streams = request.app[STREAMS]
     streams[stream.id] = stream

@@ -8,11 +8,33 @@ export class ApiError extends Error {
   }
 }
 
+const ANSWER_WITHIN_MS = 30000; // chosen: no call takes so long, save where the server is stuck or the line is dead
+const REPEATABLE = new Set(['GET', 'PATCH', 'DELETE']); // twice is as good as once
+
 /** Calls the gateway, with the key when there is one. */
 export class Api {
-  /** @param {() => ?string} key */
-  constructor(key) {
+  #underWay = new Set();
+  #back = null; // while the line is dead: resolves once it is not
+
+  /**
+   * @param {() => ?string} key
+   * @param {(call: Promise<object>) => Promise<object>} [during]  is handed each call, and waits for it
+   */
+  constructor(key, during = (call) => call) {
     this.key = key;
+    this.during = during;
+  }
+
+  /** The line is dead: ends what is under way on it. What can be repeated is, once the server is back. */
+  abandon() {
+    this.#back ??= Promise.withResolvers();
+    for (const call of this.#underWay) call.abort();
+  }
+
+  /** The server is back. */
+  resume() {
+    this.#back?.resolve();
+    this.#back = null;
   }
 
   /** One page of sessions, newest first. */
@@ -28,19 +50,19 @@ export class Api {
     return this.#call('POST', 'api/sessions', { adapter, settings });
   }
 
-  /** A session with its turns. */
-  session(id) {
-    return this.#call('GET', sessionPath(id));
-  }
-
   /** Changes the title, the adapter or some of the settings. */
   patch(id, fields) {
     return this.#call('PATCH', sessionPath(id), fields);
   }
 
-  /** Deletes a session; `restore` takes it back for a while. */
-  remove(id) {
-    return this.#call('DELETE', sessionPath(id));
+  /** Deletes a session; `restore` takes it back for a while. One that is gone already is as good as deleted. */
+  async remove(id) {
+    try {
+      return await this.#call('DELETE', sessionPath(id));
+    } catch (error) {
+      if (error.status === 404) return null;
+      throw error;
+    }
   }
 
   /** Shows another version of a message; resolves to the session as it is shown then. */
@@ -79,10 +101,29 @@ export class Api {
     const headers = {};
     if (body !== undefined) headers['Content-Type'] = 'application/json';
     if (this.key()) headers.Authorization = `Bearer ${this.key()}`;
+    const request = { method, headers, body: body && JSON.stringify(body), cache: 'no-store' };
+    const once = () => this.during(this.#send(path, request));
+    const wasDead = this.#back;
     try {
-      return await fetch(path, { method, headers, body: body && JSON.stringify(body), cache: 'no-store' });
+      return await once();
+    } catch (error) {
+      if (!REPEATABLE.has(method) || wasDead) throw error;
+      await this.#back?.promise;
+      return once();
+    }
+  }
+
+  async #send(path, request) {
+    const call = new AbortController();
+    const timer = setTimeout(() => call.abort(), ANSWER_WITHIN_MS);
+    this.#underWay.add(call);
+    try {
+      return await fetch(path, { ...request, signal: call.signal });
     } catch {
-      throw new ApiError(0, 'The server could not be reached.');
+      throw new ApiError(0, call.signal.aborted ? 'The server has not answered.' : 'The server could not be reached.');
+    } finally {
+      clearTimeout(timer);
+      this.#underWay.delete(call);
     }
   }
 }

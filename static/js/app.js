@@ -1,8 +1,10 @@
 /** Ties the state machine, the REST calls and the views together. */
 
 import { Announcer } from './announcer.js';
+import { loadMarkdown } from './answer.js';
 import { Api } from './api.js';
 import { Composer } from './composer.js';
+import { contained } from './dom.js';
 import { Drawer } from './drawer.js';
 import { Follower } from './follow.js';
 import { ChatCore, isLive } from './protocol.js';
@@ -11,7 +13,7 @@ import { SessionIndex } from './sessions.js';
 import { Settings } from './settings.js';
 import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
-import { readCalls, readKey, writeCalls, writeDraft, writeKey } from './storage.js';
+import { readCalls, readDraft, readKey, readUnsent, writeCalls, writeDraft, writeKey, writeUnsent } from './storage.js';
 import { toast } from './toast.js';
 import { Transcript } from './transcript.js';
 
@@ -41,23 +43,27 @@ export class App {
     listed: (event) => this.#onListed(event),
     relisted: (event) => this.#onRelisted(event),
     gone: ({ sessionId }) => this.#onGone(sessionId),
-    stale: ({ sessionId }) => this.#reload(sessionId),
-    problem: ({ message }) => toast(message),
+    stale: ({ sessionId }) => this.#act(() => this.core.reread(sessionId)),
+    problem: (event) => this.#onProblem(event),
+    silence: () => this.banner.update(),
+    unsent: ({ turn: { id, request, error } }) => writeUnsent(id, request && { ...request, error }),
+    homeless: ({ turn }) => this.#onHomeless(turn),
     warmth: () => this.#onWarmth(),
   };
 
   constructor() {
     this.core = new ChatCore();
     this.core.apiKey = readKey();
-    this.api = new Api(() => this.core.apiKey);
-    this.index = new SessionIndex();
     this.connection = new Connection(this.core, socketUrl(), () => this.#flush());
+    this.api = new Api(() => this.core.apiKey, (call) => this.connection.during(call));
+    this.index = new SessionIndex();
     this.#makeViews();
     this.#listen();
   }
 
   /** Opens the session of the address bar and connects. */
   start() {
+    this.core.keep(readUnsent());
     this.core.open(sessionFromHash());
     this.connection.connect();
   }
@@ -123,19 +129,19 @@ export class App {
     this.#creating = true;
     const { current } = this.core;
     await this.settings.saved();
-    const sessionId = this.core.current === current && (current ?? await this.#createSession());
+    const sessionId = this.core.current === current && (current ?? await this.#createSession(text));
     this.#creating = false;
     if (!sessionId) return;
-    this.composer.clear();
+    if (current) this.composer.sent(text);
     this.#ask({ sessionId, content: text });
   }
 
   /** Makes the session first, so that a repeated message can never open a second one. */
-  async #createSession() {
+  async #createSession(text) {
     const session = await this.#tell(this.api.create(this.composer.adapter, this.settings.current));
+    if (!session && (this.core.silence || this.core.phase !== 'ready')) this.composer.hold();
     if (!session || this.core.current) return null; // gone elsewhere: it stays a draft
-    this.composer.files?.drop(null);
-    writeDraft(null, '');
+    this.composer.sent(text, session.id);
     this.settings.startAfresh();
     this.core.load({ ...session, turns: session.turns ?? [] });
     this.core.open(session.id);
@@ -145,6 +151,7 @@ export class App {
   }
 
   #ask({ sessionId, content, after }) {
+    loadMarkdown();
     const ask = { id: newId(), sessionId, content, adapter: this.composer.adapter };
     if (after !== undefined) ask.after = after;
     this.index.upsert({ id: sessionId, adapter: ask.adapter });
@@ -155,9 +162,9 @@ export class App {
   /** Asks again in the place of a turn, which is kept as another version, with what follows it. */
   async #replace(turn, content) {
     await this.settings.saved();
-    if (this.core.liveTurn(turn.sessionId)) return;
+    if (this.core.liveTurn(turn.sessionId)) return this.composer.rescue(content);
     this.#ask({ sessionId: turn.sessionId, content, after: this.core.turnBefore(turn)?.id ?? null });
-    this.composer.focus();
+    return this.composer.focus();
   }
 
   /** Shows another version of a message; its arrows stay under the pointer and keep the focus. */
@@ -262,8 +269,9 @@ export class App {
   }
 
   async #rename(id, title) {
+    const before = this.index.get(id)?.title;
     this.index.upsert({ id, title });
-    await this.#tell(this.api.patch(id, { title }));
+    if (!await this.#tell(this.api.patch(id, { title }))) this.#onListed({ sessionId: id, title: before, updatedAt: 0 });
     this.rail.refreshSearch();
   }
 
@@ -332,14 +340,16 @@ export class App {
   #flush() {
     const { frames, events } = this.core.drain();
     for (const frame of frames) this.connection.send(frame);
-    for (const event of events) this.#events[event.type](event);
+    for (const event of events) contained(() => this.#events[event.type](event));
   }
 
   #onPhase() {
     this.banner.update();
     this.#showState();
+    if (this.core.phase === 'offline') this.api.abandon();
     if (this.core.phase === 'ready') {
       this.#keyAsked = false;
+      this.api.resume();
       this.#list(true);
     } else if (this.core.phase === 'locked' && !this.#keyAsked) {
       this.#unlock();
@@ -419,17 +429,25 @@ export class App {
     this.rail.draw();
   }
 
+  /** The server refused something that is no message; if it was to open a conversation, that can be tried again. */
+  #onProblem({ message, sessionId }) {
+    const isOpening = sessionId && sessionId === this.core.current && !this.#session()?.loaded;
+    toast(message, isOpening ? { label: 'Try again', act: () => this.#act(() => this.core.open(sessionId)) } : {});
+  }
+
+  /** A message of an earlier visit, whose conversation is gone: it becomes the draft of a new chat, where there is none. */
+  #onHomeless({ content }) {
+    if (readDraft(null)) return;
+    if (this.core.current === null) this.composer.write(content);
+    else writeDraft(null, content);
+    toast('A message could not be sent, as its conversation is gone. It stands in the text field of a new chat.', { ms: 15000 });
+  }
+
   #onGone(sessionId) {
-    setHash(null);
+    if (sessionId === sessionFromHash()) setHash(null);
     toast('This conversation does not exist any more.');
     this.index.remove(sessionId);
     this.rail.draw();
-  }
-
-  /** Reads a session whose turn could not be resumed. */
-  async #reload(sessionId) {
-    const session = await this.#tell(this.api.session(sessionId));
-    if (session) this.#act(() => this.core.load(session));
   }
 
   // ---------------------------------------------------------------- showing it
@@ -491,8 +509,12 @@ function socketUrl() {
 }
 
 function sessionFromHash() {
-  const match = location.hash.match(/^#\/s\/(.+)$/);
-  return match ? decodeURIComponent(match[1]) : null;
+  const [, id] = location.hash.match(/^#\/s\/(.+)$/) ?? [];
+  try {
+    return id ? decodeURIComponent(id) : null;
+  } catch {
+    return id; // of no conversation, which is then said
+  }
 }
 
 /** Changes the address without a second event: whoever calls this opens the session itself. */

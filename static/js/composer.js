@@ -125,12 +125,31 @@ export class Composer {
     this.#changed();
   }
 
-  /** Takes the text away once it has been sent. */
-  clear() {
+  /**
+   * Takes the text away that was sent, but not what was written meanwhile.
+   *
+   * @param {string} text
+   * @param {?string} [sessionId]  the conversation that a new chat has become: what is left is its draft
+   */
+  sent(text, sessionId = this.#sessionId) {
     clearTimeout(this.#draftTimer);
     this.#typedAt = -Infinity; // the next message is another one to announce
+    const left = this.#content.trim() === text ? '' : this.area.value;
     this.write('');
+    writeDraft(sessionId, left);
+    if (left && sessionId === this.#sessionId) this.write(left);
     this.files?.drop(this.#sessionId);
+  }
+
+  /** What could not be sent goes once the server is there, if nothing is changed. */
+  hold() {
+    this.#waits = true;
+    this.#changed();
+  }
+
+  /** Takes text that has no other place to be, unless something is written. */
+  rescue(text) {
+    if (!this.area.value) this.write(text);
   }
 
   /**

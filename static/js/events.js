@@ -5,6 +5,7 @@ export class EventSocket {
   #source;
   #path = null;
   #sending = Promise.resolve();
+  #closing = new AbortController(); // a request that hangs would keep one of the browser's few connections
 
   /** @param {string} address  of the server's websockets */
   constructor(address) {
@@ -30,11 +31,12 @@ export class EventSocket {
   close() {
     this.readyState = WebSocket.CLOSED;
     this.#source.close();
+    this.#closing.abort();
   }
 
   async #post(body) {
     if (this.readyState !== WebSocket.OPEN) return;
-    const response = await fetch(this.#path, { method: 'POST', body }).catch(() => null);
+    const response = await fetch(this.#path, { method: 'POST', body, signal: this.#closing.signal }).catch(() => null);
     if (!response?.ok) this.#end(1006);
   }
 

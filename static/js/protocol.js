@@ -47,6 +47,8 @@ export function backoffMs(attempt, closeCode) {
 export class ChatCore {
   #frames = [];
   #events = [];
+  #isGreeted = false; // on this connection
+  #hellos = []; // those that were not answered, each as the session that it opens, null without one
   #handlers = {
     ready: (frame) => this.#onReady(frame),
     accepted: (frame) => this.#onAccepted(frame),
@@ -69,6 +71,8 @@ export class ChatCore {
     this.server = null;
     this.current = null;
     this.advisoriesOff = false;
+    /** @type {?{since: number, leaveAt: ?number}} since when the server says nothing, and when its connection is given up */
+    this.silence = null;
     /** Sessions whose KV is on the device, as far as the server has told. */
     this.warm = new Set();
     this.sessions = new Map();
@@ -90,22 +94,44 @@ export class ChatCore {
     this.#setPhase('connecting');
   }
 
+  /** Whether an answer of the server is waited for, so that its silence matters. */
+  get isWaiting() {
+    if (this.phase === 'connecting') return true;
+    return this.phase === 'ready' && (this.#hellos.length > 0 || [...this.turns.values()].some(isLive));
+  }
+
+  /** Whether a message waits to be acknowledged. */
+  get hasUnsent() {
+    return [...this.turns.values()].some((turn) => isLive(turn) && turn.request);
+  }
+
+  /** The server says nothing since a moment (null: it does); returns whether that is news. */
+  hush(since, leaveAt) {
+    if (since === (this.silence?.since ?? null) && (!this.silence || leaveAt === this.silence.leaveAt)) return false;
+    this.silence = since === null ? null : { since, leaveAt };
+    this.#emit('silence', {});
+    return true;
+  }
+
   /** The socket is open, or a server that was starting says that it is ready: say hello. */
   opened() {
+    this.#isGreeted = false;
+    this.#hellos = [];
     const resume = [...this.turns.values()]
       .filter((turn) => isLive(turn) && !turn.request)
       .map(({ id, seq }) => ({ id, seq }));
-    const hello = { type: 'hello' };
+    const hello = {};
     if (this.current) hello.session_id = this.current;
     if (resume.length) hello.resume = resume;
     if (this.apiKey) hello.api_key = this.apiKey;
-    this.#send(hello);
+    this.#hello(hello);
   }
 
   /** The socket closed. Sets `retryAt`, unless a key is needed first. */
   closed(code, now) {
     this.closeCode = code;
     this.advisoriesOff = false;
+    this.#hellos = [];
     if (code === CLOSE.TOO_BIG) this.#giveUpUnaccepted('The message is too large for this server.');
     if (code === CLOSE.UNAUTHORIZED || this.phase === 'locked') {
       this.#setPhase('locked');
@@ -127,7 +153,13 @@ export class ChatCore {
   open(sessionId) {
     this.current = sessionId;
     this.#emit('current', { sessionId });
-    if (sessionId && this.phase === 'ready') this.#send({ type: 'hello', session_id: sessionId });
+    if (sessionId && this.phase === 'ready') this.#hello({ session_id: sessionId });
+  }
+
+  /** Reads a session again whose copy here has fallen behind; without a connection, as soon as there is one. */
+  reread(sessionId) {
+    this.#session(sessionId).isStale = true;
+    if (this.phase === 'ready') this.#hello({ session_id: sessionId });
   }
 
   /**
@@ -141,21 +173,39 @@ export class ChatCore {
     const request = { type: 'message', id, session_id: sessionId, content, adapter };
     if (after !== undefined) request.after = after;
     const turn = newTurn({ id, content, adapter, status: 'sending' }, sessionId);
-    turn.request = request;
     this.turns.set(id, turn);
+    this.#owe(turn, request);
     this.#place(turn);
     this.#transmit(turn);
     return turn;
+  }
+
+  /**
+   * Takes over messages of an earlier visit that the server has not acknowledged; they are sent once it is there. Those that it refused
+   * wait to be sent again or dismissed.
+   *
+   * @param {object[]} requests  their `message` frames, with the `error` of a refusal
+   */
+  keep(requests) {
+    for (const { error = null, ...request } of requests) {
+      const { id, session_id: sessionId, content, adapter } = request;
+      if (this.turns.has(id)) continue;
+      const turn = newTurn({ id, content, adapter, status: error ? 'failed' : 'sending' }, sessionId);
+      Object.assign(turn, { request, error });
+      this.turns.set(id, turn);
+      if (error) this.#session(sessionId).turns.push(turn);
+      else this.#place(turn);
+    }
   }
 
   /** Asks a failed turn again, under the same id. */
   retry(id, adapter) {
     const turn = this.turns.get(id);
     if (!turn || isLive(turn)) return;
-    turn.request ??= { type: 'message', id, session_id: turn.sessionId, content: turn.content };
-    turn.request.adapter = adapter;
+    const request = turn.request ?? { type: 'message', id, session_id: turn.sessionId, content: turn.content };
     Object.assign(turn, { adapter, answer: '', reasoning: '', seq: 0, status: 'sending', error: null, sends: 0,
       stopRequested: false });
+    this.#owe(turn, { ...request, adapter });
     this.#detach(turn);
     this.#place(turn);
     this.#transmit(turn);
@@ -166,7 +216,7 @@ export class ChatCore {
     const turn = this.turns.get(id);
     if (!turn || isLive(turn)) return;
     this.#detach(turn);
-    this.turns.delete(id);
+    this.#drop(turn);
     this.#emit('session', { sessionId: turn.sessionId });
   }
 
@@ -208,9 +258,9 @@ export class ChatCore {
     const session = this.#session(raw.id);
     const unstored = session.turns.filter((turn) => turn.request);
     const before = new Set(session.turns);
-    Object.assign(session, { title: raw.title, adapter: raw.adapter, settings: raw.settings, loaded: true });
+    Object.assign(session, { title: raw.title, adapter: raw.adapter, settings: raw.settings, loaded: true, isStale: false });
     session.turns = raw.turns.map((rawTurn) => this.#mergeTurn(rawTurn, raw.id));
-    for (const turn of before) if (!session.turns.includes(turn)) this.turns.delete(turn.id);
+    for (const turn of before) if (!session.turns.includes(turn) && !turn.request) this.turns.delete(turn.id);
     for (const turn of unstored) this.#putBack(turn);
     this.#emit('session', { sessionId: raw.id });
     this.#emit('listed', { sessionId: raw.id, title: raw.title, adapter: raw.adapter,
@@ -220,7 +270,7 @@ export class ChatCore {
 
   /** Forgets a deleted session. */
   forget(sessionId) {
-    for (const turn of this.sessions.get(sessionId)?.turns ?? []) this.turns.delete(turn.id);
+    for (const turn of this.sessions.get(sessionId)?.turns ?? []) this.#drop(turn);
     this.sessions.delete(sessionId);
   }
 
@@ -248,14 +298,17 @@ export class ChatCore {
     this.models = models;
     this.server = server;
     this.attempt = 0;
-    const wasReady = this.phase === 'ready';
+    this.#hellos.shift();
+    const wasGreeted = this.#isGreeted;
+    this.#isGreeted = true;
     this.#setPhase('ready');
     this.#emit('models', {});
     if (session) this.load(session);
-    if (wasReady) return;
+    if (wasGreeted) return;
     this.#send({ type: 'watch_list' });
     if (this.current && this.current !== session?.id) this.open(this.current);
     this.#catchUp();
+    for (const { id, isStale } of this.sessions.values()) if (isStale && id !== this.current) this.reread(id);
   }
 
   /** After a new connection: sends what was never acknowledged, and the stops that had to wait. */
@@ -272,7 +325,7 @@ export class ChatCore {
     if (!turn || !isLive(turn)) return;
     turn.status = 'running';
     turn.versions = versions ?? [];
-    turn.request = null;
+    this.#owe(turn, null);
     for (const old of turn.replaced) this.turns.delete(old.id);
     turn.replaced = [];
     this.#retitle(sessionId, title);
@@ -296,7 +349,8 @@ export class ChatCore {
     if (turn && isLive(turn)) {
       const stopped = frame.finish_reason === 'stopped';
       Object.assign(turn, { status: stopped ? 'stopped' : 'done', usage: frame.usage,
-        timings: frame.timings, advisory: frame.advisory, finishReason: frame.finish_reason, request: null });
+        timings: frame.timings, advisory: frame.advisory, finishReason: frame.finish_reason });
+      this.#owe(turn, null);
       this.#emit('turn', { turn });
       if (frame.seq > turn.seq) this.#emit('stale', { sessionId: frame.session_id });
     }
@@ -304,17 +358,20 @@ export class ChatCore {
   }
 
   #onError(frame) {
-    if (frame.id !== undefined && frame.id !== null) this.#onTurnError(frame);
-    else if (frame.code === 'unauthorized') this.#setPhase('locked');
+    if (frame.id !== undefined && frame.id !== null) {
+      this.#onTurnError(frame);
+      return;
+    }
+    const sessionId = this.#hellos.length ? this.#hellos.shift() : this.current; // frames are answered in their order
+    if (frame.code === 'unauthorized') this.#setPhase('locked');
     else if (NOT_READY.has(frame.code) && this.phase !== 'ready') this.#setPhase('starting');
-    else if (frame.code === 'not_found') this.#onSessionGone();
-    else this.#emit('problem', { message: frame.message, code: frame.code });
+    else if (frame.code === 'not_found') this.#onSessionGone(sessionId);
+    else this.#emit('problem', { message: frame.message, code: frame.code, sessionId });
   }
 
-  /** The session in `hello` does not exist: greet again without it. */
-  #onSessionGone() {
-    const sessionId = this.current;
-    this.open(null);
+  /** A session in `hello` does not exist: leave it, and greet again where that was the first one. */
+  #onSessionGone(sessionId) {
+    if (sessionId === this.current) this.open(null);
     this.#emit('gone', { sessionId });
     if (this.phase !== 'ready') this.opened();
   }
@@ -327,6 +384,12 @@ export class ChatCore {
       this.#emit('stale', { sessionId: turn.sessionId });
       return;
     }
+    if (code === 'not_found' && !this.sessions.get(turn.sessionId)?.loaded) {
+      this.#detach(turn);
+      this.#drop(turn);
+      this.#emit('homeless', { turn });
+      return;
+    }
     this.#fail(turn, { code, message, retryable });
   }
 
@@ -335,6 +398,7 @@ export class ChatCore {
   #fail(turn, error) {
     turn.status = 'failed';
     turn.error = error;
+    this.#owe(turn, turn.request);
     if (turn.replaced.length) {
       const { turns } = this.sessions.get(turn.sessionId);
       turns.splice(turns.indexOf(turn), 0, ...turn.replaced);
@@ -361,6 +425,18 @@ export class ChatCore {
       return;
     }
     this.#send({ ...turn.request });
+  }
+
+  /** What the server has yet to acknowledge of a turn, null: nothing. The page keeps it for its next visit. */
+  #owe(turn, request) {
+    turn.request = request;
+    this.#emit('unsent', { turn });
+  }
+
+  /** Forgets a turn that is shown no more. */
+  #drop(turn) {
+    this.turns.delete(turn.id);
+    if (turn.request) this.#owe(turn, null);
   }
 
   /** Puts an unaccepted turn into its session, where `after` says. */
@@ -401,7 +477,8 @@ export class ChatCore {
   #mergeTurn(raw, sessionId) {
     const mine = this.turns.get(raw.id);
     if (mine && isLive(mine) && raw.status !== 'failed') return mine;
-    const turn = mine ? Object.assign(mine, fromServer(raw), { request: null }) : newTurn(raw, sessionId);
+    const turn = mine ? Object.assign(mine, fromServer(raw)) : newTurn(raw, sessionId);
+    if (turn.request) this.#owe(turn, null);
     this.turns.set(raw.id, turn);
     return turn;
   }
@@ -410,7 +487,7 @@ export class ChatCore {
     const resume = session.turns
       .filter((turn) => turn.status === 'running' && !before.has(turn))
       .map(({ id }) => ({ id, seq: 0 }));
-    if (resume.length) this.#send({ type: 'hello', session_id: session.id, resume });
+    if (resume.length) this.#hello({ session_id: session.id, resume });
   }
 
   #retitle(sessionId, title) {
@@ -425,6 +502,11 @@ export class ChatCore {
 
   #sendIfReady(frame) {
     if (this.phase === 'ready') this.#send(frame);
+  }
+
+  #hello(fields) {
+    this.#hellos.push(fields.session_id ?? null);
+    this.#send({ type: 'hello', ...fields });
   }
 
   #send(frame) {

@@ -1,17 +1,21 @@
 /** The thin shell around ChatCore: a socket and its timers, and nothing else. */
 
-const PING_EVERY_MS = 25000; // below the server's own 30 s
+import { contained } from './dom.js';
+import { Pulse } from './pulse.js';
+
 const OPEN_WITHIN_MS = 8000; // chosen: some proxies let it hang
-const PONG_WITHIN_MS = 10000; // chosen: a dead link shows within half a minute
+const MAX_WAIT_MS = 2 ** 31 - 1; // what a timer can hold
 
 /** Connects a ChatCore to a server and keeps it connected. */
 export class Connection {
   #socket = null;
   #Kind = WebSocket; // what got through last
+  #pulse = new Pulse();
+  #numCalls = 0;
+  #buffered = 0;
   #retryTimer = 0;
   #openTimer = 0;
-  #pingTimer = 0;
-  #pongTimer = 0;
+  #pulseTimer = 0;
 
   /**
    * @param {import('./protocol.js').ChatCore} core
@@ -33,32 +37,38 @@ export class Connection {
     this.core.connecting();
     this.#use(this.#Kind, () => this.#useOther());
     this.changed();
-    this.#schedulePing();
+    this.#look();
   }
 
   /** @param {() => void} neverOpened  called when it closes before it is open */
   #use(Kind, neverOpened) {
     const socket = (this.#socket = new Kind(this.url));
+    this.#buffered = 0;
     let closed = neverOpened;
     socket.onopen = () => {
       clearTimeout(this.#openTimer);
       this.#Kind = Kind;
       closed = (code) => this.#onClose(code);
-      this.#tell(socket, () => this.core.opened());
+      this.#tell(socket, () => this.#hear(() => this.core.opened()));
     };
-    socket.onmessage = ({ data }) => this.#tell(socket, () => this.#receive(data));
+    socket.onmessage = ({ data }) => this.#tell(socket, () => this.#hear(() => this.core.receive(JSON.parse(data))));
     socket.onclose = ({ code }) => this.#tell(socket, () => closed(code));
-    this.#openTimer = setTimeout(() => this.#tell(socket, () => closed(1006)), OPEN_WITHIN_MS);
+    this.#openWithin(socket, () => closed(1006));
   }
 
-  /** Where a proxy keeps websockets back, events get through. */
+  #openWithin(socket, failed) {
+    clearTimeout(this.#openTimer);
+    this.#openTimer = setTimeout(() => this.#tell(socket, failed), OPEN_WITHIN_MS);
+  }
+
+  /** Where a proxy keeps websockets back, events get through. A socket that opens after all while their code is fetched is kept. */
   async #useOther() {
     const blocked = this.#socket;
-    const events = await import('./events.js').catch(() => null);
-    if (blocked !== this.#socket) return;
     const failed = () => this.#onClose(1006);
+    this.#openWithin(blocked, failed);
+    const events = await import('./events.js').catch(() => null);
+    if (blocked !== this.#socket || blocked.readyState === WebSocket.OPEN) return;
     if (!events) return this.#tell(blocked, failed);
-    clearTimeout(this.#openTimer);
     this.#use(blocked instanceof WebSocket ? events.EventSocket : WebSocket, failed);
     blocked.close();
   }
@@ -70,7 +80,22 @@ export class Connection {
 
   /** Sends one frame; silently dropped when the socket is not open, since resuming covers it. */
   send(frame) {
-    if (this.#socket?.readyState === WebSocket.OPEN) this.#socket.send(JSON.stringify(frame));
+    if (this.#socket?.readyState !== WebSocket.OPEN) return;
+    this.#socket.send(JSON.stringify(frame));
+    this.#buffered = this.#socket.bufferedAmount ?? 0;
+    this.#look();
+  }
+
+  /** Waits for a request to the same server, which is asked whether it is there when that takes long. */
+  async during(call) {
+    this.#numCalls += 1;
+    this.#look();
+    try {
+      return await call;
+    } finally {
+      this.#numCalls -= 1;
+      this.#look();
+    }
   }
 
   /** Passes on events of the present socket only: an abandoned one has nothing to say. */
@@ -78,11 +103,12 @@ export class Connection {
     if (socket !== this.#socket) return;
     act();
     this.changed();
+    this.#look();
   }
 
-  #receive(data) {
-    clearTimeout(this.#pongTimer);
-    this.core.receive(JSON.parse(data));
+  #hear(act) {
+    this.#pulse.heard(performance.now());
+    contained(act);
   }
 
   #onClose(code) {
@@ -94,31 +120,51 @@ export class Connection {
   }
 
   #drop() {
-    clearTimeout(this.#pingTimer);
-    clearTimeout(this.#pongTimer);
+    clearTimeout(this.#pulseTimer);
     clearTimeout(this.#openTimer);
+    this.#pulse.left();
     const socket = this.#socket;
     this.#socket = null;
     socket?.close();
   }
 
-  #schedulePing() {
-    clearTimeout(this.#pingTimer);
-    this.#pingTimer = setTimeout(() => this.#ping(), PING_EVERY_MS);
+  /** Does what is due for a server that says nothing, and looks again when the next is. */
+  #look() {
+    clearTimeout(this.#pulseTimer);
+    const socket = this.#socket;
+    if (!socket) return;
+    const now = performance.now();
+    this.#watchUpload(socket, now);
+    const isWaiting = this.core.isWaiting || this.#numCalls > 0;
+    const isOpen = socket.readyState === WebSocket.OPEN;
+    const { act, silentSince, leaveAt, lookAt } = this.#pulse.look(now, { isOpen, isWaiting, attempt: this.core.attempt });
+    if (this.core.hush(silentSince, leaveAt)) this.changed();
+    if (act === 'leave') this.#tell(socket, () => this.#onClose(1006));
+    else if (act === 'ask') this.#ask();
+    else if (socket === this.#socket) this.#lookIn(lookAt - now);
   }
 
-  #ping() {
-    const socket = this.#socket;
+  #lookIn(ms) {
+    clearTimeout(this.#pulseTimer);
+    this.#pulseTimer = setTimeout(() => this.#look(), Math.min(MAX_WAIT_MS, ms));
+  }
+
+  /** A long message on a slow line: while its bytes go out, the server is not silent. The last ones may only have gone as far as this machine. */
+  #watchUpload(socket, now) {
+    const { bufferedAmount = 0 } = socket;
+    if (bufferedAmount > 0 && bufferedAmount < this.#buffered) this.#pulse.heard(now);
+    this.#buffered = bufferedAmount;
+  }
+
+  #ask() {
+    this.#pulse.asked(performance.now());
     this.send({ type: 'ping', t: Date.now() });
-    clearTimeout(this.#pongTimer);
-    this.#pongTimer = setTimeout(() => this.#tell(socket, () => this.#onClose(1006)), PONG_WITHIN_MS);
-    this.#schedulePing();
   }
 
   /** A page that comes back to the front finds out at once whether its socket survived. */
   #onVisible() {
     if (document.hidden) return;
-    if (this.core.phase === 'ready') this.#ping();
+    if (this.core.phase === 'ready') this.#ask();
     else this.retryNow();
   }
 }

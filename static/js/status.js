@@ -6,6 +6,8 @@ import { seconds } from './format.js';
 const POLL_EVERY_MS = 700; // chosen: the seconds on the screen should move
 const QUIET_ATTEMPTS = 1; // a first quick retry mostly succeeds and needs no banner
 
+const SAID_S = [5, 10, 20, 30, 45, 60, 120, 180, 300, 600]; // chosen: a screen reader says each of them
+
 const TITLES = {
   starting: 'The engine is starting',
   draining: 'The server is restarting',
@@ -39,9 +41,10 @@ export class StatusBanner {
   /** Shows the state that the core is in now. */
   update() {
     clearTimeout(this.#timer);
-    const { phase } = this.core;
-    if (phase === 'offline') this.#countDown();
-    else if (phase === 'starting') this.#poll();
+    const { phase, silence, attempt } = this.core;
+    if (phase === 'starting') this.#poll();
+    else if (silence && phase !== 'locked' && !(phase === 'offline' && attempt > QUIET_ATTEMPTS)) this.#countSilence();
+    else if (phase === 'offline') this.#countDown();
     else if (phase === 'locked') this.#show('This server asks for a key.', '', 'Enter key', () => this.actions.unlock());
     else if (phase === 'connecting' && this.core.attempt > QUIET_ATTEMPTS) this.#show('Reconnecting…', '', null);
     else this.root.hidden = true;
@@ -54,6 +57,17 @@ export class StatusBanner {
       this.#show(reason, `Next try in ${seconds(Math.ceil(left))}.`, 'Retry now', () => this.actions.retry());
     }
     this.#timer = setTimeout(() => this.#countDown(), 250);
+  }
+
+  /** For how long the server has said nothing, and what the page does about it. */
+  #countSilence() {
+    const { silence: { since, leaveAt }, phase, hasUnsent } = this.core;
+    const now = performance.now();
+    const forS = (now - since) / 1000;
+    const said = SAID_S.findLast((step) => step <= forS) ?? SAID_S[0];
+    const again = phase === 'ready' && leaveAt !== null ? `Connecting again in ${seconds(Math.ceil((leaveAt - now) / 1000))}` : 'Connecting again';
+    this.#show(`The server has not answered for ${seconds(said)}.`, again + (hasUnsent ? '; your message is then sent again.' : '…'), null);
+    this.#timer = setTimeout(() => this.#countSilence(), 250);
   }
 
   async #poll() {

@@ -1,8 +1,9 @@
-/** What the page remembers in this browser: the API key and the drafts. Storage may be refused. */
+/** What the page remembers in this browser: the API key, the drafts and what is not sent yet. Storage may be refused. */
 
 const KEY = 'overture.key';
 const DRAFT = 'overture.draft.';
 const NEW_CHAT = 'new';
+const UNSENT = 'overture.unsent.';
 const CALLS = 'overture.calls';
 const AHEAD = 'overture.ahead';
 const SETTINGS = 'overture.settings';
@@ -25,6 +26,14 @@ function write(name, value) {
   }
 }
 
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return null;
+  }
+}
+
 /** The stored API key, or null. */
 export const readKey = () => read(KEY);
 
@@ -36,6 +45,24 @@ export const readDraft = (sessionId) => read(DRAFT + (sessionId ?? NEW_CHAT)) ??
 
 /** Keeps the unsent text of a session; an empty one is removed. */
 export const writeDraft = (sessionId, text) => write(DRAFT + (sessionId ?? NEW_CHAT), text);
+
+/** The messages that the server has not acknowledged, as `ChatCore.keep` takes them. */
+export function readUnsent() {
+  const requests = [];
+  try {
+    for (const name of Object.keys(localStorage)) {
+      if (!name.startsWith(UNSENT)) continue;
+      const request = parsed(read(name));
+      if (typeof request?.session_id === 'string' && typeof request.content === 'string') requests.push(request);
+    }
+  } catch {
+    // As in `read`.
+  }
+  return requests;
+}
+
+/** Keeps such a message under its id; null: the server has it. */
+export const writeUnsent = (id, request) => write(UNSENT + id, request && JSON.stringify(request));
 
 /** Whether the list shows conversations of API calls, too. */
 export const readCalls = () => read(CALLS) === 'yes';
@@ -50,13 +77,7 @@ export const readAhead = () => read(AHEAD) === 'yes';
 export const writeAhead = (isAllowed) => write(AHEAD, isAllowed ? 'yes' : '');
 
 /** What new conversations begin with: some of `system_prompt`, `temperature` and `max_tokens`. */
-export function readSettings() {
-  try {
-    return JSON.parse(read(SETTINGS)) ?? {};
-  } catch {
-    return {};
-  }
-}
+export const readSettings = () => parsed(read(SETTINGS)) ?? {};
 
 /** Keeps that. */
 export const writeSettings = (settings) => write(SETTINGS, JSON.stringify(settings));

@@ -1,7 +1,7 @@
 /** The conversation in the centre column. */
 
 import { AnswerView } from './answer.js';
-import { copyFrom, h, iconButton } from './dom.js';
+import { contained, copyFrom, h, iconButton } from './dom.js';
 import { summary } from './format.js';
 import { isLive } from './protocol.js';
 import { ReasoningView } from './reasoning.js';
@@ -24,6 +24,9 @@ const OVER_LIMIT = 'This conversation is longer than the model can read. Start a
 
 /** One question with its answer. */
 class TurnView {
+  #editor = null;
+  #footOf = ''; // what the foot was drawn for
+
   constructor(turn, actions) {
     this.turn = turn;
     this.actions = actions;
@@ -40,6 +43,7 @@ class TurnView {
   }
 
   showQuestion() {
+    this.#editor = null;
     const bubble = h('div', { class: 'bubble' }, this.turn.content);
     this.editButton = iconButton('edit', 'Edit message', () => this.edit());
     this.question.replaceChildren(this.editButton, bubble);
@@ -47,9 +51,10 @@ class TurnView {
     if (this.turn.content.includes(':\n```')) import('./files/blocks.js').then(({ fold }) => fold(bubble, this.turn.content));
   }
 
-  /** Turns the question into a text field. */
+  /** Turns the question into a text field; one that is open keeps what was written in it. */
   async edit() {
     const { editor } = await import('./editor.js');
+    if (this.#editor) return this.#editor.focus();
     const close = () => {
       this.showQuestion();
       this.editButton.focus();
@@ -62,9 +67,10 @@ class TurnView {
       },
       cancel: close,
     });
+    this.#editor = form;
     this.question.classList.add('editing');
     this.question.replaceChildren(form.element);
-    form.focus();
+    return form.focus();
   }
 
   /** Brings text, status and buttons up to date. */
@@ -77,6 +83,15 @@ class TurnView {
     this.reasoning.show(turn.reasoning, !live || turn.answer !== '');
     this.answer.show(turn.answer, !live);
     this.#showWaiting(live);
+    this.#updateFoot(live);
+  }
+
+  /** Draws the foot where it has changed: what is open in it, and the focus, stay. */
+  #updateFoot(live) {
+    const { status, answer, finishReason, timings, versions, error, request } = this.turn;
+    const footOf = live ? '' : JSON.stringify([status, answer !== '', finishReason, timings, versions, error, Boolean(request)]);
+    if (footOf === this.#footOf) return;
+    this.#footOf = footOf;
     if (live) this.foot.replaceChildren();
     else this.#showFoot();
   }
@@ -169,7 +184,7 @@ export class Transcript {
       if (this.root.children[index] !== view.element) {
         this.root.insertBefore(view.element, this.root.children[index] ?? null);
       }
-      view.update();
+      contained(() => view.update());
     });
     this.actions.grown();
   }
@@ -177,7 +192,7 @@ export class Transcript {
   /** A turn began, ended or failed. */
   update(turn) {
     this.#grown.delete(turn.id);
-    this.#views.get(turn.id)?.update();
+    contained(() => this.#views.get(turn.id)?.update());
     this.actions.grown();
   }
 
@@ -204,7 +219,7 @@ export class Transcript {
 
   #draw() {
     this.#frame = 0;
-    for (const id of this.#grown) this.#views.get(id)?.grow();
+    for (const id of this.#grown) contained(() => this.#views.get(id)?.grow());
     this.#grown.clear();
     this.actions.grown();
   }

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-STATIC = Path(__file__).resolve().parents[2] / "static"
-ORIGIN = "http://core.test"
 # Said once on each connection, as soon as it is ready.
 WATCH_LIST = {"type": "watch_list"}
 PRELUDE = """
@@ -37,21 +34,9 @@ const again = (...turns) => { core.closed(1006, 0); return greet(...turns); };
 
 
 @pytest.fixture(scope="module")
-def core(browser):
+def core(bare_page):
     """A function that runs JavaScript with PRELUDE's names in scope and returns its value."""
-    page = browser.new_page()
-
-    def serve(route) -> None:
-        path = STATIC / route.request.url.removeprefix(f"{ORIGIN}/")
-        if path.is_file():
-            route.fulfill(path=path, content_type="text/javascript")
-        else:
-            route.fulfill(body="<title>core</title>", content_type="text/html")
-
-    page.route(f"{ORIGIN}/**", serve)
-    page.goto(f"{ORIGIN}/")
-    yield lambda script: page.evaluate(f"async () => {{ {PRELUDE} {script} }}")
-    page.close()
+    return lambda script: bare_page.evaluate(f"async () => {{ {PRELUDE} {script} }}")
 
 
 def test_repeated_and_late_pieces_change_nothing(core) -> None:
@@ -330,3 +315,200 @@ def test_a_session_is_warm_until_its_advisory_ends(core) -> None:
           seen.push(core.warm.has('s'));
         }
         return [seen, core.advisoriesOff];""") == [[False, True, False], False]
+
+
+# ---------------------------------------------------------------------------------- a server or a line that stands still
+
+LOST = "core.closed(1006, 0); core.connecting();"
+
+
+@pytest.mark.parametrize("stage", ["sent", "accepted", "streaming", "written", "stopping"])
+@pytest.mark.parametrize("phase", ["offline", "still ready"])
+def test_a_new_connection_takes_up_what_was_under_way_whatever_the_page_thought_of_the_old_one(
+    core, stage: str, phase: str
+) -> None:
+    """Also where a socket was replaced without a word of its end."""
+    steps = {
+        "sent": "",
+        "accepted": "accepted('a');",
+        "streaming": "accepted('a'); delta('a', 1, 'one ');",
+        "written": "accepted('a'); delta('a', 2, 'one two');",
+        "stopping": "accepted('a'); delta('a', 1, 'one '); core.stop('a');",
+    }
+    hello, frames, turns = core(
+        f"""begin(); ask('a'); {steps[stage]} core.drain(); {LOST if phase == "offline" else ""} core.opened(); const [hello] = sent();
+        core.receive(ready(session(stored('a', 'running')))); const frames = sent(); accepted('a'); delta('a', 2, 'two'); done('a', 2, 'stop');
+        return [hello, frames, shown()];"""
+    )
+    seqs = {"accepted": 0, "streaming": 1, "written": 2, "stopping": 1}
+    resumed = [{"id": "a", "seq": seqs[stage]}] if stage in seqs else None
+    assert hello.get("resume") == resumed
+    again = {"sent": [("message", "a")], "stopping": [("stop", "a")]}.get(stage, [])
+    assert [(each["type"], each.get("id")) for each in frames if each["type"] != "watch_list"] == again
+    texts = {"sent": "two", "accepted": "two", "written": "one two"}
+    assert turns == [["a", "done", texts.get(stage, "one two")]]
+
+
+def test_an_edit_that_stalls_is_sent_again_in_its_place(core) -> None:
+    frames, turns = core(
+        f"""begin(stored('a', 'done', 'A'), stored('b', 'done', 'B')); ask('c', {{ after: 'a' }}); core.drain(); {LOST} core.opened(); core.drain();
+        core.receive(ready(session(stored('a', 'done', 'A'), stored('b', 'done', 'B')))); const frames = sent(); accepted('c'); done('c', 0);
+        return [frames.filter((frame) => frame.type === 'message'), shown()];"""
+    )
+    assert [(each["id"], each["after"]) for each in frames] == [("c", "a")]
+    assert turns == [["a", "done", "A"], ["c", "done", ""]]
+
+
+def test_an_answer_of_the_server_is_waited_for_at_each_stage(core) -> None:
+    """While a connection is made, until a hello and a message are answered, and until an answer is over; not while nothing is under way."""
+    assert core("""const seen = []; const note = () => seen.push(core.isWaiting); core.open('s'); core.connecting(); note(); core.opened(); note();
+        core.receive(ready(session())); note(); core.open('t'); note(); core.receive(ready({ ...session(), id: 't' })); note();
+        ask('a'); note(); accepted('a'); note(); delta('a', 1, 'x'); note(); core.stop('a'); note(); done('a', 1, 'stopped'); note();
+        core.closed(1006, 0); note(); return seen;""") == [
+        *(True, True, False, True, False),
+        *(True, True, True, True, False),
+        False,
+    ]
+
+
+def test_a_hello_that_is_refused_is_told_of_its_own_conversation(core) -> None:
+    """And one that is gone is left only where it is the one that is shown."""
+    events, current = (
+        core("""begin(); core.open('t'); core.open('u'); core.drain(); error('rate_limited'); error('not_found', undefined, false);
+        const { events } = core.drain(); return [events.filter(({ type }) => type !== 'phase'), core.current];""")
+    )
+    assert [(each["type"], each.get("sessionId")) for each in events] == [
+        ("problem", "t"),
+        ("current", None),
+        ("gone", "u"),
+    ]
+    assert current is None
+    assert (
+        core(
+            """begin(); core.open('t'); core.open('s'); error('not_found', undefined, false); return core.current;"""
+        )
+        == "s"
+    )
+
+
+def test_a_session_that_fell_behind_is_read_once_there_is_a_connection(core) -> None:
+    frames = core("""begin(); core.open(null); core.closed(1006, 0); core.reread('s'); const none = sent(); core.connecting(); core.opened();
+        core.drain();
+        core.receive(ready()); const frames = sent(); core.receive(ready(session(stored('a', 'done', 'A')))); core.opened(); core.drain();
+        core.receive(ready()); return [none, frames, sent()];""")
+    assert frames == [[], [WATCH_LIST, {"type": "hello", "session_id": "s"}], [WATCH_LIST]]
+
+
+def test_what_was_not_acknowledged_is_kept_until_it_is(core) -> None:
+    """What the page is told to keep, at each step: a message as it was sent, with the error if it was refused, or that it can forget it."""
+    kept = core("""begin(); const seen = []; const note = () => core.drain().events.filter(({ type }) => type === 'unsent')
+          .forEach(({ turn }) => seen.push([turn.id, turn.request && turn.request.content, turn.error && turn.error.code]));
+        ask('a'); note(); accepted('a'); note(); delta('a', 1, 'x'); done('a', 1); note(); ask('b'); note(); error('overloaded', 'b');
+        note();
+        core.retry('b', null); note(); error('busy', 'b'); note(); core.discard('b'); note();
+        ask('c'); note(); core.forget('s'); note(); return seen;""")
+    assert kept == [
+        ["a", "ask a", None],
+        ["a", None, None],
+        ["a", None, None],
+        ["b", "ask b", None],
+        ["b", "ask b", "overloaded"],
+        ["b", "ask b", None],
+        ["b", "ask b", "busy"],
+        ["b", None, "busy"],
+        ["c", "ask c", None],
+        ["c", None, None],
+    ]
+
+
+KEPT = """const frame = (id, more = {}) => ({ type: 'message', id, session_id: 's', content: `ask ${id}`, adapter: null, ...more });"""
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ("", ["a", "sending", ""]),
+        ("stored('a', 'running')", ["a", "sending", ""]),
+        ("stored('a', 'failed')", ["a", "failed", ""]),
+    ],
+)
+def test_what_an_earlier_visit_left_is_sent_again(core, stored: str, expected: list) -> None:
+    """Whether or not the server had it; one that failed there is tried again by hand."""
+    frames, turns, after = core(
+        f"""{KEPT} core.keep([frame('a')]); core.open('s'); greet({stored}); const frames = sent(); const turns = shown();
+        accepted('a'); delta('a', 1, 'A'); done('a', 1); return [frames, turns, shown()];"""
+    )
+    again = [each["content"] for each in frames if each["type"] == "message"]
+    assert again == ([] if "failed" in stored else ["ask a"])
+    assert turns == [expected]
+    assert after == ([["a", "failed", ""]] if "failed" in stored else [["a", "done", "A"]])
+
+
+def test_what_an_earlier_visit_left_elsewhere_is_sent_and_found_there(core) -> None:
+    frames, turns = core(
+        f"""{KEPT} core.keep([frame('a'), frame('b', {{ error: {{ code: 'busy', message: 'x', retryable: true }} }})]);
+        core.connecting(); core.opened();
+        core.drain(); core.receive(ready()); const frames = sent(); accepted('a'); core.open('s'); core.drain();
+        core.receive(ready(session(stored('0', 'done', 'O'), stored('a', 'running')))); delta('a', 1, 'A'); done('a', 1);
+        return [frames, shown()];"""
+    )
+    assert [(each["type"], each.get("id")) for each in frames] == [("watch_list", None), ("message", "a")]
+    assert turns == [["0", "done", "O"], ["a", "done", "A"], ["b", "failed", ""]]
+
+
+def test_a_message_without_a_conversation_is_given_back(core) -> None:
+    events = core(f"""{KEPT} core.keep([frame('a')]); core.connecting(); core.opened(); core.receive(ready()); core.drain();
+        error('not_found', 'a', false); return core.drain().events.map(({{ type, turn }}) => [type, turn.content, turn.request]);""")
+    assert events == [["unsent", "ask a", None], ["homeless", "ask a", None]]
+
+
+def pulse(core, steps: str) -> list:
+    """What a pulse says was due: the times in seconds, and what."""
+    return core(f"""const {{ Pulse }} = await import('/js/pulse.js'); const pulse = new Pulse(); const seen = [];
+        const facts = {{ isOpen: true, isWaiting: true, attempt: 0 }}; let now = 0;
+        const until = (end, more = {{}}) => {{ for (;;) {{ const due = pulse.look(now, {{ ...facts, ...more }});
+            if (due.act) {{ seen.push([now / 1000, due.act]); if (due.act === 'ask') {{ pulse.asked(now); continue; }} pulse.left(); return; }}
+            if (due.silentSince !== null && seen.at(-1)?.[1] !== 'silent') seen.push([now / 1000, 'silent', due.silentSince / 1000]);
+            if (due.lookAt > end) {{ now = end; return; }} now = due.lookAt; }} }};
+        {steps} return seen;""")
+
+
+def test_a_server_that_does_not_answer_is_asked_after_three_seconds_said_after_five_and_left_after_thirteen(
+    core,
+) -> None:
+    assert pulse(core, "pulse.heard(0); until(60000);") == [[3, "ask"], [5, "silent", 0], [13, "leave"]]
+
+
+def test_a_server_that_answers_is_asked_now_and_then_and_never_left(core) -> None:
+    """Every three seconds while something is waited for, else every twenty-five."""
+    asked = pulse(
+        core,
+        """for (let at = 0; at < 12000; at += 3000) { pulse.heard(at); until(at + 3000); }
+        pulse.heard(12000); until(37000, { isWaiting: false });""",
+    )
+    assert asked == [[3, "ask"], [6, "ask"], [9, "ask"], [12, "ask"], [37, "ask"]]
+
+
+def test_silence_counts_from_when_something_was_waited_for(core) -> None:
+    assert pulse(core, "pulse.heard(0); until(20000, { isWaiting: false }); until(30000);")[:2] == [
+        [23, "ask"],
+        [25, "silent", 20],
+    ]
+
+
+def test_silence_outlasts_connections_and_ends_with_a_word(core) -> None:
+    """Connections that brought nothing are given more and more time: a large frame on a slow line comes late."""
+    assert pulse(
+        core,
+        """pulse.heard(0); until(60000); until(now + 2000, { isOpen: false }); pulse.heard(now); seen.push('a word');
+        until(60000, { attempt: 2 });""",
+    ) == [
+        [3, "ask"],
+        [5, "silent", 0],
+        [13, "leave"],
+        [13, "silent", 0],
+        "a word",
+        [18, "ask"],
+        [20, "silent", 15],
+        [58, "leave"],
+    ]

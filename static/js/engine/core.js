@@ -29,6 +29,8 @@ export class RoomCore {
     this.retryAt = 0;
     this.closeCode = 0;
     this.isLooking = true;
+    /** As ChatCore's. */
+    this.silence = null;
     /** The last `engine` frame. */
     this.frame = null;
     /** By node, and of all together (''): `{steps, tokens}` a second, the newest last. */
@@ -41,6 +43,24 @@ export class RoomCore {
     this.#frames = [];
     this.#events = [];
     return drained;
+  }
+
+  /** Whether a frame of the server is waited for: while one looks, they come twice a second. */
+  get isWaiting() {
+    return this.phase === 'connecting' || (this.phase === 'ready' && this.isLooking);
+  }
+
+  /** Always false: nothing is kept here that would be sent again. */
+  get hasUnsent() {
+    return false;
+  }
+
+  /** As ChatCore's. */
+  hush(since, leaveAt) {
+    if (since === (this.silence?.since ?? null) && (!this.silence || leaveAt === this.silence.leaveAt)) return false;
+    this.silence = since === null ? null : { since, leaveAt };
+    this.#events.push({ type: 'silence' });
+    return true;
   }
 
   /** A connection attempt begins. */

@@ -3,7 +3,7 @@
 import { Api } from '../api.js';
 import { toast } from '../toast.js';
 import { askKey } from '../key.js';
-import { h, morph } from '../dom.js';
+import { contained, h, morph } from '../dom.js';
 import { Connection } from '../socket.js';
 import { StatusBanner } from '../status.js';
 import { readKey, writeKey } from '../storage.js';
@@ -52,6 +52,7 @@ export class Room {
     for (const { type, message } of events) {
       if (type === 'engine') this.#show();
       else if (type === 'phase') this.#onPhase();
+      else if (type === 'silence') this.banner.update();
       else toast(message);
     }
   }
@@ -77,12 +78,12 @@ export class Room {
 
   #show() {
     const { frame, rates } = this.core;
-    put('figures', views.figures(frame, rates));
-    put('nodes', views.nodes(frame, rates));
-    put('tiers', views.tiers(frame));
-    put('lanes', views.lanes(frame));
-    put('adapters', views.adapters(frame));
-    put('advisories', views.advisories(frame, this.#titles));
+    put('figures', () => views.figures(frame, rates));
+    put('nodes', () => views.nodes(frame, rates));
+    put('tiers', () => views.tiers(frame));
+    put('lanes', () => views.lanes(frame));
+    put('adapters', () => views.adapters(frame));
+    put('advisories', () => views.advisories(frame, this.#titles));
     if (frame.advisories.some(({ session_id: id }) => !this.#titles.has(id))) this.#askTitles();
   }
 
@@ -95,8 +96,9 @@ export class Room {
   }
 }
 
-/** Shows these children there, and touches only what changed. */
-function put(id, children) {
+/** Shows what `make` gives there, and touches only what changed. A part that cannot be shown leaves the others alone. */
+function put(id, make) {
+  const children = contained(make, () => h('p', { class: 'empty' }, 'This part could not be shown.'));
   morph(byId(id), h('div', {}, ...[children].flat()));
 }
 
