@@ -157,7 +157,7 @@ class Keeper:
         wanted = self._wanted()[name]
         version = wanted.served.version
         try:
-            path = await bring(self.node, wanted.contents)
+            path = await bring(self.node, wanted.sent)
             body = {**wanted.options, "lora_name": name, "lora_path": path, "load_inplace": True}
             reply = await self.node.load_adapter(body)
         except EngineUnavailable:

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine_bridge.adapters.catalog import open_registry
 from engine_bridge.adapters.contents import Contents, contents_of
+from engine_bridge.adapters.copies import Copies
 from engine_bridge.adapters.errors import RegistryFailed
 from engine_bridge.adapters.names import check_name
 from engine_bridge.adapters.registry import AdapterRecord
@@ -22,11 +23,15 @@ from engine_bridge.policy.adapter_places import Served
 
 @dataclass(frozen=True, slots=True)
 class WantedAdapter:
-    """An adapter that nodes should serve. options: what else of the client's body goes to each node. record: None until it is in the list."""
+    """An adapter that nodes should serve. options: what else of the client's body goes to each node. record: None until it is in the list.
+
+    sent: the same contents from where nodes are to have them: the gateway's copy, where there is one.
+    """
 
     name: str
     contents: Contents
     options: Mapping[str, Any]
+    sent: Contents
     record: AdapterRecord | None = None
 
     @property
@@ -41,6 +46,7 @@ class WantedAdapters:
     def __init__(self, folder: Path | None) -> None:
         """folder: the data folder; None: in memory. Nothing is read before `open`."""
         self._folder = folder
+        self._copies = Copies(folder)
         self.wanted: Mapping[str, WantedAdapter] = {}
         self.unloaded: dict[str, str] = {}
         """Names that were taken off the list on purpose, and where each lay that was on it then."""
@@ -57,7 +63,13 @@ class WantedAdapters:
         """
         check_name(name)
         folder = Path(os.path.abspath(os.path.expanduser(path)))
-        return WantedAdapter(name, contents_of(folder, self._known), options)
+        contents = contents_of(folder, self._known)
+        wanted = {each.contents.content_hash for each in self.wanted.values()}
+        self._copies.make(contents.content_hash, str(folder), wanted)
+        copy = self._copies.path_of(contents.content_hash)
+        return WantedAdapter(
+            name, contents, options, replace(contents, path=Path(copy)) if copy else contents
+        )
 
     def _known(self, path: str, signature: str) -> tuple[str, int] | None:
         record = self._registry.known(path, signature)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,7 @@ FOLDER_NAME: Final = "adapter-copies"
 KEEP_S: Final = 300.0
 # After a copy that failed, a full disk most likely. Chosen.
 PAUSE_S: Final = 30.0
+CLEAR_EVERY_S: Final = 60.0
 
 
 class Copies:
@@ -39,7 +40,7 @@ class Copies:
         folder = state_dir / FOLDER_NAME if state_dir is not None else None
         self._store = AdapterStore(folder, keep_s=KEEP_S) if folder is not None else None
         self._clock = clock
-        self._paused_until_s = float("-inf")
+        self._paused_until_s = self._cleared_s = float("-inf")
 
     def path_of(self, content_hash: str) -> str:
         """Where a copy of this content lies, "" for nowhere. From any thread, at once."""
@@ -66,11 +67,19 @@ class Copies:
         started_s = self._clock()
         records = list(served)
         wanted = {record.content_hash for record in records}
+        self._clear(wanted, started_s)
         for record in records:
             if self._clock() - started_s >= budget_s:
                 return
             with suppress(AdapterRejected):  # whoever watches its folder sees that, too
                 self.make(record.content_hash, record.path, wanted)
+
+    def _clear(self, wanted: Collection[str], now: float) -> None:
+        """Now and then, what nobody wants any more."""
+        if self._store is not None and now - self._cleared_s >= CLEAR_EVERY_S:
+            self._cleared_s = now
+            with suppress(OSError):  # the next copy says what is wrong
+                self._store.keep(wanted)
 
     def _is_kept(self, content_hash: str, path: str) -> bool:
         """What a gateway sent lies under its content's name already, where nobody replaces it."""

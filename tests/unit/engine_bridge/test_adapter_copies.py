@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from engine_bridge.adapters.contents import contents_of
-from engine_bridge.adapters.copies import FOLDER_NAME, PAUSE_S, Copies
+from engine_bridge.adapters.copies import CLEAR_EVERY_S, FOLDER_NAME, PAUSE_S, Copies
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.store import AdapterStore
 from engine_bridge.errors import InvalidRequest
@@ -76,6 +77,21 @@ def test_where_no_copy_can_be_made_it_is_tried_again_after_a_while(tmp_path: Pat
     clock.now += PAUSE_S
     copies.make(wanted, str(source), [])
     assert copies.path_of(wanted)
+
+
+def test_what_is_served_no_more_goes_after_a_while(tmp_path: Path, source: Path) -> None:
+    clock, server = Clock(), CatalogServer(tmp_path / "state")
+    copies = Copies(tmp_path, clock)
+    record = server.load("law", source)
+    copies.make_missing([record], 1.0)
+    kept = Path(copies.path_of(record.content_hash))
+    os.utime(kept, (1.0, 1.0))
+    copies.make_missing([], 1.0)
+    assert kept.is_dir(), "requests under way may need it"
+    clock.now += CLEAR_EVERY_S
+    copies.make_missing([], 1.0)
+    assert not kept.exists()
+    server.catalog.close()
 
 
 def test_what_a_gateway_sent_is_not_copied_once_more(tmp_path: Path, source: Path) -> None:

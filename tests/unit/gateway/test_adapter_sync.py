@@ -20,7 +20,7 @@ from engine_bridge.errors import EngineUnavailable
 from engine_bridge.node import JsonReply
 from engine_bridge.policy.adapter_places import AdapterAt
 from gateway.adapter_sync import AdapterSync
-from tests.adapter_corpus import make_adapter
+from tests.adapter_corpus import WEIGHTS_FILE, make_adapter
 from tests.unit.cluster.catalog_node import MODULES, CatalogNode, connected, store_at, until
 
 
@@ -445,3 +445,27 @@ async def test_what_a_nodes_full_disk_kept_out_is_served_once_there_is_room(
         await until(lambda: sync.problems() == {})
         assert shown(sync, "pirate").version == version
         assert set(far.served()) == {"pirate"}
+
+
+async def test_a_node_that_joins_while_files_are_replaced_gets_the_version_that_the_others_serve(
+    cluster: Cluster,
+) -> None:
+    """Also one on another machine, which is sent it."""
+
+    class Elsewhere(AdapterStore):
+        def find(self, content_hash: str, path: str) -> str:
+            return super().find(content_hash, "/not/on/this/machine")
+
+    pirate = cluster.adapter("pirate")
+    async with synced(
+        cluster, state_dir=cluster.folder / "state", folder=cluster.folder / "adapters"
+    ) as sync:
+        version = shown(sync, "pirate").version
+        os.truncate(pirate / WEIGHTS_FILE, 1000)
+        await cluster.add("n3")
+        await cluster.add("n4", store=Elsewhere(cluster.folder / "n4", free_bytes=0))
+        for name in ("n3", "n4"):
+            await sync.joined(name)
+            assert sync.failures(name) == {}
+            (info,) = cluster.nodes[name].adapters()
+            assert info.version == version
