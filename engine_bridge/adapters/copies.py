@@ -41,6 +41,7 @@ class Copies:
         self._store = AdapterStore(folder, keep_s=KEEP_S) if folder is not None else None
         self._clock = clock
         self._paused_until_s = self._cleared_s = float("-inf")
+        self._is_failing = False
 
     def path_of(self, content_hash: str) -> str:
         """Where a copy of this content lies, "" for nowhere. From any thread, at once."""
@@ -54,13 +55,19 @@ class Copies:
         try:
             self._store.keep({content_hash, *wanted})
             self._store.copy(content_hash, Path(path))
+            self._is_failing = False
         except (InvalidRequest, OSError) as error:
             if isinstance(error, InvalidRequest) and error.code == "changed":
                 raise AdapterRejected(
                     "The adapter's files changed while they were copied. Load it again.", code="changed"
                 ) from error
             self._paused_until_s = self._clock() + PAUSE_S
-            log.warning("an adapter is served without a copy of it for now: %s", error)
+            log.log(
+                logging.DEBUG if self._is_failing else logging.WARNING,
+                "adapters are served without copies for now: %s",
+                error,
+            )
+            self._is_failing = True
 
     def make_missing(self, served: Iterable[AdapterRecord], budget_s: float) -> None:
         """Begin copies of what has none yet, for so long."""

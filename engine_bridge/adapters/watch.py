@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from engine_bridge.adapters.retries import Refusal, Retries
 
 logger = logging.getLogger(__name__)
 
+LOOK_AGAIN_S: Final = (
+    0.1  # Chosen: between deleting a folder and renaming another one, a thousand times as long as that takes.
+)
 SETTLE_S: Final = 2.0  # Chosen: longer than a copy pauses between two writes.
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _TAKEN: Final = Refusal(
@@ -85,7 +89,7 @@ class Folder:
             is_settled: whatever lies there is told at once.
         """
         try:
-            seen = self._scan()
+            seen = self._scan(now)
         except OSError as error:
             if self._is_readable:
                 logger.warning("the folder of adapters %s cannot be read: %s", self.path, error.strerror)
@@ -119,12 +123,25 @@ class Folder:
                     self._retries.forget(name)
                 self._told[name] = entry.signature
                 self._stands_back.discard(name)
-        removed = tuple(sorted(self._told.keys() - seen.keys()))
+        removed = tuple(sorted(self._gone(self._told.keys() - seen.keys(), now)))
         for name in (*removed, *(self._stands_back - seen.keys())):
             self._told.pop(name, None)
             self._stands_back.discard(name)
             self._retries.forget(name)
         return Changes(tuple(added), tuple(changed), removed)
+
+    def _gone(self, names: Collection[str], now: float) -> list[str]:
+        """Without those whose folder is there again: one that is moved into the place of another is away for a moment."""
+        if names:
+            time.sleep(LOOK_AGAIN_S)
+        return [name for name in names if not self._is_there(name, now)]
+
+    def _is_there(self, name: str, now: float) -> bool:
+        try:
+            _look(self.path / name)
+        except OSError as error:
+            return self._may_come_back(name, error, now)
+        return True
 
     def _stand_back(self, name: str, now: float) -> None:
         if self._retries.failed(name, _TAKEN, now):
@@ -138,8 +155,9 @@ class Folder:
         # A time far in the future, from a clock that was wrong, must not hold an adapter back until then.
         return abs(now - entry.newest_s) >= settle_s
 
-    def _scan(self) -> dict[str, _Seen | None]:
-        """Name -> what is there; None: something that cannot be looked at just now. Raises OSError if the folder itself cannot be read."""
+    def _scan(self, now: float) -> dict[str, _Seen | None]:
+        """Name -> what is there; None: something that cannot be looked at just now, or is just being written. Raises OSError if the folder itself
+        cannot be read."""
         try:
             with os.scandir(self.path) as entries:
                 names = [entry.name for entry in entries]
@@ -150,14 +168,27 @@ class Folder:
             try:
                 seen[name] = _look(self.path / name)
             except OSError as error:
-                if error.errno not in _NOT_THERE:
+                if self._may_come_back(name, error, now):
                     seen[name] = None
         return seen
+
+    def _may_come_back(self, name: str, error: OSError, now: float) -> bool:
+        """Of what is no adapter as it is. Whoever replaces one may delete its files first, and write the configuration last."""
+        if error.errno not in _NOT_THERE:
+            return True
+        try:
+            return abs(now - _newest_s(self.path / name)) < self._settle_s
+        except OSError:
+            return False  # no folder
 
 
 def _look(folder: Path) -> _Seen:
     """Raises OSError: ENOENT or ENOTDIR for what is no adapter."""
-    signature = signature_of(folder)
+    return _Seen(signature_of(folder), _newest_s(folder))
+
+
+def _newest_s(folder: Path) -> float:
+    """When the folder, or what is in it, was changed last, in Unix seconds. Raises OSError."""
     newest_ns = os.stat(folder).st_mtime_ns
     with os.scandir(folder) as entries:
         for entry in entries:  # all of them: a download grows under another name first
@@ -165,4 +196,4 @@ def _look(folder: Path) -> _Seen:
                 newest_ns = max(newest_ns, entry.stat().st_mtime_ns)
             except OSError:
                 continue  # a broken link, or just gone
-    return _Seen(signature, newest_ns / 1e9)
+    return newest_ns / 1e9

@@ -249,7 +249,8 @@ async def test_a_trainer_that_writes_over_what_is_served_fails_no_request(
     overwrite(folder / "trained", DEMO_ADAPTERS_DIR / "pirate")
     await until_answered(node, "trained", shout, pirate)
     await leave_all(node)
-    (folder / "trained" / FILES[0]).unlink()
+    for name in FILES:
+        (folder / "trained" / name).unlink()
     assert await in_time(ask(node, "trained", PROMPT)) == pirate
     overwrite(folder / "trained", DEMO_ADAPTERS_DIR / "json")
     await until_answered(node, "trained", pirate, json)

@@ -160,6 +160,35 @@ def test_a_folder_without_its_configuration_is_gone(root: Path, folder: Folder) 
     assert folder.changes(NOW) == Changes(removed=("law",))
 
 
+def test_one_whose_files_are_deleted_and_written_anew_is_not_called_gone(root: Path, folder: Folder) -> None:
+    adapter = put(root, "law")
+    folder.changes(NOW)
+    for path in adapter.iterdir():
+        path.unlink()
+    os.utime(adapter, (NOW, NOW))
+    assert folder.changes(NOW + 1) == NOTHING
+    put(root, "law", seed=1, when=NOW + 1)
+    assert folder.changes(NOW + 2) == NOTHING
+    assert folder.changes(NOW + 3) == Changes(changed=(("law", adapter),))
+    (adapter / CONFIG_FILE).unlink()
+    os.utime(adapter, (NOW + 3, NOW + 3))
+    assert folder.changes(NOW + 4) == NOTHING
+    assert folder.changes(NOW + 5) == Changes(removed=("law",)), "nothing came"
+
+
+def test_one_that_is_replaced_by_another_folder_is_not_called_gone(
+    root: Path, folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at just between the two moves."""
+    adapter = put(root, "law")
+    new = put(tmp_path, "new", seed=1, when=LONG_AGO + 1)
+    folder.changes(NOW)
+    adapter.rename(tmp_path / "old")
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: new.rename(adapter))
+    assert folder.changes(NOW) == NOTHING
+    assert folder.changes(NOW) == Changes(changed=(("law", adapter),))
+
+
 def test_a_renamed_adapter_goes_and_comes(root: Path, folder: Folder) -> None:
     put(root, "old")
     folder.changes(NOW)
