@@ -25,9 +25,6 @@ log = logging.getLogger(__name__)
 # short enough that nobody notices, long enough to stay under 1% CPU (an empty step takes about 0.1 ms).
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.001, 0.050
 REBUILD_WAITS_S = (0.0, 1.0, 5.0, 30.0)
-# Outputs that nobody waits for (neither the first nor the last of a request) cross to the event loop at most this often:
-# docs/decisions/0002.
-DELIVERY_INTERVAL_S = 0.050
 STEP_SMOOTHING = 0.1  # chosen: the last ten steps or so count
 
 
@@ -64,6 +61,8 @@ class EngineThread(Generic[D]):
         on_outputs: called on the event loop with the outputs of one or more steps, in order.
         on_failed: called on the event loop once when a driver died, before the rebuild: end its streams.
         on_rebuilt: called on the engine thread with the new driver, after what was submitted while it was built has been dropped.
+        delivery_s: how often outputs that nobody waits for (neither the first nor the last of a request) cross to the event loop at most; 0:
+            after each step. See docs/decisions/0002.
     """
 
     def __init__(
@@ -72,8 +71,11 @@ class EngineThread(Generic[D]):
         on_outputs: Callable[[list[Any]], None],
         on_failed: Callable[[BaseException], None],
         on_rebuilt: Callable[[D], None] = lambda driver: None,
+        *,
+        delivery_s: float = 0.0,
     ) -> None:
         self._make_driver = make_driver
+        self._delivery_s = delivery_s
         self._on_outputs = on_outputs
         self._on_failed = on_failed
         self._on_rebuilt = on_rebuilt
@@ -221,7 +223,7 @@ class EngineThread(Generic[D]):
                 now_s = time.monotonic()
                 self.step_s += STEP_SMOOTHING * (now_s - started_s - self.step_s)
                 self._outputs.append(outputs)
-                if driver.is_urgent(outputs) or now_s - self._delivered_s >= DELIVERY_INTERVAL_S:
+                if driver.is_urgent(outputs) or now_s - self._delivered_s >= self._delivery_s:
                     self._flush()
                 wait_s = FIRST_WAIT_S
             elif driver.is_stuck():

@@ -178,6 +178,16 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         ),
     ] = 100.0
     """Two tokens in the time in which people read one (MLPerf Inference, Llama 2 70B: 200 ms a token)."""
+    delta_ms: Annotated[
+        float,
+        setting(
+            "Scheduling",
+            "Send an answer's tokens at most this often, in milliseconds: what comes meanwhile is sent together. 0: after each step.",
+            ge=0,
+            le=1000,
+        ),
+    ] = 50.0
+    """The first and the last token of an answer are sent at once. Why not each: docs/decisions/0002."""
     decision_log: Annotated[
         Path | None,
         setting(

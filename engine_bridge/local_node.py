@@ -17,7 +17,7 @@ from msgspec import Struct
 from engine_bridge.adapters.catalog import Catalog, NoCatalog, open_registry
 from engine_bridge.adapters.copies import Copies
 from engine_bridge.adapters.files import ModelContract
-from engine_bridge.bridge import DELIVERY_INTERVAL_S, EngineThread
+from engine_bridge.bridge import EngineThread
 from engine_bridge.cluster.peers import PeerConfig, Peering
 from engine_bridge.context_overflow import ContextOverflow
 from engine_bridge.driver.absent import NoAdapters
@@ -109,6 +109,7 @@ class LocalNode:
             self._streams.deliver,
             self._fail,
             lambda driver: catch_up(driver.adapters, self._catalog),
+            delivery_s=config.engine.delta_ms / 1000,
         )
         self._tiers = tiers or make_tiers(config)
         if self._tiers is not None:
@@ -298,7 +299,7 @@ class LocalNode:
     @property
     def stream_interval(self) -> int:
         """How many tokens go into one piece of a stream at the engine's present speed."""
-        return _stream_interval(self._thread.step_s)
+        return _stream_interval(self._thread.step_s, self._config.engine.delta_ms / 1000)
 
     # -- work --------------------------------------------------------------------------------------------------------
 
@@ -474,13 +475,14 @@ async def _open_lengths(config: LocalNodeConfig, report: Callable[[str], None]) 
     )
 
 
-def _stream_interval(step_s: float) -> int:
+def _stream_interval(step_s: float, delivery_s: float) -> int:
     """How many tokens of one answer vLLM may hold back before it makes an output of them. step_s: what a step takes; 0 before the first.
+    delivery_s: the time between two deliveries.
 
     As many as the engine computes between two deliveries anyway: an output per token would only be merged again. The first and
     the last token are never held back. Source: vLLM's SamplingParams.stream_interval.
     """
-    per_delivery = DELIVERY_INTERVAL_S / step_s if step_s else 1
+    per_delivery = delivery_s / step_s if step_s else 1
     return min(max(int(per_delivery), 1), MAX_STREAM_INTERVAL)
 
 

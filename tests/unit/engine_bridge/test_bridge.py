@@ -61,14 +61,16 @@ class ScriptedDriver:
 class Harness:
     """An engine thread with what it delivered and the drivers it built."""
 
-    def __init__(self, make: Callable[[], ScriptedDriver] = ScriptedDriver) -> None:
+    def __init__(
+        self, make: Callable[[], ScriptedDriver] = ScriptedDriver, delivery_s: float = 0.05
+    ) -> None:
         self.built: list[ScriptedDriver] = []
         self.outputs: list[Any] = []
         self.failures: list[BaseException] = []
         self.changed = asyncio.Event()
         self._make = make
         self.thread: EngineThread[ScriptedDriver] = EngineThread(
-            self._build, self._on_outputs, self._on_failed
+            self._build, self._on_outputs, self._on_failed, delivery_s=delivery_s
         )
 
     def _build(self) -> ScriptedDriver:
@@ -98,8 +100,10 @@ class Harness:
 
 
 @asynccontextmanager
-async def running(make: Callable[[], ScriptedDriver] = ScriptedDriver) -> AsyncIterator[Harness]:
-    harness = Harness(make)
+async def running(
+    make: Callable[[], ScriptedDriver] = ScriptedDriver, delivery_s: float = 0.05
+) -> AsyncIterator[Harness]:
+    harness = Harness(make, delivery_s)
     await harness.thread.start()
     try:
         yield harness
@@ -115,11 +119,10 @@ async def test_outputs_arrive_in_order_and_complete() -> None:
     assert [left for name, left in harness.outputs if name == "b"] == [1, 0]
 
 
-async def test_outputs_gather_until_one_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outputs_gather_until_one_is_urgent() -> None:
     """While the engine is busy, the event loop is woken for urgent outputs only (and now and then: here never)."""
-    monkeypatch.setattr(bridge, "DELIVERY_INTERVAL_S", 3600)
     start, urgent = 10**9, 10**9 - 100
-    async with running() as harness:
+    async with running(delivery_s=3600) as harness:
         harness.built[0].is_urgent = lambda outputs: ("a", urgent) in outputs  # type: ignore[method-assign]
         harness.thread.submit(lambda driver: driver.left.update(a=start))
         # The very first output goes at once: the last delivery was long ago.
@@ -134,6 +137,15 @@ async def test_outputs_gather_until_one_is_urgent(monkeypatch: pytest.MonkeyPatc
     assert [left for _, left in harness.outputs] == list(
         range(start - 1, start - 1 - len(harness.outputs), -1)
     )
+
+
+async def test_without_an_interval_nothing_waits_for_an_urgent_output() -> None:
+    async with running(delivery_s=0) as harness:
+        harness.built[0].is_urgent = lambda outputs: False  # type: ignore[method-assign]
+        harness.thread.submit(lambda driver: driver.left.update(a=10**9))
+        # With an interval of an hour only the first of them would have come.
+        await harness.until(lambda: len(harness.outputs) > 3)
+        harness.thread.submit(lambda driver: driver.left.clear())
 
 
 async def test_an_idle_engine_does_not_step() -> None:
