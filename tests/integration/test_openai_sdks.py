@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import aiohttp
 import anthropic
 import openai
 import pytest
 import pytest_asyncio
+from anthropic.types import message_create_params as message_params
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 from pydantic import BaseModel
 
 from gateway.app import Server
@@ -686,3 +691,94 @@ async def test_models_in_anthropics_form(claude: anthropic.AsyncAnthropic) -> No
     with pytest.raises(anthropic.NotFoundError) as refused:
         await claude.models.retrieve("nope")
     assert refused.value.body["error"]["type"] == "not_found_error" and refused.value.request_id  # type: ignore[index]
+
+
+def nullable(params: Any) -> dict[str, None]:
+    """The fields of a call that its SDK says may be null, each null."""
+    hints = get_type_hints(params)
+    return {name: None for name, hint in hints.items() if type(None) in get_args(hint)}
+
+
+async def test_every_field_that_may_be_null_is_as_good_as_left_out(
+    http: aiohttp.ClientSession,
+) -> None:
+    """The fields are those of the installed SDKs, which are made of the APIs' descriptions."""
+    for path, params, body in (
+        (
+            "/v1/chat/completions",
+            chat_params.CompletionCreateParamsBase,
+            {"messages": HELLO, "max_tokens": 4},
+        ),
+        (
+            "/v1/completions",
+            completion_params.CompletionCreateParamsBase,
+            {"prompt": "Hello", "max_tokens": 4},
+        ),
+        (
+            "/v1/responses",
+            response_params.ResponseCreateParamsBase,
+            {"input": "Hello", "max_output_tokens": 4},
+        ),
+        ("/v1/messages", message_params.MessageCreateParamsBase, {"messages": HELLO, "max_tokens": 4}),
+    ):
+        fields = nullable(params)
+        for more in ({}, {"stream": True}):
+            sent = fields | body | more | {"model": MODEL}
+            async with http.post(path, json=sent) as response:
+                said = await response.text()
+                assert response.status == 200 and '"error":{' not in said, (path, sorted(fields), said[:500])
+
+
+async def test_an_answer_is_sent_back_with_all_of_its_fields(
+    client: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic, http: aiohttp.ClientSession
+) -> None:
+    """Nulls, ids, types and all: what an SDK's objects hold is what many clients send as history."""
+    asked: Any = {"role": "user", "content": "What is the weather in Paris?"}
+    tools: Any = [{"type": "function"} | tool["function"] for tool in WEATHER]
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=[asked], tools=WEATHER, temperature=0, max_tokens=96
+    )
+    message = answer.choices[0].message
+    assert message.tool_calls
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+    body: Any = {"model": MODEL, "messages": [asked, message.model_dump(), result], "max_tokens": 4}
+    async with http.post("/v1/chat/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+    for question, offered in ((asked, tools), ({"role": "user", "content": "Hello!"}, [])):
+        said = await client.responses.create(model=MODEL, input=[question], tools=offered, temperature=0)
+        items = [question, *(item.model_dump() for item in said.output)]
+        if offered:
+            items.append(
+                {
+                    "type": "function_call_output",
+                    "call_id": said.output[0].call_id,  # type: ignore[union-attr]
+                    "output": [{"type": "input_text", "text": "sunny"}],
+                }
+            )
+        items.append({"role": "user", "content": "Thanks."})
+        async with http.post("/v1/responses", json={"model": MODEL, "input": items}) as response:
+            assert response.status == 200, await response.text()
+    reply = await claude.messages.create(model=MODEL, max_tokens=8, messages=HELLO, extra_body=GREEDY)
+    history = [*HELLO, {"role": "assistant", "content": [each.model_dump() for each in reply.content]}, asked]
+    async with http.post(
+        "/v1/messages", json={"model": MODEL, "max_tokens": 4, "messages": history}
+    ) as response:
+        assert response.status == 200, await response.text()
+
+
+async def test_what_is_too_long_by_its_characters_is_shortened_as_by_its_tokens(
+    http: aiohttp.ClientSession,
+) -> None:
+    function = {"description": "x " * 300, "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": {"name": f"tool_{at}"} | function} for at in range(120)]
+    for num_tools in (90, 120):  # 60,000 and 80,000 characters, of which 65,536 are read
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 4, "tools": tools[:num_tools]}
+        async with http.post("/v1/chat/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["X-Overture-Left-Out"] == f"tools={num_tools}"
+    async with http.post(
+        "/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "x" * 70_000}]}
+    ) as response:
+        error = (await response.json())["error"]
+        assert response.status == 400 and error["code"] == "context_length_exceeded"
+        assert "max_prompt_chars" in error["message"]

@@ -61,9 +61,7 @@ class ScriptedDriver:
 class Harness:
     """An engine thread with what it delivered and the drivers it built."""
 
-    def __init__(
-        self, make: Callable[[], ScriptedDriver] = ScriptedDriver, delivery_s: float = 0.05
-    ) -> None:
+    def __init__(self, make: Callable[[], ScriptedDriver] = ScriptedDriver, delivery_s: float = 0.05) -> None:
         self.built: list[ScriptedDriver] = []
         self.outputs: list[Any] = []
         self.failures: list[BaseException] = []
