@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_bridge.driver.vllm_api.features import HALF_CHARACTERS
 from engine_bridge.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from engine_bridge.driver.kv_tiers import KvTiers
+    from engine_bridge.driver.vllm_api.start import Off
 
 # One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
 # fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
@@ -56,8 +58,8 @@ def load_vllm() -> type:
     return found
 
 
-def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
-    """An in-process `LLMEngine` with parts of ours in the places of vLLM's. Raises SeamMoved and whatever vLLM raises."""
+def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozenset()) -> Any:
+    """An in-process `LLMEngine` with parts of ours in the places of vLLM's, but for those that are off. Raises SeamMoved and whatever vLLM raises."""
     from engine_bridge.driver import grammars
     from engine_bridge.driver.kv_keys import hash_by_content
     from engine_bridge.driver.kv_namespace import arguments_that_count
@@ -73,6 +75,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None) -> Any:
 
         seam.install()
     grammars.install(config.grammar_bytes)
+    if HALF_CHARACTERS not in off:
+        from engine_bridge.driver import detokenizing
+
+        detokenizing.install()
     args = engine_args(config, tiers)
     if tiers is not None:
         tiers.arguments = arguments_that_count(args)

@@ -20,7 +20,6 @@ from engine_bridge.driver.prefixes import Prefixes
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import (
     CUDA_COPIES,
-    HALF_CHARACTERS,
     KV_TIERS,
     PROMOTION,
     REPORT,
@@ -113,12 +112,8 @@ class VllmDriver:
             self._tiers = tiers = None
         if tiers is not None or config.profile_dir is not None:
             know_weights(config.model, config.weights_memory, report)
-        if HALF_CHARACTERS not in self._off:
-            from engine_bridge.driver import detokenizing
-
-            detokenizing.install()
         report(f"loading {Path(config.model).name}")
-        self.engine = build_engine(config, tiers)
+        self.engine = build_engine(config, tiers, self._off)
         self._threads = make_threads(config)
         if tiers is not None and not reuses_kv(self.engine.vllm_config):
             tiers.switch_off()
