@@ -231,9 +231,10 @@ async def test_calls_of_tools_are_named_by_their_ids(client: openai.AsyncOpenAI)
     }
     wish: Any = {"model": MODEL, "tools": [tool], "temperature": 0, "max_output_tokens": 96}
     asked: Any = {"role": "user", "content": "What is the weather in Paris?"}
-    stream = await client.responses.create(input=[asked], stream=True, **wish)
-    response = [event async for event in stream][-1].response  # type: ignore[union-attr]
-    (call,) = response.output
+    events = [event async for event in await client.responses.create(input=[asked], stream=True, **wish)]
+    (call,) = events[-1].response.output
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == call.arguments
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny, 21 degrees"}
     reference = {"type": "item_reference", "id": call.id}
     told = await client.responses.create(input=[asked, reference, result], **wish)
