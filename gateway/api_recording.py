@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from engine_bridge.node import COUNTING_APIS, Api
+from engine_bridge.policy.request_limits import measure
 from gateway.api_turns import (
     AnswerReader,
     as_input,
@@ -115,12 +116,21 @@ async def _put_items(services: Services, owner: str, body: dict[str, Any]) -> No
     given = body.get("input")
     if not isinstance(given, list) or not any(map(is_reference, given)):
         return
+    if len(given) > services.config.max_messages:
+        return  # refused in a moment: see `check_call`
     names = [item["id"] for item in given if is_reference(item)]
     found = await services.store.responses.items(owner, names)
     missing = next((name for name in names if name not in found), None)
     if missing is not None:
         raise GatewayError("not_found", f"There is no item {missing[:100]!r} here.", param="input")
-    body["input"] = [as_input(found[item["id"]]) if is_reference(item) else item for item in given]
+    whole = [as_input(found[item["id"]]) if is_reference(item) else item for item in given]
+    if measure(whole)[1] > services.config.max_body_bytes:
+        raise GatewayError(
+            "frame_too_large",
+            f"The items that 'input' names are longer than a body may be ({services.config.max_body_bytes} bytes).",
+            param="input",
+        )
+    body["input"] = whole
 
 
 def adapter_named(services: Services, body: Any) -> str | None:

@@ -7,8 +7,14 @@ import contextlib
 import json
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from gateway.api_recording import recording_of
+from gateway.config import Config
+from gateway.errors import GatewayError
 from gateway.sessions import SessionStore, StoredResponse
 
 NOW = 1000.0
@@ -77,4 +83,25 @@ async def test_items_of_a_file_of_version_9_are_found(tmp_path: Path) -> None:
     assert list(await store.responses.items("ann", ["msg_1"])) == ["msg_1"]
     await stored(store, "ann", "b", [message("msg_2")])
     assert list(await store.responses.items("ann", ["msg_2"])) == ["msg_2"]
+    await store.close()
+
+
+async def test_items_that_are_named_often_are_no_way_around_the_bounds_of_a_body(tmp_path: Path) -> None:
+    store = await SessionStore.open(tmp_path / "sessions.db")
+    config = Config(data_dir=tmp_path, max_body_bytes=10_000, max_messages=100)
+    services: Any = SimpleNamespace(store=store, config=config)
+    long = message("msg_1") | {"content": [{"type": "output_text", "text": "x" * 500}]}
+    await stored(store, "ann", "a", [long])
+
+    def naming(num: int) -> dict[str, Any]:
+        return {"input": [{"type": "item_reference", "id": "msg_1"}] * num}
+
+    body = naming(3)
+    assert await recording_of(services, "ann", "responses", body, None) is not None
+    assert [item["content"] for item in body["input"]] == ["x" * 500] * 3
+    with pytest.raises(GatewayError, match="longer"):
+        await recording_of(services, "ann", "responses", naming(50), None)
+    body = naming(101)
+    await recording_of(services, "ann", "responses", body, None)
+    assert body == naming(101), "too many items are refused by their number"
     await store.close()
