@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from engine_bridge.api_errors import UNKNOWN_MODEL, error_body
 from engine_bridge.driver.failures import TOO_LATE, is_clients, log_once, noted, unfit
+from engine_bridge.driver.suspects import MALFORMED_MESSAGE, suspect_of
 from engine_bridge.driver.vllm_api import (
     ErrorResponse,
     GracefulHTTPError,
@@ -22,7 +23,6 @@ from engine_bridge.driver.vllm_api import (
 )
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.node import ANTHROPIC_ERROR_TYPES, JsonReply
-from engine_bridge.suspects import MALFORMED_MESSAGE, suspect_of
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("gateway", "engine_bridge", "kvtiers", "bench")
 # Lines that one thing may have. Chosen: a function is read on a screen, a class and a file at a sitting.
-LIMITS = {"function": 60, "class": 350, "file": 600}
+LIMITS = {"function": 60, "class": 450, "file": 600}
 
 TOO_LONG: set[str] = set()
 CIRCLES: set[tuple[str, ...]] = set()

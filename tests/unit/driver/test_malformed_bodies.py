@@ -15,8 +15,8 @@ from vllm.exceptions import (
 
 from engine_bridge.driver.bodies import as_error_response, as_malformed, as_unusable
 from engine_bridge.driver.failures import as_bridge_error, is_clients
+from engine_bridge.driver.suspects import MALFORMED_MESSAGE
 from engine_bridge.errors import EngineUnavailable, InternalFailure, InvalidRequest, TooBusy
-from engine_bridge.suspects import MALFORMED_MESSAGE
 
 
 def raised(error: Exception) -> Exception:
