@@ -29,7 +29,7 @@ HARMLESS_NAMES = frozenset(("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "READM
 READ_BYTES = 8 << 20
 # Chosen: a fast disk wants several reads at once, and more readers would take the processor from others.
 NUM_READERS = 4
-REPORT_AFTER_S, REPORT_EVERY_S = 2.0, 1.0
+REPORT_AFTER_S, REPORT_EVERY_S = 2.0, 10.0
 # A file that was changed so short a time ago may change again without its times telling, as clocks of file systems tick. Chosen: the slowest.
 SETTLED_S = 2.0
 MAX_REMEMBERED = 4096
