@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtiers.blocks import Block, Save, Stage, StageProgress, count_while
-from kvtiers.closing import going_on
 from kvtiers.host_tier import HostTier
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.io_thread import IoThread
@@ -26,7 +25,8 @@ from kvtiers.reader import FindPeer, Readers, Surroundings
 from kvtiers.stats import DiskTierStats, TierStats
 from kvtiers.write_behind import WriteBehind
 
-FLUSH_TIMEOUT_S, MIN_CLOSE_S = 10.0, 1.0
+# For what waits to be written at the end: less than a process has to close all. For the log to be closed, however slow its disk is. Chosen.
+FLUSH_TIMEOUT_S, CLOSE_TIMEOUT_S = 6.0, 10.0
 # Blocks that are looked up for a loan under one hold of the lock. Chosen: 0.2 ms.
 LEND_AT_ONCE = 512
 # What the log itself counts.
@@ -354,18 +354,12 @@ class KvStore:
             return self._arrived.wait_for(lambda: self._readers.is_idle, timeout_s)
 
     def close(self) -> None:
-        """Write what waits, then close the disk tier, in FLUSH_TIMEOUT_S and a little. Nothing may be staged or saved afterwards.
-
-        Raises TimeoutError for a disk that holds that up: what it lacks is lost, as after a crash.
-        """
-        started_s = time.monotonic()
-        with going_on("what waits for the KV disk"):
-            self.flush()
+        """Write what waits and close the disk tier. Nothing may be staged or saved afterwards. Raises TimeoutError where the disk holds that up."""
         if self._writer is not None:
+            self.flush()
             self._writer.close()
         if self._disk is not None:
-            left_s = FLUSH_TIMEOUT_S - (time.monotonic() - started_s)
-            self._io.start(self._disk.close()).result(max(left_s, MIN_CLOSE_S))
+            self._io.start(self._disk.close()).result(CLOSE_TIMEOUT_S)
 
     def drop_host(self) -> None:
         """Empty the host tier of all that nobody holds; what is on disk stays there. For benches and tests."""

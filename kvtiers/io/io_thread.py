@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # Chosen: for tasks that only have to hear that they are cancelled, and a disk that is slow.
-CLOSE_S = 2.0
+CLOSE_S = 10.0
 
 
 class IoThread:
