@@ -109,6 +109,18 @@ class Socket(Protocol):
         """Say why, and close. Raises as `send_frame` does."""
 
 
+def _who_says(
+    hello: Hello, known: Principal | None, key: str | None, services: Services, address: str | None
+) -> Principal:
+    """Who says hello. A socket stays with the key of its first good hello, whose holder is `known`: a later one need not name it again.
+
+    key: came with the upgrade. Raises GatewayError `unauthorized` for a wrong or missing key, and for one that was withdrawn meanwhile.
+    """
+    if not hello.api_key and known is not None:
+        return services.keys.current(known)
+    return services.gatekeeper.authenticate(hello.api_key or key, address)
+
+
 class ChatConnection:
     """One socket. It holds no text: for each turn that it follows, only how many pieces it has sent."""
 
@@ -204,7 +216,7 @@ class ChatConnection:
             await self._fail(as_gateway_error(error), turn_id)
 
     async def _on_hello(self, frame: Hello) -> None:
-        principal = self._principal_of(frame)
+        principal = _who_says(frame, self._principal, self._key, self._services, self._request.remote)
         self._greeted()
         if self._principal is not None and principal.owner != self._principal.owner:
             raise GatewayError("bad_request", "A socket belongs to one key: open one for each key.")
@@ -213,9 +225,8 @@ class ChatConnection:
         if progress.state in ("starting", "failed"):
             raise unavailable(progress.state, progress.stage)
         session = None
-        if (
-            self._said_hello
-        ):  # the first is free: the server comes back to thousands of sockets of one key at once
+        # The first is free: the server comes back to thousands of sockets of one key at once.
+        if self._said_hello:
             self._services.budgets.count(principal.owner)
         if frame.session_id is not None:
             session = to_builtins(await self._services.store.get_session(principal.owner, frame.session_id))
@@ -237,15 +248,6 @@ class ChatConnection:
                 # Again, in case the socket dropped before the first one arrived: the client needs the session's id.
                 self._send_accepted(live)
                 self._follow(live, resume.seq)
-
-    def _principal_of(self, hello: Hello) -> Principal:
-        """Who says hello. A socket stays with the key of its first good hello: a later one need not name it again.
-
-        Raises GatewayError `unauthorized` for a wrong or missing key, and for one that was withdrawn meanwhile.
-        """
-        if not hello.api_key and self._principal is not None:
-            return self._services.keys.current(self._principal)
-        return self._services.gatekeeper.authenticate(hello.api_key or self._key, self._request.remote)
 
     def _greeted(self) -> None:
         if not self._is_greeted:
@@ -329,14 +331,8 @@ class ChatConnection:
         told = self._told.get(record.wanted.session_id)
         if told != record.report.state:
             self._told[record.wanted.session_id] = record.report.state
-            self.tell(
-                {
-                    "type": "advisory",
-                    "session_id": record.wanted.session_id,
-                    "adapter": record.adapter,
-                }
-                | outcome_of(record.report)
-            )
+            named = {"session_id": record.wanted.session_id, "adapter": record.adapter}
+            self.tell({"type": "advisory"} | named | outcome_of(record.report))
         if record.is_over:
             self._told.pop(record.wanted.session_id, None)
 

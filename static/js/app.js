@@ -151,7 +151,6 @@ export class App {
   }
 
   #ask({ sessionId, content, after }) {
-    loadMarkdown();
     const ask = { id: newId(), sessionId, content, adapter: this.composer.adapter };
     if (after !== undefined) ask.after = after;
     this.index.upsert({ id: sessionId, adapter: ask.adapter });
@@ -369,6 +368,7 @@ export class App {
 
   #onModels() {
     const { models, server } = this.core;
+    loadMarkdown(); // behind the first screen, before the first answer
     this.composer.maxBytes = server.max_message_bytes ?? Infinity;
     this.composer.offersAhead = Boolean(server.drafts);
     this.composer.offer(models);
@@ -471,11 +471,12 @@ export class App {
     if (!isFirst && (this.#isListing || this.index.next === null)) return;
     const number = this.#lists += 1;
     this.#isListing = true;
+    const askedAt = this.index.numChanges;
     const page = await this.#tell(this.api.list({ before: isFirst ? null : this.index.next, origin: this.#origin() }));
     if (number !== this.#lists) return;
     this.#isListing = false;
     if (!page) return;
-    this.index.addPage(page, isFirst);
+    this.index.addPage(page, isFirst, askedAt);
     this.rail.draw();
   }
 

@@ -1,7 +1,7 @@
 /** The conversation in the centre column. */
 
 import { AnswerView } from './answer.js';
-import { contained, copyFrom, h, iconButton } from './dom.js';
+import { contained, h, iconButton } from './dom.js';
 import { summary } from './format.js';
 import { isLive } from './protocol.js';
 import { ReasoningView } from './reasoning.js';
@@ -21,6 +21,8 @@ const OVER_LIMIT = 'This conversation is longer than the model can read. Start a
  * @property {(turn: object, versionId: string, way: string) => void} choose  shows another version of a message
  * @property {() => void} grown  called after text was added
  */
+
+const copyFrom = async (...given) => (await import('./copy.js')).copyFrom(...given);
 
 /** One question with its answer. */
 class TurnView {

@@ -14,7 +14,7 @@ STATIC = Path(__file__).resolve().parents[2] / "static"
 # Of the chat page, and of what is loaded later or by other pages: the page of the API, the engine room, what these share, the side sheet,
 # formulas, files, the list of shortcuts, the menu and the title field of a conversation, an answer's timings, the form that edits a question,
 # the question for a key, dialogs, export and import, the way without websockets, what the demo model is asked for example, the list of
-# adapters, and what renders Markdown with its code and formulas, which comes with the first answer.
+# adapters, what copies to the clipboard, and what renders Markdown with its code and formulas, which comes with the first answer.
 OWN_BYTES_MAX = 150 * 1000
 LATER_BYTES_MAX = {
     "docs": 30 * 1000,
@@ -33,6 +33,7 @@ LATER_BYTES_MAX = {
     "key": 2 * 1000,
     "dialogs": 1000,
     "beside": 1000,
+    "copy": 2 * 1000,
     "models": 9 * 1000,
     "markdown": 9 * 1000,
     "formulas": 4 * 1000,

@@ -512,3 +512,20 @@ def test_silence_outlasts_connections_and_ends_with_a_word(core) -> None:
         [20, "silent", 15],
         [58, "leave"],
     ]
+
+
+def test_a_page_of_the_list_does_not_undo_what_happened_since_it_was_asked_for(core) -> None:
+    """A conversation that is new or renamed stays so, what was deleted stays away, and the page adds what only it knows."""
+    shown = core("""const { SessionIndex } = await import('/js/sessions.js'); const index = new SessionIndex();
+        const listed = (id, more = {}) => ({ id, title: `old ${id}`, adapter: null, updated_at: 1, num_turns: 1, is_pinned: true, ...more });
+        index.addPage({ sessions: [listed('kept'), listed('gone'), listed('named'), listed('left')], next: null }, true, 0);
+        const askedAt = index.numChanges; index.remove('gone'); index.upsert({ id: 'named', title: 'new name' });
+        index.upsert({ id: 'new', title: 'new', updated_at: 2 });
+        const sessions = [listed('kept'), listed('gone'), listed('named'), listed('empty', { title: null, num_turns: 0 })];
+        index.addPage({ sessions, next: null }, true, askedAt);
+        return index.sorted().map(({ id, title, is_pinned }) => [id, title, Boolean(is_pinned)]);""")
+    assert sorted(shown) == [
+        ["kept", "old kept", True],
+        ["named", "new name", True],
+        ["new", "new", False],
+    ]

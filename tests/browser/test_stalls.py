@@ -178,8 +178,10 @@ def test_a_stall_while_a_conversation_is_opened(visit, stage: Stage, how: str) -
     session = chat.session_id
     chat.page.reload()
     chat.open()
+    row = chat.page.locator(f".session[href='#/s/{session}']")
+    expect(row).to_be_visible()
     freeze(stage, how)
-    chat.page.locator(f".session[href='#/s/{session}']").click()
+    row.click()
     passes(chat, 6000)
     expect(chat.banner).to_contain_text(SILENT)
     stands_still(stage, chat, how)

@@ -1,6 +1,7 @@
 /** The page of the API: reads openapi.json and shows its routes. */
 
-import { contained, copyFrom, h } from '../dom.js';
+import { copyFrom } from '../copy.js';
+import { contained, h } from '../dom.js';
 import { curlOf, fieldsOf, objectsIn, operationsByTag, resolve, typeText } from './schema.js';
 
 const RETRY_MS = 2000; // while the engine starts there is no document yet
