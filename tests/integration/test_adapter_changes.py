@@ -273,8 +273,9 @@ async def test_weights_are_never_computed_with_another_versions_configuration(
 
 
 async def test_without_a_copy_a_request_waits_for_the_next_version(
-    node: LocalNode, folder: Path, state: Path
+    node: LocalNode, folder: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("engine_bridge.driver.adapter_waits.PATIENCE_S", 60.0)  # however slow this machine is
     shout, robot = await answers_of(node, "shout", "robot")
     await found(node, folder, "uncopied")
     assert await in_time(ask(node, "uncopied", PROMPT)) == shout
