@@ -7,7 +7,7 @@ from engine_bridge.driver.vllm_api import RetryableRequestError, VLLMClientError
 from engine_bridge.errors import AdapterChanging, InvalidRequest
 
 # Of what a loader says, the rest means that an adapter's files are not those that were registered, or cannot be read now.
-_DOES_NOT_PASS = ("not_finite", "too_large", "gone")
+_DOES_NOT_PASS = ("not_finite", "too_large", "not_ready", "gone")
 
 ENGINE_FAILED_MESSAGE = (
     "The engine failed while it worked on this request and is being rebuilt. Send the request again."
