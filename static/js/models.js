@@ -1,4 +1,4 @@
-/** The list above the model picker's button, which says where each adapter is; loaded when it is first opened. */
+/** The list above the model picker's button, which says where each adapter is; loaded once there is something to choose. */
 
 import { h, icon, paintDot } from './dom.js';
 import { adapterState, count, matching } from './format.js';

@@ -1,4 +1,4 @@
-/** Which model answers: the button. The list above it is loaded when it is first opened. */
+/** Which model answers: the button. The list above it is loaded once there is something to choose. */
 
 import { paintDot } from './dom.js';
 
@@ -33,11 +33,13 @@ export class ModelPicker {
   }
 
   async #open() {
-    if (!this.#list) {
-      const { ModelList } = await import('./models.js');
-      this.#list ??= new ModelList(this);
-    }
+    await this.#load();
     this.#list.open();
+  }
+
+  async #load() {
+    const { ModelList } = await import('./models.js');
+    this.#list ??= new ModelList(this);
   }
 
   /** The adapter that was picked, null for the base model. One that is not offered stays: the server says so when asked. */
@@ -56,6 +58,7 @@ export class ModelPicker {
     const known = new Map(this.models.map((model) => [model.id, model]));
     this.models = models.map((model) => ({ ...known.get(model.id), ...model }));
     this.button.disabled = false;
+    this.#load().catch(() => {}); // behind the first screen; where it failed, opening tries again
     this.adapter = this.#chosen;
     if (this.popover.matches(':popover-open')) this.#list?.draw();
   }
