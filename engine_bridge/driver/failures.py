@@ -44,9 +44,7 @@ _REFUSALS = (ValueError, TypeError, OverflowError, NotImplementedError)
 
 def is_clients(error: BaseException) -> bool:
     """Whether a request was refused on purpose, so that the error's text is for the client."""
-    if (
-        isinstance(error, InvalidRequest) or type(error) is TemplateError
-    ):  # a template's own `raise_exception`
+    if isinstance(error, InvalidRequest) or _is_said_by_a_template(error):
         return True
     if isinstance(error, VLLMClientError):
         # vLLM's renderers turn whatever a template or a tokenizer raises into such an error.
@@ -54,6 +52,13 @@ def is_clients(error: BaseException) -> bool:
     if isinstance(error, _REFUSALS):
         return _is_raised_by_a_reader(error) and all(is_clients(cause) for cause in _causes(error))
     return False
+
+
+def _is_said_by_a_template(error: BaseException) -> bool:
+    """Whether a chat template, or Mistral's code in the place of one, refused a conversation: by `raise_exception`, its own errors or an `assert`."""
+    if type(error) is TemplateError or type(error).__module__ == "mistral_common.exceptions":
+        return True
+    return isinstance(error, AssertionError) and _place_of(error)[0].startswith("mistral_common.")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -69,14 +74,19 @@ def _repeats(error: BaseException, cause: BaseException) -> bool:
 
 def _is_raised_by_a_reader(error: BaseException) -> bool:
     """Whether a `raise` of vLLM's reading code made it, and not an operation that went wrong there."""
+    module, operation = _place_of(error)
+    return operation == "RAISE_VARARGS" and module.startswith(_READERS)
+
+
+def _place_of(error: BaseException) -> tuple[str, str]:
+    """(module, operation of Python's) that raised it; empty for one that was never raised."""
     trace = error.__traceback__
     if trace is None:
-        return False
+        return "", ""
     while trace.tb_next is not None:
         trace = trace.tb_next
-    code = trace.tb_frame.f_code.co_code
-    is_on_purpose = dis.opname[code[trace.tb_lasti]] == "RAISE_VARARGS"
-    return is_on_purpose and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(_READERS)
+    operation = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
+    return str(trace.tb_frame.f_globals.get("__name__", "")), operation
 
 
 def as_bridge_error(error: Exception) -> BridgeError:
