@@ -2,31 +2,36 @@
 
     python -m bench.live.hostile [--only WORDS] [--verbose]
 
-The server is a process of its own with the demo model and two keys; the attacker has one, the victim the other. The last line of the output is JSON.
+The server is a process of its own with the demo model and 5,000 keys. The attacker has one; the victim, who streams, a neighbour, whose answers must
+stay the same, and an operator have others. The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
-import secrets
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import aiohttp
 
-from bench.live.attacks.attacker import Attacker, Outcome
+from bench.live.attacks.attacker import MIB, Attacker, Outcome
 from bench.live.attacks.cases import CASES, Case
 from bench.live.report import figures, options, report
+from gateway.auth import generate_key, key_file_line
 
 ANSWER_WITHIN_S = 10.0
 CASE_LIMIT_S = 90.0
 SETTLE_S = 0.5
+NUM_KEYS = 5000
+ROLES = ("attacker", "victim", "neighbour", "operator")
 AIMS = {
     "process_deaths": "aim 0",
     "status_5xx": "aim 0",
@@ -34,17 +39,22 @@ AIMS = {
     "worst_victim_gap_ms": "aim ≤ 1,000",
     "not_answered_in_10s": "aim 0",
     "other_failures": "aim 0",
+    "quoted_in_the_log": "aim 0",
+    "worst_log_kib": "aim ≤ 64",
+    "worst_growth_mib": "aim ≤ 512",
 }
 
 
 class Child:
     """A module of ours that runs in a process of its own, and is talked to line by line."""
 
-    async def run(self, module: str, *options: str, **variables: str) -> None:
+    async def run(self, module: str, *options: str, log: IO[bytes] | None = None, **variables: str) -> None:
+        """log: where its standard error goes; ours without."""
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, *options),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=log,
             env=os.environ | variables,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -54,15 +64,30 @@ class Child:
 class ServerProcess(Child):
     """The server under attack, started again when it dies."""
 
-    def __init__(self, keys: list[str]) -> None:
-        self._keys = keys
+    def __init__(self, keys: dict[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hostile-")
+        self._key_file = Path(self._folder.name) / "keys"
+        lines = [key_file_line(f"filler{number}", generate_key()) for number in range(NUM_KEYS - len(keys))]
+        lines += [key_file_line(role, key, is_operator=role == "operator") for role, key in keys.items()]
+        self._key_file.write_text("\n".join(lines) + "\n")
+        self._key_file.chmod(0o600)
+        self._log = Path(self._folder.name) / "log"
         self.num_deaths = 0
         self.port = 0
 
+    def take_log(self) -> bytes:
+        """What it has logged since the last call."""
+        with self._log.open("rb") as log:
+            log.seek(self._log_read)
+            said = log.read()
+        self._log_read += len(said)
+        return said
+
     async def start(self) -> None:
-        options = [f"--data-dir={self._folder.name}", *(f"--key={key}" for key in self._keys)]
-        await self.run("bench.live.peers.watched_server", *options)
+        self._log_read = 0
+        options = [f"--data-dir={self._folder.name}/data", f"--key-file={self._key_file}"]
+        with self._log.open("wb") as log:
+            await self.run("bench.live.peers.watched_server", *options, log=log)
         while line := await self.stdout.readline():
             if line.startswith(b"ready "):
                 self.port = int(line.split()[1])
@@ -131,6 +156,9 @@ class Result:
     gap_ms: float
     stall_ms: float
     rss_mib: float
+    growth_mib: float
+    log_kib: float
+    is_quoted: bool
     is_dead: bool
     answers: list[str]
 
@@ -147,17 +175,27 @@ class Result:
         return "no answer" in self.outcome
 
 
-async def attack(case: Case, server: ServerProcess, victim: Victim, key: str) -> Result:
+def client_of(server: ServerProcess, key: str) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        f"http://127.0.0.1:{server.port}",
+        timeout=aiohttp.ClientTimeout(total=ANSWER_WITHIN_S * 3, sock_read=ANSWER_WITHIN_S),
+        headers={"Authorization": f"Bearer {key}"},
+        connector=aiohttp.TCPConnector(limit=0),
+    )
+
+
+async def attack(case: Case, server: ServerProcess, victim: Victim, keys: dict[str, str]) -> Result:
     await victim.take_gap_ms()
-    await server.facts()
-    timeout = aiohttp.ClientTimeout(total=ANSWER_WITHIN_S * 3, sock_read=ANSWER_WITHIN_S)
-    headers = {"Authorization": f"Bearer {key}"}
-    connector = aiohttp.TCPConnector(limit=0)
+    before = await server.facts() or {"rss_bytes": 0}
+    server.take_log()
     started_s = time.monotonic()
-    async with aiohttp.ClientSession(
-        f"http://127.0.0.1:{server.port}", timeout=timeout, headers=headers, connector=connector
-    ) as http:
-        attacker = Attacker(http, server.port, key)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = {
+            role: Attacker(await stack.enter_async_context(client_of(server, key)), server.port, key)
+            for role, key in keys.items()
+        }
+        attacker = clients["attacker"]
+        attacker.others = clients
         outcome: Outcome
         try:
             async with asyncio.timeout(CASE_LIMIT_S):
@@ -170,6 +208,7 @@ async def attack(case: Case, server: ServerProcess, victim: Victim, key: str) ->
     await asyncio.sleep(SETTLE_S)
     facts = await server.facts()
     gap_ms = await victim.take_gap_ms()
+    said = server.take_log()
     if facts is None:
         await server.replace()
         victim.follow(server.port)
@@ -179,7 +218,10 @@ async def attack(case: Case, server: ServerProcess, victim: Victim, key: str) ->
         elapsed_s,
         gap_ms,
         stall_ms=facts["worst_stall_ms"] if facts else 0.0,
-        rss_mib=facts["rss_bytes"] / (1 << 20) if facts else 0.0,
+        rss_mib=facts["rss_bytes"] / MIB if facts else 0.0,
+        growth_mib=(facts["rss_bytes"] - before["rss_bytes"]) / MIB if facts else 0.0,
+        log_kib=len(said) / 1024,
+        is_quoted=attacker.word.encode() in said,
         is_dead=facts is None,
         answers=attacker.answers,
     )
@@ -194,6 +236,7 @@ def line_of(number: int, num_cases: int, result: Result) -> str:
             ("5xx", result.num_5xx),
             ("BAD", result.is_bad),
             ("LATE", result.is_late),
+            ("QUOTED", result.is_quoted),
         )
         if is_so
     ]
@@ -204,17 +247,17 @@ def line_of(number: int, num_cases: int, result: Result) -> str:
 
 
 async def run(cases: list[Case], is_verbose: bool) -> list[Result]:
-    keys = [f"ov-{secrets.token_urlsafe(32)}" for _ in range(2)]
+    keys = {role: generate_key() for role in ROLES}
     server = ServerProcess(keys)
     print("starting the server", flush=True)
     await server.start()
-    victim = Victim(keys[1])
+    victim = Victim(keys["victim"])
     await victim.start(server.port)
     os.nice(10)  # an attacker has a machine of its own: this one's work must not take the server's
     results = []
     try:
         for number, case in enumerate(cases, 1):
-            result = await attack(case, server, victim, keys[0])
+            result = await attack(case, server, victim, keys)
             results.append(result)
             print(line_of(number, len(cases), result), flush=True)
             if is_verbose or result.num_5xx or result.is_bad:
@@ -235,6 +278,9 @@ def summary(results: list[Result]) -> dict[str, Any]:
         "worst_victim_gap_ms": round(max(result.gap_ms for result in results)),
         "not_answered_in_10s": sum(result.is_late for result in results),
         "other_failures": sum(result.is_bad for result in results),
+        "quoted_in_the_log": sum(result.is_quoted for result in results),
+        "worst_log_kib": round(max(result.log_kib for result in results), 1),
+        "worst_growth_mib": round(max(result.growth_mib for result in results)),
         "rss_mib": round(results[-1].rss_mib),
     }
 

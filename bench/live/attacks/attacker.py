@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -25,12 +26,30 @@ Attack = Callable[["Attacker"], Awaitable[Outcome]]
 
 @dataclass
 class Attacker:
-    """A client that means harm. http: with its key. port: of the server."""
+    """A client that means harm.
+
+    Attributes:
+        http: with its key. port: of the server.
+        word: of this attack alone, to be looked for where no text of a client's belongs.
+        others: clients with other keys, by what they are.
+    """
 
     http: aiohttp.ClientSession
     port: int
     key: str
     answers: list[str] = field(default_factory=list)
+    word: str = field(default_factory=lambda: f"word{secrets.token_hex(8)}")
+    others: dict[str, Attacker] = field(default_factory=dict)
+
+    @property
+    def neighbour(self) -> Attacker:
+        """Somebody with another key, who means well."""
+        return self.others["neighbour"]
+
+    @property
+    def operator(self) -> Attacker:
+        """With an operator's key."""
+        return self.others["operator"]
 
     async def post(self, path: str, body: Any, **options: Any) -> int | str:
         """The status of one call, its body read; "cut" where the server closed the connection. body: bytes are sent as they are."""

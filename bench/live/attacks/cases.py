@@ -49,6 +49,24 @@ from bench.live.attacks.grammars import (
     schema_in_responses,
     structured,
 )
+from bench.live.attacks.neighbours import (
+    CHANGED,
+    INSIDES,
+    WORDS,
+    a_pattern_in_many_answers,
+    adapters_that_come_and_go,
+    as_schema,
+    bodies_that_break_rendering,
+    calls_among_many_keys,
+    long_drafts,
+    many_files_and_lists,
+    names_for_the_log,
+    odd_adapters,
+    odd_heads_and_names,
+    regexes_that_grow,
+    special_tokens,
+    unseen,
+)
 from bench.live.attacks.sockets import (
     fragments,
     frames,
@@ -68,6 +86,8 @@ class Case:
     bad: tuple[str, ...] = ("open",)
 
 
+BETWEEN_KEYS = ("open", CHANGED)
+INSIDE = ("open", *(f"tells {word}" for word in INSIDES))
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 CASES = (
@@ -191,5 +211,24 @@ CASES = (
     Case("3,000 frames of typing", typing_flood, bad=()),
     Case("messages of a megabyte", long_messages, bad=("open", "stored")),
     Case("300 sockets of one key", many_sockets_of_one),
+    Case("long drafts without a blank", long_drafts),
+    Case("many small files, and lists in frames", many_files_and_lists),
+    Case("calls among 5,000 keys", calls_among_many_keys),
+    Case(
+        "a pattern worn out by 1,536 answers",
+        unseen(a_pattern_in_many_answers, as_schema(WORDS), as_schema({"type": "integer"})),
+        bad=BETWEEN_KEYS,
+    ),
+    Case("eight regexes that grow", unseen(regexes_that_grow, as_schema(WORDS)), bad=BETWEEN_KEYS),
+    Case("adapters that do not fit", unseen(odd_adapters, {}, {"model": "shout"}), bad=BETWEEN_KEYS),
+    Case(
+        "adapters that come and go",
+        unseen(adapters_that_come_and_go, {}, {"model": "shout"}, {"model": "pirate"}),
+        bad=BETWEEN_KEYS,
+    ),
+    Case("names for the log", unseen(names_for_the_log, {}), bad=BETWEEN_KEYS),
+    Case("bodies that break rendering", bodies_that_break_rendering, bad=INSIDE),
+    Case("heads and names", odd_heads_and_names, bad=("open", "tells versions")),
+    Case("special tokens in contents", unseen(special_tokens, {}), bad=BETWEEN_KEYS),
 )
 assert len({case.name for case in CASES}) == len(CASES)

@@ -44,14 +44,14 @@ async def watch(config: Config) -> None:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--key", action="append", default=[], help="a key that clients may use")
+    parser.add_argument("--key-file", type=Path, required=True, help="keys that clients may use")
     args = parser.parse_args()
     config = Config(
         model=str(DEMO_MODEL_DIR),
         adapters_dir=DEMO_ADAPTERS_DIR,
         data_dir=args.data_dir,
         port=0,
-        api_keys=tuple(args.key),
+        api_key_file=args.key_file,
         kv_host_gib=0.25,
         kv_disk_gib=0.5,
         drain_timeout_s=2,
