@@ -157,6 +157,7 @@ class Connection(RequestHandler):
         response = web.Response(
             body=orjson.dumps(to_openai_body(error)), status=status, content_type="application/json"
         )
+        response.headers["Server"] = "Overture"  # as `web_policy.add_headers`, which no such answer passes
         response.force_close()
         return response
 

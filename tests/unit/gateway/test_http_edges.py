@@ -23,7 +23,7 @@ async def test_a_head_that_is_too_large_is_told_its_bound(
         aiohttp.ClientSession() as http,
         http.get(f"{gateway.server.url}{path}", headers=headers) as reply,
     ):
-        assert reply.status == 431
+        assert reply.status == 431 and reply.headers["Server"] == "Overture"
         error = (await reply.json())["error"]
     assert says in error["message"] and error["code"] == "frame_too_large"
     assert "aaaa" not in error["message"]
