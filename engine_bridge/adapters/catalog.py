@@ -94,7 +94,10 @@ class Catalog:
         return record
 
     def look_after(self) -> None:
-        """Now and then: write down what was used, and copy what has no copy yet. At the start nobody waits for copies. Waits for the disk."""
+        """Write down what was used, and copy served adapters that have no copy yet. Call it every few seconds. Waits for the disk.
+
+        Before the first call `add` makes no copies, so that a start does not wait for them.
+        """
         self._is_looked_after = True
         self.flush()
         self._copies.make_missing(self._served.copy().values(), _COPY_BUDGET_S)

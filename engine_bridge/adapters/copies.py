@@ -70,7 +70,7 @@ class Copies:
             self._is_failing = True
 
     def make_missing(self, served: Iterable[AdapterRecord], budget_s: float) -> None:
-        """Begin copies of what has none yet, for so long."""
+        """Copy the served adapters that have no copy yet; begin no copy after `budget_s`."""
         started_s = self._clock()
         records = list(served)
         wanted = {record.content_hash for record in records}
@@ -82,12 +82,12 @@ class Copies:
                 self.make(record.content_hash, record.path, wanted)
 
     def _clear(self, wanted: Collection[str], now: float) -> None:
-        """Now and then, what nobody wants any more."""
+        """Delete copies that nobody wants any more, once every CLEAR_EVERY_S."""
         if self._store is not None and now - self._cleared_s >= CLEAR_EVERY_S:
             self._cleared_s = now
             with suppress(OSError):  # the next copy says what is wrong
                 self._store.keep(wanted)
 
     def _is_kept(self, content_hash: str, path: str) -> bool:
-        """What a gateway sent lies under its content's name already, where nobody replaces it."""
+        """Whether an adapter needs no copy: it has one, or it lies in a store, whose folders are named by content and written by nobody else."""
         return Path(path).name == content_hash or bool(self.path_of(content_hash))

@@ -71,11 +71,11 @@ class Folder:
 
     @property
     def told(self) -> set[str]:
-        """Names of the adapters that are there, as far as that was told."""
+        """The names of the adapters that were told as added and have not been told as removed since."""
         return set(self._told)
 
     def tell_again(self, names: Collection[str]) -> None:
-        """With the next changes, as added, if they are there."""
+        """Tell these adapters as added with the next changes, if their folders are still there."""
         for name in names:
             del self._told[name]
 
@@ -99,7 +99,7 @@ class Folder:
         return self._compare(self._named_well(seen), elsewhere, now, 0.0 if is_settled else self._settle_s)
 
     def _named_well(self, seen: dict[str, _Seen | None]) -> dict[str, _Seen | None]:
-        """Without those that no adapter may be called, of each of which the log says so once."""
+        """The entries whose names an adapter may have. The log says once of each other entry what is wrong with its name."""
         problems = {name: problem for name, entry in seen.items() if (problem := problem_of(name))}
         for name in sorted(problems.keys() - self._skipped):
             # Folders that begin with a dot are how copies are made that nobody should see yet.
@@ -131,7 +131,7 @@ class Folder:
         return Changes(tuple(added), tuple(changed), removed)
 
     def _gone(self, names: Collection[str], now: float) -> list[str]:
-        """Without those whose folder is there again: one that is moved into the place of another is away for a moment."""
+        """Those of `names` whose folder is still missing at a second look: while one folder is moved into the place of another, both are away."""
         if names:
             time.sleep(LOOK_AGAIN_S)
         return [name for name in names if not self._is_there(name, now)]
@@ -173,7 +173,7 @@ class Folder:
         return seen
 
     def _may_come_back(self, name: str, error: OSError, now: float) -> bool:
-        """Of what is no adapter as it is. Whoever replaces one may delete its files first, and write the configuration last."""
+        """Whether a folder that `error` says is no adapter may be one soon: a writer may delete all files first and write the configuration last."""
         if error.errno not in _NOT_THERE:
             return True
         try:
@@ -188,7 +188,7 @@ def _look(folder: Path) -> _Seen:
 
 
 def _newest_s(folder: Path) -> float:
-    """When the folder, or what is in it, was changed last, in Unix seconds. Raises OSError."""
+    """The time of the last change of a folder or of a file in it, in Unix seconds. Raises OSError."""
     newest_ns = os.stat(folder).st_mtime_ns
     with os.scandir(folder) as entries:
         for entry in entries:  # all of them: a download grows under another name first
