@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Literal
 
-from openai.types.responses import ResponseIncompleteEvent
-
-from engine_bridge.driver.vllm_api import OpenAIServingResponses
+from engine_bridge.driver.vllm_api import OpenAIServingResponses, ResponseCompletedEvent
 
 
-class IncompleteEvent(ResponseIncompleteEvent):
-    """The last event of a stream that ran out of tokens, with vLLM's response object."""
+class IncompleteEvent(ResponseCompletedEvent):
+    """The last event of a stream that ran out of tokens."""
 
-    response: Any
+    type: Literal["response.incomplete"]
 
 
 class Responses(OpenAIServingResponses):

@@ -200,6 +200,11 @@ OWNERS = (
         reads("priority", CLIENT_FIELDS),
     ),
     owner("vllm.entrypoints.openai.responses.protocol:ResponsesResponse", APIS),
+    owner(
+        "vllm.entrypoints.openai.responses.protocol:ResponseCompletedEvent",
+        APIS,
+        reads("response"),
+    ),
     owner("vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest", APIS),
     owner("vllm.entrypoints.anthropic.protocol:AnthropicMessagesResponse", APIS),
     owner("vllm.entrypoints.anthropic.protocol:AnthropicCountTokensRequest", APIS),
