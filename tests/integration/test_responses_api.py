@@ -117,7 +117,7 @@ async def test_a_stream_in_the_background_goes_on_where_its_client_left_it(
     ]
     assert [event.sequence_number for event in rest] == list(range(last + 1, last + 1 + len(rest)))
     assert rest[-1].type == "response.completed"
-    with pytest.raises(openai.BadRequestError, match="events"):
+    with pytest.raises(openai.NotFoundError, match="no response"):
         await client.responses.retrieve("resp_nope", stream=True)
 
 
@@ -130,7 +130,7 @@ async def test_a_negative_number_is_refused(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="starting_after"):
         await client.responses.retrieve(response_id, stream=True, starting_after=-5)
     await client.responses.delete(response_id)
-    with pytest.raises(openai.BadRequestError, match="events"):
+    with pytest.raises(openai.NotFoundError, match="no response"):
         await client.responses.retrieve(response_id, stream=True)
 
 
