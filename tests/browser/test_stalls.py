@@ -201,7 +201,8 @@ def test_a_stall_around_a_new_title_and_a_deletion(visit, stage: Stage, how: str
     chat.page.keyboard.press("Enter")
     passes(chat, 6000)
     expect(chat.banner).to_contain_text(SILENT)
-    stands_still(stage, chat, how)
+    with chat.page.expect_response(lambda reply: reply.request.method == "PATCH" and reply.ok):
+        stands_still(stage, chat, how)
     expect(row).to_contain_text("Renamed")
     chat.page.reload()
     expect(row).to_contain_text("Renamed")
