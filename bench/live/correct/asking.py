@@ -25,7 +25,7 @@ ANSWER_TOKENS = 24
 LONG_TOKENS = 600
 """Of a prompt: some of it lies outside of every window, and four of them fill the device."""
 DEVICE_TOKENS = 2048
-ADVISORY_S = 10.0
+ADVISORY_S, MOST_TRIES = 10.0, 8
 GREEDY = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "return_token_ids": True}
 OVER = {"hit", "late", "wasted", "expired", "cancelled", "unknown"}
 
@@ -90,7 +90,7 @@ class Asker:
     async def announce(self, session: str, adapter: str = "") -> str:
         """Announce a session's next request until its history is on the device, or for ADVISORY_S. Returns the last state."""
         deadline_s, state = time.monotonic() + ADVISORY_S, ""
-        while time.monotonic() < deadline_s:
+        for _ in range(MOST_TRIES):
             wanted = {"session_id": session, "model": adapter or BASE}
             made = await self.call("POST", "/v1/advisories", wanted)
             while state not in OVER and time.monotonic() < deadline_s:
@@ -98,7 +98,7 @@ class Asker:
                 if state == "warm":
                     return state
                 await asyncio.sleep(0.05)
-            # What no tier holds is computed while nothing else runs; an advisory finds it then.
+            # What no tier holds is computed while nothing else runs; an advisory may find it then.
             state = ""
             await asyncio.sleep(0.3)
         return state
