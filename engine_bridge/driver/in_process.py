@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,11 @@ from typing import Any
 
 from kvtiers.weights import folder_revision
 
+log = logging.getLogger(__name__)
+
 _OF_THIS_PROCESS = uuid.uuid4().hex
+_before_loading: dict[str, str] = {}
+"""By the path of a model, the digest of its files before an engine began to load them."""
 
 
 def scheduler_of(engine: Any) -> Any:
@@ -34,21 +39,30 @@ def reuses_kv(vllm_config: Any) -> bool:
 
 
 def know_weights(model: str, memory: Path | None, report: Callable[[str], None]) -> None:
-    """Read the model's files where that has not been done before, so that `revision_of` does not take long. report: hears how far that has come."""
+    """Read the model's files where that has not been done before, so that `revision_of` does not take long and knows what was there before an engine
+    loads them. report: hears how far that has come.
+    """
     path = Path(model)
     if path.exists():
-        folder_revision(path, memory, report)
+        _before_loading[model] = folder_revision(path, memory, report)
 
 
 def revision_of(model: Any) -> str:
     """A digest of the files of a folder, or of the file that a model is; of a model of a hub the commit that it was loaded from.
 
     Where nothing tells which weights were loaded (they were streamed from elsewhere, or a hub's cache names no commit) they are taken for this
-    process's own: what it keeps is of no use to another.
+    process's own: what it keeps is of no use to another. So they are for one engine where the files are not those that were there before it loaded
+    them: it may have the old ones, the new ones, or some of each.
     """
     weights = model.model_weights or model.model
     path = Path(weights)
     if path.exists():
-        return folder_revision(path)
+        revision = folder_revision(path)
+        if _before_loading.get(weights, revision) == revision:
+            return revision
+        log.warning(
+            "the model's files have changed since they were loaded: what is kept of this engine is for no other"
+        )
+        return f"{revision}, changed since it was loaded: {uuid.uuid4().hex}"
     commit = getattr(model.hf_config, "_commit_hash", None) if weights == model.model else None
     return f"{weights}@{commit or f'unknown-{_OF_THIS_PROCESS}'}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine_bridge.driver.building import engine_args
+from engine_bridge.driver.in_process import know_weights, revision_of
 from engine_bridge.driver.kv_namespace import (
     HARMLESS_ARGUMENTS,
     HARMLESS_VARIABLES,
@@ -116,3 +118,24 @@ def test_the_model_counts_as_it_was_resolved() -> None:
         computation(max_model_len=256),
     ]
     assert len({usual, *others}) == 4
+
+
+@pytest.mark.parametrize("way", ["replaced", "written over"])
+def test_weights_that_change_while_they_are_loaded_are_no_others(tmp_path: Path, way: str) -> None:
+    """An engine that has loaded the old ones finds the new ones' files when it is asked which it has."""
+    folder, other = tmp_path / "model", tmp_path / "other"
+    for each, content in ((folder, b"old"), (other, b"new")):
+        each.mkdir()
+        (each / "model.safetensors").write_bytes(content)
+    model = SimpleNamespace(model=str(folder), model_weights="", hf_config=None)
+    know_weights(str(folder), None, lambda phrase: None)
+    before = revision_of(model)
+    if way == "replaced":
+        folder.rename(tmp_path / "outgoing")
+        other.rename(folder)
+    else:
+        (folder / "model.safetensors").write_bytes(b"new")
+    found = revision_of(model)
+    know_weights(str(folder), None, lambda phrase: None)  # as the next engine does before it loads them
+    after = revision_of(model)
+    assert len({before, found, after, revision_of(model)}) == 3
