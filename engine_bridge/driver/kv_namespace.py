@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from kvtiers.weights import folder_revision
 HARMLESS_ARGUMENTS = frozenset(
     # Told by what they came to: weights, types, block size, longest context.
     """
-    model model_weights revision code_revision trust_remote_code dtype quantization kv_cache_dtype block_size max_model_len
+    model model_weights revision trust_remote_code dtype quantization kv_cache_dtype block_size max_model_len
     """
     # Names, tokens and texts: keys are made of token ids.
     """
@@ -76,6 +77,13 @@ HARMLESS_VARIABLES = frozenset(
     VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS VLLM_XGRAMMAR_CACHE_MB
     """.split()
 )
+# Where a container service says in every container's environment where other services are: of one called `vllm-web`, VLLM_WEB_SERVICE_HOST,
+# VLLM_WEB_PORT_80_TCP_ADDR and so on. They are others after each of its deployments.
+PLACES_OF_SERVICES = re.compile(
+    r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
+)
+# Not vLLM's own: how exactly the libraries below it multiply what is in float32.
+VARIABLES_BELOW = ("ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 # As the process was given it: while vLLM builds an engine it sets variables itself.
 ENVIRONMENT: Mapping[str, str] = dict(os.environ)
 # Of a model's configuration: who wrote it.
@@ -94,8 +102,13 @@ def arguments_that_count(args: Any, environ: Mapping[str, str] = ENVIRONMENT) ->
         value, default = _plain(getattr(args, each.name)), _plain(_default_of(each))
         if value != default:
             found[each.name] = value
-    variables = {name for name in environ if name.startswith("VLLM_")} - HARMLESS_VARIABLES
-    return found | {name: environ[name] for name in variables}
+    return found | {name: value for name, value in environ.items() if _is_counted(name)}
+
+
+def _is_counted(variable: str) -> bool:
+    if not variable.startswith("VLLM_"):
+        return variable in VARIABLES_BELOW
+    return variable not in HARMLESS_VARIABLES and not PLACES_OF_SERVICES.search(variable)
 
 
 def namespace_of(

@@ -82,6 +82,20 @@ def test_a_variable_of_vllms_that_is_not_known_makes_other_keys() -> None:
     assert counting(environ={"VLLM_NEW_KERNEL": "1"}) != counting(environ={"VLLM_NEW_KERNEL": "2"})
 
 
+def test_where_a_container_service_has_put_others_makes_no_other_keys() -> None:
+    names = "VLLM_SERVICE_HOST VLLM_SERVICE_PORT VLLM_WEB_SERVICE_PORT_HTTP VLLM_PORT VLLM_WEB_PORT VLLM_WEB_PORT_8000_TCP VLLM_PORT_8000_TCP_ADDR"
+    assert counting(environ=dict.fromkeys(names.split(), "tcp://10.0.3.7:8000")) == counting()
+
+
+@pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE"])
+def test_what_makes_sums_less_exact_below_vllm_makes_other_keys(name: str) -> None:
+    assert counting(environ={name: "1"}) != counting()
+
+
+def test_another_version_of_a_models_own_code_makes_other_keys() -> None:
+    assert counting("code_revision=abc") != counting()
+
+
 def test_a_file_counts_by_what_is_in_it(tmp_path: Path) -> None:
     one, same = tmp_path / "one.json", tmp_path / "same.json"
     one.write_text("[1]")
