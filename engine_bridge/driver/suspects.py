@@ -17,6 +17,10 @@ TEMPLATE_MESSAGE: Final = (
 # Fields that hold more than one value and are looked at by themselves, or that no code trips over: texts and switches.
 _LOOKED_AT: Final = frozenset({"messages", "input", "tools", "chat_template_kwargs"})
 _HARMLESS: Final = frozenset({"stop", "stop_sequences", "stream_options", "metadata"})
+# Small objects of a few words, which vLLM's request classes know in full.
+_CHOICES: Final = frozenset({"tool_choice", "thinking", "reasoning"})
+# Of a message's blocks.
+_TEXT_TYPES: Final = ("text", "input_text", "output_text")
 # Of a message, what is mostly text.
 _TEXTS: Final = ("role", "content", "name", "tool_call_id", "type", "id", "status")
 # Beyond it a number does not fit into what a library keeps it in.
@@ -43,13 +47,14 @@ def suspect_of(body: Any) -> Suspect | None:
         return Suspect(MALFORMED_MESSAGE, "tools")
     for index, name, schema in _schemas(body.get("tools")):
         try:
-            Draft202012Validator.check_schema(schema)
+            # Without formats: one of them is to be a regular expression, and compiling a long one takes seconds.
+            Draft202012Validator.check_schema(schema, format_checker=None)
         except SchemaError as error:
             return Suspect(_schema_message(name, error), f"tools[{index}]")
         except (RecursionError, TypeError, ValueError):
             return Suspect(MALFORMED_MESSAGE, f"tools[{index}]")
-    values = (value for name, value in body.items() if name not in _LOOKED_AT | _HARMLESS)
-    is_plain = all(map(_is_plain_value, values)) and all(map(_is_plain_message, _messages(body)))
+    is_plain = all(_is_plain_field(name, value) for name, value in body.items())
+    is_plain = is_plain and all(map(_is_plain_message, _messages(body)))
     return None if is_plain else Suspect(MALFORMED_MESSAGE)
 
 
@@ -76,6 +81,29 @@ def _messages(body: dict[str, Any]) -> list[Any]:
     return [message for each in found if isinstance(each, list) for message in each]
 
 
+def _is_plain_field(name: str, value: Any) -> bool:
+    if name in _LOOKED_AT | _HARMLESS:
+        return True
+    if name in _CHOICES and isinstance(value, dict):
+        return all(_is_plain_value(each) or _is_plain_name(each) for each in value.values())
+    return _is_plain_text(value) if name == "system" else _is_plain_value(value)
+
+
+def _is_plain_name(value: Any) -> bool:
+    """Whether it is a tool's, as a choice of OpenAI's form has it."""
+    return isinstance(value, dict) and value.keys() == {"name"} and isinstance(value["name"], str)
+
+
+def _is_plain_text(value: Any) -> bool:
+    """Whether it is a text, or a list of blocks of text."""
+    if not isinstance(value, list):
+        return value is None or isinstance(value, str)
+    return all(
+        isinstance(block, dict) and block.get("type") in _TEXT_TYPES and isinstance(block.get("text"), str)
+        for block in value
+    )
+
+
 def _is_plain_value(value: Any) -> bool:
     if isinstance(value, int | float):
         return abs(value) < _LARGEST
@@ -86,5 +114,7 @@ def _is_plain_message(message: Any) -> bool:
     if not isinstance(message, dict):
         return isinstance(message, str)
     return all(
-        name in _TEXTS and isinstance(value, str) for name, value in message.items() if value is not None
+        name in _TEXTS and (_is_plain_text(value) if name == "content" else isinstance(value, str))
+        for name, value in message.items()
+        if value is not None
     )
