@@ -15,7 +15,7 @@ from engine_bridge.adapters.catalog import Catalog, NoCatalog
 from engine_bridge.bridge import EngineThread
 from engine_bridge.driver.adapter_versions import AdapterVersions
 from engine_bridge.driver.adapter_waits import AdapterWaits
-from engine_bridge.driver.bad_words import ban_all_forms
+from engine_bridge.driver.bad_words import ban_all_forms, put_aside
 from engine_bridge.driver.call import CALL, Call
 from engine_bridge.driver.call_start import CallStart
 from engine_bridge.driver.completions import only_prompt
@@ -112,16 +112,19 @@ class BridgeEngineClient(EngineClient):
         # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
         unique_id = f"{request_id}-{next(self._sequence)}"
         adapter = self.versions.used_by(lora_request)
-        request = self.input_processor.process_inputs(
-            unique_id,
-            prompt,
-            params,
-            self._tasks,
-            lora_request=adapter,
-            session_id=context.session_id or None,
-            priority=context.priority,
-            **options,
-        )
+        with put_aside(params) as bad_words:
+            request = self.input_processor.process_inputs(
+                unique_id,
+                prompt,
+                params,
+                self._tasks,
+                lora_request=adapter,
+                session_id=context.session_id or None,
+                priority=context.priority,
+                **options,
+            )
+        if request.sampling_params is not None:
+            request.sampling_params.bad_words = bad_words  # for `_begin`
         features = self._features(request, context)
         tell(request, Carried(context=context, features=features, client_salt=request.cache_salt))
         self.versions.tie(request, adapter)

@@ -157,6 +157,21 @@ async def test_a_bad_word_is_banned_with_and_without_its_space(http: aiohttp.Cli
     assert "tree" in other["choices"][0]["text"], "capitals are as they are given"
 
 
+async def test_blanks_are_banned_as_they_are_and_many_words_at_once(http: aiohttp.ClientSession) -> None:
+    (line_end,) = (await posted(http, "/tokenize", {"prompt": "\n"}))["tokens"]
+    body = {
+        "model": MODEL,
+        "prompt": "Hello my friend",
+        "max_tokens": 3,
+        "temperature": 0,
+        "logit_bias": {str(line_end): 100},
+    }
+    assert (await posted(http, "/v1/completions", body))["choices"][0]["text"] == "\n" * 3
+    many = ["\n", *(f"word {number}" for number in range(200))]
+    answer = await posted(http, "/v1/completions", body | {"bad_words": many, "n": 2, "temperature": 1})
+    assert not any("\n" in choice["text"] for choice in answer["choices"])
+
+
 async def test_a_prompt_that_is_only_repeated_is_neither_answered_nor_counted(
     http: aiohttp.ClientSession,
 ) -> None:

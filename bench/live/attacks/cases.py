@@ -129,6 +129,14 @@ CASES = (
     Case("1,024 prompts × 64", body(COMPLETIONS, lambda: completion(prompt=["a"] * 1024, n=64))),
     Case("64 prompts × 4", many_answers),
     Case("a bad word of 5 MB", fields(lambda: {"bad_words": ["x" * 5 * MIB]})),
+    Case(
+        "256 bad words of 1,000 characters",
+        fields(lambda: {"bad_words": [f"{number} " + "né " * 330 for number in range(256)]}),
+    ),
+    Case(
+        "128 bad words of 64 answers",
+        fields(lambda: {"bad_words": [chr(65 + number) for number in range(128)], "n": 64, "max_tokens": 40}),
+    ),
     Case("a million bad words", fields(lambda: {"bad_words": ["x"] * 1_000_000})),
     Case(
         "500,000 entries of logit_bias",

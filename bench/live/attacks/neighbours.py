@@ -275,6 +275,7 @@ async def bodies_that_break_rendering(attacker: Attacker) -> Outcome:
         {"chat_template_kwargs": {"self": 1}},
         {"chat_template_kwargs": {"conversation": 1, "tokenize": 2}},
         {"tools": tool(parameters={"type": "object", "required": 5})},
+        {"tools": tool(parameters={"required": 5, "pattern": "(a|b)*" * 150_000})},
         {"tools": tool(parameters={"properties": 5}), "tool_choice": "required"},
         {"tools": tool(parameters=[1]), "tool_choice": "required"},
         *({"messages": call(arguments)} for arguments in ("[]", "5", "null", '"x"', "{", "", {"a": 1})),

@@ -81,6 +81,9 @@ HALF_CHARACTERS = Feature(
     name="answers behind half a character",
     without="a prompt that ends inside a character comes back as the beginning of its answer",
 )
+BAD_WORDS = Feature(
+    name="many bad words", without="one request with hundreds of bad words makes every step longer"
+)
 PLAIN_CONTENT = Feature(
     name="special tokens of contents as text",
     without="a server that is to keep them text (--special-tokens-in-content split) does not start",

@@ -1,6 +1,7 @@
 """The engine itself: how it is built, stepped and fed, and what it gives."""
 
 from engine_bridge.driver.vllm_api.features import (
+    BAD_WORDS,
     ENGINE,
     ENVIRONMENT,
     HALF_CHARACTERS,
@@ -141,9 +142,8 @@ OWNERS = (
         reads(
             "ignore_eos logprobs max_tokens prompt_logprobs stop stop_token_ids structured_outputs temperature"
         ),
-        reads("bad_words"),
         writes(
-            "_bad_words_token_ids extra_args max_tokens output_kind stream_interval thinking_token_budget"
+            "_bad_words_token_ids bad_words extra_args max_tokens output_kind stream_interval thinking_token_budget"
         ),
     ),
     owner("vllm.sampling_params:RequestOutputKind", ENGINE, reads("DELTA FINAL_ONLY")),
@@ -239,6 +239,7 @@ OWNERS = (
             " spaces_between_special_tokens)"
         ),
     ),
+    owner("vllm.v1.sample.sampler", BAD_WORDS, replaces("apply_bad_words")),
     owner("vllm.utils.argparse_utils:FlexibleArgumentParser", ENGINE),
     owner("vllm.platforms:current_platform", ENGINE),
     owner("vllm.platforms.interface:Platform", ENGINE, calls("is_cpu()")),

@@ -1,0 +1,54 @@
+"""Words that an answer may not hold: which tokens end them, and that many of them cost a step little."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.sample.ops.bad_words import apply_bad_words as of_vllm
+
+from engine_bridge.driver.bad_words import Forms, apply_bad_words, forms_of, put_aside
+
+
+class Letters:
+    """A tokenizer with a token for each character."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_same_tokens_are_banned_as_by_vllm(seed: int) -> None:
+    chance = random.Random(seed)
+    words = {
+        row: [[chance.randrange(4) for _ in range(chance.randint(1, 4))] for _ in range(12)] for row in (0, 2)
+    }
+    answers = [[chance.randrange(4) for _ in range(length)] for length in (0, 3, chance.randrange(7))]
+    ours, theirs = torch.zeros(3, 6), torch.zeros(3, 6)
+    apply_bad_words(ours, {row: copy.copy(Forms(forms)) for row, forms in words.items()}, answers)
+    of_vllm(theirs, words, answers)
+    assert torch.equal(ours, theirs) and torch.isinf(ours).any()
+
+
+def test_a_copy_knows_as_much_as_the_first() -> None:
+    """vLLM copies a request's settings, one for each of its answers."""
+    forms = Forms([[1], [2, 3]])
+    for other in (copy.copy(forms), copy.deepcopy(forms)):
+        assert other == [[1], [2, 3]] and other.banned([2]) == [1, 3]
+
+
+def test_a_word_of_blanks_is_banned_as_it_is() -> None:
+    assert forms_of(["\n"], Letters())[0] == [ord("\n")]
+    assert [ord(" ")] not in forms_of(["\n"], Letters())
+    assert [ord(" ")] in forms_of([" "], Letters())
+
+
+def test_words_are_put_aside_and_come_back() -> None:
+    params = SimpleNamespace(bad_words=["a"])
+    with pytest.raises(ValueError, match="late"), put_aside(params) as words:
+        assert (params.bad_words, words) == ([], ["a"])
+        raise ValueError("too late")
+    assert params.bad_words == ["a"]
