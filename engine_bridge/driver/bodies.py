@@ -11,7 +11,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine_bridge.api_errors import UNKNOWN_MODEL, error_body
-from engine_bridge.driver.failures import TOO_LATE, is_clients, log_once, noted, unfit
+from engine_bridge.driver.failures import (
+    CANNOT_CONTINUE,
+    TOO_LATE,
+    cannot_continue,
+    is_clients,
+    log_once,
+    noted,
+    unfit,
+)
 from engine_bridge.driver.suspects import MALFORMED_MESSAGE, suspect_of
 from engine_bridge.driver.vllm_api import (
     ErrorResponse,
@@ -84,6 +92,8 @@ def as_unusable(error: Exception, body: Any) -> ErrorResponse:
     """
     if isinstance(error, ValidationError):  # of a request that vLLM makes of the one that came
         return as_error_response(unfit(error))
+    if cannot_continue(error):
+        return as_error_response(InvalidRequest(CANNOT_CONTINUE, param="messages"))
     if isinstance(error, _OURS) or is_clients(error):
         response = as_error_response(error)
         if isinstance(error, NotImplementedError):

@@ -21,6 +21,10 @@ from engine_bridge.invalid_fields import explain
 
 log = logging.getLogger(__name__)
 
+CANNOT_CONTINUE = (
+    "The chat template of this model leaves out a part of the last message, so no answer can go on from it. "
+    "Leave that part out, or end with a message of the user's."
+)
 TOO_LATE = "Reading the prompt took too long. Send it again, or a shorter one."
 RETRY_AFTER_S = 1.0
 # Modules of vLLM's that take requests apart, and the errors of Python's by which some of them still refuse one.
@@ -59,6 +63,13 @@ def _is_said_by_a_template(error: BaseException) -> bool:
     if type(error) is TemplateError or type(error).__module__ == "mistral_common.exceptions":
         return True
     return isinstance(error, AssertionError) and _place_of(error)[0].startswith("mistral_common.")
+
+
+def cannot_continue(error: BaseException) -> bool:
+    """Whether the beginning of an answer, which a client gave, is not found in what the template rendered. The error's text quotes all of that."""
+    is_said = isinstance(error, ValueError) and "continue_final_message" in str(error)
+    is_theirs = _place_of(error) == ("transformers.utils.chat_template_utils", "RAISE_VARARGS")
+    return (is_said and is_theirs) or any(map(cannot_continue, _causes(error)))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

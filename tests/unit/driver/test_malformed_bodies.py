@@ -6,6 +6,7 @@ from typing import Any
 
 import jinja2
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 from vllm.exceptions import (
     GracefulHTTPError,
     RetryableRequestError,
@@ -14,7 +15,7 @@ from vllm.exceptions import (
 )
 
 from engine_bridge.driver.bodies import as_error_response, as_malformed, as_unusable
-from engine_bridge.driver.failures import as_bridge_error, is_clients
+from engine_bridge.driver.failures import CANNOT_CONTINUE, as_bridge_error, is_clients
 from engine_bridge.driver.suspects import MALFORMED_MESSAGE
 from engine_bridge.errors import EngineUnavailable, InternalFailure, InvalidRequest, TooBusy
 
@@ -200,3 +201,19 @@ def test_tools_of_any_size_are_not_looked_at_for_long() -> None:
     many = {f"p{number}": {"type": "string"} for number in range(2000)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": many}}}
     assert as_unusable(raised(KeyError("x")), PLAIN | {"tools": [tool]}).error.code == 400
+
+
+def test_a_beginning_that_the_template_leaves_out_is_refused_in_own_words() -> None:
+    """As templates do that drop the reasoning of earlier answers. The library's error quotes the whole chat."""
+    chat = [
+        {"role": "user", "content": "a secret"},
+        {"role": "assistant", "content": "<think>x</think>Hello"},
+    ]
+    template = "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}"
+    try:
+        render_jinja_template([chat], chat_template=template, continue_final_message=True)
+    except ValueError as error:
+        refused = VLLMValidationError(str(error))
+        refused.__cause__ = error
+    response = as_unusable(raised(refused), {"messages": chat})
+    assert (response.error.code, response.error.message) == (400, CANNOT_CONTINUE)
