@@ -100,7 +100,9 @@ class Record:
         self.id = f"adv-{uuid.uuid4().hex}"
         self.owner = owner
         self.client = client or owner
-        self.wanted = wanted
+        self.wanted = msgspec.structs.replace(
+            wanted, draft=None
+        )  # records are kept for long, and drafts are nobody's to keep
         self.adapter = adapter
         self.source = source
         self.issued_s = now
@@ -405,11 +407,10 @@ class Advisories:
 
         def tell() -> None:
             if record.is_over and record.key not in self._live:
-                wanted = msgspec.structs.replace(record.wanted, draft=None)
                 now = self._clock()
                 again = Record(
                     record.owner,
-                    wanted,
+                    record.wanted,
                     record.adapter,
                     "computed",
                     now,

@@ -395,6 +395,16 @@ async def test_a_history_that_no_tier_holds_is_computed_and_then_advised_about(p
     assert len(parts.node.prefills) == 1, "our own advisory computes nothing again"
 
 
+async def test_a_draft_is_not_kept_with_its_advisory(parts: Parts) -> None:
+    """A client may have hundreds of advisories under way, and thousands that are over, each with a draft as long as a body."""
+    record = submit(parts, draft="a word " * 1000)
+    await started(parts, 1)
+    parts.advisories.cancel("ann", record.id)
+    await settled()
+    kept = parts.advisories.find("ann", record.id)
+    assert kept.wanted.session_id == "s" and kept.wanted.draft is None
+
+
 async def test_a_draft_goes_along_with_its_advisory_and_away_with_it(parts: Parts) -> None:
     parts.node.gate.clear()
     record = submit(parts, draft="What is the capital of ")
