@@ -1,5 +1,5 @@
 """Anthropic's Messages API as vLLM serves it, but for tool calls that were cut short, for requests that offer no tools, for answers that the client
-has begun, and for the tokens that a stream's first event counts."""
+has begun, for the tokens that a stream's first event counts, and for streams that end early."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from pydantic_core import from_json
 
-from engine_bridge.driver.vllm_api import AnthropicServingMessages
+from engine_bridge.driver.bodies import ANTHROPIC_ERROR_EVENT, ERROR_EVENT, error_reply
+from engine_bridge.driver.vllm_api import AnthropicServingMessages, ErrorResponse
 from engine_bridge.errors import InvalidRequest
 
 _DATA = "data: "
@@ -52,6 +53,20 @@ class Messages(AnthropicServingMessages):
         finally:
             await events.aclose()
 
+    async def message_stream_converter(self, generator: Any) -> AsyncGenerator[str, None]:
+        """Anthropic's events of a chat completion's stream. What ends it early is the last one: vLLM takes that for a chunk, and fails on it."""
+        errors: list[str] = []
+        chunks = _until_error(generator, errors)
+        events = super().message_stream_converter(chunks)
+        try:
+            async for event in events:
+                yield event
+        finally:
+            await events.aclose()
+            await chunks.aclose()
+        for error in errors:
+            yield _error_event(error)
+
     def messages_full_converter(self, generator: Any) -> Any:
         """The reply that a finished chat completion (`generator`) makes.
 
@@ -84,6 +99,24 @@ def _is_begun(messages: Any) -> bool:
     """Whether the last message is the beginning of the answer that is asked for."""
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+
+
+async def _until_error(events: Any, errors: list[str]) -> AsyncGenerator[str, None]:
+    """`events` up to one that is an error, which is put into `errors`."""
+    try:
+        async for event in events:
+            if event.startswith(ERROR_EVENT):
+                errors.append(event)
+                return
+            yield event
+    finally:
+        await events.aclose()
+
+
+def _error_event(event: str) -> str:
+    """An error that a chat completion's stream ends with, as Anthropic's streams have it."""
+    response = ErrorResponse.model_validate_json(event.removeprefix(_DATA))
+    return f"{ANTHROPIC_ERROR_EVENT}data: {error_reply(response, is_anthropic=True).body.decode()}\n\n"
 
 
 async def _noting_first(results: Any, found: list[Any]) -> AsyncGenerator[Any, None]:

@@ -173,6 +173,7 @@ OWNERS = (
         overrides(
             "to_chat_completion_request(anthropic_request, **options)",
             "messages_full_converter(generator)",
+            "message_stream_converter(generator)",
             "chat_completion_stream_generator(request, result_generator, *args, **options)",
         ),
     ),
