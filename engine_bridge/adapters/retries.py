@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 from engine_bridge.adapters.errors import FINAL_CODES
@@ -9,6 +10,7 @@ from engine_bridge.adapters.errors import FINAL_CODES
 # The first wait, doubled after each try up to the last. Chosen: a disk that has room again is noticed while somebody looks.
 FIRST_WAIT_S: Final = 2.0
 LONGEST_WAIT_S: Final = 10.0
+MAX_DOUBLED: Final = math.ceil(math.log2(LONGEST_WAIT_S / FIRST_WAIT_S))
 
 
 class Refusal(NamedTuple):
@@ -27,7 +29,9 @@ class _Failed(NamedTuple):
     def wait_s(self) -> float | None:
         if self.refusal.code in FINAL_CODES:
             return None
-        return float(min(FIRST_WAIT_S * 2 ** (self.num_tries - 1), LONGEST_WAIT_S))
+        # Of a disk that is full for hours there are thousands of tries.
+        num_doubled = min(self.num_tries - 1, MAX_DOUBLED)
+        return float(min(FIRST_WAIT_S * 2**num_doubled, LONGEST_WAIT_S))
 
 
 class Retries:

@@ -83,6 +83,15 @@ def test_a_clock_that_was_set_back_puts_no_try_off() -> None:
     assert retries.is_due("full", NOW - 1e6)
 
 
+def test_what_has_failed_for_days_is_still_tried_and_told() -> None:
+    """Each try counts, and so does each look at one that stands back."""
+    retries = Retries()
+    for number in range(40_000):
+        retries.failed("full", Refusal("The disk is full.", "disk_full"), NOW + number)
+    assert retries.is_due("full", NOW + 40_010) and not retries.is_due("full", NOW + 40_001)
+    assert "tried again" in retries.texts()["full"]
+
+
 def test_one_stands_back_behind_another_of_its_name_from_elsewhere(root: Path) -> None:
     retries = Retries()
     folder = Folder(root, retries)
