@@ -58,7 +58,7 @@ class Follower:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._server = server
-        self._retries = Retries()
+        self._retries, self._given_retries = Retries(), Retries()
         self._folder = Folder(folder, self._retries) if folder is not None else None
         self._given = dict(given)
         self._clock = clock
@@ -67,27 +67,27 @@ class Follower:
         """Serve what there is. What cannot be served is left out, with a line in the log."""
         for name, path in self._given.items():
             report(f"checking adapter {name}")
-            await self._serve(name, path)
+            await self._serve(name, path, self._given_retries)
         changes = await self._changes(is_settled=True)
         for number, (name, path_found) in enumerate(changes.added, 1):
             report(f"checking adapter {name} ({number} of {len(changes.added)})")
-            await self._serve(name, str(path_found))
+            await self._serve(name, str(path_found), self._retries)
 
     async def follow(self) -> None:
         """Look once at what has changed, and try again what is due."""
-        for name in self._retries.due(set(self._given), self._clock()):
-            await self._serve(name, self._given[name])
+        for name in self._given_retries.due(self._clock()):
+            await self._serve(name, self._given[name], self._given_retries)
         changes = await self._changes()
         for name in changes.removed:
             log.info("adapter %s has gone from its folder", quoted(name))
             assert self._folder is not None
             await self._contained(name, self._server.drop_found(name, str(self._folder.path / name)))
         for name, path in (*changes.added, *changes.changed):
-            await self._serve(name, str(path))
+            await self._serve(name, str(path), self._retries)
 
     def problems(self) -> dict[str, str]:
         """By name, why it is not served as its files are. From any thread."""
-        return self._retries.texts()
+        return self._retries.texts() | self._given_retries.texts()
 
     async def _changes(self, *, is_settled: bool = False) -> Changes:
         folder = self._folder
@@ -101,12 +101,13 @@ class Follower:
         now = self._clock()
         return await asyncio.to_thread(folder.changes, now, elsewhere, is_settled=is_settled)
 
-    async def _serve(self, name: str, path: str) -> None:
+    async def _serve(self, name: str, path: str, retries: Retries) -> None:
+        """retries: of the folder's adapters, or of those that were named. Both may have one of this name."""
         refusal = await self._contained(name, self._server.serve_found(name, path))
         if refusal is None:
-            self._retries.forget(name)
-        elif self._retries.failed(name, refusal, self._clock()):
-            log.error("adapter %s is left as it was: %s", quoted(name), self._retries.texts()[name])
+            retries.forget(name)
+        elif retries.failed(name, refusal, self._clock()):
+            log.error("adapter %s is left as it was: %s", quoted(name), retries.texts()[name])
 
     @staticmethod
     async def _contained(name: str, doing: Awaitable[Refusal | None]) -> Refusal | None:

@@ -61,9 +61,9 @@ class Retries:
         failed = self._failed.get(name)
         return failed is not None and failed.wait_s is not None and not 0 <= now - failed.at_s < failed.wait_s
 
-    def due(self, names: set[str], now: float) -> list[str]:
-        """Those of these names that are to be tried again now, in order."""
-        return sorted(name for name in names & self._failed.keys() if self.is_due(name, now))
+    def due(self, now: float) -> list[str]:
+        """What is to be tried again now, in order."""
+        return sorted(name for name in self._failed if self.is_due(name, now))
 
     def texts(self) -> dict[str, str]:
         """By name, why it is not served as its files are. From any thread."""

@@ -202,13 +202,19 @@ async def test_one_from_the_folder_that_comes_later_stands_back(play: Play) -> N
     assert play.served == {"twin": str(twin)}, "what was loaded over HTTP ends with the server"
 
 
-async def test_one_that_is_named_at_the_start_goes_before_the_folders(tmp_path: Path) -> None:
+async def test_one_that_is_named_at_the_start_goes_before_the_folders(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = put(tmp_path / "elsewhere", "twin", seed=1)
     play = Play(tmp_path, (("twin", str(path)),))
     put(play.root, "twin")
     await play.follower.start()
-    await play.later()
-    assert play.served == {"twin": str(path)}
+    caplog.clear()
+    for _ in range(5):
+        await play.later()
+        assert play.served == {"twin": str(path)}
+        assert "loaded from elsewhere" in play.follower.problems()["twin"]
+    assert caplog.messages == [], "it is said once"
     play.server.catalog.close()
 
 
