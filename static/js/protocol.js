@@ -9,7 +9,7 @@ const BACKOFF_MS = [300, 1000, 2000, 4000, 8000, 15000, 30000]; // chosen: a bli
 const CROWDED_MS = 15000; // chosen: other sockets have to close first
 const MAX_SENDS = 4; // chosen: a message that kills its socket every time is given up
 
-const NOT_READY = new Set(['starting', 'draining', 'engine_failed', 'overloaded']);
+const NOT_READY = new Set(['starting', 'draining', 'engine_failed']);
 
 const CLOSE = { TOO_BIG: 1009, UNAUTHORIZED: 4401, TOO_MANY: 4429 };
 
@@ -117,11 +117,16 @@ export class ChatCore {
   opened() {
     this.#isGreeted = false;
     this.#hellos = [];
+    this.#greet(this.current);
+  }
+
+  /** The first hello on a connection, with the turns that go on there; it opens a session, or none. */
+  #greet(sessionId) {
     const resume = [...this.turns.values()]
       .filter((turn) => isLive(turn) && !turn.request)
       .map(({ id, seq }) => ({ id, seq }));
     const hello = {};
-    if (this.current) hello.session_id = this.current;
+    if (sessionId) hello.session_id = sessionId;
     if (resume.length) hello.resume = resume;
     if (this.apiKey) hello.api_key = this.apiKey;
     this.#hello(hello);
@@ -366,6 +371,7 @@ export class ChatCore {
     if (frame.code === 'unauthorized') this.#setPhase('locked');
     else if (NOT_READY.has(frame.code) && this.phase !== 'ready') this.#setPhase('starting');
     else if (frame.code === 'not_found') this.#onSessionGone(sessionId);
+    else if (this.phase !== 'ready' && sessionId) this.#greet(null); // all but that session may be well; it is opened again behind this
     else this.#emit('problem', { message: frame.message, code: frame.code, sessionId });
   }
 

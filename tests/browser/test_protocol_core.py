@@ -221,6 +221,23 @@ def test_a_session_that_is_gone_is_left(core) -> None:
     assert frames == [{"type": "hello"}]
 
 
+@pytest.mark.parametrize("code", ["storage_failed", "overloaded", "bad_request"])
+def test_a_session_that_cannot_be_read_keeps_nobody_out(core, code: str) -> None:
+    """Whoever opens the page at its address can use all else, and try it again."""
+    first, frames, phase, problems, again = (
+        core(f"""core.open('s'); core.connecting(); core.opened(); core.drain();
+        error('{code}'); const first = sent(); core.receive(ready()); const frames = sent(); const {{ phase }} = core; error('{code}');
+        const problems = core.drain().events.filter(({{ type }}) => type === 'problem').map(({{ sessionId }}) => sessionId);
+        core.open('s'); return [first, frames, phase, problems, sent()];""")
+    )
+    opens = {"type": "hello", "session_id": "s"}
+    assert first == [{"type": "hello"}]
+    assert frames == [WATCH_LIST, opens]
+    assert phase == "ready"
+    assert problems == ["s"]
+    assert again == [opens]
+
+
 def test_the_session_chosen_while_connecting_is_the_one_opened(core) -> None:
     assert core("""core.open('other'); core.connecting(); core.opened(); core.open('s'); core.drain();
         core.receive(ready({ ...session(), id: 'other' })); return sent();""") == [
