@@ -35,6 +35,9 @@ SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = (
     0x4F564C41  # "OVLA": tells our file from another program's with the same schema number.
 )
+SAY_AGAIN_S: Final = (
+    60.0  # Chosen: while a disk is full, each adapter that waits for room fails every few seconds.
+)
 BUSY_TIMEOUT_S: Final = 5.0  # How long a write waits for another program (a backup, say) that holds the file.
 
 
@@ -104,6 +107,8 @@ class Registry:
     def __init__(self, path: Path | None) -> None:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = _open(path)
+        self._said: dict[str, float] = {}
+        """Of late: what went wrong, and when the log said so, on the monotonic clock."""
 
     def close(self) -> None:
         """Close the file. A second call does nothing; any other call afterwards raises RegistryFailed (`closed`)."""
@@ -242,7 +247,15 @@ class Registry:
             try:
                 yield self._connection
             except (sqlite3.Error, msgspec.MsgspecError) as error:
+                self._say(error)
                 raise _failed(error) from error
+
+    def _say(self, error: Exception) -> None:
+        """Tell the operator what to mend, but not each time that the same thing is tried again."""
+        text, now = str(error), time.monotonic()
+        self._said = {each: at_s for each, at_s in self._said.items() if now - at_s < SAY_AGAIN_S}
+        logger.log(logging.DEBUG if text in self._said else logging.ERROR, "registry of adapters: %s", text)
+        self._said.setdefault(text, now)
 
 
 # --- statements, each within a caller's transaction --------------------------------------------------------------------------------------
@@ -292,8 +305,7 @@ def _end(connection: sqlite3.Connection, version_id: int, state: State, now: flo
 
 
 def _failed(error: Exception) -> RegistryFailed:
-    """What a client may know; the cause goes to the log here, for it names what the operator must mend."""
-    logger.error("registry of adapters: %s", error)
+    """What a client may know; the cause is for the log."""
     code = _code(error)
     if code == sqlite3.SQLITE_FULL:
         return RegistryFailed("The server's disk is full; nothing was stored.", code="disk_full")
@@ -334,6 +346,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
             # Numbers of the old file must not come again, and it cannot be asked for them. One a second on average is never reached.
             return _connect(path, first_id=int(time.time()))
     except (sqlite3.Error, _Unusable, OSError) as error:
+        logger.error("registry of adapters: %s", error)
         raise _failed(error) from error
 
 
