@@ -2,9 +2,10 @@
 
     python -m bench.clients [--only NAME …] [--keep] [--url URL]      (or: make clients ARGS='--only openai')
 
-Each client runs in an environment of its own, made on first use under $XDG_CACHE_HOME/overture/clients from the pinned lists in
-requirements/clients (5 GB for all, half of it Open WebUI). One server serves all of them. A client's script makes the calls that its
-users make and checks the answers; for the frameworks that Overture has hooks for, the hook's example and its tests run, too.
+Each client runs in an environment of its own, made on first use under $XDG_CACHE_HOME/overture/clients from the exact versions in
+requirements/clients (9 GB for all). Clients for Node are installed by npm, and bring a Node of their own. One server serves most of
+them, and one with a longer context serves those with very long prompts. A client's script makes the calls that its users make and checks
+the answers; for the frameworks that Overture has hooks for, the hook's example and its tests run, too.
 
 A run of all clients writes the table in docs/clients.md. Failed calls are printed with their error and the first lines of the traceback. The last
 line is JSON: `clients` that made calls, `calls` made, `failed` among them. The exit status is 1 where a call failed.
@@ -20,9 +21,9 @@ from pathlib import Path
 
 from bench.clients import table
 from bench.clients.catalog import CLIENTS, Client
-from bench.clients.environments import NotInstalled, cache_folder, environment_of, remove_others, version_of
+from bench.clients.environments import NotInstalled, cache_folder, environment_of, remove_others
 from bench.clients.running import Outcome, Result, run_hook, run_script
-from bench.clients.server import MODEL, started
+from bench.clients.server import MODEL, Servers
 from bench.live.report import ROOT, Progress, options
 
 PAGE = ROOT / "docs" / "clients.md"
@@ -39,7 +40,7 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="leave environments that no list asks for any more (they are removed otherwise)",
     )
-    parser.add_argument("--url", metavar="URL", help="use the server at this address instead of starting one")
+    parser.add_argument("--url", metavar="URL", help="use the server at this address instead of starting any")
     return parser.parse_args()
 
 
@@ -47,13 +48,13 @@ def run_client(client: Client, folder: Path, url: str, progress: Progress) -> Re
     """Make the client's environment and its calls. What cannot be installed is one failed call."""
     result = Result(client)
     try:
-        python = environment_of(client, folder, progress.say)
-        result.version = version_of(python, client.package)
-        result.calls += run_script(client, python, url, MODEL)
+        environment = environment_of(client, folder, progress.say)
+        result.version = environment.version_of(client.package)
+        result.calls += run_script(environment, url, MODEL)
         if client.hook:
-            result.calls += run_hook(client, python, url, MODEL)
+            result.calls += run_hook(environment, url, MODEL)
     except NotInstalled as error:
-        result.calls.append(Outcome("pip install", str(error)))
+        result.calls.append(Outcome("install", str(error)))
     progress.say(f"{client.name} {result.version}: {len(result.calls)} calls, {len(result.failed)} failed")
     return result
 
@@ -70,8 +71,8 @@ def summary(results: Sequence[Result]) -> dict[str, int]:
 def main() -> None:
     args, progress, folder = arguments(), Progress(), cache_folder()
     wanted = [client for client in CLIENTS if not args.only or client.name in args.only]
-    with started(args.url, progress.say) as url:
-        results = [run_client(client, folder, url, progress) for client in wanted]
+    with Servers(args.url, progress.say) as servers:
+        results = [run_client(client, folder, servers.url_for(client), progress) for client in wanted]
     print("\n".join([*table.failures(results), "", *table.rows(results)]))
     if not args.only:
         table.write(PAGE, results)

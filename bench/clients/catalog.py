@@ -19,6 +19,8 @@ class Client:
     package: whose version the table shows. environment: a list in requirements/clients, which several clients may share. hook: the name of
     our hook for this framework; its example and its tests run here. no_deps: the package's own list of requirements cannot be installed, so
     requirements/clients names all that is needed. empty_modules: what the package imports though these calls never use it.
+    shared_script: whose script makes the calls, where several clients have one; it is given `arguments` after the server's address and the
+    model. has_long_prompts: the calls are made to the server with the long context.
     """
 
     name: str
@@ -28,16 +30,24 @@ class Client:
     no_deps: bool = False
     empty_modules: tuple[str, ...] = ()
     remarks: str = ""
+    shared_script: str = ""
+    arguments: tuple[str, ...] = ()
+    has_long_prompts: bool = False
 
     @property
     def script(self) -> Path:
-        """What makes the calls."""
-        return SCRIPTS / f"{self.name.replace('-', '_')}_calls.py"
+        """What makes the calls: in Python, or in JavaScript where the client is a library for Node."""
+        name = f"{(self.shared_script or self.name).replace('-', '_')}_calls"
+        return _one_of(SCRIPTS / f"{name}.py", SCRIPTS / f"{name}.mjs")
 
     @property
     def requirements(self) -> Path:
-        """The pinned list that the environment is made from."""
-        return REQUIREMENTS / f"{self.environment}.txt"
+        """The exact versions that the environment is made from: a list for pip, or a package.json for npm."""
+        return _one_of(REQUIREMENTS / f"{self.environment}.txt", REQUIREMENTS / f"{self.environment}.json")
+
+
+def _one_of(path: Path, other: Path) -> Path:
+    return other if other.is_file() else path
 
 
 # What MetaGPT imports when it is imported itself: other providers' SDKs and tools of roles that are not tried here.
@@ -52,6 +62,8 @@ METAGPT_UNUSED = tuple(
     volcenginesdkarkruntime._streaming volcenginesdkarkruntime.types.chat zhipuai.core._http_client zhipuai.types.chat.chat_completion
     """.split()
 )
+
+COMMAND = "the command, as a process"
 
 CLIENTS = (
     Client("openai", "openai", "openai"),
@@ -68,7 +80,7 @@ CLIENTS = (
     Client("openai-agents", "openai-agents", "openai-agents", hook="openai_agents"),
     Client("pydantic-ai", "pydantic-ai-slim", "pydantic-ai"),
     Client("instructor", "instructor", "instructor"),
-    Client("llm", "llm", "llm", remarks="the command, as a process"),
+    Client("llm", "llm", "llm", remarks=COMMAND),
     Client(
         "metagpt",
         "metagpt",
@@ -84,5 +96,46 @@ CLIENTS = (
         "openwebui",
         no_deps=True,
         remarks="its backend, without accounts; what its page asks for",
+    ),
+    Client(
+        "ai-sdk",
+        "ai",
+        "ai-sdk",
+        remarks="with `@ai-sdk/openai`, `@ai-sdk/openai-compatible` and `@ai-sdk/anthropic`",
+    ),
+    Client("aider", "aider-chat", "aider", remarks=COMMAND),
+    Client("codex", "@openai/codex", "codex", has_long_prompts=True, remarks=f"{COMMAND}, by responses"),
+    Client(
+        "opencode-chat",
+        "opencode-ai",
+        "opencode",
+        shared_script="opencode",
+        arguments=("chat",),
+        has_long_prompts=True,
+        remarks=f"{COMMAND}, by chat completions",
+    ),
+    Client(
+        "opencode-responses",
+        "opencode-ai",
+        "opencode",
+        shared_script="opencode",
+        arguments=("responses",),
+        has_long_prompts=True,
+        remarks=f"{COMMAND}, by responses",
+    ),
+    Client(
+        "qwen-code-4k",
+        "@qwen-code/qwen-code",
+        "qwen-code",
+        shared_script="qwen-code",
+        remarks=f"{COMMAND}; its prompt is longer than the context, and it says so",
+    ),
+    Client(
+        "qwen-code-32k",
+        "@qwen-code/qwen-code",
+        "qwen-code",
+        shared_script="qwen-code",
+        has_long_prompts=True,
+        remarks=f"{COMMAND}, with room for its prompt",
     ),
 )

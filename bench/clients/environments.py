@@ -1,12 +1,14 @@
-"""Environments of the clients: made on first use from pinned lists, kept in a cache folder outside the repository."""
+"""Environments of the clients: made on first use from exact versions, kept in a cache folder outside the repository."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,16 +52,120 @@ def fingerprint(client: Client) -> str:
     return hashlib.sha256(made_from).hexdigest()
 
 
-def environment_of(client: Client, folder: Path, say: Callable[[str], None]) -> Path:
-    """The Python of the client's environment under `folder`, which is made where it is missing or was made from another list.
+class Environment(ABC):
+    """The folder in which one client is installed.
+
+    python: what runs its scripts in Python. programs: the folders of its commands, which come first in a script's PATH.
+    """
+
+    python: Path
+    programs: tuple[Path, ...]
+
+    def __init__(self, client: Client, place: Path) -> None:
+        self.client, self.place = client, place
+
+    @abstractmethod
+    def install(self) -> None:
+        """Install the client into its folder, which is empty. Raises NotInstalled."""
+
+    @abstractmethod
+    def is_whole(self) -> bool:
+        """Whether what runs the client's scripts is there."""
+
+    @abstractmethod
+    def version_of(self, package: str) -> str:
+        """The installed version of `package`."""
+
+    @abstractmethod
+    def command(self, script: Path) -> list[str]:
+        """What runs `script` with the client's packages."""
+
+
+class Venv(Environment):
+    """A virtual environment, from a list for pip."""
+
+    def __init__(self, client: Client, place: Path) -> None:
+        super().__init__(client, place)
+        self.programs = (place / "bin",)
+        self.python = place / "bin" / "python"
+
+    def install(self) -> None:
+        _run([_system_python(), "-m", "venv", str(self.place)], self.client)
+        flags = ["-q", "--no-compile", "--no-input", *(["--no-deps"] if self.client.no_deps else [])]
+        _run(
+            [str(self.python), "-m", "pip", "install", *flags, "-r", str(self.client.requirements)],
+            self.client,
+        )
+        packages = next(self.place.glob("lib/python*/site-packages"))
+        if self.client.empty_modules:
+            (packages / "overture_empty.py").write_text(EMPTY_CLASSES)
+        for name in self.client.empty_modules:
+            add_empty_module(packages, name)
+
+    def is_whole(self) -> bool:
+        return self.python.exists()
+
+    def version_of(self, package: str) -> str:
+        code = f"from importlib.metadata import version; print(version({package!r}))"
+        return subprocess.run(
+            [str(self.python), "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    def command(self, script: Path) -> list[str]:
+        return [str(self.python), str(script)]
+
+
+class NodeFolder(Environment):
+    """A folder of Node packages, from a package.json. One of them is Node itself, so that this machine's may be of any age.
+
+    Scripts in Python run the client's command and need the standard library alone, so our own interpreter runs them.
+    """
+
+    def __init__(self, client: Client, place: Path) -> None:
+        super().__init__(client, place)
+        self.modules = place / "node_modules"
+        self.programs = (self.modules / "node" / "bin", self.modules / ".bin")
+        self.python = Path(sys.executable)
+
+    def install(self) -> None:
+        self.place.mkdir()
+        shutil.copy(self.client.requirements, self.place / "package.json")
+        _run(
+            [
+                "npm",
+                "install",
+                f"--prefix={self.place}",
+                "--no-package-lock",
+                "--no-audit",
+                "--no-fund",
+                "--no-update-notifier",
+            ],
+            self.client,
+        )
+
+    def is_whole(self) -> bool:
+        return (self.programs[0] / "node").exists()
+
+    def version_of(self, package: str) -> str:
+        return str(json.loads((self.modules / package / "package.json").read_text())["version"])
+
+    def command(self, script: Path) -> list[str]:
+        if script.suffix == ".py":
+            return [str(self.python), str(script)]
+        # A module finds packages beside itself, not beside the folder in which it is run.
+        return [str(self.programs[0] / "node"), shutil.copy(script, self.place)]
+
+
+def environment_of(client: Client, folder: Path, say: Callable[[str], None]) -> Environment:
+    """The client's environment under `folder`, which is made where it is missing or was made from another list.
 
     Raises NotInstalled.
     """
-    place = folder / client.environment
-    python, stamp = place / "bin" / "python", place / STAMP
-    wanted = fingerprint(client)
-    if stamp.is_file() and stamp.read_text() == wanted and python.exists():
-        return python
+    kind = NodeFolder if client.requirements.suffix == ".json" else Venv
+    made = kind(client, folder / client.environment)
+    stamp, wanted = made.place / STAMP, fingerprint(client)
+    if stamp.is_file() and stamp.read_text() == wanted and made.is_whole():
+        return made
     folder.mkdir(parents=True, exist_ok=True)
     free_gib = shutil.disk_usage(folder).free / (1 << 30)
     if free_gib < MIN_FREE_GIB:
@@ -67,31 +173,10 @@ def environment_of(client: Client, folder: Path, say: Callable[[str], None]) -> 
             f"{free_gib:.1f} GiB are free in {folder}; {MIN_FREE_GIB} GiB are needed. Free some, or set XDG_CACHE_HOME."
         )
     say(f"{client.environment}: installing {client.requirements.name}")
-    shutil.rmtree(place, ignore_errors=True)
-    _run([_system_python(), "-m", "venv", str(place)], client)
-    no_deps = ["--no-deps"] if client.no_deps else []
-    _run(
-        [
-            str(python),
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-compile",
-            "--no-input",
-            *no_deps,
-            "-r",
-            str(client.requirements),
-        ],
-        client,
-    )
-    packages = next(place.glob("lib/python*/site-packages"))
-    if client.empty_modules:
-        (packages / "overture_empty.py").write_text(EMPTY_CLASSES)
-    for name in client.empty_modules:
-        add_empty_module(packages, name)
+    shutil.rmtree(made.place, ignore_errors=True)
+    made.install()
     stamp.write_text(wanted)
-    return python
+    return made
 
 
 def remove_others(folder: Path, names: set[str]) -> None:
@@ -111,20 +196,17 @@ def add_empty_module(packages: Path, name: str) -> None:
             (folder / "__init__.py").write_text(EMPTY_MODULE)
 
 
-def version_of(python: Path, package: str) -> str:
-    """The version of `package` in the environment of `python`."""
-    code = f"from importlib.metadata import version; print(version({package!r}))"
-    return subprocess.run(
-        [str(python), "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
 def _system_python() -> str:
     """The interpreter that .venv was made with: an environment made from another one would find that one's packages."""
     return str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
 
 
 def _run(command: list[str], client: Client) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+    except OSError as error:
+        raise NotInstalled(
+            f"{client.environment} cannot be installed without {command[0]}: {error}"
+        ) from error
     if done.returncode:
         raise NotInstalled(f"{client.environment} cannot be installed: {done.stderr.strip()[-800:]}")

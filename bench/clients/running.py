@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients.catalog import HOOK_TESTS, Client
+from bench.clients.environments import Environment
 from bench.live.report import ROOT
 
 SCRIPT_TIMEOUT_S = 600.0
@@ -59,16 +61,20 @@ def outcomes(lines: list[str], status: int, errors: str) -> list[Outcome]:
     return found
 
 
-def run_script(client: Client, python: Path, base_url: str, model: str) -> list[Outcome]:
+def run_script(environment: Environment, base_url: str, model: str) -> list[Outcome]:
     """The calls of the client's own script."""
-    return outcomes(*_finished([str(python), str(client.script), base_url, model], {}))
+    client = environment.client
+    command = [*environment.command(client.script), base_url, model, *client.arguments]
+    path = os.pathsep.join([*map(str, environment.programs), os.environ.get("PATH", os.defpath)])
+    return outcomes(*_finished(command, {"PATH": path}))
 
 
-def run_hook(client: Client, python: Path, base_url: str, model: str) -> list[Outcome]:
+def run_hook(environment: Environment, base_url: str, model: str) -> list[Outcome]:
     """Two calls: our example for the framework against the real server, and the hook's own tests with the real framework."""
+    python, hook = str(environment.python), environment.client.hook
     example = [
-        str(python),
-        f"demo/agents/{client.hook}_example.py",
+        python,
+        f"demo/agents/{hook}_example.py",
         "--base-url",
         f"{base_url}/v1",
         "--model",
@@ -76,7 +82,7 @@ def run_hook(client: Client, python: Path, base_url: str, model: str) -> list[Ou
     ]
     # The conftests above are for the server's tests and import what no client has.
     tests = [
-        str(python),
+        python,
         "-m",
         "pytest",
         "-q",
@@ -84,7 +90,7 @@ def run_hook(client: Client, python: Path, base_url: str, model: str) -> list[Ou
         "no:cacheprovider",
         f"--confcutdir={Path(HOOK_TESTS).parent}",
     ]
-    tests += [HOOK_TESTS, "-k", client.hook]
+    tests += [HOOK_TESTS, "-k", hook]
     return [
         _example_outcome(*_finished(example, {"PYTHONPATH": str(ROOT)})),
         _tests_outcome(*_finished(tests, {"PYTHONPATH": str(ROOT)})),
@@ -127,7 +133,13 @@ def _finished(command: list[str], more: dict[str, str]) -> tuple[list[str], int,
     try:
         out, errors = process.communicate(timeout=SCRIPT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process)
         out, errors = process.communicate()
         errors += f"\nstopped after {SCRIPT_TIMEOUT_S:.0f} s"
+    _kill_group(process)
     return out.splitlines(), process.returncode, errors
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

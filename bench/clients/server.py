@@ -1,25 +1,57 @@
-"""The one server that all clients ask."""
+"""The servers that the clients ask."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
+from bench.clients.catalog import Client
 from bench.live.serving import demo_server
 
 MODEL = "overture-demo"
 LIMITS = "--kv-cache-gib 0.5 --kv-host-gib 0.25 --kv-disk-gib 0".split()
+# Coding agents send system prompts of 5,000 to 17,000 of the demo model's tokens. It was never trained so far: its answers make no sense there.
+LONG_TOKENS = 32768
+LONG_CONTEXT = [
+    f"--max-model-len={LONG_TOKENS}",
+    f"--engine-arg=hf_overrides={json.dumps({'max_position_embeddings': LONG_TOKENS})}",
+]
 
 
-@contextlib.contextmanager
-def started(url: str | None, say: Callable[[str], None]) -> Iterator[str]:
-    """The address of a server with the demo model on a free loopback port, until the block ends; `url` itself where it is given.
+class Servers:
+    """Servers with the demo model on free loopback ports, each started for the first client that needs it, until the block ends.
 
-    Raises RuntimeError where the server does not start.
+    Args:
+        url: the address of the one server to use for all clients instead.
     """
-    if url:
-        yield url.rstrip("/").removesuffix("/v1")
-        return
-    with demo_server(*LIMITS) as server:
-        say(f"the server is ready at {server.url}")
-        yield server.url
+
+    def __init__(self, url: str | None, say: Callable[[str], None]) -> None:
+        self._given = url and url.rstrip("/").removesuffix("/v1")
+        self._say = say
+        self._urls: dict[bool, str] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def url_for(self, client: Client) -> str:
+        """The address of the server with the context that the client needs. Raises RuntimeError where the server does not start."""
+        if self._given:
+            return self._given
+        is_long = client.has_long_prompts
+        if is_long not in self._urls:
+            server = self._stack.enter_context(demo_server(*LIMITS, *(LONG_CONTEXT if is_long else [])))
+            self._urls[is_long] = server.url
+            self._say(f"the server {'with a long context ' if is_long else ''}is ready at {server.url}")
+        return self._urls[is_long]

@@ -1,6 +1,7 @@
 """What every client's script uses: it makes calls, checks the answers and prints one line of JSON for each.
 
-It runs in the client's own environment, so it imports the standard library alone. A script is called with the server's address and the model.
+It runs in the client's own environment, so it imports the standard library alone. A script is called with the server's address, the model
+and what else the catalog names for the client.
 """
 
 from __future__ import annotations
@@ -8,13 +9,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-BASE_URL, MODEL = [*sys.argv[1:], "http://127.0.0.1:8000", "overture-demo"][:2]
+BASE_URL, MODEL, *ARGUMENTS = sys.argv[1:] or ["http://127.0.0.1:8000", "overture-demo"]
 V1_URL = f"{BASE_URL}/v1"
 KEY = "none"
 QUESTION = "What is the weather like in Paris?"
@@ -34,6 +40,8 @@ WEATHER_TOOL = {
     },
 }
 SHOWN_LINES = 12
+# A busy machine needs a minute and a half for a coding agent's prompt of 30,000 tokens.
+COMMAND_TIMEOUT_S = 240
 # One loop for all calls: clients keep connections that belong to it.
 _loop = asyncio.Runner()
 
@@ -80,6 +88,38 @@ def raises(expected: type[BaseException], function: Callable[[], Any]) -> BaseEx
     except expected as error:
         return error
     raise AssertionError(f"{expected.__name__} was not raised")
+
+
+@contextmanager
+def empty_home() -> Iterator[Path]:
+    """A folder that commands take for the user's own while the block lasts, and in which they run: they find no settings there but ours."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        others = {
+            f"XDG_{kind}_HOME": str(Path(name, ".xdg", kind)) for kind in ("CONFIG", "DATA", "STATE", "CACHE")
+        }
+        # Nobody listens on port 9 of loopback: what would ask the network for news or report to it finds no way out.
+        proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9") | {
+            "NO_PROXY": "127.0.0.1,localhost"
+        }
+        os.environ |= {"HOME": name, "PWD": name} | others | proxies
+        os.chdir(name)
+        yield Path(name)
+        os.chdir("/")
+
+
+def run_command(*arguments: str, status: int = 0) -> str:
+    """What a command prints to stdout. Raises AssertionError where it ends with another exit status, or takes too long."""
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, stdin=subprocess.DEVNULL
+    )
+    said = f"{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
+    assert done.returncode == status, f"{arguments[0]} ended with status {done.returncode}: {said}"
+    return done.stdout.strip()
+
+
+def json_lines(text: str) -> list[Any]:
+    """What the lines of `text` that are JSON objects say."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
 def has_city(arguments: str | dict[str, Any]) -> bool:

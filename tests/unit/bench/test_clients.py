@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,13 +21,25 @@ def line(name: str, **more: object) -> str:
     return json.dumps({"call": name, "ok": not more, **more})
 
 
+def exact_versions(listing: Path) -> dict[str, str]:
+    """What a list for pip or a package.json for npm names, each with its version."""
+    text = listing.read_text()
+    if listing.suffix == ".json":
+        found: dict[str, str] = json.loads(text)["dependencies"]
+        return found
+    pins = [pin.partition("==") for pin in text.splitlines() if not pin.startswith("#")]
+    return {name.lower(): version for name, _, version in pins}
+
+
 def test_every_client_has_its_script_and_its_exact_versions() -> None:
-    assert len(CLIENTS) >= 14
+    assert len(CLIENTS) == len({client.name for client in CLIENTS}) >= 22
     for client in CLIENTS:
         assert client.script.is_file() and client.requirements.is_file(), client.name
-        pins = [pin for pin in client.requirements.read_text().splitlines() if not pin.startswith("#")]
-        assert pins and all("==" in pin for pin in pins)
-        assert any(pin.lower().startswith(f"{client.package}==") for pin in pins), client.name
+        versions = exact_versions(client.requirements)
+        assert all(re.match(r"\d[\w.]*(\+cpu)?$", version) for version in versions.values()), versions
+        assert client.package in versions and (client.script.suffix == ".py" or "node" in versions), (
+            client.name
+        )
     assert (ROOT / HOOK_TESTS).is_file()
 
 
