@@ -58,7 +58,8 @@ HARMLESS_ARGUMENTS = frozenset(
     jit_monitor_mode jit_monitor_verbose profiler_config shutdown_timeout
     """.split()
 )
-# The same of vLLM's environment: any other variable of it that is set makes other keys.
+# The same of vLLM's environment: any other variable of it that is set makes other keys. The last three are set by vLLM while it builds an engine, so
+# a node that was started from a process with an engine has them; a layout is told by its strides.
 HARMLESS_VARIABLES = frozenset(
     """
     VLLM_API_KEY VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_AUDIO_FETCH_TIMEOUT VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL
@@ -74,7 +75,8 @@ HARMLESS_VARIABLES = frozenset(
     VLLM_PROCESS_NAME_PREFIX VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_RPC_BASE_PATH VLLM_SERVER_DEV_MODE
     VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_SYSTEM_START_DATE VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS
     VLLM_USAGE_SOURCE VLLM_USAGE_STATS_SERVER VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_VIDEO_FETCH_TIMEOUT VLLM_WORKER_MULTIPROC_METHOD
-    VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS VLLM_XGRAMMAR_CACHE_MB
+    VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS VLLM_XGRAMMAR_CACHE_MB VLLM_DISABLE_SHARED_EXPERTS_STREAM VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME
+    VLLM_SSM_CONV_STATE_LAYOUT
     """.split()
 )
 # Where a container service says in every container's environment where other services are: of one called `vllm-web`, VLLM_WEB_SERVICE_HOST,

@@ -171,9 +171,11 @@ _SCHEMA_9 = (
 # Version 10: where an item of a response is found by its own id, of what was said and of what was given, so that a client may name it instead of
 # sending it once more.
 _ITEM_ID = "CASE item.type WHEN 'object' THEN json_extract(item.value, '$.id') END"
+# A text that is no JSON, as of a damaged row, names no items and stops nothing.
+_AS_JSON = "CASE WHEN json_valid(CAST({0} AS TEXT)) THEN CAST({0} AS TEXT) ELSE 'null' END"
 _ITEMS_OF = f"""SELECT o.row, {_ITEM_ID}, {{0}}.seq FROM sessions s JOIN owners o ON o.name = s.owner,
-    (SELECT type, value FROM json_each(CAST({{0}}.reply AS TEXT), '$.output')
-        UNION ALL SELECT type, value FROM json_each(CAST({{0}}.items AS TEXT))) item
+    (SELECT type, value FROM json_each({_AS_JSON.format("{0}.reply")}, '$.output')
+        UNION ALL SELECT type, value FROM json_each({_AS_JSON.format("{0}.items")})) item
     WHERE s.row = {{0}}.session AND typeof({_ITEM_ID}) = 'text'"""
 _SCHEMA_10 = (
     """CREATE TABLE response_items (
@@ -187,7 +189,7 @@ _SCHEMA_10 = (
         BEGIN INSERT OR IGNORE INTO response_items {_ITEMS_OF.format("new")}; END""",
     f"""INSERT OR IGNORE INTO response_items SELECT o.row, {_ITEM_ID}, r.seq
         FROM responses r JOIN sessions s ON s.row = r.session JOIN owners o ON o.name = s.owner,
-        json_each(CAST(r.reply AS TEXT), '$.output') item WHERE typeof({_ITEM_ID}) = 'text'""",
+        json_each({_AS_JSON.format("r.reply")}, '$.output') item WHERE typeof({_ITEM_ID}) = 'text'""",
 )
 _MIGRATIONS: Final = (
     _SCHEMA_1,
