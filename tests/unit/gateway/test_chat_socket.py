@@ -519,8 +519,8 @@ async def test_advisories_of_one_address_without_keys_leave_a_pages_alone(gatewa
                 statuses.append(reply.status)
         assert statuses[0] == 202 and statuses[-1] == 429, "the address has had its share"
         await socket.send(type="typing", session_id="mine, too")
-            told = gateway.node.advisories
-            await gateway.node.until(lambda: any(each.advisory.session_id == "mine, too" for each in told))
+        told = gateway.node.advisories
+        await gateway.node.until(lambda: any(each.advisory.session_id == "mine, too" for each in told))
         assert not advised.is_over
 
 
