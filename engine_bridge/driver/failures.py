@@ -27,7 +27,7 @@ CANNOT_CONTINUE = (
 )
 TOO_LATE = "Reading the prompt took too long. Send it again, or a shorter one."
 RETRY_AFTER_S = 1.0
-# Modules of vLLM's, and of transformers where conversations are rendered, that take requests apart, and the errors of Python's by which some of them still refuse one.
+# Modules of vLLM's and of transformers that take requests apart, and the errors of Python's by which some of them still refuse one.
 _READERS = (
     "transformers.tokenization_",
     "transformers.utils.chat_template_utils",
