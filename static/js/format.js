@@ -8,12 +8,6 @@ const DAY = new Intl.DateTimeFormat('en', { day: 'numeric', month: 'short' });
 const MOMENT = new Intl.DateTimeFormat(undefined, { dateStyle: 'full', timeStyle: 'short' });
 const DAY_MS = 86400000;
 const LAST_MS = 8.64e15; // what a Date can hold
-const PLACES = {
-  slot: ['ready', 'In a slot of the device: it answers at once'],
-  host: ['ready', 'In memory: it answers at once'],
-  cached: ['ready', 'Kept in free memory of the device: it answers at once'],
-  disk: ['on disk', 'On disk: it is loaded when it is asked'],
-};
 const HUE_STEP = 183; // chosen: the adapters of the demo lie at least 39° apart
 
 /** 1984 → "1,984". */
@@ -76,17 +70,6 @@ export function groupByDay(sessions, now) {
     groups.get(label).push(session);
   }
   return [...groups];
-}
-
-/** Whether an adapter is ready, as a word and a sentence; both empty while nobody knows. */
-export function adapterState(place) {
-  return PLACES[place] ?? ['', ''];
-}
-
-/** The models whose names hold every word of the query. */
-export function matching(models, query) {
-  const words = query.toLowerCase().split(/\s+/);
-  return models.filter(({ id }) => words.every((word) => id.toLowerCase().includes(word)));
 }
 
 /** A colour angle for an adapter name, always the same one. */

@@ -1,7 +1,7 @@
 /** The list above the model picker's button, which says where each adapter is; loaded once there is something to choose. */
 
 import { h, icon, paintDot } from './dom.js';
-import { adapterState, count, matching } from './format.js';
+import { count } from './format.js';
 
 const FILTER_FROM = 13; // chosen: more than one takes in at a glance
 const GAP_PX = 6;
@@ -10,6 +10,12 @@ const WIDTH_PX = 360;
 const PAGE = 8;
 const STEPS = { ArrowDown: 1, ArrowUp: -1, PageDown: PAGE, PageUp: -PAGE };
 const PINNED = 'Pinned: it stays in memory';
+const PLACES = {
+  slot: ['ready', 'In a slot of the device: it answers at once'],
+  host: ['ready', 'In memory: it answers at once'],
+  cached: ['ready', 'Kept in free memory of the device: it answers at once'],
+  disk: ['on disk', 'On disk: it is loaded when it is asked'],
+};
 
 /**
  * @typedef {object} Model
@@ -197,9 +203,15 @@ function pinMark() {
 function facts(model) {
   const comma = () => h('span', { class: 'sr-only' }, ', ');
   if (!model.adapter) return [comma(), h('span', { class: 'model-rank' }, 'base model')];
-  const [word, detail] = adapterState(model.place);
+  const [word, detail] = PLACES[model.place] ?? ['', '']; // nobody knows yet
   return [
     comma(), h('span', { class: 'model-rank' }, model.rank ? `rank ${model.rank}` : ''),
     comma(), h('span', { class: `model-state ${model.place ?? ''}`, title: detail }, word),
   ];
+}
+
+/** The models whose names hold every word of the query. */
+function matching(models, query) {
+  const words = query.toLowerCase().split(/\s+/);
+  return models.filter(({ id }) => words.every((word) => id.toLowerCase().includes(word)));
 }
