@@ -269,8 +269,10 @@ export class App {
 
   async #rename(id, title) {
     const before = this.index.get(id)?.title;
-    this.index.upsert({ id, title });
-    if (!await this.#tell(this.api.patch(id, { title }))) this.#onListed({ sessionId: id, title: before, updatedAt: 0 });
+    this.#act(() => this.core.rename(id, title));
+    const isStored = await this.#tell(this.api.patch(id, { title }));
+    // Again: where that took long, what the server told meanwhile was from before. It may have been deleted, too.
+    if (this.index.get(id)) this.#act(() => this.core.rename(id, isStored ? title : before));
     this.rail.refreshSearch();
   }
 

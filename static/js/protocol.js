@@ -273,6 +273,12 @@ export class ChatCore {
     this.#follow(session, before);
   }
 
+  /** A session has another title. */
+  rename(sessionId, title) {
+    this.#retitle(sessionId, title);
+    this.#emit('listed', { sessionId, title, updatedAt: 0 });
+  }
+
   /** Forgets a deleted session. */
   forget(sessionId) {
     for (const turn of this.sessions.get(sessionId)?.turns ?? []) this.#drop(turn);

@@ -289,3 +289,34 @@ def test_a_page_that_is_opened_while_the_server_stands_still(visit, stage: Stage
     chat.send("Hello!")
     stage.answer(number).finish("One.")
     expect(chat.answers).to_have_text(["One."])
+
+
+def test_a_new_title_stays_though_the_page_has_read_the_old_one_meanwhile(
+    wired, stage: Stage, page_watch, monkeypatch
+) -> None:
+    """It is stored on another connection than the one that tells of conversations, which may tell of the old title last."""
+    page_watch.forgive()
+    monkeypatch.setattr(stage.gateway.node, "script", ["One."])
+    chat, line = wired()
+    page = chat.page
+    page.add_init_script(f"localStorage.setItem('overture.key', '{stage.keys['ann']}')")
+    line.on_frame = lambda frame: None if frame["type"] == "listed" else frame
+    held: list = []
+    page.route(
+        "**/api/sessions/*",
+        lambda route: held.append(route) if route.request.method == "PATCH" else route.continue_(),
+    )
+    chat.open()
+    chat.ask("An old title.")
+    row = page.locator(f".session[href='#/s/{chat.session_id}']")
+    row.press("F2")
+    page.get_by_label("New title").fill("Renamed")
+    page.keyboard.press("Enter")
+    expect(row).to_contain_text("Renamed")
+    with page.expect_request(lambda request: request.method == "PATCH"):  # it is repeated
+        line.drop()
+    expect(row).to_contain_text("An old title.")
+    with page.expect_response(lambda reply: reply.request.method == "PATCH" and reply.ok):
+        held[-1].continue_()
+    expect(row).to_contain_text("Renamed")
+    expect(page.locator("#title")).to_have_text("Renamed")
