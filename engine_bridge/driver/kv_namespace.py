@@ -150,10 +150,18 @@ def _computation(vllm_config: Any, arguments: Mapping[str, Any]) -> str:
         "text_config": _plain(model.hf_text_config.to_dict()),
         "max_model_len": model.max_model_len,
         "arguments": dict(arguments),
+        "code": _version_of_transformers() if model.using_transformers_backend() else "",
         # Its layers have KV in the same blocks.
         "draft": revision_of(draft) if draft is not None else "",
     }
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:32]
+
+
+def _version_of_transformers() -> str:
+    """Of the code of those models that vLLM has no class of its own for."""
+    import transformers
+
+    return transformers.__version__
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,16 @@ def test_the_model_counts_as_it_was_resolved() -> None:
         computation(max_model_len=256),
     ]
     assert len({usual, *others}) == 4
+
+
+def test_code_that_is_not_vllms_own_counts_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM runs the code of transformers for families that it has no class for."""
+    foreign = engine_args(config_of("model_impl=transformers"), None).create_engine_config()
+    own = engine_args(config_of(), None).create_engine_config()
+    before = _computation(foreign, {}), _computation(own, {})
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "99.0")
+    assert _computation(foreign, {}) != before[0]
+    assert _computation(own, {}) == before[1]
 
 
 @pytest.mark.parametrize("way", ["replaced", "written over"])
