@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable
@@ -64,5 +65,19 @@ def revision_of(model: Any) -> str:
             "the model's files have changed since they were loaded: what is kept of this engine is for no other"
         )
         return f"{revision}, changed since it was loaded: {uuid.uuid4().hex}"
-    commit = getattr(model.hf_config, "_commit_hash", None) if weights == model.model else None
+    commit = _commit_of(model) if weights == model.model else None
     return f"{weights}@{commit or f'unknown-{_OF_THIS_PROCESS}'}"
+
+
+def _commit_of(model: Any) -> str | None:
+    """Of a model of a hub: as its configuration says, else by the folder of the hub's cache that holds it. Mistral's own form says nothing of it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if commit := getattr(model.hf_config, "_commit_hash", None):
+        return str(commit)
+    with contextlib.suppress(ValueError):  # no name of a hub's
+        for name in ("params.json", "config.json"):
+            path = try_to_load_from_cache(model.model, name, revision=model.revision)
+            if isinstance(path, str):
+                return Path(path).parent.name
+    return None

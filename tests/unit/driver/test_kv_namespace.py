@@ -164,3 +164,22 @@ def test_weights_that_change_while_they_are_loaded_are_no_others(tmp_path: Path,
     know_weights(str(folder), None, lambda phrase: None)  # as the next engine does before it loads them
     after = revision_of(model)
     assert len({before, found, after, revision_of(model)}) == 3
+
+
+def test_a_hubs_model_has_its_commits_name_in_mistrals_form_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes its configuration of params.json, and notes no commit then."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--name"
+    for commit in ("1" * 40, "2" * 40):
+        (cached / "snapshots" / commit).mkdir(parents=True)
+        (cached / "snapshots" / commit / "params.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("2" * 40)
+    described = {"model_weights": "", "hf_config": SimpleNamespace(), "revision": None}
+    assert revision_of(SimpleNamespace(model="org/name", **described)) == f"org/name@{'2' * 40}"
+    pinned = described | {"revision": "1" * 40}
+    assert revision_of(SimpleNamespace(model="org/name", **pinned)) == f"org/name@{'1' * 40}"
+    nowhere = revision_of(SimpleNamespace(model="org/other:Q4_K_M", **described))
+    assert nowhere.startswith("org/other:Q4_K_M@unknown-")
