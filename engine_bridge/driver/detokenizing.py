@@ -9,8 +9,8 @@ completes. Here the first text that is given out is shortened by what the prompt
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 from engine_bridge.continuity import INCOMPLETE, MAX_TOKENS_PER_CHARACTER
@@ -34,8 +34,8 @@ def beyond(prompt_texts: Sequence[str], text: str) -> str:
 
 
 def _num_common(first: str, second: str) -> int:
-    """How many characters both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    """How many characters both begin with. Looked for by halves: a prompt may have a million characters, and steps wait for this."""
+    return bisect_left(range(len(first)), True, key=lambda at: not second.startswith(first[: at + 1]))
 
 
 def _ends(ids: Sequence[Any]) -> list[Sequence[Any]]:

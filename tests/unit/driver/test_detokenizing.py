@@ -139,3 +139,18 @@ def test_what_is_beyond_the_prompt_is_measured_by_the_longest_of_its_ends() -> N
     assert beyond(["ab�", "ab"], "ab€c") == "€c"
     assert beyond(["ab��", "ab�", "ab"], "ab��c") == "c"
     assert beyond([], "abc") == "abc"
+    assert beyond(["", "b", "ac"], "ab") == "b"
+    assert beyond(["abc"], "ab") == ""
+
+
+def test_the_end_of_a_long_prompt_is_found_in_few_looks() -> None:
+    class Text(str):
+        num_looks = 0
+
+        def startswith(self, *args: Any) -> bool:
+            Text.num_looks += 1
+            return super().startswith(*args)
+
+    said = "word " * 50_000
+    assert beyond([f"{said}�", said], Text(f"{said}é!")) == "é!"
+    assert 0 < Text.num_looks < 60
