@@ -57,6 +57,26 @@ async def test_a_stored_response_is_read_listed_and_deleted(client: openai.Async
     assert (await client.responses.retrieve(after.id)).output_text == after.output_text
 
 
+async def test_log_probabilities_are_those_of_the_text(client: openai.AsyncOpenAI) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "input": "Hello!",
+        "temperature": 0,
+        "include": ["message.output_text.logprobs"],
+    }
+    made = await client.responses.create(**asked)
+    streamed, last = "", None
+    async for event in await client.responses.create(**asked, stream=True):
+        if event.type == "response.output_text.delta":
+            streamed += "".join(token.token for token in event.logprobs)
+        elif event.type == "response.completed":
+            last = event.response
+    assert made.output_text and last is not None and streamed == made.output_text
+    for response in (made, last):
+        told = response.output[0].content[0].logprobs  # type: ignore[union-attr]
+        assert "".join(token.token for token in told or ()) == made.output_text  # type: ignore[union-attr]
+
+
 async def test_results_of_tools_go_on_from_the_calls_that_were_stored(client: openai.AsyncOpenAI) -> None:
     """What a call of a tool looked like is known only to the response: a follow-up names it, and is understood."""
     calls: Any = [

@@ -140,7 +140,11 @@ OWNERS = (
         APIS,
         builds(f"engine_client, models, online_renderer, *, {_PARSERS}"),
         calls("create_responses(request, raw_request)"),
-        overrides("responses_stream_generator(*args, **options)"),
+        overrides(
+            "responses_stream_generator(request, sampling_params, result_generator, *args, **options)",
+            "_make_response_output_items(request, final_output, *args, **options)",
+            "_create_response_logprobs(token_ids, logprobs, *args, **options)",
+        ),
     ),
     owner(
         "vllm.entrypoints.serve.tokenize.serving:ServingTokenization",
