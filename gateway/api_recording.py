@@ -66,7 +66,7 @@ async def recording_of(
         found = await services.store.responses.history(owner, previous)
         if found is None:
             raise GatewayError(
-                "not_found", f"There is no response {previous!r} here.", param="previous_response_id"
+                "not_found", f"There is no response {previous[:100]!r} here.", param="previous_response_id"
             )
         body["input"] = items_of(found.turns) + as_items(body)
         history = found.token_ids

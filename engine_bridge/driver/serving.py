@@ -251,7 +251,7 @@ class Serving:
             response = as_error_response(error) if start.is_queued else as_unusable(error, body)
             result, dropped = response, Dropped()
         if isinstance(result, ErrorResponse):
-            if endpoint.is_anthropic:
+            if endpoint.is_anthropic and _is_too_long(result):
                 limit = self._client.model_config.max_model_len
                 result.error.message = anthropic_words(result.error.message, limit)
             return error_reply(result, is_anthropic=endpoint.is_anthropic)
@@ -430,7 +430,10 @@ def _common(first: list[int], second: list[int]) -> list[int]:
 
 
 def _is_too_long(result: Any) -> bool:
-    return isinstance(result, ErrorResponse) and is_too_long(result.error.message)
+    is_refused = (
+        isinstance(result, ErrorResponse) and result.error.code == 400
+    )  # others may quote a name of the client's
+    return is_refused and is_too_long(result.error.message)
 
 
 async def _telling(dropped: Dropped, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

@@ -157,6 +157,16 @@ async def test_a_bad_word_is_banned_with_and_without_its_space(http: aiohttp.Cli
     assert "tree" in other["choices"][0]["text"], "capitals are as they are given"
 
 
+async def test_a_model_that_is_called_like_an_error_is_a_model_that_there_is_not(
+    http: aiohttp.ClientSession,
+) -> None:
+    body = {"model": "context length", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"):
+        async with http.post(path, json=body) as response:
+            found = await response.json()
+            assert response.status == 404 and "does not exist" in found["error"]["message"], path
+
+
 async def test_blanks_are_banned_as_they_are_and_many_words_at_once(http: aiohttp.ClientSession) -> None:
     (line_end,) = (await posted(http, "/tokenize", {"prompt": "\n"}))["tokens"]
     body = {
@@ -168,8 +178,9 @@ async def test_blanks_are_banned_as_they_are_and_many_words_at_once(http: aiohtt
     }
     assert (await posted(http, "/v1/completions", body))["choices"][0]["text"] == "\n" * 3
     many = ["\n", *(f"word {number}" for number in range(200))]
-    answer = await posted(http, "/v1/completions", body | {"bad_words": many, "n": 2, "temperature": 1})
-    assert not any("\n" in choice["text"] for choice in answer["choices"])
+    fields = {"bad_words": many, "n": 2, "temperature": 1, "return_token_ids": True}
+    answer = await posted(http, "/v1/completions", body | fields)
+    assert not any(line_end in choice["token_ids"] for choice in answer["choices"])
 
 
 async def test_a_prompt_that_is_only_repeated_is_neither_answered_nor_counted(
