@@ -106,6 +106,38 @@ FAMILIES = (
         reuses_kv=False,
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
     ),
+    Family(
+        name="qwen2-window",
+        config_class="Qwen2Config",
+        config=_SIZES
+        | {"use_sliding_window": True, "sliding_window": WINDOW_TOKENS, "max_window_layers": 0}
+        | {"layer_types": ["sliding_attention"] * NUM_LAYERS},
+    ),
+    Family(
+        name="granite",
+        config_class="GraniteConfig",
+        config=_SIZES
+        | {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.25},
+    ),
+    Family(
+        name="cohere",
+        config_class="CohereConfig",
+        config=_SIZES | {"tie_word_embeddings": True, "logit_scale": 0.5},
+    ),
+    # vLLM has no classes of its own for these: it runs those of transformers.
+    Family(
+        name="starcoder2-window",
+        config_class="Starcoder2Config",
+        config=_SIZES | {"sliding_window": WINDOW_TOKENS},
+        adapted=("q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"),
+    ),
+    Family(name="olmo2", config_class="Olmo2Config", config=_SIZES),
+    Family(
+        name="phi",
+        config_class="PhiConfig",
+        config=_SIZES | {"partial_rotary_factor": 0.5},
+        adapted=("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
+    ),
 )
 # Its layers are of two kinds, whose KV caches share memory.
 SEVERAL_GROUPS = Family(
