@@ -103,6 +103,8 @@ CLIENTS = (
         "ai-sdk",
         remarks="with `@ai-sdk/openai`, `@ai-sdk/openai-compatible` and `@ai-sdk/anthropic`",
     ),
+    Client("agno", "agno", "agno"),
+    Client("lm-eval", "lm_eval", "lm-eval", remarks=COMMAND),
     Client("aider", "aider-chat", "aider", remarks=COMMAND),
     Client("codex", "@openai/codex", "codex", has_long_prompts=True, remarks=f"{COMMAND}, by responses"),
     Client(

@@ -18,7 +18,9 @@ def ask(*arguments, message="Hello!"):
     """The answer: what stands between aider's own first lines and its count of tokens."""
     out = run_command("aider", *FLAGS, *arguments, "--message", message)
     found = re.search(
-        r"^Repo-map: disabled\n(.*)^Tokens: \d+ sent, \d+ received", out, re.DOTALL | re.MULTILINE
+        r"^Repo-map: disabled\n(?:Added .*?\n)?(.*)^Tokens: \S+ sent, \S+ received",
+        out,
+        re.DOTALL | re.MULTILINE,
     )
     assert found and "Error" not in out, out
     return found[1].strip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness import KEY, MODEL, QUESTION, V1_URL, call_all
+from harness import KEY, MODEL, QUESTION, V1_URL, call_all, has_city
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.chat_engine import SimpleChatEngine
 from llama_index.core.llms import ChatMessage
@@ -76,6 +76,26 @@ def as_structured_llm():
 async def function_agent():
     made = FunctionAgent(tools=[TOOL], llm=llm, streaming=False)
     assert str(await made.run("Hello!", max_iterations=4))
+
+
+def stream_chat_with_tools_required():
+    *_, last = llm.stream_chat_with_tools([TOOL], user_msg=QUESTION, tool_required=True)
+    [made] = llm.get_tool_calls_from_response(last)
+    assert made.tool_name == "get_weather" and has_city(made.tool_kwargs)
+
+
+async def function_agent_streaming():
+    """Its first call of the model has to call the tool, whose result is the answer."""
+    asked = []
+
+    def get_weather(city: str) -> str:
+        """Today's weather in a city."""
+        asked.append(city)
+        return f"Sunny in {city}."
+
+    tool = FunctionTool.from_defaults(get_weather, return_direct=True)
+    made = FunctionAgent(tools=[tool], llm=llm, streaming=True, initial_tool_choice="get_weather")
+    assert str(await made.run(QUESTION, max_iterations=4)) == f"Sunny in {asked[0]}."
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""`agno`: agents by chat completions, by responses: runs, streams, tools, several turns and structured output."""
+
+from __future__ import annotations
+
+from agno.agent import Agent
+from agno.models.openai import OpenAIResponses
+from agno.models.openai.like import OpenAILike
+from harness import KEY, MODEL, QUESTION, V1_URL, call
+from pydantic import BaseModel, Field
+
+
+class Weather(BaseModel):
+    """Where somebody asks about the weather."""
+
+    city: str = Field(max_length=20)
+
+
+asked = []
+
+
+def get_weather(city: str) -> str:
+    """Today's weather in a city."""
+    asked.append(city)
+    return f"Sunny in {city}."
+
+
+def chat():
+    return OpenAILike(id=MODEL, base_url=V1_URL, api_key=KEY, max_tokens=64, max_retries=0)
+
+
+def responses():
+    return OpenAIResponses(id=MODEL, base_url=V1_URL, api_key=KEY, max_output_tokens=64, max_retries=0)
+
+
+def agent(model, **more):
+    return Agent(model=model(), telemetry=False, **more)
+
+
+def content(reply):
+    assert reply.status == "COMPLETED", reply
+    return reply.content
+
+
+def run(model):
+    assert content(agent(model).run("Hello!"))
+
+
+async def arun(model):
+    assert content(await agent(model).arun("Hello!"))
+
+
+def streamed(model):
+    parts = [
+        event.content or ""
+        for event in agent(model).run("Hello!", stream=True)
+        if event.event == "RunContent"
+    ]
+    assert "".join(parts)
+
+
+def several_turns(model):
+    first = agent(model).run("Hello! My name is Ada.")
+    messages = [message for message in first.messages if message.role != "system"]
+    last = agent(model).run([*messages, {"role": "user", "content": "Who am I?"}])
+    assert content(last) and last.metrics.input_tokens > first.metrics.input_tokens
+
+
+def tool(model, stream):
+    asked.clear()
+    made = agent(model, tools=[get_weather], tool_choice="required", tool_call_limit=1)
+    reply = made.run(QUESTION, stream=stream, stream_events=stream)
+    called = [event.tool for event in reply if event.event == "ToolCallCompleted"] if stream else reply.tools
+    assert called[0].tool_name == "get_weather" and list(called[0].tool_args) == ["city"], called
+    assert asked[0] == called[0].tool_args["city"] and called[0].result == f"Sunny in {asked[0]}."
+
+
+def structured(model):
+    assert isinstance(content(agent(model, output_schema=Weather).run(QUESTION)), Weather)
+
+
+if __name__ == "__main__":
+    for name, model in {"chat completions": chat, "responses": responses}.items():
+        call(f"run, {name}", lambda model=model: run(model))
+        call(f"arun, {name}", lambda model=model: arun(model))
+        call(f"streamed, {name}", lambda model=model: streamed(model))
+        call(f"several turns, {name}", lambda model=model: several_turns(model))
+        call(f"tool, required, {name}", lambda model=model: tool(model, stream=False))
+        call(f"tool, required and streamed, {name}", lambda model=model: tool(model, stream=True))
+        call(f"output_schema, {name}", lambda model=model: structured(model))
