@@ -5,7 +5,8 @@ from __future__ import annotations
 from agno.agent import Agent
 from agno.models.openai import OpenAIResponses
 from agno.models.openai.like import OpenAILike
-from harness import KEY, MODEL, QUESTION, V1_URL, call
+from agno.tools.function import Function
+from harness import KEY, MODEL, QUESTION, V1_URL, WEATHER_SCHEMA, call
 from pydantic import BaseModel, Field
 
 
@@ -67,7 +68,15 @@ def several_turns(model):
 
 def tool(model, stream):
     asked.clear()
-    made = agent(model, tools=[get_weather], tool_choice="required", tool_call_limit=1)
+    weather = Function(
+        name="get_weather",
+        description="Today's weather in a city.",
+        parameters=WEATHER_SCHEMA,
+        entrypoint=get_weather,
+        skip_entrypoint_processing=True,
+        stop_after_tool_call=True,
+    )
+    made = agent(model, tools=[weather], tool_choice="required")
     reply = made.run(QUESTION, stream=stream, stream_events=stream)
     called = [event.tool for event in reply if event.event == "ToolCallCompleted"] if stream else reply.tools
     assert called[0].tool_name == "get_weather" and list(called[0].tool_args) == ["city"], called
