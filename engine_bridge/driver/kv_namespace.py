@@ -59,9 +59,10 @@ HARMLESS_ARGUMENTS = frozenset(
     """.split()
 )
 # The same of vLLM's environment: any other variable of it that is set makes other keys. The last three are set by vLLM while it builds an engine, so
-# a node that was started from a process with an engine has them; a layout is told by its strides.
+# a node that was started from a process with an engine has them; a layout is told by its strides. How long a context may be counts by itself.
 HARMLESS_VARIABLES = frozenset(
     """
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN
     VLLM_API_KEY VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_AUDIO_FETCH_TIMEOUT VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL
     VLLM_CACHE_ROOT VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_CONFIGURE_LOGGING VLLM_CONFIG_ROOT VLLM_CPU_CI_ENV VLLM_CPU_KVCACHE_SPACE
     VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_OMP_THREADS_BIND VLLM_DEBUG_DUMP_PATH VLLM_DEBUG_LOG_API_SERVER_RESPONSE VLLM_DISABLE_COMPILE_CACHE

@@ -17,7 +17,9 @@ OURS = {"gateway", "engine_bridge", "kvtiers", "overture_client"}
 DISTRIBUTIONS = {"pythonjsonlogger": "python-json-logger", "sklearn": "scikit-learn"}
 # Come with the engine; only the driver imports them (lint-imports), and it is only loaded where there is one.
 OF_THE_ENGINE = set(
-    "fastapi jinja2 jsonschema llvmlite numba openai pydantic pydantic-core tokenizers torch vllm".split()
+    """
+    fastapi huggingface-hub jinja2 jsonschema llvmlite numba openai pydantic pydantic-core tokenizers torch transformers vllm
+    """.split()
 )
 OF_CLUSTERS = {"cryptography", "ray"}
 # Whoever uses a hook has its framework.

@@ -183,3 +183,9 @@ def test_a_hubs_model_has_its_commits_name_in_mistrals_form_too(
     assert revision_of(SimpleNamespace(model="org/name", **pinned)) == f"org/name@{'1' * 40}"
     nowhere = revision_of(SimpleNamespace(model="org/other:Q4_K_M", **described))
     assert nowhere.startswith("org/other:Q4_K_M@unknown-")
+
+
+def test_what_vllm_itself_sets_while_it_builds_an_engine_parts_no_node_from_the_one_beside_it() -> None:
+    """A node that is started from a process with an engine has these in its environment."""
+    names = "VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_DISABLE_SHARED_EXPERTS_STREAM VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_SSM_CONV_STATE_LAYOUT"
+    assert counting(environ=dict.fromkeys(names.split(), "1")) == counting()
