@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS
+from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, ROTARY
 from engine_bridge.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -83,6 +83,10 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         from engine_bridge.driver import bad_words
 
         bad_words.install()
+    if config.device == "cpu" and ROTARY not in off:
+        from engine_bridge.driver import rotary
+
+        rotary.install()
     args = engine_args(config, tiers)
     if tiers is not None:
         tiers.arguments = arguments_that_count(args)

@@ -6,6 +6,7 @@ all of its context, so a KV block of another conversation shows as a wrong token
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ WINDOW_TOKENS = 128
 ADAPTER_RANK, ADAPTER_ALPHA = 8, 16
 KV_TOKEN_BYTES = 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 4
 # What LoRA is put on: these names in every family, as PEFT's "all-linear" would, without experts, recurrent layers and the head.
-ADAPTED = "q_proj k_proj v_proj o_proj qkv_proj gate_proj up_proj down_proj gate_up_proj q_a_proj q_b_proj kv_b_proj".split()
+ADAPTED = "q_proj k_proj v_proj o_proj qkv_proj gate_proj up_proj down_proj gate_up_proj".split()
 
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -97,13 +98,21 @@ FAMILIES = (
         config=_WITH_HEAD_DIM | {"sliding_window": WINDOW_TOKENS},
     ),
     Family(name="phi3-window", config_class="Phi3Config", config=_SIZES | {"sliding_window": WINDOW_TOKENS}),
-    Family(name="glm4", config_class="Glm4Config", config=_WITH_HEAD_DIM | {"partial_rotary_factor": 0.5}),
+    Family(
+        name="glm4",
+        config_class="Glm4Config",
+        config=_WITH_HEAD_DIM | {"partial_rotary_factor": 0.5},
+        # vLLM takes no adapter on this model's gate_up_proj, which it packs of two that the checkpoint lacks.
+        adapted=("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
+    ),
     Family(
         name="deepseek-mla",
         config_class="DeepseekV3Config",
         config=_MLA,
         extra=_MLA_EXTRA,
         reuses_kv=False,
+        # vLLM adds nothing of an adapter to kv_b_proj, which its attention reads past the layer; the server says so of an adapter that has it.
+        adapted=("q_a_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
     ),
     Family(
@@ -172,7 +181,8 @@ def adapter_folders_of(family: Family) -> list[Path]:
 
 
 def _written(family: Family, what: str, write: Any, last_file: str) -> Path:
-    folder = cache_folder() / "families" / f"{family.name}-{what}"
+    defined = hashlib.sha256(repr(family).encode()).hexdigest()[:8]
+    folder = cache_folder() / "families" / f"{family.name}-{defined}-{what}"
     write_once(folder, last_file, write)
     return folder
 

@@ -84,6 +84,11 @@ HALF_CHARACTERS = Feature(
 BAD_WORDS = Feature(
     name="many bad words", without="one request with hundreds of bad words makes every step longer"
 )
+ROTARY = Feature(
+    name="positions of heads on a CPU",
+    without="models with latent attention and plain RoPE write wrong answers on a CPU",
+    device="cpu",
+)
 PLAIN_CONTENT = Feature(
     name="special tokens of contents as text",
     without="a server that is to keep them text (--special-tokens-in-content split) does not start",

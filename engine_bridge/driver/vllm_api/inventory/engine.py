@@ -10,6 +10,7 @@ from engine_bridge.driver.vllm_api.features import (
     PROFILING,
     PROMOTION,
     REPORT,
+    ROTARY,
 )
 from engine_bridge.driver.vllm_api.uses import (
     builds,
@@ -240,6 +241,7 @@ OWNERS = (
         ),
     ),
     owner("vllm.v1.sample.sampler", BAD_WORDS, replaces("apply_bad_words")),
+    owner("vllm._custom_ops", ROTARY, replaces("rotary_embedding")),
     owner("vllm.utils.argparse_utils:FlexibleArgumentParser", ENGINE),
     owner("vllm.platforms:current_platform", ENGINE),
     owner("vllm.platforms.interface:Platform", ENGINE, calls("is_cpu()")),

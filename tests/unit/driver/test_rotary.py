@@ -1,0 +1,70 @@
+"""Rotary positions on a CPU: heads beside each other, heads apart, and heads that are a part of something wider."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+NUM_TOKENS, NUM_HEADS, SIZE = 7, 4, 64
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["pairs", "halves"])
+def rope(request):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from engine_bridge.driver import rotary
+
+    rotary.install()
+    with set_current_vllm_config(VllmConfig()):
+        yield get_rope(
+            SIZE,
+            max_position=128,
+            is_neox_style=request.param,
+            rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"},
+            dtype=torch.float32,
+        )
+
+
+def beside(num_heads):
+    return torch.randn(NUM_TOKENS, num_heads * SIZE)
+
+
+def apart(num_heads):
+    return torch.randn(NUM_TOKENS, num_heads, SIZE)
+
+
+def part_of_wider(num_heads):
+    return torch.randn(NUM_TOKENS, num_heads, 3 * SIZE)[..., -SIZE:]
+
+
+def part_of_row(num_heads):
+    """As MLA's key: one head, at the end of a wider row."""
+    return torch.randn(NUM_TOKENS, 640)[:, -SIZE:].unsqueeze(1)
+
+
+@pytest.mark.parametrize("query_of", [beside, apart, part_of_wider])
+@pytest.mark.parametrize("key_of", [beside, apart, part_of_wider, part_of_row, None])
+@pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
+def test_the_kernel_turns_what_the_formula_turns(rope, query_of, key_of, num_tokens):
+    if key_of is not None and (query_of is beside) != (key_of is beside):
+        pytest.skip("vLLM asks for as many dimensions of keys as of queries")
+    torch.manual_seed(3)
+    query = query_of(NUM_HEADS)[:num_tokens]
+    key = None if key_of is None else key_of(1)[:num_tokens]
+    positions = torch.arange(5, 5 + num_tokens)
+    expected = rope.forward_native(positions, query.clone(), None if key is None else key.clone())
+    found = rope.forward_cpu(positions, query, key)
+    torch.testing.assert_close(found[0], expected[0].view_as(found[0]))
+    torch.testing.assert_close(query, found[0])  # it changes what it is given
+    if key is not None:
+        torch.testing.assert_close(found[1], expected[1].view_as(found[1]))
+
+
+def test_it_is_put_in_place_once():
+    from engine_bridge.driver import rotary
+    from engine_bridge.driver.vllm_api import _custom_ops
+
+    rotary.install()
+    first = _custom_ops.rotary_embedding
+    rotary.install()
+    assert _custom_ops.rotary_embedding is first
