@@ -105,6 +105,12 @@ CLIENTS = (
     ),
     Client("agno", "agno", "agno"),
     Client("lm-eval", "lm_eval", "lm-eval", remarks=COMMAND),
+    Client(
+        "promptfoo",
+        "promptfoo",
+        "promptfoo",
+        remarks=f"{COMMAND}, by chat completions, responses, messages and completions",
+    ),
     Client("aider", "aider-chat", "aider", remarks=COMMAND),
     Client("codex", "@openai/codex", "codex", has_long_prompts=True, remarks=f"{COMMAND}, by responses"),
     Client(

@@ -32,7 +32,7 @@ def exact_versions(listing: Path) -> dict[str, str]:
 
 
 def test_every_client_has_its_script_and_its_exact_versions() -> None:
-    assert len(CLIENTS) == len({client.name for client in CLIENTS}) >= 24
+    assert len(CLIENTS) == len({client.name for client in CLIENTS}) >= 25
     for client in CLIENTS:
         assert client.script.is_file() and client.requirements.is_file(), client.name
         versions = exact_versions(client.requirements)
