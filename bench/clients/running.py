@@ -51,7 +51,8 @@ def outcomes(lines: list[str], status: int, errors: str) -> list[Outcome]:
     """
     found = []
     for line in lines:
-        if line.startswith('{"call": '):
+        # Python puts a blank behind the colon, JavaScript does not.
+        if line.startswith('{"call":'):
             told: dict[str, Any]
             told, _ = _DECODER.raw_decode(line)
             found.append(Outcome(told["call"], told.get("error", ""), tuple(told.get("traceback", ()))))

@@ -48,6 +48,11 @@ def test_each_line_of_a_script_is_a_call_whatever_the_client_prints_between() ->
     assert outcomes(lines, 0, "") == [Outcome("plain"), Outcome("tool", "no", ("at",))]
 
 
+def test_the_lines_of_a_script_in_javascript_are_calls_too() -> None:
+    compact = ['{"call":"plain","ok":true}', '{"call":"tool","ok":false,"error":"no","traceback":["at"]}']
+    assert outcomes(compact, 0, "") == [Outcome("plain"), Outcome("tool", "no", ("at",))]
+
+
 @pytest.mark.parametrize(("lines", "status"), [([line("plain")], 1), ([], 0), ([], -9)])
 def test_a_script_that_ends_early_or_says_nothing_has_failed(lines: list[str], status: int) -> None:
     *_, last = outcomes(lines, status, "Traceback\nImportError: no such thing")
