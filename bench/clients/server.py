@@ -13,11 +13,19 @@ from bench.live.serving import demo_server
 
 MODEL = "overture-demo"
 LIMITS = "--kv-cache-gib 0.5 --kv-host-gib 0.25 --kv-disk-gib 0".split()
-# Coding agents send system prompts of 5,000 to 17,000 of the demo model's tokens. It was never trained so far: its answers make no sense there.
-LONG_TOKENS = 32768
+# Coding agents send prompts of 5,000 to 30,000 of the demo model's tokens. It was trained with 4,096: its answers make no sense there, and with
+# positions that it has never seen it ends them at the first token. YaRN gives it positions among those that it knows.
+LONG_TOKENS, TRAINED_TOKENS = 32768, 4096
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": LONG_TOKENS / TRAINED_TOKENS,
+    "original_max_position_embeddings": TRAINED_TOKENS,
+}
 LONG_CONTEXT = [
     f"--max-model-len={LONG_TOKENS}",
-    f"--engine-arg=hf_overrides={json.dumps({'max_position_embeddings': LONG_TOKENS})}",
+    "--engine-arg=hf_overrides="
+    + json.dumps({"max_position_embeddings": LONG_TOKENS, "rope_parameters": YARN}),
 ]
 
 
