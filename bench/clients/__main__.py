@@ -3,9 +3,9 @@
     python -m bench.clients [--only NAME …] [--keep] [--url URL]      (or: make clients ARGS='--only openai')
 
 Each client runs in an environment of its own, made on first use under $XDG_CACHE_HOME/overture/clients from the exact versions in
-requirements/clients (9 GB for all). Clients for Node are installed by npm, and bring a Node of their own. One server serves most of
-them, and one with a longer context serves those with very long prompts. A client's script makes the calls that its users make and checks
-the answers; for the frameworks that Overture has hooks for, the hook's example and its tests run, too.
+requirements/clients (10 GiB for all, and 6 GiB have to be free before each). Clients for Node are installed by npm, and bring a Node of
+their own. One server serves most of them, and one with a longer context serves those with very long prompts. A client's script makes the
+calls that its users make and checks the answers; for the frameworks that Overture has hooks for, the hook's example and its tests run, too.
 
 A run of all clients writes the table in docs/clients.md. Failed calls are printed with their error and the first lines of the traceback. The last
 line is JSON: `clients` that made calls, `calls` made, `failed` among them. The exit status is 1 where a call failed.
