@@ -141,10 +141,9 @@ def is_shown(kind: str, tiers: KvTiers, sources: list[KvSources]) -> bool:
         return stats.host.num_evicted + stats.host.num_trimmed > 0 and stats.disk.bytes_written > 0
     if kind == "host":
         return any(kv.host for kv in sources)
-    if kind in ("disk", "hasty"):
+    if kind == "hasty":
         return any(kv.disk for kv in sources)
-    has_met = stats.disk.num_corrupt + stats.disk.num_read_errors > 0
-    return has_met and (kind == "faults" or tiers.num_failed_loads > 0)
+    return stats.disk.num_corrupt + stats.disk.num_read_errors > 0 and tiers.num_failed_loads > 0
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +157,6 @@ async def undisturbed() -> list[list[list[int]]]:
     "kind",
     [
         pytest.param("host", id="host memory only"),
-        pytest.param("disk", id="host memory for one session, and disk"),
-        pytest.param("faults", id="a disk that fails"),
         pytest.param("blind", id="a disk that fails under restores that have begun"),
         pytest.param("hasty", id="restores that begin before anything is read"),
         pytest.param("default", id="host memory for one session, and disk, by the default policy"),
@@ -170,17 +167,15 @@ async def test_tokens_are_the_same_under_memory_pressure(
 ) -> None:
     # The device holds two or three of the eight conversations, so requests are preempted and prefixes overwritten all the time.
     host_blocks = 400 if kind == "host" else 48
-    # None: by cost, as in any server, so which tier serves is up to the machine's speed. Reads from a disk that fails fail all the same.
-    policy = {"blind": TrustsTheDisk(), "hasty": TrustsTheDisk(), "faults": None, "default": None}.get(
-        kind, WaitsForTheDisk()
-    )
+    # None: by cost, as in any server, so which tier serves is up to the machine's speed.
+    policy = {"host": WaitsForTheDisk(), "default": None}.get(kind, TrustsTheDisk())
     tiers = KvTiers(
         TiersConfig(
             host_bytes=host_blocks * BLOCK_BYTES,
             disk_bytes=0 if kind == "host" else 256 << 20,
             folder=tmp_path,
         ),
-        files=Faults() if kind in ("faults", "blind") else None,
+        files=Faults() if kind == "blind" else None,
         policy=policy,
     )
     async with engine(tiers, num_kv_blocks=100) as node:
@@ -234,21 +229,13 @@ def break_a_step(driver: Any, tiers: KvTiers, when: str) -> None:
     def save_half(layer: int, *copied: Any) -> None:
         fail() if layer > 1 else to_host(layer, *copied)
 
-    def end_no_step(*_: Any) -> None:
-        del copier.end_step  # type: ignore[attr-defined]
-        fail()
-
-    if when == "between":
-        driver.engine.step = fail
-    elif when == "ends":
-        copier.end_step = end_no_step  # type: ignore[method-assign]
-    elif when == "loads":
+    if when == "loads":
         copier.to_device = fail  # type: ignore[method-assign]
     else:
         copier.to_host = save_half  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("when", ["between", "loads", "saves", "ends"])
+@pytest.mark.parametrize("when", ["loads", "saves"])
 async def test_the_store_outlives_a_rebuild_of_the_engine(when: str, tmp_path: Path) -> None:
     config = TiersConfig(host_bytes=64 << 20, disk_bytes=64 << 20, folder=tmp_path)
     tiers = KvTiers(config, policy=WaitsForTheDisk())
