@@ -2,7 +2,7 @@
 kept as lists in requirements/.
 
 The page, the demo model, its adapters and the documentation are copied to `gateway/files`, in the folders that they have in a checkout
-(`gateway.config.PROJECT_ROOT`). An editable install copies nothing: it finds them where they are.
+(`gateway.settings.config.PROJECT_ROOT`). An editable install copies nothing: it finds them where they are.
 """
 
 import re

@@ -22,52 +22,49 @@ from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import Node
 from engine_bridge.policy.homes import MAX_SESSIONS
 from engine_bridge.process_end import CLOSE_S, leave, leave_within, stop_collecting
-from gateway import (
-    adapter_routes,
-    advisory_routes,
-    chat_socket,
-    engine_process,
-    engine_routes,
-    event_stream,
-    learned_file,
-    node_routes,
-    openai_routes,
-    openapi,
-    response_routes,
-    rest,
-    transfer_routes,
-    vllm_routes,
-    web_policy,
+from gateway.access.auth import KeyRing, tenant_of
+from gateway.access.budgets import Gatekeeper, RequestBudgets
+from gateway.access.open_calls import OpenCalls
+from gateway.advisories import learned_file
+from gateway.advisories.advisories import Advisories
+from gateway.advisories.drafts import Drafts
+from gateway.advisories.learned import Learned
+from gateway.doors.api import openai_routes, response_routes, vllm_routes
+from gateway.doors.chat import server_events, socket
+from gateway.doors.description import openapi
+from gateway.doors.http import web_policy
+from gateway.doors.http.admission import MOST_AT_ONCE
+from gateway.doors.http.connections import (
+    CONNECTIONS,
+    Connections,
+    Runner,
+    max_open_files,
+    raise_open_files,
+    watched,
 )
-from gateway.adapter_metrics import AdapterCollector
-from gateway.adapter_sync import AdapterSync
-from gateway.advisories import Advisories
-from gateway.auth import KeyRing, tenant_of
-from gateway.budgets import Gatekeeper, RequestBudgets
-from gateway.cluster import make_placement
-from gateway.config import MIB, Config, ConfigError
-from gateway.connections import CONNECTIONS, Connections, Runner, max_open_files, raise_open_files, watched
-from gateway.drafts import Drafts
+from gateway.doors.http.key_changes import follow_key_file
+from gateway.doors.rest import adapters, advisories, engine, nodes, sessions, transfers
 from gateway.errors import GatewayError, StartupError
-from gateway.grammar_metrics import GrammarCollector
-from gateway.known_nodes import nodes_of
-from gateway.kv_metrics import KvCollector
-from gateway.learned import Learned
-from gateway.lora_modules import parse_lora_modules
-from gateway.metrics import Metrics
-from gateway.node_metrics import NodeCollector
-from gateway.open_calls import OpenCalls
-from gateway.policy.connections import MOST_AT_ONCE
-from gateway.request_priority import parse_weights
-from gateway.revocation import follow_key_file
-from gateway.router import Router
-from gateway.router_metrics import RouterCollector
-from gateway.scheduling_metrics import SchedulingCollector
+from gateway.metrics.adapters import AdapterCollector
+from gateway.metrics.grammars import GrammarCollector
+from gateway.metrics.kv import KvCollector
+from gateway.metrics.metrics import Metrics
+from gateway.metrics.nodes import NodeCollector
+from gateway.metrics.router import RouterCollector
+from gateway.metrics.scheduling import SchedulingCollector
+from gateway.metrics.tokenizer import TokenizerCollector
+from gateway.nodes import engine_process
+from gateway.nodes.adapter_sync import AdapterSync
+from gateway.nodes.cluster import make_placement
+from gateway.nodes.known_nodes import nodes_of
+from gateway.nodes.maintenance import Steward
+from gateway.nodes.router import Router
 from gateway.services import SERVICES, Services
 from gateway.sessions import SessionStore
-from gateway.steward import Steward
-from gateway.tokenizer_metrics import TokenizerCollector
-from gateway.turns import Turns
+from gateway.settings.config import MIB, Config, ConfigError
+from gateway.settings.lora_modules import parse_lora_modules
+from gateway.settings.priorities import parse_weights
+from gateway.turns.turns import Turns
 from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)
@@ -234,18 +231,18 @@ def build_app(services: Services) -> web.Application:
     )
     app[SERVICES] = services
     app[CONNECTIONS] = connections
-    rest.add_routes(app)
+    sessions.add_routes(app)
     openai_routes.add_routes(app)
     response_routes.add_routes(app)
-    advisory_routes.add_routes(app)
-    adapter_routes.add_routes(app)
-    engine_routes.add_routes(app)
-    node_routes.add_routes(app)
+    advisories.add_routes(app)
+    adapters.add_routes(app)
+    engine.add_routes(app)
+    nodes.add_routes(app)
     openapi.add_routes(app)
-    transfer_routes.add_routes(app)
+    transfers.add_routes(app)
     vllm_routes.add_routes(app)
-    app.add_routes([web.get("/ws", chat_socket.chat_socket)])
-    event_stream.add_routes(app)
+    app.add_routes([web.get("/ws", socket.chat_socket)])
+    server_events.add_routes(app)
     app.on_response_prepare.append(web_policy.add_headers)
     app.cleanup_ctx.append(_background)
     return app
@@ -254,7 +251,7 @@ def build_app(services: Services) -> web.Application:
 async def _background(app: web.Application) -> AsyncIterator[None]:
     services = app[SERVICES]
     watches: dict[str, Callable[[], Awaitable[object]]] = {
-        "slow readers": lambda: chat_socket.sweep_slow_readers(services),
+        "slow readers": lambda: socket.sweep_slow_readers(services),
         "connections": app[CONNECTIONS].watch,
         "open files": app[CONNECTIONS].watch_files,
         "loop stall": services.metrics.watch_loop,
@@ -349,7 +346,7 @@ class Server:
         services = self.services
         await self._drain(services.config.drain_timeout_s)
         self._on_drained()
-        await _done("the chat sockets", chat_socket.close_all(services))
+        await _done("the chat sockets", socket.close_all(services))
         if self._runner is not None:
             await _done("the HTTP server", self._runner.cleanup())
         await _done("what was learned of agents", services.learned.save())

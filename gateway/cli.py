@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from gateway.config import SETTINGS, Config
-from gateway.config_sources import load_config
+from gateway.commands.kv_command import kv
+from gateway.commands.nodes_command import nodes
+from gateway.commands.replay_command import replay
 from gateway.errors import StartupError
-from gateway.kv_command import kv
-from gateway.nodes_command import nodes
-from gateway.replay_command import replay
-from gateway.settings import Setting
-from gateway.vllm_flags import Refusal, translate
+from gateway.settings.config import SETTINGS, Config
+from gateway.settings.declared import Setting
+from gateway.settings.sources import load_config
+from gateway.settings.vllm_flags import Refusal, translate
 from overture_client import __version__
 from overture_client.chat_command import chat
 from overture_client.completion_command import completion
@@ -163,7 +163,7 @@ def serve(config_file: str | None, named_model: str | None, **flags: Any) -> Non
     docs/from-vllm.md.
     """
     config = _load(config_file, _with_model(flags, named_model))
-    from gateway import logs
+    from gateway.settings import logs
 
     logs.setup(config.log_format, config.log_level)
     from gateway.app import run
@@ -192,10 +192,10 @@ def node(config_file: str | None, **flags: Any) -> None:
     config = _load(config_file, flags)
     if config.ray_address is None:
         raise click.UsageError("which cluster? Give --ray-address HOST:PORT")
-    from gateway import logs
+    from gateway.settings import logs
 
     logs.setup(config.log_format, config.log_level)
-    from gateway import node_command
+    from gateway.commands import node_command
 
     node_command.run(config)
 
@@ -246,10 +246,10 @@ def profile(config_file: str | None, seconds: float, as_json: bool, **flags: Any
     nor writes conversations or stored KV.
     """
     config = _load(config_file, flags)
-    from gateway import logs
+    from gateway.settings import logs
 
     logs.setup(config.log_format, config.log_level)
-    from gateway import profile_command
+    from gateway.commands import profile_command
 
     sys.exit(profile_command.profile(config, seconds, as_json))
 
@@ -285,7 +285,7 @@ def doctor(
 
     Looks at the machine, the versions, every name of vLLM's that the server uses, the model's profile and the data folder.
     """
-    from gateway import doctor_command
+    from gateway.commands import doctor_command
 
     sys.exit(doctor_command.doctor(_load(config_file, flags), vllm_source, as_json, names))
 
@@ -317,7 +317,7 @@ def new(name: str, operator: bool) -> None:
     The key itself is shown here once and kept nowhere. Add the line to a file, and name the file with
     `overture serve --api-key-file FILE`.
     """
-    from gateway.auth import generate_key, key_file_line
+    from gateway.access.auth import generate_key, key_file_line
 
     key = generate_key()
     try:

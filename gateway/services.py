@@ -9,23 +9,23 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from engine_bridge.node import Node
-from gateway.advisories import Advisories
-from gateway.auth import KeyRing, Principal, extract_key
-from gateway.background import BackgroundResponses
-from gateway.budgets import Gatekeeper, RequestBudgets, network_of
-from gateway.config import Config
-from gateway.drafts import Drafts
-from gateway.engine_watch import EngineWatch
+from gateway.access.auth import KeyRing, Principal, extract_key
+from gateway.access.budgets import Gatekeeper, RequestBudgets, network_of
+from gateway.access.open_calls import OpenCalls
+from gateway.advisories.advisories import Advisories
+from gateway.advisories.drafts import Drafts
+from gateway.advisories.learned import Learned
 from gateway.errors import GatewayError
-from gateway.learned import Learned
-from gateway.list_watch import ListWatch
-from gateway.metrics import Metrics
-from gateway.node_metrics import NodeCollector
-from gateway.open_calls import OpenCalls
+from gateway.metrics.metrics import Metrics
+from gateway.metrics.nodes import NodeCollector
+from gateway.nodes.maintenance import Steward
 from gateway.sessions import SessionStore
-from gateway.steward import Steward
-from gateway.titles import Titles
-from gateway.turns import Turns
+from gateway.settings.config import Config
+from gateway.turns.background_responses import BackgroundResponses
+from gateway.turns.engine_feed import EngineWatch
+from gateway.turns.list_feed import ListWatch
+from gateway.turns.titles import Titles
+from gateway.turns.turns import Turns
 
 # Chosen: one takes about a third of a millisecond.
 UPGRADES_AT_ONCE = 16

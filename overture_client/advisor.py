@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 from overture_client.call_graph import CallGraph
 from overture_client.client import AdvisoryStatus, CallError, OvertureClient, Receipt
 
-# A bound that moves less than this tells the gateway nothing new: it merges such advisories (gateway/advisories.py).
+# A bound that moves less than this tells the gateway nothing new: it merges such advisories (gateway/advisories/advisories.py).
 SAME_ARRIVAL_S = 0.5
 # Chosen: half of what the gateway keeps an advisory at least.
 RENEW_S = 30.0

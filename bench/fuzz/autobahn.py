@@ -1,7 +1,7 @@
 """The Autobahn suite's fuzzing client against our websocket: `python -m bench.fuzz.autobahn`.
 
 What it sends comes back if all is well, so it needs an echo. The chat socket gives none: it takes no binary frames and no text but its own JSON.
-So the cases run against a small application of our own websocket (`gateway.websocket`, the class of the chat socket, behind the server's own
+So the cases run against a small application of our own websocket (`gateway.doors.chat.websocket`, the class of the chat socket, behind the server's own
 connections) that echoes, with the chat socket's hard limit of 16 MiB for a frame. The suite is of Python 2.7: it is installed beside .venv's
 packages on the first run (requirements/autobahn.txt) and started as a process of its own.
 """
@@ -28,12 +28,12 @@ import uvloop
 from aiohttp import WSMsgType, web
 from prometheus_client import CollectorRegistry
 
-from gateway.auth import KeyRing
-from gateway.chat_socket import CLOSE_TIMEOUT_S, HARD_FRAME_BYTES
-from gateway.config import PROJECT_ROOT, Config
-from gateway.connections import Connections, Runner, max_open_files, watched
-from gateway.metrics import Metrics
-from gateway.websocket import StrictWebSocket
+from gateway.access.auth import KeyRing
+from gateway.doors.chat.socket import CLOSE_TIMEOUT_S, HARD_FRAME_BYTES
+from gateway.doors.chat.websocket import StrictWebSocket
+from gateway.doors.http.connections import Connections, Runner, max_open_files, watched
+from gateway.metrics.metrics import Metrics
+from gateway.settings.config import PROJECT_ROOT, Config
 
 PINS = PROJECT_ROOT / "requirements" / "autobahn.txt"
 SUITE = PROJECT_ROOT / ".venv" / "autobahn"

@@ -41,7 +41,7 @@ from bench.live.peers.client import QUIET_OPENMP, ROOT
 from bench.live.report import Progress, report, spread
 from bench.live.serving import ServerProcess
 from bench.live.soak.server import free_port
-from gateway.config import DEMO_ADAPTERS_DIR
+from gateway.settings.config import DEMO_ADAPTERS_DIR
 
 REQUEST_TIMEOUT_S = 120.0
 TOLERANCE = 0.05

@@ -33,7 +33,7 @@ from bench.live.models import ModelShape, model_folder
 from bench.live.report import ROOT, Progress, options, report
 from engine_bridge.local_node import LocalNode
 from gateway.app import Server, build_services, node_config
-from gateway.config import Config
+from gateway.settings.config import Config
 
 SHAPE = ModelShape(vocab_size=1280, seed=1280, max_model_len=2048)
 DEMO = ROOT / "demo/model"

@@ -37,7 +37,7 @@ from engine_bridge.node import (
 )
 from engine_bridge.request_context import RequestContext
 from gateway.app import engine_config, node_config
-from gateway.config import DEMO_MODEL_DIR, Config
+from gateway.settings.config import DEMO_MODEL_DIR, Config
 
 BLOCK = CPU_BLOCK_SIZE_TOKENS
 SPLIT_SHARES = (0.0, 0.01, 0.05)

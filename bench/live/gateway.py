@@ -29,7 +29,7 @@ from bench.live.report import last_line, options, report, spread
 from engine_bridge.driver.building import configure_environment
 from engine_bridge.driver.engine import VllmDriver
 from gateway.app import Server, build_services, engine_config
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 
 NUM_STREAMS = 16
 PROBE_S = 0.005

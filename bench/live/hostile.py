@@ -25,7 +25,7 @@ import aiohttp
 from bench.live.attacks.attacker import MIB, Attacker, Outcome
 from bench.live.attacks.cases import CASES, Case
 from bench.live.report import figures, options, report
-from gateway.auth import generate_key, key_file_line
+from gateway.access.auth import generate_key, key_file_line
 
 ANSWER_WITHIN_S = 10.0
 CASE_LIMIT_S = 90.0

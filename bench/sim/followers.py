@@ -33,7 +33,7 @@ from typing import Any
 from bench.data import FOLDER
 from bench.live.report import machine, report
 from bench.sim.agent_runs import MADE, Run, read
-from gateway.policy.followers import MAX_GAP_S, Arrival, Followers
+from gateway.advisories.followers import MAX_GAP_S, Arrival, Followers
 
 AGENT_RUNS = FOLDER / "agent_runs/taubench.csv"
 NUM_BINS = 10
@@ -172,7 +172,7 @@ def replay(timeline: Sequence[Event]) -> Tally:
 
 
 def promise(promises: Promises, followers: Followers, arrival: Arrival, now: float, *, is_over: bool) -> None:
-    """As `gateway.learned` does: others as soon as a request comes, the agent itself when its answer is whole."""
+    """As `gateway.advisories.learned` does: others as soon as a request comes, the agent itself when its answer is whole."""
     for guess in followers.expected(arrival, now):
         if is_over or guess.agent != arrival.agent:
             promises.make((arrival.workflow, guess.agent), guess.probability, now + guess.lifetime_s, now)

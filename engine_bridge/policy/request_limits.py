@@ -32,7 +32,7 @@ KIB = 1 << 10
 
 
 class RequestLimits(Struct, frozen=True, kw_only=True):
-    """The settings of the group "Limits" that requests are measured by; `gateway.config` says what each means."""
+    """The settings of the group "Limits" that requests are measured by; `gateway.settings.config` says what each means."""
 
     max_prompt_chars: int | None = None
     max_sequences: int = 256

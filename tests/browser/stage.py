@@ -9,9 +9,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from gateway.auth import LOCAL, key_file_line, owner_of
-from gateway.config import Config
+from gateway.access.auth import LOCAL, key_file_line, owner_of
 from gateway.sessions import SessionStore
+from gateway.settings.config import Config
 from tests.unit.gateway.fake_node import Answer
 from tests.unit.gateway.front import Gateway
 

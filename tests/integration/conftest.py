@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.local_node import LocalNode
 from gateway.app import Server, build_services, node_config
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 from overture_client.chat import ChatClient
 from tests.blocking import checked

@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 
 from engine_bridge.driver import tokenizer_queue
-from gateway import revocation
+from gateway.access.auth import key_file_line
 from gateway.app import Server
-from gateway.auth import key_file_line
-from gateway.config import DEMO_ADAPTERS_DIR
+from gateway.doors.http import key_changes
+from gateway.settings.config import DEMO_ADAPTERS_DIR
 
 from .conftest import KEYS, MODEL, Gateways, SharedNode, engine_has, engine_is_empty
 
@@ -179,7 +179,7 @@ def write_keys(path: Path, *lines: str) -> None:
 async def test_a_withdrawn_key_loses_its_sockets_streams_and_answers(
     gateways: Gateways, node: SharedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(revocation, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(key_changes, "LOOK_EVERY_S", 0.05)
     keys = tmp_path / "keys"
     kept, lost = (key_file_line(name, key) for name, key in zip(("kept", "lost"), KEYS, strict=True))
     write_keys(keys, kept, lost)
@@ -233,7 +233,7 @@ async def comes_in(http: aiohttp.ClientSession) -> None:
 async def test_a_broken_key_file_keeps_the_keys_and_is_reported_once(
     gateways: Gateways, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(revocation, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(key_changes, "LOOK_EVERY_S", 0.02)
     keys = tmp_path / "keys"
     line = key_file_line("me", KEYS[0])
     write_keys(keys, line)

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.app import Server, build_services
-from gateway.config import DEMO_ADAPTERS_DIR
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
+from gateway.settings.config import DEMO_ADAPTERS_DIR
 
 from .conftest import KEYS, Gateways, demo_config
 

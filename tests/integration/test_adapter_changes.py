@@ -20,7 +20,7 @@ from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.local_node import LocalNode
 from engine_bridge.node import ChatMessage, GenerateRequest, JsonReply, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
-from gateway.config import DEMO_ADAPTERS_DIR
+from gateway.settings.config import DEMO_ADAPTERS_DIR
 from tests.adapter_corpus import make_adapter
 
 from .test_adapters import ask, engine, load, text

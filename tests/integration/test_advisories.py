@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway import advisories
-from gateway.advisories import BURST, AdvisoryRequest
+from gateway.advisories import advisories
+from gateway.advisories.advisories import BURST, AdvisoryRequest
 from gateway.app import Server
 
 from .conftest import KEYS, MODEL, Gateways

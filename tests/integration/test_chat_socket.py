@@ -299,7 +299,7 @@ async def test_keys_keep_sessions_apart(gateways: Gateways) -> None:
 async def test_a_slow_reader_slows_nobody_and_is_closed(
     server: Server, chat: ChatClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.chat_socket.SLOW_READER_S", 0.5)
+    monkeypatch.setattr("gateway.doors.chat.socket.SLOW_READER_S", 0.5)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
     writer.write(UPGRADE)
     # Pings of which no pong is ever read: the server's send buffers fill up.
@@ -342,7 +342,7 @@ async def test_events_tell_the_session_before_the_text(chat: ChatClient) -> None
 
 
 async def test_a_half_open_socket_is_noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.chat_socket.HEARTBEAT_S", 0.2)
+    monkeypatch.setattr("gateway.doors.chat.socket.HEARTBEAT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(UPGRADE)
     await reader.readuntil(b"\r\n\r\n")
@@ -400,7 +400,7 @@ async def test_the_base_model_may_be_named(chat: ChatClient, server: Server) -> 
 async def test_an_end_that_cannot_be_stored_does_not_block_the_session(
     server: Server, chat: ChatClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.turns.STORE_AGAIN_S", (0.01,))
+    monkeypatch.setattr("gateway.turns.turns.STORE_AGAIN_S", (0.01,))
     store = server.services.store
     finish, num_failures = store.finish_turn, 0
 

@@ -20,9 +20,9 @@ from prometheus_client import CollectorRegistry
 
 from engine_bridge.node import SseReply
 from gateway.app import Server, build_services
-from gateway.connections import Connection, State
-from gateway.metrics import Metrics
-from gateway.policy.connections import RareLine
+from gateway.doors.http.admission import RareLine
+from gateway.doors.http.connections import Connection, State
+from gateway.metrics.metrics import Metrics
 
 from .conftest import KEYS, demo_config
 
@@ -105,7 +105,7 @@ def text(payload: bytes) -> bytes:
 @pytest_asyncio.fixture(loop_scope="session")
 async def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
     """Makes servers that answer everything but questions."""
-    monkeypatch.setattr("gateway.connections.SWEEP_EVERY_S", 0.02)
+    monkeypatch.setattr("gateway.doors.http.connections.SWEEP_EVERY_S", 0.02)
     async with AsyncExitStack() as stack:
 
         async def make(**changes: Any) -> Server:
@@ -224,7 +224,7 @@ async def test_a_body_that_keeps_coming_is_waited_for(servers: Servers, connect:
 async def test_a_body_that_is_too_slow_all_along(
     servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.policy.connections.BODY_GRACE_S", 0.3)
+    monkeypatch.setattr("gateway.doors.http.admission.BODY_GRACE_S", 0.3)
     server = await servers()
     peer = await connect(server)
     await peer.send(b"POST /api/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9999\r\n\r\n")
@@ -275,7 +275,7 @@ async def test_above_all_limits_a_connection_is_refused_in_words(servers: Server
 async def test_one_address_has_its_share(
     servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.connections.is_shared", lambda address, proxies: False)
+    monkeypatch.setattr("gateway.doors.http.connections.is_shared", lambda address, proxies: False)
     server = await servers(max_connections_per_address=8)
     peers = [await socket(connect, server, hello=True) for _ in range(8)]
     reply = await (await connect(server)).rest()
@@ -296,7 +296,7 @@ async def health(connect: Peers, server: Server) -> bytes:
 async def test_a_key_frees_its_holder_from_the_limit_of_the_address(
     servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.connections.is_shared", lambda address, proxies: False)
+    monkeypatch.setattr("gateway.doors.http.connections.is_shared", lambda address, proxies: False)
     server = await servers(max_connections_per_address=4, api_keys=KEYS)
     for _ in range(12):
         peer = await connect(server)
@@ -309,7 +309,7 @@ async def test_a_key_frees_its_holder_from_the_limit_of_the_address(
 async def test_sockets_without_hello_are_few(
     servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.connections.is_shared", lambda address, proxies: False)
+    monkeypatch.setattr("gateway.doors.http.connections.is_shared", lambda address, proxies: False)
     server = await servers(max_connections_per_address=16)
     for _ in range(4):
         await socket(connect, server)
@@ -319,7 +319,7 @@ async def test_sockets_without_hello_are_few(
 async def test_a_request_before_the_upgrade_does_not_stand_for_hello(
     servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.connections.is_shared", lambda address, proxies: False)
+    monkeypatch.setattr("gateway.doors.http.connections.is_shared", lambda address, proxies: False)
     server = await servers(max_connections_per_address=16)
     for number in range(5):
         peer = await connect(server)
@@ -357,7 +357,7 @@ async def test_a_connection_is_idle_only_when_its_answer_has_been_written(
         """The handler has ended; nothing has been written."""
         states.append(cast(Connection, request.protocol).state)
 
-    monkeypatch.setattr("gateway.web_policy.add_headers", note)
+    monkeypatch.setattr("gateway.doors.http.web_policy.add_headers", note)
     server = await servers()
     peer = await connect(server)
     await peer.send(HEALTH.replace(b"/healthz", b"/static/vendor/dompurify/purify.es.js"))
@@ -378,8 +378,8 @@ async def test_files_are_counted_again_after_a_failure(
             raise error
         return 7
 
-    monkeypatch.setattr("gateway.connections.COUNT_FILES_EVERY_S", 0.02)
-    monkeypatch.setattr("gateway.connections.num_open_files", count)
+    monkeypatch.setattr("gateway.doors.http.connections.COUNT_FILES_EVERY_S", 0.02)
+    monkeypatch.setattr("gateway.doors.http.connections.num_open_files", count)
     server = await servers()
     async with asyncio.timeout(60):
         while figure(server, "overture_open_files") != 7:
@@ -388,7 +388,7 @@ async def test_files_are_counted_again_after_a_failure(
 
 
 def test_the_same_on_the_loop_that_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.connections.SWEEP_EVERY_S", 0.02)
+    monkeypatch.setattr("gateway.doors.http.connections.SWEEP_EVERY_S", 0.02)
 
     async def scenario() -> None:
         config = demo_config(
@@ -461,7 +461,7 @@ async def hold_and_send(peer: Peer) -> int:
 async def test_a_partial_frame_does_not_put_off_hello(
     servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.chat_socket.HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("gateway.doors.chat.socket.HELLO_TIMEOUT_S", 0.3)
     peer = await socket(connect, await servers())
     await peer.send(text_head(60_000))
     async with dribbling(peer, b"x"):
@@ -485,8 +485,8 @@ async def test_the_reason_reaches_a_client_that_is_still_sending(servers: Server
 async def test_slow_readers_are_closed_each_once_and_told_of_in_one_line(
     servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gateway.chat_socket.SLOW_READER_S", 0.5)
-    caplog.set_level("INFO", "gateway.chat_socket")
+    monkeypatch.setattr("gateway.doors.chat.socket.SLOW_READER_S", 0.5)
+    caplog.set_level("INFO", "gateway.doors.chat.socket")
     server = await servers()
     slow = [await socket(connect, server) for _ in range(4)]
     ping = text(json.dumps({"type": "ping", "t": "x" * 60_000}).encode())
@@ -503,7 +503,7 @@ async def test_slow_readers_are_closed_each_once_and_told_of_in_one_line(
 async def test_who_does_not_read_an_answer_does_not_keep_the_connection(
     servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.connections.UNREAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("gateway.doors.http.connections.UNREAD_TIMEOUT_S", 1.0)
     server = await servers()
     peer = await connect(server)
     peer.reader._limit = 1024
@@ -523,9 +523,9 @@ async def many_answers(server: Server) -> None:
 async def test_streams_that_nobody_reads_are_cut_off_and_told_of_in_one_line(
     servers: Servers, connect: Peers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gateway.openai_routes.SLOW_READER_S", 0.3)
-    monkeypatch.setattr("gateway.openai_routes._slow_line", RareLine())
-    caplog.set_level("INFO", "gateway.openai_routes")
+    monkeypatch.setattr("gateway.doors.api.openai_routes.SLOW_READER_S", 0.3)
+    monkeypatch.setattr("gateway.doors.api.openai_routes._slow_line", RareLine())
+    caplog.set_level("INFO", "gateway.doors.api.openai_routes")
     server = await servers()
     num_ended = 0
 

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine_bridge.node import LaneStats, SchedulingStats
 from gateway.app import Server
-from gateway.metrics import Metrics
-from gateway.scheduling_metrics import SchedulingCollector
+from gateway.metrics.metrics import Metrics
+from gateway.metrics.scheduling import SchedulingCollector
 from tests.conftest import ROOT
 
 from .conftest import MODEL

@@ -28,7 +28,7 @@ from tests.ports import free_port
 def engine_of(gateway_pid: int) -> psutil.Process:
     """The child that the engine runs in."""
     children = psutil.Process(gateway_pid).children(recursive=True)
-    return next(child for child in children if "gateway.engine_process" in child.cmdline())
+    return next(child for child in children if "gateway.nodes.engine_process" in child.cmdline())
 
 
 async def until_ready(http: aiohttp.ClientSession) -> None:

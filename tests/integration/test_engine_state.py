@@ -24,8 +24,8 @@ from engine_bridge.policy.decision_log import replay
 from engine_bridge.policy.routing import NodeFacts
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
 from gateway.app import Server, build_services
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
 from .conftest import KEYS, MODEL, demo_config
 

@@ -20,9 +20,9 @@ from engine_bridge.driver.engine_client import BridgeEngineClient
 from engine_bridge.driver.kv_keys import cache_salt, version_of
 from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
+from gateway.access.auth import owner_of, tenant_of
 from gateway.app import Server
-from gateway.auth import owner_of, tenant_of
-from gateway.config import DEMO_ADAPTERS_DIR
+from gateway.settings.config import DEMO_ADAPTERS_DIR
 from overture_client.chat import ChatClient
 
 from .conftest import KEYS, MODEL, Gateways, SharedNode

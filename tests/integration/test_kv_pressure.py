@@ -22,7 +22,7 @@ from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from engine_bridge.node import Delta, GenerateRequest, KvSources, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from kvtiers.io.files import Files
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 

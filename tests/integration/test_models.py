@@ -31,7 +31,7 @@ from engine_bridge.node import (
     Sampling,
 )
 from engine_bridge.request_context import RequestContext
-from gateway.config import DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_MODEL_DIR
 
 from .conftest import WaitsForTheDisk
 

@@ -27,8 +27,8 @@ from engine_bridge.node import (
 )
 from engine_bridge.request_context import RequestContext
 from gateway.app import node_config
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
-from gateway.engine_process import make_node
+from gateway.nodes.engine_process import make_node
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from kvtiers.stats import PeerStats
 
 from .conftest import PEERS, SharedNode, WaitsForTheDisk, demo_config

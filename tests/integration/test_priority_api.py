@@ -24,7 +24,7 @@ from engine_bridge.local_node import LocalNode
 from engine_bridge.predict.custom_predictor import PredictorRefused
 from engine_bridge.predict.hints import HINTS, TEXT_HINTS
 from gateway.app import Server, build_services, node_config
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 
 from .conftest import KEYS, MODEL, SharedNode, demo_config, engine_is_empty, starts
 from .test_engine_faults import break_next_step, is_ready
@@ -213,7 +213,7 @@ async def test_where_the_operator_allows_it_a_client_goes_before_others(place: P
 
 
 async def test_a_key_s_weight_comes_to_the_scheduler(place: Place, tmp_path: Path) -> None:
-    from gateway.auth import key_file_line
+    from gateway.access.auth import key_file_line
 
     file = tmp_path / "keys"
     file.write_text(

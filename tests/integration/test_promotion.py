@@ -27,7 +27,7 @@ from engine_bridge.node import (
     pack_token_ids,
 )
 from engine_bridge.request_context import RequestContext
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
 from .conftest import WaitsForTheDisk
 

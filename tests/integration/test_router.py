@@ -20,12 +20,12 @@ from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.local_node import LocalNodeConfig
 from engine_bridge.node import TOKEN_ID_BYTES
-from gateway import engine_process
-from gateway.adapter_sync import AdapterSync
 from gateway.app import Server, build_services, node_config
-from gateway.config import DEMO_ADAPTERS_DIR
-from gateway.metrics import Metrics
-from gateway.router import Router
+from gateway.metrics.metrics import Metrics
+from gateway.nodes import engine_process
+from gateway.nodes.adapter_sync import AdapterSync
+from gateway.nodes.router import Router
+from gateway.settings.config import DEMO_ADAPTERS_DIR
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import ChatError, Delta
 from tests.integration.conftest import MODEL, PEERS, demo_config

@@ -25,7 +25,7 @@ from engine_bridge.node import GenerateRequest, RequestId, Sampling
 from engine_bridge.policy.mlq import Mlq
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
 from engine_bridge.request_context import RequestContext
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
 from .conftest import WaitsForTheDisk, starts
 

@@ -12,10 +12,10 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from gateway.app import Server, build_services
-from gateway.config import DEMO_MODEL_DIR, Config
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
 from gateway.sessions.schema import SESSION_BYTES
+from gateway.settings.config import DEMO_MODEL_DIR, Config
 
 KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import aiohttp
 import pytest
 
-from gateway import logs
+from gateway.settings import logs
 
 from .conftest import KEYS, MODEL, Gateways
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import aiohttp
 
+from gateway.access.auth import tenant_of
 from gateway.app import Server
-from gateway.auth import tenant_of
-from gateway.titles import QUESTION, title_of
+from gateway.turns.titles import QUESTION, title_of
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Accepted, Done
 

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from gateway.app import Server
-from gateway.config import DEMO_MODEL_DIR
 from gateway.errors import StartupError
+from gateway.settings.config import DEMO_MODEL_DIR
 from overture_client import __version__
 from tests.unit.cluster.test_trust import certified
 

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from gateway.auth import generate_key, key_file_line
+from gateway.access.auth import generate_key, key_file_line
 from overture_client import __version__
 from overture_client.chat import ChatClient
 from tests.conftest import ROOT

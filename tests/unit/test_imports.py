@@ -35,13 +35,23 @@ def test_core_policy_and_the_node_protocol_load_without_asyncio_or_the_engine(mo
 
 
 @pytest.mark.parametrize(
-    "module", ["gateway", "gateway.config", "gateway.cli", "gateway.errors", "gateway.logs", "engine_bridge"]
+    "module",
+    [
+        "gateway",
+        "gateway.settings.config",
+        "gateway.cli",
+        "gateway.errors",
+        "gateway.settings.logs",
+        "engine_bridge",
+    ],
 )
 def test_the_light_modules_load_without_the_engine_or_the_server(module: str) -> None:
     assert loaded_by(module) & (ENGINE | {"aiohttp", "asyncio"}) == set()
 
 
-@pytest.mark.parametrize("module", ["gateway.app", "gateway.engine_process", "engine_bridge.local_node"])
+@pytest.mark.parametrize(
+    "module", ["gateway.app", "gateway.nodes.engine_process", "engine_bridge.local_node"]
+)
 def test_the_engine_is_not_loaded_before_its_environment_is_set(module: str) -> None:
     """Nor before the gateway answers: it takes eight seconds."""
     assert loaded_by(module) & {"torch", "vllm", "transformers"} == set()
@@ -57,7 +67,7 @@ def test_the_client_loads_nothing_of_the_server(module: str) -> None:
     assert loaded & (ENGINE | {"aiohttp"}) == set()
 
 
-@pytest.mark.parametrize("module", ["gateway.app", "gateway.node_command"])
+@pytest.mark.parametrize("module", ["gateway.app", "gateway.commands.node_command"])
 def test_no_gateway_loads_ray(module: str) -> None:
     """Nor with several nodes: a process of its own drives it."""
     assert "ray" not in {name.split(".")[0] for name in loaded_by(module)}

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from bench.live.attacks.attacker import HELLO, MIB, MODEL, Attack, Attacker, Outcome, closing, ws_frame
-from gateway.config import DEMO_ADAPTERS_DIR
+from gateway.settings.config import DEMO_ADAPTERS_DIR
 
 # Words of the server's inside, of which none belongs into an answer.
 INSIDES = (

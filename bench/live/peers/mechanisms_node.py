@@ -18,8 +18,8 @@ from bench.live.peers.play import Asked
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
 from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
-from gateway.advisories import AdvisoryRequest, Record
-from gateway.auth import tenant_of
+from gateway.access.auth import tenant_of
+from gateway.advisories.advisories import AdvisoryRequest, Record
 
 OWNER = "local"
 WAIT_S = 30.0

@@ -22,10 +22,10 @@ from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
 from engine_bridge.node import GenerateRequest, RequestId, Sampling
 from engine_bridge.request_context import RequestContext
-from gateway.advisories import Advisories, AdvisoryRequest, Record, outcome_of
-from gateway.auth import tenant_of
-from gateway.drafts import Drafts
-from gateway.metrics import Metrics
+from gateway.access.auth import tenant_of
+from gateway.advisories.advisories import Advisories, AdvisoryRequest, Record, outcome_of
+from gateway.advisories.drafts import Drafts
+from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
 from kvtiers.io.files import Files
 from kvtiers.keys import BlockKey

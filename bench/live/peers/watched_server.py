@@ -18,9 +18,9 @@ import uvloop
 from bench.live.gateway import PROBE_S, probe_stalls
 from bench.live.report import options
 from engine_bridge.driver.building import configure_environment
-from gateway import logs
 from gateway.app import Server, build_services, engine_config
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
+from gateway.settings import logs
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 
 
 async def probe_work(samples_ms: list[float]) -> None:

@@ -21,8 +21,8 @@ import psutil
 
 from bench.live.peers.client import ROOT
 from bench.live.soak.ledger import Ledger, Reading
-from gateway.config import DEMO_ADAPTERS_DIR
-from gateway.turns import STORE_AGAIN_S
+from gateway.settings.config import DEMO_ADAPTERS_DIR
+from gateway.turns.turns import STORE_AGAIN_S
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S, QUIET_TIMEOUT_S = 180.0, 90.0

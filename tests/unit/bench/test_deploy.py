@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from bench.deploy.steps import Step, assignments, context_files, expand, instructions, is_sent, stages, words
-from gateway.config import SETTINGS
+from gateway.settings.config import SETTINGS
 from tests.conftest import ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -8,7 +8,7 @@ import pytest
 
 from engine_bridge.driver.building import engine_args
 from engine_bridge.engine_config import EngineConfig
-from gateway.config import DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_MODEL_DIR
 
 
 @pytest.mark.parametrize("gib", [0.125, 1.0, 1.5])

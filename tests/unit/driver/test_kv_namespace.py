@@ -20,7 +20,7 @@ from engine_bridge.driver.kv_namespace import (
     arguments_that_count,
 )
 from engine_bridge.engine_config import EngineConfig
-from gateway.config import DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_MODEL_DIR
 
 
 def config_of(*arguments: str, **settings: Any) -> EngineConfig:

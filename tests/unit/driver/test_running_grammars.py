@@ -17,7 +17,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from engine_bridge.driver import running_grammars
 from engine_bridge.driver.running_grammars import BoundedBackend, BoundedGrammar, NoRoom, take_failure
 from engine_bridge.driver.vllm_api import GracefulHTTPError, VLLMValidationError
-from gateway.config import DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_MODEL_DIR
 
 JSON, REGEX = StructuredOutputOptions.JSON, StructuredOutputOptions.REGEX
 STREET = json.dumps({"type": "string", "pattern": "^.{1,60} .{1,40}$"})

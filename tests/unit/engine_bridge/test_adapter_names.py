@@ -10,10 +10,10 @@ from engine_bridge.adapters.catalog import Catalog
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.names import check_name, problem_of
 from engine_bridge.adapters.registry import Registry
-from gateway.config import ConfigError
-from gateway.config_sources import load_config
-from gateway.lora_modules import parse_lora_modules
-from gateway.wanted_adapters import WantedAdapters
+from gateway.nodes.wanted_adapters import WantedAdapters
+from gateway.settings.config import ConfigError
+from gateway.settings.lora_modules import parse_lora_modules
+from gateway.settings.sources import load_config
 from tests.unit.cluster.catalog_node import contract
 from tests.unit.engine_bridge.catalog_server import put
 

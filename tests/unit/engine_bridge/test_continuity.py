@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from engine_bridge.continuity import INCOMPLETE, continue_between_tokens, continue_prompt
 from engine_bridge.node import pack_token_ids, unpack_token_ids
-from gateway.config import DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_MODEL_DIR
 
 
 class DemoTokenizer:

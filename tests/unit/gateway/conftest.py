@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config import Config
 from gateway.sessions import SessionStore
+from gateway.settings.config import Config
 from tests.blocking import nothing_blocks  # noqa: F401 - an autouse fixture
 
 from .front import Gateway, Gateways

@@ -11,18 +11,18 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
+from gateway.access.auth import KeyRing
+from gateway.access.budgets import Gatekeeper, RequestBudgets
+from gateway.access.open_calls import OpenCalls
+from gateway.advisories.learned import Learned
 from gateway.app import Server
-from gateway.auth import KeyRing
-from gateway.budgets import Gatekeeper, RequestBudgets
-from gateway.config import Config
-from gateway.known_nodes import OneNode
-from gateway.learned import Learned
-from gateway.node_metrics import NodeCollector
-from gateway.nodes import Nodes
-from gateway.open_calls import OpenCalls
+from gateway.metrics.nodes import NodeCollector
+from gateway.nodes.known_nodes import OneNode
+from gateway.nodes.maintenance import Steward
+from gateway.nodes.node_states import Nodes
 from gateway.services import Services
 from gateway.sessions import SessionStore
-from gateway.steward import Steward
+from gateway.settings.config import Config
 
 from .fake_node import PATIENCE_S
 from .parts import Parts

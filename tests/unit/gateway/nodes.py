@@ -13,8 +13,8 @@ from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.node import Api, JsonReply, SseReply
 from engine_bridge.request_context import NOBODY, RequestContext
-from gateway.adapter_sync import AdapterSync
-from gateway.router import Router
+from gateway.nodes.adapter_sync import AdapterSync
+from gateway.nodes.router import Router
 from tests.unit.cluster.catalog_node import CatalogNode
 from tests.unit.gateway.fake_node import PATIENCE_S
 

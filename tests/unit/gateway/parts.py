@@ -8,13 +8,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from gateway.advisories import Advisories
-from gateway.chat_protocol import Message
-from gateway.drafts import Drafts
+from gateway.advisories.advisories import Advisories
+from gateway.advisories.drafts import Drafts
 from gateway.errors import GatewayError
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
-from gateway.turns import LiveTurn, Turns
+from gateway.turns.protocol import Message
+from gateway.turns.turns import LiveTurn, Turns
 
 from .fake_node import PATIENCE_S, FakeNode
 

@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from engine_bridge.node import AdapterStats
-from gateway.adapter_metrics import AdapterCollector
+from gateway.metrics.adapters import AdapterCollector
 
 EMPTY: dict[str, Any] = {
     "num_adapters": 0,

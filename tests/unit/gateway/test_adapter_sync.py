@@ -19,7 +19,7 @@ from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.errors import EngineUnavailable
 from engine_bridge.node import JsonReply
 from engine_bridge.policy.adapter_places import AdapterAt
-from gateway.adapter_sync import AdapterSync
+from gateway.nodes.adapter_sync import AdapterSync
 from tests.adapter_corpus import WEIGHTS_FILE, make_adapter
 from tests.unit.cluster.catalog_node import MODULES, CatalogNode, connected, store_at, until
 
@@ -319,7 +319,7 @@ async def test_a_node_that_joins_while_all_load_has_it_too(cluster: Cluster) -> 
 async def test_whatever_happens_at_once_all_nodes_end_with_the_list(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr("gateway.adapter_sync.LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr("gateway.nodes.adapter_sync.LOOK_EVERY_S", 0.001)
     random, one_at_a_time = Random(seed), asyncio.Lock()
     paths = [cluster.adapter(f"source-{number}", seed=number) for number in range(3)]
     async with synced(cluster) as sync:
@@ -360,8 +360,8 @@ async def test_whatever_happens_at_once_all_nodes_end_with_the_list(
 async def test_the_folder_is_served_from_the_start_and_followed(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.adapter_sync.WATCH_EVERY_S", 0.01)
-    monkeypatch.setattr("gateway.adapter_sync.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("gateway.nodes.adapter_sync.WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr("gateway.nodes.adapter_sync.LOOK_EVERY_S", 0.01)
     pirate = cluster.adapter("pirate")
     (cluster.folder / "adapters" / "broken").mkdir()
     (cluster.folder / "adapters" / "broken" / "adapter_config.json").write_text("{")
@@ -405,8 +405,8 @@ class Trusting(AdapterStore):
 async def test_what_a_node_lost_or_serves_otherwise_than_it_should_is_mended(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.adapter_sync.WATCH_EVERY_S", 0.01)
-    monkeypatch.setattr("gateway.adapter_sync.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("gateway.nodes.adapter_sync.WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr("gateway.nodes.adapter_sync.LOOK_EVERY_S", 0.01)
     path, other = cluster.adapter("pirate"), cluster.adapter("other", seed=1)
     async with synced(cluster, given=[("pirate", str(path))]) as sync:
         cluster.nodes["n1"].catalog.add("pirate", str(other))
@@ -424,8 +424,8 @@ async def test_what_a_nodes_full_disk_kept_out_is_served_once_there_is_room(
         def find(self, content_hash: str, path: str) -> str:
             return super().find(content_hash, "/not/on/this/machine")
 
-    monkeypatch.setattr("gateway.adapter_sync.WATCH_EVERY_S", 0.01)
-    monkeypatch.setattr("gateway.adapter_sync.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("gateway.nodes.adapter_sync.WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr("gateway.nodes.adapter_sync.LOOK_EVERY_S", 0.01)
     monkeypatch.setattr("engine_bridge.adapters.retries.FIRST_WAIT_S", 0.01)
     monkeypatch.setattr("engine_bridge.adapters.retries.LONGEST_WAIT_S", 0.01)
     store = Elsewhere(cluster.folder / "n3", free_bytes=1 << 60)

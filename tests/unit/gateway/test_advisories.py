@@ -9,7 +9,7 @@ import pytest
 
 from engine_bridge.errors import EngineUnavailable, NotSupported
 from engine_bridge.node import pack_token_ids
-from gateway.advisories import (
+from gateway.advisories.advisories import (
     BURST,
     DEFAULT_TTL_S,
     GRACE_S,

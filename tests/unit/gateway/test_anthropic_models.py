@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.anthropic_models import card_of, page
+from gateway.doors.api.anthropic_models import card_of, page
 from gateway.errors import GatewayError
 
 CARDS: Any = [{"id": name, "created": 0, "max_model_len": 4096, "root": "/secret"} for name in "abcde"]

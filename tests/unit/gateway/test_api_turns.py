@@ -3,8 +3,8 @@
 import orjson
 import pytest
 
-from gateway.api_turns import AnswerReader, question_of, session_named, with_previous
 from gateway.errors import GatewayError
+from gateway.turns.replies import AnswerReader, question_of, session_named, with_previous
 
 
 def test_the_question_is_the_last_user_message() -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry
 
-from gateway import auth
-from gateway.auth import (
+from gateway.access import auth
+from gateway.access.auth import (
     LOCAL,
     KeyRing,
     Principal,
@@ -26,7 +26,7 @@ from gateway.auth import (
     owner_of,
     tenant_of,
 )
-from gateway.budgets import WRONG_KEYS, Gatekeeper
+from gateway.access.budgets import WRONG_KEYS, Gatekeeper
 from gateway.errors import (
     KINDS,
     CloseCode,
@@ -36,7 +36,7 @@ from gateway.errors import (
     to_frame,
     to_openai_body,
 )
-from gateway.metrics import Metrics
+from gateway.metrics.metrics import Metrics
 
 KEY = "ov-" + "k" * 43
 OTHER = "ov-" + "o" * 43
@@ -107,7 +107,7 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """No early exit: the first key of three costs as many comparisons as the last and as a wrong one."""
     ring = KeyRing([KEY, OTHER, generate_key()])
     calls = []
-    monkeypatch.setattr("gateway.auth.hmac.compare_digest", lambda a, b: calls.append(a) or a == b)
+    monkeypatch.setattr("gateway.access.auth.hmac.compare_digest", lambda a, b: calls.append(a) or a == b)
     ring.authenticate(KEY)
     assert len(calls) == 3
     ring.authenticate(OTHER)

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable
 import orjson
 
 from engine_bridge.node import SseReply
-from gateway.api_recording import Recording
-from gateway.background import BackgroundResponse, BackgroundResponses
-from gateway.openai_routes import _naming_previous
+from gateway.doors.api.openai_routes import _naming_previous
+from gateway.doors.api.recording import Recording
+from gateway.turns.background_responses import BackgroundResponse, BackgroundResponses
 
 
 def event(number: int, kind: str) -> bytes:

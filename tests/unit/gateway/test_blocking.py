@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.rest import _static_path
+from gateway.doors.rest.sessions import _static_path
 from tests.blocking import watched
 
 from .front import Gateways
@@ -23,7 +23,7 @@ async def test_code_of_ours_that_blocks_the_loop_is_noted_though_its_error_is_sw
     async def on_the_loop(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
-    monkeypatch.setattr("gateway.rest.asyncio.to_thread", on_the_loop)
+    monkeypatch.setattr("gateway.doors.rest.sessions.asyncio.to_thread", on_the_loop)
     with watched() as blocked:
         async with (
             aiohttp.ClientSession() as http,
@@ -60,7 +60,7 @@ async def test_a_coroutine_of_ours_that_a_test_awaits_is_watched(
     monkeypatch: pytest.MonkeyPatch, gateways: Gateways
 ) -> None:
     from gateway.app import build_services
-    from gateway.config import Config
+    from gateway.settings.config import Config
 
     async def on_the_loop(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from gateway.auth import KeyRing
-from gateway.budgets import WRONG_KEYS, Gatekeeper, RequestBudgets, network_of, retry_after
-from gateway.config import Config
-from gateway.config_sources import load_config
+from gateway.access.auth import KeyRing
+from gateway.access.budgets import WRONG_KEYS, Gatekeeper, RequestBudgets, network_of, retry_after
+from gateway.access.rates import MAX_WAIT_S, MIN_WAIT_S, Concurrency, Rates
+from gateway.doors.http.web_policy import error_reply
 from gateway.errors import GatewayError, to_frame
-from gateway.metrics import Metrics
-from gateway.policy.budgets import MAX_WAIT_S, MIN_WAIT_S, Concurrency, Rates
-from gateway.web_policy import error_reply
+from gateway.metrics.metrics import Metrics
+from gateway.settings.config import Config
+from gateway.settings.sources import load_config
 
 KEY = "ov-" + "k" * 43
 

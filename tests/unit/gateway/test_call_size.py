@@ -9,7 +9,7 @@ import pytest
 from engine_bridge.errors import InvalidRequest
 from engine_bridge.node import Api
 from engine_bridge.policy.request_limits import check_prompt
-from gateway.policy.call_size import check_call, check_shape
+from gateway.doors.api.call_size import check_call, check_shape
 
 MESSAGE = {"role": "user", "content": "x" * 10}
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gateway.chat_protocol import Hello, Message, Ping, Resume, Stop, decode, frame_id
 from gateway.errors import GatewayError
+from gateway.turns.protocol import Hello, Message, Ping, Resume, Stop, decode, frame_id
 
 LIMIT = 1000
 

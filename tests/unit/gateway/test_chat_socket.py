@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 
 from engine_bridge.errors import EngineUnavailable
-from gateway.advisories import HINT_ACTION
-from gateway.drafts import MAX_ACTIVE_OF_ONE, PAUSE_S
+from gateway.advisories.advisories import HINT_ACTION
+from gateway.advisories.drafts import MAX_ACTIVE_OF_ONE, PAUSE_S
 from gateway.sessions import SessionStore
-from gateway.turns import KEEP_FINISHED_S
+from gateway.turns.turns import KEEP_FINISHED_S
 
 from .fake_node import PATIENCE_S, FakeNode
 from .front import Frame, Gateway, Gateways
@@ -385,7 +385,7 @@ async def flood(writer: asyncio.StreamWriter, frame: bytes, number: int) -> None
 async def test_a_slow_reader_is_closed_and_may_resume(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.chat_socket.SLOW_READER_S", 0.0)
+    monkeypatch.setattr("gateway.doors.chat.socket.SLOW_READER_S", 0.0)
     _, writer = await unread_socket(gateway)
     writer.write(masked({"type": "message", "id": "a", "content": "Hello!"}))
     answer = await gateway.node.asked()

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gateway import cli
-from gateway.config import SETTINGS
+from gateway.settings.config import SETTINGS
 from overture_client import __version__, terminal
 from overture_client.chat_frames import Done, Timings, Usage
 
@@ -75,7 +75,7 @@ def test_a_node_must_be_told_which_cluster_it_joins() -> None:
 
 
 def test_a_new_key_matches_its_line(tmp_path: Path) -> None:
-    from gateway.auth import KeyRing
+    from gateway.access.auth import KeyRing
 
     result = run("keys", "new", "--name", "alice")
     key, line = result.stdout.splitlines()

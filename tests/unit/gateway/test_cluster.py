@@ -14,11 +14,11 @@ from msgspec import structs
 from engine_bridge import machine
 from engine_bridge.cluster import shares
 from engine_bridge.cluster.ray_placement import RayPlacement
-from gateway import cluster
 from gateway.app import node_config
-from gateway.config import Config
-from gateway.engine_process import read_settings
 from gateway.errors import StartupError
+from gateway.nodes import cluster
+from gateway.nodes.engine_process import read_settings
+from gateway.settings.config import Config
 
 NUM_CORES = len(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(NUM_CORES < 2, reason="two nodes need two cores")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, SETTINGS, Config, ConfigError
-from gateway.config_sources import load_config
+from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, SETTINGS, Config, ConfigError
+from gateway.settings.sources import load_config
 
 
 def load(

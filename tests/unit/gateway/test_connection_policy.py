@@ -7,7 +7,7 @@ from ipaddress import ip_network
 
 import pytest
 
-from gateway.policy.connections import (
+from gateway.doors.http.admission import (
     Admission,
     Arrival,
     BodyFacts,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Config
-from gateway.data_folder import tighten
+from gateway.settings.config import Config
+from gateway.settings.data_folder import tighten
 
 
 def mode_of(path: Path) -> int:

@@ -12,10 +12,10 @@ from engine_bridge.policy.costs import StepGrid
 from engine_bridge.predict.steps import Candidate
 from engine_bridge.profile import MachineProfile, ProfileSubject, StepProfile
 from gateway.cli import cli
-from gateway.config import Config
-from gateway.doctor import Diagnosis, folder_health, model_facts, profiles_of, switched_off
-from gateway.doctor_command import lines
-from gateway.remedies import Finding
+from gateway.commands.doctor import Diagnosis, folder_health, model_facts, profiles_of, switched_off
+from gateway.commands.doctor_command import lines
+from gateway.commands.remedies import Finding
+from gateway.settings.config import Config
 
 MACHINE = Machine(
     processor="Some processor",

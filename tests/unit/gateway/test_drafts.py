@@ -9,7 +9,7 @@ import pytest
 
 from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.request_context import RequestContext
-from gateway.drafts import MAX_ACTIVE, MAX_ACTIVE_OF_ONE, PAUSE_S, whole_words
+from gateway.advisories.drafts import MAX_ACTIVE, MAX_ACTIVE_OF_ONE, PAUSE_S, whole_words
 from gateway.sessions import SessionStore
 
 from .fake_node import FakeNode

@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from gateway import event_stream
-from gateway.chat_socket import MAX_QUEUED_BYTES
+from gateway.doors.chat import server_events
+from gateway.doors.chat.server_events import MAX_WAITING, EventStream
+from gateway.doors.chat.socket import MAX_QUEUED_BYTES
 from gateway.errors import GatewayError
-from gateway.event_stream import MAX_WAITING, EventStream
 from tests.unit.gateway.conftest import Gateway, Gateways
 from tests.unit.gateway.parts import passes
 
@@ -144,7 +144,7 @@ async def test_a_slow_reader_of_events_is_cut_off_and_may_resume(
     gateways: Gateways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer is held once, in the turn, and not again for the page that does not read it."""
-    monkeypatch.setattr("gateway.chat_socket.SLOW_READER_S", 0.0)
+    monkeypatch.setattr("gateway.doors.chat.socket.SLOW_READER_S", 0.0)
     gateway = await gateways()
     async with unread_stream(gateway) as slow:
         await slow.send(type="message", id="a", content="Hello!")
@@ -235,7 +235,7 @@ async def test_no_more_pages_than_sockets_are_let_in(gateways: Gateways) -> None
 
 async def test_a_page_that_is_gone_is_found_out(gateways: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is silent and nothing is sent to it: a line that says nothing is, now and then."""
-    monkeypatch.setattr(event_stream, "BEAT_S", 0.05)
+    monkeypatch.setattr(server_events, "BEAT_S", 0.05)
     gateway = await gateways()
     async with stream_of(gateway) as stream:
         async with asyncio.timeout(PATIENCE_S):

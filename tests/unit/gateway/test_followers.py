@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.policy.followers import MAX_CANDIDATES, MAX_GAP_S, Arrival, Followers, Guess, SavedOwner
-from gateway.policy.waste import WasteBudget, worth
+from gateway.advisories.followers import MAX_CANDIDATES, MAX_GAP_S, Arrival, Followers, Guess, SavedOwner
+from gateway.advisories.waste import WasteBudget, worth
 
 SIGMA = 0.5
 Z90 = 1.2816  # the normal distribution's 90% quantile

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.frames import FrameError, FrameReader, Kind, Received
+from gateway.doors.chat.frames import FrameError, FrameReader, Kind, Received
 
 MASK = b"\x11\x92\x03\x84"
 LIMIT, HARD = 1000, 4000

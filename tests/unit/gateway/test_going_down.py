@@ -9,9 +9,9 @@ import pytest
 
 from engine_bridge.errors import EngineUnavailable
 from gateway.app import Server
-from gateway.config import Config
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
+from gateway.settings.config import Config
 
 from .fake_node import PATIENCE_S
 from .front import Gateway

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gateway.chat_protocol import decode, encode, frame_id
-from gateway.drafts import whole_words
+from gateway.advisories.drafts import whole_words
 from gateway.errors import GatewayError
-from gateway.logs import _without_objects
 from gateway.sessions.excerpt import excerpt
 from gateway.sessions.text import clean_text, title_from
+from gateway.settings.logs import _without_objects
+from gateway.turns.protocol import decode, encode, frame_id
 
 from .parts import Parts, settled
 
@@ -88,7 +88,7 @@ async def test_a_draft_is_not_looked_at_where_none_are_taken_nor_where_it_is_too
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at = []
-    monkeypatch.setattr("gateway.drafts.whole_words", lambda text: looked_at.append(text) or "")
+    monkeypatch.setattr("gateway.advisories.drafts.whole_words", lambda text: looked_at.append(text) or "")
     parts.drafts.accepts_drafts = False
     parts.drafts.update("ann", "s", None, "What is ")
     parts.drafts.accepts_drafts = True

@@ -8,7 +8,7 @@ import socket
 import aiohttp
 import pytest
 
-from gateway.policy.hosts import is_own_host
+from gateway.doors.http.hosts import is_own_host
 
 from .front import Gateways
 

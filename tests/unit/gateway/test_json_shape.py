@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway import json_shape
-from gateway.json_shape import shape_of
+from gateway.doors.http import json_shape
+from gateway.doors.http.json_shape import shape_of
 
 TEXT = st.text(alphabet='ab",\\[]{}:é\n', max_size=8)
 VALUES = st.recursive(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from gateway.kv_metrics import KvCollector
+from gateway.metrics.kv import KvCollector
 from kvtiers.stats import DiskTierStats, HostStats, PeerStats, TierStats
 
 

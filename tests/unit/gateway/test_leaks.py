@@ -8,10 +8,10 @@ import gc
 import pytest
 
 from engine_bridge.errors import EngineUnavailable
-from gateway.advisories import AdvisoryRequest, Record
-from gateway.chat_socket import ChatConnection
-from gateway.drafts import _Work
-from gateway.turns import KEEP_FINISHED_S, LiveTurn
+from gateway.advisories.advisories import AdvisoryRequest, Record
+from gateway.advisories.drafts import _Work
+from gateway.doors.chat.socket import ChatConnection
+from gateway.turns.turns import KEEP_FINISHED_S, LiveTurn
 
 from .front import Gateway, Gateways, Socket
 from .parts import passes, settled
@@ -75,7 +75,7 @@ async def test_nothing_is_left_of_turns_sockets_and_drafts_that_are_over(gateway
 async def test_of_advisories_that_are_over_so_many_are_kept_and_no_more(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.advisories.MAX_ENDED", 10)
+    monkeypatch.setattr("gateway.advisories.advisories.MAX_ENDED", 10)
     before, timers_before = alive(Record), alive(asyncio.TimerHandle)
     for number in range(100):
         gateway.advisories.submit("local", AdvisoryRequest(session_id=f"s{number}", ttl_s=1.0), "rest")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.advisories import AdvisoryRequest
-from gateway.learned import Learned
-from gateway.learned_file import NAME
-from gateway.policy.followers import Arrival
+from gateway.advisories.advisories import AdvisoryRequest
+from gateway.advisories.followers import Arrival
+from gateway.advisories.learned import Learned
+from gateway.advisories.learned_file import NAME
 
 from .parts import Parts
 

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from engine_bridge.node import LaneStats, SchedulingStats
-from gateway.engine_watch import PUSH_EVERY_S
 from gateway.errors import GatewayError
-from gateway.known_nodes import OneNode, nodes_of
-from gateway.nodes import NodeList, NodeStanding, listed, standing_of
-from gateway.steward import Steward
+from gateway.nodes.known_nodes import OneNode, nodes_of
+from gateway.nodes.maintenance import Steward
+from gateway.nodes.node_states import NodeList, NodeStanding, listed, standing_of
+from gateway.turns.engine_feed import PUSH_EVERY_S
 from kvtiers.stats import DiskTierStats, HostStats, PeerStats, TierStats
 
 from .fake_node import PATIENCE_S, FakeNode

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from gateway.access.open_calls import OpenCalls
 from gateway.errors import GatewayError
-from gateway.open_calls import OpenCalls
 
 
 async def call(calls: OpenCalls, owner: str, is_under_way: asyncio.Event, end: asyncio.Event) -> str:

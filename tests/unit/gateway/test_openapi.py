@@ -12,12 +12,12 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from prometheus_client import CollectorRegistry
 
 from engine_bridge.node import ApiSchemas
-from gateway.api_description import OPERATIONS
-from gateway.api_operation import Engine
 from gateway.app import build_app, build_services
-from gateway.config import Config
-from gateway.metrics import Metrics
-from gateway.openapi import document
+from gateway.doors.description.openapi import document
+from gateway.doors.description.operation import Engine
+from gateway.doors.description.operations import OPERATIONS
+from gateway.metrics.metrics import Metrics
+from gateway.settings.config import Config
 
 CALLS = ["chat", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize"]
 # What vLLM's classes would give: the names of the calls are what the gateway goes by.

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from gateway.config import STATIC_DIR
+from gateway.settings.config import STATIC_DIR
 
 from .front import Gateway, Gateways
 

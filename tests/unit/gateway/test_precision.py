@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.policy.precision import HALF_LIFE_S, MAX_WEIGHT, PRIOR, Precision
+from gateway.advisories.precision import HALF_LIFE_S, MAX_WEIGHT, PRIOR, Precision
 
 outcomes = st.lists(
     st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(-(10**6), 10**6)), max_size=40

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from engine_bridge.predict.steps import Candidate
 from gateway.cli import cli
-from gateway.config import Config
-from gateway.profile_command import Progress, best_of_each
+from gateway.commands.profile_command import Progress, best_of_each
+from gateway.settings.config import Config
 
 
 class Terminal(io.StringIO):

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from engine_bridge.machine import Machine
-from gateway import remedies
-from gateway.remedies import GIB, ModelFacts
+from gateway.commands import remedies
+from gateway.commands.remedies import GIB, ModelFacts
 
 MACHINE = Machine(
     processor="Some processor",

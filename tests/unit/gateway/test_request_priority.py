@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth import KeyRing, key_file_line
-from gateway.config import ConfigError
-from gateway.config_sources import load_config
+from gateway.access.auth import KeyRing, key_file_line
 from gateway.errors import GatewayError
-from gateway.request_priority import MAX_PRIORITY, checked_priority, parse_weights
+from gateway.settings.config import ConfigError
+from gateway.settings.priorities import MAX_PRIORITY, checked_priority, parse_weights
+from gateway.settings.sources import load_config
 
 
 def load(flags: dict[str, Any] | None = None, environ: dict[str, str] | None = None, **options: Any) -> Any:

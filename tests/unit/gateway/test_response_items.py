@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gateway.api_recording import recording_of
-from gateway.config import Config
+from gateway.doors.api.recording import recording_of
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore, StoredResponse
+from gateway.settings.config import Config
 
 NOW = 1000.0
 

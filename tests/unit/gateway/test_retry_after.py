@@ -12,7 +12,7 @@ from engine_bridge.api_errors import error_body
 from engine_bridge.errors import ADAPTER_CHANGING, AdapterChanging
 from engine_bridge.node import JsonReply
 from gateway.errors import to_openai_body
-from gateway.turns import from_bridge
+from gateway.turns.turns import from_bridge
 from tests.unit.gateway.conftest import Gateways
 
 

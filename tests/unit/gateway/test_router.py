@@ -23,11 +23,11 @@ from engine_bridge.node import (
     SseReply,
 )
 from engine_bridge.request_context import RequestContext
-from gateway import members
-from gateway.adapter_sync import AdapterSync
-from gateway.places import HOW
-from gateway.router import Router
-from gateway.router_metrics import RouterCollector
+from gateway.metrics.router import RouterCollector
+from gateway.nodes import members
+from gateway.nodes.adapter_sync import AdapterSync
+from gateway.nodes.chosen_node import HOW
+from gateway.nodes.router import Router
 from tests.adapter_corpus import make_adapter
 from tests.unit.cluster.catalog_node import MODULES
 from tests.unit.gateway.fake_node import new_name

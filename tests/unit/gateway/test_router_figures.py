@@ -17,7 +17,7 @@ from engine_bridge.node import (
     SchedulingStats,
     TokenizerStats,
 )
-from gateway import router_figures as figures
+from gateway.nodes import router_figures as figures
 from kvtiers.stats import DiskTierStats, HostStats, PeerStats, TierStats
 
 

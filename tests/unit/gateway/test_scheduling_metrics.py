@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from engine_bridge.node import LaneStats, LengthErrors, SchedulingStats, WaitReason
 from engine_bridge.policy.queue import DeferReason
-from gateway.scheduling_metrics import SchedulingCollector
+from gateway.metrics.scheduling import SchedulingCollector
 
 EMPTY: dict[str, Any] = {
     "policy": "mlq",

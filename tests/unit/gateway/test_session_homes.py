@@ -11,13 +11,13 @@ from typing import get_args
 from prometheus_client import CollectorRegistry
 
 from engine_bridge.policy.routing import POLICIES
-from gateway.adapter_sync import AdapterSync
 from gateway.app import build_services
-from gateway.chat_protocol import Message
-from gateway.config import Config, RoutingChoice
-from gateway.metrics import Metrics
-from gateway.router import Router
+from gateway.metrics.metrics import Metrics
+from gateway.nodes.adapter_sync import AdapterSync
+from gateway.nodes.router import Router
 from gateway.sessions import SessionStore
+from gateway.settings.config import Config, RoutingChoice
+from gateway.turns.protocol import Message
 from tests.unit.gateway.nodes import TestPlacement, routed
 
 NOW = 1_700_000_000.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.policy.shares import Shares
+from gateway.access.shares import Shares
 
 
 def test_a_client_that_has_its_share_gives_up_its_oldest() -> None:

@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from engine_bridge.node import pack_token_ids, token_ids_event, unpack_token_ids
-from gateway.api_turns import AnswerReader, items_of, listed_items
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore, StoredResponse, Turn
+from gateway.turns.replies import AnswerReader, items_of, listed_items
 
 NOW = 1_700_000_000.0
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from engine_bridge.node import SchedulingStats
-from gateway.config import Config
-from gateway.request_priority import MAX_PRIORITY
 from gateway.sessions import SessionStore
-from gateway.titles import MAX_TOKENS, QUESTION, Titles, title_of
+from gateway.settings.config import Config
+from gateway.settings.priorities import MAX_PRIORITY
+from gateway.turns.titles import MAX_TOKENS, QUESTION, Titles, title_of
 
 from .parts import Parts, passes, settled
 

@@ -10,7 +10,7 @@ import pytest
 from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
-from gateway.turns import KEEP_FINISHED_S, KEEP_UNFOLLOWED_S, Piece
+from gateway.turns.turns import KEEP_FINISHED_S, KEEP_UNFOLLOWED_S, Piece
 
 from .fake_node import PATIENCE_S
 from .parts import Listener, Parts, passes, refused
@@ -524,7 +524,7 @@ async def test_a_question_that_cannot_be_put_ends_its_turn(
     def fails(conversation: Any) -> Any:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr("gateway.turns.read_conversation", fails)
+    monkeypatch.setattr("gateway.turns.turns.read_conversation", fails)
     turn = await parts.follow(await parts.ask("a")).over()
     assert turn.error is not None and turn.error.code == "internal"
     assert await stored(parts, turn.session_id) == [("a", "failed", "")]

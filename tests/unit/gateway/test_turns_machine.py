@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine_bridge.errors import EngineUnavailable
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
-from gateway.turns import LiveTurn
+from gateway.turns.turns import LiveTurn
 
 from .fake_node import Answer
 from .parts import Parts, SkippingLoop, passes, settled

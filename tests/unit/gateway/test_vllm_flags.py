@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from engine_bridge.engine_arguments import RULED_OUT
 from gateway import cli
-from gateway.config import SETTINGS
-from gateway.vllm_flags import ALWAYS, REFUSED, RENAMED, SEVERAL, Refusal, translate
+from gateway.settings.config import SETTINGS
+from gateway.settings.vllm_flags import ALWAYS, REFUSED, RENAMED, SEVERAL, Refusal, translate
 
 OWN = {setting.flag for setting in SETTINGS}
 PAGE = Path(cli.__file__).parents[1] / "docs" / "from-vllm.md"

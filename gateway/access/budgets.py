@@ -1,0 +1,164 @@
+"""What each key may ask for: requests a second and at once, and wrong keys from one address. The decisions are `policy/budgets.py`'s."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import time
+from collections.abc import Callable
+
+from gateway.access.auth import MIN_KEY_CHARS, KeyRing, Principal
+from gateway.access.rates import Concurrency, Rates
+from gateway.errors import CloseCode, GatewayError
+from gateway.metrics.metrics import Metrics
+from gateway.settings.config import Config
+
+# Of one key. Chosen: a team of fifty that all click at once stays far below; a loop that floods is at thousands.
+REQUESTS_PER_S = 100.0
+# Seconds' worth of requests that may come at once. Chosen: a page that opens a hundred conversations, an agent that fans out.
+BURST_S = 5.0
+# Of one key, in multiples of --max-num-seqs: one part runs and three wait. Chosen; a server with room for few still takes this many.
+CONCURRENT_PER_SEQ, MIN_CONCURRENT = 4, 64
+# Without keys one owner stands for everybody who uses the machine, so it gets as much as so many keys. Chosen.
+KEYLESS_SHARE = 10
+# Wrong keys of one address: at once, and a second after that. Chosen: nobody mistypes more, and 2 000 guesses an hour find nothing.
+WRONG_KEYS, WRONG_KEYS_PER_S = 20, 0.5
+
+
+class Place:
+    """A request's place among those of its owner, until `leave` or the end of its `with` block."""
+
+    def __init__(self, budgets: RequestBudgets, owner: str) -> None:
+        self._budgets: RequestBudgets | None = budgets
+        self._owner = owner
+        self._since_s = budgets.clock()
+
+    def leave(self) -> None:
+        """Give the place back; a second time changes nothing."""
+        if self._budgets is not None:
+            self._budgets.left(self._owner, self._budgets.clock() - self._since_s)
+            self._budgets = None
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.leave()
+
+
+class RequestBudgets:
+    """Requests of each owner, by rate and by number.
+
+    Args:
+        per_s, max_concurrent: of one owner.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        per_s: float = REQUESTS_PER_S,
+        max_concurrent: int = MIN_CONCURRENT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._rates = Rates(per_s, max(per_s * BURST_S, 1))
+        self._concurrency = Concurrency(max_concurrent)
+        self.clock = clock
+
+    @staticmethod
+    def of(config: Config, metrics: Metrics) -> RequestBudgets:
+        """As the settings say, or as they mean where they are unset."""
+        share = 1 if config.has_api_keys else KEYLESS_SHARE
+        most = max(CONCURRENT_PER_SEQ * config.max_num_seqs, MIN_CONCURRENT) * share
+        return RequestBudgets(
+            metrics,
+            per_s=config.max_requests_per_s or REQUESTS_PER_S * share,
+            max_concurrent=config.max_concurrent_requests or most,
+        )
+
+    def count(self, owner: str) -> None:
+        """Note a request. Raises GatewayError `rate_limited`; then it is not counted."""
+        wait_s = self._rates.take(owner, self.clock())
+        if wait_s:
+            self._metrics.refused.labels("rate").inc()
+            raise GatewayError(
+                "rate_limited",
+                f"More than {self._rates.per_s:g} requests a second with this key: send them more slowly "
+                "(the operator's limit is --max-requests-per-s).",
+                retry_after_s=wait_s,
+            )
+
+    def enter(self, owner: str) -> Place:
+        """A place for a request, to be left when it is over. Raises GatewayError `rate_limited`."""
+        wait_s = self._concurrency.enter(owner)
+        if wait_s:
+            self._metrics.refused.labels("concurrency").inc()
+            raise GatewayError(
+                "rate_limited",
+                f"{self._concurrency.limit} requests with this key are under way already: wait for one to end "
+                "(the operator's limit is --max-concurrent-requests).",
+                retry_after_s=wait_s,
+            )
+        return Place(self, owner)
+
+    def left(self, owner: str, lasted_s: float) -> None:
+        """Called by a Place, once."""
+        self._concurrency.leave(owner, lasted_s)
+
+
+class Gatekeeper:
+    """Asks for keys, and makes guessing them slow.
+
+    Above WRONG_KEYS an address hears `rate_limited` for a wrong key, and keys so short that they could be guessed are not even looked at. A key of
+    a proper length is let in however many wrong ones come from the same address: nobody can lock its holder out. The address is the peer's, so
+    behind a reverse proxy, and on this machine, all who use short keys wait for each other's wrong ones; without that, guessing there would be free.
+    """
+
+    def __init__(self, keys: KeyRing, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keys = keys
+        self._metrics = metrics
+        self._clock = clock
+        self._wrong = Rates(WRONG_KEYS_PER_S, WRONG_KEYS)
+
+    def authenticate(self, presented: str | None, remote: str | None) -> Principal:
+        """Who presents this key. remote: the peer's address. Raises GatewayError `unauthorized`, `rate_limited`."""
+        if self._keys.is_open or not presented:
+            return self._keys.authenticate(presented)
+        network = network_of(remote or "")
+        wait_s = self._wrong.wait_s(network, self._clock())
+        if wait_s and len(presented) < MIN_KEY_CHARS:
+            raise self._slow_down(wait_s)
+        try:
+            return self._keys.authenticate(presented, may_take_long=not wait_s)
+        except GatewayError as error:
+            if wait_s:
+                raise self._slow_down(wait_s) from error
+            self._wrong.take(network, self._clock())
+            raise
+
+    def _slow_down(self, wait_s: float) -> GatewayError:
+        self._metrics.refused.labels("wrong_keys").inc()
+        return GatewayError(
+            "rate_limited",
+            "Too many wrong API keys came from this address: check the key, and wait before you try again.",
+            retry_after_s=wait_s,
+            close_code=CloseCode.UNAUTHORIZED,
+        )
+
+
+def network_of(address: str) -> str:
+    """What counts as one address: all of IPv4's, the first 64 bits of IPv6's, which one customer has to himself (RFC 6177)."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is None:
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(getattr(ip, "ipv4_mapped", None) or ip)
+
+
+def retry_after(wait_s: float) -> int:
+    """The `Retry-After` of a wait: whole seconds, rounded up (RFC 9110 §10.2.3)."""
+    return max(math.ceil(wait_s), 1)

@@ -1,0 +1,43 @@
+"""API calls under way, so that those of one owner can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from gateway.access.auth import withdrawn
+
+
+class OpenCalls:
+    """API calls under way, by owner."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, set[asyncio.Timeout]] = {}
+
+    @asynccontextmanager
+    async def of(self, owner: str) -> AsyncIterator[None]:
+        """A call's time under way. Raises GatewayError `unauthorized` when it is ended by `cut_off`."""
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._open.setdefault(owner, set()).add(scope)
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+        finally:
+            calls = self._open[owner]
+            calls.discard(scope)
+            if not calls:
+                del self._open[owner]
+        # Also where the call took its cancellation for the client's leaving, and answered.
+        if scope.expired():
+            raise withdrawn()
+
+    def cut_off(self, owner: str) -> None:
+        """End all calls of this owner."""
+        now = asyncio.get_running_loop().time()
+        for scope in self._open.get(owner, ()):
+            if not scope.expired():
+                scope.reschedule(now)

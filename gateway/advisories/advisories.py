@@ -1,0 +1,476 @@
+"""Advisories: word that a request of a session will come, from the page, from agents and from requests, and what came of it.
+
+They are advice: a wrong, late, repeated or hostile one changes no answer, and one that cannot be acted on is dropped. At most one for each session
+is under way; a repeated one renews it. Source: SYMPHONY §3.1; docs/protocol.md, "Advisories".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from engine_bridge.errors import BridgeError, NotSupported
+from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport, Node
+from gateway.access.auth import tenant_of
+from gateway.access.rates import Rates
+from gateway.access.shares import Shares
+from gateway.advisories.drafts import Drafts
+from gateway.advisories.precision import Precision
+from gateway.advisories.trails import Trail, Trails
+from gateway.errors import GatewayError
+from gateway.metrics.metrics import Metrics
+from gateway.nodes.adapter_names import known_adapter
+from gateway.sessions import Outlook, SessionStore
+from gateway.settings.priorities import checked_priority
+
+log = logging.getLogger(__name__)
+
+# Chosen: somebody who types sends a word every few seconds; a minute of silence means that no question comes.
+DEFAULT_TTL_S = 60.0
+MAX_TTL_S = 3600.0
+# An expected request may come so much later than its lower bound, where no other lifetime is given. Chosen.
+GRACE_S = 60.0
+# Of one client: advisories under way, of which the oldest makes room, and new ones per second with a burst. Chosen: a team behind one key types
+# on far fewer keyboards; a program that sends more knows nothing.
+MAX_LIVE, MAX_PER_S, BURST = 256, 50.0, 200
+# Of all clients: under way. Chosen: some 30 MB.
+MAX_LIVE_OF_ALL = 64 * MAX_LIVE
+# Lifetimes after which an advisory is renewed no more: who has typed for so long has not asked, and the next word begins a new one. Chosen.
+MAX_LIFETIMES = 3
+# Ended advisories that can still be asked for.
+MAX_ENDED = 4096
+# A repeated advisory whose arrival differs by less renews the old one. Chosen: no tier moves faster.
+SAME_ARRIVAL_S = 0.5
+HINT_ACTION = "session.advise"
+
+SessionName = Annotated[str, Meta(min_length=1, max_length=128)]
+OnChange = Callable[["Record"], None]
+
+
+class AdvisoryRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of `POST /v1/advisories`, and the payload of a hint. ordered: a key's requests of such advisories come
+    in the order in which these are sent, so the first ones' KV is brought first. priority: lower first, as of requests. Source: SYMPHONY §3.1.
+    """
+
+    session_id: SessionName
+    model: str | None = None
+    expected_arrival_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None
+    ordered: bool = False
+    priority: int | None = None
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | None = None
+    draft: str | None = None
+
+    @property
+    def lifetime_s(self) -> float:
+        if self.ttl_s is not None:
+            return self.ttl_s
+        return DEFAULT_TTL_S if self.expected_arrival_s is None else self.expected_arrival_s + GRACE_S
+
+
+class Record:
+    """One advisory and how it stands.
+
+    Attributes:
+        client: of whose share it is; the owner where the server asks for keys.
+        probability: that it comes true; None for how often its owner's have.
+        report: the node's last word on it; None before the first.
+        followers: called with each change.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        wanted: AdvisoryRequest,
+        adapter: str | None,
+        source: str,
+        now: float,
+        probability: float | None = None,
+        *,
+        client: str | None = None,
+    ) -> None:
+        self.id = f"adv-{uuid.uuid4().hex}"
+        self.owner = owner
+        self.client = client or owner
+        self.wanted = msgspec.structs.replace(
+            wanted, draft=None
+        )  # records are kept for long, and drafts are nobody's to keep
+        self.adapter = adapter
+        self.source = source
+        self.issued_s = now
+        self.expires_s = now + wanted.lifetime_s
+        self.num_merged = 0
+        self.probability = probability
+        self.report: AdvisoryReport | None = None
+        self.is_over = False
+        self.retracted: bool | None = None  # whether as expired; None: not at all
+        self.followers: set[OnChange] = set()
+        self.expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Owner and session, for which one advisory request at a time is kept."""
+        return self.owner, self.wanted.session_id
+
+    @property
+    def trail(self) -> Trail:
+        """Its beginning."""
+        return Trail(
+            id=self.id,
+            session_id=self.wanted.session_id,
+            model=self.adapter,
+            source=self.source,
+            began_s=self.issued_s,
+        )
+
+    def is_like(self, wanted: AdvisoryRequest, adapter: str | None) -> bool:
+        """Whether a new advisory says no more than this one."""
+        mine, other = self.wanted.expected_arrival_s, wanted.expected_arrival_s
+        is_same_time = mine is other or (
+            mine is not None and other is not None and abs(mine - other) < SAME_ARRIVAL_S
+        )
+        return is_same_time and self.adapter == adapter and self.wanted.priority == wanted.priority
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """As JSON values. Source: docs/protocol.md."""
+        body: dict[str, Any] = {
+            "id": self.id,
+            "object": "advisory",
+            "session_id": self.wanted.session_id,
+            "model": self.adapter,
+            "state": self.report.state if self.report is not None else "accepted",
+            "is_merged": self.num_merged > 0,
+            "expires_in_s": 0.0 if self.is_over else round(max(self.expires_s - now, 0.0), 3),
+        }
+        return body | outcome_of(self.report) if self.report is not None else body
+
+
+def outcome_of(report: AdvisoryReport) -> dict[str, Any]:
+    """What a report says, as in a `done` frame."""
+    num_tokens, device_tokens = report.num_tokens, report.device_tokens
+    return {
+        "state": report.state,
+        "tier": "device" if device_tokens >= num_tokens > 0 else "host" if num_tokens else None,
+        "num_tokens": num_tokens,
+        "device_tokens": device_tokens,
+        "host_bytes": report.host_bytes,
+        "disk_bytes": report.disk_bytes,
+        "peer_bytes": report.peer_bytes,
+        "adapter_bytes": report.adapter_bytes,
+        "lead_ms": _ms(report.lead_s),
+        "late_ms": _ms(report.late_s),
+    }
+
+
+class Advisories:
+    """Takes advisories in, hands them to the node, and keeps the accounts.
+
+    Args:
+        may_hurry: clients may go before others (`--client-priority`).
+        clock: monotonic seconds, for lifetimes and rates.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        store: SessionStore,
+        metrics: Metrics,
+        drafts: Drafts,
+        *,
+        may_hurry: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node = node
+        self._store = store
+        self._metrics = metrics
+        self._drafts = drafts
+        self._may_hurry = may_hurry
+        self._clock = clock
+        self._precision = Precision()
+        self._num_ended: Counter[str] = Counter()
+        self.trails = Trails()
+        """The states that each owner's last ones went through."""
+        self._records: dict[str, Record] = {}
+        self._live: dict[tuple[str, str], Record] = {}
+        self._shares: Shares[str] = Shares(MAX_LIVE, MAX_LIVE_OF_ALL)  # ids of those that are not taken back
+        self._ended: deque[str] = deque()  # ids in `_records` that are over, the oldest first
+        self._scored: OrderedDict[tuple[str, str], AdvisoryReport] = OrderedDict()
+        self._rates = Rates(MAX_PER_S, BURST)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        owner: str,
+        wanted: AdvisoryRequest,
+        source: str,
+        follower: OnChange | None = None,
+        *,
+        client: str | None = None,
+        probability: float | None = None,
+    ) -> Record:
+        """Act on an advisory, or renew the one that it repeats. Returns at once.
+
+        source: `typing`, `rest`, `hint` or `learned` (and `computed`, our own, once a history was). follower: called with each change. client: of
+        whose share it is (see `Services.client_of`), where that is not the owner's. probability: that it comes true, where that is known better
+        than by the owner's past. Raises `bad_request` (a priority that is not this client's to set),
+        `rate_limited`, `unknown_model`.
+        """
+        checked_priority(wanted.priority, may_hurry=self._may_hurry)
+        adapter = self._adapter_of(wanted.model)
+        now = self._clock()
+        live = self._live.get((owner, wanted.session_id))
+        if live is not None and live.retracted is None and live.is_like(wanted, adapter):
+            live.num_merged += 1
+            self._metrics.advisories_merged.inc()
+            latest_s = live.issued_s + MAX_LIFETIMES * live.wanted.lifetime_s
+            self._renew(live, min(now + wanted.lifetime_s, latest_s))
+            record = live
+        else:
+            self._check_rate(client or owner, now)
+            if live is not None:
+                self._retract(live, is_expired=False)
+            record = self._begin(Record(owner, wanted, adapter, source, now, probability, client=client))
+        if follower is not None:
+            record.followers.add(follower)
+            if record.report is not None:
+                _tell(follower, record)
+        if wanted.draft is not None:
+            self._drafts.update(owner, wanted.session_id, adapter, wanted.draft, client=client)
+        return record
+
+    def expects(self, owner: str, session_id: str) -> bool:
+        """Whether an advisory for this session is under way."""
+        live = self._live.get((owner, session_id))
+        return live is not None and live.retracted is None
+
+    def hint(self, owner: str, envelope: Any, *, client: str | None = None) -> list[Record]:
+        """Act on the advisories of an envelope in the shape of vLLM's KV hints. Raises `bad_request`, `rate_limited`, `unknown_model`."""
+        try:
+            actions = msgspec.convert(envelope, Envelope).actions
+            wanted = [
+                msgspec.convert(a.payload, AdvisoryRequest) for a in actions if a.action_type == HINT_ACTION
+            ]
+        except msgspec.ValidationError as error:
+            raise GatewayError(
+                "bad_request", f"The hints were not understood: {error}", param="kv_hints"
+            ) from error
+        return [self.submit(owner, item, "hint", client=client) for item in wanted]
+
+    def find(self, owner: str, advisory_id: str) -> Record:
+        """Raises `not_found`, also for another owner's."""
+        record = self._records.get(advisory_id)
+        if record is None or record.owner != owner:
+            raise GatewayError("not_found", "There is no advisory with this id, or not any more.")
+        return record
+
+    def cancel(self, owner: str, advisory_id: str) -> None:
+        """Take an advisory back; one that is over stays as it is. Raises `not_found`."""
+        record = self.find(owner, advisory_id)
+        if not record.is_over:
+            self._retract(record, is_expired=False)
+            self._drafts.stop(*record.key)
+
+    def end_session(self, owner: str, session_id: str) -> None:
+        """Take back what is under way for a session: its next prompt will begin with other turns."""
+        live = self._live.get((owner, session_id))
+        if live is not None and live.retracted is None:
+            self._retract(live, is_expired=False)
+        self._drafts.stop(owner, session_id)
+
+    def take_outcome(self, owner: str, session_id: str) -> dict[str, Any] | None:
+        """What the advisory before a session's last request was worth; None if there was none. Asked once."""
+        report = self._scored.pop((owner, session_id), None)
+        return outcome_of(report) if report is not None else None
+
+    def counts(self) -> dict[str, int]:
+        """Of all owners: those under way (`live`), and those that ended since the start, by how."""
+        return {"live": len(self._live)} | self._num_ended
+
+    # -- the life of one ---------------------------------------------------------------------------------------------
+
+    def _begin(self, record: Record) -> Record:
+        if (loser := self._shares.put(record.id, record.client)) is not None:
+            self._retract(self._records[loser], is_expired=False)
+        self._live[record.key] = self._records[record.id] = record
+        self._metrics.advisories.labels(record.source).inc()
+        self.trails.begin(record.owner, record.trail)
+        self._renew(record, record.expires_s)
+        task = asyncio.create_task(self._start(record))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return record
+
+    async def _start(self, record: Record) -> None:
+        try:
+            outlook = await self._outlook(record)
+            if record.is_over:
+                return
+            await self._node.advise(
+                self._advisory(record, outlook), lambda report: self._changed(record, report)
+            )
+            if record.retracted is not None:  # while it was on its way, when the node did not know it yet
+                self._node.retract(record.id, is_expired=record.retracted)
+        except NotSupported:
+            self._end(record, "unknown")
+        except BridgeError as error:
+            log.info("an advisory was dropped: %s", type(error).__name__)
+            self._end(record, "unknown")
+        except Exception:
+            log.exception("an advisory failed")
+            self._end(record, "unknown")
+
+    async def _outlook(self, record: Record) -> Outlook | None:
+        """None for a session that is not stored: an agent's first, or one of a client that keeps its history itself."""
+        with contextlib.suppress(GatewayError):
+            return await self._store.outlook(*record.key)
+        return None
+
+    def _advisory(self, record: Record, outlook: Outlook | None) -> Advisory:
+        wanted, likely = record.wanted, record.probability
+        return Advisory(
+            advisory_id=record.id,
+            session_id=wanted.session_id,
+            expected_arrival_s=wanted.expected_arrival_s,
+            priority=wanted.priority,
+            is_ordered=wanted.ordered,
+            adapter=record.adapter,
+            probability=self._precision.probability(record.owner, self._clock())
+            if likely is None
+            else likely,
+            token_ids=outlook.token_ids if outlook is not None else b"",
+            tenant=tenant_of(record.owner),
+        )
+
+    def _renew(self, record: Record, expires_s: float) -> None:
+        record.expires_s = expires_s
+        if record.expiry is not None:
+            record.expiry.cancel()
+        loop = asyncio.get_running_loop()
+        record.expiry = loop.call_later(max(expires_s - self._clock(), 0.0), self._expire, record)
+
+    def _expire(self, record: Record) -> None:
+        self._retract(record, is_expired=True)
+        self._drafts.stop(*record.key)
+
+    def _retract(self, record: Record, *, is_expired: bool) -> None:
+        record.retracted = is_expired
+        # At once, whenever the node hears of it: it counts no more, and another makes room the next time.
+        self._shares.drop(record.id)
+        self._node.retract(record.id, is_expired=is_expired)
+
+    def _changed(self, record: Record, report: AdvisoryReport) -> None:
+        record.report = report
+        self.trails.passed(record.owner, record.id, report.state, outcome_of(report), self._clock())
+        followers = list(record.followers)
+        if report.state in ADVISORY_ENDS and not record.is_over:
+            self._settle(record, report)
+        if record.source != "computed":
+            self._complete(record, report, followers)
+        for follower in followers:
+            _tell(follower, record)
+        if record.is_over:
+            record.followers.clear()
+
+    def _settle(self, record: Record, report: AdvisoryReport) -> None:
+        record.is_over = True
+        if record.expiry is not None:
+            record.expiry.cancel()
+            record.expiry = None  # what is over is kept for a while; its timer, with all the context that it holds, is not
+        if self._live.get(record.key) is record:
+            del self._live[record.key]
+        self._shares.drop(record.id)
+        self._ended.append(record.id)
+        if len(self._ended) > MAX_ENDED:
+            del self._records[self._ended.popleft()]
+        self._metrics.advisory_ended(record.source, report)
+        self._num_ended[report.state] += 1
+        # Those with a probability of their own say nothing of what people who type and agents that announce are worth.
+        if report.state in ("hit", "late", "wasted", "expired") and record.probability is None:
+            self._precision.note(record.owner, report.state in ("hit", "late"), self._clock())
+        if report.lead_s is not None:
+            self._scored[record.key] = report
+            if len(self._scored) > MAX_ENDED:
+                self._scored.popitem(last=False)
+
+    def _complete(self, record: Record, report: AdvisoryReport, followers: list[OnChange]) -> None:
+        """What no tier holds of a session's history, as after another adapter was picked, is computed while nothing else runs."""
+
+        def tell() -> None:
+            if record.is_over and record.key not in self._live:
+                now = self._clock()
+                again = Record(
+                    record.owner,
+                    record.wanted,
+                    record.adapter,
+                    "computed",
+                    now,
+                    record.probability,
+                    client=record.client,
+                )
+                again.followers.update(followers)
+                self._begin(again)
+
+        if report.state == "unknown" or (report.state == "warm" and report.missing_tokens):
+            self._drafts.warm_history(
+                record.owner, record.wanted.session_id, record.adapter, tell, client=record.client
+            )
+
+    def _end(self, record: Record, state: Any) -> None:
+        report = AdvisoryReport(advisory_id=record.id, session_id=record.wanted.session_id, state=state)
+        self._changed(record, report)
+
+    # -- bounds ------------------------------------------------------------------------------------------------------
+
+    def _adapter_of(self, model: str | None) -> str | None:
+        adapter = known_adapter(self._node, model)
+        assert adapter is None or isinstance(adapter, str)
+        return adapter
+
+    def _check_rate(self, client: str, now: float) -> None:
+        """A bucket of BURST that fills at MAX_PER_S. Raises `rate_limited`."""
+        if wait_s := self._rates.take(client, now):
+            self._metrics.advisories_refused.inc()
+            raise GatewayError(
+                "rate_limited",
+                f"More than {MAX_PER_S:.0f} advisories a second: send fewer, or none.",
+                retry_after_s=wait_s,
+            )
+
+
+class HintAction(Struct, frozen=True):
+    """As vLLM's `KvHintAction`."""
+
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: dict[str, Any]
+
+
+class Envelope(Struct, frozen=True):
+    """As vLLM's `KvHintsEnvelope`. Actions of other types are not ours to judge."""
+
+    protocol_version: str
+    message_id: str
+    actions: Annotated[list[HintAction], Meta(max_length=64)]
+
+
+def _tell(follower: OnChange, record: Record) -> None:
+    """A follower that raises is its own affair: others are told, and the advisory ends as it should."""
+    try:
+        follower(record)
+    except Exception:
+        log.exception("a follower of an advisory failed")
+
+
+def _ms(seconds: float | None) -> float | None:
+    return round(seconds * 1000, 3) if seconds is not None else None

@@ -1,0 +1,168 @@
+"""Learned advisories: agents that send none get them too, from who followed whom before. Source: spec E5.
+
+Only requests that name their agent (`X-Agent-Name`) are learned from; a run may be named (`X-Workflow-Id`). A guess is acted on when what it
+would save is worth more than what it costs if it is wrong, and while the bytes moved for nothing stay a bounded share of those that were of use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from engine_bridge.node import Node
+from gateway.advisories import learned_file
+from gateway.advisories.advisories import MAX_TTL_S, Advisories, AdvisoryRequest, Record
+from gateway.advisories.followers import Arrival, Followers, Guess
+from gateway.advisories.waste import WasteBudget, worth
+from gateway.errors import GatewayError
+
+log = logging.getLogger(__name__)
+
+# A session's KV before one was seen, and the speed of copies to the device: priors of an estimate that only has to tell much from little. Chosen.
+PRIOR_BYTES, COPY_BYTES_PER_S, PRIOR_DISK_BYTES_PER_S = 50e6, 4e9, 500e6
+SMOOTHING = 0.1
+SAVE_EVERY_S = 60.0  # chosen: a crash costs a minute of learning
+
+
+class Learned:
+    """Watches requests and advises about those that usually come next.
+
+    Args:
+        is_on: the operator's switch; off, nothing is kept.
+        file: where what was learned outlives the process; None for nowhere.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        advisories: Advisories,
+        *,
+        is_on: bool,
+        file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node = node
+        self._advisories = advisories
+        self._is_on = is_on
+        self._file = file if is_on else None
+        self._clock = clock
+        self._followers = Followers()
+        self._budget = WasteBudget()
+        self._mean_bytes = PRIOR_BYTES
+        self._has_news = False
+
+    def arrived(self, arrival: Arrival) -> None:
+        """A request of an agent came: those of other agents may follow. Never raises: what is learned is nobody's business but ours."""
+        if not self._is_on or not arrival.agent:
+            return
+        try:
+            now = self._clock()
+            self._followers.note(arrival, now)
+            self._has_news = True
+            self._advise(arrival, now, is_over=False)
+        except Exception:
+            log.exception("learning from a request failed")
+
+    def ended(self, arrival: Arrival) -> None:
+        """It was answered: now the agent itself may ask again, too. Never raises."""
+        if not self._is_on or not arrival.agent:
+            return
+        try:
+            now = self._clock()
+            self._followers.ended(arrival, now)
+            self._advise(arrival, now, is_over=True)
+        except Exception:
+            log.exception("learning from the end of a request failed")
+
+    # -- what outlives a restart -------------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Go on with what `save` has kept; with nothing where there is no file, or where it is damaged: that is logged."""
+        if self._file is not None:
+            for owner in await asyncio.to_thread(learned_file.read, self._file):
+                self._followers.restore(owner)
+
+    async def save(self) -> None:
+        """Keep what was learned since the last time. A disk that is full or gone is logged, and tried again the next time."""
+        if self._file is None or not self._has_news:
+            return
+        self._has_news = False
+        lines = []
+        for owner in self._followers.saved():
+            lines.append(learned_file.line_of(owner))
+            await asyncio.sleep(0)  # a full one takes some milliseconds, and others wait for the event loop
+        try:
+            await asyncio.to_thread(learned_file.write, self._file, lines)
+        except OSError as error:
+            self._has_news = True
+            log.warning("%s: what was learned of agents could not be stored: %s", self._file, error)
+
+    async def keep_saving(self) -> None:
+        """Save now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(SAVE_EVERY_S)
+            await self.save()
+
+    # -- advising ----------------------------------------------------------------------------------------------------
+
+    def _advise(self, arrival: Arrival, now: float, *, is_over: bool) -> None:
+        for guess in self._followers.expected(arrival, now):
+            # What is on its way needs no second word, and before the answer is whole the agent's next request is this one.
+            if (is_over or guess.agent != arrival.agent) and not self._advisories.expects(
+                arrival.owner, guess.session_id
+            ):
+                self._act_on(arrival.owner, guess, now)
+
+    def _act_on(self, owner: str, guess: Guess, now: float) -> None:
+        if not worth(guess.probability, self._saved_s(), self._mean_bytes / COPY_BYTES_PER_S):
+            return
+        num_bytes = int(self._mean_bytes)
+        if len(guess.session_id) > 128 or not self._budget.start(num_bytes, now):
+            return
+        wanted = AdvisoryRequest(
+            session_id=guess.session_id,
+            model=guess.adapter,
+            expected_arrival_s=min(guess.earliest_s, MAX_TTL_S),
+            ttl_s=min(guess.lifetime_s, MAX_TTL_S),
+        )
+        account = _Account(self, num_bytes)
+        try:
+            self._advisories.submit(owner, wanted, "learned", account, probability=guess.probability)
+        except GatewayError:
+            self._budget.note("not_moved", num_bytes, now)
+
+    def _saved_s(self) -> float:
+        stats = self._node.kv_tiers()
+        disk = (
+            stats.disk.bytes_per_s if stats is not None and stats.disk.bytes_per_s else PRIOR_DISK_BYTES_PER_S
+        )
+        return self._mean_bytes / disk + self._mean_bytes / COPY_BYTES_PER_S
+
+
+class _Account:
+    """What became of the bytes that one guess was allowed."""
+
+    def __init__(self, learned: Learned, num_bytes: int) -> None:
+        self._learned = learned
+        self._num_bytes = num_bytes
+        self._is_open = True
+
+    def __call__(self, record: Record) -> None:
+        if not record.is_over or record.report is None:
+            return
+        # What is read is copied as well, unless the device had no room: the larger is what there was to move.
+        report = record.report
+        moved = max(report.host_bytes, report.disk_bytes + report.peer_bytes) + report.adapter_bytes
+        if moved:
+            learned = self._learned
+            learned._mean_bytes += SMOOTHING * (moved - learned._mean_bytes)
+        is_used = record.report.state in ("hit", "late")
+        self.close("not_moved" if not moved else "used" if is_used else "wasted")
+
+    def close(self, outcome: str) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._learned._budget.note(outcome, self._num_bytes, self._learned._clock())  # type: ignore[arg-type]

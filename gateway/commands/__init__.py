@@ -1,0 +1,1 @@
+"""The subcommands of `overture` beside `serve` and `chat`."""

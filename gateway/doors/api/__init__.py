@@ -1,0 +1,1 @@
+"""The doors of the OpenAI, Anthropic and vLLM APIs."""

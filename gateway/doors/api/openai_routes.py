@@ -1,0 +1,371 @@
+"""The OpenAI and Anthropic routes: bytes in, the node's replies out, and the session that a request may name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from engine_bridge.api_errors import unknown_model
+from engine_bridge.context_overflow import dropped_of
+from engine_bridge.errors import BridgeError
+from engine_bridge.node import Api, JsonReply, SseReply, token_ids_of
+from engine_bridge.predict.hints import read_body
+from engine_bridge.request_context import RequestContext
+from gateway.access.auth import Principal, tenant_of
+from gateway.advisories.followers import Arrival
+from gateway.doors.api import anthropic_models
+from gateway.doors.api.call_size import check_call
+from gateway.doors.api.recording import Recording, adapter_named, record, recording_of
+from gateway.doors.http.admission import RareLine
+from gateway.doors.http.web_policy import (
+    LEFT_OUT_HEADER,
+    REQUEST_ID_HEADER,
+    RETRY_AFTER_S,
+    error_body,
+    request_id,
+    speaks_anthropic,
+)
+from gateway.doors.rest.sessions import json_body
+from gateway.errors import GatewayError
+from gateway.services import SERVICES, Services
+from gateway.settings.priorities import checked_priority
+from gateway.turns.background_responses import BackgroundResponse
+from gateway.turns.replies import AnswerReader, with_previous
+from gateway.turns.turns import from_bridge
+
+log = logging.getLogger(__name__)
+
+SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+SESSION_HEADER = "X-Session-Id"
+# Which agent asks, and in which run of its workflow: what learned advisories are learned from.
+AGENT_HEADER, WORKFLOW_HEADER = "X-Agent-Name", "X-Workflow-Id"
+SLOW_READER_S = 20.0  # as for chat sockets: docs/protocol.md, rule 5
+_slow_line = RareLine()
+
+
+def endpoint(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """The handler of one API family's main call."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        services = request.app[SERVICES]
+        principal = services.admit(request)
+        # Before the body is read: what waits to be read takes memory, too.
+        with services.budgets.enter(principal.owner):
+            async with services.calls.of(principal.owner):
+                return await _handle(request, services, principal, api)
+
+    return handle
+
+
+def _check_size(services: Services, api: Api, body: Any) -> None:
+    """Raises InvalidRequest for a call that asks for too much. After history was put in front of it, which counts as well."""
+    config = services.config
+    check_call(api, body, max_messages=config.max_messages, max_sequences=config.max_sequences)
+
+
+async def _handle(
+    request: web.Request, services: Services, principal: Principal, api: Api
+) -> web.StreamResponse:
+    owner = principal.owner
+    body = await json_body(request)
+    priority = _take_priority(services, body)
+    is_background = _take_background(api, body)
+    _take_hints(services, owner, body, client=services.client_of(owner, request))
+    recording = await recording_of(services, owner, api, body, request.headers.get(SESSION_HEADER))
+    _check_size(services, api, body)
+    asked = read_body(body)
+    context = RequestContext(
+        tenant=tenant_of(owner),
+        session_id=recording.session_id if recording else "",
+        adapter=adapter_named(services, body) or "",
+        history_token_ids=recording.history_token_ids if recording else b"",
+        weight=principal.weight,
+        priority=priority,
+        # Text is held only where somebody reads it.
+        asked=asked if services.config.length_predictor is not None else asked.numbers(),
+    )
+    arrival = _arrival(request, owner, recording)
+    services.learned.arrived(arrival)
+    try:
+        if is_background and recording is not None:
+            return await _answer_in_background(request, services, body, recording, context)
+        return await _answer(request, services, api, body, recording, context)
+    finally:
+        services.learned.ended(arrival)
+
+
+def _arrival(request: web.Request, owner: str, recording: Recording | None) -> Arrival:
+    """Whose request this is, as far as it says."""
+    session_id, adapter = (recording.session_id, recording.adapter) if recording else ("", None)
+    agent = request.headers.get(AGENT_HEADER, "") if recording else ""
+    return Arrival(owner, request.headers.get(WORKFLOW_HEADER, ""), agent, session_id, adapter)
+
+
+async def _answer_in_background(
+    request: web.Request,
+    services: Services,
+    body: dict[str, Any],
+    recording: Recording,
+    context: RequestContext,
+) -> web.StreamResponse:
+    """Begin a response that goes on without its client, and answer as soon as it has begun; a bad request is refused as any other."""
+    owner, is_streamed = recording.owner, body.get("stream") is True
+    with ExitStack() as places:
+        places.enter_context(services.budgets.enter(owner))
+        headers = {REQUEST_ID_HEADER: request_id(request)}
+        # Always as a stream: so its beginning is known when it is over with what can be refused.
+        reply = await services.node.serve("responses", body | {"stream": True}, headers, context)
+        if isinstance(reply, JsonReply):
+            return _as_response(reply, {})
+        reply = _naming_previous(reply, recording)
+        running = places.pop_all()
+
+    async def scope(reading: Awaitable[None]) -> None:
+        async with services.calls.of(owner):
+            await reading
+
+    async def store(job: BackgroundResponse) -> None:
+        await record(services, recording, job.reader, job.reply())
+
+    job = await services.background.start(
+        owner, reply, is_streamed=is_streamed, scope=scope, record=store, ended=running.close
+    )
+    if job.reader.response_id is None:
+        raise job.error or GatewayError("internal", "The response could not be begun.")
+    session = {SESSION_HEADER: recording.session_id}
+    if not is_streamed:
+        reply_now = job.reply() | ({} if job.is_over else {"status": "queued"})
+        return web.Response(body=orjson.dumps(reply_now), content_type="application/json", headers=session)
+    response = web.StreamResponse(headers=SSE_HEADERS | session)
+    await response.prepare(request)
+    await write_events(request, services, response, job.follow())
+    await response.write_eof()
+    return response
+
+
+def _take_background(api: Api, body: Any) -> bool:
+    """Whether a call is to go on without its client. Raises GatewayError `bad_request` where it says that its answer is not to be stored."""
+    is_background = api == "responses" and isinstance(body, dict) and body.pop("background", None) is True
+    if is_background and body.get("store") is False:
+        raise GatewayError(
+            "bad_request",
+            "A background response is read after it has ended, so it must be stored: leave out `store`.",
+            param="background",
+        )
+    return is_background
+
+
+async def _answer(
+    request: web.Request,
+    services: Services,
+    api: Api,
+    body: Any,
+    recording: Recording | None,
+    context: RequestContext,
+) -> web.StreamResponse:
+    reply = await services.node.serve(api, body, {REQUEST_ID_HEADER: request_id(request)}, context)
+    headers = {SESSION_HEADER: recording.session_id} if recording else {}
+    reader = AnswerReader(api) if recording else None
+    if isinstance(reply, JsonReply):
+        if reply.dropped:
+            headers[LEFT_OUT_HEADER] = str(reply.dropped)
+            services.metrics.note_left_out(reply.dropped)
+        if reader is not None and recording is not None and reply.status == 200:
+            reader.feed_json(reply.body, reply.token_ids)
+            await record(services, recording, reader)
+            if recording.previous is not None and reader.reply is not None:
+                # The gateway has resolved it, so vLLM does not know of it.
+                whole = reader.reply | {"previous_response_id": recording.previous}
+                return web.Response(
+                    body=orjson.dumps(whole), content_type="application/json", headers=headers
+                )
+        return _as_response(reply, headers)
+    return await _stream(request, services, _naming_previous(reply, recording), headers, recording, reader)
+
+
+def _as_response(reply: JsonReply, headers: Mapping[str, str]) -> web.Response:
+    """What an engine could not do now is worth another try soon."""
+    again = {"Retry-After": str(RETRY_AFTER_S)} if reply.status == 503 else {}
+    return web.Response(
+        body=reply.body, status=reply.status, content_type="application/json", headers={**headers, **again}
+    )
+
+
+def _naming_previous(reply: SseReply, recording: Recording | None) -> SseReply:
+    """The same stream; its response objects say what they go on from."""
+    if recording is None or recording.previous is None:
+        return reply
+    return SseReply(_Named(reply.events, recording.previous))
+
+
+class _Named:
+    """Events with what they go on from. No generator: closing one that was never read would leave the request in the engine."""
+
+    def __init__(self, events: AsyncIterator[bytes], previous: str) -> None:
+        self._events, self._previous = events, previous
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return with_previous(await anext(self._events), self._previous)
+
+    async def aclose(self) -> None:
+        await self._events.aclose()  # type: ignore[attr-defined]
+
+
+def _take_priority(services: Services, body: Any) -> int:
+    """`priority`, vLLM's own extra field. Raises GatewayError `bad_request`."""
+    value = body.pop("priority", None) if isinstance(body, dict) else None
+    return checked_priority(value, may_hurry=services.config.client_priority)
+
+
+def _take_hints(services: Services, owner: str, body: Any, *, client: str) -> None:
+    """Act on `kv_hints`, by which a request says which sessions come after it. They are advice: bad ones fail no request."""
+    hints = body.pop("kv_hints", None) if isinstance(body, dict) else None
+    if hints is not None:
+        try:
+            services.advisories.hint(owner, hints, client=client)
+        except GatewayError as error:
+            log.info("the hints of a request were dropped: %s", error.code)
+
+
+async def _stream(
+    request: web.Request,
+    services: Services,
+    reply: SseReply,
+    headers: dict[str, str],
+    recording: Recording | None,
+    reader: AnswerReader | None,
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers=SSE_HEADERS | headers)
+    try:
+        await response.prepare(request)
+        await write_events(request, services, response, reply.events, reader)
+    finally:
+        # Also when the client has gone: closing the events aborts the request in the engine.
+        await reply.events.aclose()  # type: ignore[attr-defined]
+        if reader is not None and recording is not None and reader.has_begun:
+            await asyncio.shield(record(services, recording, reader))
+    await response.write_eof()
+    return response
+
+
+async def write_events(
+    request: web.Request,
+    services: Services,
+    response: web.StreamResponse,
+    events: AsyncIterator[bytes],
+    reader: AnswerReader | None = None,
+) -> None:
+    """Send events as they come, and as the last one what ended them if they fail. Raises ConnectionResetError where the client reads too slowly
+    or has gone."""
+    try:
+        async for event in events:
+            if reader is not None:
+                reader.feed(event)
+            if token_ids_of(event) is not None:  # for us, not for clients
+                continue
+            if dropped := dropped_of(event):
+                services.metrics.note_left_out(dropped)
+            try:
+                async with asyncio.timeout(SLOW_READER_S):
+                    await response.write(event)
+            except TimeoutError:
+                services.metrics.slow_readers.inc()
+                _slow_line.add()
+                if num := _slow_line.due(time.monotonic()):
+                    log.info("cut off %d clients that do not read their streams", num)
+                if request.transport is not None:
+                    request.transport.abort()
+                raise ConnectionResetError("slow reader") from None
+    except BridgeError as error:
+        # The head has gone out with 200: the error is the stream's last event.
+        body = error_body(request, from_bridge(error))
+        await response.write(b"event: error\ndata: " + orjson.dumps(body) + b"\n\n")
+
+
+async def models(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    shown = await _models(services, services.admit(request))
+    if speaks_anthropic(request):
+        shown = anthropic_models.page(shown["data"], request.query)
+    return web.Response(body=orjson.dumps(shown), content_type="application/json")
+
+
+async def _models(services: Services, principal: Principal) -> dict[str, Any]:
+    """The body of `/v1/models`. vLLM's `root` is a path on this machine, which is the operator's to know: others get the name again."""
+    shown: dict[str, Any] = orjson.loads((await services.node.models()).body)
+    if not services.keys.is_operator(principal):
+        for card in shown["data"]:
+            card["root"] = card["id"]
+    return shown
+
+
+async def model(request: web.Request) -> web.Response:
+    """One card of `/v1/models`."""
+    services = request.app[SERVICES]
+    cards = (await _models(services, services.admit(request)))["data"]
+    name = request.match_info["name"]
+    card = next((card for card in cards if card["id"] == name), None)
+    if card is None:
+        raise GatewayError(
+            "unknown_model", unknown_model(name, [card["id"] for card in cards]), param="model"
+        )
+    if speaks_anthropic(request):
+        card = anthropic_models.card_of(card)
+    return web.Response(body=orjson.dumps(card), content_type="application/json")
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """What `vllm serve --enable-tokenizer-info-endpoint` says of the tokenizer: its settings, special tokens and chat template."""
+    services = request.app[SERVICES]
+    principal = services.admit(request)
+    async with services.calls.of(principal.owner):
+        context = RequestContext(tenant=tenant_of(principal.owner), weight=principal.weight)
+        reply = await services.node.serve(
+            "tokenizer_info", {}, {REQUEST_ID_HEADER: request_id(request)}, context
+        )
+    assert isinstance(reply, JsonReply)
+    return web.Response(body=reply.body, status=reply.status, content_type="application/json")
+
+
+def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Load or unload an adapter, where the operator allows it: the body names a path on this machine."""
+
+    async def handle(request: web.Request) -> web.Response:
+        services = request.app[SERVICES]
+        principal = services.admit(request)
+        services.check_may_change_adapters(principal)
+        async with services.calls.of(principal.owner):
+            reply = await getattr(services.node, method)(await json_body(request))
+        return _as_response(reply, {})
+
+    return handle
+
+
+def add_routes(app: web.Application) -> None:
+    """Adds the routes of OpenAI's and Anthropic's APIs."""
+    app.add_routes(
+        [
+            web.get("/v1/models", models),
+            web.get("/v1/models/{name:.+}", model),
+            web.post("/v1/chat/completions", endpoint("chat")),
+            web.post("/v1/completions", endpoint("completions")),
+            web.post("/v1/responses", endpoint("responses")),
+            web.post("/v1/messages", endpoint("messages")),
+            web.post("/v1/messages/count_tokens", endpoint("count_tokens")),
+            web.post("/tokenize", endpoint("tokenize")),
+            web.post("/detokenize", endpoint("detokenize")),
+            web.get("/tokenizer_info", tokenizer_info),
+            web.post("/v1/load_lora_adapter", adapter_call("load_adapter")),
+            web.post("/v1/unload_lora_adapter", adapter_call("unload_adapter")),
+        ]
+    )

@@ -1,0 +1,189 @@
+"""API calls as turns of sessions: which session a call belongs to, what it goes on from, and what is stored once it has been answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from engine_bridge.node import COUNTING_APIS, Api
+from engine_bridge.policy.request_limits import measure
+from gateway.errors import GatewayError
+from gateway.services import Services
+from gateway.sessions import StoredResponse, checked_id
+from gateway.turns.replies import (
+    AnswerReader,
+    as_input,
+    as_items,
+    is_reference,
+    items_of,
+    question_of,
+    session_named,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Where a finished API call is written down as a turn. items, previous: of a Responses call, what it gave as `input`, and its
+    `previous_response_id`. history_token_ids: of what the call goes on from, as far as they are known."""
+
+    owner: str
+    session_id: str
+    question: str
+    adapter: str | None
+    items: list[Any] | None = None
+    previous: str | None = None
+    history_token_ids: bytes = b""
+
+
+async def recording_of(
+    services: Services, owner: str, api: Api, body: Any, header: str | None
+) -> Recording | None:
+    """The session that a call belongs to: by its header, its body's `session_id` or `metadata.session_id`, or its `previous_response_id`.
+
+    With `previous_response_id` what led to that response is put in front of `input`, so it works after a restart too; with `conversation` what the
+    session of this name holds. An item that is named by its id is put in its place. Raises GatewayError `not_found` where there is none of such a
+    name, `bad_request` for an id that no session may have.
+    """
+    if not isinstance(body, dict) or api in COUNTING_APIS:
+        return None
+    session_id = session_named(header, body)
+    history = b""
+    conversation = _take_conversation(body) if api == "responses" else None
+    if api == "responses":
+        await _put_items(services, owner, body)
+    items = as_items(body) if api == "responses" else None
+    previous = body.pop("previous_response_id", None) if api == "responses" else None
+    if previous is not None:
+        previous = str(previous)
+        found = await services.store.responses.history(owner, previous)
+        if found is None:
+            raise GatewayError(
+                "not_found", f"There is no response {previous[:100]!r} here.", param="previous_response_id"
+            )
+        body["input"] = items_of(found.turns) + as_items(body)
+        history = found.token_ids
+        session_id = session_id or found.session_id
+    elif conversation is not None:
+        found = await services.store.responses.of_session(owner, conversation)
+        if found is None:
+            raise GatewayError(
+                "not_found",
+                f"There is no conversation {conversation[:100]!r} here. It is one of your sessions: POST /api/sessions begins one.",
+                param="conversation",
+            )
+        last = found.turns[-1][1] if found.turns else None
+        previous = orjson.loads(last.reply)["id"] if last is not None else None
+        body["input"] = items_of(found.turns) + as_items(body)
+        history, session_id = found.token_ids, conversation
+    keeps_response = api == "responses" and body.get("store") is not False
+    if session_id is None and not keeps_response:
+        return None
+    if session_id is not None:
+        session_id = checked_id(session_id, "session_id")
+        history = history or await services.store.token_ids(owner, session_id)
+    session_id = session_id or uuid.uuid4().hex
+    adapter = adapter_named(services, body)
+    question = question_of(api, body)
+    kept = items if keeps_response else None
+    return Recording(owner, session_id, question, adapter, kept, previous, history)
+
+
+def _take_conversation(body: dict[str, Any]) -> str | None:
+    """`conversation` of a Responses call, an id or an object with it. Raises GatewayError."""
+    value = body.pop("conversation", None)
+    if value is None:
+        return None
+    name = value.get("id") if isinstance(value, dict) else value
+    if not isinstance(name, str):
+        raise GatewayError("bad_request", "'conversation' must be an id.", param="conversation")
+    if body.get("previous_response_id") is not None:
+        raise GatewayError(
+            "bad_request", "Give 'conversation' or 'previous_response_id', not both.", param="conversation"
+        )
+    return name
+
+
+async def _put_items(services: Services, owner: str, body: dict[str, Any]) -> None:
+    """Put the items that `input` names by their ids in the places of their names. Raises GatewayError `not_found`."""
+    given = body.get("input")
+    if not isinstance(given, list) or not any(map(is_reference, given)):
+        return
+    if len(given) > services.config.max_messages:
+        return  # refused in a moment: see `check_call`
+    names = [item["id"] for item in given if is_reference(item)]
+    found = await services.store.responses.items(owner, names)
+    missing = next((name for name in names if name not in found), None)
+    if missing is not None:
+        raise GatewayError("not_found", f"There is no item {missing[:100]!r} here.", param="input")
+    whole = [as_input(found[item["id"]]) if is_reference(item) else item for item in given]
+    if measure(whole)[1] > services.config.max_body_bytes:
+        raise GatewayError(
+            "frame_too_large",
+            f"The items that 'input' names are longer than a body may be ({services.config.max_body_bytes} bytes).",
+            param="input",
+        )
+    body["input"] = whole
+
+
+def adapter_named(services: Services, body: Any) -> str | None:
+    """What a body calls its model, unless that is the base model; whether there is such an adapter, the node finds out."""
+    model = body.get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) and model not in ("", services.config.served_model_name) else None
+
+
+async def record(
+    services: Services, recording: Recording, reader: AnswerReader, reply: dict[str, Any] | None = None
+) -> None:
+    """Write the call down as a turn, and tell the pages that show its session.
+
+    reply: the response object to keep, where it is another than what the reader has.
+
+    A full disk or quota must not turn a good answer into an error: it is logged. Of a session that was deleted a moment ago nothing is kept but
+    responses, which their client may name again: each begins a session of its own.
+    """
+    turn_id = uuid.uuid4().hex
+    response = _stored(recording, reply or reader.reply)
+    try:
+        await services.store.record_turn(
+            recording.owner,
+            recording.session_id,
+            turn_id,
+            recording.question,
+            answer=reader.answer,
+            status="done" if reader.is_complete else "stopped",
+            adapter=recording.adapter,
+            finish_reason=reader.finish_reason,
+            usage=reader.usage,
+            response_id=reader.response_id,
+            token_ids=reader.token_ids,
+            response=response,
+            previous=recording.previous,
+            makes_session=True,
+            now=time.time(),
+        )
+    except GatewayError as error:
+        if error.code == "conflict" and response is not None:
+            elsewhere = dataclasses.replace(recording, session_id=uuid.uuid4().hex)
+            await record(services, elsewhere, reader, reply)
+        else:
+            log.error("an API turn could not be stored: %s", error.code)
+        return
+    services.drafts.renew(recording.owner, recording.session_id)
+    services.tell_shown(recording.owner, recording.session_id, turn_id)
+
+
+def _stored(recording: Recording, reply: dict[str, Any] | None) -> StoredResponse | None:
+    if reply is None or recording.items is None:
+        return None
+    reply = reply | {"previous_response_id": recording.previous}
+    return StoredResponse(
+        reply=orjson.dumps(reply), items=orjson.dumps(recording.items), previous=recording.previous
+    )

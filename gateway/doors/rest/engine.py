@@ -1,0 +1,56 @@
+"""`/v1/engine/state`: what runs, what waits and why. Source: docs/protocol.md, "REST beside it"."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from gateway.access.auth import tenant_of
+from gateway.doors.rest.sessions import json_reply
+from gateway.errors import GatewayError
+from gateway.services import SERVICES
+
+# Requests of each kind that are described. Chosen: more than anybody reads, some 50 KiB.
+DEFAULT_LIMIT, MAX_LIMIT = 200, 2000
+
+
+async def engine_state(request: web.Request) -> web.Response:
+    """Figures of the whole engine; of requests, only the caller's own. Raises EngineUnavailable while there is no engine."""
+    services = request.app[SERVICES]
+    tenant = tenant_of(services.admit(request).owner)
+    state = await services.node.engine_state(tenant, _limit(request))
+    engine, scheduling = state.engine, state.scheduling
+    return json_reply(
+        {
+            "engine": {
+                "state": engine.state,
+                "num_running": engine.num_running,
+                "num_waiting": engine.num_waiting,
+                "num_kv_blocks": engine.num_kv_blocks,
+                "num_free_kv_blocks": engine.num_free_kv_blocks,
+                "block_size": engine.block_size,
+                "num_steps": engine.num_steps,
+                "num_rebuilds": engine.num_rebuilds,
+            },
+            "policy": scheduling.policy,
+            "lanes": scheduling.lanes,
+            "num_by_reason": scheduling.num_by_reason,
+            "counts": scheduling.counts,
+            "seconds": scheduling.seconds,
+            "length_errors": scheduling.length_errors,
+            "waiting": {"total": state.num_waiting, "requests": state.waiting},
+            "running": {"total": state.num_running, "requests": state.running},
+        }
+    )
+
+
+def _limit(request: web.Request) -> int:
+    """Raises GatewayError `bad_request`."""
+    given = request.query.get("limit", str(DEFAULT_LIMIT))
+    if not given.isascii() or not given.isdecimal() or len(given) > 9:
+        raise GatewayError("bad_request", "'limit' must be a whole number, 0 or more.", param="limit")
+    return min(int(given), MAX_LIMIT)
+
+
+def add_routes(app: web.Application) -> None:
+    """Adds the route with the engine's state, which the engine room reads."""
+    app.add_routes([web.get("/v1/engine/state", engine_state)])

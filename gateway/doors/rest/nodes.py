@@ -1,0 +1,74 @@
+"""`/v1/nodes`: which nodes there are, what each one does, draining one and starting it again. Source: docs/protocol.md, "REST beside it"."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from gateway.doors.rest.sessions import json_body, json_reply
+from gateway.errors import GatewayError
+from gateway.nodes.node_states import listed
+from gateway.services import SERVICES
+
+# Chosen: a day; answers do not take longer.
+MAX_TIMEOUT_S = 86_400.0
+CHANGING = "Draining and restarting nodes is"
+
+
+class NodeChange(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """force: also where nobody else takes requests meanwhile. timeout_s: how long running answers get to end; without it `--drain-timeout-s`."""
+
+    force: bool = False
+    timeout_s: Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)] | None = None
+
+
+async def list_nodes(request: web.Request) -> web.Response:
+    """`GET /v1/nodes`: all nodes with their states. KV figures and failures are for operators only."""
+    services = request.app[SERVICES]
+    is_operator = services.keys.is_operator(services.admit(request))
+    return json_reply(listed(services.steward.states(), to_operator=is_operator))
+
+
+async def drain(request: web.Request) -> web.Response:
+    change = await _change(request)
+    steward = request.app[SERVICES].steward
+    node = await steward.drain(request.match_info["id"], change.timeout_s, is_forced=change.force)
+    return json_reply(node, status=202)
+
+
+async def restart(request: web.Request) -> web.Response:
+    change = await _change(request)
+    steward = request.app[SERVICES].steward
+    node = await steward.restart(request.match_info["id"], change.timeout_s, is_forced=change.force)
+    return json_reply(node, status=202)
+
+
+async def reopen(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    services.check_operator(services.admit(request), CHANGING)
+    return json_reply(services.steward.reopen(request.match_info["id"]))
+
+
+async def _change(request: web.Request) -> NodeChange:
+    """Raises GatewayError `unauthorized`, `forbidden`, `bad_request`."""
+    services = request.app[SERVICES]
+    services.check_operator(services.admit(request), CHANGING)
+    try:
+        return msgspec.convert(await json_body(request) if request.can_read_body else {}, NodeChange)
+    except msgspec.ValidationError as error:
+        raise GatewayError("bad_request", f"The body was not understood: {error}") from error
+
+
+def add_routes(app: web.Application) -> None:
+    """Adds the routes that list, drain, restart and reopen nodes."""
+    app.add_routes(
+        [
+            web.get("/v1/nodes", list_nodes),
+            web.post("/v1/nodes/{id}/drain", drain),
+            web.post("/v1/nodes/{id}/restart", restart),
+            web.post("/v1/nodes/{id}/reopen", reopen),
+        ]
+    )

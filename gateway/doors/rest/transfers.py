@@ -1,0 +1,65 @@
+"""Conversations as files: `GET /api/sessions/{id}/export` and `POST /api/sessions/import`. Source: docs/protocol.md, "REST beside it"."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from urllib.parse import quote
+
+import msgspec
+from aiohttp import web
+
+from gateway.doors.rest.sessions import in_place, json_body, json_reply
+from gateway.errors import GatewayError
+from gateway.services import SERVICES
+from gateway.sessions.archive import MAX_VALUES, Archive, as_markdown, file_name, read_archive
+
+MEDIA = {"json": "application/json", "markdown": "text/markdown"}
+SUFFIXES = {"json": "json", "markdown": "md"}
+
+
+async def export_session(request: web.Request) -> web.Response:
+    """A conversation as a file to be kept: `format=json`, which can be imported, or `format=markdown`, to be read."""
+    services = request.app[SERVICES]
+    owner = services.admit(request).owner
+    wanted = request.query.get("format", "json")
+    if wanted not in MEDIA:
+        raise GatewayError("bad_request", "'format' must be json or markdown.", param="format")
+    archive = await services.store.export(owner, request.match_info["id"])
+    # A long conversation takes a while to write down: others are served meanwhile.
+    body = await asyncio.to_thread(_written, archive, wanted, services.config.served_model_name)
+    name = file_name(archive.title, SUFFIXES[wanted])
+    plain = name if name.isascii() else f"conversation.{SUFFIXES[wanted]}"
+    headers = {
+        "Content-Disposition": f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name)}",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+    }
+    return web.Response(body=body, content_type=MEDIA[wanted], charset="utf-8", headers=headers)
+
+
+def _written(archive: Archive, wanted: str, model: str) -> bytes:
+    if wanted == "markdown":
+        return as_markdown(archive, model).encode()
+    return msgspec.json.format(msgspec.json.encode(archive), indent=1)
+
+
+async def import_session(request: web.Request) -> web.Response:
+    """Store a conversation that was exported, here or elsewhere, as a new one of the caller's."""
+    services = request.app[SERVICES]
+    owner = services.admit(request).owner
+    archive = await asyncio.to_thread(read_archive, await json_body(request, at_least_values=MAX_VALUES))
+    adapters = frozenset(model["id"] for model in services.models() if model.get("adapter"))
+    session = await services.store.bring_in(owner, archive, adapters, time.time())
+    services.list_watch.changed(owner, session.id)
+    return json_reply(session, status=201)
+
+
+def add_routes(app: web.Application) -> None:
+    """Adds the routes that export and import conversations."""
+    app.add_routes(
+        [
+            web.get("/api/sessions/{id}/export", in_place(export_session)),
+            web.post("/api/sessions/import", in_place(import_session)),
+        ]
+    )

@@ -1,0 +1,213 @@
+"""One node's adapters, kept as the gateway's list says: what it lacks is sent and loaded, what it should not have is unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import msgspec
+from msgspec import Struct
+
+from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed, status_of
+from engine_bridge.adapters.retries import Refusal
+from engine_bridge.api_errors import error_body
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.cluster.sending import bring
+from engine_bridge.errors import BridgeError, EngineUnavailable
+from engine_bridge.node import JsonReply
+from engine_bridge.policy.adapter_places import Load, Pin, Served, Step, Unload, steps
+from gateway.nodes.wanted_adapters import WantedAdapter
+
+log = logging.getLogger(__name__)
+
+# After a step that failed for another reason than that the node has gone. Chosen: a full disk, an adapter that does not fit.
+RETRY_S = 10.0
+# How often a node is told again what it must not delete. Chosen: well within what its store keeps anyway.
+KEEP_EVERY_S = 60.0
+
+
+class Failed(Struct, frozen=True):
+    """A step that did not work. version: "" where the adapter should not be there. at_s: on the loop's clock."""
+
+    version: str
+    reason: str
+    at_s: float
+
+
+class Keeper:
+    """Of one node, from its joining to its leaving, over all of its restarts.
+
+    Args:
+        wanted: by name, what nodes should serve now.
+
+    Attributes:
+        failures: by adapter, why the node does not serve it.
+    """
+
+    def __init__(
+        self, node_id: str, node: RemoteNode, wanted: Callable[[], Mapping[str, WantedAdapter]]
+    ) -> None:
+        self.node_id, self.node = node_id, node
+        self._wanted = wanted
+        self._lock = asyncio.Lock()
+        self._incarnation = ""
+        self._has_caught_up = False
+        self._kept_s = float("-inf")
+        self._compared = (-1, -1)
+        self.failures: dict[str, Failed] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self.node.is_up and self.node.progress.state == "ready"
+
+    @property
+    def is_in_step(self) -> bool:
+        """It serves what it should, but for `failures`."""
+        return self._has_caught_up and self.is_open and self.node.incarnation == self._incarnation
+
+    def needs_work(self, num_changes: int) -> bool:
+        """Whether `catch_up` would do something now. num_changes: of what is wanted; lists are compared when one of them is another one."""
+        if not self.is_open or self._lock.locked():
+            return False
+        self._look()
+        if not self.is_in_step or _now() - self._kept_s > KEEP_EVERY_S:
+            return True
+        state = (num_changes, self.node.num_adapter_reports)
+        if state == self._compared and not self.failures:
+            return False
+        self._compared = state
+        return bool(self._todo())
+
+    async def catch_up(self, *, is_list_whole: bool = True) -> None:
+        """Returns when the node is in step, or has gone. is_list_whole: what is not wanted now was not wanted before."""
+        async with self._lock:
+            self._look()
+            try:
+                if self.is_open and is_list_whole:
+                    await self._keep_files()
+                while self.is_open and (todo := self._todo()):
+                    for step in todo:
+                        await self._take(step)
+            except EngineUnavailable as error:
+                log.info("the adapters of %s wait until it is back: %s", self.node_id, error)
+                self._has_caught_up = False
+            else:
+                self._has_caught_up = self.is_open
+
+    async def load(self, name: str) -> JsonReply | None:
+        """Serve the wanted version of a name; None if the node has gone meanwhile. What is wrong is in the reply and in `failures`."""
+        async with self._lock:
+            try:
+                return await self._load(name)
+            except EngineUnavailable:
+                return None
+
+    # -- what there is and what there should be ------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        if self.node.incarnation != self._incarnation:
+            self._incarnation, self._has_caught_up = self.node.incarnation, False
+            self._kept_s = float("-inf")
+            self.failures.clear()
+
+    def _there(self) -> dict[str, Served]:
+        """What the node serves, by its report; one comes with the reply to each step."""
+        infos = self.node.adapters_by_name().values()
+        return {info.name: Served(info.version, info.is_pinned) for info in infos}
+
+    def _todo(self) -> list[Step]:
+        wanted = {name: each.served for name, each in self._wanted().items()}
+        self.failures = {
+            name: failed
+            for name, failed in self.failures.items()
+            if failed.version == _version(wanted.get(name)) and _now() - failed.at_s < RETRY_S
+        }
+        return [step for step in steps(wanted, self._there()) if step.name not in self.failures]
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    async def _take(self, step: Step) -> None:
+        """Raises EngineUnavailable."""
+        wanted = self._wanted().get(step.name)
+        if isinstance(step, Load):
+            if wanted is not None:
+                await self._load(step.name)
+            return
+        problem = "the node did not do it"
+        try:
+            if isinstance(step, Pin):
+                await self.node.pin_adapter(step.name, step.is_pinned)
+            else:
+                reply = await self.node.unload_adapter({"lora_name": step.name})
+                problem = refusal_of(reply).reason if reply.status >= 400 else problem
+        except EngineUnavailable:
+            raise
+        except BridgeError as error:
+            problem = str(error)
+        there = self._there().get(step.name)
+        is_done = (
+            there is None if isinstance(step, Unload) else there is None or there.is_pinned == step.is_pinned
+        )
+        if not is_done:
+            self._failed(step.name, _version(wanted.served if wanted is not None else None), problem)
+
+    async def _load(self, name: str) -> JsonReply:
+        """Raises EngineUnavailable."""
+        wanted = self._wanted()[name]
+        version = wanted.served.version
+        try:
+            path = await bring(self.node, wanted.sent)
+            body = {**wanted.options, "lora_name": name, "lora_path": path, "load_inplace": True}
+            reply = await self.node.load_adapter(body)
+        except EngineUnavailable:
+            raise
+        except BridgeError as error:
+            reply = refused(error)
+        if reply.status < 400 and _version(self._there().get(name)) != version:
+            reply = refused(
+                AdapterRejected("The adapter's files changed while they were loaded.", code="changed")
+            )
+        if reply.status >= 400:
+            self._failed(name, version, refusal_of(reply).reason)
+        else:
+            self.failures.pop(name, None)
+        return reply
+
+    def _failed(self, name: str, version: str, reason: str) -> None:
+        log.error("%s cannot do what it should with the adapter %r: %s", self.node_id, name, reason)
+        self.failures[name] = Failed(version, reason, _now())
+
+    async def _keep_files(self) -> None:
+        if _now() - self._kept_s > KEEP_EVERY_S:
+            hashes = sorted({wanted.contents.content_hash for wanted in self._wanted().values()})
+            await self.node.store("keep", hashes)
+            self._kept_s = _now()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _version(served: Served | None) -> str:
+    return served.version if served is not None else ""
+
+
+# -- replies in the shape of a node's own ------------------------------------------------------------------------------
+
+
+def refused(error: BridgeError) -> JsonReply:
+    """What a node itself would say of this adapter."""
+    status, code = 500, str(getattr(error, "code", ""))
+    if isinstance(error, AdapterRejected | RegistryFailed):
+        status, code = status_of(error)
+    return JsonReply(status, msgspec.json.encode(error_body(status, str(error), code=code)))
+
+
+def refusal_of(reply: JsonReply) -> Refusal:
+    """What a reply that is an error says."""
+    try:
+        error = msgspec.json.decode(reply.body)["error"]
+        return Refusal(str(error["message"]), str(error.get("code") or ""))
+    except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
+        return Refusal(f"status {reply.status}")

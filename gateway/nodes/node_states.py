@@ -1,0 +1,255 @@
+"""The nodes behind this gateway, as people see them: what is told of each one, and who may see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.node import AdapterPlace, LaneStats, Node, WaitReason
+from gateway.nodes.members import MemberState
+
+# Adapters in memory that are named one by one. Chosen: a screenful; the counts by place tell of all.
+MAX_RESIDENT = 64
+
+
+# -- what is told of a node --------------------------------------------------------------------------------------------
+
+
+class NodeLoad(Struct, frozen=True, kw_only=True):
+    """Requests and KV blocks of one engine. lanes: null where the policy has none. num_steps, num_answer_tokens: since its start."""
+
+    policy: str
+    num_running: int
+    num_waiting: int
+    num_by_reason: dict[WaitReason, int]
+    lanes: LaneStats | None
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+    block_size: int
+    num_steps: int
+    num_answer_tokens: int
+
+
+class TierUse(Struct, frozen=True, kw_only=True):
+    """A KV tier behind the device. num_hits: blocks that it gave since the start."""
+
+    bytes: int
+    capacity_bytes: int
+    num_hits: int
+
+
+class PeerUse(Struct, frozen=True, kw_only=True):
+    """KV that a node fetched from others, and that it lent to them, since its start."""
+
+    bytes_fetched: int
+    num_fetched: int
+    bytes_lent: int
+    num_lent: int
+
+
+class NodeKv(Struct, frozen=True, kw_only=True):
+    """The KV tiers of a node. disk, peers: null where there are none. problem: why a tier is off, in words."""
+
+    host: TierUse
+    disk: TierUse | None
+    peers: PeerUse | None
+    problem: str | None
+
+
+class ResidentAdapter(Struct, frozen=True, kw_only=True):
+    """An adapter that a node has in memory."""
+
+    name: str
+    place: AdapterPlace
+    is_pinned: bool
+
+
+class NodeAdapters(Struct, frozen=True, kw_only=True):
+    """A node's adapters. num_by_place: by the nearest place of each. resident: the first of those in memory, by name. failed: by name, why the node
+    does not serve what it should, for operators.
+    """
+
+    num_by_place: dict[AdapterPlace, int]
+    resident: list[ResidentAdapter]
+    failed: dict[str, str]
+
+
+class NodeStanding(Struct, frozen=True, kw_only=True):
+    """A node as it is now.
+
+    state: `away`: there is no connection to it; `quiet`: nothing was heard of it for some seconds. elapsed_s: since it was started, or since its
+    engine failed. incarnation: another one after each start of its process, "" while it cannot be reached. load: null until its engine is up.
+    kv: null where there are no tiers, and without an operator's key. error: what went wrong with it last, for operators.
+    """
+
+    id: str
+    model: str
+    state: MemberState
+    stage: str
+    elapsed_s: float
+    incarnation: str
+    is_draining: bool
+    num_rebuilds: int
+    load: NodeLoad | None
+    kv: NodeKv | None
+    adapters: NodeAdapters
+    error: str | None
+
+    @property
+    def is_open(self) -> bool:
+        """Takes new requests."""
+        return self.state == "ready" and not self.is_draining
+
+
+class NodeTotals(Struct, frozen=True, kw_only=True):
+    """All nodes together. num_open: of those that take requests."""
+
+    num_nodes: int
+    num_open: int
+    num_running: int
+    num_waiting: int
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+    num_steps: int
+    num_answer_tokens: int
+
+
+class NodeList(Struct, frozen=True, kw_only=True):
+    """The nodes in the order in which they joined."""
+
+    nodes: list[NodeStanding]
+    totals: NodeTotals
+
+
+class Nodes(Protocol):
+    """Whatever knows the nodes. All methods are called from the event loop, with names that `states` gave."""
+
+    def states(self) -> list[NodeStanding]: ...
+
+    async def drain(self, node_id: str, timeout_s: float, *, is_forced: bool) -> bool:
+        """Give it no new work. True when all that ran there has ended in time. Raises InvalidRequest for the last one that takes requests."""
+        ...
+
+    async def restart(self, node_id: str, timeout_s: float, *, is_forced: bool) -> None:
+        """Drain it for so long at most, and start it again. Returns when it is ready.
+
+        Raises InvalidRequest as `drain` does, and GatewayError `conflict` where it cannot be started again.
+        """
+        ...
+
+    def reopen(self, node_id: str) -> None:
+        """A node that was drained may be given work again. Raises GatewayError `conflict` where that cannot be."""
+        ...
+
+
+def listed(standings: Iterable[NodeStanding], *, to_operator: bool) -> NodeList:
+    """What somebody may see: of everybody's KV and of failures only operators are told."""
+    nodes = list(standings)
+    totals = totals_of(nodes)
+    if not to_operator:
+        nodes = [
+            replace(node, kv=None, error=None, adapters=replace(node.adapters, failed={})) for node in nodes
+        ]
+    return NodeList(nodes=nodes, totals=totals)
+
+
+def totals_of(nodes: list[NodeStanding]) -> NodeTotals:
+    """The sums over all nodes that have told their load."""
+    loads = [node.load for node in nodes if node.load is not None]
+    return NodeTotals(
+        num_nodes=len(nodes),
+        num_open=sum(node.is_open for node in nodes),
+        num_running=sum(load.num_running for load in loads),
+        num_waiting=sum(load.num_waiting for load in loads),
+        num_kv_blocks=sum(load.num_kv_blocks for load in loads),
+        num_free_kv_blocks=sum(load.num_free_kv_blocks for load in loads),
+        num_steps=sum(load.num_steps for load in loads),
+        num_answer_tokens=sum(load.num_answer_tokens for load in loads),
+    )
+
+
+# -- of a `Node` -------------------------------------------------------------------------------------------------------
+
+
+def standing_of(
+    node_id: str,
+    node: Node | RemoteNode,
+    *,
+    incarnation: str,
+    state: MemberState | None = None,
+    failed_adapters: Mapping[str, str] = {},
+) -> NodeStanding:
+    """What a node says of itself. state: what whoever routes knows better. failed_adapters: as in `NodeAdapters`."""
+    progress = node.progress
+    state = state or progress.state
+    return NodeStanding(
+        id=node_id,
+        model=node.model_name,
+        state=state,
+        stage=progress.stage,
+        elapsed_s=round(progress.elapsed_s, 3),
+        incarnation=incarnation,
+        is_draining=state == "draining",
+        num_rebuilds=node.num_rebuilds,
+        load=_load(node),
+        kv=_kv(node),
+        adapters=_adapters(node, failed_adapters),
+        error=progress.error,
+    )
+
+
+def _load(node: Node | RemoteNode) -> NodeLoad | None:
+    stats = node.scheduling_stats()
+    if stats is None:
+        return None
+    return NodeLoad(
+        policy=stats.policy,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_by_reason=stats.num_by_reason,
+        lanes=stats.lanes,
+        num_kv_blocks=stats.num_kv_blocks,
+        num_free_kv_blocks=stats.num_free_kv_blocks,
+        block_size=stats.block_size,
+        num_steps=node.num_steps,
+        num_answer_tokens=stats.num_answer_tokens,
+    )
+
+
+def _kv(node: Node | RemoteNode) -> NodeKv | None:
+    stats = node.kv_tiers()
+    if stats is None:
+        return None
+    host, disk, peers = stats.host, stats.disk, stats.peers
+    return NodeKv(
+        host=TierUse(bytes=host.bytes, capacity_bytes=host.capacity_bytes, num_hits=host.num_hits),
+        disk=TierUse(bytes=disk.bytes, capacity_bytes=disk.capacity_bytes, num_hits=disk.num_hits)
+        if disk.is_on
+        else None,
+        peers=PeerUse(
+            bytes_fetched=peers.bytes_fetched,
+            num_fetched=peers.num_fetched,
+            bytes_lent=peers.bytes_lent,
+            num_lent=peers.num_lent,
+        )
+        if peers.is_on
+        else None,
+        problem=stats.problem,
+    )
+
+
+def _adapters(node: Node | RemoteNode, failed: Mapping[str, str]) -> NodeAdapters:
+    num_by_place: dict[AdapterPlace, int] = {}
+    resident: list[ResidentAdapter] = []
+    for info in node.adapters():
+        num_by_place[info.place] = num_by_place.get(info.place, 0) + 1
+        if info.place != "disk" and len(resident) < MAX_RESIDENT:
+            resident.append(ResidentAdapter(name=info.name, place=info.place, is_pinned=info.is_pinned))
+    stats = node.adapter_stats()
+    failed = {**(stats.failed if stats is not None else {}), **failed}
+    shown = {name: failed[name] for name in sorted(failed)[:MAX_RESIDENT]}
+    return NodeAdapters(num_by_place=num_by_place, resident=resident, failed=shown)

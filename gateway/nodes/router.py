@@ -1,0 +1,399 @@
+"""Several nodes as one: a `Node` that sends each request where `Homes` says, and says there where the session's KV is.
+
+An answer of which nothing was passed on yet is tried once more on another node when its own fails, and nobody hears of it; one that has begun ends
+with the error, which may be retried. What concerns no request (progress, adapters, figures) is put together from all nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, suppress
+from typing import TypeVar
+
+from msgspec import structs
+
+from engine_bridge.cluster.placement import Placement
+from engine_bridge.cluster.remote_node import RemoteNode
+from engine_bridge.engine_metrics import joined
+from engine_bridge.errors import BridgeError, EngineUnavailable
+from engine_bridge.node import (
+    ADVISORY_ENDS,
+    AdapterInfo,
+    AdapterStats,
+    Advisory,
+    AdvisoryReport,
+    Api,
+    ApiSchemas,
+    Delta,
+    EngineState,
+    GenerateRequest,
+    GrammarStats,
+    JsonReply,
+    NodeState,
+    Progress,
+    RequestId,
+    SchedulingStats,
+    SseReply,
+    TokenizerStats,
+    Usage,
+)
+from engine_bridge.policy import adapter_places
+from engine_bridge.policy.homes import Homes, doors_of
+from engine_bridge.request_context import NOBODY, RequestContext
+from gateway.nodes import router_figures
+from gateway.nodes.adapter_sync import AdapterSync
+from gateway.nodes.chosen_node import Place, Places
+from gateway.nodes.estimates import Asks
+from gateway.nodes.members import Members, MemberStanding
+from gateway.nodes.routed_call import RoutedCall
+from kvtiers.closing import going_on
+from kvtiers.stats import TierStats
+
+T = TypeVar("T")
+# How long somebody who stops an answer waits for its node to say so. Chosen: a node that is well takes milliseconds.
+CANCEL_S = 2.0
+
+
+class _Answer:
+    """A `generate` under way. is_stopped: by `cancel`."""
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+        self.is_stopped = False
+
+
+class Router:
+    """See `engine_bridge.node.Node` for what each method promises.
+
+    Args:
+        placement: whose nodes these are; started and closed with the router.
+        adapters: of these nodes; started and closed with the router, too.
+        policy: who chooses, by name: `auto` or one of `routing.POLICIES`.
+    """
+
+    def __init__(self, placement: Placement, adapters: AdapterSync, policy: str = "auto") -> None:
+        self._policy = policy
+        self.homes = Homes(doors_of(policy, ()))
+        self._placement = placement
+        self._members = Members(placement, self.homes)
+        self._places = Places(self._members, self.homes)
+        self._asks = Asks(adapters.find)
+        self._adapters = adapters
+        self._answers: dict[RequestId, _Answer] = {}
+        self._advised: dict[str, str] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._end: NodeState | None = None
+        self._has_adapters = False
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._watching = asyncio.create_task(self._members.watch(self._choose_doors), name="nodes")
+        await self._placement.start()
+        self._members.look()
+        await self._adapters.start()
+        self._has_adapters = True
+
+    def _choose_doors(self) -> None:
+        """Anew, as nodes learn how fast they are."""
+        self.homes.doors = doors_of(self._policy, self.homes.facts())
+
+    async def drain(self, timeout_s: float) -> bool:
+        """The nodes themselves are not told: they may serve other gateways, and this one when it is back."""
+        self._end, self._places.is_closed = "draining", True
+        return await self._places.until_empty(None, timeout_s)
+
+    async def close(self) -> None:
+        self._end, self._places.is_closed = "closed", True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        with going_on("adapters of all nodes"):
+            await self._adapters.close()
+        await self._placement.close()
+
+    # -- one node's life -----------------------------------------------------------------------------------------------
+
+    def nodes_state(self) -> list[MemberStanding]:
+        """Each node as it stands."""
+        self._members.look()
+        return list(self._members.standing())
+
+    @property
+    def nodes(self) -> Mapping[str, RemoteNode]:
+        """By name."""
+        return self._placement.nodes
+
+    async def drain_node(self, node_id: str, timeout_s: float, *, is_forced: bool = False) -> bool:
+        """Send a node nothing new, and wait until what runs there has ended. True if all did in time.
+
+        Raises InvalidRequest for a node that there is not, and, unless it is forced, for the last one that takes requests.
+        """
+        began_s = time.monotonic()
+        if not is_forced:
+            await self._bring_in_step(timeout_s, but=node_id)
+        self._members.set_draining(node_id, True, is_forced=is_forced)
+        return await self._places.until_empty(node_id, max(timeout_s - (time.monotonic() - began_s), 0.0))
+
+    async def _bring_in_step(self, timeout_s: float, *, but: str) -> None:
+        """Wait until all nodes but this one serve the list of adapters: one that came back may still be sent what only this one serves."""
+        joining = asyncio.gather(
+            *(self._adapters.joined(name) for name in self._placement.nodes if name != but),
+            return_exceptions=True,
+        )
+        with suppress(TimeoutError):
+            # Shielded: what is being sent must not be cut off because nobody waits for it any more.
+            await asyncio.wait_for(asyncio.shield(joining), timeout_s)
+
+    def reopen_node(self, node_id: str) -> None:
+        """A drained node may be sent requests again. Raises InvalidRequest for one that there is not."""
+        self._members.set_draining(node_id, False)
+
+    async def restart_node(self, node_id: str, timeout_s: float, *, is_forced: bool = False) -> None:
+        """Drain a node, end its process and start it again under its name; returns when it is ready.
+
+        timeout_s: after which what still runs there is cut off. Raises as `drain_node`, and EngineUnavailable if it cannot be started again.
+        """
+        await self.drain_node(node_id, timeout_s, is_forced=is_forced)
+        try:
+            await self._placement.restart(node_id)
+        finally:
+            self.reopen_node(node_id)
+
+    def counts(self) -> dict[str, int]:
+        """As `Places.counts` has them. From any thread."""
+        return dict(self._places.counts)
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def home_of(self, tenant: str, session_id: str) -> str:
+        """The node that has a session's KV, as far as is known; "" for none."""
+        return self.homes.home((tenant, session_id))
+
+    def remember(self, homes: Iterable[tuple[str, str, str]]) -> None:
+        """(tenant, session, node) of sessions that went on before this process; those of lately come last."""
+        for tenant, session_id, node_id in homes:
+            self.homes.placed((tenant, session_id), node_id)
+
+    def end_session(self, tenant: str, session_id: str) -> None:
+        self.homes.forgotten((tenant, session_id))
+        # It may have been on any of them.
+        for node in self._members.all():
+            node.end_session(tenant, session_id)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        answer = self._answers[request.request_id] = _Answer()
+        failed: dict[str, BridgeError] = {}
+        try:
+            while True:
+                place = answer.place = self._enter(request, failed)
+                has_begun = False
+                try:
+                    async with aclosing(place.node.generate(place.request(request))) as deltas:  # type: ignore[type-var]
+                        async for delta in deltas:
+                            has_begun = True
+                            self._note_end(place, delta.usage)
+                            yield delta
+                    return
+                except EngineUnavailable as error:
+                    self._places.fail(place, failed, error, has_begun=has_begun)
+                finally:
+                    self._places.leave(place)
+                if answer.is_stopped:
+                    yield Delta("", finish_reason="stopped", usage=Usage(0, 0, 0))
+                    return
+        finally:
+            if self._answers.get(request.request_id) is answer:
+                del self._answers[request.request_id]
+
+    def _enter(self, request: GenerateRequest, failed: Mapping[str, BridgeError]) -> Place:
+        context = request.context
+        return self._places.enter(
+            (context.tenant, context.session_id),
+            lambda name: self._asks.of_request(name, request),
+            failed,
+        )
+
+    def _note_end(self, place: Place, usage: Usage | None) -> None:
+        if usage is not None:
+            place.num_tokens = usage.prompt_tokens + usage.completion_tokens
+            self._asks.answered(usage.completion_tokens)
+
+    async def cancel(self, request_id: RequestId) -> bool:
+        answer = self._answers.get(request_id)
+        if answer is None:
+            return False
+        answer.is_stopped = True
+        if answer.place is not None:
+            # Where the node has just gone, the answer's next try sees that it was stopped; one that is silent may never say that it has heard.
+            with suppress(EngineUnavailable, TimeoutError):
+                await asyncio.wait_for(answer.place.node.cancel(request_id), CANCEL_S)
+        return True
+
+    async def serve(
+        self, api: Api, body: object, headers: Mapping[str, str], context: RequestContext = NOBODY
+    ) -> JsonReply | SseReply:
+        call = RoutedCall(self._places, self._asks, api, body, headers, context)
+        reply = await call.begin()
+        return SseReply(call) if reply is None else reply
+
+    async def prefill(self, request: GenerateRequest) -> int:
+        key = (request.context.tenant, request.context.session_id)
+        with self._places.ahead(key, lambda name: self._asks.of_request(name, request)) as place:
+            place.num_tokens = await place.node.prefill(place.request(request))
+            return place.num_tokens
+
+    # -- advisories ----------------------------------------------------------------------------------------------------
+
+    async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
+        name = advisory.advisory_id
+        place = self._places.expect(
+            (advisory.tenant, advisory.session_id),
+            name,
+            lambda _: self._asks.of_advisory(advisory),
+        )
+        self._advised[name] = place.node_id
+
+        def changed(report: AdvisoryReport) -> None:
+            if report.state in ADVISORY_ENDS:
+                self._end_advisory(name)
+            on_change(report)
+
+        try:
+            await place.node.advise(structs.replace(advisory, kv_from=place.kv_from), changed)
+        except BaseException:
+            self._end_advisory(name)
+            raise
+
+    def _end_advisory(self, advisory_id: str) -> None:
+        self._advised.pop(advisory_id, None)
+        self.homes.retracted(advisory_id)
+
+    def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        self.homes.retracted(advisory_id)
+        node = self._members.node(self._advised.get(advisory_id, ""))
+        if node is not None:
+            node.retract(advisory_id, is_expired=is_expired)
+
+    # -- all nodes together --------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        self._members.look()
+        told = self._members.progress()
+        if self._end is not None and told.state != "failed":
+            return Progress(self._end, told.stage, told.elapsed_s)
+        if told.state == "ready" and not self._has_adapters:
+            return Progress("starting", "loading adapters on all nodes", told.elapsed_s)
+        return told
+
+    @property
+    def model_name(self) -> str:
+        return next((node.model_name for node in self._members.all()), "")
+
+    @property
+    def max_model_len(self) -> int:
+        return max((node.max_model_len for node in self._members.all()), default=0)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(node.num_steps for node in self._members.all())
+
+    @property
+    def num_rebuilds(self) -> int:
+        return sum(node.num_rebuilds for node in self._members.all())
+
+    def kv_tiers(self) -> TierStats | None:
+        return router_figures.tiers_of(_known(node.kv_tiers() for node in self._members.all()))
+
+    def adapter_stats(self) -> AdapterStats | None:
+        stats = _known(node.adapter_stats() for node in self._members.all())
+        return adapter_places.merged_stats(stats, self._adapters.merged(), self._adapters.problems())
+
+    def tokenizer_stats(self) -> TokenizerStats | None:
+        return router_figures.tokenizers_of(_known(node.tokenizer_stats() for node in self._members.all()))
+
+    def grammar_stats(self) -> GrammarStats | None:
+        return router_figures.grammars_of(_known(node.grammar_stats() for node in self._members.all()))
+
+    def scheduling_stats(self) -> SchedulingStats | None:
+        return router_figures.scheduling_of(_known(node.scheduling_stats() for node in self._members.all()))
+
+    def facts(self) -> None:
+        """Nobody routes to a router."""
+
+    async def engine_state(self, tenant: str, limit: int) -> EngineState:
+        parts = await self._of_open(lambda node: node.engine_state(tenant, limit))
+        return router_figures.engine_state_of(parts, self.progress.state, limit)
+
+    async def models(self) -> JsonReply:
+        return await self._of_one(lambda node: node.models())
+
+    async def api_schemas(self) -> ApiSchemas:
+        return await self._of_one(lambda node: node.api_schemas())
+
+    async def engine_metrics(self) -> str:
+        nodes = dict(self._members.open())
+        texts = await asyncio.gather(
+            *(node.engine_metrics() for node in nodes.values()), return_exceptions=True
+        )
+        answered = {name: text for name, text in zip(nodes, texts, strict=True) if isinstance(text, str)}
+        return await asyncio.to_thread(joined, answered)
+
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    def adapters(self) -> list[AdapterInfo]:
+        """What all nodes should serve, and where it is."""
+        return self._adapters.merged()
+
+    def failed_adapters(self, node_id: str) -> dict[str, str]:
+        """By name, why a node does not serve what it should."""
+        return self._adapters.failures(node_id)
+
+    async def load_adapter(self, body: object) -> JsonReply:
+        return await self._adapters.load(body)
+
+    async def unload_adapter(self, body: object) -> JsonReply:
+        """Takes an adapter off the list that all nodes share."""
+        return await self._adapters.unload(body)
+
+    async def pin_adapter(self, name: str, is_pinned: bool) -> AdapterInfo | None:
+        return await self._adapters.pin(name, is_pinned)
+
+    # -- asking them ---------------------------------------------------------------------------------------------------
+
+    async def _of_open(self, ask: Callable[[RemoteNode], Awaitable[T]]) -> list[T]:
+        """Of all nodes that take requests. One that fails meanwhile is left out; raises what the last one raised if all fail."""
+        self._members.look()
+        given = await asyncio.gather(*map(ask, self._members.open().values()), return_exceptions=True)
+        found: list[T] = []
+        error: BaseException = self._places.nobody()
+        for each in given:
+            if isinstance(each, EngineUnavailable):
+                error = each
+            elif isinstance(each, BaseException):
+                raise each
+            else:
+                found.append(each)
+        if not found:
+            raise error
+        return found
+
+    async def _of_one(self, ask: Callable[[RemoteNode], Awaitable[T]]) -> T:
+        """Of any node that takes requests."""
+        self._members.look()
+        error: BridgeError = self._places.nobody()
+        for node in self._members.open().values():
+            try:
+                return await ask(node)
+            except EngineUnavailable as failure:
+                error = failure
+        raise error
+
+
+def _known(parts: Iterable[T | None]) -> list[T]:
+    return [part for part in parts if part is not None]

@@ -1,0 +1,1 @@
+"""Flags, files and variables: what an operator sets, and where it is read."""

@@ -1,0 +1,414 @@
+"""The settings of a gateway: one frozen, flat `Config`, of the engine's settings (`engine_bridge/engine_config.py`) and the server's own.
+
+Files that belong to the project (the page, the demo model) lie beside the packages in a checkout. A wheel holds copies of them in
+`gateway/files`, in the same folders (setup.py makes them). `PROJECT_ROOT` is whichever of the two is there, and nothing else computes it.
+"""
+
+import ipaddress
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from engine_bridge.context_overflow import ContextOverflow
+from engine_bridge.engine_config import KIB, ModelName, NonEmpty, Positive, setting
+from engine_bridge.plain_content import SpecialTokensInContent
+from engine_bridge.policy import routing
+from engine_bridge.policy.request_limits import RequestLimits
+from gateway.errors import StartupError
+from gateway.settings.data_folder import tighten
+from gateway.settings.declared import Setting, settings_of, shown
+from gateway.settings.limits import LimitSettings
+
+_PACKAGE = Path(__file__).resolve().parent
+PROJECT_ROOT = _PACKAGE / "files" if (_PACKAGE / "files").is_dir() else _PACKAGE.parent
+STATIC_DIR = PROJECT_ROOT / "static"
+DEMO_MODEL_DIR = PROJECT_ROOT / "demo" / "model"
+DEMO_ADAPTERS_DIR = PROJECT_ROOT / "demo" / "adapters"
+DEMO_MODEL_NAME = "overture-demo"
+
+MIB = 1024 * KIB
+# Measured: 50,000 values are decoded and validated in 20 to 60 ms.
+MIN_JSON_VALUES = 50_000
+
+# Those that only policies of ours look at.
+SCHEDULING_SETTINGS = ("length_predictor", "tenant_weights", "client_priority", "decision_log")
+EnginePlace = Literal["auto", "in-process", "process"]
+LogFormat = Literal["plain", "json"]
+if TYPE_CHECKING:
+    RoutingChoice = str
+else:  # mypy wants to read the words
+    RoutingChoice = Literal[("auto", *routing.POLICIES)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ConfigError(StartupError):
+    """A setting is unknown, of the wrong type, or cannot be used. The message is one line, fit to show a user."""
+
+
+def default_data_dir(environ: Mapping[str, str]) -> Path:
+    """Where sessions are kept unless told: `$XDG_DATA_HOME/overture`, else `~/.local/share/overture`."""
+    xdg = environ.get("XDG_DATA_HOME", "")
+    # The XDG base directory specification says that a relative value is to be ignored.
+    base = Path(xdg) if os.path.isabs(xdg) else Path("~/.local/share").expanduser()
+    return base / "overture"
+
+
+class Config(LimitSettings, frozen=True, kw_only=True):
+    """Every setting of the server, checked. Build it with `load_config`, or directly in tests.
+
+    `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, `kv_dir` from `data_dir` and `engine`
+    from `host`, so readers need no fallback of their own.
+    """
+
+    model: ModelName = str(DEMO_MODEL_DIR)
+
+    host: Annotated[str, setting("Server", "Address to listen on.", min_length=1)] = "127.0.0.1"
+    port: Annotated[int, setting("Server", "Port to listen on; 0 takes any free one.", ge=0, le=65535)] = 8000
+    data_dir: Annotated[
+        Path, setting("Server", "Folder of the session database, made if missing (mode 0700).")
+    ] = msgspec.field(default_factory=lambda: default_data_dir(os.environ))
+    engine: Annotated[
+        EnginePlace,
+        setting(
+            "Server",
+            "Where the engine runs: in-process, or in a process of its own, whose crash ends no conversation; "
+            "auto: in-process on loopback, else in a process.",
+        ),
+    ] = "auto"
+    ssl_certfile: Annotated[
+        Path | None,
+        setting("Server", "TLS certificate (PEM, with its chain): the server speaks HTTPS and nothing else."),
+    ] = None
+    ssl_keyfile: Annotated[Path | None, setting("Server", "Private key of that certificate (PEM).")] = None
+    root_path: Annotated[
+        str,
+        setting(
+            "Server",
+            "Path under which a reverse proxy serves this server, such as /llm; the proxy removes it. For links in /openapi.json.",
+        ),
+    ] = ""
+    drain_timeout_s: Annotated[
+        float, setting("Server", "After SIGTERM, seconds that running answers are given to finish.", ge=0)
+    ] = 30.0
+    log_format: Annotated[
+        LogFormat, setting("Server", "Plain lines for people, JSON lines for collectors.")
+    ] = "plain"
+    log_level: Annotated[LogLevel, setting("Server", "Least severe message that is logged.")] = "info"
+
+    nodes: Annotated[
+        int,
+        setting(
+            "Cluster",
+            "Engines on this machine, which share its cores and memory; above 1 each is a process that Ray places. 0: only nodes that join.",
+            ge=0,
+            le=1024,
+        ),
+    ] = 1
+    ray_address: Annotated[
+        str | None,
+        setting("Cluster", "Ray cluster to join, HOST:PORT; unset: with several nodes one is started."),
+    ] = None
+    cluster_host: Annotated[
+        NonEmpty,
+        setting("Cluster", "Address of this machine that its nodes listen on for gateways and each other."),
+    ] = "127.0.0.1"
+    cluster_port: Annotated[
+        int,
+        setting(
+            "Cluster", "Port where other machines join the Ray that this one starts; 0: any.", ge=0, le=65535
+        ),
+    ] = 0
+    cluster_token_file: Annotated[
+        Path | None,
+        setting(
+            "Cluster",
+            "File of the cluster's secret, the same on all machines; unset: cluster-token in the data folder, made if missing.",
+        ),
+    ] = None
+    cluster_cert: Annotated[
+        Path | None,
+        setting("Cluster", "TLS certificate (PEM) of the cluster; needed when nodes listen beyond loopback."),
+    ] = None
+    cluster_key: Annotated[
+        Path | None, setting("Cluster", "Private key of that certificate (PEM), on all machines, too.")
+    ] = None
+    node_name: Annotated[
+        str,
+        setting(
+            "Cluster", "Name of this machine's node, or nodes, in a cluster that it joins; empty: the host's."
+        ),
+    ] = ""
+
+    chat_template: Annotated[
+        Path | None, setting("Model", "Jinja file to use in place of the model's own template.")
+    ] = None
+    tool_parser: Annotated[
+        str,
+        setting(
+            "Model",
+            "vLLM's parser for tool calls, such as hermes; auto: by the model's family; none: calls that a model writes by itself stay text.",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        setting(
+            "Model",
+            "vLLM's parser for reasoning text, such as qwen3; auto: by the model's family; none: reasoning is part of the answer.",
+        ),
+    ] = "auto"
+
+    context_overflow: Annotated[
+        ContextOverflow,
+        setting(
+            "Model",
+            "What an API call may leave out where its prompt does not fit: nothing (error), tools that the model cannot call by itself "
+            "or that are longer than the conversation (drop-tools), or the oldest turns as well (drop-oldest). The reply says what was left out.",
+        ),
+    ] = "drop-tools"
+
+    special_tokens_in_content: Annotated[
+        SpecialTokensInContent,
+        setting(
+            "Model",
+            "What messages that write a special token, such as <|im_start|>, have: that token (keep, as vLLM), or its letters as any text (split). "
+            "Choose split where users, tools or documents are not trusted: with keep, their text can pass for the system's or end a message.",
+        ),
+    ] = "keep"
+
+    titles: Annotated[
+        Literal["auto", "model", "first-words"],
+        setting(
+            "Model",
+            "What names a conversation: the words that it begins with (first-words), or the model, once the engine is idle after the first "
+            "answer (model). auto: the model, but for the demo model, which is too small.",
+        ),
+    ] = "auto"
+
+    draft_prefill: Annotated[
+        bool,
+        setting(
+            "KV tiers",
+            "Compute a question while it is typed, for users who allow it. Drafts are never stored or logged.",
+        ),
+    ] = False
+
+    learned_advisories: Annotated[
+        bool,
+        setting(
+            "KV tiers",
+            "Learn which agent's request follows which (X-Agent-Name), and warm its session in advance.",
+        ),
+    ] = False
+
+    length_predictor: Annotated[
+        str | None,
+        setting(
+            "Scheduling",
+            "Your own predictor of answer lengths, as module:Name; where it fails, ours answers.",
+        ),
+    ] = None
+    tenant_weights: Annotated[
+        tuple[NonEmpty, ...],
+        setting(
+            "Scheduling", "Share of the owner of a key, as NAME=2 with the key's name; the others have 1."
+        ),
+    ] = ()
+    client_priority: Annotated[
+        bool,
+        setting("Scheduling", "Let clients put requests before those of others (priority below 0), too."),
+    ] = False
+
+    routing_policy: Annotated[
+        RoutingChoice,
+        setting(
+            "Scheduling",
+            "Which of several nodes serves; auto: the least time added to all answers, once a node knows its speed.",
+        ),
+    ] = "auto"
+
+    adapters_dir: Annotated[
+        Path | None, setting("Adapters", "Folder with one LoRA adapter (PEFT format) in each subfolder.")
+    ] = None
+    allow_adapter_loading: Annotated[
+        bool, setting("Adapters", "Let clients load and unload adapters while the server runs.")
+    ] = False
+
+    api_keys: Annotated[
+        tuple[NonEmpty, ...],
+        setting(
+            "Access", "A key that clients must send. Others on this machine can see flags: prefer a key file."
+        ),
+    ] = ()
+    api_key_file: Annotated[
+        Path | None, setting("Access", "File of hashed keys, one a line, from `overture keys new`.")
+    ] = None
+    operator_keys: Annotated[
+        tuple[NonEmpty, ...],
+        setting("Access", "A key like api_keys that may also read /metrics and change adapters."),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[NonEmpty, ...],
+        setting(
+            "Access",
+            "An origin whose pages may call the API, such as https://chat.example.org; none: CORS is off.",
+        ),
+    ] = ()
+    max_body_bytes: Annotated[int, setting("Access", "Largest HTTP body, in bytes.", ge=KIB)] = 16 * MIB
+    max_frame_bytes: Annotated[
+        int, setting("Access", "Largest chat socket frame, in bytes.", ge=KIB, le=16 * MIB)
+    ] = MIB
+    max_sockets: Annotated[int, setting("Access", "Most chat sockets open at once.", ge=1)] = 10_000
+    max_connections: Annotated[
+        Positive | None,
+        setting("Access", "Most connections open at once; unset: what the limit of open files allows."),
+    ] = None
+    max_connections_per_address: Annotated[
+        Positive | None,
+        setting(
+            "Access",
+            "Most connections of one address that has shown no key; unset: half of all, at most 1024.",
+        ),
+    ] = None
+    trusted_proxies: Annotated[
+        tuple[NonEmpty, ...],
+        setting(
+            "Access",
+            "Address or network of a reverse proxy: the limit for one address does not apply to it or to this machine.",
+        ),
+    ] = ()
+    head_timeout_s: Annotated[
+        float, setting("Access", "Seconds in which a request's head must have arrived.", gt=0)
+    ] = 10.0
+    body_timeout_s: Annotated[
+        float, setting("Access", "Seconds that a request's body may pause while it arrives.", gt=0)
+    ] = 20.0
+    keepalive_timeout_s: Annotated[
+        float, setting("Access", "Seconds that a connection may be idle between two requests.", gt=0)
+    ] = 75.0
+
+    sources: dict[str, str] = msgspec.field(default_factory=dict)
+    """Setting name -> where its value came from; a setting that is not in it has its default."""
+
+    def __post_init__(self) -> None:
+        # force_setattr is msgspec's own way to finish a frozen struct inside __post_init__.
+        if not self.served_model_name:
+            name = DEMO_MODEL_NAME if self.is_demo_model else self.model.rstrip("/").rsplit("/", 1)[-1]
+            msgspec.structs.force_setattr(self, "served_model_name", name)
+        if self.adapters_dir is None and self.is_demo_model:
+            msgspec.structs.force_setattr(self, "adapters_dir", DEMO_ADAPTERS_DIR)
+        if self.cluster_token_file is None:
+            msgspec.structs.force_setattr(self, "cluster_token_file", self.data_dir / "cluster-token")
+        if self.engine == "auto":
+            # It costs nothing that can be measured: docs/decisions/0015.
+            place = "in-process" if _is_loopback(self.host) else "process"
+            msgspec.structs.force_setattr(self, "engine", place)
+        if self.titles == "auto":
+            msgspec.structs.force_setattr(self, "titles", "first-words" if self.is_demo_model else "model")
+        if self.kv_dir is None:
+            msgspec.structs.force_setattr(self, "kv_dir", self.data_dir / "kv")
+        if self.cpu_threads is None and self.is_demo_model:
+            # Its matrices are too small to share between cores: docs/decisions/0005.
+            msgspec.structs.force_setattr(self, "cpu_threads", 1)
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        """Those of the limits that the node looks after."""
+        return RequestLimits(**{name: getattr(self, name) for name in RequestLimits.__struct_fields__})
+
+    def json_values(self, max_model_len: int, at_least: int = 0) -> int:
+        """Most values in one JSON body, for a model that reads so many tokens: a prompt may come as numbers. at_least: for what may be longer
+        than a prompt."""
+        return self.max_json_values or max(MIN_JSON_VALUES, 4 * max_model_len, at_least)
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether nodes are placed by Ray; else there is one, which needs none of it."""
+        return self.nodes != 1 or self.ray_address is not None or not _is_loopback(self.cluster_host)
+
+    @property
+    def is_demo_model(self) -> bool:
+        """Whether `model` is the small model that comes with the project."""
+        return Path(self.model).expanduser().resolve() == DEMO_MODEL_DIR
+
+    @property
+    def profile_dir(self) -> Path:
+        """Where `overture profile` keeps what it measured."""
+        return self.data_dir / "profiles"
+
+    @property
+    def weights_memory(self) -> Path:
+        """What is remembered of the model's files, so that they are not read whole at each start."""
+        return self.data_dir / "weights.json"
+
+    @property
+    def has_api_keys(self) -> bool:
+        """Whether clients must send a key."""
+        return bool(self.api_keys or self.operator_keys) or self.api_key_file is not None
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return _is_loopback(self.host)
+
+    def warnings(self) -> list[str]:
+        """What the operator should know before the server starts, one sentence each."""
+        found = []
+        if not self.is_loopback and not self.has_api_keys:
+            found.append(
+                f"Anyone who reaches {self.host}:{self.port} can use this server and read its sessions: no API key is set. "
+                "Make one with `overture keys new`, or listen on 127.0.0.1."
+            )
+        if "*" in self.cors_origins and not self.has_api_keys:
+            found.append(
+                "cors_origins holds '*' and no API key is set: any web page that a user opens can use this server."
+            )
+        if self.scheduling_policy == "vllm":
+            unused = [name for name in SCHEDULING_SETTINGS if getattr(self, name)]
+            if unused:
+                found.append(
+                    f"{' and '.join(unused)} change nothing with vLLM's own queue: choose another --scheduling-policy."
+                )
+        return found
+
+    def prepare_data_dir(self) -> Path:
+        """Make `data_dir`, readable by its owner only, if it is missing; take others' rights from one that is there. Raises ConfigError if
+        it cannot be written."""
+        try:
+            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"data_dir: cannot make {self.data_dir}: {error.strerror}") from error
+        if not os.access(self.data_dir, os.W_OK | os.X_OK):
+            raise ConfigError(f"data_dir: {self.data_dir} is not writable by this user")
+        tighten(self.data_dir, self.kv_dir, (self.adapters_dir, Path(self.model)))
+        return self.data_dir
+
+    def describe(self) -> str:
+        """A table of all settings: name, value (secrets masked) and source."""
+        rows = [(setting.name, shown(setting.name, getattr(self, setting.name))) for setting in SETTINGS]
+        name_width = max(len(name) for name, _ in rows)
+        value_width = min(48, max(len(value) for _, value in rows))
+        return "\n".join(
+            f"{name:<{name_width}}  {value:<{value_width}}  {self.sources.get(name, 'default')}"
+            for name, value in rows
+        )
+
+    def __repr__(self) -> str:
+        fields = ", ".join(
+            f"{setting.name}={shown(setting.name, getattr(self, setting.name))}" for setting in SETTINGS
+        )
+        return f"Config({fields})"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+SETTINGS: Sequence[Setting] = settings_of(Config)

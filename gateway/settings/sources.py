@@ -1,0 +1,294 @@
+"""Where the value of each setting comes from.
+
+Later sources win: built-in defaults < config file (TOML) < environment (`OVERTURE_PORT` ...) < flags (`--port` ...).
+Every setting has one name; the others follow from it: `max_num_seqs` is `max_num_seqs = 64` in the file,
+`OVERTURE_MAX_NUM_SEQS` in the environment and `--max-num-seqs` on the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine_bridge import engine_arguments
+from engine_bridge.adapters.errors import quoted
+from engine_bridge.adapters.names import problem_as_text
+from engine_bridge.engine_config import EngineSettings
+from gateway.settings.config import SETTINGS, Config, ConfigError, default_data_dir
+from gateway.settings.declared import ENV_PREFIX, SECRET_SETTINGS, Setting
+from gateway.settings.lora_modules import parse_lora_modules
+from gateway.settings.priorities import parse_weights
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONFIG_FILE = "overture.toml"
+# Read by `overture chat` and by `--config`, so they are no misspelt settings.
+OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFIG"})
+_MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
+_NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
+_TRUE_WORDS = {"1", "true", "yes", "on"}
+_FALSE_WORDS = {"0", "false", "no", "off"}
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+_FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    config_file: str | os.PathLike[str] | None = None,
+    cwd: Path | None = None,
+) -> Config:
+    """The settings from file, environment and flags, later sources over earlier ones.
+
+    `flags` maps setting names to strings, bools, or sequences of strings; None and () mean "not given".
+    `config_file` must exist if given (`OVERTURE_CONFIG` stands in for it); otherwise `overture.toml` in `cwd` is
+    read if it is there. Relative paths in the file count from the file's folder, others from `cwd`.
+    Raises ConfigError, which names the source, the setting and what was expected.
+    """
+    environ = os.environ if environ is None else environ
+    cwd = Path.cwd() if cwd is None else cwd
+    values: dict[str, Any] = {"data_dir": default_data_dir(environ)}
+    sources: dict[str, str] = {}
+    for layer in (
+        _from_file(config_file, environ, cwd),
+        _from_environ(environ, cwd),
+        _from_flags(flags or {}, cwd),
+    ):
+        for name, (value, source) in layer.items():
+            values[name] = value
+            sources[name] = source
+    config = Config(**values, sources=sources)
+    _check(config)
+    return config
+
+
+def _check(config: Config) -> None:
+    """What no single setting shows: files that are named but missing, and settings that do not go together."""
+    _check_cluster(config)
+    _check_engine(config)
+    for name in (
+        "chat_template",
+        "api_key_file",
+        "cluster_cert",
+        "cluster_key",
+        "ssl_certfile",
+        "ssl_keyfile",
+    ):
+        path = getattr(config, name)
+        if path is not None and not path.is_file():
+            raise ConfigError(f"{name}: there is no file {path} ({config.sources[name]})")
+    if (
+        "adapters_dir" in config.sources
+        and config.adapters_dir is not None
+        and not config.adapters_dir.is_dir()
+    ):
+        raise ConfigError(
+            f"adapters_dir: there is no folder {config.adapters_dir} ({config.sources['adapters_dir']})"
+        )
+    if (
+        config.model.startswith((".", "/", "~"))
+        and not config.is_demo_model
+        and not Path(config.model).is_dir()
+    ):
+        raise ConfigError(f"model: there is no folder {config.model} ({config.sources['model']})")
+    try:
+        parse_weights(config.tenant_weights)
+    except ValueError as error:
+        raise ConfigError(f"tenant_weights: {error} ({config.sources['tenant_weights']})") from error
+    for proxy in config.trusted_proxies:
+        try:
+            ipaddress.ip_network(proxy, strict=False)
+        except ValueError as error:
+            raise ConfigError(f"trusted_proxies: {error} ({config.sources['trusted_proxies']})") from error
+    if config.decision_log is not None and not config.decision_log.parent.is_dir():
+        raise ConfigError(
+            f"decision_log: there is no folder {config.decision_log.parent} ({config.sources['decision_log']})"
+        )
+    if config.length_predictor is not None and not _MODULE_AND_NAME.fullmatch(config.length_predictor):
+        raise ConfigError(
+            f"length_predictor: expected module:Name, got {config.length_predictor!r} ({config.sources['length_predictor']})"
+        )
+
+
+def _check_engine(config: Config) -> None:
+    """What is handed on to the engine, as far as that can be told without it."""
+    flags = {
+        setting.name: setting.flag for setting in SETTINGS if setting.name in EngineSettings.__struct_fields__
+    }
+    checks: dict[str, Callable[[], object]] = {
+        "engine_args": lambda: engine_arguments.parse(config.engine_args, flags),
+        "served_model_name": lambda: _check_name(config.served_model_name),
+        "lora_modules": lambda: _check_folders(config.lora_modules),
+        "speculative_config": lambda: _object(config.speculative_config),
+        "root_path": lambda: _checked_root(config.root_path),
+    }
+    for name, check in checks.items():
+        try:
+            check()
+        except ValueError as error:
+            source = config.sources.get(name, "default")
+            raise ConfigError(f"{name}: {error} ({source})") from error
+    if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
+        raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
+
+
+def _check_name(served_model_name: str) -> None:
+    """It stands where adapters' names stand."""
+    if problem := problem_as_text(served_model_name):
+        raise ValueError(f"no model may be called {quoted(served_model_name)}: the name {problem}")
+
+
+def _check_folders(lora_modules: Iterable[str]) -> None:
+    for name, path in parse_lora_modules(lora_modules):
+        if not Path(path).is_dir():
+            raise ValueError(f"there is no folder {path} for the adapter {name}")
+
+
+def _object(text: str | None) -> None:
+    """Raises ValueError for what is no JSON object."""
+    if text is not None and not isinstance(json.loads(text), dict):
+        raise ValueError(f"expected a JSON object, got {text!r}")
+
+
+def _checked_root(path: str) -> None:
+    if path and (not path.startswith("/") or path.endswith("/")):
+        raise ValueError(f"expected a path such as /llm, got {path!r}")
+
+
+def _check_cluster(config: Config) -> None:
+    if config.ray_address is not None and not _HOST_AND_PORT.fullmatch(config.ray_address):
+        raise ConfigError(
+            f"ray_address: expected HOST:PORT, got {config.ray_address!r} ({config.sources['ray_address']})"
+        )
+    if config.node_name and not _NODE_NAME.fullmatch(config.node_name):
+        raise ConfigError(
+            f"node_name: expected up to 63 letters, digits, dots and dashes, got {config.node_name!r} ({config.sources['node_name']})"
+        )
+    try:
+        is_loopback = ipaddress.ip_address(config.cluster_host).is_loopback
+        is_any = ipaddress.ip_address(config.cluster_host).is_unspecified
+    except ValueError as error:
+        raise ConfigError(f"cluster_host: {error} ({config.sources['cluster_host']})") from error
+    if is_any:
+        raise ConfigError("cluster_host: name one address of this machine, at which the others reach it")
+    if (config.cluster_cert is None) is not (config.cluster_key is None):
+        raise ConfigError("cluster_cert and cluster_key go together: give both, or neither")
+    if not is_loopback and config.cluster_cert is None:
+        raise ConfigError(
+            f"cluster_host: nodes on {config.cluster_host} need TLS: give --cluster-cert and --cluster-key, "
+            'the same on all machines (docs/operations.md, "Several nodes")'
+        )
+    if config.nodes == 0 and config.ray_address is None and is_loopback:
+        raise ConfigError("nodes: 0 is for a cluster that others join: give --ray-address or --cluster-host")
+
+
+_Layer = dict[str, tuple[Any, str]]
+
+
+def _from_file(config_file: str | os.PathLike[str] | None, environ: Mapping[str, str], cwd: Path) -> _Layer:
+    given = config_file or environ.get("OVERTURE_CONFIG")
+    path = cwd / (Path(given).expanduser() if given else DEFAULT_CONFIG_FILE)
+    if not given and not path.exists():
+        return {}
+    layer: _Layer = {}
+    for name, raw in _read_toml(path).items():
+        if name not in _BY_NAME:
+            raise ConfigError(f"{path}: unknown setting {name!r}{_did_you_mean(name, _BY_NAME)}")
+        setting = _BY_NAME[name]
+        layer[name] = (_convert(setting, raw, f"{path}: {name}", path.parent, strict=True), str(path))
+    return layer
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def _from_environ(environ: Mapping[str, str], cwd: Path) -> _Layer:
+    by_env = {setting.env: setting for setting in SETTINGS}
+    layer: _Layer = {}
+    for key, raw in environ.items():
+        if not key.startswith(ENV_PREFIX) or not raw or key in OTHER_ENV_NAMES:
+            continue
+        setting = by_env.get(key)
+        if setting is None:
+            # Not an error: such a variable may belong to another program.
+            logger.warning("%s is no setting of this server, ignored%s", key, _did_you_mean(key, by_env))
+            continue
+        value: Any = [part.strip() for part in raw.split(",")] if setting.is_list else raw
+        layer[setting.name] = (
+            _convert(setting, value, f"environment: {key}", cwd, strict=False),
+            f"env {key}",
+        )
+    return layer
+
+
+def _from_flags(flags: Mapping[str, Any], cwd: Path) -> _Layer:
+    layer: _Layer = {}
+    for name, raw in flags.items():
+        setting = _BY_NAME.get(name)
+        if setting is None:
+            raise ConfigError(f"unknown flag for {name!r}{_did_you_mean(name, _BY_NAME)}")
+        if raw is None or raw == ():
+            continue
+        layer[name] = (_convert(setting, raw, setting.flag, cwd, strict=False), f"flag {setting.flag}")
+    return layer
+
+
+def _convert(setting: Setting, raw: Any, where: str, base: Path, *, strict: bool) -> Any:
+    """`raw` as the type of the setting. `strict`: "8" is no number (a file has types); `base`: folder of relative paths."""
+    if not strict and setting.is_bool and isinstance(raw, str):
+        raw = _to_bool(raw)
+    if setting.name == "tenant_weights" and isinstance(raw, dict):  # a table: ada = 2
+        raw = [f"{name}={weight}" for name, weight in raw.items()]
+    try:
+        value = msgspec.convert(raw, _FIELD_TYPES[setting.name], strict=strict, dec_hook=_decode_path)
+    except msgspec.ValidationError as error:
+        got = "" if setting.name in SECRET_SETTINGS else f", got {raw!r}"
+        raise ConfigError(f"{where}: expected {setting.expected}{got}") from error
+    if isinstance(value, Path):
+        return base / value
+    if setting.name == "model":
+        return _find_model(value, base)
+    return value
+
+
+def _to_bool(word: str) -> bool | str:
+    lowered = word.strip().lower()
+    if lowered in _TRUE_WORDS:
+        return True
+    return False if lowered in _FALSE_WORDS else word
+
+
+def _decode_path(kind: type, value: Any) -> Any:
+    """msgspec's hook for types that it does not know. A `~` in a path is the user's home."""
+    if kind is Path and isinstance(value, str) and value:
+        return Path(value).expanduser()
+    raise ValueError("not a path")
+
+
+def _find_model(model: str, base: Path) -> str:
+    """The folder's full path if there is such a folder, else `model` as it is: the name of a model on a hub."""
+    folder = base / Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
+
+
+def _did_you_mean(word: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

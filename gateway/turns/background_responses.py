@@ -1,0 +1,182 @@
+"""Responses in the background: calls of `/v1/responses` that go on when their client has gone, and can be followed and cancelled by their id."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from engine_bridge.errors import BridgeError
+from engine_bridge.node import SseReply, token_ids_of
+from gateway.errors import GatewayError
+from gateway.turns.replies import AnswerReader
+
+log = logging.getLogger(__name__)
+
+# How long the events of a stream can still be read after its end, as for chat turns: docs/protocol.md, rule 4.
+KEEP_FINISHED_S = 120.0
+
+
+class BackgroundResponse:
+    """One of them. is_streamed: its events are kept, for whoever follows. is_ending: it was cancelled, or is read to its end and being stored."""
+
+    def __init__(self, *, is_streamed: bool) -> None:
+        self.is_streamed = is_streamed
+        self.reader = AnswerReader("responses")
+        self.events: list[bytes] = []
+        self.status = "in_progress"
+        self.error: GatewayError | BridgeError | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.is_ending = False
+        self.is_over = False
+        self._changed = asyncio.Event()
+
+    def add(self, event: bytes) -> None:
+        self.reader.feed(event)
+        if self.is_streamed and token_ids_of(event) is None:
+            self.events.append(event)
+        self._notify()
+
+    def end(self) -> None:
+        self.is_over = True
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def begun(self) -> None:
+        """Wait until the response has an id, or is over without one."""
+        while self.reader.response_id is None and not self.is_over:
+            await self._changed.wait()
+
+    async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
+        """Its events whose `sequence_number` is above this one, until it is over, and the comments between them, which have none."""
+        place, number = 0, -1
+        while True:
+            changed = self._changed
+            while place < len(self.events):
+                event = self.events[place]
+                is_comment = event.startswith(b":")
+                place, number = place + 1, number + (not is_comment)
+                if number > after or (number == after and is_comment):
+                    yield event
+            if self.is_over:
+                return
+            await changed.wait()
+
+    def reply(self) -> dict[str, Any]:
+        """The response object as it is now. Only once it has begun."""
+        reply = self.reader.reply or {}
+        if self.reader.is_complete:
+            return reply | {"background": True}
+        error = {"code": "server_error", "message": str(self.error)} if self.error is not None else None
+        return reply | {"background": True, "status": self.status, "error": error}
+
+
+class BackgroundResponses:
+    """Those of all owners that are under way, or streams that ended less than KEEP_FINISHED_S ago."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[tuple[str, str], BackgroundResponse] = {}
+        self._running: set[BackgroundResponse] = set()
+
+    async def start(
+        self,
+        owner: str,
+        reply: SseReply,
+        *,
+        is_streamed: bool,
+        scope: Callable[[Awaitable[None]], Awaitable[None]],
+        record: Callable[[BackgroundResponse], Awaitable[None]],
+        ended: Callable[[], None],
+    ) -> BackgroundResponse:
+        """Read a stream to its end, whatever becomes of the caller. Returns once it has an id, or has failed before.
+
+        scope: runs the reading within what bounds the owner's calls, and raises GatewayError where that ended it. record: stores what came of it.
+        ended: called once it is over, however that came.
+        """
+        job = BackgroundResponse(is_streamed=is_streamed)
+        job.task = asyncio.create_task(self._run(owner, job, reply, scope, record), name="response")
+        self._running.add(job)
+        job.task.add_done_callback(lambda _: self._running.discard(job))
+        # Also when it was cancelled before it had begun: nobody may wait for it for ever.
+        job.task.add_done_callback(lambda _: job.end())
+        job.task.add_done_callback(lambda _: ended())
+        await job.begun()
+        return job
+
+    def find(self, owner: str, response_id: str) -> BackgroundResponse | None:
+        return self._by_id.get((owner, response_id))
+
+    async def cancel(self, job: BackgroundResponse) -> None:
+        """End it; what it has said so far is stored. Returns when that is done."""
+        if job.task is not None and not job.is_over:
+            self._stop(job)
+            await asyncio.wait({job.task})
+
+    def forget(self, owner: str, response_id: str) -> None:
+        """Keep its events no longer: it was deleted."""
+        self._by_id.pop((owner, response_id), None)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for all that are under way; after `timeout_s` cancel them. All are stored when this returns."""
+        if tasks := self._tasks():
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for job in self._running:
+            self._stop(job)
+        if tasks := self._tasks():
+            await asyncio.wait(tasks, timeout=10.0)
+
+    def _tasks(self) -> set[asyncio.Task[None]]:
+        return {job.task for job in self._running if job.task is not None}
+
+    def _stop(self, job: BackgroundResponse) -> None:
+        """Read no more of it. Once only: a second time would disturb the storing."""
+        if job.task is not None and not job.is_ending:
+            job.is_ending, job.status = True, "cancelled"
+            job.task.cancel()
+
+    async def _run(
+        self,
+        owner: str,
+        job: BackgroundResponse,
+        reply: SseReply,
+        scope: Callable[[Awaitable[None]], Awaitable[None]],
+        record: Callable[[BackgroundResponse], Awaitable[None]],
+    ) -> None:
+        try:
+            await scope(self._read(owner, job, reply))
+        except asyncio.CancelledError:
+            job.status = "cancelled"
+        except (GatewayError, BridgeError) as error:
+            job.error, job.status = error, "failed"
+        except Exception:
+            log.exception("a response in the background failed")
+            job.error, job.status = GatewayError("internal", "The server failed on this request."), "failed"
+        job.is_ending = True
+        try:
+            if job.reader.response_id is not None:
+                await asyncio.shield(record(job))
+        finally:
+            await reply.events.aclose()  # type: ignore[attr-defined]
+            job.end()
+            self._forget(owner, job)
+
+    async def _read(self, owner: str, job: BackgroundResponse, reply: SseReply) -> None:
+        async with aclosing(reply.events) as events:  # type: ignore[type-var]
+            async for event in events:
+                is_new = job.reader.response_id is None
+                job.add(event)
+                if is_new and job.reader.response_id is not None:
+                    self._by_id[owner, job.reader.response_id] = job
+
+    def _forget(self, owner: str, job: BackgroundResponse) -> None:
+        """What is stored is read from there; only events are kept a while."""
+        key = (owner, job.reader.response_id or "")
+        if not job.is_streamed:
+            self._by_id.pop(key, None)
+            return
+        asyncio.get_running_loop().call_later(KEEP_FINISHED_S, self._by_id.pop, key, None)

@@ -1,0 +1,117 @@
+"""What the engine room shows, pushed to the sockets that watch it. Source: docs/protocol.md, "The engine room".
+
+Nothing is looked at, made or sent while nobody watches. A socket that has not taken the last picture gets no further one, so a slow reader costs
+one picture; one that takes nothing at all is closed as elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, Protocol
+
+from gateway.access.auth import KeyRing, Principal
+from gateway.advisories.advisories import Advisories
+from gateway.errors import GatewayError
+from gateway.nodes.maintenance import Steward
+from gateway.nodes.node_states import listed
+from gateway.turns.protocol import encode
+
+log = logging.getLogger(__name__)
+
+# Chosen: the eye takes this for live, and nodes elsewhere report no more than twice as often.
+PUSH_EVERY_S = 0.5
+# Sockets that may watch at once. Chosen: more than there are people to look; a picture for each takes tens of microseconds.
+MAX_WATCHERS = 256
+# After so many sockets others get their turn of the event loop. Chosen: half a millisecond.
+SENDS_AT_ONCE = 16
+
+
+class Watcher(Protocol):
+    """A socket that watches."""
+
+    @property
+    def principal(self) -> Principal | None:
+        """Who watches."""
+
+    def show(self, picture: bytes) -> None:
+        """Send it, unless something still waits for this peer."""
+
+
+class EngineWatch:
+    """Those who watch, and the task that shows them what is going on; there is one only while there are some."""
+
+    def __init__(self, steward: Steward, advisories: Advisories, keys: KeyRing) -> None:
+        self._steward, self._advisories, self._keys = steward, advisories, keys
+        self._watchers: dict[Watcher, None] = {}
+        self._showing: asyncio.Task[None] | None = None
+
+    def add(self, watcher: Watcher) -> None:
+        """Show it a picture now, and one each PUSH_EVERY_S. Raises GatewayError `overloaded`."""
+        if len(self._watchers) >= MAX_WATCHERS and watcher not in self._watchers:
+            raise GatewayError(
+                "overloaded", f"{MAX_WATCHERS} windows show the engine already: close one of them."
+            )
+        self._watchers[watcher] = None
+        if self._showing is None:
+            self._showing = asyncio.create_task(self._show_on(), name="engine room")
+        self._show([watcher])
+
+    def remove(self, watcher: Watcher) -> None:
+        """One that does not watch is passed over."""
+        self._watchers.pop(watcher, None)
+        if not self._watchers and self._showing is not None:
+            self._showing.cancel()
+            self._showing = None
+
+    async def close(self) -> None:
+        for watcher in list(self._watchers):
+            self.remove(watcher)
+
+    async def _show_on(self) -> None:
+        while True:
+            await asyncio.sleep(PUSH_EVERY_S)
+            watchers = list(self._watchers)
+            for start in range(0, len(watchers), SENDS_AT_ONCE):
+                self._show(watchers[start : start + SENDS_AT_ONCE])
+                await asyncio.sleep(0)
+
+    def _show(self, watchers: list[Watcher]) -> None:
+        """Each owner's picture is made once. A watcher that cannot be shown it keeps it from no other one."""
+        pictures: dict[tuple[str, bool], bytes] = {}
+        for watcher in watchers:
+            try:
+                self._show_to(watcher, pictures)
+            except Exception:
+                log.exception("the engine room could not be shown")
+
+    def _show_to(self, watcher: Watcher, pictures: dict[tuple[str, bool], bytes]) -> None:
+        principal = self._current(watcher)
+        if principal is None:
+            return
+        key = principal.owner, self._keys.is_operator(principal)
+        if key not in pictures:
+            pictures[key] = encode(self._picture(*key))
+        watcher.show(pictures[key])
+
+    def _current(self, watcher: Watcher) -> Principal | None:
+        """As the keys are now: an operator's may have become an ordinary one. None for one that was withdrawn; its socket is being closed."""
+        if watcher.principal is None:
+            return None
+        try:
+            return self._keys.current(watcher.principal)
+        except GatewayError:
+            return None
+
+    def _picture(self, owner: str, is_operator: bool) -> dict[str, Any]:
+        """The `engine` frame. Of advisories everybody sees their own; how many there are of all, only operators."""
+        nodes = listed(self._steward.states(), to_operator=is_operator)
+        return {
+            "type": "engine",
+            "at_s": round(time.monotonic(), 3),
+            "nodes": nodes.nodes,
+            "totals": nodes.totals,
+            "advisories": self._advisories.trails.of(owner),
+            "advisory_counts": self._advisories.counts() if is_operator else None,
+        }

@@ -1,0 +1,527 @@
+"""Turns of the chat socket, from an accepted message to an answer on disk, independent of who is listening.
+
+A turn belongs to no socket: sockets follow it, leave it and come back. Its text is held once, as the pieces the engine gave, and every
+follower keeps only how many of them it has sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, NamedTuple, Protocol
+
+from msgspec import UnsetType, structs, to_builtins
+
+from engine_bridge.adapters.errors import RegistryFailed
+from engine_bridge.errors import BridgeError, EngineUnavailable, InternalFailure, InvalidRequest, TooBusy
+from engine_bridge.node import (
+    ChatMessage,
+    Delta,
+    GenerateRequest,
+    Node,
+    RequestId,
+    Sampling,
+    pack_token_ids,
+)
+from engine_bridge.predict.hints import read_conversation
+from engine_bridge.request_context import NOBODY, RequestContext
+from gateway.access.auth import tenant_of
+from gateway.access.budgets import RequestBudgets
+from gateway.advisories.advisories import Advisories
+from gateway.advisories.drafts import Drafts
+from gateway.errors import KINDS, GatewayError, as_gateway_error
+from gateway.metrics.metrics import Metrics
+from gateway.nodes.adapter_names import known_adapter
+from gateway.sessions import BeginResult, SessionStore, Turn, TurnStatus, clean_text, messages_of
+from gateway.turns.protocol import Message
+
+log = logging.getLogger(__name__)
+
+KEEP_FINISHED_S = 120.0  # docs/protocol.md, rule 4
+KEEP_UNFOLLOWED_S = 30.0  # docs/protocol.md, rule 4
+# Chosen: how long to wait between tries to store the end of an answer on a disk that is full or locked.
+STORE_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class Follower(Protocol):
+    """Someone who wants to know that a turn has more to send."""
+
+    def wake(self, turn: LiveTurn) -> None: ...
+
+
+class Piece(NamedTuple):
+    """What the engine gave at once: more of the answer, of the reasoning before it, or the end of one and the beginning of the other."""
+
+    text: str
+    reasoning: str = ""
+
+    @classmethod
+    def joined(cls, pieces: Iterable[Piece]) -> Piece:
+        """All of them as one."""
+        pieces = list(pieces)
+        return cls("".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces))
+
+
+class LiveTurn:
+    """A turn under way, or over for less than KEEP_FINISHED_S.
+
+    Attributes:
+        pieces: the answer and its reasoning so far.
+        base_seq: `seq` of the protocol counts from here; 0 for the first try at a turn. Whoever has seen text up to there has seen the
+            pieces of an earlier try, or of the answer before it was read back from disk.
+        done: the fields of its `done` frame once it is over and stored.
+        error: what ended it instead.
+        generated: ids of the tokens that the engine made, which may spell more than the pieces (a stop string, half a character).
+    """
+
+    __slots__ = (
+        "base_seq",
+        "content",
+        "done",
+        "error",
+        "followers",
+        "generated",
+        "id",
+        "owner",
+        "pieces",
+        "request_id",
+        "session_id",
+        "title",
+        "unfollowed",
+        "versions",
+    )
+
+    def __init__(self, owner: str, session_id: str, turn: Turn, title: str | None) -> None:
+        self.owner = owner
+        self.session_id = session_id
+        self.id: str = turn.id
+        self.content = turn.content
+        self.title = title
+        self.versions = turn.versions
+        self.request_id = RequestId(f"turn-{uuid.uuid4().hex}")
+        self.pieces: list[Piece] = []
+        self.generated: list[int] = []
+        self.base_seq = 0
+        self.done: dict[str, Any] | None = None
+        self.error: GatewayError | None = None
+        self.followers: set[Follower] = set()
+        self.unfollowed: asyncio.TimerHandle | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.done is not None or self.error is not None
+
+    @property
+    def seq(self) -> int:
+        """The `seq` of one who has all that there is."""
+        return self.base_seq + len(self.pieces)
+
+    def can_resume(self, seq: int) -> bool:
+        """Whether a socket that has seen up to `seq` can go on from there without loss or repetition."""
+        return seq == 0 or self.base_seq < seq <= self.seq
+
+    def after(self, seq: int) -> Piece:
+        """What one who has seen up to `seq` (see `can_resume`) has not seen yet."""
+        return Piece.joined(self.pieces[max(seq - self.base_seq, 0) :])
+
+    @property
+    def whole(self) -> Piece:
+        """All that there is so far."""
+        return Piece.joined(self.pieces)
+
+    def wake_followers(self) -> None:
+        """Tells all who follow the answer that there is more of it."""
+        for follower in list(self.followers):
+            try:
+                follower.wake(self)
+            except Exception:
+                log.exception("a socket could not be told of more of %s", self.request_id)
+
+
+class Turns:
+    """Starts turns, keeps the live ones and ends them.
+
+    Args:
+        now: wall clock in seconds, for what is stored.
+        prompt_chars: the longest prompt that is accepted, in characters.
+        budgets: turns count among the requests of their owner that are under way; None: there is no bound.
+        home_of: the node that has the KV of a tenant's session, "" where nobody knows.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        store: SessionStore,
+        metrics: Metrics,
+        drafts: Drafts,
+        advisories: Advisories,
+        now: Callable[[], float] = time.time,
+        prompt_chars: Callable[[], int] = lambda: sys.maxsize,
+        budgets: RequestBudgets | None = None,
+        keeps_questions: bool = False,
+        home_of: Callable[[str, str], str] = lambda tenant, session_id: "",
+    ) -> None:
+        self._node = node
+        self._store = store
+        self._metrics = metrics
+        self._drafts = drafts
+        self._advisories = advisories
+        self._now = now
+        self._prompt_chars = prompt_chars
+        self._budgets = budgets
+        self._keeps_questions = keeps_questions
+        self._home_of = home_of
+        self.on_first_answer: Callable[[str, str, str | None, list[ChatMessage]], None] | None = None
+        """Is told of each conversation that was answered for the first time: its owner, id, title and messages."""
+        self._live: dict[tuple[str, str], LiveTurn] = {}
+        self._asking: dict[tuple[str, str], asyncio.Task[LiveTurn]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._repairs: set[asyncio.Task[None]] = set()  # not waited for when the server goes down
+
+    # -- for sockets -------------------------------------------------------------------------------------------------
+
+    async def ask(self, owner: str, message: Message, context: RequestContext = NOBODY) -> LiveTurn:
+        """Store a message and start its turn, or find the one that it repeats. Raises GatewayError; then nothing was stored.
+
+        context: its weight and priority; whose request it is and what it asks are added here.
+        Goes on to its end when the caller is cancelled: a stored turn that nobody runs would keep its session busy.
+        """
+        key = (owner, message.id)
+        # One after the other: a socket that comes back repeats its message while the first is still being stored.
+        while (earlier := self._asking.get(key)) is not None:
+            await asyncio.wait({earlier})
+        asking = self._asking[key] = asyncio.create_task(self._ask(owner, message, context))
+        asking.add_done_callback(lambda _: self._asking.pop(key, None))
+        return await asyncio.shield(asking)
+
+    def find(self, owner: str, turn_id: str) -> LiveTurn | None:
+        return self._live.get((owner, turn_id))
+
+    async def stop(self, owner: str, turn_id: str) -> bool:
+        """End a turn that runs; what it has so far is kept. False if it does not run."""
+        live = self._live.get((owner, turn_id))
+        if live is None or live.is_over:
+            return False
+        await self._node.cancel(live.request_id)
+        return True
+
+    async def stop_session(self, owner: str, session_id: str) -> None:
+        """End whatever runs in a session (it is being deleted)."""
+        for live in list(self._live.values()):
+            if live.owner == owner and live.session_id == session_id:
+                await self.stop(owner, live.id)
+
+    async def stop_owner(self, owner: str) -> None:
+        """End whatever runs for an owner (the key was withdrawn), and what is just being stored."""
+        if asking := [task for (asker, _), task in self._asking.items() if asker == owner]:
+            await asyncio.wait(asking)
+        for live in list(self._live.values()):
+            if live.owner == owner:
+                await self.stop(owner, live.id)
+
+    def follow(self, live: LiveTurn, follower: Follower) -> None:
+        live.followers.add(follower)
+        if live.unfollowed is not None:
+            live.unfollowed.cancel()
+            live.unfollowed = None
+
+    def unfollow(self, live: LiveTurn, follower: Follower) -> None:
+        """A socket left. A turn that nobody follows for KEEP_UNFOLLOWED_S is stopped."""
+        live.followers.discard(follower)
+        self._watch_unfollowed(live)
+
+    def _watch_unfollowed(self, live: LiveTurn) -> None:
+        if not live.followers and not live.is_over and live.unfollowed is None:
+            loop = asyncio.get_running_loop()
+            live.unfollowed = loop.call_later(KEEP_UNFOLLOWED_S, self._stop_unfollowed, live)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for the running turns; after `timeout_s` stop them. All are stored when this returns."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        for live in list(self._live.values()):
+            await self.stop(live.owner, live.id)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=10.0)
+        for repair in self._repairs:
+            repair.cancel()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, owner: str, message: Message, context: RequestContext) -> LiveTurn:
+        earlier = self._live.get((owner, message.id))
+        if (
+            earlier is not None
+            and message.session_id not in (None, earlier.session_id)
+            and not earlier.is_over
+        ):
+            raise GatewayError("conflict", "This id is under way in another session.", param="id")
+        # A failed turn is asked again; any other is followed where it stands, so that sockets that resume it find its pieces.
+        if earlier is not None and earlier.error is None and message.session_id in (None, earlier.session_id):
+            if earlier.content != clean_text(message.content):
+                raise GatewayError("conflict", "This id is already used for another message.", param="id")
+            return earlier
+        self._check_ready()
+        # Before it is stored: what no model can read need not be kept.
+        if len(message.content) > self._prompt_chars():
+            raise GatewayError(
+                "prompt_too_long",
+                f"This message has {len(message.content):,} characters, which is more than the tokens that the model "
+                f"reads can hold; at most {self._prompt_chars():,} are taken (max_prompt_chars). Shorten it.",
+                param="content",
+            )
+        adapter = self.known_adapter(message.adapter)
+        # Before anything is stored, so that a refused turn leaves nothing behind.
+        with contextlib.ExitStack() as place:
+            if self._budgets is not None:
+                place.enter_context(self._budgets.enter(owner))
+            return await self._start(owner, message, adapter, earlier, context, place)
+
+    async def _start(
+        self,
+        owner: str,
+        message: Message,
+        adapter: str | None | UnsetType,
+        earlier: LiveTurn | None,
+        context: RequestContext,
+        place: contextlib.ExitStack,
+    ) -> LiveTurn:
+        """Store a message and run its turn, which takes the `place` along; or find that it was answered before."""
+        begun, session_id = await self._begin(owner, message, adapter)
+        if begun.turn.status == "running" and not begun.is_new:
+            raise GatewayError(
+                "overloaded", "The end of this answer could not be stored yet. Try again in a moment."
+            )
+        self._drafts.stop(owner, session_id)
+        live = LiveTurn(owner, session_id, begun.turn, begun.title)
+        self._live[owner, message.id] = live
+        if begun.outcome != "new":
+            live.base_seq = earlier.seq if earlier is not None else self._unseen_seq()
+        if begun.is_new:
+            running = place.pop_all()
+            self._spawn(self._run(live, begun, message.sampling, context)).add_done_callback(
+                lambda _: running.close()
+            )
+            self._watch_unfollowed(live)
+        else:
+            known = Piece(begun.turn.answer, begun.turn.reasoning)
+            live.pieces = [known] if any(known) else []
+            live.done = _done_fields(live, begun.turn)
+            self._forget_later(live)
+        return live
+
+    def _unseen_seq(self) -> int:
+        """A `seq` above all that a forgotten try at a turn, perhaps before the server was started anew, can have had.
+
+        Milliseconds since the epoch, which no answer has pieces for: an engine gives fewer than one a millisecond, and all of one
+        answer's pieces came before now.
+        """
+        return int(self._now() * 1000)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _begin(
+        self, owner: str, message: Message, adapter: str | None | UnsetType
+    ) -> tuple[BeginResult, str]:
+        session_id: str | None = message.session_id or await self._store.find_turn(owner, message.id)
+        is_made = session_id is None
+        if session_id is None:
+            session_id = (await self._store.create_session(owner, now=self._now())).id
+        try:
+            begun = await self._store.begin_turn(
+                owner,
+                session_id,
+                message.id,
+                message.content,
+                adapter=adapter,
+                after=message.after,
+                now=self._now(),
+            )
+        except GatewayError:
+            if is_made:
+                await self._store.delete(owner, session_id, self._now())
+            raise
+        return begun, session_id
+
+    def known_adapter(self, adapter: str | None | UnsetType) -> str | None | UnsetType:
+        """See `gateway.nodes.adapter_names.known_adapter`."""
+        return known_adapter(self._node, adapter)
+
+    def _check_ready(self) -> None:
+        progress = self._node.progress
+        if progress.state != "ready":
+            raise unavailable(progress.state, progress.stage)
+
+    async def _run(
+        self, live: LiveTurn, begun: BeginResult, sampling: Sampling, context: RequestContext
+    ) -> None:
+        final: Delta | None = None
+        error: GatewayError | None = None
+        messages: tuple[ChatMessage, ...] = ()
+        with self._metrics.turn_running():
+            try:
+                request = _request(live, begun, sampling, context, keeps_question=self._keeps_questions)
+                messages = request.messages
+                async with contextlib.aclosing(self._node.generate(request)) as deltas:  # type: ignore[type-var]
+                    async for delta in deltas:
+                        final = delta
+                        live.generated.extend(delta.token_ids)
+                        if delta.text or delta.reasoning:
+                            live.pieces.append(Piece(delta.text, delta.reasoning))
+                            live.wake_followers()
+            except BridgeError as failure:
+                error = from_bridge(failure)
+            except Exception:
+                log.exception("%s failed", live.request_id)
+                error = GatewayError("internal", "Something went wrong on the server. Its log says what.")
+            await self._finish(live, final, error)
+        if live.done is not None and not begun.history and self.on_first_answer is not None:
+            answered = [*messages, ChatMessage("assistant", live.whole.text)]
+            self.on_first_answer(live.owner, live.session_id, live.title, answered)
+
+    async def _finish(self, live: LiveTurn, final: Delta | None, error: GatewayError | None) -> None:
+        """Store how the turn ended, then tell: never the other way round."""
+        status: TurnStatus = (
+            "failed" if error else ("stopped" if final and final.finish_reason == "stopped" else "done")
+        )
+        try:
+            stored = await self._store.finish_turn(
+                live.owner,
+                live.session_id,
+                live.id,
+                answer=live.whole.text,
+                reasoning=live.whole.reasoning,
+                status=status,
+                finish_reason=final.finish_reason if final and not error else None,
+                usage=to_builtins(final.usage) if final and final.usage else None,
+                timings=to_builtins(final.timings) if final and final.timings else None,
+                token_ids=_token_ids(live, final) if final and not error else b"",
+                home=self._home_of(tenant_of(live.owner), live.session_id),
+                now=self._now(),
+            )
+        except Exception as failure:
+            # Whatever it is, the turn ends for those who follow it, and its session takes another one once this is stored.
+            if not isinstance(failure, GatewayError):
+                log.exception("the end of %s could not be stored", live.request_id)
+            stored, error = None, as_gateway_error(failure)
+            self._repairs.add(repair := asyncio.create_task(self._store_failure(live)))
+            repair.add_done_callback(self._repairs.discard)
+        if error is None and stored is None:
+            error = GatewayError("not_found", "The session was deleted while this answer was written.")
+        if error is not None or stored is None:
+            live.error = error
+        else:
+            live.title = stored.title
+            live.done = _done_fields(live, stored.turn)
+            live.done["advisory"] = self._advisories.take_outcome(live.owner, live.session_id)
+        self._drafts.renew(live.owner, live.session_id)
+        self._metrics.turn_ended(live.error.code if live.error else status, final)
+        live.wake_followers()
+        self._forget_later(live)
+
+    async def _store_failure(self, live: LiveTurn) -> None:
+        """Mark as failed a turn whose end could not be stored; until that succeeds its session takes no other."""
+        for wait_s in itertools.chain(STORE_AGAIN_S, itertools.repeat(STORE_AGAIN_S[-1])):
+            await asyncio.sleep(wait_s)
+            try:
+                await self._store.finish_turn(
+                    live.owner,
+                    live.session_id,
+                    live.id,
+                    answer=live.whole.text,
+                    reasoning=live.whole.reasoning,
+                    status="failed",
+                    now=self._now(),
+                )
+            except GatewayError as failure:
+                if failure.code == "draining":  # the store is closed; the next start marks the turn
+                    return
+            except Exception:
+                log.exception("%s could not be marked as failed; it is tried again", live.request_id)
+            else:
+                self._drafts.renew(live.owner, live.session_id)
+                return
+
+    def _forget_later(self, live: LiveTurn) -> None:
+        def forget() -> None:
+            if self._live.get((live.owner, live.id)) is live:
+                del self._live[live.owner, live.id]
+
+        asyncio.get_running_loop().call_later(KEEP_FINISHED_S, forget)
+
+    def _stop_unfollowed(self, live: LiveTurn) -> None:
+        live.unfollowed = None
+        if not live.followers and not live.is_over:
+            self._spawn(self.stop(live.owner, live.id))
+
+
+def _request(
+    live: LiveTurn, begun: BeginResult, sampling: Sampling, context: RequestContext, *, keeps_question: bool
+) -> GenerateRequest:
+    messages = (*messages_of(begun.history, begun.settings), ChatMessage("user", begun.turn.content))
+    asked = read_conversation([(message.role, message.content) for message in messages])
+    return GenerateRequest(
+        request_id=live.request_id,
+        context=structs.replace(
+            context,
+            tenant=tenant_of(live.owner),
+            session_id=live.session_id,
+            adapter=begun.turn.adapter or "",
+            asked=asked if keeps_question else asked.numbers(),
+        ),
+        messages=messages,
+        sampling=begun.settings.sampling(sampling),
+        history_token_ids=begun.history_token_ids,
+    )
+
+
+def from_bridge(error: BridgeError) -> GatewayError:
+    """What a client may see of an error of the bridge."""
+    if isinstance(error, EngineUnavailable | InvalidRequest):
+        code = error.code if error.code in KINDS else "bad_request"
+        return GatewayError(code, str(error), param=getattr(error, "param", None))
+    if isinstance(error, TooBusy):
+        return GatewayError("rate_limited", str(error), retry_after_s=error.retry_after_s)
+    if isinstance(error, RegistryFailed):
+        return GatewayError("storage_failed", str(error), retryable=True)
+    return GatewayError("internal" if isinstance(error, InternalFailure) else "bad_request", str(error))
+
+
+def unavailable(state: str, stage: str) -> GatewayError:
+    """The error for work that comes while the node is not ready."""
+    if state == "starting":
+        return GatewayError("starting", f"The engine is starting ({stage}). Try again in a few seconds.")
+    if state in ("draining", "closed"):
+        return GatewayError("draining", "The server is going down. Try again in a moment.")
+    if state == "rebuilding":
+        return GatewayError(
+            "engine_failed", "The engine failed and is being rebuilt. Try again in a few seconds."
+        )
+    return GatewayError(
+        "engine_failed", "The engine could not be started. The server's log says why.", retryable=False
+    )
+
+
+def _token_ids(live: LiveTurn, final: Delta) -> bytes:
+    """All ids up to the end of a turn, packed; b"" if it was stopped before it had a prompt."""
+    return final.prompt.token_ids + pack_token_ids(live.generated) if final.prompt else b""
+
+
+def _done_fields(live: LiveTurn, turn: Turn) -> dict[str, Any]:
+    return {
+        "session_id": live.session_id,
+        "finish_reason": turn.finish_reason or turn.status,
+        "usage": turn.usage,
+        "timings": turn.timings,
+        "title": live.title,
+    }
