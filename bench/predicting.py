@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bench.measures import quantile
-from engine_bridge.policy.costs import CopyTable, StepTable
+from engine_bridge.policy.costs.costs import CopyTable, StepTable
 
 # Predictions that follow one another are disturbed alike, so so many are drawn together. Chosen: some seconds of steps.
 WINDOW, NUM_BOOTSTRAPS = 50, 500

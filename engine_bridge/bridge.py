@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-from engine_bridge.errors import EngineUnavailable
-from engine_bridge.node import NodeState
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.node import NodeState
 
 log = logging.getLogger(__name__)
 

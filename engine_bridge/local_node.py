@@ -18,19 +18,23 @@ from engine_bridge.adapters.catalog import Catalog, NoCatalog, open_registry
 from engine_bridge.adapters.copies import Copies
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.bridge import EngineThread
+from engine_bridge.calls.context_overflow import ContextOverflow
+from engine_bridge.calls.plain_content import SpecialTokensInContent
 from engine_bridge.cluster.peers import PeerConfig, Peering
-from engine_bridge.context_overflow import ContextOverflow
-from engine_bridge.driver.absent import NoAdapters
-from engine_bridge.driver.building import load_vllm
-from engine_bridge.driver.engine import EngineCounts, VllmDriver
-from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.driver.streams import Streams
-from engine_bridge.driver.tokenizer_queue import NoTokenizerQueue, TokenizerQueue
-from engine_bridge.engine_config import EngineConfig
+from engine_bridge.driver.engine.absent import NoAdapters
+from engine_bridge.driver.engine.building import load_vllm
+from engine_bridge.driver.engine.engine import EngineCounts, VllmDriver
+from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.serving.streams import Streams
+from engine_bridge.driver.serving.tokenizer_queue import NoTokenizerQueue, TokenizerQueue
 from engine_bridge.engine_metrics import engine_metrics
-from engine_bridge.errors import BridgeError, EngineUnavailable
 from engine_bridge.grammars.checker import GrammarChecker, NoChecker
-from engine_bridge.node import (
+from engine_bridge.node_adapters import AdapterWatch, catch_up, listed
+from engine_bridge.policy.limits.request_limits import RequestLimits
+from engine_bridge.policy.nodes.routing import NodeFacts
+from engine_bridge.predict.node_lengths import NodeLengths
+from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
+from engine_bridge.protocol.node import (
     AdapterInfo,
     AdapterStats,
     Advisory,
@@ -50,22 +54,18 @@ from engine_bridge.node import (
     SseReply,
     TokenizerStats,
 )
-from engine_bridge.node_adapters import AdapterWatch, catch_up, listed
-from engine_bridge.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
-from engine_bridge.plain_content import SpecialTokensInContent
-from engine_bridge.policy.request_limits import RequestLimits
-from engine_bridge.policy.routing import NodeFacts
-from engine_bridge.predict.node_lengths import NodeLengths
-from engine_bridge.request_context import NOBODY, RequestContext
-from engine_bridge.token_stream import TokenStream
+from engine_bridge.protocol.request_context import NOBODY, RequestContext
+from engine_bridge.protocol.token_stream import TokenStream
+from engine_bridge.settings.engine_config import EngineConfig
+from engine_bridge.settings.parser_choice import AUTO, choose_reasoning_parser, choose_tool_parser
 from kvtiers.closing import close_all, going_on
 from kvtiers.stats import TierStats
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
-    from engine_bridge.driver.engine_client import BridgeEngineClient
-    from engine_bridge.driver.node_load import NodeLoad
-    from engine_bridge.driver.serving import Serving, ServingOptions
+    from engine_bridge.driver.engine.node_load import NodeLoad
+    from engine_bridge.driver.serving.engine_client import BridgeEngineClient
+    from engine_bridge.driver.serving.serving import Serving, ServingOptions
     from engine_bridge.driver.vllm_api.start import Off
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
 
 
 class LocalNode:
-    """See `engine_bridge.node.Node` for what each method promises."""
+    """See `engine_bridge.protocol.node.Node` for what each method promises."""
 
     def __init__(self, config: LocalNodeConfig, tiers: KvTiers | None = None) -> None:
         self._config = config
@@ -149,8 +149,8 @@ class LocalNode:
         self._stage = "ready"
 
     async def _build_serving(self) -> None:
-        from engine_bridge.driver.engine_client import BridgeEngineClient
-        from engine_bridge.driver.serving import Serving
+        from engine_bridge.driver.serving.engine_client import BridgeEngineClient
+        from engine_bridge.driver.serving.serving import Serving
         from engine_bridge.driver.vllm_api.features import KEPT_TOKENS
         from engine_bridge.driver.vllm_api.start import serving_off
 
@@ -340,7 +340,7 @@ class LocalNode:
     @contextmanager
     def _reading(self, request: GenerateRequest) -> Iterator[None]:
         """The request's rendering and tokenising is its tenant's. Raises TooBusy."""
-        from engine_bridge.driver.call import called_by
+        from engine_bridge.driver.serving.call import called_by
 
         self._tokenizer.check_room(request.context.tenant)
         with called_by(request.context):
@@ -379,7 +379,7 @@ class LocalNode:
             # Before that, importing vLLM for them would only slow the engine's start.
             if self._serving is None:
                 raise self._starting()
-            from engine_bridge.driver.api_schemas import api_schemas
+            from engine_bridge.driver.apis.api_schemas import api_schemas
 
             self._schemas = await asyncio.to_thread(api_schemas)
         return self._schemas
@@ -411,7 +411,7 @@ class LocalNode:
         return await serving.adapters.unload(body)
 
     async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
-        from engine_bridge.driver.advising import advise
+        from engine_bridge.driver.serving.advising import advise
 
         serving, client = self._ready()
         await advise(self._thread, client, serving.lora_request(advisory.adapter or ""), advisory, on_change)
@@ -420,7 +420,7 @@ class LocalNode:
         self._thread.submit(lambda driver: driver.promoter.retract(advisory_id, is_expired=is_expired))
 
     async def prefill(self, request: GenerateRequest) -> int:
-        from engine_bridge.driver.prefill import prefill
+        from engine_bridge.driver.serving.prefill import prefill
 
         serving, client = self._ready()
         try:
@@ -448,7 +448,7 @@ class LocalNode:
 
 def _told(error: Exception) -> BridgeError:
     """What the gateway may know of a failure."""
-    from engine_bridge.driver.failures import as_bridge_error
+    from engine_bridge.driver.apis.failures import as_bridge_error
 
     return as_bridge_error(error)
 
@@ -488,8 +488,8 @@ def _stream_interval(step_s: float, delivery_s: float) -> int:
 
 def _serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: bool) -> ServingOptions:
     """Raises ParserRefused for a parser that was set and cannot be used."""
-    from engine_bridge.driver.serving import ServingOptions
-    from engine_bridge.driver.tool_calls import check_reasoning_parser, install_tool_parser
+    from engine_bridge.driver.apis.tool_calls import check_reasoning_parser, install_tool_parser
+    from engine_bridge.driver.serving.serving import ServingOptions
 
     tokenizer, model = engine.renderer.get_tokenizer(), engine.model_config
     family = model.hf_config.model_type
@@ -511,8 +511,8 @@ def _prepare_renderer(
     client: BridgeEngineClient, config: LocalNodeConfig, off: Off
 ) -> TokenizerQueue | NoTokenizerQueue:
     """Raises NotSupported, SeamMoved where contents are to be split and cannot be."""
-    from engine_bridge.driver.content_tokens import split_contents
-    from engine_bridge.driver.tokenizer_queue import be_fair
+    from engine_bridge.driver.apis.content_tokens import split_contents
+    from engine_bridge.driver.serving.tokenizer_queue import be_fair
     from engine_bridge.driver.vllm_api.features import TOKENIZER_TURNS
 
     queue = be_fair(client.renderer) if TOKENIZER_TURNS not in off else NoTokenizerQueue()
@@ -527,7 +527,7 @@ def _engine_and_contract(driver: VllmDriver) -> tuple[Any, ModelContract | None]
 
 def _grammar_checker(engine: Any, limits: RequestLimits) -> GrammarChecker:
     """Its processes start meanwhile."""
-    from engine_bridge.driver.grammars import tokenizer_of
+    from engine_bridge.driver.grammars.admission import tokenizer_of
 
     tokenizer = tokenizer_of(engine.renderer.get_tokenizer(), engine.model_config.get_vocab_size())
     checker = GrammarChecker(tokenizer, timeout_s=limits.grammar_check_s, memory_mib=limits.grammar_check_mib)

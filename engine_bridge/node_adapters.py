@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from engine_bridge.adapters.catalog import Catalog, NoCatalog
 from engine_bridge.adapters.follower import WATCH_EVERY_S, Follower, Server
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.node import AdapterInfo, AdapterPlace, AdapterStats
+from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, AdapterStats
 
 if TYPE_CHECKING:
-    from engine_bridge.driver.absent import NoAdapters
     from engine_bridge.driver.adapters.residency import Residency
-    from engine_bridge.driver.serving import Serving
+    from engine_bridge.driver.engine.absent import NoAdapters
+    from engine_bridge.driver.serving.serving import Serving
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from typing import NoReturn
 import uvloop
 from aiohttp import web
 
-from engine_bridge.driver.building import configure_environment
-from engine_bridge.engine_config import Device, EngineConfig, EngineSettings
-from engine_bridge.errors import BridgeError
+from engine_bridge.driver.engine.building import configure_environment
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.node import Node
-from engine_bridge.policy.homes import MAX_SESSIONS
+from engine_bridge.policy.nodes.session_locations import MAX_SESSIONS
 from engine_bridge.process_end import CLOSE_S, leave, leave_within, stop_collecting
+from engine_bridge.protocol.errors import BridgeError
+from engine_bridge.protocol.node import Node
+from engine_bridge.settings.engine_config import Device, EngineConfig, EngineSettings
 from gateway.access.auth import KeyRing, tenant_of
 from gateway.access.budgets import Gatekeeper, RequestBudgets
 from gateway.access.open_calls import OpenCalls

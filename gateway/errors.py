@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from engine_bridge.api_errors import HTTP_CODES
+from engine_bridge.protocol.api_errors import HTTP_CODES
 
 
 class CloseCode(IntEnum):

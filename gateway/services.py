@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from engine_bridge.node import Node
+from engine_bridge.protocol.node import Node
 from gateway.access.auth import KeyRing, Principal, extract_key
 from gateway.access.budgets import Gatekeeper, RequestBudgets, network_of
 from gateway.access.open_calls import OpenCalls

@@ -1,4 +1,4 @@
-"""Adapters of an emulated node: the core that serves decides (`engine_bridge/core/residency.py`), copies take their bytes over a link.
+"""Adapters of an emulated node: the core that serves decides (`engine_bridge/core/adapters/residency.py`), copies take their bytes over a link.
 
 A request is gated as live until its adapter could be computed with; what becomes of a step that begins before its adapters' copies are whole,
 `ColdStart` says. An adapter that leaves its slot is written into KV blocks that nobody needs, from host memory, slice by slice between the steps, as
@@ -16,11 +16,11 @@ from bench.emulated.assist import ColdStart
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.links import SharedLink
-from engine_bridge.core.adapter_moves import DropCopy, Fill, Load, Move, WriteCopy
-from engine_bridge.core.adapter_worth import Worth
-from engine_bridge.core.residency import AdapterPlaces, Rules
-from engine_bridge.core.staging import HistoryPrefetch, NoPrefetch
-from engine_bridge.policy.adapter_cache import PrefixFacts
+from engine_bridge.core.adapters.adapter_moves import DropCopy, Fill, Load, Move, WriteCopy
+from engine_bridge.core.adapters.adapter_worth import Worth
+from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
+from engine_bridge.core.adapters.staging import HistoryPrefetch, NoPrefetch
+from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
 
 
 @dataclass(frozen=True, slots=True)

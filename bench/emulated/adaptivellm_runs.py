@@ -17,7 +17,7 @@ from bench.sim.core.models import LLAMA_13B, LLAMA_30B, OPT_13B, OPT_30B, Model
 from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.steps import StepCost
-from engine_bridge.policy.registry import DEFAULT_POLICY
+from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts, RestorePolicy
 
 NUM_REQUESTS, QUICK_REQUESTS = 250, 150

@@ -33,8 +33,8 @@ from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import VLLM, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import Lengths, play
-from engine_bridge.policy.registry import DEFAULT_POLICY
-from engine_bridge.policy.registry import POLICIES as QUEUES
+from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
+from engine_bridge.policy.scheduling.policies import POLICIES as QUEUES
 
 POLICIES = ("fcfs", "mlq", DEFAULT_POLICY)
 # Requests a second. Chosen: nearly as many as the device answers of these lengths.

@@ -27,9 +27,9 @@ from bench.sim.core.shapes import BLOCK_TOKENS, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers, crossing
 from bench.sim.core.traffic import Lengths, Pool, azure, poisson
-from engine_bridge.policy.mlq import Mlq, MlqSettings
-from engine_bridge.policy.registry import DEFAULT_POLICY, MakePolicy
-from engine_bridge.policy.sizes import WeightedSize
+from engine_bridge.policy.scheduling.mlq import Mlq, MlqSettings
+from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY, MakePolicy
+from engine_bridge.policy.scheduling.sizes import WeightedSize
 
 SLO_TIMES = 5.0
 PAPER_KNEE = 8.7

@@ -32,7 +32,7 @@ from bench.sim.core.models import LLAMA2_7B
 from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import pool_blocks
 from bench.sim.core.steps import StepCost
-from engine_bridge.policy.registry import POLICIES
+from engine_bridge.policy.scheduling.policies import POLICIES
 
 # Requests a second. The device answers some 2.4 of these lengths.
 LOADS = {"under": 1.6, "at": 2.4, "over": 4.0, "tight": 2.0}

@@ -50,9 +50,9 @@ from bench.sim.core.measured import MeasuredCost
 from bench.sim.core.models import Model
 from bench.sim.core.requests import Arrival
 from bench.sim.core.traffic import play as play_on
-from engine_bridge.policy.costs import StepGrid, StepTable
-from engine_bridge.policy.registry import DEFAULT_POLICY
-from engine_bridge.profile import MachineProfile
+from engine_bridge.policy.costs.costs import StepGrid, StepTable
+from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
+from engine_bridge.settings.profile import MachineProfile
 
 POLICIES = (DEFAULT_POLICY, "fcfs")
 LOADS = (0.3, 0.5, 0.8, 1.0)

@@ -25,17 +25,17 @@ from bench.emulated.vllm_parts import make_scheduler, output_of
 from bench.sim.core.clock import Clock, Event
 from bench.sim.core.requests import Arrival, Guesser, Timed
 from bench.sim.core.steps import StepCost
-from engine_bridge.core.pauses import Pauses
-from engine_bridge.core.refits import Work
-from engine_bridge.core.step_times import StepSeconds, StepTimes
+from engine_bridge.core.scheduling.pauses import Pauses
+from engine_bridge.core.scheduling.refits import Work
+from engine_bridge.core.scheduling.step_times import StepSeconds, StepTimes
 from engine_bridge.driver.adapters.residency import lora_ids
-from engine_bridge.driver.prefixes import PREFIX_HALF_LIFE_S
+from engine_bridge.driver.kv.prefixes import PREFIX_HALF_LIFE_S
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.scheduling import Scheduling
-from engine_bridge.policy.adapter_cache import PrefixFacts
-from engine_bridge.policy.costs import StepTable
-from engine_bridge.policy.fading import FadingRate
-from engine_bridge.policy.registry import POLICIES, MakePolicy
+from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
+from engine_bridge.policy.costs.costs import StepTable
+from engine_bridge.policy.costs.decay import FadingRate
+from engine_bridge.policy.scheduling.policies import POLICIES, MakePolicy
 
 # While something waits that cannot start, it is asked again so often. As the engine thread does at first (engine_bridge/bridge.py, FIRST_WAIT_S).
 STUCK_WAIT_S = 0.001
@@ -92,7 +92,7 @@ class EmulatedNode:
         guesser: predicts answers' lengths, in place of the node's own predictor; None: the node's own.
         ranks: of the adapters that requests may name, by id.
         memory: where they may lie. With a host's help for those on their way, the cost names the host.
-        lane_rule: a name in `engine_bridge.policy.lanes.RULES`.
+        lane_rule: a name in `engine_bridge.policy.scheduling.lanes.RULES`.
         tiers: host memory for KV that leaves the device; None: there is none.
         urgent_tpot_s: as `--urgent-tpot-ms`.
         noise: by which steps and copies take longer or shorter than the cost says.
@@ -208,7 +208,7 @@ class EmulatedNode:
         return self.engine.block_tokens * self.cost.model.kv_bytes_per_token
 
     def _prefix_facts(self, num_blocks: int) -> PrefixFacts:
-        """As the live engine's (engine_bridge/driver/engine.py), by the device's own times."""
+        """As the live engine's (engine_bridge/driver/engine/engine.py), by the device's own times."""
         return PrefixFacts(
             num_bytes=num_blocks * self._block_bytes,
             restore_s=self.cost.prefill_s(num_blocks * self.engine.block_tokens),
@@ -225,7 +225,7 @@ class EmulatedNode:
         self.wake()
 
     def _num_cached_tokens(self, request: Any) -> int:
-        """As the driver of the live engine counts them (engine_bridge/driver/engine.py)."""
+        """As the driver of the live engine counts them (engine_bridge/driver/engine/engine.py)."""
         pool = self.scheduler.kv_cache_manager.block_pool
         num = 0
         for block_hash in request.block_hashes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bench.sim.core.clock import Clock
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.links import SharedLink
-from engine_bridge.policy.costs import Copied
+from engine_bridge.policy.costs.costs import Copied
 
 
 class Replay:

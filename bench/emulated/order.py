@@ -50,8 +50,8 @@ from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
 from bench.sim.core.traffic import Pool, generated
 from bench.sim.core.traffic import play as replay
-from engine_bridge.policy.bounded import Bounded, BoundedSettings
-from engine_bridge.policy.registry import MakePolicy
+from engine_bridge.policy.scheduling.bounded import Bounded, BoundedSettings
+from engine_bridge.policy.scheduling.policies import MakePolicy
 
 LOADS = (0.5, 0.7, 0.9, 1.0, 1.1, 1.2, 1.3)
 QUICK_LOADS = (0.5, 0.9, 1.2, 1.3)

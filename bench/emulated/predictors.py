@@ -28,7 +28,7 @@ from bench.sim.core.tables import Figure, Part, Workers
 from bench.sim.core.traffic import play
 from engine_bridge.driver.profiling.copies import fit_link
 from engine_bridge.driver.profiling.steps import CONTEXT_SHARE, Bounds, Point, visits
-from engine_bridge.policy.costs import Link, StepGrid, StepTable
+from engine_bridge.policy.costs.costs import Link, StepGrid, StepTable
 from engine_bridge.predict.steps import StepSample, fit_steps
 
 MEASURED = "live-scheduling-predictors"

@@ -9,9 +9,9 @@ from vllm.v1.request import Request
 
 from bench.emulated.vllm_parts import block_hasher, block_names
 from bench.sim.core.requests import Arrival, Guesser
-from engine_bridge.driver.scheduling.facts import FACTS, Carried
+from engine_bridge.driver.carried import FACTS, Carried
 from engine_bridge.predict.length import LengthFeatures
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
 
 
 class RequestMaker:

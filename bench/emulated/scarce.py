@@ -51,7 +51,7 @@ from bench.sim.core.models import Model
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Figure, Part, Workers, add_table_arguments, report_parts, seeds_of
-from engine_bridge.policy.guesses import MARGIN_SHARE
+from engine_bridge.policy.kv.guesses import MARGIN_SHARE
 from kvtiers.keys import BlockKey
 
 MODEL = Model(

@@ -1,12 +1,12 @@
 """KV tiers of an emulated node: the connector, the core and the store that serve decide and keep account; only bytes and time are modelled.
 
-The scheduler's side is `engine_bridge.driver.kv_connector.TieredConnector`, asked by vLLM's scheduler, over a real `kvtiers.store.KvStore` whose
+The scheduler's side is `engine_bridge.driver.kv.kv_connector.TieredConnector`, asked by vLLM's scheduler, over a real `kvtiers.store.KvStore` whose
 slots hold no bytes. Its worker's side is modelled as on a GPU, where copies run beside the kernels. Layers are taken in pieces of several.
 
 Loads: a step's pieces come over the device's link one after the other, beside the step's computation, as `wait_for_layer_load` has it: a piece is
 computed when those before it are, and its KV has come. So a step that loads is as long as the slower of both makes it. Saves: copied out after
 the step, over the link's other direction; the step does not wait for them, and they may be read when they have come. Promotions: copies that
-`engine_bridge.driver.promoter.Promoter` makes between steps; the next step begins when they have come, as kernels do on a GPU.
+`engine_bridge.driver.kv.promoter.Promoter` makes between steps; the next step begins when they have come, as kernels do on a GPU.
 
 A step that counts on layers which the disk still reads waits for them, up to the live engine's limit, then has the rest computed again.
 """
@@ -24,14 +24,14 @@ from bench.sim.core.clock import Clock, Event
 from bench.sim.core.links import SharedLink
 from bench.sim.core.session_node import StepPrefill
 from bench.sim.core.steps import StepCost
-from engine_bridge.core.restores import StepMoves
-from engine_bridge.core.restoring import Load
-from engine_bridge.driver.kv_connector import LAYER_TIMEOUT_S
-from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.driver.promoter import Promoter
+from engine_bridge.core.kv.kv_transfers import StepMoves
+from engine_bridge.core.kv.restoring import Load
+from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
+from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.kv.promoter import Promoter
 from engine_bridge.driver.scheduling.seam import GatedScheduler
-from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport
-from engine_bridge.policy.costs import Copied, Link, PrefillCost, TablePrefill
+from engine_bridge.policy.costs.costs import Copied, Link, PrefillCost, TablePrefill
+from engine_bridge.protocol.node import ADVISORY_ENDS, Advisory, AdvisoryReport
 from kvtiers.keys import BlockKey, BlockShape, Namespace
 from kvtiers.policy.eviction import ByValue, EvictionPolicy
 from kvtiers.policy.restore import RestorePolicy
@@ -90,7 +90,7 @@ class HollowStore(KvStore):
 
 
 class EmulatedCopier:
-    """In the place of `engine_bridge.driver.block_copy.CudaCopier`, for copies between steps."""
+    """In the place of `engine_bridge.driver.memory.block_copy.CudaCopier`, for copies between steps."""
 
     overlaps = True
 

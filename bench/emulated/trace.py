@@ -14,8 +14,8 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.requests import Arrival, Guesser
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import Lengths, play
-from engine_bridge.policy.registry import MakePolicy
-from engine_bridge.policy.sizes import WeightedSize
+from engine_bridge.policy.scheduling.policies import MakePolicy
+from engine_bridge.policy.scheduling.sizes import WeightedSize
 
 # Of the generated lengths. Chosen: a chat's, wide enough that prompts and answers of all sizes meet.
 PROMPT, ANSWER = (6.0, 1.1), (4.9, 0.9)

@@ -26,8 +26,8 @@ from bench.emulated.trace import Played, arrivals, lognormal, play_on_node
 from bench.measures import quantile
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Figure, Part, Workers, add_table_arguments, report_parts, seeds_of
-from engine_bridge.policy.costs import StepTable
-from engine_bridge.policy.urgency import is_urgent
+from engine_bridge.policy.costs.costs import StepTable
+from engine_bridge.protocol.urgency import is_urgent
 
 PER_S = (8.0, 12.0, 16.0, 20.0)
 URGENT_SHARE, TPOT_S, MAX_STEP_S = 0.1, 0.025, 0.5

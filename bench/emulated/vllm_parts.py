@@ -29,7 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engine_bridge.driver.building import connector_config
+from engine_bridge.driver.engine.building import connector_config
 from engine_bridge.driver.scheduling.seam import GatedScheduler
 
 MODEL = Path(__file__).parents[2] / "demo/model"

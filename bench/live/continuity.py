@@ -25,9 +25,9 @@ from typing import Any
 
 from bench.data import MT_BENCH, OASST, lines_of
 from bench.live.report import options, report
-from engine_bridge.continuity import continue_prompt
-from engine_bridge.driver.building import CPU_BLOCK_SIZE_TOKENS, configure_environment
-from engine_bridge.node import (
+from engine_bridge.calls.continuity import continue_prompt
+from engine_bridge.driver.engine.building import CPU_BLOCK_SIZE_TOKENS, configure_environment
+from engine_bridge.protocol.node import (
     ChatMessage,
     GenerateRequest,
     RequestId,
@@ -35,7 +35,7 @@ from engine_bridge.node import (
     pack_token_ids,
     unpack_token_ids,
 )
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.app import engine_config, node_config
 from gateway.settings.config import DEMO_MODEL_DIR, Config
 

@@ -26,8 +26,8 @@ import uvloop
 
 from bench.live.load import prompt_of
 from bench.live.report import last_line, options, report, spread
-from engine_bridge.driver.building import configure_environment
-from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver.engine.building import configure_environment
+from engine_bridge.driver.engine.engine import VllmDriver
 from gateway.app import Server, build_services, engine_config
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 

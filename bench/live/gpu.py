@@ -38,7 +38,7 @@ from bench.live.peers.play import text
 from bench.live.report import ROOT, Progress, options, report, spread
 from bench.live.serving import ServerProcess
 from bench.live.soak.server import HOST, free_port
-from engine_bridge.node import ADVISORY_ENDS
+from engine_bridge.protocol.node import ADVISORY_ENDS
 
 _shape = partial(ModelShape, max_model_len=17408, num_kv_heads=8, dtype="bfloat16")
 SHAPES = {

@@ -93,7 +93,7 @@ def measure_wrappers(num_blocks: int, repeats: int, inner: int) -> dict[str, Any
     import torch
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from engine_bridge.driver.lora import SegmentPunicaWrapper
+    from engine_bridge.driver.lora.lora import SegmentPunicaWrapper
 
     torch.set_num_threads(1)  # see the module docstring
     generator = torch.Generator().manual_seed(0)
@@ -169,7 +169,7 @@ def mixed_batch_identical() -> bool:
 
     from bench.live.mixed_batch import PROMPT, SHAPE, Engine
     from bench.live.models import model_folder, write_adapter
-    from engine_bridge.driver import lora
+    from engine_bridge.driver.lora import lora
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

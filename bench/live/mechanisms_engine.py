@@ -17,7 +17,7 @@ from bench.live.peers.client import Worker, WorkerFailed
 from bench.live.peers.engine import Settings
 from bench.live.peers.mechanisms_node import MechanismNode, ProfiledNode
 from bench.live.peers.play import text
-from engine_bridge.node import ChatMessage
+from engine_bridge.protocol.node import ChatMessage
 
 SHAPE = ModelShape()
 BLOCK_TOKENS = 32

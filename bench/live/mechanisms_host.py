@@ -14,10 +14,10 @@ from typing import Any
 
 from bench.measures import quantile
 from engine_bridge.adapters.registry import Registry
-from engine_bridge.node import AdapterInfo
-from engine_bridge.policy.adapter_places import LoadRates, loads
-from engine_bridge.policy.homes import Homes, doors_of
-from engine_bridge.policy.routing import UNKNOWN, Ask, NodeFacts, Ranks
+from engine_bridge.policy.adapters.adapter_places import LoadRates, loads
+from engine_bridge.policy.nodes.routing import UNKNOWN, Ask, NodeFacts, Ranks
+from engine_bridge.policy.nodes.session_locations import Homes, doors_of
+from engine_bridge.protocol.node import AdapterInfo
 
 WIDTH, RANK = 1024, 64  # of the module and the adapter that CPU workers are measured with, as in bench/LOG.md
 EMPTY_WIDTH, EMPTY_RANK = 64, 8
@@ -35,7 +35,7 @@ def workers(num_workers: int) -> Iterator[Any]:
     import torch
 
     from engine_bridge.driver.assist.pool import AssistPool
-    from engine_bridge.driver.lora_weights import pack_slot
+    from engine_bridge.driver.lora.lora_weights import pack_slot
 
     def layer(width: int, rank: int) -> Any:
         return pack_slot([torch.full((rank, width), 0.01)], [torch.full((width, rank), 0.01)], [rank])

@@ -29,7 +29,7 @@ from bench.live.scheduling_traffic import (
     tight_asks,
 )
 from bench.predicting import error_of, fitted_error
-from engine_bridge.policy.registry import DEFAULT_POLICY
+from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 
 NUM_BLOCKS, MAX_MODEL_LEN, KV_HOST_BYTES = 128, 2048, 1 << 30
 BURST, SHARE = 48, 0.8

@@ -63,7 +63,7 @@ def spread(values: Sequence[float]) -> str:
 
 def machine() -> dict[str, Any]:
     """Where the numbers were taken. `load_1m` is the load average: above the number of cores somebody else was at work."""
-    from engine_bridge.machine import processor_name  # not needed to read results
+    from engine_bridge.settings.machine import processor_name  # not needed to read results
 
     try:
         git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout

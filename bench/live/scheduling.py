@@ -62,7 +62,7 @@ from bench.live.scheduling_traffic import (
     tight_asks,
 )
 from bench.measures import quantile
-from engine_bridge.policy.registry import DEFAULT_POLICY
+from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 
 MAX_MODEL_LEN, NUM_KV_BLOCKS, MAX_NUM_SEQS = 2048, 256, 32
 NUM_SLOTS = 10

@@ -2,7 +2,7 @@
 
     python -m bench.sim.adapter_cache [--json] [--part tempers|azure|prefetch] [--temper NAME] [--trace CSV] [--cache-share S] [--seeds N] [--seed N]
 
-What runs: `engine_bridge.policy.adapter_cache` and `.arrivals`; the cache around them is a model. An adapter that running requests use lies in a
+What runs: `engine_bridge.policy.adapters.adapter_cache` and `.arrivals`; the cache around them is a model. An adapter that running requests use lies in a
 slot, outside the cache. When its last request ends it enters the cache (Chameleon §4.1), which then gives up what it is over its size by, the
 newcomer if that is worth least. A request whose adapter is neither in a slot nor cached waits for one link, first come first served: its bytes
 over the bandwidth, plus an overhead. The cache's size is constant, where the engine's grows and shrinks with the KV.
@@ -61,9 +61,14 @@ from bench.sim.adapter_traces import (
     generated,
     read_uses,
 )
-from engine_bridge.policy.adapter_cache import POLICIES, choose_victims
-from engine_bridge.policy.arrivals import Arrivals
-from engine_bridge.policy.cached_adapter import USE_HALF_LIFE_S, CachedAdapter, EvictionPolicy, UseWindow
+from engine_bridge.policy.adapters.adapter_cache import POLICIES, choose_victims
+from engine_bridge.policy.adapters.arrivals import Arrivals
+from engine_bridge.policy.adapters.cached_adapter import (
+    USE_HALF_LIFE_S,
+    CachedAdapter,
+    EvictionPolicy,
+    UseWindow,
+)
 
 ADAPTERS_PER_RANK = 20
 NUM_ADAPTERS = len(RANKS) * ADAPTERS_PER_RANK

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from bench.sim.adapter_traces import Use
-from engine_bridge.policy.adapter_cache import Stateless
-from engine_bridge.policy.adaptive_eviction import seconds_per_byte
-from engine_bridge.policy.cached_adapter import CachedAdapter, by_value
+from engine_bridge.policy.adapters.adapter_cache import Stateless
+from engine_bridge.policy.adapters.adaptive_eviction import seconds_per_byte
+from engine_bridge.policy.adapters.cached_adapter import CachedAdapter, by_value
 
 
 def gain_per_byte(adapter: CachedAdapter) -> float:

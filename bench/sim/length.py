@@ -61,7 +61,7 @@ from engine_bridge.predict.length import (
     OnlineLengths,
     Recent,
 )
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
 
 AZURE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.zst"
 SSJF = "length_prediction/ssjf_predictions_warmup_multi_cls_1000K.csv.zst"

@@ -2,8 +2,8 @@
 
     python -m bench.sim symphony [--part NAME ...] [--quick] [--seeds N] [--seed N] [--jobs N] [--span-s S] [--recorded PATH]
 
-What runs in simulated nodes: `engine_bridge.policy.guesses.plan` (which announced session's KV comes to the device, and when),
-`engine_bridge.policy.restore_method.FullCost` (load, wait or compute) and `kvtiers.policy.eviction` (who leaves host memory). A session node
+What runs in simulated nodes: `engine_bridge.policy.kv.guesses.plan` (which announced session's KV comes to the device, and when),
+`engine_bridge.policy.kv.restore_method.FullCost` (load, wait or compute) and `kvtiers.policy.eviction` (who leaves host memory). A session node
 (core/session_node.py) is a subclass of the core's `Node`: steps, memory of running requests and starting are inherited, and only KV that outlives
 its request is added; a node of its own would have had to repeat continuous batching. Host memory, disk and network (core/tiers.py) belong to
 machines, whose devices share them.

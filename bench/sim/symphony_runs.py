@@ -32,12 +32,12 @@ from bench.sim.core.session_node import SessionNode, StepPrefill
 from bench.sim.core.shapes import BLOCK_TOKENS, VLLM, pool_blocks
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tiers import HostTiers
-from engine_bridge.policy import routing
-from engine_bridge.policy.homes import Doors, loyal
-from engine_bridge.policy.registry import POLICIES as QUEUES
-from engine_bridge.policy.restore_method import FullCost
-from engine_bridge.policy.routing import POLICIES as ROUTES
-from engine_bridge.policy.routing import Measured, NodeFacts, NodePerf, Ranks, RoutingPolicy, fit
+from engine_bridge.policy.kv.restore_method import FullCost
+from engine_bridge.policy.nodes import routing
+from engine_bridge.policy.nodes.routing import POLICIES as ROUTES
+from engine_bridge.policy.nodes.routing import Measured, NodeFacts, NodePerf, Ranks, RoutingPolicy, fit
+from engine_bridge.policy.nodes.session_locations import Doors, loyal
+from engine_bridge.policy.scheduling.policies import POLICIES as QUEUES
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 SPAN_S, WARM_UP_S = 420.0, 120.0

@@ -25,8 +25,8 @@ from bench.sim.core.session_node import StepPrefill
 from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
-from engine_bridge.policy.restore_method import FullCost
-from engine_bridge.policy.routing import Ask, NodeFacts, Ranks, RoutingPolicy
+from engine_bridge.policy.kv.restore_method import FullCost
+from engine_bridge.policy.nodes.routing import Ask, NodeFacts, Ranks, RoutingPolicy
 from kvtiers.policy.restore import Action, RestoreFacts
 
 NUM_NODES, NUM_SESSIONS, NUM_CELLS = 1000, 1_000_000, 2

@@ -23,7 +23,7 @@ from engine_bridge.adapters.files import (
 )
 from engine_bridge.adapters.names import check_name
 from engine_bridge.adapters.registry import AdapterRecord, Registry
-from engine_bridge.errors import NotSupported
+from engine_bridge.protocol.errors import NotSupported
 from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)

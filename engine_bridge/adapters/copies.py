@@ -17,7 +17,7 @@ from typing import Final
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.adapters.store import AdapterStore
-from engine_bridge.errors import InvalidRequest
+from engine_bridge.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 

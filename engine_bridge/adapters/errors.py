@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from engine_bridge.errors import BridgeError
+from engine_bridge.protocol.errors import BridgeError
 
 RejectCode = Literal[
     "bad_name",

@@ -23,7 +23,7 @@ from engine_bridge.adapters.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from engine_bridge.adapters.contents import FILES, contents_of
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import signature_of
-from engine_bridge.errors import InvalidRequest, NotSupported
+from engine_bridge.protocol.errors import InvalidRequest, NotSupported
 
 log = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from engine_bridge.cluster.host import CLOSE_S, NodeHost, Place
 from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.ray_settings import environment_of
 from engine_bridge.cluster.trust import Trust
-from engine_bridge.errors import ClusterError
 from engine_bridge.process_end import stop_collecting
+from engine_bridge.protocol.errors import ClusterError
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine_bridge.cluster.server import NodeServer
-from engine_bridge.node import Node
 from engine_bridge.process_end import leave, leave_within, stop_collecting
+from engine_bridge.protocol.node import Node
 from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from engine_bridge.cluster.child import tell_crashes_quickly
 from engine_bridge.cluster.file_locks import locked
 from engine_bridge.cluster.server import NodeServer
 from engine_bridge.cluster.trust import Trust
-from engine_bridge.node import Node
+from engine_bridge.protocol.node import Node
 from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from engine_bridge.cluster import wire
-from engine_bridge.node import ADVISORY_ENDS, AdvisoryReport
+from engine_bridge.protocol.node import ADVISORY_ENDS, AdvisoryReport
 
 log = logging.getLogger(__name__)
 

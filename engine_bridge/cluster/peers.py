@@ -31,7 +31,7 @@ from engine_bridge.cluster.wire import (
     is_proof,
     proof_of,
 )
-from engine_bridge.policy.fading import FadingShare
+from engine_bridge.policy.costs.decay import FadingShare
 from kvtiers.io.io_thread import IoThread
 from kvtiers.io.records import Part
 from kvtiers.keys import BlockKey, BlockShape

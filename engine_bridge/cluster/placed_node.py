@@ -14,7 +14,7 @@ from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.process import LOOK_EVERY_S, SILENT_S, STARTING_SILENT_S
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.wire import NodeReport
-from engine_bridge.node import Progress
+from engine_bridge.protocol.node import Progress
 
 log = logging.getLogger(__name__)
 

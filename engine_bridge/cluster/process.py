@@ -18,8 +18,8 @@ from contextlib import suppress
 from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.silence import Silence
-from engine_bridge.errors import EngineUnavailable
-from engine_bridge.node import Progress
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.node import Progress
 
 log = logging.getLogger(__name__)
 

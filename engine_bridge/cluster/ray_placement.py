@@ -23,7 +23,7 @@ from engine_bridge.cluster import guard, orders
 from engine_bridge.cluster.orders import ClusterSettings
 from engine_bridge.cluster.placed_node import PlacedNode
 from engine_bridge.cluster.process import CLOSE_S, FIRST_PAUSE_S, HEALTHY_S, MOST_PAUSE_S
-from engine_bridge.errors import EngineUnavailable
+from engine_bridge.protocol.errors import EngineUnavailable
 
 log = logging.getLogger(__name__)
 

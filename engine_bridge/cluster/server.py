@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from engine_bridge.adapters.store import AdapterStore
 from engine_bridge.cluster import wire
-from engine_bridge.errors import BridgeError
-from engine_bridge.node import AdapterInfo, Advisory, Delta, Node, SseReply
+from engine_bridge.protocol.errors import BridgeError
+from engine_bridge.protocol.node import AdapterInfo, Advisory, Delta, Node, SseReply
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import msgspec
 
-from engine_bridge.engine_config import GIB, EngineConfig
-from engine_bridge.errors import ClusterError
+from engine_bridge.protocol.errors import ClusterError
+from engine_bridge.settings.engine_config import GIB, EngineConfig
 
 # What a node's process takes beside weights and KV: Python, torch, vLLM and helper processes. Measured: 1.3 GiB with the demo model on a CPU.
 NODE_BYTES = int(1.3 * GIB)

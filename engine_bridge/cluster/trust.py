@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from engine_bridge.errors import ClusterError
+from engine_bridge.protocol.errors import ClusterError
 
 TOKEN_BYTES = 32
 # Below this a token that a person made up can be guessed from one recorded greeting. Chosen.

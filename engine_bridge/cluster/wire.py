@@ -24,7 +24,8 @@ import msgspec
 from msgspec import Raw, Struct
 
 from engine_bridge.adapters.errors import RegistryFailed
-from engine_bridge.errors import (
+from engine_bridge.policy.nodes.routing import NodeFacts
+from engine_bridge.protocol.errors import (
     BridgeError,
     EngineUnavailable,
     InternalFailure,
@@ -32,7 +33,7 @@ from engine_bridge.errors import (
     NotSupported,
     TooBusy,
 )
-from engine_bridge.node import (
+from engine_bridge.protocol.node import (
     AdapterInfo,
     AdapterStats,
     Advisory,
@@ -48,8 +49,7 @@ from engine_bridge.node import (
     SchedulingStats,
     TokenizerStats,
 )
-from engine_bridge.policy.routing import NodeFacts
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
 from kvtiers.stats import TierStats
 
 PROTOCOL = 1

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from engine_bridge.errors import EngineUnavailable
 from engine_bridge.grammars.worker import HEAD_BYTES, Setup, Verdict
-from engine_bridge.node import GrammarStats
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.node import GrammarStats
 
 log = logging.getLogger(__name__)
 

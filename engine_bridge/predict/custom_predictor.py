@@ -21,10 +21,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from engine_bridge.errors import BridgeError
 from engine_bridge.predict.hints import Asked
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, LengthPredictor
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.errors import BridgeError
+from engine_bridge.protocol.request_context import RequestContext
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from engine_bridge.predict.words import NUM_PLACES, Words
-from engine_bridge.request_context import NOBODY, RequestContext
+from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from kvtiers.io.files import read_regular
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.costs.costs import StepTable
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from engine_bridge.errors import BridgeError, NotSupported
-from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport, Node
+from engine_bridge.protocol.errors import BridgeError, NotSupported
+from engine_bridge.protocol.node import ADVISORY_ENDS, Advisory, AdvisoryReport, Node
 from gateway.access.auth import tenant_of
 from gateway.access.rates import Rates
 from gateway.access.shares import Shares

@@ -14,9 +14,9 @@ import math
 import uuid
 from collections.abc import Callable
 
-from engine_bridge.errors import BridgeError
-from engine_bridge.node import ChatMessage, GenerateRequest, Node, RequestId
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.errors import BridgeError
+from engine_bridge.protocol.node import ChatMessage, GenerateRequest, Node, RequestId
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import tenant_of
 from gateway.access.shares import Shares
 from gateway.errors import GatewayError

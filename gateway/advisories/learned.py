@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engine_bridge.node import Node
+from engine_bridge.protocol.node import Node
 from gateway.advisories import learned_file
 from gateway.advisories.advisories import MAX_TTL_S, Advisories, AdvisoryRequest, Record
 from gateway.advisories.followers import Arrival, Followers, Guess

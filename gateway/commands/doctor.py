@@ -16,9 +16,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from engine_bridge.engine_config import kv_cache_bytes
-from engine_bridge.machine import Machine, look
-from engine_bridge.profile import MachineProfile
+from engine_bridge.settings.engine_config import kv_cache_bytes
+from engine_bridge.settings.machine import Machine, look
+from engine_bridge.settings.profile import MachineProfile
 from gateway.commands import remedies
 from gateway.commands.remedies import Finding, ModelFacts
 from gateway.settings.config import PROJECT_ROOT, Config

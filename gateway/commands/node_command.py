@@ -10,8 +10,8 @@ from typing import NoReturn
 import uvloop
 
 from engine_bridge.cluster.ray_placement import RayPlacement
-from engine_bridge.errors import ClusterError, EngineUnavailable
 from engine_bridge.process_end import leave
+from engine_bridge.protocol.errors import ClusterError, EngineUnavailable
 from gateway.app import node_config, on_signal, say
 from gateway.errors import StartupError
 from gateway.nodes.cluster import default_name, make_placement

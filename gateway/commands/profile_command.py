@@ -18,7 +18,13 @@ from gateway.errors import StartupError
 
 if TYPE_CHECKING:
     from engine_bridge.predict.steps import Candidate
-    from engine_bridge.profile import AdapterProfile, CopyProfile, DiskProfile, MachineProfile, StepProfile
+    from engine_bridge.settings.profile import (
+        AdapterProfile,
+        CopyProfile,
+        DiskProfile,
+        MachineProfile,
+        StepProfile,
+    )
     from gateway.settings.config import Config
 
 log = logging.getLogger(__name__)
@@ -32,8 +38,8 @@ LINE_EVERY_S = 15.0
 
 def profile(config: Config, seconds: float, as_json: bool) -> int:
     """Measure, keep the profile, print it; the process's exit code. Raises StartupError for settings that cannot work."""
-    from engine_bridge.driver.building import configure_environment
-    from engine_bridge.driver.engine import VllmDriver
+    from engine_bridge.driver.engine.building import configure_environment
+    from engine_bridge.driver.engine.engine import VllmDriver
     from gateway.app import engine_config
 
     folder = config.prepare_data_dir() and config.profile_dir

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from engine_bridge.machine import Machine
+from engine_bridge.settings.machine import Machine
 
 GIB = 1 << 30
 # Python, vLLM and torch in memory before any weights: measured for the CPU build, 1.7 GB with the 10 MB demo model.

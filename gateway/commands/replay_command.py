@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from engine_bridge.policy.decision_log import BadLog, Difference, Replay
-from engine_bridge.policy.decision_log import replay as replay_lines
-from engine_bridge.policy.queue import Decision
+from engine_bridge.policy.scheduling.decision_log import BadLog, Difference, Replay
+from engine_bridge.policy.scheduling.decision_log import replay as replay_lines
+from engine_bridge.policy.scheduling.queue_policy import Decision
 from gateway.errors import StartupError
 
 EXIT_DIFFERENT = 1

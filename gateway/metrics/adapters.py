@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine_bridge.node import AdapterPlace, AdapterStats
+from engine_bridge.protocol.node import AdapterPlace, AdapterStats
 from gateway.metrics.snapshots import SnapshotCollector
 
 _PLACES: tuple[str, ...] = get_args(AdapterPlace)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from engine_bridge.node import GrammarStats
+from engine_bridge.protocol.node import GrammarStats
 from gateway.metrics.snapshots import SnapshotCollector
 
 _COUNTERS = (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from engine_bridge.engine_metrics import own_metrics
-from engine_bridge.node import AdvisoryReport, Delta, Dropped
+from engine_bridge.protocol.node import AdvisoryReport, Delta, Dropped
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)

@@ -7,7 +7,7 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine_bridge.node import NodeState
+from engine_bridge.protocol.node import NodeState
 from gateway.metrics.snapshots import SnapshotCollector
 from gateway.nodes.members import MemberState
 from gateway.nodes.node_states import NodeKv, NodeLoad, NodeStanding

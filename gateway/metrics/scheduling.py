@@ -7,7 +7,7 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from engine_bridge.node import LaneStats, LengthErrors, SchedulingStats, WaitReason
+from engine_bridge.protocol.node import LaneStats, LengthErrors, SchedulingStats, WaitReason
 from gateway.metrics.snapshots import SnapshotCollector
 
 _REASONS: tuple[WaitReason, ...] = get_args(WaitReason)

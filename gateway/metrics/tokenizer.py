@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine_bridge.node import TokenizerStats
+from engine_bridge.protocol.node import TokenizerStats
 from gateway.metrics.snapshots import SnapshotCollector
 
 

@@ -11,12 +11,12 @@ from msgspec import Struct
 
 from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed, status_of
 from engine_bridge.adapters.retries import Refusal
-from engine_bridge.api_errors import error_body
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.sending import bring
-from engine_bridge.errors import BridgeError, EngineUnavailable
-from engine_bridge.node import JsonReply
-from engine_bridge.policy.adapter_places import Load, Pin, Served, Step, Unload, steps
+from engine_bridge.policy.adapters.adapter_places import Load, Pin, Served, Step, Unload, steps
+from engine_bridge.protocol.api_errors import error_body
+from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
+from engine_bridge.protocol.node import JsonReply
 from gateway.nodes.wanted_adapters import WantedAdapter
 
 log = logging.getLogger(__name__)

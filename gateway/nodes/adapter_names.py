@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import UnsetType
 
-from engine_bridge.api_errors import unknown_model
-from engine_bridge.node import Node
+from engine_bridge.protocol.api_errors import unknown_model
+from engine_bridge.protocol.node import Node
 from gateway.errors import GatewayError
 
 

@@ -20,10 +20,10 @@ from engine_bridge.adapters.errors import AdapterRejected, RegistryFailed
 from engine_bridge.adapters.follower import WATCH_EVERY_S, Follower
 from engine_bridge.adapters.retries import Refusal
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.errors import EngineUnavailable
-from engine_bridge.node import AdapterInfo, JsonReply
-from engine_bridge.policy import adapter_places
-from engine_bridge.policy.adapter_places import AdapterAt
+from engine_bridge.policy.adapters import adapter_places
+from engine_bridge.policy.adapters.adapter_places import AdapterAt
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.node import AdapterInfo, JsonReply
 from gateway.nodes.adapter_keeper import Keeper, refusal_of, refused
 from gateway.nodes.wanted_adapters import WantedAdapter, WantedAdapters
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from msgspec import structs
 
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.errors import BridgeError, EngineUnavailable
-from engine_bridge.node import GenerateRequest
-from engine_bridge.policy.homes import Homes, Sent, SessionKey
-from engine_bridge.policy.routing import Ask
-from engine_bridge.request_context import RequestContext
+from engine_bridge.policy.nodes.routing import Ask
+from engine_bridge.policy.nodes.session_locations import Homes, Sent, SessionKey
+from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
+from engine_bridge.protocol.node import GenerateRequest
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.nodes.members import Members
 
 log = logging.getLogger(__name__)

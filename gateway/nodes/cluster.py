@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from engine_bridge import machine
 from engine_bridge.cluster import shares
 from engine_bridge.cluster.file_locks import wait_until_free
 from engine_bridge.cluster.host import LOCK
@@ -20,8 +19,9 @@ from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.cluster.trust import Trust, read_token
-from engine_bridge.errors import ClusterError
 from engine_bridge.local_node import LocalNodeConfig
+from engine_bridge.protocol.errors import ClusterError
+from engine_bridge.settings import machine
 from gateway.errors import StartupError
 from gateway.nodes.engine_process import ChildSettings, pack_settings
 from gateway.settings.config import Config

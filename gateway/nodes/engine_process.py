@@ -12,7 +12,7 @@ from msgspec import Struct
 from engine_bridge.cluster import child
 from engine_bridge.cluster.guard import own_group
 from engine_bridge.cluster.process import ProcessNode
-from engine_bridge.driver.building import configure_environment
+from engine_bridge.driver.engine.building import configure_environment
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
 from gateway.settings import logs
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine_bridge.node import TOKEN_ID_BYTES, Advisory, GenerateRequest
-from engine_bridge.policy.adapter_places import AdapterAt
-from engine_bridge.policy.routing import Ask
-from engine_bridge.policy.urgency import is_urgent
-from engine_bridge.request_context import RequestContext
+from engine_bridge.policy.adapters.adapter_places import AdapterAt
+from engine_bridge.policy.nodes.routing import Ask
+from engine_bridge.protocol.node import TOKEN_ID_BYTES, Advisory, GenerateRequest
+from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.protocol.urgency import is_urgent
 
 # English text. Chosen.
 CHARS_PER_TOKEN = 4

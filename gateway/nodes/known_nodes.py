@@ -6,7 +6,7 @@ import secrets
 
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.node import Node
+from engine_bridge.protocol.node import Node
 from gateway.errors import GatewayError
 from gateway.nodes.node_states import Nodes, NodeStanding, standing_of
 from gateway.nodes.router import Router

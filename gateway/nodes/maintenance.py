@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine_bridge.errors import BridgeError
+from engine_bridge.protocol.errors import BridgeError
 from gateway.errors import GatewayError
 from gateway.nodes.node_states import Nodes, NodeStanding
 

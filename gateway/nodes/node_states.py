@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.node import AdapterPlace, LaneStats, Node, WaitReason
+from engine_bridge.protocol.node import AdapterPlace, LaneStats, Node, WaitReason
 from gateway.nodes.members import MemberState
 
 # Adapters in memory that are named one by one. Chosen: a screenful; the counts by place tell of all.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 
-from engine_bridge.errors import BridgeError, EngineUnavailable
-from engine_bridge.node import COUNTING_APIS, Api, JsonReply
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
+from engine_bridge.protocol.node import COUNTING_APIS, Api, JsonReply
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.nodes.chosen_node import Place, Places
 from gateway.nodes.estimates import CHARS_PER_TOKEN, Asks
 

@@ -17,8 +17,10 @@ from msgspec import structs
 from engine_bridge.cluster.placement import Placement
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.engine_metrics import joined
-from engine_bridge.errors import BridgeError, EngineUnavailable
-from engine_bridge.node import (
+from engine_bridge.policy.adapters import adapter_places
+from engine_bridge.policy.nodes.session_locations import Homes, doors_of
+from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
+from engine_bridge.protocol.node import (
     ADVISORY_ENDS,
     AdapterInfo,
     AdapterStats,
@@ -39,9 +41,7 @@ from engine_bridge.node import (
     TokenizerStats,
     Usage,
 )
-from engine_bridge.policy import adapter_places
-from engine_bridge.policy.homes import Homes, doors_of
-from engine_bridge.request_context import NOBODY, RequestContext
+from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from gateway.nodes import router_figures
 from gateway.nodes.adapter_sync import AdapterSync
 from gateway.nodes.chosen_node import Place, Places
@@ -65,7 +65,7 @@ class _Answer:
 
 
 class Router:
-    """See `engine_bridge.node.Node` for what each method promises.
+    """See `engine_bridge.protocol.node.Node` for what each method promises.
 
     Args:
         placement: whose nodes these are; started and closed with the router.

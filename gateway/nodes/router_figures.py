@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, structs
 
-from engine_bridge.node import (
+from engine_bridge.protocol.node import (
     EngineState,
     GrammarStats,
     LaneStats,

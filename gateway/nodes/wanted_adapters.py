@@ -16,9 +16,9 @@ from engine_bridge.adapters.copies import Copies
 from engine_bridge.adapters.errors import RegistryFailed
 from engine_bridge.adapters.names import check_name
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.node import AdapterInfo
 from engine_bridge.node_adapters import VERSION_CHARS, info_of
-from engine_bridge.policy.adapter_places import Served
+from engine_bridge.policy.adapters.adapter_places import Served
+from engine_bridge.protocol.node import AdapterInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from engine_bridge.node import Timings, Usage
+from engine_bridge.protocol.node import Timings, Usage
 from gateway.errors import GatewayError
 from gateway.sessions.records import SettingsPatch, TurnId
 from gateway.sessions.text import is_id

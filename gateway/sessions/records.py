@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, NewType
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from engine_bridge.node import ChatMessage, Sampling
+from engine_bridge.protocol.node import ChatMessage, Sampling
 from gateway.sessions.excerpt import Excerpt
 
 SessionId = NewType("SessionId", str)

@@ -1,4 +1,4 @@
-"""The settings of a gateway: one frozen, flat `Config`, of the engine's settings (`engine_bridge/engine_config.py`) and the server's own.
+"""The settings of a gateway: one frozen, flat `Config`, of the engine's settings (`engine_bridge/settings/engine_config.py`) and the server's own.
 
 Files that belong to the project (the page, the demo model) lie beside the packages in a checkout. A wheel holds copies of them in
 `gateway/files`, in the same folders (setup.py makes them). `PROJECT_ROOT` is whichever of the two is there, and nothing else computes it.
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from engine_bridge.context_overflow import ContextOverflow
-from engine_bridge.engine_config import KIB, ModelName, NonEmpty, Positive, setting
-from engine_bridge.plain_content import SpecialTokensInContent
-from engine_bridge.policy import routing
-from engine_bridge.policy.request_limits import RequestLimits
+from engine_bridge.calls.context_overflow import ContextOverflow
+from engine_bridge.calls.plain_content import SpecialTokensInContent
+from engine_bridge.policy.limits.request_limits import RequestLimits
+from engine_bridge.policy.nodes import routing
+from engine_bridge.settings.engine_config import KIB, ModelName, NonEmpty, Positive, setting
 from gateway.errors import StartupError
 from gateway.settings.data_folder import tighten
 from gateway.settings.declared import Setting, settings_of, shown

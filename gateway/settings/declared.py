@@ -69,7 +69,7 @@ class Setting(NamedTuple):
 
 
 def settings_of(struct: type[msgspec.Struct]) -> tuple[Setting, ...]:
-    """Of its fields those that say so (`engine_bridge.engine_config.setting`), in the order of the help."""
+    """Of its fields those that say so (`engine_bridge.settings.engine_config.setting`), in the order of the help."""
     info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)
     found = [_setting(field) for field in info.fields if isinstance(field.type, msgspec.inspect.Metadata)]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine_bridge.engine_config import EngineSettings, Positive, setting
+from engine_bridge.settings.engine_config import EngineSettings, Positive, setting
 
 
 class LimitSettings(EngineSettings, frozen=True, kw_only=True):

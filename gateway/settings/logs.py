@@ -18,7 +18,7 @@ from collections.abc import Iterator, MutableMapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from engine_bridge.errors import SeamMoved
+from engine_bridge.protocol.errors import SeamMoved
 from gateway.errors import GatewayError, StartupError
 
 _PLAIN = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"

@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from engine_bridge import engine_arguments
 from engine_bridge.adapters.errors import quoted
 from engine_bridge.adapters.names import problem_as_text
-from engine_bridge.engine_config import EngineSettings
+from engine_bridge.settings import engine_arguments
+from engine_bridge.settings.engine_config import EngineSettings
 from gateway.settings.config import SETTINGS, Config, ConfigError, default_data_dir
 from gateway.settings.declared import ENV_PREFIX, SECRET_SETTINGS, Setting
 from gateway.settings.lora_modules import parse_lora_modules

@@ -1,7 +1,7 @@
 """vLLM's command line, understood by ours: what `vllm serve` was started with is taken as far as this server does the same.
 
 A table says of each flag of vLLM's what becomes of it; `docs/from-vllm.md` is this table with remarks, and a test compares the two. Flags that are
-called the same here are not in the table, and engine arguments that are ruled out are in `engine_bridge/engine_arguments.py`.
+called the same here are not in the table, and engine arguments that are ruled out are in `engine_bridge/settings/engine_arguments.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from engine_bridge.engine_arguments import RULED_OUT
+from engine_bridge.settings.engine_arguments import RULED_OUT
 
 # vLLM's -> ours, with one value.
 RENAMED: Mapping[str, str] = {

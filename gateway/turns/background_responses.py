@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from engine_bridge.errors import BridgeError
-from engine_bridge.node import SseReply, token_ids_of
+from engine_bridge.protocol.errors import BridgeError
+from engine_bridge.protocol.node import SseReply, token_ids_of
 from gateway.errors import GatewayError
 from gateway.turns.replies import AnswerReader
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from engine_bridge.node import Sampling
+from engine_bridge.protocol.node import Sampling
 from gateway.errors import GatewayError
 
 PROTOCOL_VERSION = 1

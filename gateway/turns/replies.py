@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from engine_bridge.node import Api, token_ids_of
+from engine_bridge.protocol.node import Api, token_ids_of
 from gateway.errors import GatewayError
 from gateway.sessions import StoredResponse, Turn
 

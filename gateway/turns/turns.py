@@ -19,8 +19,15 @@ from typing import Any, NamedTuple, Protocol
 from msgspec import UnsetType, structs, to_builtins
 
 from engine_bridge.adapters.errors import RegistryFailed
-from engine_bridge.errors import BridgeError, EngineUnavailable, InternalFailure, InvalidRequest, TooBusy
-from engine_bridge.node import (
+from engine_bridge.predict.hints import read_conversation
+from engine_bridge.protocol.errors import (
+    BridgeError,
+    EngineUnavailable,
+    InternalFailure,
+    InvalidRequest,
+    TooBusy,
+)
+from engine_bridge.protocol.node import (
     ChatMessage,
     Delta,
     GenerateRequest,
@@ -29,8 +36,7 @@ from engine_bridge.node import (
     Sampling,
     pack_token_ids,
 )
-from engine_bridge.predict.hints import read_conversation
-from engine_bridge.request_context import NOBODY, RequestContext
+from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from gateway.access.auth import tenant_of
 from gateway.access.budgets import RequestBudgets
 from gateway.advisories.advisories import Advisories

@@ -15,7 +15,7 @@ NUM_LAYERS, NUM_BLOCKS, NUM_SLOTS = 3, 64, 400
 
 
 def test_blocks_go_to_host_and_back_on_a_stream_of_their_own() -> None:
-    from engine_bridge.driver.block_copy import CudaCopier
+    from engine_bridge.driver.memory.block_copy import CudaCopier
 
     shape = (NUM_BLOCKS, 2, 32, 128)
     layers = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(NUM_LAYERS)]

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine_bridge.driver import tokenizer_queue
+from engine_bridge.driver.serving import tokenizer_queue
 from gateway.access.auth import key_file_line
 from gateway.app import Server
 from gateway.doors.http import key_changes

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from engine_bridge.core.step_layouts import StepLayouts
+from engine_bridge.core.adapters.step_layouts import StepLayouts
 from engine_bridge.driver.adapters import layouts
-from engine_bridge.errors import EngineUnavailable, InvalidRequest
 from engine_bridge.local_node import LocalNode
-from engine_bridge.node import ChatMessage, GenerateRequest, JsonReply, RequestId, Sampling
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.protocol.node import ChatMessage, GenerateRequest, JsonReply, RequestId, Sampling
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 from tests.adapter_corpus import make_adapter
 
@@ -275,7 +275,9 @@ async def test_weights_are_never_computed_with_another_versions_configuration(
 async def test_without_a_copy_a_request_waits_for_the_next_version(
     node: LocalNode, folder: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_bridge.driver.adapter_waits.PATIENCE_S", 60.0)  # however slow this machine is
+    monkeypatch.setattr(
+        "engine_bridge.driver.serving.adapter_waits.PATIENCE_S", 60.0
+    )  # however slow this machine is
     shout, robot = await answers_of(node, "shout", "robot")
     await found(node, folder, "uncopied")
     assert await in_time(ask(node, "uncopied", PROMPT)) == shout
@@ -288,8 +290,8 @@ async def test_without_a_copy_a_request_waits_for_the_next_version(
 async def test_one_that_does_not_come_in_time_is_told_of_with_a_code_of_its_own(
     node: LocalNode, folder: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_bridge.driver.adapter_waits.PATIENCE_S", 0.2)
-    monkeypatch.setattr("engine_bridge.driver.adapter_waits.READ_AGAIN_S", 0.05)
+    monkeypatch.setattr("engine_bridge.driver.serving.adapter_waits.PATIENCE_S", 0.2)
+    monkeypatch.setattr("engine_bridge.driver.serving.adapter_waits.READ_AGAIN_S", 0.05)
     await found(node, folder, "broken")
     await leave_all(node)
     no_copies(state)

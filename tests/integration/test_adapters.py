@@ -22,15 +22,14 @@ import torch
 from safetensors.torch import save_file
 
 from engine_bridge.adapters.files import ModelContract
-from engine_bridge.core.step_layouts import PRIOR_BYTES_PER_S
+from engine_bridge.core.adapters.step_layouts import PRIOR_BYTES_PER_S
 from engine_bridge.driver.adapters.layouts import Layout
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import Loader
-from engine_bridge.engine_config import EngineConfig
-from engine_bridge.errors import BridgeError, InvalidRequest
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.node import (
+from engine_bridge.protocol.errors import BridgeError, InvalidRequest
+from engine_bridge.protocol.node import (
     AdapterStats,
     Advisory,
     AdvisoryReport,
@@ -39,7 +38,8 @@ from engine_bridge.node import (
     RequestId,
     Sampling,
 )
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 from kvtiers.policy.rates import Rate
 from tests.adapter_corpus import BAD, make_adapter

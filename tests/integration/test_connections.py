@@ -18,7 +18,7 @@ import uvloop
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from engine_bridge.node import SseReply
+from engine_bridge.protocol.node import SseReply
 from gateway.app import Server, build_services
 from gateway.doors.http.admission import RareLine
 from gateway.doors.http.connections import Connection, State

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine_bridge.driver.engine_client import BridgeEngineClient
-from engine_bridge.node import (
+from engine_bridge.driver.serving.engine_client import BridgeEngineClient
+from engine_bridge.protocol.node import (
     ChatMessage,
     GenerateRequest,
     Prompt,

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine_bridge.node import LaneStats, SchedulingStats
+from engine_bridge.protocol.node import LaneStats, SchedulingStats
 from gateway.app import Server
 from gateway.metrics.metrics import Metrics
 from gateway.metrics.scheduling import SchedulingCollector

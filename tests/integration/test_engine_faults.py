@@ -9,8 +9,8 @@ import weakref
 import aiohttp
 import pytest
 
-from engine_bridge.errors import EngineUnavailable
-from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.node import ChatMessage, GenerateRequest, RequestId, Sampling
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import ChatError, Delta
 

@@ -17,12 +17,12 @@ import aiohttp
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from engine_bridge.driver.engine import VllmDriver
-from engine_bridge.engine_config import EngineConfig
+from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.policy.decision_log import replay
-from engine_bridge.policy.routing import NodeFacts
+from engine_bridge.policy.nodes.routing import NodeFacts
+from engine_bridge.policy.scheduling.decision_log import replay
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
+from engine_bridge.settings.engine_config import EngineConfig
 from gateway.app import Server, build_services
 from gateway.metrics.metrics import Metrics
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR

@@ -372,7 +372,7 @@ async def test_sse_has_done_and_parses(http: aiohttp.ClientSession) -> None:
 async def test_a_silent_stream_is_kept_alive_with_comments(
     http: aiohttp.ClientSession, node: SharedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_bridge.driver.serving.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("engine_bridge.driver.serving.serving.KEEP_ALIVE_S", 0.05)
     # The engine is held for a moment, as by a long prefill of somebody else.
     release = threading.Event()
     held = asyncio.ensure_future(node.run_on_engine(lambda driver: release.wait(30)))

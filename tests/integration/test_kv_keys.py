@@ -16,10 +16,10 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from engine_bridge.adapters import catalog
-from engine_bridge.driver.engine_client import BridgeEngineClient
-from engine_bridge.driver.kv_keys import cache_salt, version_of
-from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
-from engine_bridge.request_context import RequestContext
+from engine_bridge.driver.kv.kv_keys import cache_salt, version_of
+from engine_bridge.driver.serving.engine_client import BridgeEngineClient
+from engine_bridge.protocol.node import ChatMessage, GenerateRequest, RequestId, Sampling
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import owner_of, tenant_of
 from gateway.app import Server
 from gateway.settings.config import DEMO_ADAPTERS_DIR

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.engine_config import EngineConfig
+from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.node import Delta, GenerateRequest, KvSources, RequestId, Sampling
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.node import Delta, GenerateRequest, KvSources, RequestId, Sampling
+from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 from kvtiers.io.files import Files
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts

@@ -13,7 +13,8 @@ pytest.importorskip("vllm")
 
 from bench.live.mixed_batch import BASE, PROMPT, SHAPE, Engine
 from bench.live.models import model_folder, write_adapter
-from engine_bridge.driver import logits_rows, lora
+from engine_bridge.driver.corrections import logits_rows
+from engine_bridge.driver.lora import lora
 from tests.adapter_corpus import make_adapter
 from tests.merged import logprobs_of, merged_model
 

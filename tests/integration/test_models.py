@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.engine_config import EngineConfig
+from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.node import (
+from engine_bridge.protocol.node import (
     Advisory,
     AdvisoryReport,
     Delta,
@@ -30,7 +29,8 @@ from engine_bridge.node import (
     RequestId,
     Sampling,
 )
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 
 from .conftest import WaitsForTheDisk
@@ -198,7 +198,7 @@ async def test_where_vllm_reuses_no_kv_neither_does_this_server(
     model, folder = make_model(tmp_path / "model", "latent"), tmp_path / "kv"
     prompt = text("prompt", 300)
     reports: list[AdvisoryReport] = []
-    with caplog.at_level(logging.WARNING, "engine_bridge.driver.kv_tiers"):
+    with caplog.at_level(logging.WARNING, "engine_bridge.driver.kv.kv_tiers"):
         async with engine(model, tiers_in(folder)) as node:
             first, second = [await answer(node, prompt, session="s") for _ in range(2)]
             assert first[0] == second[0] and second[1].recomputed == len(prompt)

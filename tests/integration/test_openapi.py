@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from engine_bridge.driver.bodies import SERVER_FIELDS
+from engine_bridge.driver.apis.bodies import SERVER_FIELDS
 
 from .conftest import KEYS, MODEL, Gateways
 

@@ -16,7 +16,7 @@ from msgspec import structs
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.local_node import LocalNode
-from engine_bridge.node import (
+from engine_bridge.protocol.node import (
     Advisory,
     AdvisoryReport,
     GenerateRequest,
@@ -25,7 +25,7 @@ from engine_bridge.node import (
     Sampling,
     pack_token_ids,
 )
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.app import node_config
 from gateway.nodes.engine_process import make_node
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR

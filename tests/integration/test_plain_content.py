@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from engine_bridge.driver.content_tokens import split_contents
-from engine_bridge.driver.engine_client import BridgeEngineClient
+from engine_bridge.driver.apis.content_tokens import split_contents
+from engine_bridge.driver.serving.engine_client import BridgeEngineClient
 from gateway.app import Server
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Done

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from engine_bridge.driver.scheduling.facts import Carried, facts_of
+from engine_bridge.driver.carried import Carried, facts_of
 from engine_bridge.local_node import LocalNode
 from engine_bridge.predict.custom_predictor import PredictorRefused
 from engine_bridge.predict.hints import HINTS, TEXT_HINTS

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.profiling.machine import measure, profiling_config
-from engine_bridge.engine_config import EngineConfig
-from engine_bridge.profile import MachineProfile
+from engine_bridge.settings.engine_config import EngineConfig
+from engine_bridge.settings.profile import MachineProfile
 from gateway.app import engine_config
 from tests.conftest import ROOT
 from tests.integration.conftest import demo_config

@@ -13,10 +13,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.engine_config import EngineConfig
+from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.node import (
+from engine_bridge.protocol.node import (
     Advisory,
     AdvisoryReport,
     ChatMessage,
@@ -26,7 +25,8 @@ from engine_bridge.node import (
     Sampling,
     pack_token_ids,
 )
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
 from .conftest import WaitsForTheDisk

@@ -95,7 +95,9 @@ async def test_structured_output_is_what_its_schema_says(
 async def test_an_answer_whose_grammar_takes_too_long_ends_alone(
     http: aiohttp.ClientSession, node: SharedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_bridge.policy.matcher_budget.MatcherBudget.next_token", lambda self: None)
+    monkeypatch.setattr(
+        "engine_bridge.policy.limits.matcher_budget.MatcherBudget.next_token", lambda self: None
+    )
     body = CHAT | {"structured_outputs": {"grammar": AMBIGUOUS}, "max_tokens": 2000, "min_tokens": 2000}
     other = asyncio.create_task(_content(http, CHAT | {"temperature": 0}))
     async with http.post("/v1/chat/completions", json=body) as response:
@@ -130,7 +132,7 @@ async def test_a_pattern_that_is_used_often_goes_on_working(
     http: aiohttp.ClientSession, node: SharedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for so few states, each answer fills up what its grammar may have."""
-    monkeypatch.setattr("engine_bridge.policy.grammar_room.FIRST_STATES", 150)
+    monkeypatch.setattr("engine_bridge.policy.limits.grammar_room.FIRST_STATES", 150)
     street = {"json": {"type": "string", "pattern": "^.{1,60} .{1,40}$"}}
     body = CHAT | {"structured_outputs": street, "max_tokens": 30, "n": 4}
 

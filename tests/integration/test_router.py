@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from engine_bridge.cluster.process import ProcessNode
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.local_node import LocalNodeConfig
-from engine_bridge.node import TOKEN_ID_BYTES
+from engine_bridge.protocol.node import TOKEN_ID_BYTES
 from gateway.app import Server, build_services, node_config
 from gateway.metrics.metrics import Metrics
 from gateway.nodes import engine_process

@@ -16,15 +16,15 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from engine_bridge.core.pauses import Pauses
-from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.core.scheduling.pauses import Pauses
+from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.scheduling.scheduling import Scheduling
-from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode, LocalNodeConfig
-from engine_bridge.node import GenerateRequest, RequestId, Sampling
-from engine_bridge.policy.mlq import Mlq
+from engine_bridge.policy.scheduling.mlq import Mlq
 from engine_bridge.predict.length import LengthFeatures, LengthGuess
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.node import GenerateRequest, RequestId, Sampling
+from engine_bridge.protocol.request_context import RequestContext
+from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR
 
 from .conftest import WaitsForTheDisk, starts

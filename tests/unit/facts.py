@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine_bridge.policy.queue import Running, Waiting
+from engine_bridge.policy.scheduling.queue_policy import Running, Waiting
 from engine_bridge.predict.hints import Asked
 from engine_bridge.predict.length import LengthFeatures
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
 
 
 def waiting_facts(request_id: str, **fields: Any) -> Waiting:

@@ -29,7 +29,7 @@ def policy_modules() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("module", ["engine_bridge.node", *policy_modules()])
+@pytest.mark.parametrize("module", ["engine_bridge.protocol.node", *policy_modules()])
 def test_core_policy_and_the_node_protocol_load_without_asyncio_or_the_engine(module: str) -> None:
     assert loaded_by(module) & (ENGINE | {"asyncio", "aiohttp"}) == set()
 

@@ -19,7 +19,7 @@ from bench.live.peers.client import ROOT
 from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
-from engine_bridge.node import Delta, GenerateRequest, Progress, RequestId
+from engine_bridge.protocol.node import Delta, GenerateRequest, Progress, RequestId
 
 HOST, TOKEN = "127.0.0.1", b"a token of this bench's"
 NUM_STREAMS, EVERY_S = 16, 0.02

@@ -157,8 +157,8 @@ class NodeAdapters(OwnNode):
 
     def _generate(self, ask: Ask) -> tuple[str, Any]:
         """Below `LocalNode.generate` only in that each token is an output, so that steps can be told apart."""
-        from engine_bridge.driver.call import CALL, Call
-        from engine_bridge.request_context import RequestContext
+        from engine_bridge.driver.serving.call import CALL, Call
+        from engine_bridge.protocol.request_context import RequestContext
 
         self._num_asked += 1
         request_id = f"a{self._num_asked}"

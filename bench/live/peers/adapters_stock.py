@@ -32,7 +32,7 @@ class StockAdapters(StockEngine):
     def __init__(self, settings: AdapterSettings, has_our_wrapper: bool) -> None:
         configure_environment(settings)
         if has_our_wrapper:
-            from engine_bridge.driver import lora
+            from engine_bridge.driver.lora import lora
 
             lora.install()
         self._folders = dict(settings.adapters)

@@ -16,8 +16,8 @@ from bench.live.peers.node import OwnNode
 from bench.live.peers.ours import TieredNode, make_advisories
 from bench.live.peers.play import Asked
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
-from engine_bridge.node import ChatMessage, GenerateRequest, RequestId, Sampling
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.node import ChatMessage, GenerateRequest, RequestId, Sampling
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import tenant_of
 from gateway.advisories.advisories import AdvisoryRequest, Record
 

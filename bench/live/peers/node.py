@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from bench.live.peers.engine import KV_SPACE_GIB, Settings, configure_environment
-from engine_bridge.engine_config import EngineConfig
 from engine_bridge.local_node import LocalNode
+from engine_bridge.settings.engine_config import EngineConfig
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry
 from bench.live.peers.engine import DecodeClock, Engine, Settings, drop_page_cache, greedy
 from bench.live.peers.node import OwnNode
 from bench.live.peers.play import Asked, Conversations, text
-from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import GIB, LocalNode, LocalNodeConfig
-from engine_bridge.node import GenerateRequest, RequestId, Sampling
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.node import GenerateRequest, RequestId, Sampling
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import tenant_of
 from gateway.advisories.advisories import Advisories, AdvisoryRequest, Record, outcome_of
 from gateway.advisories.drafts import Drafts
@@ -269,7 +269,7 @@ class TieredNode(OwnNode, Engine):
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        from engine_bridge.request_context import NOBODY
+        from engine_bridge.protocol.request_context import NOBODY
 
         client = self._node._client
         unique_id, core_request = client.submit(

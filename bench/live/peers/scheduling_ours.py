@@ -14,11 +14,11 @@ from bench.live.peers.adapters import Ask
 from bench.live.peers.adapters_ours import NodeAdapters
 from bench.live.peers.play import text
 from bench.predicting import note_copies, note_steps
-from engine_bridge.driver.link_measuring import LinkMeasuring
+from engine_bridge.driver.kv.link_measuring import LinkMeasuring
 from engine_bridge.local_node import LocalNode
-from engine_bridge.policy.registry import DEFAULT_POLICY
+from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 from engine_bridge.predict.length import LengthFeatures, LengthGuess, OnlineLengths
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
 DEFAULT_ADAPTER_POLICY = "adaptive"

@@ -17,7 +17,7 @@ import uvloop
 
 from bench.live.gateway import PROBE_S, probe_stalls
 from bench.live.report import options
-from engine_bridge.driver.building import configure_environment
+from engine_bridge.driver.engine.building import configure_environment
 from gateway.app import Server, build_services, engine_config
 from gateway.settings import logs
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config

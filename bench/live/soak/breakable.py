@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Any
 
-from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver.engine.engine import VllmDriver
 from gateway.cli import cli
 
 

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from bench.sim.core.requests import Arrival, Timed
 from bench.sim.core.shapes import BLOCK_TOKENS, Shape
 from bench.sim.core.steps import Kernel
-from engine_bridge.core.pacer import Progress
+from engine_bridge.core.scheduling.pacer import Progress
 
 
 class Stage(enum.Enum):

@@ -1,4 +1,4 @@
-"""Several nodes behind a router, which is an object of `engine_bridge.policy.routing`. It is told what a node reports."""
+"""Several nodes behind a router, which is an object of `engine_bridge.policy.nodes.routing`. It is told what a node reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.sim.core.clock import Clock
 from bench.sim.core.lean_node import Node
 from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS
-from engine_bridge.policy.routing import Ask, NodeFacts, Ranks, RoutingPolicy
+from engine_bridge.policy.nodes.routing import Ask, NodeFacts, Ranks, RoutingPolicy
 
 
 class Cluster:

@@ -20,10 +20,10 @@ from bench.sim.core.clock import Clock, Event
 from bench.sim.core.requests import Arrival, Guesser
 from bench.sim.core.shapes import BLOCK_TOKENS, Shape, pool_blocks
 from bench.sim.core.steps import Chunk, Decoding, StepCost
-from engine_bridge.core import dispatcher
-from engine_bridge.core.dispatcher import Dispatcher, StepPlan, StepView
-from engine_bridge.core.refits import REFIT_EVERY_S, Refits, Work
-from engine_bridge.policy.queue import QueuePolicy
+from engine_bridge.core.scheduling import dispatcher
+from engine_bridge.core.scheduling.dispatcher import Dispatcher, StepPlan, StepView
+from engine_bridge.core.scheduling.refits import REFIT_EVERY_S, Refits, Work
+from engine_bridge.policy.scheduling.queue_policy import QueuePolicy
 
 # While somebody waits and nothing runs, the policy is asked again so often. As the engine thread does (engine_bridge/bridge.py, FIRST_WAIT_S).
 STUCK_WAIT_S = 0.001

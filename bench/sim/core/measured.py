@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from bench.sim.core.hardware import Gpu
 from bench.sim.core.models import Model
 from bench.sim.core.steps import Chunk, StepCost
-from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.costs.costs import StepTable
 
 
 class MeasuredCost(StepCost):

@@ -2,8 +2,8 @@
 
 A subclass of `Node`, which goes on doing all that concerns steps, memory of running requests and who starts. Added are the blocks of ended
 requests, which anybody may overwrite, as vLLM's prefix cache has them; loads from host memory, for which a step waits as the live engine's does;
-and advisories, as engine_bridge/core/promotions.py acts on them. How much of a prompt is loaded and how much computed is asked of a
-`RestorePolicy`, which expected session deserves device memory of `engine_bridge.policy.guesses.plan`.
+and advisories, as engine_bridge/core/kv/promotions.py acts on them. How much of a prompt is loaded and how much computed is asked of a
+`RestorePolicy`, which expected session deserves device memory of `engine_bridge.policy.kv.guesses.plan`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tiers import Both, HostTiers, SessionKv
-from engine_bridge.core.promotions import LOOK_EVERY_S
-from engine_bridge.policy.guesses import GuessFacts, due_s, plan
-from engine_bridge.policy.queue import QueuePolicy
+from engine_bridge.core.kv.promotions import LOOK_EVERY_S
+from engine_bridge.policy.kv.guesses import GuessFacts, due_s, plan
+from engine_bridge.policy.scheduling.queue_policy import QueuePolicy
 from engine_bridge.predict.length import LengthGuess
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts, RestorePolicy
 

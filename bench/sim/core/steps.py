@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from bench.sim.core.hardware import AssistingHost, Gpu
 from bench.sim.core.models import Model
-from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.costs.costs import StepTable
 
 Kernel = Callable[[Mapping[int, int]], int]
 """What it reads of the adapters of a batch that decodes, in ranks; takes the number of requests by rank."""

@@ -17,7 +17,7 @@ import torch
 
 from engine_bridge.driver.adapters.lent_blocks import LentBlocks, Loan
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
-from engine_bridge.driver.block_copy import kv_rows
+from engine_bridge.driver.memory.block_copy import kv_rows
 
 ALIGNMENT_BYTES = 64
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from engine_bridge.core.adapter_worth import Worth
-from engine_bridge.core.residency import AdapterPlaces, Rules
-from engine_bridge.core.staging import AHEAD_SHARE, HistoryPrefetch, NoPrefetch, ReadAhead
-from engine_bridge.core.step_layouts import StepFacts, StepLayouts
+from engine_bridge.core.adapters.adapter_worth import Worth
+from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
+from engine_bridge.core.adapters.staging import AHEAD_SHARE, HistoryPrefetch, NoPrefetch, ReadAhead
+from engine_bridge.core.adapters.step_layouts import StepFacts, StepLayouts
 from engine_bridge.driver.adapters import slots as slot_kinds
 from engine_bridge.driver.adapters.blocks import AdapterBlocks, NoBlocks
 from engine_bridge.driver.adapters.device_copies import DeviceCopies
@@ -23,11 +23,11 @@ from engine_bridge.driver.adapters.residency import Residency, lora_ids
 from engine_bridge.driver.adapters.seam import worker_manager_of
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import Loader, contract_of
-from engine_bridge.driver.block_copy import own_memory
 from engine_bridge.driver.in_process import kv_caches_of
-from engine_bridge.engine_config import EngineConfig
-from engine_bridge.policy.adapter_cache import PrefixFacts
-from engine_bridge.profile import MachineProfile
+from engine_bridge.driver.memory.block_copy import own_memory
+from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
+from engine_bridge.settings.engine_config import EngineConfig
+from engine_bridge.settings.profile import MachineProfile
 
 GIB = 1 << 30
 

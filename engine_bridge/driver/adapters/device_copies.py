@@ -1,4 +1,4 @@
-"""Adapters kept in free KV blocks of the device: carries out what `engine_bridge.core.adapter_copies` decides. All on the engine thread."""
+"""Adapters kept in free KV blocks of the device: carries out what `engine_bridge.core.adapters.adapter_copies` decides. All on the engine thread."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from engine_bridge.core.residency import AdapterPlaces
+from engine_bridge.core.adapters.residency import AdapterPlaces
 from engine_bridge.driver.adapters.blocks import AdapterBlocks, NoBlocks
 from engine_bridge.driver.adapters.weights import AdapterWeights
-from engine_bridge.policy.adapter_cache import PrefixFacts
+from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
 
 
 class DeviceCopies:

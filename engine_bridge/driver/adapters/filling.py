@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from engine_bridge.core.adapter_moves import Fill, LeaveSlot, Move
-from engine_bridge.core.residency import AdapterPlaces
+from engine_bridge.core.adapters.adapter_moves import Fill, LeaveSlot, Move
+from engine_bridge.core.adapters.residency import AdapterPlaces
 from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.failures import Failures
 from engine_bridge.driver.adapters.loading import LoaderThread

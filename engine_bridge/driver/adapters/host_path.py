@@ -21,7 +21,7 @@ import torch
 
 from engine_bridge.driver.adapters.slots import lay_out
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
-from engine_bridge.driver.lora_weights import Compute
+from engine_bridge.driver.lora.lora_weights import Compute
 from engine_bridge.driver.vllm_api import (
     BaseLinearLayerWithLoRA,
     direct_register_custom_op,

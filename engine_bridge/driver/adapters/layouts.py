@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import torch
 
-from engine_bridge.core.staging import AHEAD_FOR_S
+from engine_bridge.core.adapters.staging import AHEAD_FOR_S
 from engine_bridge.driver.adapters.weights import AdapterWeights
-from engine_bridge.driver.lora_weights import MakeFew, Pending, SlotWeights, pack_slot, packed_size
+from engine_bridge.driver.lora.lora_weights import MakeFew, Pending, SlotWeights, pack_slot, packed_size
 
 # Our wrapper computes in fp32.
 PACKED_BYTES = 4

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.core.staging import ReadAhead
+from engine_bridge.core.adapters.staging import ReadAhead
 from engine_bridge.driver.adapters.blocks import Entry
 from engine_bridge.driver.adapters.host_workers import Workers
 from engine_bridge.driver.adapters.layouts import Layout, LayoutsAhead

@@ -1,4 +1,4 @@
-"""Carries out on vLLM's LoRA manager, its slots, KV blocks and host memory what `engine_bridge.core.residency` decides.
+"""Carries out on vLLM's LoRA manager, its slots, KV blocks and host memory what `engine_bridge.core.adapters.residency` decides.
 
 Reading, checking and laying out happen on a loader's thread; the engine's thread decides, between steps.
 All methods run on the engine thread unless they say otherwise.
@@ -16,7 +16,7 @@ from typing import Any
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.core.adapter_moves import (
+from engine_bridge.core.adapters.adapter_moves import (
     DropCopy,
     DropHost,
     Fill,
@@ -27,8 +27,8 @@ from engine_bridge.core.adapter_moves import (
     Refuse,
     WriteCopy,
 )
-from engine_bridge.core.residency import AdapterPlaces
-from engine_bridge.core.step_layouts import StepLayouts
+from engine_bridge.core.adapters.residency import AdapterPlaces
+from engine_bridge.core.adapters.step_layouts import StepLayouts
 from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.failures import Failures
 from engine_bridge.driver.adapters.filling import Filling
@@ -37,7 +37,7 @@ from engine_bridge.driver.adapters.host_workers import Workers
 from engine_bridge.driver.adapters.loading import Loaded, LoaderThread
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights
-from engine_bridge.node import AdapterPlace, AdapterStats, Advisory, AdvisoryReport
+from engine_bridge.protocol.node import AdapterPlace, AdapterStats, Advisory, AdvisoryReport
 from kvtiers.closing import going_on
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from engine_bridge.driver.vllm_api import (
     current_platform,
 )
 from engine_bridge.driver.vllm_api import lora_model_runner_mixin as mixin
-from engine_bridge.errors import SeamMoved
+from engine_bridge.protocol.errors import SeamMoved
 
 
 class SlotTable(LRUCacheLoRAModelManager):

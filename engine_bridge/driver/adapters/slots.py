@@ -17,9 +17,9 @@ import torch
 
 from engine_bridge.driver.adapters.layouts import LAYER_BYTES, PACKED_BYTES, Layout, Memories, Slices
 from engine_bridge.driver.adapters.weights import AdapterWeights, ModuleWeights
-from engine_bridge.driver.lora import SegmentPunicaWrapper
-from engine_bridge.driver.lora_weights import Compute, Pending, SlotWeights, pack_slot
-from engine_bridge.errors import SeamMoved
+from engine_bridge.driver.lora.lora import SegmentPunicaWrapper
+from engine_bridge.driver.lora.lora_weights import Compute, Pending, SlotWeights, pack_slot
+from engine_bridge.protocol.errors import SeamMoved
 
 # On a CPU, slots beyond the adapters that one step may use: where the next ones are laid out while all others run. Chosen.
 SPARE_SLOTS = 2

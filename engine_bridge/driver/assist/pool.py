@@ -27,7 +27,7 @@ from engine_bridge.driver.assist.layout import FLOAT_BYTES, Job, mailboxes_bytes
 from engine_bridge.driver.assist.shares import num_workers_for, split_rows
 from engine_bridge.driver.assist.store import Module, WeightStore
 from engine_bridge.driver.assist.team import Team
-from engine_bridge.driver.lora_weights import SlotWeights
+from engine_bridge.driver.lora.lora_weights import SlotWeights
 
 # A delta takes milliseconds; a worker that has not answered by then will not, or the machine has no time for it (chosen).
 TIMEOUT_S = 1.0

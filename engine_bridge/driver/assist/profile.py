@@ -11,7 +11,7 @@ import torch
 
 from engine_bridge.driver.assist.pool import AssistPool
 from engine_bridge.driver.assist.shares import Shape
-from engine_bridge.driver.lora_weights import Expand, SlotWeights
+from engine_bridge.driver.lora.lora_weights import Expand, SlotWeights
 
 # Best of as many: other jobs share the machine's cores, and only ever add to the time (chosen).
 REPEATS: Final = 7

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from engine_bridge.driver.gemm import MIN_ROWS
+from engine_bridge.driver.lora.gemm import MIN_ROWS
 
 
 class Shape(NamedTuple):

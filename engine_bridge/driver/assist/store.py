@@ -12,7 +12,7 @@ import torch
 
 from engine_bridge.driver.assist.allocator import FirstFit, align
 from engine_bridge.driver.assist.layout import FLOAT_BYTES, WORD_BYTES, head_bytes
-from engine_bridge.driver.lora_weights import SlotWeights
+from engine_bridge.driver.lora.lora_weights import SlotWeights
 
 
 @dataclass(frozen=True, slots=True)

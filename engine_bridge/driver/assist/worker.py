@@ -69,7 +69,7 @@ def compute(job: Job, words: memoryview, weights: torch.Tensor, jobs: torch.Tens
         words: the weights region as int64, for the layer's head.
         weights, jobs: the two regions as flat fp32 tensors.
     """
-    from engine_bridge.driver.lora_weights import Expand, SlotWeights
+    from engine_bridge.driver.lora.lora_weights import Expand, SlotWeights
 
     head = job.layer // WORD_BYTES
     num_in, total_rank, a, num_expands = words[head : head + HEAD_WORDS]
@@ -100,7 +100,7 @@ def serve(arguments: argparse.Namespace) -> None:
     import torch
 
     importlib.import_module(
-        "engine_bridge.driver.lora_weights"
+        "engine_bridge.driver.lora.lora_weights"
     )  # for `compute`: not within the first request's time
 
     torch.set_num_threads(1)

@@ -19,12 +19,12 @@ from engine_bridge.adapters.header import WEIGHTS_FILE
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.driver.adapters.seam import worker_manager_of
 from engine_bridge.driver.adapters.weights import Loader
-from engine_bridge.driver.engine import VllmDriver
-from engine_bridge.driver.kv_keys import version_of
+from engine_bridge.driver.engine.engine import VllmDriver
+from engine_bridge.driver.kv.kv_keys import version_of
 from engine_bridge.driver.profiling.budget import Budget
 from engine_bridge.driver.profiling.disk import drop_cached
 from engine_bridge.driver.profiling.requests import CraftedRequests
-from engine_bridge.profile import AdapterProfile, LinearCost
+from engine_bridge.settings.profile import AdapterProfile, LinearCost
 
 # Source: the ranks of Chameleon §5.1.
 RANKS = (8, 16, 32, 64, 128)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_bridge.driver.block_copy import BlockCopier, kv_rows, make_copier
 from engine_bridge.driver.in_process import kv_caches_of
+from engine_bridge.driver.memory.block_copy import BlockCopier, kv_rows, make_copier
 from engine_bridge.driver.profiling.budget import Budget
-from engine_bridge.policy.costs import Link
-from engine_bridge.profile import CopyProfile
+from engine_bridge.policy.costs.costs import Link
+from engine_bridge.settings.profile import CopyProfile
 from kvtiers.io.host_pool import HostPool
 
 # Host memory that takes part: several times a processor's caches, so that copies come from memory. Chosen.

@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from engine_bridge.driver.profiling.budget import Budget
-from engine_bridge.profile import DiskProfile
+from engine_bridge.settings.profile import DiskProfile
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import AppendFile, Files
 from kvtiers.keys import KEY_BYTES, BlockKey, BlockShape

@@ -10,17 +10,17 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from engine_bridge.adapters.errors import AdapterRejected
-from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver.engine.engine import VllmDriver
+from engine_bridge.driver.engine.subject import subject_of
 from engine_bridge.driver.in_process import kv_caches_of
 from engine_bridge.driver.profiling.budget import Budget, Report, start
 from engine_bridge.driver.profiling.copies import measure_copies
 from engine_bridge.driver.profiling.disk import DiskUnmeasured, measure_disk
 from engine_bridge.driver.profiling.requests import CraftedRequests, fill_kv
 from engine_bridge.driver.profiling.steps import measure_steps
-from engine_bridge.driver.profiling.subject import subject_of
-from engine_bridge.engine_config import EngineConfig
 from engine_bridge.predict.steps import StepSample, fit_steps
-from engine_bridge.profile import AdapterProfile, DiskProfile, MachineProfile, StepProfile
+from engine_bridge.settings.engine_config import EngineConfig
+from engine_bridge.settings.profile import AdapterProfile, DiskProfile, MachineProfile, StepProfile
 from kvtiers.keys import BlockShape
 
 # Of the time that is left when a part begins; the fit gets the rest. Steps get most, for they have three dimensions. Chosen.

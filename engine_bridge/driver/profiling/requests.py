@@ -12,9 +12,9 @@ import random
 import time
 from typing import Any
 
-from engine_bridge.driver.engine import VllmDriver
+from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.in_process import kv_caches_of
-from engine_bridge.driver.step_work import work_of
+from engine_bridge.driver.scheduling.step_work import work_of
 from engine_bridge.predict.steps import StepSample
 
 # Tokens of a made-up context: its first ones are drawn, so that no two are equal; the others only have to be there.

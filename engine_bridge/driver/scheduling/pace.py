@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from engine_bridge.core.pacer import Pacer, StepBounds
-from engine_bridge.core.step_times import StepTimes, StepWork
-from engine_bridge.driver.scheduling.facts import facts_of
-from engine_bridge.driver.step_work import with_ranks, work_of
-from engine_bridge.policy.costs import StepTable, TablePrefill
-from engine_bridge.policy.routing import Ranks
+from engine_bridge.core.scheduling.pacer import Pacer, StepBounds
+from engine_bridge.core.scheduling.step_times import StepTimes, StepWork
+from engine_bridge.driver.carried import facts_of
+from engine_bridge.driver.scheduling.step_work import with_ranks, work_of
+from engine_bridge.policy.costs.costs import StepTable, TablePrefill
+from engine_bridge.policy.nodes.routing import Ranks
 
 
 class Pace:

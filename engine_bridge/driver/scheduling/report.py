@@ -9,12 +9,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from engine_bridge.core.dispatcher import Dispatcher
-from engine_bridge.core.guess_errors import GuessErrors
-from engine_bridge.driver.scheduling.facts import facts_of
+from engine_bridge.core.scheduling.dispatcher import Dispatcher
+from engine_bridge.core.scheduling.guess_errors import GuessErrors
+from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.driver.vllm_api import RequestStatus
-from engine_bridge.node import LaneStats, LengthErrors, RequestState, SchedulingStats, WaitReason
+from engine_bridge.protocol.node import LaneStats, LengthErrors, RequestState, SchedulingStats, WaitReason
 
 Places = Mapping[int, str]
 

@@ -10,23 +10,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.core.dispatcher import Arrival, Dispatcher, StepView
-from engine_bridge.core.pacer import Progress
-from engine_bridge.core.pauses import Pauses
-from engine_bridge.core.refits import REFIT_EVERY_S, Refits, Run
-from engine_bridge.core.victims import most_new_blocks
+from engine_bridge.core.scheduling.dispatcher import Arrival, Dispatcher, StepView
+from engine_bridge.core.scheduling.pacer import Progress
+from engine_bridge.core.scheduling.pauses import Pauses
+from engine_bridge.core.scheduling.refits import REFIT_EVERY_S, Refits, Run
+from engine_bridge.core.scheduling.victims import most_new_blocks
 from engine_bridge.driver.adapters.residency import lora_ids
 from engine_bridge.driver.background import is_background
-from engine_bridge.driver.scheduling.facts import facts_of
+from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.scheduling.fit_thread import FitThread
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.queue import PolicyQueue
 from engine_bridge.driver.scheduling.record import LogWriter
 from engine_bridge.driver.scheduling.requests import Requests, waits_for
 from engine_bridge.driver.vllm_api import RequestStatus
-from engine_bridge.policy.decision_log import Recorded
-from engine_bridge.policy.lanes import RULES
-from engine_bridge.policy.registry import MakePolicy
+from engine_bridge.policy.scheduling.decision_log import Recorded
+from engine_bridge.policy.scheduling.lanes import RULES
+from engine_bridge.policy.scheduling.policies import MakePolicy
 from engine_bridge.predict.length import LengthFeatures, LengthPredictor, OnlineLengths
 from kvtiers.closing import going_on
 
@@ -38,7 +38,7 @@ class Scheduling:
     """The dispatcher of one engine.
 
     Args:
-        make_policy: one of `engine_bridge.policy.registry.POLICIES`, or of a bench's own.
+        make_policy: one of `engine_bridge.policy.scheduling.policies.POLICIES`, or of a bench's own.
         num_tokens: that requests may hold together.
         is_ready: may a waiting request start as far as its adapter and its grammar are concerned?
         num_cached_tokens: leading ones of a waiting request that need not be computed.
@@ -51,7 +51,7 @@ class Scheduling:
         clock: requests' times are told by it, in seconds.
         stopwatch: what our own work takes is told by it, in seconds.
         run_fit: what fits lanes and the predictor; None: a thread of its own, closed with this.
-        refit_every_s, lane_rule: how often, at the least, and a name in `engine_bridge.policy.lanes.RULES`.
+        refit_every_s, lane_rule: how often, at the least, and a name in `engine_bridge.policy.scheduling.lanes.RULES`.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from engine_bridge.driver.vllm_api.inventory import ALL
-from engine_bridge.errors import SeamMoved
+from engine_bridge.protocol.errors import SeamMoved
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from engine_bridge.driver.vllm_api.check import Finding, check, check_engine
 from engine_bridge.driver.vllm_api.features import Feature
 from engine_bridge.driver.vllm_api.inventory import ENGINE_SIDE, SERVING_SIDE
 from engine_bridge.driver.vllm_api.live import Live
-from engine_bridge.errors import SeamMoved
+from engine_bridge.protocol.errors import SeamMoved
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,16 @@
 """Whether a call's body is within bounds, looked at before anything is made of it. Pure.
 
-What an answer's own settings may hold (stop strings, grammars …) is measured where they are known: `engine_bridge.policy.request_limits`. So is its
-prompt, of which the node may leave out a part: `engine_bridge.context_overflow`.
+What an answer's own settings may hold (stop strings, grammars …) is measured where they are known: `engine_bridge.policy.limits.request_limits`. So is its
+prompt, of which the node may leave out a part: `engine_bridge.calls.context_overflow`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from engine_bridge.errors import InvalidRequest
-from engine_bridge.node import Api
-from engine_bridge.policy.request_limits import too_much
+from engine_bridge.policy.limits.request_limits import too_much
+from engine_bridge.protocol.errors import InvalidRequest
+from engine_bridge.protocol.node import Api
 
 
 def check_shape(num_values: int, depth: int, *, max_values: int, max_depth: int) -> None:

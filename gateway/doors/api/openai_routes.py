@@ -12,12 +12,12 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from engine_bridge.api_errors import unknown_model
-from engine_bridge.context_overflow import dropped_of
-from engine_bridge.errors import BridgeError
-from engine_bridge.node import Api, JsonReply, SseReply, token_ids_of
+from engine_bridge.calls.context_overflow import dropped_of
 from engine_bridge.predict.hints import read_body
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.api_errors import unknown_model
+from engine_bridge.protocol.errors import BridgeError
+from engine_bridge.protocol.node import Api, JsonReply, SseReply, token_ids_of
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import Principal, tenant_of
 from gateway.advisories.followers import Arrival
 from gateway.doors.api import anthropic_models

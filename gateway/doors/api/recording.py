@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
-from engine_bridge.node import COUNTING_APIS, Api
-from engine_bridge.policy.request_limits import measure
+from engine_bridge.policy.limits.request_limits import measure
+from engine_bridge.protocol.node import COUNTING_APIS, Api
 from gateway.errors import GatewayError
 from gateway.services import Services
 from gateway.sessions import StoredResponse, checked_id

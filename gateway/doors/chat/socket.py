@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from aiohttp import ClientConnectionError, WSCloseCode, WSMessage, WSMsgType, web
 from msgspec import to_builtins
 
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.access.auth import Principal, extract_key, withdrawn
 from gateway.advisories.advisories import AdvisoryRequest, Record, outcome_of
 from gateway.doors.chat.websocket import MessageTooLarge, StrictWebSocket

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from engine_bridge.node import (
+from engine_bridge.protocol.node import (
     AdapterInfo,
     AdapterStats,
     AdvisoryState,

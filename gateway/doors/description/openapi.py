@@ -16,7 +16,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from engine_bridge.node import SCHEMA_REFERENCE, ApiSchemas
+from engine_bridge.protocol.node import SCHEMA_REFERENCE, ApiSchemas
 from gateway.advisories.advisories import Envelope
 from gateway.doors.description.bodies import AnthropicError, Error
 from gateway.doors.description.operation import TAGS, Body, Engine, Operation, Reply, Shape

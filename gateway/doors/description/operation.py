@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A body that vLLM's classes read (`request`) or write (`reply`), by the name in `engine_bridge.node.ApiSchemas`."""
+    """A body that vLLM's classes read (`request`) or write (`reply`), by the name in `engine_bridge.protocol.node.ApiSchemas`."""
 
     side: Literal["request", "reply"]
     name: str

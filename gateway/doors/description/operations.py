@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from engine_bridge.node import AdapterInfo
+from engine_bridge.protocol.node import AdapterInfo
 from gateway.advisories.advisories import AdvisoryRequest, Envelope
 from gateway.doors.description.bodies import (
     AdapterChanged,

@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from engine_bridge.errors import BridgeError
-from engine_bridge.node import ANTHROPIC_ERROR_TYPES
+from engine_bridge.protocol.errors import BridgeError
+from engine_bridge.protocol.node import ANTHROPIC_ERROR_TYPES
 from gateway.access.budgets import retry_after
 from gateway.doors.http.hosts import is_own_host, netloc
 from gateway.errors import GatewayError, as_gateway_error, to_openai_body

@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 from msgspec import UNSET, Struct, UnsetType
 
-from engine_bridge.errors import BridgeError
+from engine_bridge.protocol.errors import BridgeError
 from gateway.access.auth import tenant_of
 from gateway.doors.api.call_size import check_shape
 from gateway.doors.http.json_shape import shape_of

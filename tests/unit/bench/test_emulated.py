@@ -20,7 +20,7 @@ from bench.sim.core.models import LLAMA2_7B, Model
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import play
-from engine_bridge.policy.registry import POLICIES
+from engine_bridge.policy.scheduling.policies import POLICIES
 
 ROOMY = Engine(num_blocks=6000, max_running=64)
 TIGHT = Engine(num_blocks=500, max_running=64)

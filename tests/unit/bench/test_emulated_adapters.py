@@ -14,8 +14,8 @@ from bench.sim.core.models import LLAMA2_7B
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import StepCost
 from bench.sim.core.traffic import play
-from engine_bridge.core.adapter_copies import USED_WRITE_S
-from engine_bridge.policy.registry import POLICIES
+from engine_bridge.core.adapters.adapter_copies import USED_WRITE_S
+from engine_bridge.policy.scheduling.policies import POLICIES
 
 COST = StepCost(A40, LLAMA2_7B)
 BLOCK_BYTES = 16 * LLAMA2_7B.kv_bytes_per_token

@@ -37,9 +37,9 @@ from bench.sim.core.models import MISTRAL_7B, OPT_13B, OPT_30B
 from bench.sim.core.shapes import BLOCK_TOKENS
 from bench.sim.core.steps import StepCost
 from bench.sim.core.tables import Workers
-from engine_bridge.policy.baselines import Fair
-from engine_bridge.policy.mlq import Mlq
-from engine_bridge.policy.restore_method import FullCost, SwapOrRecompute
+from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute
+from engine_bridge.policy.scheduling.baselines import Fair
+from engine_bridge.policy.scheduling.mlq import Mlq
 
 FEW = Setting(num_requests=60)
 LONG = replace(FEW, mean_prompt_tokens=340.48)

@@ -28,7 +28,7 @@ from bench.sim.core.hardware import EPYC_7R32, AssistingHost
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.tables import Workers
-from engine_bridge.driver.gemm import MIN_ROWS
+from engine_bridge.driver.lora.gemm import MIN_ROWS
 
 TRAFFIC = Traffic(9.0, 64)
 SLOW_HOST = AssistingHost("slow", 10e9, 4, 1.0, 1000, 0.001)

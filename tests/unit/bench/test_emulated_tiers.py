@@ -16,9 +16,9 @@ from bench.sim.core.models import LLAMA2_7B
 from bench.sim.core.requests import Arrival
 from bench.sim.core.steps import Chunk, StepCost
 from bench.sim.core.traffic import play
-from engine_bridge.core.restores import SaveJob, StepMoves
-from engine_bridge.core.restoring import Load
-from engine_bridge.driver.kv_connector import LAYER_TIMEOUT_S
+from engine_bridge.core.kv.kv_transfers import SaveJob, StepMoves
+from engine_bridge.core.kv.restoring import Load
+from engine_bridge.driver.kv.kv_connector import LAYER_TIMEOUT_S
 from kvtiers.keys import BlockKey
 
 COST = StepCost(A40, LLAMA2_7B)

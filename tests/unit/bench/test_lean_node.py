@@ -24,12 +24,12 @@ from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import ACTIVATION_BYTES, BLOCK_TOKENS, VLLM, Shape
 from bench.sim.core.steps import Kernel, StepCost, bgmv, mbgmv
 from engine_bridge import core, policy
-from engine_bridge.core.dispatcher import Dispatcher
-from engine_bridge.policy.baselines import Fair, Fcfs, Sjf
-from engine_bridge.policy.decision_log import Recorded, replay
-from engine_bridge.policy.mlq import Mlq
-from engine_bridge.policy.mlq_decision import MlqSettings
-from engine_bridge.policy.queue import Decision, QueuePolicy, Room, Running, Waiting
+from engine_bridge.core.scheduling.dispatcher import Dispatcher
+from engine_bridge.policy.scheduling.baselines import Fair, Fcfs, Sjf
+from engine_bridge.policy.scheduling.decision_log import Recorded, replay
+from engine_bridge.policy.scheduling.mlq import Mlq
+from engine_bridge.policy.scheduling.mlq_decision import MlqSettings
+from engine_bridge.policy.scheduling.queue_policy import Decision, QueuePolicy, Room, Running, Waiting
 from engine_bridge.predict.length import LengthGuess
 
 TINY = Model("tiny", 1, 16, 16, 1, 1, 16, 10_000)

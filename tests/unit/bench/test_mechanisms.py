@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 from bench.live.mechanisms_engine import BLOCK_TOKENS, compared, on_line, split_saves
 from bench.live.mechanisms_host import decide, fill
 from engine_bridge.adapters.registry import Registry
-from engine_bridge.node import AdapterInfo
+from engine_bridge.protocol.node import AdapterInfo
 
 
 def test_times_between_those_measured_lie_on_straight_lines() -> None:

@@ -9,7 +9,7 @@ from bench.emulated.adaptivellm_runs import Setting
 from bench.emulated.noise import DeviceNoise, NoisyLink, Replay
 from bench.predicting import Seen, error_of, fitted_error, note_copies, note_steps
 from bench.sim.core.clock import Clock
-from engine_bridge.policy.costs import CopyTimes, Link, StepTable
+from engine_bridge.policy.costs.costs import CopyTimes, Link, StepTable
 
 LINK = Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
 # A machine that is slow for a while, then fast for a while.

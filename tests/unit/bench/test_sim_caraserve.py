@@ -16,7 +16,7 @@ from bench.sim.core.cluster import Cluster, facts_of
 from bench.sim.core.requests import Arrival
 from bench.sim.core.shapes import BLOCK_TOKENS, VLLM
 from bench.sim.core.tables import Workers
-from engine_bridge.policy.routing import (
+from engine_bridge.policy.nodes.routing import (
     POLICIES,
     Ask,
     LoadBalance,

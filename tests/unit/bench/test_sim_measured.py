@@ -9,7 +9,7 @@ from bench.live.peers.adapters import Ask
 from bench.sim.core.measured import MeasuredCost
 from bench.sim.core.models import Model
 from bench.sim.core.steps import Chunk
-from engine_bridge.policy.costs import StepTable
+from engine_bridge.policy.costs.costs import StepTable
 
 TINY = Model("tiny", 4, 16, 16, 1, 1, 16, 4096)
 TOKEN_S, DECODE_S, CONTEXT_S = 0.001, 0.002, 0.00001

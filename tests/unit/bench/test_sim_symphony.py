@@ -47,10 +47,10 @@ from bench.sim.symphony_runs import (
     still_baselines,
 )
 from bench.sim.symphony_scale import Cell, measure
-from engine_bridge.policy.baselines import Fcfs
-from engine_bridge.policy.homes import Doors
-from engine_bridge.policy.restore_method import FullCost
-from engine_bridge.policy.routing import LoadBalance, Relieve, Sticky
+from engine_bridge.policy.kv.restore_method import FullCost
+from engine_bridge.policy.nodes.routing import LoadBalance, Relieve, Sticky
+from engine_bridge.policy.nodes.session_locations import Doors
+from engine_bridge.policy.scheduling.baselines import Fcfs
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
 
 TINY = Model("tiny", 4, 16, 16, 1, 1, 16, 10_000)

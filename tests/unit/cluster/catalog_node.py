@@ -18,13 +18,13 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import Registry
 from engine_bridge.adapters.store import AdapterStore
-from engine_bridge.api_errors import error_body
 from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
-from engine_bridge.errors import EngineUnavailable
-from engine_bridge.node import AdapterInfo, AdapterPlace, JsonReply
 from engine_bridge.node_adapters import info_of
+from engine_bridge.protocol.api_errors import error_body
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, JsonReply
 from tests.adapter_corpus import BASE_MODEL
 from tests.unit.gateway.fake_node import FakeNode
 

@@ -15,7 +15,7 @@ from engine_bridge.cluster.host import NodeHost, Place
 from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.trust import Trust
-from engine_bridge.node import ChatMessage, GenerateRequest, RequestId
+from engine_bridge.protocol.node import ChatMessage, GenerateRequest, RequestId
 from tests.unit.gateway.fake_node import FakeNode
 
 PATIENCE_S = 10.0

@@ -14,8 +14,8 @@ from engine_bridge.cluster import wire
 from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
-from engine_bridge.errors import EngineUnavailable, InvalidRequest, NotSupported
-from engine_bridge.node import (
+from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest, NotSupported
+from engine_bridge.protocol.node import (
     Advisory,
     AdvisoryReport,
     Api,
@@ -25,7 +25,7 @@ from engine_bridge.node import (
     RequestId,
     SseReply,
 )
-from engine_bridge.request_context import NOBODY, RequestContext
+from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from tests.unit.gateway.fake_node import FakeNode
 
 PATIENCE_S = 10.0

@@ -13,8 +13,8 @@ import pytest
 from engine_bridge.cluster import process
 from engine_bridge.cluster.child import serve
 from engine_bridge.cluster.process import ProcessNode
-from engine_bridge.errors import EngineUnavailable
-from engine_bridge.node import ChatMessage, GenerateRequest, RequestId
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.node import ChatMessage, GenerateRequest, RequestId
 from tests.unit.gateway.fake_node import PATIENCE_S, FakeNode
 
 

@@ -15,8 +15,8 @@ from engine_bridge.cluster.orders import ClusterSettings, NodeToStart
 from engine_bridge.cluster.placed_node import PlacedNode
 from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.cluster.trust import Trust
-from engine_bridge.errors import EngineUnavailable
-from engine_bridge.node import ChatMessage, GenerateRequest, RequestId
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.node import ChatMessage, GenerateRequest, RequestId
 
 PATIENCE_S = 20.0
 DRIVER = (sys.executable, "-m", "tests.unit.cluster.fake_driver")

@@ -13,8 +13,8 @@ from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.store import MAX_PIECE_BYTES, AdapterStore
 from engine_bridge.cluster import wire
 from engine_bridge.cluster.sending import bring
-from engine_bridge.errors import EngineUnavailable, InvalidRequest, NotSupported
-from engine_bridge.node import GenerateRequest, RequestId
+from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest, NotSupported
+from engine_bridge.protocol.node import GenerateRequest, RequestId
 from tests.adapter_corpus import WEIGHTS_FILE, make_adapter
 from tests.unit.cluster.catalog_node import PATIENCE_S, CatalogNode, connected, store_at
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.cluster import shares
-from engine_bridge.engine_config import EngineConfig
-from engine_bridge.errors import ClusterError
+from engine_bridge.protocol.errors import ClusterError
+from engine_bridge.settings.engine_config import EngineConfig
 
 GIB = shares.GIB
 

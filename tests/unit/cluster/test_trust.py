@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from engine_bridge.cluster.trust import Trust, read_token
-from engine_bridge.errors import ClusterError
+from engine_bridge.protocol.errors import ClusterError
 
 PATIENCE_S = 10.0
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bridge.cluster import wire
-from engine_bridge.errors import (
+from engine_bridge.protocol.errors import (
     BridgeError,
     EngineUnavailable,
     InternalFailure,
@@ -19,7 +19,7 @@ from engine_bridge.errors import (
     NotSupported,
     TooBusy,
 )
-from engine_bridge.node import Delta, GenerateRequest, RequestId
+from engine_bridge.protocol.node import Delta, GenerateRequest, RequestId
 
 STREAM = (
     wire.encode(wire.Generate(GenerateRequest(request_id=RequestId("a"))), 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine_bridge.core.dispatcher import Arrival, Dispatcher, StepPlan, StepView
-from engine_bridge.core.refits import Refits, at_once
-from engine_bridge.policy.registry import POLICIES
+from engine_bridge.core.scheduling.dispatcher import Arrival, Dispatcher, StepPlan, StepView
+from engine_bridge.core.scheduling.refits import Refits, at_once
+from engine_bridge.policy.scheduling.policies import POLICIES
 from engine_bridge.predict.length import LengthGuess
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 40

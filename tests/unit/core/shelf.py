@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from engine_bridge.policy.restore_method import SwapOrRecompute
+from engine_bridge.policy.kv.restore_method import SwapOrRecompute
 from kvtiers.blocks import Block, Group, Save, Stage, StageProgress
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.restore import Action, FasterWins, RestoreDecision, RestoreFacts, RestorePolicy

@@ -1,7 +1,7 @@
 """An adapter that has waited for room gets it: others start no further request until it runs."""
 
-from engine_bridge.core.adapter_table import AdapterTable, Version
-from engine_bridge.core.adapter_turns import LOOK_EVERY_S, PATIENCE_S, AdapterTurns
+from engine_bridge.core.adapters.adapter_table import AdapterTable, Version
+from engine_bridge.core.adapters.adapter_turns import LOOK_EVERY_S, PATIENCE_S, AdapterTurns
 
 LATER = 100.0
 

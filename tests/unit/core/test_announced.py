@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from engine_bridge.core.adapter_moves import DropHost, Fill, LeaveSlot, Load
-from engine_bridge.core.announced import EXPECTED_FOR_S, Announcements
-from engine_bridge.core.residency import AdapterPlaces
-from engine_bridge.node import AdvisoryReport, AdvisoryState
+from engine_bridge.core.adapters.adapter_moves import DropHost, Fill, LeaveSlot, Load
+from engine_bridge.core.adapters.announced import EXPECTED_FOR_S, Announcements
+from engine_bridge.core.adapters.residency import AdapterPlaces
+from engine_bridge.protocol.node import AdvisoryReport, AdvisoryState
 from tests.unit.core.test_residency import NOBODY, SIZE, bring, lay_out, make, serve
 
 

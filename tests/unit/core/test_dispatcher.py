@@ -9,14 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_bridge.core.dispatcher import CACHED_FOR_S, MAX_READY, PRIOR_TOKEN_S, StepPlan
-from engine_bridge.core.pacer import Pacer
-from engine_bridge.core.pauses import Pauses
-from engine_bridge.policy.costs import StepTable
-from engine_bridge.policy.lanes import MIN_SIZES
-from engine_bridge.policy.mlq import Mlq
-from engine_bridge.policy.pausing import GRACE_S
-from engine_bridge.policy.queue import Waiting
+from engine_bridge.core.scheduling.dispatcher import CACHED_FOR_S, MAX_READY, PRIOR_TOKEN_S, StepPlan
+from engine_bridge.core.scheduling.pacer import Pacer
+from engine_bridge.core.scheduling.pauses import Pauses
+from engine_bridge.policy.costs.costs import StepTable
+from engine_bridge.policy.scheduling.lanes import MIN_SIZES
+from engine_bridge.policy.scheduling.mlq import Mlq
+from engine_bridge.policy.scheduling.pausing import GRACE_S
+from engine_bridge.policy.scheduling.queue_policy import Waiting
 from engine_bridge.predict.length import LengthGuess
 
 from .fake_engine import NUM_TOKENS, FakeEngine, arrival

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from engine_bridge.core.eviction_order import (
+from engine_bridge.core.kv.eviction_order import (
     BLOCKS_PER_S,
     LOOK_EVERY_S,
     MOST_AT_ONCE,
     EvictionOrder,
     Resident,
 )
-from engine_bridge.core.expected import Hashes
+from engine_bridge.core.kv.expected import Hashes
 
 from .shelf import keys_of
 

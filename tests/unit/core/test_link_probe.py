@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_bridge.core.link_probe import IDLE_S, MAX_BYTES, NUM_SAMPLES, SLICE_S, LinkProbe
+from engine_bridge.core.kv.link_probe import IDLE_S, MAX_BYTES, NUM_SAMPLES, SLICE_S, LinkProbe
 
 MIB = 1 << 20
 

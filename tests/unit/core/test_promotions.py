@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine_bridge.core.cache_moves import Copy, Refresh
-from engine_bridge.core.eviction_order import BLOCKS_PER_S, Resident
-from engine_bridge.core.promotions import (
+from engine_bridge.core.kv.cache_moves import Copy, Refresh
+from engine_bridge.core.kv.eviction_order import BLOCKS_PER_S, Resident
+from engine_bridge.core.kv.promotions import (
     BUSY_SLICE_S,
     HOSTED_SHARE,
     IDLE_SLICE_S,
@@ -21,8 +21,8 @@ from engine_bridge.core.promotions import (
     Beside,
     Promotions,
 )
-from engine_bridge.node import ADVISORY_ENDS, Advisory, AdvisoryReport
-from engine_bridge.policy.beside import CREDIT_S, LONGEST_TURN_S, SHARE
+from engine_bridge.policy.kv.copy_share import CREDIT_S, LONGEST_TURN_S, SHARE
+from engine_bridge.protocol.node import ADVISORY_ENDS, Advisory, AdvisoryReport
 
 from .shelf import SHAPE, Shelf, keys_of
 

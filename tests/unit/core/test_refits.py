@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from engine_bridge.core.dispatcher import MAX_PLACED
-from engine_bridge.core.refits import REFIT_EVERY_S, WINDOW, Refits, at_once
-from engine_bridge.policy.lanes import MIN_SIZES, knee, least_squares
-from engine_bridge.policy.mlq import Mlq
-from engine_bridge.policy.sizes import Scale
+from engine_bridge.core.scheduling.dispatcher import MAX_PLACED
+from engine_bridge.core.scheduling.refits import REFIT_EVERY_S, WINDOW, Refits, at_once
+from engine_bridge.policy.scheduling.lanes import MIN_SIZES, knee, least_squares
+from engine_bridge.policy.scheduling.mlq import Mlq
+from engine_bridge.policy.scheduling.sizes import Scale
 
 from .fake_engine import FakeEngine, arrival
 

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_bridge.core.adapter_copies import AHEAD_WRITE_S, IDLE_WRITE_S, USED_WRITE_S
-from engine_bridge.core.adapter_moves import (
+from engine_bridge.core.adapters.adapter_copies import AHEAD_WRITE_S, IDLE_WRITE_S, USED_WRITE_S
+from engine_bridge.core.adapters.adapter_moves import (
     DropCopy,
     DropHost,
     Fill,
@@ -22,13 +22,13 @@ from engine_bridge.core.adapter_moves import (
     Refuse,
     WriteCopy,
 )
-from engine_bridge.core.adapter_worth import Worth
-from engine_bridge.core.residency import MAX_LOADS, AdapterPlaces, Rules
-from engine_bridge.core.staging import AHEAD_FOR_S, HistoryPrefetch, ReadAhead
-from engine_bridge.node import AdvisoryReport
-from engine_bridge.policy import adapter_cache
-from engine_bridge.policy.adapter_cache import POLICIES, Lru, PrefixFacts
-from engine_bridge.policy.cached_adapter import CachedAdapter
+from engine_bridge.core.adapters.adapter_worth import Worth
+from engine_bridge.core.adapters.residency import MAX_LOADS, AdapterPlaces, Rules
+from engine_bridge.core.adapters.staging import AHEAD_FOR_S, HistoryPrefetch, ReadAhead
+from engine_bridge.policy.adapters import adapter_cache
+from engine_bridge.policy.adapters.adapter_cache import POLICIES, Lru, PrefixFacts
+from engine_bridge.policy.adapters.cached_adapter import CachedAdapter
+from engine_bridge.protocol.node import AdvisoryReport
 
 SIZE = 100
 NOBODY: frozenset[int] = frozenset()

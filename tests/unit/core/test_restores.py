@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine_bridge.core.cache_moves import NULL_BLOCK_ID
-from engine_bridge.core.restores import (
+from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID
+from engine_bridge.core.kv.kv_transfers import (
     MAX_SPARE_SOURCES,
     MAX_WAITS,
     MIN_PREFILL_TOKENS,
@@ -20,9 +20,9 @@ from engine_bridge.core.restores import (
     Sources,
     StepMoves,
 )
-from engine_bridge.core.restoring import PIECES_AT_ONCE
-from engine_bridge.policy.costs import KvBlock, Link
-from engine_bridge.policy.restore_method import FullCost, SwapOrRecompute, Way
+from engine_bridge.core.kv.restoring import PIECES_AT_ONCE
+from engine_bridge.policy.costs.costs import KvBlock, Link
+from engine_bridge.policy.kv.restore_method import FullCost, SwapOrRecompute, Way
 from kvtiers.blocks import Block
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 from tests.unit.facts import LinearPrefill

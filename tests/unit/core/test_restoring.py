@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.core.restores import MAX_WAITS, Sources
-from engine_bridge.core.restoring import COPY_S, Behind, Load, Restore
+from engine_bridge.core.kv.kv_transfers import MAX_WAITS, Sources
+from engine_bridge.core.kv.restoring import COPY_S, Behind, Load, Restore
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
 from .shelf import BLOCK_TOKENS, SHAPE, keys_of

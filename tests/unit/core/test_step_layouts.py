@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_bridge.core.step_layouts import MOST_SHARE, StepFacts, StepLayouts
+from engine_bridge.core.adapters.step_layouts import MOST_SHARE, StepFacts, StepLayouts
 
 MB = 10**6
 

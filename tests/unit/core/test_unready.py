@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.core.unready import Unready
+from engine_bridge.core.scheduling.unready import Unready
 from engine_bridge.driver.scheduling.requests import waits_for
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.core.victims import by_worth, most_new_blocks
-from engine_bridge.policy.preemption import RunningFacts, least_fair_first
+from engine_bridge.core.scheduling.victims import by_worth, most_new_blocks
+from engine_bridge.policy.scheduling.preemption import RunningFacts, least_fair_first
 
 NOW = 100.0
 

@@ -1,4 +1,4 @@
-"""With AVX-512 a row's bits do not depend on the rows beside it (engine_bridge/driver/lora.py); elsewhere results are equal up to rounding."""
+"""With AVX-512 a row's bits do not depend on the rows beside it (engine_bridge/driver/lora/lora.py); elsewhere results are equal up to rounding."""
 
 import pytest
 import torch

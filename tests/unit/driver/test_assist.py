@@ -26,9 +26,9 @@ from engine_bridge.driver.assist.allocator import ALIGN_BYTES, FirstFit  # noqa:
 from engine_bridge.driver.assist.errors import AssistLost  # noqa: E402
 from engine_bridge.driver.assist.pool import AssistPool  # noqa: E402
 from engine_bridge.driver.assist.shares import Shape, num_workers_for, rows_per_core, split_rows  # noqa: E402
-from engine_bridge.driver.gemm import MIN_ROWS, OneThread  # noqa: E402
-from engine_bridge.driver.lora_rows import plan_rows  # noqa: E402
-from engine_bridge.driver.lora_weights import SlotWeights, pack_slot  # noqa: E402
+from engine_bridge.driver.lora.gemm import MIN_ROWS, OneThread  # noqa: E402
+from engine_bridge.driver.lora.lora_rows import plan_rows  # noqa: E402
+from engine_bridge.driver.lora.lora_weights import SlotWeights, pack_slot  # noqa: E402
 
 from .equal_bits import assert_same  # noqa: E402
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.sample.ops.bad_words import apply_bad_words as of_vllm
 
-from engine_bridge.driver.bad_words import Forms, apply_bad_words, forms_of, put_aside
+from engine_bridge.driver.corrections.bad_words import Forms, apply_bad_words, forms_of, put_aside
 
 
 class Letters:

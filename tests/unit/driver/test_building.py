@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_bridge.driver.building import engine_args
-from engine_bridge.engine_config import EngineConfig
+from engine_bridge.driver.engine.building import engine_args
+from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
-from engine_bridge.driver.call_start import CallStart, ClosingEvents, Entrance, StartedStream
+from engine_bridge.driver.serving.call_start import CallStart, ClosingEvents, Entrance, StartedStream
 
 
 class Source:

@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from engine_bridge.driver.grammars import close_schema
+from engine_bridge.driver.grammars.admission import close_schema
 
 OPEN = {"type": "object", "properties": {"city": {"type": "string"}}}
 

@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 CODE = """
 import logging, numpy as np
 logging.basicConfig(level=logging.INFO)
-from engine_bridge.driver.row_copies import copy_rows
+from engine_bridge.driver.memory.row_copies import copy_rows
 row = np.zeros(1, dtype=np.uint64)
 of, to = np.ones(200, dtype=np.uint8), np.zeros(200, dtype=np.uint8)
 start = lambda rows: rows.ctypes.data + -rows.ctypes.data % 64
@@ -36,7 +36,7 @@ def test_rows_that_are_not_there_are_never_copied(
     to_rows: list[int], of_rows: list[int], row_bytes: int, problem: type[Exception]
 ) -> None:
     """Of four rows each; behind them lies what must not change."""
-    from engine_bridge.driver.row_copies import copy_rows
+    from engine_bridge.driver.memory.row_copies import copy_rows
 
     memory = np.zeros(64 * 9, dtype=np.uint8)
     of = np.ones(64 * 9, dtype=np.uint8)

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine_bridge.driver.compute_threads import ComputeThreads
+from engine_bridge.driver.corrections.compute_threads import ComputeThreads
 
 # As vLLM proposes n-gram drafts: numba's loop over the requests, with its own number of threads set around it.
 PROPOSES = """
-from engine_bridge.driver.building import configure_environment
-from engine_bridge.engine_config import EngineConfig
+from engine_bridge.driver.engine.building import configure_environment
+from engine_bridge.settings.engine_config import EngineConfig
 configure_environment(EngineConfig(model="/nowhere", served_model_name="x", device="cpu", cpu_threads=1))
 import numba, numpy, torch
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from engine_bridge.driver.detokenizing import FastDetokenizer, SlowDetokenizer, beyond
+from engine_bridge.driver.corrections.detokenizing import FastDetokenizer, SlowDetokenizer, beyond
 from engine_bridge.driver.vllm_api import SamplingParams
 
 LETTERS = [chr(code) for code in range(33, 127)]

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from engine_bridge.driver.engine_arguments import typed
+from engine_bridge.driver.engine.engine_arguments import typed
 from engine_bridge.driver.vllm_api import EngineArgs
-from engine_bridge.engine_arguments import RULED_OUT, parse
-from engine_bridge.errors import InvalidRequest
+from engine_bridge.protocol.errors import InvalidRequest
+from engine_bridge.settings.engine_arguments import RULED_OUT, parse
 
 
 def test_values_have_the_types_that_vllm_gives_them() -> None:

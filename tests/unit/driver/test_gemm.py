@@ -4,9 +4,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine_bridge.driver import gemm  # noqa: E402
-from engine_bridge.driver.few_rows import terms_at_a_time  # noqa: E402
-from engine_bridge.driver.gemm import CUTS, MIN_ROWS, Cut, OneThread, cut_for, cut_product, filled, shrink  # noqa: E402
+from engine_bridge.driver.lora import gemm
+from engine_bridge.driver.lora.few_rows import terms_at_a_time  # noqa: E402
+from engine_bridge.driver.lora.gemm import (  # noqa: E402
+    CUTS,
+    MIN_ROWS,
+    Cut,
+    OneThread,
+    cut_for,
+    cut_product,
+    filled,
+    shrink,
+)
 
 from .equal_bits import needs_equal_bits  # noqa: E402
 

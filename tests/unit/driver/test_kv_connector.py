@@ -16,10 +16,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from engine_bridge.core.restores import SaveJob, StepMoves
-from engine_bridge.core.restoring import Load
-from engine_bridge.driver.engine import VllmDriver
-from engine_bridge.driver.kv_connector import _gives_blocks_up, _Step
+from engine_bridge.core.kv.kv_transfers import SaveJob, StepMoves
+from engine_bridge.core.kv.restoring import Load
+from engine_bridge.driver.engine.engine import VllmDriver
+from engine_bridge.driver.kv.kv_connector import _gives_blocks_up, _Step
 from kvtiers.blocks import Stage
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockKey

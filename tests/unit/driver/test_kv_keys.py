@@ -12,7 +12,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from engine_bridge.driver.kv_keys import cache_salt, hash_by_content, version_of
+from engine_bridge.driver.kv.kv_keys import cache_salt, hash_by_content, version_of
 from kvtiers.keys import BlockShape, Namespace
 
 BLOCK_TOKENS = 4

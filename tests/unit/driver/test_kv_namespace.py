@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.driver.building import engine_args
+from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.in_process import know_weights, revision_of
-from engine_bridge.driver.kv_namespace import (
+from engine_bridge.driver.kv.kv_namespace import (
     HARMLESS_ARGUMENTS,
     HARMLESS_VARIABLES,
     _computation,
     arguments_that_count,
 )
-from engine_bridge.engine_config import EngineConfig
+from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from engine_bridge.core.link_probe import IDLE_S
-from engine_bridge.driver.block_copy import CpuCopier
-from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.driver.link_measuring import LinkMeasuring
+from engine_bridge.core.kv.link_probe import IDLE_S
+from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.kv.link_measuring import LinkMeasuring
+from engine_bridge.driver.memory.block_copy import CpuCopier
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import ByValue

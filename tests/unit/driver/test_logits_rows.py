@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine_bridge.driver import logits_rows  # noqa: E402  (after the skip)
-from engine_bridge.driver.logits_rows import LogitsRows  # noqa: E402
+from engine_bridge.driver.corrections import logits_rows
+from engine_bridge.driver.corrections.logits_rows import LogitsRows  # noqa: E402
 
 
 class Mapping(NamedTuple):

@@ -14,10 +14,10 @@ from vllm.exceptions import (
     VLLMValidationError,
 )
 
-from engine_bridge.driver.bodies import as_error_response, as_malformed, as_unusable
-from engine_bridge.driver.failures import CANNOT_CONTINUE, as_bridge_error, is_clients
-from engine_bridge.driver.suspects import MALFORMED_MESSAGE
-from engine_bridge.errors import EngineUnavailable, InternalFailure, InvalidRequest, TooBusy
+from engine_bridge.driver.apis.bodies import as_error_response, as_malformed, as_unusable
+from engine_bridge.driver.apis.failures import CANNOT_CONTINUE, as_bridge_error, is_clients
+from engine_bridge.driver.apis.suspects import MALFORMED_MESSAGE
+from engine_bridge.protocol.errors import EngineUnavailable, InternalFailure, InvalidRequest, TooBusy
 
 
 def raised(error: Exception) -> Exception:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.driver.bodies import as_error_response
-from engine_bridge.driver.messages import Messages
-from engine_bridge.driver.stream_failures import engine_failed
+from engine_bridge.driver.apis.bodies import as_error_response
+from engine_bridge.driver.apis.messages import Messages
+from engine_bridge.driver.serving.stream_failures import engine_failed
 from engine_bridge.driver.vllm_api import ErrorResponse
-from engine_bridge.errors import InvalidRequest
+from engine_bridge.protocol.errors import InvalidRequest
 
 
 def chunk(delta: dict[str, Any]) -> str:

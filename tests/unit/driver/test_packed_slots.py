@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from engine_bridge.core.staging import AHEAD_FOR_S, ReadAhead  # noqa: E402  (after the skips)
+from engine_bridge.core.adapters.staging import AHEAD_FOR_S, ReadAhead  # noqa: E402  (after the skips)
 from engine_bridge.driver.adapters import layouts  # noqa: E402
 from engine_bridge.driver.adapters.host_workers import Workers  # noqa: E402
 from engine_bridge.driver.adapters.layouts import (  # noqa: E402

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
-from engine_bridge.driver import promoter
-from engine_bridge.driver.promoter import PrefixCache
+from engine_bridge.driver.kv import promoter
+from engine_bridge.driver.kv.promoter import PrefixCache
 
 NUM_BLOCKS, LENGTH, BLOCK_TOKENS = 20, 8, 32
 # Two conversations that begin with the same blocks, and one of its own. A hash stands for all that comes before it.

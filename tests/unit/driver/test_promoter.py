@@ -10,11 +10,11 @@ import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
 
-from engine_bridge.core.restores import NewRequest, Restores
-from engine_bridge.driver.block_copy import CpuCopier
-from engine_bridge.driver.kv_tiers import KvTiers, TiersConfig
-from engine_bridge.driver.promoter import Promoter
-from engine_bridge.node import Advisory
+from engine_bridge.core.kv.kv_transfers import NewRequest, Restores
+from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.kv.promoter import Promoter
+from engine_bridge.driver.memory.block_copy import CpuCopier
+from engine_bridge.protocol.node import Advisory
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import BlockKey, BlockShape

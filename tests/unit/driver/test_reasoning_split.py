@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 
-from engine_bridge.driver.reasoning_split import ReasoningSplit
+from engine_bridge.driver.apis.reasoning_split import ReasoningSplit
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 REQUEST = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})

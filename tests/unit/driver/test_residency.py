@@ -15,10 +15,10 @@ from vllm.v1.core.block_pool import BlockPool
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract
 from engine_bridge.adapters.registry import AdapterRecord
-from engine_bridge.core.adapter_worth import Worth
-from engine_bridge.core.residency import AdapterPlaces, Rules
-from engine_bridge.core.staging import AHEAD_SHARE, HistoryPrefetch, ReadAhead
-from engine_bridge.core.step_layouts import StepFacts, StepLayouts
+from engine_bridge.core.adapters.adapter_worth import Worth
+from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
+from engine_bridge.core.adapters.staging import AHEAD_SHARE, HistoryPrefetch, ReadAhead
+from engine_bridge.core.adapters.step_layouts import StepFacts, StepLayouts
 from engine_bridge.driver.adapters.blocks import AdapterBlocks
 from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.host_path import NoHostPath
@@ -28,7 +28,7 @@ from engine_bridge.driver.adapters.loading import LoaderThread
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import Slots
 from engine_bridge.driver.adapters.weights import AdapterWeights, BufferPool, ModuleWeights
-from engine_bridge.policy.adapter_cache import POLICIES, PrefixFacts
+from engine_bridge.policy.adapters.adapter_cache import POLICIES, PrefixFacts
 
 MAX_LORAS, NUM_SLOTS, NUM_BLOCKS = 2, 3, 20
 HOST_BYTES = 4000

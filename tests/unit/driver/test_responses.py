@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.logprobs import Logprob
 
-from engine_bridge.driver.responses import Responses, _of_the_text
+from engine_bridge.driver.apis.responses import Responses, _of_the_text
 from engine_bridge.driver.vllm_api import CompletionOutput, ResponsesRequest
 
 REQUEST = {"input": "Hello!", "include": ["message.output_text.logprobs"]}

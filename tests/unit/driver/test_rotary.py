@@ -12,7 +12,7 @@ def rope(request):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    from engine_bridge.driver import rotary
+    from engine_bridge.driver.corrections import rotary
 
     rotary.install()
     with set_current_vllm_config(VllmConfig()):
@@ -61,7 +61,7 @@ def test_the_kernel_turns_what_the_formula_turns(rope, query_of, key_of, num_tok
 
 
 def test_it_is_put_in_place_once():
-    from engine_bridge.driver import rotary
+    from engine_bridge.driver.corrections import rotary
     from engine_bridge.driver.vllm_api import _custom_ops
 
     rotary.install()

@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from engine_bridge.driver import running_grammars
-from engine_bridge.driver.running_grammars import BoundedBackend, BoundedGrammar, NoRoom, take_failure
+from engine_bridge.driver.grammars import running
+from engine_bridge.driver.grammars.running import BoundedBackend, BoundedGrammar, NoRoom, take_failure
 from engine_bridge.driver.vllm_api import GracefulHTTPError, VLLMValidationError
 from gateway.settings.config import DEMO_MODEL_DIR
 
@@ -37,7 +37,7 @@ MakeBackend = Callable[..., BoundedBackend]
 def backend(monkeypatch: pytest.MonkeyPatch) -> MakeBackend:
     def make(room_bytes: int = 1 << 30, states: int = 2000) -> BoundedBackend:
         monkeypatch.setattr(BoundedBackend, "room_bytes", room_bytes)
-        monkeypatch.setattr("engine_bridge.policy.grammar_room.FIRST_STATES", states)
+        monkeypatch.setattr("engine_bridge.policy.limits.grammar_room.FIRST_STATES", states)
         whitespace = SimpleNamespace(disable_any_whitespace=True, disable_additional_properties=False)
         config: Any = SimpleNamespace(structured_outputs_config=whitespace)
         return BoundedBackend(config, tokenizer=tokenizer(), vocab_size=len(tokenizer()))
@@ -169,4 +169,4 @@ def test_what_fails_in_a_grammar_of_its_own_is_the_answers_fault(backend: MakeBa
     assert not answer.take(300)
     failure = take_failure("answer")
     assert isinstance(failure, VLLMValidationError) and "too many states" in str(failure)
-    assert running_grammars.NO_ROOM not in str(failure)
+    assert running.NO_ROOM not in str(failure)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from engine_bridge.core.guess_errors import ERROR_BOUNDS, GuessErrors
+from engine_bridge.core.scheduling.guess_errors import ERROR_BOUNDS, GuessErrors
 from engine_bridge.driver.scheduling.report import Report
-from engine_bridge.policy.queue import Decision
+from engine_bridge.policy.scheduling.queue_policy import Decision
 from engine_bridge.predict.length import LengthGuess
 
 

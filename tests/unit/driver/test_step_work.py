@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
-from engine_bridge.driver.step_work import work_of
+from engine_bridge.driver.scheduling.step_work import work_of
 
 
 class Running(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.driver.streams import Streams
-from engine_bridge.token_stream import TokenStream
+from engine_bridge.driver.serving.streams import Streams
+from engine_bridge.protocol.token_stream import TokenStream
 
 
 def output(text: str) -> Any:

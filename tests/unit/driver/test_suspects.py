@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.driver.suspects import suspect_of
+from engine_bridge.driver.apis.suspects import suspect_of
 
 HELLO = [
     {"role": "user", "content": [{"type": "text", "text": "Hello!", "cache_control": {"type": "ephemeral"}}]}

@@ -10,11 +10,11 @@ import pytest
 from vllm.renderers.base import _SwappableExecutor
 from vllm.utils.async_utils import make_async
 
-from engine_bridge.driver import tokenizer_queue
-from engine_bridge.driver.call import called_by
-from engine_bridge.driver.tokenizer_queue import TokenizerQueue, be_fair
-from engine_bridge.errors import SeamMoved, TooBusy
-from engine_bridge.request_context import RequestContext
+from engine_bridge.driver.serving import tokenizer_queue
+from engine_bridge.driver.serving.call import called_by
+from engine_bridge.driver.serving.tokenizer_queue import TokenizerQueue, be_fair
+from engine_bridge.protocol.errors import SeamMoved, TooBusy
+from engine_bridge.protocol.request_context import RequestContext
 
 PATIENCE_S = 30
 
@@ -113,7 +113,7 @@ def test_a_tenant_whose_jobs_take_long_is_refused_sooner(
 def test_a_stuck_thread_is_replaced_and_what_waits_is_done(
     queue: TokenizerQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_bridge.driver.tokenizer_queue.STUCK_S", 0.0)
+    monkeypatch.setattr("engine_bridge.driver.serving.tokenizer_queue.STUCK_S", 0.0)
     busy = Busy(queue)
     waiting = [queue.submit(len, "x" * n) for n in range(5)]
     queue.replace_inner()

@@ -13,7 +13,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
-from engine_bridge.driver.tool_calls import (
+from engine_bridge.driver.apis.tool_calls import (
     NO_FORM,
     NoFormToolParser,
     ParserRefused,
@@ -21,7 +21,7 @@ from engine_bridge.driver.tool_calls import (
     demands_as_json,
     install_tool_parser,
 )
-from engine_bridge.parser_choice import REASONING_FAMILIES, TOOL_FAMILIES, Choice
+from engine_bridge.settings.parser_choice import REASONING_FAMILIES, TOOL_FAMILIES, Choice
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

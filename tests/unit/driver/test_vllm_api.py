@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from engine_bridge.driver import vllm_api
-from engine_bridge.driver.engine import EngineConfig
+from engine_bridge.driver.engine.engine import EngineConfig
 from engine_bridge.driver.vllm_api.__main__ import main
 from engine_bridge.driver.vllm_api.check import Facts, Finding, check, check_engine
 from engine_bridge.driver.vllm_api.features import FEATURES, KV_TIERS, PACE, PROMOTION, Feature
@@ -37,7 +37,7 @@ from engine_bridge.driver.vllm_api.uses import (
     tags,
     writes,
 )
-from engine_bridge.errors import SeamMoved
+from engine_bridge.protocol.errors import SeamMoved
 
 ROOT = Path(__file__).parents[3]
 VITAL = Feature(name="all of it", without="nothing goes", settings=None)

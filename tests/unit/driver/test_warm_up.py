@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.driver import warm_up as module
-from engine_bridge.driver.warm_up import warm_up
+from engine_bridge.driver.engine import warm_up as module
+from engine_bridge.driver.engine.warm_up import warm_up
 
 LAZY_S, STEP_S, TOKEN_S = 5.0, 0.01, 0.001
 BLOCK_TOKENS = 16

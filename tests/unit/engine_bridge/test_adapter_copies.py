@@ -12,7 +12,7 @@ from engine_bridge.adapters.contents import contents_of
 from engine_bridge.adapters.copies import CLEAR_EVERY_S, FOLDER_NAME, PAUSE_S, Copies
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.store import AdapterStore
-from engine_bridge.errors import InvalidRequest
+from engine_bridge.protocol.errors import InvalidRequest
 from tests.adapter_corpus import WEIGHTS_FILE
 from tests.unit.cluster.catalog_node import store_at
 from tests.unit.engine_bridge.catalog_server import CatalogServer, put

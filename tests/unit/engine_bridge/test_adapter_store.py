@@ -10,7 +10,7 @@ from engine_bridge.adapters.contents import Contents, contents_of, read_piece
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import content_hash, inspect, read
 from engine_bridge.adapters.store import KEEP_S, MAX_PIECE_BYTES, AdapterStore
-from engine_bridge.errors import InvalidRequest, NotSupported
+from engine_bridge.protocol.errors import InvalidRequest, NotSupported
 from tests.adapter_corpus import BAD, CONFIG_FILE, WEIGHTS_FILE, make_adapter
 from tests.unit.cluster.catalog_node import MODULES, contract, store_at
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_bridge.api_errors import error_body, unknown_model
+from engine_bridge.protocol.api_errors import error_body, unknown_model
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.body_forms import usual_form
-from engine_bridge.errors import InvalidRequest
+from engine_bridge.calls.body_forms import usual_form
+from engine_bridge.protocol.errors import InvalidRequest
 
 
 def formed(api: Any, **body: Any) -> dict[str, Any]:

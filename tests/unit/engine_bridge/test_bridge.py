@@ -12,7 +12,7 @@ import pytest
 
 from engine_bridge import bridge
 from engine_bridge.bridge import EngineThread
-from engine_bridge.errors import EngineUnavailable
+from engine_bridge.protocol.errors import EngineUnavailable
 
 
 class ScriptedDriver:

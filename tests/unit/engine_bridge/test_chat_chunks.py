@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from engine_bridge.chat_chunks import merged_calls, split_event
+from engine_bridge.calls.chat_chunks import merged_calls, split_event
 
 
 def event(delta: dict[str, Any], reason: str | None = None, **choice: Any) -> str:

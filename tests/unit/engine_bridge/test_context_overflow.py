@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.context_overflow import dropped_event, dropped_of, shorter
-from engine_bridge.node import Dropped
+from engine_bridge.calls.context_overflow import dropped_event, dropped_of, shorter
+from engine_bridge.protocol.node import Dropped
 
 TOOLS = [{"type": "function", "function": {"name": f"tool_{i}"}} for i in range(3)]
 

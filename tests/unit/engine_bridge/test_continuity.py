@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
-from engine_bridge.continuity import INCOMPLETE, continue_between_tokens, continue_prompt
-from engine_bridge.node import pack_token_ids, unpack_token_ids
+from engine_bridge.calls.continuity import INCOMPLETE, continue_between_tokens, continue_prompt
+from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
 from gateway.settings.config import DEMO_MODEL_DIR
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import llguidance
 import pytest
 
-from engine_bridge.errors import EngineUnavailable
 from engine_bridge.grammars.checker import GrammarChecker, HelperProcess, Tokenizer
 from engine_bridge.grammars.messages import UNREADABLE
 from engine_bridge.grammars.worker import Setup
+from engine_bridge.protocol.errors import EngineUnavailable
 
 BYTES = Tokenizer("byte")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 
-from engine_bridge.invalid_fields import MOST_ERRORS, MOST_NAME_CHARS, explain
+from engine_bridge.calls.invalid_fields import MOST_ERRORS, MOST_NAME_CHARS, explain
 
 
 class Picture(BaseModel):

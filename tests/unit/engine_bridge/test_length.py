@@ -31,7 +31,7 @@ from engine_bridge.predict.length import (
     OnlineLengths,
     Recent,
 )
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
 
 from ..facts import features
 

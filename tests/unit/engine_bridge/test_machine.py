@@ -1,6 +1,6 @@
 """What the system says of its processor and memory, in the forms that it says it."""
 
-from engine_bridge.machine import look, memory_of, processor_of
+from engine_bridge.settings.machine import look, memory_of, processor_of
 
 X86 = "processor\t: 0\nmodel name\t: Some Xeon\nflags\t\t: fpu avx2 amx_tile\n\nprocessor\t: 1\nmodel name\t: Some Xeon\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd bf16\n"

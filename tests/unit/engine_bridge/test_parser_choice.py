@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_bridge.parser_choice import (
+from engine_bridge.settings.parser_choice import (
     REASONING_FAMILIES,
     TOOL_FAMILIES,
     choose_reasoning_parser,

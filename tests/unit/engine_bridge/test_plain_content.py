@@ -22,9 +22,9 @@ from tokenizers import (
     trainers,
 )
 
-from engine_bridge.driver.content_tokens import ContentTokens
-from engine_bridge.errors import NotSupported
-from engine_bridge.plain_content import KnownToken, Marks
+from engine_bridge.calls.plain_content import KnownToken, Marks
+from engine_bridge.driver.apis.content_tokens import ContentTokens
+from engine_bridge.protocol.errors import NotSupported
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|reserved_1|>", "<|reserved_12|>"]
 TAGS = ["<think>", "</think>", "<tool_response>", "</tool_response>"]

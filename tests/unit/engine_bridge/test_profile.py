@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from engine_bridge.core.adapter_worth import Worth
-from engine_bridge.driver.kv_tiers import RATED_BYTES, KvTiers, TiersConfig
-from engine_bridge.policy.costs import Link, StepGrid
+from engine_bridge.core.adapters.adapter_worth import Worth
+from engine_bridge.driver.kv.kv_tiers import RATED_BYTES, KvTiers, TiersConfig
+from engine_bridge.policy.costs.costs import Link, StepGrid
 from engine_bridge.predict.steps import Candidate
-from engine_bridge.profile import (
+from engine_bridge.settings.profile import (
     AdapterProfile,
     CopyProfile,
     DiskProfile,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.node import Prompt
-from engine_bridge.token_stream import TokenStream
+from engine_bridge.protocol.node import Prompt
+from engine_bridge.protocol.token_stream import TokenStream
 
 
 def output(

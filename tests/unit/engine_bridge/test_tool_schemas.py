@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from engine_bridge.tool_schemas import MAX_INTEGER, at_most_one, closed, held_calls, is_held
+from engine_bridge.calls.tool_schemas import MAX_INTEGER, at_most_one, closed, held_calls, is_held
 
 TOKENIZER = Path(__file__).parents[3] / "demo" / "model" / "tokenizer.json"
 

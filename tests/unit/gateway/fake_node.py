@@ -6,8 +6,9 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from engine_bridge.errors import BridgeError, EngineUnavailable, NotSupported
-from engine_bridge.node import (
+from engine_bridge.policy.nodes.routing import NodeFacts, Ranks
+from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, NotSupported
+from engine_bridge.protocol.node import (
     ADVISORY_ENDS,
     AdapterInfo,
     AdapterPlace,
@@ -34,8 +35,7 @@ from engine_bridge.node import (
     Usage,
     pack_token_ids,
 )
-from engine_bridge.policy.routing import NodeFacts, Ranks
-from engine_bridge.request_context import NOBODY, RequestContext
+from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from kvtiers.stats import TierStats
 
 PATIENCE_S = 10.0
@@ -126,7 +126,7 @@ class Told:
 
 
 class FakeNode:
-    """See `engine_bridge.node.Node`.
+    """See `engine_bridge.protocol.node.Node`.
 
     Attributes:
         script: pieces that every answer has at once; None lets the test write each answer.

@@ -11,8 +11,8 @@ from typing import Any
 from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
 from engine_bridge.cluster.server import NodeServer
-from engine_bridge.node import Api, JsonReply, SseReply
-from engine_bridge.request_context import NOBODY, RequestContext
+from engine_bridge.protocol.node import Api, JsonReply, SseReply
+from engine_bridge.protocol.request_context import NOBODY, RequestContext
 from gateway.nodes.adapter_sync import AdapterSync
 from gateway.nodes.router import Router
 from tests.unit.cluster.catalog_node import CatalogNode

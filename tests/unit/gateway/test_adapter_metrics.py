@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from engine_bridge.node import AdapterStats
+from engine_bridge.protocol.node import AdapterStats
 from gateway.metrics.adapters import AdapterCollector
 
 EMPTY: dict[str, Any] = {

@@ -16,9 +16,9 @@ import pytest
 from engine_bridge.adapters.store import AdapterStore
 from engine_bridge.cluster.link import Link
 from engine_bridge.cluster.remote_node import RemoteNode
-from engine_bridge.errors import EngineUnavailable
-from engine_bridge.node import JsonReply
-from engine_bridge.policy.adapter_places import AdapterAt
+from engine_bridge.policy.adapters.adapter_places import AdapterAt
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.node import JsonReply
 from gateway.nodes.adapter_sync import AdapterSync
 from tests.adapter_corpus import WEIGHTS_FILE, make_adapter
 from tests.unit.cluster.catalog_node import MODULES, CatalogNode, connected, store_at, until

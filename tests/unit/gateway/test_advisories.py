@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.errors import EngineUnavailable, NotSupported
-from engine_bridge.node import pack_token_ids
+from engine_bridge.protocol.errors import EngineUnavailable, NotSupported
+from engine_bridge.protocol.node import pack_token_ids
 from gateway.advisories.advisories import (
     BURST,
     DEFAULT_TTL_S,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable
 
 import orjson
 
-from engine_bridge.node import SseReply
+from engine_bridge.protocol.node import SseReply
 from gateway.doors.api.openai_routes import _naming_previous
 from gateway.doors.api.recording import Recording
 from gateway.turns.background_responses import BackgroundResponse, BackgroundResponses

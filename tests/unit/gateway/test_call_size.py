@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.errors import InvalidRequest
-from engine_bridge.node import Api
-from engine_bridge.policy.request_limits import check_prompt
+from engine_bridge.policy.limits.request_limits import check_prompt
+from engine_bridge.protocol.errors import InvalidRequest
+from engine_bridge.protocol.node import Api
 from gateway.doors.api.call_size import check_call, check_shape
 
 MESSAGE = {"role": "user", "content": "x" * 10}

@@ -12,7 +12,7 @@ import struct
 import aiohttp
 import pytest
 
-from engine_bridge.errors import EngineUnavailable
+from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.advisories.advisories import HINT_ACTION
 from gateway.advisories.drafts import MAX_ACTIVE_OF_ONE, PAUSE_S
 from gateway.sessions import SessionStore
@@ -539,7 +539,7 @@ async def test_a_draft_of_a_new_chat_is_computed_and_stopped_by_its_question(gat
 
 
 def test_the_fake_has_all_that_the_protocol_asks_for() -> None:
-    from engine_bridge.node import Node
+    from engine_bridge.protocol.node import Node
 
     names = [name for name in vars(Node) if not name.startswith("_")]
     assert len(names) > 15

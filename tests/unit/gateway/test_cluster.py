@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine_bridge import machine
 from engine_bridge.cluster import shares
 from engine_bridge.cluster.ray_placement import RayPlacement
+from engine_bridge.settings import machine
 from gateway.app import node_config
 from gateway.errors import StartupError
 from gateway.nodes import cluster

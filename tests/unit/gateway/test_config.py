@@ -233,7 +233,7 @@ def test_a_proxy_that_is_no_address_is_named() -> None:
 
 
 def test_every_setting_of_the_engine_reaches_it_as_it_was_set(tmp_path: Path) -> None:
-    from engine_bridge.engine_config import EngineSettings
+    from engine_bridge.settings.engine_config import EngineSettings
     from gateway.app import engine_config
 
     changed = {

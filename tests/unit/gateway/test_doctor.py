@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 from click.testing import CliRunner
 
-from engine_bridge.machine import Machine
-from engine_bridge.policy.costs import StepGrid
+from engine_bridge.policy.costs.costs import StepGrid
 from engine_bridge.predict.steps import Candidate
-from engine_bridge.profile import MachineProfile, ProfileSubject, StepProfile
+from engine_bridge.settings.machine import Machine
+from engine_bridge.settings.profile import MachineProfile, ProfileSubject, StepProfile
 from gateway.cli import cli
 from gateway.commands.doctor import Diagnosis, folder_health, model_facts, profiles_of, switched_off
 from gateway.commands.doctor_command import lines

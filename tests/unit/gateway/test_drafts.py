@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_bridge.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.advisories.drafts import MAX_ACTIVE, MAX_ACTIVE_OF_ONE, PAUSE_S, whole_words
 from gateway.sessions import SessionStore
 

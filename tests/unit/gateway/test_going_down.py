@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.errors import EngineUnavailable
+from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.app import Server
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from engine_bridge.errors import EngineUnavailable
+from engine_bridge.protocol.errors import EngineUnavailable
 from gateway.advisories.advisories import AdvisoryRequest, Record
 from gateway.advisories.drafts import _Work
 from gateway.doors.chat.socket import ChatConnection

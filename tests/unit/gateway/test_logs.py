@@ -129,7 +129,7 @@ def test_others_debug_messages_are_never_logged(log_format: str, level: str) -> 
         "UnicodeEncodeError('ascii', 'SECRET', 0, 1, 'SECRET')",
         "__import__('sqlite3').OperationalError('near SECRET')",
         "__import__('gateway.errors').errors.GatewayError('bad_request', 'SECRET')",
-        "__import__('engine_bridge.errors').errors.InvalidRequest('SECRET')",
+        "__import__('engine_bridge.protocol.errors').errors.InvalidRequest('SECRET')",
         "ExceptionGroup('SECRET', [ValueError('SECRET')])",
     ],
 )

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from engine_bridge.node import LaneStats, SchedulingStats
+from engine_bridge.protocol.node import LaneStats, SchedulingStats
 from gateway.errors import GatewayError
 from gateway.nodes.known_nodes import OneNode, nodes_of
 from gateway.nodes.maintenance import Steward

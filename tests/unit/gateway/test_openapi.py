@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from prometheus_client import CollectorRegistry
 
-from engine_bridge.node import ApiSchemas
+from engine_bridge.protocol.node import ApiSchemas
 from gateway.app import build_app, build_services
 from gateway.doors.description.openapi import document
 from gateway.doors.description.operation import Engine

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_bridge.machine import Machine
+from engine_bridge.settings.machine import Machine
 from gateway.commands import remedies
 from gateway.commands.remedies import GIB, ModelFacts
 

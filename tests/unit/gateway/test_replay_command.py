@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from engine_bridge.policy.decision_log import Recorded
-from engine_bridge.policy.queue import Room, Waiting
-from engine_bridge.policy.registry import POLICIES
+from engine_bridge.policy.scheduling.decision_log import Recorded
+from engine_bridge.policy.scheduling.policies import POLICIES
+from engine_bridge.policy.scheduling.queue_policy import Room, Waiting
 from gateway.cli import cli, main
 
 ROOT = Path(__file__).parents[3]

@@ -8,9 +8,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from engine_bridge.api_errors import error_body
-from engine_bridge.errors import ADAPTER_CHANGING, AdapterChanging
-from engine_bridge.node import JsonReply
+from engine_bridge.protocol.api_errors import error_body
+from engine_bridge.protocol.errors import ADAPTER_CHANGING, AdapterChanging
+from engine_bridge.protocol.node import JsonReply
 from gateway.errors import to_openai_body
 from gateway.turns.turns import from_bridge
 from tests.unit.gateway.conftest import Gateways

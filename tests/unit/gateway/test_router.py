@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
-from engine_bridge.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.node import (
+from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.protocol.node import (
     Advisory,
     AdvisoryReport,
     ChatMessage,
@@ -22,7 +22,7 @@ from engine_bridge.node import (
     RequestId,
     SseReply,
 )
-from engine_bridge.request_context import RequestContext
+from engine_bridge.protocol.request_context import RequestContext
 from gateway.metrics.router import RouterCollector
 from gateway.nodes import members
 from gateway.nodes.adapter_sync import AdapterSync

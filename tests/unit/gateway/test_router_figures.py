@@ -7,7 +7,7 @@ from typing import Any, get_origin
 import pytest
 from msgspec import Struct, structs
 
-from engine_bridge.node import (
+from engine_bridge.protocol.node import (
     EngineState,
     GrammarStats,
     LaneStats,

@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from engine_bridge.node import LaneStats, LengthErrors, SchedulingStats, WaitReason
-from engine_bridge.policy.queue import DeferReason
+from engine_bridge.policy.scheduling.queue_policy import DeferReason
+from engine_bridge.protocol.node import LaneStats, LengthErrors, SchedulingStats, WaitReason
 from gateway.metrics.scheduling import SchedulingCollector
 
 EMPTY: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry
 
-from engine_bridge.policy.routing import POLICIES
+from engine_bridge.policy.nodes.routing import POLICIES
 from gateway.app import build_services
 from gateway.metrics.metrics import Metrics
 from gateway.nodes.adapter_sync import AdapterSync

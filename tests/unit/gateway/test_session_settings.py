@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from engine_bridge.node import Sampling, pack_token_ids
+from engine_bridge.protocol.node import Sampling, pack_token_ids
 from gateway.errors import GatewayError
 from gateway.sessions import SessionSettings, SessionStore, SettingsPatch
 from tests.unit.gateway.test_session_quota import NOW, counted

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engine_bridge.node import pack_token_ids, unpack_token_ids
+from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
 from gateway.sessions import SessionStore
 from gateway.sessions.excerpt import Excerpt
 from tests.unit.gateway.test_session_owners import NUM_TURNS, make_version_1

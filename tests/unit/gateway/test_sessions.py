@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from engine_bridge.node import pack_token_ids, unpack_token_ids
+from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
 from gateway.errors import GatewayError, StartupError
 from gateway.sessions import RESTORE_WINDOW_S, SCHEMA_VERSION, FinishResult, SessionStore, title_from
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES

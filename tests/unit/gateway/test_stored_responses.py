@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from engine_bridge.node import pack_token_ids, token_ids_event, unpack_token_ids
+from engine_bridge.protocol.node import pack_token_ids, token_ids_event, unpack_token_ids
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore, StoredResponse, Turn
 from gateway.turns.replies import AnswerReader, items_of, listed_items

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.node import SchedulingStats
+from engine_bridge.protocol.node import SchedulingStats
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
 from gateway.settings.priorities import MAX_PRIORITY

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
+from engine_bridge.protocol.errors import BridgeError, EngineUnavailable, InvalidRequest, NotSupported
 from gateway.errors import GatewayError
 from gateway.sessions import SessionStore
 from gateway.turns.turns import KEEP_FINISHED_S, KEEP_UNFOLLOWED_S, Piece

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engine_bridge.engine_arguments import RULED_OUT
+from engine_bridge.settings.engine_arguments import RULED_OUT
 from gateway import cli
 from gateway.settings.config import SETTINGS
 from gateway.settings.vllm_flags import ALWAYS, REFUSED, RENAMED, SEVERAL, Refusal, translate

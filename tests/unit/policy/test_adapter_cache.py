@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.sim.adapter_policies import ExpectedGain, GreedyDual
-from engine_bridge.policy.adapter_cache import (
+from engine_bridge.policy.adapters.adapter_cache import (
     POLICIES,
     ChameleonScore,
     EqualWeights,
@@ -22,7 +22,7 @@ from engine_bridge.policy.adapter_cache import (
     choose_victims,
     may_take_prefix,
 )
-from engine_bridge.policy.cached_adapter import CachedAdapter, EvictionPolicy, UseWindow
+from engine_bridge.policy.adapters.cached_adapter import CachedAdapter, EvictionPolicy, UseWindow
 
 MIB = 1 << 20
 NOW = 1000.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.node import AdapterInfo, AdapterPlace, AdapterStats
-from engine_bridge.policy.adapter_places import (
+from engine_bridge.policy.adapters.adapter_places import (
     COPY_BYTES_S,
     DISK_BYTES_S,
     Load,
@@ -22,6 +21,7 @@ from engine_bridge.policy.adapter_places import (
     rates_of,
     steps,
 )
+from engine_bridge.protocol.node import AdapterInfo, AdapterPlace, AdapterStats
 
 RATES = LoadRates(disk_bytes_s=100.0, copy_bytes_s=1000.0)
 

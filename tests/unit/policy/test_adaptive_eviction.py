@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from bench.sim.adapter_cache import Device, Link
 from bench.sim.adapter_traces import Use, Workload
-from engine_bridge.policy.adapter_cache import Lru, choose_victims
-from engine_bridge.policy.adaptive_eviction import HALF_LIVES, Adaptive, RequestShares, ShadowCache
-from engine_bridge.policy.cached_adapter import CachedAdapter, EvictionPolicy, UseWindow
+from engine_bridge.policy.adapters.adapter_cache import Lru, choose_victims
+from engine_bridge.policy.adapters.adaptive_eviction import HALF_LIVES, Adaptive, RequestShares, ShadowCache
+from engine_bridge.policy.adapters.cached_adapter import CachedAdapter, EvictionPolicy, UseWindow
 
 RELOAD_S_PER_BYTE = 1e-3
 

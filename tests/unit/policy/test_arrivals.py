@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.arrivals import (
+from engine_bridge.policy.adapters.arrivals import (
     MAX_GAPS,
     MIN_GAPS,
     NUM_BINS,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.beside import CREDIT_S, LONGEST_TURN_S, SHARE, SHORTEST_TURN_S, WorkShare
+from engine_bridge.policy.kv.copy_share import CREDIT_S, LONGEST_TURN_S, SHARE, SHORTEST_TURN_S, WorkShare
 
 
 @given(

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine_bridge.policy.bounded import NUM_PEAKS, Bounded, BoundedSettings
-from engine_bridge.policy.queue import NUM_PASSED_OVER, Room, Waiting
-from engine_bridge.policy.waits import BLOCK, GONE, Waits
+from engine_bridge.policy.scheduling.bounded import NUM_PEAKS, Bounded, BoundedSettings
+from engine_bridge.policy.scheduling.queue_policy import NUM_PASSED_OVER, Room, Waiting
+from engine_bridge.policy.scheduling.wait_tree import BLOCK, GONE, Waits
 from tests.unit.facts import waiting_facts
 
 ROOM = Room(free_blocks=10_000, num_slots=1, num_tokens=10_000)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine_bridge.policy.costs import (
+from engine_bridge.policy.costs.costs import (
     ERROR_RATE,
     LEARNING_RATE,
     MIN_USUAL_ERROR,
@@ -30,7 +30,7 @@ from engine_bridge.policy.costs import (
     StepTable,
     TablePrefill,
 )
-from engine_bridge.policy.restore_method import (
+from engine_bridge.policy.kv.restore_method import (
     FullCost,
     SwapOrRecompute,
     Way,
@@ -523,8 +523,11 @@ def test_repeatability_is_unknown_where_nothing_was_measured_twice() -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("engine_bridge.policy.costs", {"asyncio", "threading", "numpy", "sklearn", "torch", "vllm"}),
-        ("engine_bridge.policy.preemption", {"asyncio", "threading", "numpy", "sklearn", "torch", "vllm"}),
+        ("engine_bridge.policy.costs.costs", {"asyncio", "threading", "numpy", "sklearn", "torch", "vllm"}),
+        (
+            "engine_bridge.policy.scheduling.preemption",
+            {"asyncio", "threading", "numpy", "sklearn", "torch", "vllm"},
+        ),
         ("engine_bridge.predict.steps", {"asyncio", "numpy", "sklearn", "torch", "vllm"}),
         ("engine_bridge.predict.length", {"asyncio", "numpy", "sklearn", "torch", "vllm"}),
     ],

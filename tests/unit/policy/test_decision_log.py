@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.baselines import Fcfs
-from engine_bridge.policy.decision_log import REPEAT_EVERY_S, BadLog, Recorded, replay
-from engine_bridge.policy.lanes import Lanes
-from engine_bridge.policy.mlq import Mlq
-from engine_bridge.policy.mlq_decision import MlqSettings
-from engine_bridge.policy.queue import Decision, QueuePolicy, Room, Running, Waiting
-from engine_bridge.policy.registry import POLICIES
+from engine_bridge.policy.scheduling.baselines import Fcfs
+from engine_bridge.policy.scheduling.decision_log import REPEAT_EVERY_S, BadLog, Recorded, replay
+from engine_bridge.policy.scheduling.lanes import Lanes
+from engine_bridge.policy.scheduling.mlq import Mlq
+from engine_bridge.policy.scheduling.mlq_decision import MlqSettings
+from engine_bridge.policy.scheduling.policies import POLICIES
+from engine_bridge.policy.scheduling.queue_policy import Decision, QueuePolicy, Room, Running, Waiting
 from tests.unit.facts import running_facts, waiting_facts
 
 NUM_TOKENS = 1000

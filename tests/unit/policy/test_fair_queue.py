@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.fair_queue import MAX_FORGIVEN, FairQueue
+from engine_bridge.policy.scheduling.fair_queue import MAX_FORGIVEN, FairQueue
 
 
 def served(queue: FairQueue[str], took_s: float = 1.0) -> list[str]:

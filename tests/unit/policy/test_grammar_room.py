@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_bridge.policy.grammar_room import (
+from engine_bridge.policy.limits.grammar_room import (
     MAX_STATES,
     MIB,
     GrammarRoom,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine_bridge.policy.guesses import MARGIN_SHARE, MIN_LEAD_S, GuessFacts, due_s, plan
+from engine_bridge.policy.kv.guesses import MARGIN_SHARE, MIN_LEAD_S, GuessFacts, due_s, plan
 
 
 def guess(name: str, **fields: Any) -> GuessFacts:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import structs
 
-from engine_bridge.policy.homes import Doors, Homes, Sent, doors_of
-from engine_bridge.policy.routing import (
+from engine_bridge.policy.nodes.routing import (
     POLICIES,
     UNKNOWN,
     Ask,
@@ -27,6 +26,7 @@ from engine_bridge.policy.routing import (
     relief,
     settings_of,
 )
+from engine_bridge.policy.nodes.session_locations import Doors, Homes, Sent, doors_of
 
 DOORS = Doors(LoadBalance(), Sticky(), LoadBalance())
 KEY = ("t", "s")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_bridge.policy.lanes import (
+from engine_bridge.policy.scheduling.lanes import (
     MAX_LANES,
     MIN_SIZES,
     ONE_LANE,
@@ -24,7 +24,7 @@ from engine_bridge.policy.lanes import (
     knee,
     least_squares,
 )
-from engine_bridge.policy.sizes import HALF_LIFE_REQUESTS, Scale, WeightedSize
+from engine_bridge.policy.scheduling.sizes import HALF_LIFE_REQUESTS, Scale, WeightedSize
 
 ROOT = Path(__file__).parents[3]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_bridge.policy.matcher_budget import MatcherBudget
+from engine_bridge.policy.limits.matcher_budget import MatcherBudget
 
 
 def steps_until_spent(cost_s: float, limit: int = 10_000) -> int:

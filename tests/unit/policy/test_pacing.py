@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.costs import StepTable
-from engine_bridge.policy.pacing import (
+from engine_bridge.policy.costs.costs import StepTable
+from engine_bridge.policy.scheduling.pacing import (
     MIN_PREFILL_TIMES,
     MIN_PREFILL_TOKENS,
     UNDER_WAY_SHARE,

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.pausing import (
+from engine_bridge.policy.scheduling.pausing import (
     GRACE_S,
     MIN_PAUSE_S,
     Batch,

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine_bridge.policy.preemption import MAX_REGRET, RunningFacts, is_still_right, least_fair_first
-from engine_bridge.policy.restore_method import LossDecision, Way
+from engine_bridge.policy.kv.restore_method import LossDecision, Way
+from engine_bridge.policy.scheduling.preemption import (
+    MAX_REGRET,
+    RunningFacts,
+    is_still_right,
+    least_fair_first,
+)
 
 
 def first_victim(*running: RunningFacts) -> str:

@@ -15,13 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_bridge.policy.baselines import Fair, Fcfs, Priority, Sjf
-from engine_bridge.policy.fairness import fair_priority, starts_swapped
-from engine_bridge.policy.lanes import Lanes
-from engine_bridge.policy.mlq import Mlq
-from engine_bridge.policy.mlq_decision import MlqSettings, earliest_start_s
-from engine_bridge.policy.queue import Decision, LanedPolicy, QueuePolicy, Room, Running, Waiting
-from engine_bridge.policy.registry import POLICIES
+from engine_bridge.policy.scheduling.baselines import Fair, Fcfs, Priority, Sjf
+from engine_bridge.policy.scheduling.fairness import fair_priority, starts_swapped
+from engine_bridge.policy.scheduling.lanes import Lanes
+from engine_bridge.policy.scheduling.mlq import Mlq
+from engine_bridge.policy.scheduling.mlq_decision import MlqSettings, earliest_start_s
+from engine_bridge.policy.scheduling.policies import POLICIES
+from engine_bridge.policy.scheduling.queue_policy import (
+    Decision,
+    LanedPolicy,
+    QueuePolicy,
+    Room,
+    Running,
+    Waiting,
+)
 from tests.unit.facts import running_facts, waiting_facts
 
 TWO_LANES = Lanes.around([0.2, 0.8])

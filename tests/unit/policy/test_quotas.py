@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_bridge.policy.lanes import Lanes
-from engine_bridge.policy.quotas import (
+from engine_bridge.policy.scheduling.lanes import Lanes
+from engine_bridge.policy.scheduling.quotas import (
     LaneLoad,
     Ledger,
     SeenRequest,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.errors import InvalidRequest
-from engine_bridge.policy.request_limits import RequestLimits, check_sampling, measure
+from engine_bridge.policy.limits.request_limits import RequestLimits, check_sampling, measure
+from engine_bridge.protocol.errors import InvalidRequest
 
 LIMITS = RequestLimits(
     max_stop_strings=2,

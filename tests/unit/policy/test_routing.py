@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.routing import (
+from engine_bridge.policy.nodes.routing import (
     LATE_WEIGHT,
     POLICIES,
     SLO_TIMES,

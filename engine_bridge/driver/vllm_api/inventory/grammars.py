@@ -1,4 +1,4 @@
-"""Structured output: vLLM's guidance backend, of which each step is bounded (`engine_bridge/driver/running_grammars.py`)."""
+"""Structured output: vLLM's guidance backend, of which each step is bounded (`engine_bridge/driver/grammars/running.py`)."""
 
 from engine_bridge.driver.vllm_api.features import GRAMMARS
 from engine_bridge.driver.vllm_api.uses import (

@@ -1,0 +1,252 @@
+"""Bodies of API calls in the forms that vLLM's classes take, of those that the APIs' own descriptions allow. Pure: JSON in and out.
+
+OpenAI's and Anthropic's servers take a field that is null for one that is left out, messages with and without a type, and texts in several parts;
+their clients send all of that. A body is never changed in place: what is changed is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine_bridge.protocol.errors import InvalidRequest
+from engine_bridge.protocol.node import Api
+
+# How many tokens an answer may have, in each API. More than the model reads is as many as it reads.
+_MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+# Anthropic's API: of a thinking budget.
+_MIN_BUDGET = 1024
+_TEXTS = ("output_text", "input_text", "text", "summary_text", "reasoning_text")
+
+
+def usual_form(api: Api, body: Any, max_model_len: int) -> Any:
+    """The body as vLLM's class for this API takes it. What is malformed stays as it is, for vLLM to explain. Raises InvalidRequest for what it would
+    pass over without a word."""
+    if not isinstance(body, dict):
+        return body
+    body = _clipped(_without_nulls(api, body), max_model_len)
+    change = _CHANGES.get(api)
+    return change(body) if change is not None else body
+
+
+def _without_nulls(api: Api, body: dict[str, Any]) -> dict[str, Any]:
+    """Null is as good as nothing, but for `/v1/completions`, where vLLM takes it for an answer of any length."""
+    means_something = ("max_tokens",) if api == "completions" else ()
+    return {name: value for name, value in body.items() if value is not None or name in means_something}
+
+
+def _clipped(body: dict[str, Any], max_model_len: int) -> dict[str, Any]:
+    """With at most as many tokens for the answer as the model reads: vLLM clips only what is below that and too much for this prompt."""
+    clipped = {name: max_model_len for name in _MAX_TOKENS if _as_number(body.get(name)) > max_model_len}
+    return body | clipped if clipped else body
+
+
+def _as_number(value: Any) -> float:
+    """As vLLM's models read it: "16" and 16.0 are 16. 0 for what is no number."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else 0
+    except (ValueError, OverflowError):
+        return 0
+
+
+def _plain(value: Any) -> Any:
+    """An object without its nulls; anything else as it is."""
+    return (
+        {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+    )
+
+
+def _changed(value: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
+    """A list with each object in it changed; anything else as it is."""
+    return (
+        [change(each) if isinstance(each, dict) else each for each in value]
+        if isinstance(value, list)
+        else value
+    )
+
+
+# -- OpenAI: chat completions ------------------------------------------------------------------------------------------
+
+
+def _chat(body: dict[str, Any]) -> dict[str, Any]:
+    if "messages" in body:
+        body = body | {"messages": _changed(body["messages"], _chat_message)}
+    if "stream_options" in body:
+        body = body | {"stream_options": _plain(body["stream_options"])}
+    return body
+
+
+def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Clients send an answer back with all fields that it might have had. The content alone may be null, beside calls of tools."""
+    kept = {name: value for name, value in message.items() if value is not None or name == "content"}
+    for name in ("content", "tool_calls"):
+        if isinstance(kept.get(name), list):
+            kept[name] = _changed(kept[name], _plain)
+    return kept
+
+
+# -- OpenAI: responses -------------------------------------------------------------------------------------------------
+
+
+def _responses(body: dict[str, Any]) -> dict[str, Any]:
+    for name in ("reasoning", "text"):
+        if name in body:
+            body = body | {name: _plain(body[name])}
+    if isinstance(body.get("input"), list):
+        body = body | {"input": _changed(body["input"], _item)}
+    return body
+
+
+def _item(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of `input`. One with a role is a message, whether it says so or not."""
+    item = {name: each for name, each in item.items() if each is not None}
+    if item.get("type", "message") == "message" and "role" in item:
+        return _assistant(item) if item["role"] == "assistant" else item | _parts(item, "content")
+    if item.get("type") == "reasoning":
+        return _reasoning(item)
+    return item | _parts(item, "output")
+
+
+def _parts(item: dict[str, Any], name: str) -> dict[str, Any]:
+    """The item's parts under this name without nulls; pictures have the detail that is usual where none is said."""
+
+    def part(value: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: each for name, each in value.items() if each is not None}
+        return {"detail": "auto"} | kept if value.get("type") == "input_image" else kept
+
+    return {name: _changed(item[name], part)} if isinstance(item.get(name), list) else {}
+
+
+def _assistant(item: dict[str, Any]) -> dict[str, Any]:
+    """A message of the model's, with all of its text in one part: vLLM reads the first one only."""
+    content = item.get("content")
+    if not isinstance(content, list):
+        return item | {"type": "message", "content": "" if content is None else content}
+    text = "".join(_text_of(part) for part in content)
+    return item | {"type": "message", "content": [{"type": "output_text", "text": text, "annotations": []}]}
+
+
+def _text_of(part: Any) -> str:
+    """What a part of a message says: its text, or why the model refused. Raises InvalidRequest for a part of another kind."""
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if kind not in (*_TEXTS, "refusal") or not isinstance(text, str):
+        raise InvalidRequest(
+            "A message of the assistant may have parts of the types 'output_text' and 'refusal', each with its text.",
+            param="input",
+        )
+    return text
+
+
+def _reasoning(item: dict[str, Any]) -> dict[str, Any]:
+    """What the model thought, with all of it in one part."""
+    joined = {
+        name: [{"type": kind, "text": "".join(_text_of(part) for part in item[name])}] if item[name] else []
+        for name, kind in (("content", "reasoning_text"), ("summary", "summary_text"))
+        if isinstance(item.get(name), list)
+    }
+    return {"summary": []} | item | joined
+
+
+# -- Anthropic ---------------------------------------------------------------------------------------------------------
+
+
+def _messages(body: dict[str, Any]) -> dict[str, Any]:
+    _check_tools(body.get("tools"))
+    if "messages" in body:
+        body = body | {"messages": _changed(body["messages"], _anthropic_message)}
+    if isinstance(body.get("tools"), list):
+        body = body | {"tools": _changed(body["tools"], _plain)}
+    return _thinking(body)
+
+
+def _check_tools(tools: Any) -> None:
+    for tool in tools if isinstance(tools, list) else ():
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, "custom") and "input_schema" not in tool:
+            raise InvalidRequest(
+                f"Tools of the type {str(kind)[:100]!r} are not known here. Offer each tool with a `name` and an `input_schema`.",
+                param="tools",
+            )
+
+
+def _thinking(body: dict[str, Any]) -> dict[str, Any]:
+    """A budget for thinking is below the answer's tokens, which may have been clipped. Where no budget is left the model thinks as it likes."""
+    thinking, num_tokens = body.get("thinking"), _as_number(body.get("max_tokens"))
+    if not isinstance(thinking, dict):
+        return body
+    budget = _as_number(thinking.get("budget_tokens"))
+    if not num_tokens or budget < num_tokens or budget < _MIN_BUDGET:
+        return body
+    if num_tokens <= _MIN_BUDGET:
+        return body | {"thinking": {"type": "adaptive"}}
+    return body | {"thinking": thinking | {"budget_tokens": int(num_tokens) - 1}}
+
+
+def _anthropic_message(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": _changed(message.get("content"), _block)}
+
+
+def _block(block: dict[str, Any]) -> dict[str, Any]:
+    """A block of a message. Documents and results of a search are text to the model."""
+    if block.get("type") == "document":
+        return _document(block)
+    if block.get("type") == "search_result":
+        return _as_text(
+            block.get("title"), block.get("source"), *_texts(block.get("content"), "search_result")
+        )
+    if block.get("type") == "tool_result" and isinstance(block.get("content"), list):
+        return block | {"content": [_result_block(each) for each in block["content"]]}
+    return block
+
+
+def _result_block(block: Any) -> Any:
+    """Of a tool's result. vLLM passes over what it does not know."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind not in ("text", "image", "document", "search_result", "tool_reference"):
+        raise InvalidRequest(
+            f"A tool's result may have blocks of the types 'text', 'image', 'document' and 'search_result', not {str(kind)[:100]!r}.",
+            param="messages",
+        )
+    return _block(block)
+
+
+def _document(block: dict[str, Any]) -> dict[str, Any]:
+    given = block.get("source")
+    source: dict[str, Any] = given if isinstance(given, dict) else {}
+    kind = source.get("type")
+    if kind == "text" and isinstance(source.get("data"), str):
+        texts = [source["data"]]
+    elif kind == "content":
+        texts = _texts(source.get("content"), "document")
+    else:
+        raise InvalidRequest(
+            "This server reads documents whose `source` is of the type 'text' or 'content': send the text of others.",
+            param="messages",
+        )
+    return _as_text(block.get("title"), block.get("context"), *texts)
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    """The texts of a document's or a search result's content."""
+    if isinstance(content, str):
+        return [content]
+    blocks = content if isinstance(content, list) else []
+    texts = [each["text"] for each in blocks if isinstance(each, dict) and isinstance(each.get("text"), str)]
+    if len(texts) < len(blocks):
+        raise InvalidRequest(
+            f"The content of a {where} may have blocks of the type 'text' only.", param="messages"
+        )
+    return texts
+
+
+def _as_text(*texts: Any) -> dict[str, Any]:
+    return {"type": "text", "text": "\n".join(text for text in texts if isinstance(text, str) and text)}
+
+
+_CHANGES: Mapping[Api, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "chat": _chat,
+    "responses": _responses,
+    "messages": _messages,
+    "count_tokens": _messages,
+}

@@ -1,0 +1,135 @@
+"""Token continuity: the next prompt of a conversation begins with the very ids that the engine saw and made.
+
+A sampler may spell a text in other tokens than the tokenizer would. Once such an answer is decoded and encoded again, its ids differ, and
+every KV block behind the first difference is useless. So a conversation keeps its ids, and only what is new is encoded. The chat
+template has the last word on the text: ids are kept as far as their text is a prefix of what it renders, no further.
+
+Pure functions over a tokenizer. For a long conversation they take milliseconds: not for the event loop.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from engine_bridge.protocol.node import PromptOrigin
+
+# What decoders write for bytes that are no whole character (yet). A character has four bytes at most, so as many tokens.
+INCOMPLETE = "\ufffd"
+MAX_TOKENS_PER_CHARACTER = 4
+# Chosen: from the whole history, which mostly matches, down to the token. A history of n tokens that stops to match somewhere costs
+# n/256 + 16 + 16 short decodes.
+STEPS_TOKENS = (256, 16, 1)
+
+
+class Tokenizer(Protocol):
+    """The two methods of vLLM's tokenizers that are used here."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+
+class Continued(Struct, frozen=True):
+    """A prompt, how it was made, and how many of the history's ids it begins with."""
+
+    token_ids: list[int]
+    origin: PromptOrigin
+    num_kept: int
+
+
+def continue_prompt(
+    history: Sequence[int], text: str, rendered: list[int], tokenizer: Tokenizer
+) -> Continued:
+    """The prompt for `text` that begins with as many ids of `history` as fit.
+
+    history: ids of the conversation so far. text: the whole prompt as the chat template renders it now. rendered: its encoding, taken
+    when nothing of the history fits, and when the pieces together would not decode to `text`: some tokenizers put a space in front
+    of whatever they encode.
+    """
+    num_kept, num_chars = _longest_match(history, text, tokenizer)
+    if num_kept == 0:
+        return Continued(rendered, "rendered", 0)
+    ids = [*history[:num_kept], *tokenizer.encode(text[num_chars:], add_special_tokens=False)]
+    if tokenizer.decode(ids, skip_special_tokens=False) != text:
+        return Continued(rendered, "rendered", 0)
+    return Continued(ids, "kept" if num_kept == len(history) else "cut", num_kept)
+
+
+def continue_between_tokens(
+    history: Sequence[int], text: str, rendered: list[int], tokenizer: Tokenizer, known: Collection[int]
+) -> Continued:
+    """`continue_prompt` where a text may spell a special token that is none, so that its encoding cannot be made from the text alone.
+
+    The history is kept as far as it and `rendered` have the same of the `known` tokens and the same texts between them; from there on
+    `rendered` goes on. Behind the history's last known token (an answer that was cut short) all is kept or nothing.
+    """
+    ours, theirs = _runs(history, known), _runs(rendered, known)
+    num_kept = num_left_out = 0
+    for (own, own_end), (new, new_end) in zip(ours, theirs, strict=False):
+        is_same = own == new or _text(own, tokenizer) == _text(new, tokenizer)
+        if own_end is None and (num_same := _num_same(own, new, tokenizer)):
+            num_kept += len(own)
+            num_left_out += num_same
+        if own_end is None or own_end != new_end or not is_same:
+            break
+        num_kept += len(own) + 1
+        num_left_out += len(new) + 1
+    if num_kept == 0:
+        return Continued(rendered, "rendered", 0)
+    ids = [*history[:num_kept], *rendered[num_left_out:]]
+    if tokenizer.decode(ids, skip_special_tokens=False) != text:
+        return Continued(rendered, "rendered", 0)
+    return Continued(ids, "kept" if num_kept == len(history) else "cut", num_kept)
+
+
+def _runs(ids: Sequence[int], known: Collection[int]) -> Iterator[tuple[Sequence[int], int | None]]:
+    """The tokens up to each known one, with that; at last those behind it, with None."""
+    start = 0
+    for place, token_id in enumerate(ids):
+        if token_id in known:
+            yield ids[start:place], token_id
+            start = place + 1
+    yield ids[start:], None
+
+
+def _num_same(own: Sequence[int], new: Sequence[int], tokenizer: Tokenizer) -> int:
+    """How many ids of `new` spell what all of `own` spell; 0 where none do."""
+    text = _text(own, tokenizer)
+    num = bisect_left(range(len(new) + 1), len(text), key=lambda num: len(_text(new[:num], tokenizer)))
+    return num if _text(new[:num], tokenizer) == text else 0
+
+
+def _text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _longest_match(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> tuple[int, int]:
+    """How many of `ids` spell a beginning of `text`, and how many characters that is. Never ends inside a character.
+
+    May stop early, never late: at U+FFFD that was really written, and at the first slice where a decoder drops the first space of
+    whatever it decodes.
+    """
+    num_ids = num_chars = 0
+    for step in (len(ids), *STEPS_TOKENS):
+        while num_ids < len(ids):
+            num_taken, piece = _whole_characters(
+                ids[num_ids : num_ids + step + MAX_TOKENS_PER_CHARACTER - 1], step, tokenizer
+            )
+            if piece.endswith(INCOMPLETE) or not text.startswith(piece, num_chars):
+                break
+            num_ids += num_taken
+            num_chars += len(piece)
+    return num_ids, num_chars
+
+
+def _whole_characters(ids: Sequence[int], step: int, tokenizer: Tokenizer) -> tuple[int, str]:
+    """The text of the first `step` ids, or of a few more where a character is not over there; and how many ids that took."""
+    for num_taken in range(min(step, len(ids)), len(ids) + 1):
+        piece = tokenizer.decode(ids[:num_taken], skip_special_tokens=False)
+        if not piece.endswith(INCOMPLETE):
+            break
+    return num_taken, piece

@@ -1,0 +1,1 @@
+"""Which adapters are in device memory, which come and which go."""

@@ -1,0 +1,391 @@
+"""Where each adapter is, and how it gets to where a request needs it without any step waiting for a disk.
+
+An adapter version is on disk (always), in host memory (bounded in bytes), copied into free KV blocks of the device, in a slot (what a step
+computes with), or in several of these. A request whose adapter cannot be computed yet is passed over by the scheduler until it can; others
+go on. Loads and layouts take their time elsewhere; what is decided here is decided between steps, and as a step begins.
+
+Source: Chameleon §4.1 (cache, eviction, prefetch), CaraServe §4 (a start that does not wait for the copy).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Literal
+
+from msgspec import Struct
+
+from engine_bridge.core.adapters.adapter_copies import AdapterCopies
+from engine_bridge.core.adapters.adapter_moves import (
+    DropHost,
+    Fill,
+    Forget,
+    LeaveSlot,
+    Load,
+    Move,
+    Refuse,
+    WriteCopy,
+)
+from engine_bridge.core.adapters.adapter_slots import AdapterSlots
+from engine_bridge.core.adapters.adapter_table import AdapterTable, Version
+from engine_bridge.core.adapters.adapter_turns import AdapterTurns
+from engine_bridge.core.adapters.adapter_worth import Worth
+from engine_bridge.core.adapters.announced import Announcements
+from engine_bridge.core.adapters.staging import NoPrefetch, Prefetch, StagingWishes
+from engine_bridge.protocol.node import AdapterPlace
+
+# Loads that are under way at once: the layouts of adapters that have come wait behind no more. Chosen.
+MAX_LOADS = 2
+
+
+class Rules(Struct, frozen=True, kw_only=True):
+    """host_bytes: of adapters in host memory. num_slots: for adapters that steps compute with.
+
+    step_room: what the adapters of all requests that run may take together, in the units of `Version.room`; None: as many as there are slots.
+    cpu_assist: requests start while their adapter is still on its way into a slot. fills_from_copies: a slot is filled from KV blocks, whether
+    the adapter is in host memory, too, or not.
+    """
+
+    host_bytes: int
+    num_slots: int
+    step_room: int | None = None
+    cpu_assist: bool = True
+    fills_from_copies: bool = False
+
+
+class AdapterPlaces:
+    """The adapters of one engine. Events and the time go in, moves come out, for the caller to carry out at once and in order.
+
+    `running`: adapters of the requests that run now. Methods are for one thread; others may read `table` and `place_of`.
+    """
+
+    def __init__(self, rules: Rules, worth: Worth, prefetch: Prefetch | None = None) -> None:
+        self.rules = rules
+        self.worth = worth
+        self.table = AdapterTable(rules.num_slots)
+        self.wanted = StagingWishes()
+        self.counts: Counter[str] = Counter()
+        """What happened since the start, see `AdapterStats`."""
+        self.announced = Announcements(self.counts)
+        self._prefetch = prefetch or NoPrefetch()
+        self._left: list[int] = []
+        parts = self.table, worth, self.wanted
+        self._slots = AdapterSlots(*parts, rules.step_room, rules.fills_from_copies, self.counts, self._left)
+        self.copies = AdapterCopies(*parts, self.counts, self._left, rules.fills_from_copies)
+        self.turns = AdapterTurns(self.table, rules.step_room, rules.host_bytes)
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    def add(self, adapter_id: int, num_bytes: int, *, room: int, is_pinned: bool, now: float) -> None:
+        """Know a version from now on; a known one may be pinned or not. A new one is loaded where memory lies idle."""
+        known = self.table.get(adapter_id)
+        is_new = known is None
+        if known is None:
+            known = Version(adapter_id, num_bytes, room, last_used_s=now)
+            self.table.add(known)
+        if known.is_pinned and not is_pinned:
+            self.wanted.something_moved()  # others may take its place in memory now
+        known.is_pinned = is_pinned
+        if is_pinned or (is_new and self._has_idle_memory(num_bytes)):
+            self.prefetch(adapter_id)
+
+    def remove(self, adapter_id: int) -> list[Move]:
+        """No new request will name this version; it goes when its last request has ended."""
+        version = self.table.get(adapter_id)
+        if version is None:
+            return []
+        version.is_removed = True
+        return self._forget_if_unused(version)
+
+    def prefetch(self, adapter_id: int) -> None:
+        """Bring it to host memory for a request that may come. It displaces none that a waiting request needs."""
+        version = self.table.get(adapter_id)
+        if version is not None and version.host_bytes is None and not version.is_loading:
+            self.wanted.guess(version)
+
+    def announce(self, advisory_id: str, adapter_id: int, probability: float) -> None:
+        """An advisory says that a request for it may come: bring it to host memory, and if that is likely, to a slot that nobody uses (E4)."""
+        version = self.table.get(adapter_id)
+        if version is not None:
+            self.announced.begin(advisory_id, adapter_id, probability)
+            if version.slot is None:
+                self.wanted.guess(version)
+
+    def place_of(self, adapter_id: int) -> AdapterPlace | None:
+        """The nearest one; None if it is unknown, or on its way from the disk. From any thread, as a hint."""
+        version = self.table.get(adapter_id)
+        return None if version is None or version.is_loading else version.place
+
+    def places(self) -> dict[int, AdapterPlace]:
+        """Where each version is, the nearest place of several. From any thread."""
+        return {version.id: version.place for version in self.table}
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def requested(self, request_id: str, adapter_id: int, now: float) -> None:
+        """A request enters the engine."""
+        version = self.table[adapter_id]
+        self.counts[f"found:{version.place}"] += 1
+        self.worth.used(adapter_id, now)
+        self._prefetch.arrived(adapter_id, now)
+        self.announced.requested(adapter_id)
+        version.requests[request_id] = version.last_used_s = now
+        version.is_put_back = False
+        self.worth.touched(version, now)
+        if not version.is_filled:
+            self.wanted.want(version)
+
+    def released(self, request_id: str, adapter_id: int, now: float) -> list[Move]:
+        """It has ended, or never was in the engine."""
+        version = self.table.get(adapter_id)
+        if version is None or version.requests.pop(request_id, None) is None:
+            return []
+        version.last_used_s = now
+        self.worth.touched(version, now)
+        self.wanted.something_moved()
+        self.copies.something_changed()
+        return self._forget_if_unused(version)
+
+    def is_at_hand(self, adapter_id: int, *, may_assist: bool = True) -> bool:
+        """Whether a step could compute with this adapter as far as its weights are concerned. may_assist: also on its way into a slot."""
+        version = self.table[adapter_id]
+        if version.is_filled or self._has_device_source(version):
+            return True
+        is_assisted = self.rules.cpu_assist and may_assist
+        return version.host_bytes is not None and (is_assisted or self.rules.fills_from_copies)
+
+    def is_assisted(self, adapter_id: int) -> bool:
+        """Does the host compute for it while its slot is being filled? What comes from KV blocks, within the device, is there sooner than that."""
+        return self.rules.cpu_assist and not self._has_device_source(self.table[adapter_id])
+
+    def free_room(self, running: Collection[int]) -> int | None:
+        """What adapters of further requests may take of the steps to come; None: no bound. One that is too large for all of it runs alone."""
+        if self.rules.step_room is None or not running:
+            return None
+        return self.rules.step_room - sum([self.table[adapter_id].room for adapter_id in running])
+
+    def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
+        """For one more request of this adapter."""
+        return 0 if adapter_id in running else self.room_of(adapter_id)
+
+    def room_of(self, adapter_id: int) -> int:
+        """Tokens of KV whose place this adapter takes on the device."""
+        return self.table[adapter_id].room
+
+    def enter(self, adapter_ids: Collection[int], running: Collection[int], now: float) -> list[Move]:
+        """A step begins, with rows of these adapters. Raises RuntimeError if there are too many of them."""
+        moves: list[Move] = []
+        for adapter_id in adapter_ids:
+            version = self.table[adapter_id]
+            if version.slot is None:
+                moves += self._slots.take(version, adapter_ids, running, now)
+        return moves
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def has_work(self, now: float) -> bool:
+        """Would `advance` or `copies_to_write` do something now?"""
+        may_stage = self.wanted.is_worth_a_turn and self.table.num_loads < MAX_LOADS
+        return may_stage or bool(self._left) or self.wait_s(now) == 0
+
+    def wait_s(self, now: float) -> float | None:
+        """How long until there is something to do by itself; None: until something comes."""
+        waits = (self._prefetch.wait_s(now), self.copies.wait_s(now)) if len(self.table) else ()
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def advance(self, running: Collection[int], now: float) -> list[Move]:
+        """Bring every wanted adapter one step further, those of waiting requests first, in order of arrival."""
+        if len(self.table):
+            for adapter_id in self._prefetch.due(now):
+                self.counts["prefetched"] += 1
+                self.prefetch(adapter_id)
+        self.announced.expire(now)
+        moves: list[Move] = []
+        for adapter_id, is_guess in self.wanted.begin_turn():
+            version = self.table.get(adapter_id)
+            if version is None or self._is_staged(version, is_guess):
+                self.wanted.drop(adapter_id)
+            elif version.host_bytes is None and not self._has_device_source(version):
+                moves += self._begin_load(version, is_guess, running, now)
+            elif version.slot is None and is_guess:
+                moves += self._offer_ahead(version, running, now)
+            elif version.slot is None:
+                moves += self._slots.offer(version, running, now)
+        return moves
+
+    def _offer_ahead(self, version: Version, running: Collection[int], now: float) -> list[Move]:
+        moves = self._slots.offer_ahead(version, self.announced.is_expected, running, now)
+        self.announced.moved(version.id, sum(version.num_bytes for move in moves if isinstance(move, Fill)))
+        return moves
+
+    def copies_to_write(self, now: float) -> list[WriteCopy]:
+        """What left its slot, to be kept on the device, else what may be asked for."""
+        return self.copies.take_left() or self.copies.take_ahead(now)
+
+    def _is_staged(self, version: Version, is_guess: bool) -> bool:
+        if is_guess:
+            is_near = version.host_bytes is not None or self._has_device_source(version)
+            return version.slot is not None or (is_near and not self.announced.is_expected(version.id))
+        # One whose layout failed needs its weights again.
+        has_weights = version.is_filled or version.num_layouts > 0 or version.host_bytes is not None
+        return not version.requests or (version.slot is not None and has_weights)
+
+    # -- what became of moves ----------------------------------------------------------------------------------------
+
+    def loaded(
+        self,
+        adapter_id: int,
+        host_bytes: int,
+        source: Literal["disk", "cached"],
+        elapsed_s: float,
+        now: float,
+    ) -> list[Move]:
+        """It is in host memory."""
+        version = self.table[adapter_id]
+        self.table.end_load(version, host_bytes)
+        self.wanted.arrived(adapter_id)
+        self.counts[f"loads:{source}"] += 1
+        self.counts[f"load_bytes:{source}"] += host_bytes
+        rate = self.worth.disk_rate if source == "disk" else self.worth.copy_rate
+        rate.note(host_bytes, elapsed_s, now)
+        self.copies.something_changed()
+        return self._forget_if_unused(version)
+
+    def load_failed(self, adapter_id: int) -> list[Move]:
+        """It cannot be had. Its requests must be `released`: nothing is tried for them any more."""
+        version = self.table[adapter_id]
+        self.table.end_load(version, None)
+        self.wanted.something_moved()
+        self.wanted.drop(adapter_id)
+        self.counts["failed"] += 1
+        return self._forget_if_unused(version)
+
+    def filled(self, adapter_id: int, slot: int) -> None:
+        """Steps can compute with what lies in its slot, if it still lies there."""
+        if self.table.slots[slot] == adapter_id:
+            self.table[adapter_id].is_filled = True
+
+    def laid_out(self, adapter_id: int) -> list[Move]:
+        """Nothing is left to do for one of its fills; its host copy is not read for it any more."""
+        version = self.table[adapter_id]
+        version.num_layouts -= 1
+        self.wanted.something_moved()
+        return self._forget_if_unused(version)
+
+    def broken(self, adapter_id: int) -> list[Move]:
+        """It could not be made ready to compute with. Its requests must be `released`; it leaves wherever it is, so that a later one begins anew."""
+        version = self.table.get(adapter_id)
+        if version is None:
+            return []
+        moves: list[Move] = [*self.copies.give_up(version)]
+        if version.slot is not None:
+            moves.append(self._slots.leave(version, is_emptied=True))
+        self._left[:] = [each for each in self._left if each != adapter_id]
+        moves += self._leave_host(version)
+        self.wanted.something_moved()
+        self.wanted.drop(adapter_id)
+        self.counts["failed"] += 1
+        return moves
+
+    def put_back(self, adapter_id: int, *, keeps_host: bool) -> list[Move]:
+        """Have it leave its slot and the KV blocks, and host memory unless `keeps_host`: so that a measurement begins with it there."""
+        version = self.table[adapter_id]
+        version.is_put_back = True
+        moves: list[Move] = [*self.copies.give_up(version)]
+        if version.slot is not None:
+            moves.append(self._slots.leave(version))
+        self._left.clear()
+        if not keeps_host:
+            moves += self._leave_host(version)
+        return moves
+
+    # -- host memory -------------------------------------------------------------------------------------------------
+
+    def _begin_load(
+        self, version: Version, is_guess: bool, running: Collection[int], now: float
+    ) -> list[Move]:
+        if version.is_loading or self.table.num_loads >= MAX_LOADS:
+            return []
+        moves = self._make_host_room(version, is_guess, running, now)
+        if moves is None:
+            is_refused = not is_guess and self._has_never_room(version)
+            # A pinned one waits until there is room: nobody may ask for it for long.
+            if is_refused or (is_guess and not version.is_pinned):
+                self.wanted.drop(version.id)
+            return [Refuse(version.id)] if is_refused else []
+        self.table.begin_load(version)
+        if is_guess:
+            self.announced.moved(version.id, version.num_bytes)
+        return [*moves, Load(version.id, "cached" if version.copy == "whole" else "disk")]
+
+    def _make_host_room(
+        self, version: Version, is_guess: bool, running: Collection[int], now: float
+    ) -> list[Move] | None:
+        """Who leaves for it; None if there can be no room. A guess displaces nothing that a request waits for."""
+        over = self.table.host_bytes + self.table.reserved_bytes + version.num_bytes - self.rules.host_bytes
+        if over <= 0:
+            return []
+        oldest_s = None if is_guess else version.oldest_request_s
+        candidates = [
+            other
+            for other in self.table
+            if _may_leave_host(other, oldest_s, running)
+            and not (is_guess and self.announced.is_expected(other.id))
+        ]
+        victims = self.worth.victims(candidates, "host", over, now)
+        moves: list[Move] = []
+        for victim in victims:
+            moves += self._leave_host(self.table[victim])
+            self.worth.left(victim, "host")
+            self.counts["evicted:host"] += 1
+        return moves if victims else None
+
+    def _has_never_room(self, version: Version) -> bool:
+        """Do pinned ones take what it needs? They leave for nobody."""
+        pinned = (each for each in self.table if each.is_pinned and each is not version)
+        held = sum(each.num_bytes if each.is_loading else each.host_bytes or 0 for each in pinned)
+        return held + version.num_bytes > self.rules.host_bytes
+
+    def _leave_host(self, version: Version) -> list[Move]:
+        if version.host_bytes is None:
+            return []
+        self.table.leave_host(version)
+        if version.requests:
+            self.wanted.want(version)
+        else:
+            self.wanted.left_host(version)
+        return [DropHost(version.id)]
+
+    def _has_idle_memory(self, num_bytes: int) -> bool:
+        """Does it fit beside what is there and what is on its way, with half of the memory left?"""
+        return 2 * (self.table.host_bytes + self.wanted.num_bytes + num_bytes) <= self.rules.host_bytes
+
+    def _has_device_source(self, version: Version) -> bool:
+        return self.rules.fills_from_copies and version.copy == "whole"
+
+    def _forget_if_unused(self, version: Version) -> list[Move]:
+        """Of a removed version nothing stays behind its last request."""
+        if not version.is_removed or version.requests or version.is_loading or version.num_layouts:
+            return []
+        self.wanted.drop(version.id)
+        moves: list[Move] = []
+        if version.slot is not None:
+            moves.append(LeaveSlot(version.id, self.table.leave_slot(version)))
+        moves += self.copies.give_up(version)
+        moves += self._leave_host(version)
+        self.table.remove(version)
+        self.wanted.something_moved()
+        self.worth.forgotten(version.id)
+        self._prefetch.forgotten(version.id)
+        return [*moves, Forget(version.id)]
+
+
+def _may_leave_host(version: Version, waiting_since_s: float | None, running: Collection[int]) -> bool:
+    """May it leave for one whose oldest request came then? None: for a guess."""
+    if version.host_bytes is None or version.is_pinned or version.is_host_copy_read:
+        return False
+    if not version.requests:
+        return True
+    if waiting_since_s is None or version.id in running:
+        return False
+    return version.oldest_request_s > waiting_since_s

@@ -1,0 +1,1 @@
+"""KV blocks on their way between disk, host memory and the device."""

@@ -1,0 +1,175 @@
+"""What is expected: guesses under way, and what sessions' last requests left."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from engine_bridge.protocol.node import Advisory, AdvisoryReport, AdvisoryState
+from engine_bridge.protocol.urgency import is_urgent
+from kvtiers.blocks import Origin, Stage
+from kvtiers.keys import BlockShape
+
+log = logging.getLogger(__name__)
+
+# Prefixes of ended requests that are remembered, in block hashes (32 bytes each, 16 MB in all). Chosen.
+MAX_REMEMBERED_HASHES = 1 << 19
+
+OnChange = Callable[[AdvisoryReport], None]
+Hashes = Sequence[bytes]
+"""Of a conversation's whole blocks, as the engine makes them."""
+Whose = tuple[str, str | None]
+"""A session, and the salt that keeps its tenant's and adapter's KV apart: nobody can say anything about another's."""
+
+
+class Guess:
+    """One advisory under way.
+
+    block: a block's shape, and its tokens. first: the block at which its stage begins, a piece of it. limit: blocks that the tiers or the device
+    hold. is_known: the tiers were asked what they hold of it. is_ahead: the stage is behind blocks that the device lacks, and only to be in host
+    memory. num_hosted: leading blocks that were read as far as host memory because the device had no room. is_far: some of its KV lay on disk or on
+    another node. num_copied: blocks, to the device; num_beside: of these, while requests ran.
+    """
+
+    def __init__(
+        self,
+        advisory: Advisory,
+        salt: str | None,
+        hashes: Hashes,
+        block: tuple[BlockShape, int],
+        now: float,
+        on_change: OnChange,
+    ) -> None:
+        self.advisory = advisory
+        self.shape, self._block_size = block
+        self.whose: Whose = (advisory.session_id, salt)
+        self.priority = advisory.priority or 0
+        self.is_urgent = is_urgent(self.priority)
+        self.hashes = hashes
+        self.on_change = on_change
+        self.issued_s = now
+        wait_s = advisory.expected_arrival_s
+        self.arrival_s = now + wait_s if wait_s is not None else None
+        self.state: AdvisoryState = "staging"
+        self.stage: Stage | None = None
+        self.first = 0
+        self.limit, self.is_known = len(hashes), False
+        self.num_on_device = 0
+        self.is_ahead = False
+        self.num_hosted = 0
+        self.is_far = True
+        self.num_copied = self.num_beside = 0
+        self.looked_s = -math.inf
+        self._stages: list[Stage] = []  # this one and those before, where something had to be read
+
+    def hold(self, stage: Stage, first: int) -> None:
+        """Take a piece, from the block `first` on."""
+        is_far = any(origin != "host" for origin in stage.origins)
+        if self.first == 0 and not self._stages:
+            self.is_far = is_far
+        self.stage, self.first, self.is_ahead = stage, first, False
+        if is_far:
+            self._stages.append(stage)
+
+    def let_go(self) -> list[Stage]:
+        """Give up the piece, if there is one, for whoever is to release it."""
+        stage, self.stage = self.stage, None
+        return [] if stage is None else [stage]
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything was read or copied for it."""
+        return self.num_copied > 0 or self._bytes_read("disk") + self._bytes_read("peer") > 0
+
+    @property
+    def is_read_for(self) -> bool:
+        """Whether a reading goes on that was begun for it, though it may want it no more."""
+        return any(stage.num_readings for stage in self._stages)
+
+    def _bytes_read(self, origin: Origin) -> int:
+        return sum(stage.bytes_read[origin] for stage in self._stages)
+
+    def report(
+        self,
+        state: AdvisoryState,
+        *,
+        lead_s: float | None = None,
+        late_s: float | None = None,
+    ) -> None:
+        """Tell how it stands. A follower that raises keeps nobody from giving back what is held for this and other guesses."""
+        self.state = state
+        block_size = self._block_size
+        report = AdvisoryReport(
+            advisory_id=self.advisory.advisory_id,
+            session_id=self.advisory.session_id,
+            state=state,
+            num_tokens=self.limit * block_size,
+            missing_tokens=(len(self.hashes) - self.limit) * block_size,
+            device_tokens=self.num_on_device * block_size,
+            host_bytes=self.num_copied * self.shape.block_bytes,
+            disk_bytes=self._bytes_read("disk"),
+            peer_bytes=self._bytes_read("peer"),
+            lead_s=lead_s,
+            late_s=late_s,
+        )
+        try:
+            self.on_change(report)
+        except Exception:
+            log.exception("a follower of an advisory failed")
+
+
+class OpenAccounts:
+    """Advisories that are over while something is still being read for them: each is reported when that has ended, with all of its bytes."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Guess, AdvisoryState, float | None]] = []
+
+    def close(self, guess: Guess, outcome: AdvisoryState, lead_s: float | None) -> None:
+        """It is over. One that has `expired` turns out to be `wasted` if anything was moved for it; lead_s is not told of one that has not."""
+        self._open.append((guess, outcome, lead_s))
+        self.settle()
+
+    def settle(self, *, is_last: bool = False) -> None:
+        """Report those for which nothing is read any more; is_last: all, as they stand."""
+        accounts, self._open = self._open, []
+        for account in accounts:
+            guess, outcome, lead_s = account
+            if guess.is_read_for and not is_last:
+                self._open.append(account)
+            elif outcome == "expired" and guess.has_moved:
+                guess.report("wasted", lead_s=lead_s)
+            else:
+                guess.report(outcome, lead_s=lead_s if outcome != "expired" else None)
+
+
+class Memory:
+    """What sessions' last requests left, under a salt, the longest ago forgotten first: their next prompts will begin with it."""
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[Whose, Hashes] = OrderedDict()
+        self._num_hashes = 0
+
+    def __contains__(self, whose: Whose) -> bool:
+        return whose in self._hashes
+
+    def of(self, whose: Whose) -> Hashes:
+        return self._hashes.get(whose, ())
+
+    def forget_session(self, session: str) -> None:
+        """No further prompt of this session begins with what its last requests left, under no adapter. A tenant's session of the same id is
+        forgotten as well: its next advisory then names its own token ids."""
+        for whose in [whose for whose in self._hashes if whose[0] == session]:
+            self._forget(whose)
+
+    def keep(self, whose: Whose, hashes: Hashes) -> None:
+        """In the place of what was kept of it before."""
+        self._forget(whose)
+        self._hashes[whose] = list(hashes)
+        self._num_hashes += len(hashes)
+        while self._num_hashes > MAX_REMEMBERED_HASHES:
+            self._forget(next(iter(self._hashes)))
+
+    def _forget(self, whose: Whose) -> None:
+        self._num_hashes -= len(self._hashes.pop(whose, ()))

@@ -1,0 +1,277 @@
+"""One request's KV in host memory: all of it at once, or, where that would be much of the host tier, a piece after the other.
+
+A piece goes to the device between two steps, as ordinary prefix cache, while the next one is read, and makes room for the one after that. So a late
+request takes a quarter of the host tier, however long its conversation is. What others have there stays, and a conversation that is larger than the
+host tier is read, too. The last pieces are loaded by the step in which the request starts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from engine_bridge.core.kv.cache_moves import NULL_BLOCK_ID, Copy
+from kvtiers.blocks import Origin, Stage, StageProgress
+from kvtiers.keys import BlockShape
+from kvtiers.policy.restore import RestoreFacts
+
+# Of the host tier, what one piece takes, and how many pieces a request has there: one goes to the device while the other is read. Chosen.
+PIECE_OF_HOST, PIECES_AT_ONCE = 0.125, 2
+# Copying a piece to the device between two steps may take so long: others wait for their next token meanwhile. Chosen.
+COPY_S = 0.015
+
+
+class Store(Protocol):
+    """What a restore needs of `kvtiers.store.KvStore`, which says what each does."""
+
+    @property
+    def shape(self) -> BlockShape:
+        """How large a block is and in how many layers it is copied."""
+
+    @property
+    def num_host_blocks(self) -> int: ...
+    def progress(self, stage: Stage) -> StageProgress: ...
+    def release(self, stage: Stage) -> None: ...
+
+
+class Machine(Protocol):
+    """What a restore is decided by, beside its own facts."""
+
+    @property
+    def loads_must_hold(self) -> bool:
+        """Whether a load that fails could not be mended, so that a step loads only blocks of which all layers have come. So it is where the engine
+        schedules a step before it knows what the one before has loaded, and where it gives up blocks that an attention window has left:
+        computing again from a block in the middle would need those before it."""
+
+    def prefill_s_per_token(self) -> float | None: ...
+    def host_bytes_per_s(self) -> float: ...
+
+
+@dataclass(slots=True)
+class Load:
+    """The blocks at `positions` of a stage go to the device's `block_ids` in the next step. Whoever copies them releases the stage.
+
+    is_whole: all layers are in host memory, so none has to be waited for.
+    """
+
+    stage: Stage
+    positions: list[int]
+    block_ids: list[int]
+    is_whole: bool
+
+    def cut(self, num_blocks: int) -> list[int]:
+        """Load only those that lie in the stage's first `num_blocks`. Returns the device's blocks that are left out."""
+        num_left = bisect_left(self.positions, num_blocks)
+        left_out = self.block_ids[num_left:]
+        del self.positions[num_left:], self.block_ids[num_left:]
+        return left_out
+
+
+class Behind(NamedTuple):
+    """Blocks of a request that the tiers hold and that are not staged yet; of these, `read_bytes` are not in host memory."""
+
+    num_blocks: int = 0
+    read_bytes: int = 0
+
+
+NOTHING = Behind()
+
+
+@dataclass(slots=True)
+class Restore:
+    """Stages of a request's blocks from `first` on, one behind the other. The device has the leading `num_skipped` of these blocks by now.
+
+    later: what follows in further pieces. carried: where those blocks before `first` were found that went to the device in pieces. asked_at: the
+    first block of the latest copy that was asked for, if any was; num_asked: how often it was.
+    """
+
+    stages: list[Stage]
+    first: int
+    num_skipped: int = 0
+    later: Behind = NOTHING
+    carried: list[Origin] = field(default_factory=list)
+    asked_at: int = -1
+    num_asked: int = 0
+
+    @property
+    def end(self) -> int:
+        """The request's block behind those that are staged."""
+        return self.first + sum(len(stage.blocks) for stage in self.stages)
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether it is more than one stage."""
+        return self.later.num_blocks > 0 or len(self.stages) > 1
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Where each of the staged blocks was found."""
+        return [origin for stage in self.stages for origin in stage.origins]
+
+    def carried_before(self, first: int) -> list[Origin]:
+        """`carried` of a restore that takes this one's place and begins at another block: the device has lost some, or has got more."""
+        if first < self.first:
+            return self.carried[: max(len(self.carried) - (self.first - first), 0)]
+        return self.carried + (self.origins[: first - self.first] if self.asked_at >= 0 else [])
+
+    def progress(self, store: Store) -> StageProgress:
+        """Of all that is staged or follows, as if it were one stage."""
+        parts = [store.progress(stage) for stage in self.stages]
+        if len(parts) == 1 and not self.later.num_blocks:
+            return parts[0]
+        behind = sum(part.disk_bytes_left for part in parts[1:])
+        # What has been read by now says nothing about the disk any more, however long ago that was.
+        reading = next((part for part in parts if part.num_ready_blocks < part.num_blocks), None)
+        return replace(
+            reading or parts[0],
+            num_blocks=self.later.num_blocks + sum(part.num_blocks for part in parts),
+            num_ready_blocks=_num_ready(parts),
+            num_ready_layers=0 if self.later.num_blocks else min(part.num_ready_layers for part in parts),
+            waited_s=reading.waited_s if reading is not None else 0.0,
+            disk_bytes_left=parts[0].disk_bytes_left + behind + self.later.read_bytes,
+            disk_bytes_ahead=max(parts[0].disk_bytes_ahead - behind, 0),
+        )
+
+    def facts(self, store: Store, machine: Machine, num_tokens: int, block_size: int) -> RestoreFacts:
+        """What decides whether to load, to wait or to compute. num_tokens: of the prompt, and what was generated before a preemption."""
+        progress = self.progress(store)
+        return RestoreFacts(
+            num_blocks=progress.num_blocks - self.num_skipped,
+            num_ready_blocks=max(progress.num_ready_blocks - self.num_skipped, 0),
+            num_tail_tokens=num_tokens - (self.first + progress.num_blocks) * block_size,
+            num_context_tokens=(self.first + self.num_skipped) * block_size,
+            block_size_tokens=block_size,
+            block_bytes=store.shape.block_bytes,
+            num_layers=store.shape.num_layers,
+            num_ready_layers=0 if machine.loads_must_hold else progress.num_ready_layers,
+            disk_bytes_done=progress.disk_bytes_done,
+            disk_bytes_left=progress.disk_bytes_left,
+            disk_bytes_ahead=progress.disk_bytes_ahead,
+            waited_s=progress.waited_s,
+            prefill_s_per_token=machine.prefill_s_per_token(),
+            disk_bytes_per_s=progress.disk_bytes_per_s,
+            host_bytes_per_s=machine.host_bytes_per_s(),
+            is_from_peer=progress.is_from_peer,
+        )
+
+    def most_to_load(self, facts: RestoreFacts, machine: Machine) -> int:
+        """Blocks that a step can load now, whatever a policy decides. What follows in further pieces has no memory yet."""
+        return facts.num_ready_blocks if machine.loads_must_hold else self.end - self.first - self.num_skipped
+
+    def go_on(self, store: Store, stage_piece: Callable[[int, int], tuple[Stage, Behind]]) -> bool:
+        """Let go of what the device has by now and have more read. False: host memory has room for none of it.
+
+        stage_piece: given the first of the request's blocks and their number, stages these; with the stage comes what is behind it.
+        """
+        while self.stages and self.num_skipped >= len(self.stages[0].blocks):
+            stage = self.stages.pop(0)
+            num_blocks = len(stage.blocks)
+            self.first, self.num_skipped = self.first + num_blocks, self.num_skipped - num_blocks
+            self.carried += stage.origins
+            store.release(stage)
+        if not self.stages:  # the device has still more by now
+            num_left = max(self.later.num_blocks - self.num_skipped, 0)
+            self.later = self.later._replace(num_blocks=num_left)
+            self.first, self.num_skipped = self.first + self.num_skipped, 0
+        while self.later.num_blocks and len(self.stages) < PIECES_AT_ONCE:
+            stage, behind = stage_piece(self.end, min(piece_blocks(store), self.later.num_blocks))
+            if not stage.blocks:
+                store.release(stage)
+                break
+            self.stages.append(stage)
+            self.later = behind
+        self._cut_at_damage(store)
+        return bool(self.stages) or not self.later.num_blocks
+
+    def _cut_at_damage(self, store: Store) -> None:
+        """What lies behind a block that cannot be read is of no use."""
+        for index, stage in enumerate(self.stages):
+            if store.progress(stage).num_blocks < len(stage.blocks):
+                for behind in self.stages[index + 1 :]:
+                    store.release(behind)
+                del self.stages[index + 1 :]
+                self.later = NOTHING
+                return
+
+    def next_copy(self, keys: Sequence[bytes], store: Store, host_bytes_per_s: float) -> Copy | None:
+        """As much of the first piece as is there and may be copied at once. None if everything is there: the request's own step loads it then."""
+        if not self.is_in_pieces or not self.stages:
+            return None
+        parts = [store.progress(stage) for stage in self.stages]
+        is_all_there = all(part.num_ready_blocks == part.num_blocks for part in parts)
+        num_ready = parts[0].num_ready_blocks - self.num_skipped
+        if num_ready <= 0 or (is_all_there and not self.later.num_blocks):
+            return None
+        start = self.first + self.num_skipped
+        num_blocks = max(int(COPY_S * host_bytes_per_s / store.shape.block_bytes), 1)
+        self.num_asked = self.num_asked + 1 if start == self.asked_at else 1
+        self.asked_at = start
+        sources = self.stages[0].blocks[self.num_skipped : self.num_skipped + min(num_ready, num_blocks)]
+        return Copy(keys, start, sources)
+
+    def loads(self, block_ids: Sequence[int], num_blocks: int, store: Store) -> list[Load]:
+        """Load the leading `num_blocks` beyond what the device has into the request's `block_ids`, except where it has none there. Stages that are
+        not needed are released."""
+        loads, at, skipped = [], self.first + self.num_skipped, self.num_skipped
+        for stage in self.stages:
+            num = min(len(stage.blocks) - skipped, num_blocks)
+            if num > 0:
+                is_whole = store.progress(stage).num_ready_blocks >= skipped + num
+                positions = [skipped + i for i in range(num) if block_ids[at + i] != NULL_BLOCK_ID]
+                own_ids = [block_ids[at + position - skipped] for position in positions]
+                loads.append(Load(stage, positions, own_ids, is_whole))
+            else:
+                store.release(stage)
+            at, num_blocks = at + max(num, 0), num_blocks - max(num, 0)
+            skipped = max(skipped - len(stage.blocks), 0)
+        self.stages = []
+        return loads
+
+    def release(self, store: Store) -> None:
+        """Let go of all that is staged."""
+        for stage in self.stages:
+            store.release(stage)
+        self.stages = []
+
+
+class Turn:
+    """Whose restore goes in pieces, or did last. It is kept while the engine asks for that request, in every step or every other."""
+
+    def __init__(self) -> None:
+        self.holder = ""
+        self._step = self._asked_in = 0
+
+    def take(self, request_id: str) -> None:
+        """It is this request's turn."""
+        self.holder, self._asked_in = request_id, self._step
+
+    def ask(self, request_id: str) -> None:
+        """The engine would start this request."""
+        if request_id == self.holder:
+            self._asked_in = self._step
+
+    def end_step(self) -> None:
+        """Another step is scheduled from now on."""
+        self._step += 1
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its holder comes further. One that has no place in the engine's plan does not, and may stand behind those that wait for it."""
+        return self._step - self._asked_in <= 1
+
+
+def piece_blocks(store: Store) -> int:
+    """Of one piece."""
+    return max(int(store.num_host_blocks * PIECE_OF_HOST), 1)
+
+
+def _num_ready(parts: Sequence[StageProgress]) -> int:
+    """Leading blocks of stages that follow one another, which are there."""
+    num = 0
+    for part in parts:
+        num += part.num_ready_blocks
+        if part.num_ready_blocks < part.num_blocks:
+            break
+    return num

@@ -1,0 +1,1 @@
+"""Which waiting request starts next, and what a step may hold."""

@@ -1,0 +1,584 @@
+"""A request's life in the queue: asks a policy once per step who starts, and tells it what became of that."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from engine_bridge.core.scheduling.guess_errors import Guess, GuessErrors
+from engine_bridge.core.scheduling.load import Counted, Load
+from engine_bridge.core.scheduling.pacer import Pacer, Progress, StepBounds
+from engine_bridge.core.scheduling.pauses import Pauses, Stint
+from engine_bridge.core.scheduling.refits import Refits, Sizes
+from engine_bridge.core.scheduling.unready import Unready
+from engine_bridge.core.scheduling.victims import by_worth
+from engine_bridge.policy.scheduling.fairness import fair_priority
+from engine_bridge.policy.scheduling.pacing import StepPace
+from engine_bridge.policy.scheduling.preemption import RunningFacts
+from engine_bridge.policy.scheduling.queue_policy import (
+    Decision,
+    DeferReason,
+    LanedPolicy,
+    QueuePolicy,
+    Room,
+    Running,
+    Waiting,
+    with_lanes,
+)
+from engine_bridge.policy.scheduling.quotas import overcharged_tokens
+from engine_bridge.policy.scheduling.sizes import Scale, WeightedSize
+from engine_bridge.protocol.urgency import is_urgent
+
+# Seconds of a token before any was measured. Chosen.
+PRIOR_TOKEN_S, SMOOTHING = 0.02, 0.1
+# How long what is known of a waiting prompt's cached part is believed. Chosen: looking takes 0.1 ms for 256 blocks.
+CACHED_FOR_S = 1.0
+# In one step. Chosen: so many requests that became ready together (an adapter has come) take the policy 1 ms, so many of a refit 0.2 ms (measured).
+MAX_READY, MAX_PLACED = 128, 32
+
+Facts = TypeVar("Facts")
+replace = msgspec.structs.replace
+
+
+class Arrival(Struct, frozen=True, kw_only=True, gc=False):
+    """A request that came.
+
+    weight: its tenant's share against others'. adapter_id: None for the base model. rank: its adapter's. adapter_tokens: of the memory that requests'
+    tokens lie in, what its adapter takes; 0 where adapters have memory of their own. waits_for: requests that wait for the same become ready together
+    and in their order. is_background: computes KV ahead and makes a token that nobody reads: it says nothing of lengths, lanes or speed.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    guess: Guess
+    priority: int = 0
+    tenant: str = ""
+    weight: float = 1.0
+    adapter_id: int | None = None
+    rank: int = 0
+    adapter_tokens: int = 0
+    waits_for: Hashable = None
+    is_background: bool = False
+
+
+class StepView(Struct, frozen=True, kw_only=True):
+    """The engine before a step. running: all that hold device memory, in the engine's order. num_slots: how many more may run. adapter_bytes: free
+    for the adapters of further requests; None: they have no bound. adapters_take_turns: as in `Room`. shared_tokens: by how much the running requests
+    hold more, each counted by itself, than all of them together, because some begin alike."""
+
+    running: Sequence[Progress]
+    free_blocks: int
+    num_slots: int
+    adapter_bytes: int | None = None
+    adapters_take_turns: bool = False
+    shared_tokens: int = 0
+
+
+class StepPlan(Struct, frozen=True, kw_only=True):
+    """What to do in a step. request_ids: to start, in this order. squash: to preempt first: tell `squashed` and then `preempted` of each. pause: to
+    preempt first, too: tell `preempted` of each.
+
+    bounds: of the step; None: the engine's own.
+    """
+
+    request_ids: tuple[str, ...] = ()
+    squash: tuple[str, ...] = ()
+    pause: tuple[str, ...] = ()
+    bounds: StepBounds | None = None
+
+
+class Engine(Protocol):
+    """What only the engine knows of a request, asked of the few that a decision considers. Changes nothing."""
+
+    def is_ready(self, request_id: str) -> bool:
+        """May it start, as far as its adapter and its grammar are concerned?"""
+        ...
+
+    def num_tokens(self, request_id: str) -> int:
+        """Prompt and answer so far."""
+        ...
+
+    def start_blocks(self, request_id: str) -> int:
+        """That starting takes of the free ones: new ones, and those that are cached and that no running request holds."""
+        ...
+
+    def shared_tokens(self, request_id: str) -> int:
+        """Leading ones of a waiting request that running requests hold already: starting it takes no memory for them."""
+        ...
+
+    def held_blocks(self, request_id: str) -> int:
+        """That its end would give back."""
+        ...
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """Leading ones of a waiting request that need not be computed. May take long: asked once a second at most."""
+        ...
+
+    def missing_adapter_bytes(self, adapter_id: int) -> int:
+        """Of adapter memory that it still needs to be computed with; 0 where that has no bound."""
+        ...
+
+
+@dataclass(slots=True)
+class Known:
+    """One request from its arrival to its end. To look at only.
+
+    base: as the policy has it. charged_tokens: prompt, answer as predicted by now, and adapter. next_look_tokens: with so many something has changed:
+    it has begun to answer, or has outgrown its guess. first_s, first_tokens: when it had tokens of its answer for the first time since it
+    started, and how many tokens it had then.
+    """
+
+    arrival: Arrival
+    base: Waiting
+    sizes: Sizes
+    charged_tokens: int
+    num_tokens: int
+    next_look_tokens: int
+    started_s: float | None = None
+    first_s: float | None = None
+    first_tokens: int = 0
+    promised_end_s: float = 0.0
+    predicted_end_s: float = 0.0
+    is_bypasser: bool = False
+    looked_up_s: float = -math.inf
+
+    @property
+    def counted(self) -> Counted | None:
+        """What lanes are fitted on, or `None` for background work."""
+        arrival = self.arrival
+        if arrival.is_background:
+            return None  # it makes way for all others
+        return Counted(
+            arrival.request_id,
+            arrival.rank,
+            self.num_tokens,
+            self.base.num_prefill_tokens or self.num_tokens,  # nobody has looked yet
+            self.charged_tokens - arrival.adapter_tokens,
+            is_urgent(arrival.priority),
+        )
+
+    def num_left(self, num_tokens: int) -> int:
+        """Of its answer, as predicted by now."""
+        num_done = num_tokens - self.arrival.num_prompt_tokens
+        return self.arrival.guess.bound(num_done) - num_done
+
+    def lost_its_kv(self, is_swapped: bool) -> None:
+        """Notes a preemption: the request waits again, and its KV is on the host (`is_swapped`) or has to be computed again."""
+        self.base = replace(self.base, is_swapped=is_swapped, size_tokens=self.charged_tokens)
+        self.started_s, self.is_bypasser = None, False
+        self.looked_up_s = -math.inf  # its answer so far has to be computed, too
+
+    @property
+    def stint(self) -> Stint:
+        """Priority, arrival and start, by which running requests are compared."""
+        return Stint(self.arrival.priority, self.base.arrived_s, self.started_s)
+
+    def for_preemption(self, num_tokens: int, num_blocks: int, now: float) -> RunningFacts:
+        """What the choice of a request to preempt looks at, for a request of this many tokens and device blocks."""
+        arrival = self.arrival
+        return RunningFacts(
+            request_id=arrival.request_id,
+            fairness=fair_priority(now - self.base.arrived_s, num_tokens, arrival.weight),
+            started_s=self.started_s or now,
+            num_blocks=num_blocks,
+            urgency=arrival.priority,
+        )
+
+
+class _OnDemand(Mapping[str, Facts]):
+    """Facts of known requests, worked out for those that are looked up."""
+
+    def __init__(self, known: Mapping[str, Known], work_out: Callable[[Known], Facts]) -> None:
+        self._known, self._work_out = known, work_out
+
+    def __getitem__(self, request_id: str) -> Facts:
+        return self._work_out(self._known[request_id])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+class Dispatcher:
+    """Knows each request from `arrived` to `ended`. One caller, in order of time: in each step `begin_step`, `squashed` and `preempted`, `end_step`.
+
+    Args:
+        policy: told nothing yet; told everything through this.
+        num_tokens: that requests may hold together.
+        are_copied_back: preempted requests find their KV in host memory.
+        pacer: keeps steps short; None: they are as long as the engine makes them.
+        pauses: has others wait for urgent requests, if the policy minds priorities; None: nobody is paused.
+        prefill_s: what computing so many tokens of a prompt is predicted to take.
+        stopwatch: for `decide_s` alone, in seconds.
+    """
+
+    def __init__(
+        self,
+        policy: QueuePolicy,
+        engine: Engine,
+        refits: Refits,
+        *,
+        num_tokens: int,
+        are_copied_back: bool = False,
+        pacer: Pacer | None = None,
+        pauses: Pauses | None = None,
+        prefill_s: Callable[[int], float] = lambda num_tokens: 0.0,
+        stopwatch: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.policy = policy
+        self.laned: LanedPolicy | None = with_lanes(policy) if policy.has_lanes else None
+        """The same, where it has lanes."""
+        self.refits = refits
+        self.last = Decision()
+        self.counts: Counter[str] = Counter()
+        self.decide_s = 0.0
+        self.guess_errors = GuessErrors()
+        self.load = Load()
+        self.token_s = PRIOR_TOKEN_S
+        self.unready = Unready()
+        self.pauses = pauses if pauses is not None and policy.minds_priority else Pauses()
+        self.sizes = WeightedSize()
+        self._engine, self._pacer, self._stopwatch = engine, pacer, stopwatch
+        self._prefill_s = prefill_s
+        self._num_tokens, self._are_copied_back = num_tokens, are_copied_back
+        self._known: dict[str, Known] = {}
+        self._running: dict[str, Known] = {}
+        self._squashing: set[str] = set()
+        self._scale: Scale | None = None  # that of the lanes; until they are fitted, the largest sizes so far
+        self._fitted_scale: Scale | None = None  # while the policy takes over the lanes that go with it
+        self._now = 0.0
+        self._waiting_facts = _OnDemand(self._known, self._facts_of_waiting)
+        self.running_facts = _OnDemand(self._running, self._facts_of_running)
+
+    # -- life of a request -------------------------------------------------------------------------------------------
+
+    def arrived(self, arrival: Arrival, now: float) -> None:
+        """It waits. Raises ValueError if it is known already."""
+        if arrival.request_id in self._known:
+            raise ValueError("the request is known already")
+        guess = arrival.guess
+        sizes = (float(arrival.num_prompt_tokens), float(guess.p50), float(arrival.rank))
+        num_prompt = arrival.num_prompt_tokens
+        tokens = num_prompt + guess.p50 + arrival.adapter_tokens
+        duration_s = guess.p50 * self.token_s + self._prefill_s(num_prompt)
+        if not arrival.is_background:
+            self.sizes.seen(*sizes)
+            self.refits.arrived(arrival.request_id, sizes, tokens, duration_s, now)
+        base = _first_facts(arrival, now, self._weighted_size(sizes), tokens, duration_s)
+        known = self._known[arrival.request_id] = Known(
+            arrival, base, sizes, tokens, num_prompt, num_prompt + 1
+        )
+        self.load.waits(known.counted)
+        self.pauses.arrived(arrival.request_id, arrival.priority)
+        self.unready.add(arrival.request_id, arrival.waits_for)
+
+    def squashed(self, request_id: str) -> None:
+        """It is about to be preempted so that a head can start. Unknown ones, and those that do not run, are ignored."""
+        known = self._running.get(request_id)
+        if known is None:
+            return
+        self.counts["squashed"] += 1
+        self.policy.squashed(request_id)
+        known.base = replace(known.base, times_squashed=known.base.times_squashed + 1)
+        self._squashing.add(request_id)
+
+    def preempted(self, request_id: str) -> None:
+        """It waits again, ahead of those of its kind that have not begun. One that does not run is ignored."""
+        known = self._running.pop(request_id, None)
+        if known is None:
+            return
+        self.policy.ended(request_id)
+        is_paused = self.pauses.preempted(request_id, known.stint, known.num_tokens, self._now)
+        # One that was squashed made room for a head: it must not go before that one now.
+        is_swapped = request_id not in self._squashing
+        self._squashing.discard(request_id)
+        known.lost_its_kv(is_swapped)
+        if is_paused:
+            self.counts["paused"] += 1
+        else:
+            self.unready.add(request_id, known.arrival.waits_for)
+        self.counts["preempted"] += 1
+        self.load.waits(known.counted)
+
+    def ended(self, request_id: str, num_output_tokens: int, is_finished: bool, now: float) -> None:
+        """It left, from the queue or from running. is_finished: by itself or by its bound. Unknown ones are ignored."""
+        known = self._known.pop(request_id, None)
+        if known is None:
+            return
+        self.unready.remove(request_id)
+        self.pauses.ended(request_id)
+        self._running.pop(request_id, None)
+        self._squashing.discard(request_id)
+        self.policy.ended(request_id)
+        self.load.ended(request_id, num_output_tokens if is_finished else None)
+        if is_finished and not known.arrival.is_background:
+            self._learn(known, num_output_tokens, now)
+        else:
+            self.refits.left(request_id)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, view: StepView, now: float) -> StepPlan:
+        """Decide who starts, and how long the step may be."""
+        self._now = now
+        self.advance_refits(now)
+        pause = self._pause(view.running, now) if self.pauses.is_on else ()
+        self._welcome(now)
+        self._note_growth(view.running, now)
+        pacer = self._pacer
+        step = pacer.look(view.running, self.pauses.bound_s) if pacer is not None else None
+        decision = Decision()
+        if self.num_waiting > len(self.unready) + len(self.pauses):
+            decision = self._decide(view, step, now)
+        squash = tuple(each for each in decision.squash if each not in pause)
+        # Who makes room for a head in this step makes it for the next one: its blocks are free only then.
+        self.last = Decision(deferred=decision.deferred) if decision.squash else decision
+        bounds = None
+        if pacer is not None and step is not None:
+            known = self._known
+            starting = sum(known[each].base.num_prefill_tokens for each in self.last.request_ids)
+            bounds = pacer.bounds(step, len(view.running) - len(squash) - len(pause), starting)
+        return StepPlan(request_ids=self.last.request_ids, squash=squash, pause=pause, bounds=bounds)
+
+    def end_step(self, started: Iterable[str], now: float) -> None:
+        """started: who really did, in order. Unknown ones are ignored."""
+        for request_id in started:
+            known = self._known.get(request_id)
+            if known is None:
+                continue
+            self.policy.admitted(request_id, now)
+            known.started_s, known.first_s = now, None
+            known.promised_end_s = known.predicted_end_s = now + known.base.duration_s
+            known.num_tokens = self._engine.num_tokens(request_id)
+            known.next_look_tokens = known.num_tokens + 1
+            known.is_bypasser = request_id in self.last.bypassed
+            self._running[request_id] = known
+            self.pauses.started(request_id, now)
+            self.load.runs(known.counted)
+            self.counts["admitted"] += 1
+            if known.is_bypasser:
+                self._note_bypass(self.last.bypassed[request_id])
+
+    def victims(self, running: Iterable[Progress], now: float) -> list[str] | None:
+        """Those of the running that are known here, the first victim last; None: the engine's own order, or a single one."""
+        order = self.policy.victim_order
+        if order is None:
+            return None
+        found = []
+        for request_id, num_tokens, _ in running:
+            known = self._known.get(request_id)
+            if known is not None:
+                num_blocks = self._engine.held_blocks(request_id)
+                found.append((known.base.arrived_s, known.for_preemption(num_tokens, num_blocks, now)))
+        return by_worth(found, order) if len(found) > 1 else None
+
+    def _pause(self, running: Sequence[Progress], now: float) -> tuple[str, ...]:
+        """Who stands for urgent requests from now on. Those who go on may start in this step."""
+        decision = self.pauses.look(running, self._stint, now)
+        for request_id in decision.resume:
+            self.unready.add(request_id, self._known[request_id].arrival.waits_for)
+        self.counts["resumed"] += len(decision.resume)
+        return decision.pause
+
+    def _stint(self, request_id: str) -> Stint | None:
+        known = self._known.get(request_id)
+        return known.stint if known is not None else None
+
+    def _welcome(self, now: float) -> None:
+        """Tell the policy of those that may start from now on."""
+        for request_id in self.unready.take_ready(self._engine.is_ready, MAX_READY):
+            known = self._known[request_id]
+            # Lanes may have been fitted since it came.
+            known.base = replace(known.base, weighted_size=self._weighted_size(known.sizes))
+            self.policy.arrived(self._facts_of_waiting(known), now)
+
+    def _decide(self, view: StepView, step: StepPace | None, now: float) -> Decision:
+        room = Room(
+            free_blocks=view.free_blocks,
+            num_slots=view.num_slots,
+            num_tokens=self._num_tokens,
+            prefill_tokens=step.starting_tokens if step is not None else None,
+            is_prefilling=step is not None and step.num_prefilling > 0,
+            adapter_bytes=view.adapter_bytes,
+            adapters_take_turns=view.adapters_take_turns,
+            overcharged_tokens=view.shared_tokens
+            + _overcharged(self.policy, self._running, self._are_copied_back),
+        )
+        started_s = self._stopwatch()
+        decision = self.policy.decide(self._waiting_facts, self.running_facts, room, now)
+        self.decide_s += self._stopwatch() - started_s
+        self.counts["decisions"] += 1
+        for request_id, reason in decision.deferred.items():
+            if reason == "step_full":
+                known = self._known[request_id]
+                known.base = replace(known.base, times_deferred=known.base.times_deferred + 1)
+        if decision.request_ids and self.pauses.is_on:
+            size_of = self._engine.num_tokens
+            return decision.without(self.pauses.kept_back(decision.request_ids, self._stint, size_of, now))
+        return decision
+
+    def _note_growth(self, running: Sequence[Progress], now: float) -> None:
+        own = self._running
+        for request_id, num_tokens, _ in running:
+            known = own.get(request_id)
+            if known is None:
+                continue
+            known.num_tokens = num_tokens
+            if num_tokens >= known.next_look_tokens:
+                self._look_at(known, now)
+
+    def _look_at(self, known: Known, now: float) -> None:
+        """It begins to answer, or has outgrown its guess: then its charge and its end are corrected."""
+        num_tokens, num_prompt = known.num_tokens, known.arrival.num_prompt_tokens
+        if known.first_s is None:
+            known.first_s, known.first_tokens = now, num_tokens
+        num_done = num_tokens - num_prompt
+        bound = known.arrival.guess.bound(num_done)
+        known.next_look_tokens = max(num_prompt + bound, num_tokens + 1)
+        if num_done >= known.arrival.guess.p50:
+            known.predicted_end_s = now + (bound - num_done) * self.token_s
+        size = num_prompt + bound + known.arrival.adapter_tokens
+        if size > known.charged_tokens:
+            known.charged_tokens = size
+            self.load.runs(known.counted)
+            self.policy.outgrew(known.arrival.request_id, size)
+
+    def _note_bypass(self, head_id: str) -> None:
+        self.counts["bypassed"] += 1
+        head = self._known.get(head_id)
+        if head is not None:
+            head.base = replace(head.base, times_bypassed=head.base.times_bypassed + 1)
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+
+    def _facts_of_waiting(self, known: Known) -> Waiting:
+        engine, request_id = self._engine, known.arrival.request_id
+        # Blocks change only for what was preempted with tokens under way.
+        num_blocks = engine.start_blocks(request_id)
+        if num_blocks != known.base.num_blocks or self._now - known.looked_up_s >= CACHED_FOR_S:
+            known.looked_up_s = self._now
+            num_tokens, num_cached = engine.num_tokens(request_id), engine.num_cached_tokens(request_id)
+            num_prefill = max(num_tokens - num_cached, 1)
+            known.base = replace(
+                known.base,
+                num_blocks=num_blocks,
+                shared_tokens=engine.shared_tokens(request_id),
+                duration_s=self._duration_s(known, num_tokens, num_prefill),
+                num_prefill_tokens=num_prefill,
+                is_warm=2 * num_cached >= num_tokens,
+            )
+            self.load.waits(known.counted)
+        adapter_id = known.arrival.adapter_id
+        if adapter_id is not None:
+            missing, is_away = engine.missing_adapter_bytes(adapter_id), not engine.is_ready(request_id)
+            if (missing, is_away) != (known.base.adapter_bytes, known.base.is_away):
+                known.base = replace(known.base, adapter_bytes=missing, is_away=is_away)
+        return known.base
+
+    def _facts_of_running(self, known: Known) -> Running:
+        request_id = known.arrival.request_id
+        return Running(
+            request_id=request_id,
+            num_blocks=self._engine.held_blocks(request_id),
+            predicted_end_s=known.predicted_end_s,
+            promised_end_s=known.promised_end_s,
+            is_bypasser=known.is_bypasser,
+        )
+
+    def _duration_s(self, known: Known, num_tokens: int, num_prefill_tokens: int) -> float:
+        """From start to end: what is left of its prompt and of its answer. Its adapter is at hand before it may start."""
+        return self._prefill_s(num_prefill_tokens) + known.num_left(num_tokens) * self.token_s
+
+    def _learn(self, known: Known, num_output_tokens: int, now: float) -> None:
+        """From one that has ended."""
+        self.guess_errors.saw(known.arrival.guess, num_output_tokens)
+        num_tokens = known.arrival.num_prompt_tokens + num_output_tokens
+        if known.first_s is not None and num_tokens > known.first_tokens:
+            token_s = (now - known.first_s) / (num_tokens - known.first_tokens)
+            self.token_s += SMOOTHING * (token_s - self.token_s)
+        took_s = now - known.started_s if known.started_s is not None else 0.0
+        self.refits.ended(known.arrival.request_id, num_tokens + known.arrival.adapter_tokens, took_s)
+
+    def _weighted_size(self, sizes: Sizes) -> float:
+        return (self._scale or self.sizes.scale).weighted_size(*sizes)
+
+    # -- lanes -------------------------------------------------------------------------------------------------------
+
+    def advance_refits(self, now: float) -> None:
+        """Take over what was fitted, some of it in each step, and have the next fit begin when its time has come."""
+        if self.laned is not None:
+            if self._fitted_scale is None and (fitted := self.refits.take()) is not None:
+                self._fitted_scale = scale = fitted.scale
+                sizes = _OnDemand(self._known, lambda known: scale.weighted_size(*known.sizes))
+                self.laned.begin_refit(fitted.lanes, fitted.quotas, sizes)
+            if self._fitted_scale is not None and self.laned.advance_refit(MAX_PLACED):
+                self._scale, self._fitted_scale = self._fitted_scale, None
+                self.counts["refits"] += 1
+        self.refits.start_if_due(now, self.sizes.scale, self._num_tokens, self.laned is not None)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._known) - len(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have started and not ended."""
+        return len(self._running)
+
+    def waiting_ids(self) -> list[str]:
+        """Ids of the requests that have not started, in the order of their arrival."""
+        return [request_id for request_id in self._known if request_id not in self._running]
+
+    def known(self, request_id: str) -> Known | None:
+        """What is kept of a request that waits or runs."""
+        return self._known.get(request_id)
+
+    def reason(self, request_id: str) -> DeferReason | Literal["not_ready"]:
+        """Why a waiting request waits, after the last step."""
+        if request_id in self.pauses:
+            return "paused"
+        return "not_ready" if request_id in self.unready else self.last.reason(request_id)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if a request is lost, or waits and runs."""
+        assert self._running.keys() <= self._known.keys(), "runs and is not known"
+        assert not any(request_id in self.unready for request_id in self._running), "not ready, and runs"
+        assert all(self._known[each] is known for each, known in self._running.items()), "doubled"
+        assert self._squashing <= self._running.keys(), "squashed and does not run"
+        assert not any(each in self.pauses for each in self._running), "paused, and runs"
+        self.pauses.check_invariants()
+        self.load.check_invariants()
+
+
+def _first_facts(
+    arrival: Arrival, now: float, weighted_size: float, size_tokens: int, duration_s: float
+) -> Waiting:
+    return Waiting(
+        request_id=arrival.request_id,
+        arrived_s=now,
+        weighted_size=weighted_size,
+        size_tokens=size_tokens,
+        num_blocks=0,
+        duration_s=duration_s,
+        priority=arrival.priority,
+        tenant=arrival.tenant,
+        weight=arrival.weight,
+        adapter_id=arrival.adapter_id,
+    )
+
+
+def _overcharged(policy: QueuePolicy, running: Mapping[str, Known], are_copied_back: bool) -> int:
+    held = []
+    for known in running.values() if policy.charges_tokens else ():
+        charged = known.charged_tokens
+        left = charged - known.num_tokens - known.arrival.adapter_tokens
+        held.append((charged, left if left > 0 else 0))
+    return overcharged_tokens(held, are_copied_back)

@@ -1,0 +1,52 @@
+"""How long the next step may be: as `policy.pacing` says, for those who run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from engine_bridge.policy.costs.costs import StepTable
+from engine_bridge.policy.scheduling.pacing import StepPace, pace
+
+Progress = tuple[str, int, int]
+"""A running request: its id, its tokens (prompt and answer), and how many of them are computed. A plain tuple: there is one for each in each step."""
+
+
+class StepBounds(Struct, frozen=True, gc=False):
+    """num_tokens: of a step in all. chunk_tokens: of each prompt under way at most; None: no bound of its own."""
+
+    num_tokens: int
+    chunk_tokens: int | None
+
+
+@dataclass(slots=True)
+class Pacer:
+    """table: what steps take. target_s: how long one may take. most_tokens: the engine's own bound."""
+
+    table: StepTable
+    target_s: float
+    most_tokens: int
+
+    def look(self, running: Sequence[Progress], bound_s: float = math.inf) -> StepPace:
+        """bound_s: of this step, as of `policy.pacing.pace`."""
+        num_decodes = num_context = 0
+        under_way = []
+        for _, num_tokens, num_computed in running:
+            num_context += num_computed
+            if num_tokens - num_computed > 1:
+                under_way.append(num_tokens - num_computed)
+            else:
+                num_decodes += 1
+        return pace(self.table, self.target_s, num_decodes, num_context, under_way, self.most_tokens, bound_s)
+
+    def bounds(self, step: StepPace, num_running: int, num_starting_tokens: int) -> StepBounds:
+        """num_starting_tokens: of prompts that begin in this step."""
+        num_decodes = num_running - step.num_prefilling
+        is_capped = step.num_prefilling > 0 and num_starting_tokens > 0
+        return StepBounds(
+            min(step.prefill_tokens + num_decodes, self.most_tokens),
+            step.chunk_tokens(num_starting_tokens) if is_capped else None,
+        )

@@ -1,0 +1,1 @@
+"""What the API classes of vLLM read and write, where clients expect more of it."""

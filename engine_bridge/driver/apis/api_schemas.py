@@ -1,0 +1,102 @@
+"""JSON schemas of what vLLM's serving classes take and give, made from its own pydantic models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from engine_bridge.driver.apis.bodies import SERVER_FIELDS
+from engine_bridge.driver.apis.tokenize_request import TokenizeBody
+from engine_bridge.driver.vllm_api import (
+    AnthropicCountTokensRequest,
+    AnthropicCountTokensResponse,
+    AnthropicMessagesRequest,
+    AnthropicMessagesResponse,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    LoadLoRAAdapterRequest,
+    ModelCard,
+    ModelList,
+    ResponsesRequest,
+    ResponsesResponse,
+    TokenizeResponse,
+    TokenizerInfoResponse,
+    UnloadLoRAAdapterRequest,
+)
+from engine_bridge.protocol.node import SCHEMA_REFERENCE, ApiSchemas
+
+REQUESTS: Mapping[str, Any] = {
+    "chat": ChatCompletionRequest,
+    "completions": CompletionRequest,
+    "responses": ResponsesRequest,
+    "messages": AnthropicMessagesRequest,
+    "count_tokens": AnthropicCountTokensRequest,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeRequest,
+    "load_adapter": LoadLoRAAdapterRequest,
+    "unload_adapter": UnloadLoRAAdapterRequest,
+}
+REPLIES: Mapping[str, Any] = {
+    "chat": ChatCompletionResponse,
+    "completions": CompletionResponse,
+    "responses": ResponsesResponse,
+    "messages": AnthropicMessagesResponse,
+    "count_tokens": AnthropicCountTokensResponse,
+    "tokenize": TokenizeResponse,
+    "detokenize": DetokenizeResponse,
+    "tokenizer_info": TokenizerInfoResponse,
+    "models": ModelList,
+    "model": ModelCard,
+}
+
+
+def api_schemas() -> ApiSchemas:
+    """All of them, without the fields that clients cannot set. Takes half a second of a core: not for the event loop."""
+    made, found = models_json_schema(
+        [(model, "validation") for model in REQUESTS.values()]
+        + [(model, "serialization") for model in REPLIES.values()],
+        ref_template=SCHEMA_REFERENCE.format(name="{model}"),
+    )
+    components = found["$defs"]
+    requests = {name: _name_of(made[model, "validation"]) for name, model in REQUESTS.items()}
+    replies = {name: _name_of(made[model, "serialization"]) for name, model in REPLIES.items()}
+    for name in requests.values():
+        _leave_out(components[name], SERVER_FIELDS)
+    return ApiSchemas(requests, replies, _reachable(components, [*requests.values(), *replies.values()]))
+
+
+def _name_of(reference: Mapping[str, str]) -> str:
+    return reference["$ref"].rpartition("/")[2]
+
+
+def _leave_out(schema: dict[str, Any], names: tuple[str, ...]) -> None:
+    if "properties" in schema:  # not a choice between classes
+        schema["properties"] = {key: value for key, value in schema["properties"].items() if key not in names}
+
+
+def _reachable(components: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """The components that these name, directly or not, by name."""
+    found: set[str] = set()
+    while names:
+        name = names.pop()
+        if name not in found:
+            found.add(name)
+            names += _references(components[name])
+    return {name: components[name] for name in sorted(found)}
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$ref"), str):
+            yield _name_of(schema)
+        for value in schema.values():
+            yield from _references(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from _references(value)

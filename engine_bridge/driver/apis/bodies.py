@@ -1,0 +1,173 @@
+"""Bodies of API calls on their way in, checked by vLLM's own request classes, and errors on their way out, in each API's shape."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import ValidationError
+
+from engine_bridge.driver.apis.failures import (
+    CANNOT_CONTINUE,
+    TOO_LATE,
+    cannot_continue,
+    is_clients,
+    log_once,
+    noted,
+    unfit,
+)
+from engine_bridge.driver.apis.suspects import MALFORMED_MESSAGE, suspect_of
+from engine_bridge.driver.vllm_api import (
+    ErrorResponse,
+    GracefulHTTPError,
+    RetryableRequestError,
+    VLLMServerError,
+    create_error_response,
+    translate_error_response,
+)
+from engine_bridge.protocol.api_errors import UNKNOWN_MODEL, error_body
+from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.protocol.node import ANTHROPIC_ERROR_TYPES, JsonReply
+
+log = logging.getLogger(__name__)
+
+# Fields that steer scheduling and KV transfer inside the server: the gateway's to set, never a client's. A `priority` that the gateway lets
+# a client have comes with the caller.
+SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
+# Errors of which it is known whose they are, whatever the body says.
+_OURS = (EngineUnavailable, InvalidRequest, VLLMServerError, GracefulHTTPError, OSError, MemoryError)
+# What code raises that did not expect the value it got; vLLM answers some of them as 400, with Python's own text.
+_MISTAKES = (TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
+# How errors begin that vLLM's generators of chat and text completions write themselves.
+ERROR_EVENT = 'data: {"error":'
+ANTHROPIC_ERROR_EVENT = "event: error\n"
+_ANTHROPIC_INTERNAL = '"internal_error"'
+
+
+class Rejected(Exception):
+    def __init__(self, response: ErrorResponse) -> None:
+        super().__init__(response.error.message)
+        self.response = response
+
+
+def parse(request_class: Any, body: Any) -> Any:
+    """A pydantic request from a JSON value; raises Rejected, which says what does not fit."""
+    if isinstance(body, dict):
+        body = {name: value for name, value in body.items() if name not in SERVER_FIELDS}
+    try:
+        return request_class.model_validate(body)
+    except ValidationError as error:
+        raise Rejected(as_error_response(unfit(error))) from error
+    except Exception as error:  # pydantic lets through what vLLM's validators raise, on purpose or by mistake
+        raise Rejected(as_malformed(error)) from error
+
+
+def as_malformed(error: Exception) -> ErrorResponse:
+    """The reply to a body whose validation or rendering failed, before the engine saw any of it: the client's fault, unless it is known to be ours.
+
+    vLLM's validators take a field's form for granted here and there and trip over another (AttributeError, KeyError, RecursionError …). Such an
+    error's text says nothing to a client, and may hold a piece of the body.
+    """
+    if isinstance(error, _OURS):
+        return as_error_response(error)
+    response = create_error_response(error)
+    is_on_purpose = response.error.code < 500 and not isinstance(error, _MISTAKES)
+    if not is_on_purpose and not isinstance(error, NotImplementedError):
+        # Its class and place only: its text may quote the body.
+        log.info("a body could not be used: %s in %s", type(error).__name__, _place(error))
+        response.error.message = MALFORMED_MESSAGE
+    if response.error.code >= 500:
+        response.error.code, response.error.type = 400, "BadRequestError"
+    return response
+
+
+def as_unusable(error: Exception, body: Any) -> ErrorResponse:
+    """The reply to a call that failed after its body was found to have the right form, and before the engine saw any of it.
+
+    A few fields hold whatever JSON a client likes (schemas, arguments of the template, parts of messages), and code trips over what it finds there.
+    Where a body has none of them, what went wrong is the server's fault.
+    """
+    if isinstance(error, ValidationError):  # of a request that vLLM makes of the one that came
+        return as_error_response(unfit(error))
+    if cannot_continue(error):
+        return as_error_response(InvalidRequest(CANNOT_CONTINUE, param="messages"))
+    if isinstance(error, _OURS) or is_clients(error):
+        response = as_error_response(error)
+        if isinstance(error, NotImplementedError):
+            response.error.code, response.error.type = 400, "BadRequestError"
+        return response
+    suspect = suspect_of(body)
+    if suspect is None:
+        return as_error_response(error)
+    log.info("a body could not be used, which is taken to be its own fault", exc_info=error)
+    return create_error_response(suspect.message, param=suspect.param)
+
+
+def _place(error: Exception) -> str:
+    """The function in which an error was raised, for the log: it names no value."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_qualname
+
+
+def as_error_response(error: Exception) -> ErrorResponse:
+    """An error in the shape of OpenAI's API. What is not known here is an internal error."""
+    if isinstance(error, EngineUnavailable):
+        return create_error_response(RetryableRequestError(str(error)))
+    if isinstance(error, TimeoutError):
+        return create_error_response(RetryableRequestError(TOO_LATE))
+    if isinstance(error, InvalidRequest):
+        return create_error_response(str(error), param=error.param)
+    if isinstance(error, RetryableRequestError | GracefulHTTPError) or is_clients(error):
+        return create_error_response(error)
+    return create_error_response(
+        noted(error), err_type="InternalServerError", status_code=HTTPStatus.INTERNAL_SERVER_ERROR
+    )
+
+
+def classified(message: str | Exception, *args: Any, **options: Any) -> ErrorResponse:
+    """In the place of `create_error_response` of vLLM's serving classes, which would tell a client whatever an exception says."""
+    return (
+        as_error_response(message)
+        if isinstance(message, Exception)
+        else create_error_response(message, *args, **options)
+    )
+
+
+def tell_no_insides(*serving: Any) -> None:
+    """Have serving classes of vLLM's, which turn what breaks a stream into an event of it, tell no more than `as_error_response`."""
+    log_once()
+    for each in serving:
+        each.create_error_response = classified
+
+
+def without_insides(event: str) -> str:
+    """An error that vLLM's generator of Anthropic's events has met in its own work, without its text. vLLM has logged it."""
+    if _ANTHROPIC_INTERNAL not in event:
+        return event
+    error = {"type": "api_error", "message": "The server failed on this request."}
+    return f"{ANTHROPIC_ERROR_EVENT}data: {json.dumps({'type': 'error', 'error': error})}\n\n"
+
+
+def error_reply(response: ErrorResponse, *, is_anthropic: bool) -> JsonReply:
+    if is_anthropic:
+        response.error.type = ANTHROPIC_ERROR_TYPES.get(response.error.code, "api_error")
+        return JsonReply(response.error.code, bytes(translate_error_response(response).body))
+    return openai_error(response)
+
+
+def openai_error(response: ErrorResponse, code: str = "") -> JsonReply:
+    """An error of vLLM's in the form that all errors of this server have. code: what is known beyond the status."""
+    error = response.error
+    if not code and error.code == 404 and error.param == "model":
+        code = UNKNOWN_MODEL
+    body = error_body(error.code, error.message, param=error.param, code=code)
+    return JsonReply(error.code, json.dumps(body).encode())
+
+
+def in_our_form(event: str) -> str:
+    """An error that a generator of vLLM's has written into its stream, as `openai_error` would write it."""
+    response = ErrorResponse.model_validate_json(event.removeprefix("data: "))
+    return f"data: {openai_error(response).body.decode()}\n\n"

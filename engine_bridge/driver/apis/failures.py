@@ -1,0 +1,156 @@
+"""Whose fault an exception is, and what a client is told of it.
+
+A client is blamed only for what is refused on purpose: by an error class that says so, or by a `raise` in vLLM's code that reads requests. Everything
+else that goes wrong is the server's: it is logged with where it came from, under a number that the client is told, too, and its text stays here.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import uuid
+from collections.abc import Iterator
+
+from jinja2 import TemplateError
+from pydantic import ValidationError
+
+from engine_bridge.calls.invalid_fields import explain
+from engine_bridge.driver.vllm_api import GracefulHTTPError, RetryableRequestError, VLLMClientError
+from engine_bridge.protocol.api_errors import is_too_long
+from engine_bridge.protocol.errors import (
+    BridgeError,
+    EngineUnavailable,
+    InternalFailure,
+    InvalidRequest,
+    TooBusy,
+)
+
+log = logging.getLogger(__name__)
+
+CANNOT_CONTINUE = (
+    "The chat template of this model leaves out a part of the last message, so no answer can go on from it. "
+    "Leave that part out, or end with a message of the user's."
+)
+TOO_LATE = "Reading the prompt took too long. Send it again, or a shorter one."
+RETRY_AFTER_S = 1.0
+# Modules of vLLM's and of transformers that take requests apart, and the errors of Python's by which some of them still refuse one.
+_READERS = (
+    "transformers.tokenization_",
+    "transformers.utils.chat_template_utils",
+    "vllm.entrypoints.",
+    "vllm.renderers.",
+    "vllm.inputs.",
+    "vllm.multimodal.",
+    "vllm.parser.",
+    "vllm.reasoning.",
+    "vllm.sampling_params",
+    "vllm.tokenizers.",
+    "vllm.tool_parsers.",
+    "vllm.v1.engine.input_processor",
+    "vllm.v1.structured_output.",
+)
+# Loggers of vLLM's that tell of each stream that ends early as of an error of its own, before they ask here what to tell its client.
+_TWICE = ("vllm.entrypoints.openai.chat_completion.serving", "vllm.entrypoints.openai.completion.serving")
+_REFUSALS = (ValueError, TypeError, OverflowError, NotImplementedError)
+
+
+def is_clients(error: BaseException) -> bool:
+    """Whether a request was refused on purpose, so that the error's text is for the client."""
+    if isinstance(error, InvalidRequest) or _is_said_by_a_template(error):
+        return True
+    if isinstance(error, VLLMClientError):
+        # vLLM's renderers turn whatever a template or a tokenizer raises into such an error.
+        return all(not _repeats(error, cause) or is_clients(cause) for cause in _causes(error))
+    if isinstance(error, _REFUSALS):
+        return _is_raised_by_a_reader(error) and all(is_clients(cause) for cause in _causes(error))
+    return False
+
+
+def _is_said_by_a_template(error: BaseException) -> bool:
+    """Whether a chat template, or Mistral's code in the place of one, refused a conversation: by `raise_exception`, its own errors or an `assert`."""
+    if type(error) is TemplateError or type(error).__module__ == "mistral_common.exceptions":
+        return True
+    return isinstance(error, AssertionError) and _place_of(error)[0].startswith("mistral_common.")
+
+
+def cannot_continue(error: BaseException) -> bool:
+    """Whether the beginning of an answer, which a client gave, is not found in what the template rendered. The error's text quotes all of that."""
+    is_said = isinstance(error, ValueError) and "continue_final_message" in str(error)
+    is_theirs = _place_of(error) == ("transformers.utils.chat_template_utils", "RAISE_VARARGS")
+    return (is_said and is_theirs) or any(map(cannot_continue, _causes(error)))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """What it was made of, if its maker says so."""
+    if error.__cause__ is not None and not isinstance(error.__cause__, ValidationError):
+        yield error.__cause__
+
+
+def _repeats(error: BaseException, cause: BaseException) -> bool:
+    """Whether its text is that of what led to it."""
+    return str(cause) in str(error)
+
+
+def _is_raised_by_a_reader(error: BaseException) -> bool:
+    """Whether a `raise` of vLLM's reading code made it, and not an operation that went wrong there."""
+    module, operation = _place_of(error)
+    return operation == "RAISE_VARARGS" and module.startswith(_READERS)
+
+
+def _place_of(error: BaseException) -> tuple[str, str]:
+    """(module, operation of Python's) that raised it; empty for one that was never raised."""
+    trace = error.__traceback__
+    if trace is None:
+        return "", ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    operation = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
+    return str(trace.tb_frame.f_globals.get("__name__", "")), operation
+
+
+def as_bridge_error(error: Exception) -> BridgeError:
+    """An exception as one that may leave the node. What is not known to be a client's is logged."""
+    if isinstance(error, BridgeError):
+        return error
+    if isinstance(error, ValidationError):
+        return unfit(error)
+    if isinstance(error, GracefulHTTPError):
+        is_full = error.http_status == 429
+        return TooBusy(str(error), retry_after_s=RETRY_AFTER_S) if is_full else EngineUnavailable(str(error))
+    if isinstance(error, RetryableRequestError):
+        return EngineUnavailable(str(error))
+    if isinstance(error, TimeoutError):
+        return EngineUnavailable(TOO_LATE)
+    if is_clients(error):
+        return too_long_or_invalid(str(error))
+    return InternalFailure(noted(error))
+
+
+def unfit(error: ValidationError) -> InvalidRequest:
+    """What does not fit in a body, in plain words."""
+    message, field = explain(error.errors(include_url=False, include_context=False, include_input=False))
+    return InvalidRequest(message, param=field)
+
+
+def too_long_or_invalid(message: str) -> InvalidRequest:
+    """A refusal in vLLM's words; a prompt that is too long has a code of its own."""
+    if is_too_long(message):
+        return InvalidRequest(f"{message} Start a new chat or shorten this one.", code="prompt_too_long")
+    return InvalidRequest(message)
+
+
+def noted(error: BaseException) -> str:
+    """Log a failure of the server's, and return what its client is told."""
+    number = uuid.uuid4().hex[:12]
+    log.error("a request failed inside the server: failure %s", number, exc_info=error)
+    return f"The server failed on this request. Its log says why, as failure {number}."
+
+
+def log_once() -> None:
+    """Have what ends a stream logged here alone, and only where it is the server's fault."""
+    for name in _TWICE:
+        logging.getLogger(name).addFilter(_is_nothing_raised)
+
+
+def _is_nothing_raised(record: logging.LogRecord) -> bool:
+    return not record.exc_info

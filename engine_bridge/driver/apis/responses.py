@@ -1,0 +1,65 @@
+"""Responses as vLLM serves them, but that a stream which was cut ends with the event by which its clients know that, and that log probabilities are
+those of the text."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+from engine_bridge.calls.chat_chunks import ends_with_stop_token
+from engine_bridge.driver.vllm_api import OpenAIServingResponses, ResponseCompletedEvent
+
+
+class IncompleteEvent(ResponseCompletedEvent):
+    """The last event of a stream that ran out of tokens."""
+
+    type: Literal["response.incomplete"]
+
+
+class Responses(OpenAIServingResponses):
+    """Use it as vLLM's class."""
+
+    async def responses_stream_generator(
+        self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The events of a stream. vLLM says of each that it was completed."""
+        results = _of_the_text(result_generator)
+        events = super().responses_stream_generator(request, sampling_params, results, *args, **options)
+        try:
+            async for event in events:
+                is_cut = event.type == "response.completed" and event.response.status == "incomplete"
+                yield _incomplete(event) if is_cut else event
+        finally:
+            await events.aclose()
+
+    def _make_response_output_items(self, request: Any, final_output: Any, *args: Any, **options: Any) -> Any:
+        _drop_stop_token(final_output)
+        return super()._make_response_output_items(request, final_output, *args, **options)
+
+    def _create_response_logprobs(self, token_ids: Any, logprobs: Any, *args: Any, **options: Any) -> Any:
+        """vLLM's, of as many tokens as there are log probabilities of."""
+        return super()._create_response_logprobs(token_ids[: len(logprobs)], logprobs, *args, **options)
+
+
+async def _of_the_text(results: Any) -> AsyncGenerator[Any, None]:
+    """Contexts, each with the last piece of an answer, without the token that ended it. What vLLM sums up of them is summed up before."""
+    try:
+        async for context in results:
+            output = getattr(context, "last_output", None)
+            for each in getattr(output, "outputs", ()):
+                _drop_stop_token(each)
+            yield context
+    finally:
+        await results.aclose()
+
+
+def _drop_stop_token(output: Any) -> None:
+    """Leave out the log probability of the token that ended an answer, which its text does not have either."""
+    if output.logprobs and ends_with_stop_token(output.finish_reason, output.stop_reason):
+        output.logprobs = output.logprobs[:-1]
+
+
+def _incomplete(event: Any) -> IncompleteEvent:
+    return IncompleteEvent(
+        type="response.incomplete", response=event.response, sequence_number=event.sequence_number
+    )

@@ -1,0 +1,172 @@
+"""Tool calls of every model: vLLM's parsers read what models write by themselves, and calls that a request demands are written as constrained JSON.
+
+A request may demand a call (`tool_choice` "required", or one tool by name). vLLM has two ways to hold a model to that: the parser's own form as an
+xgrammar structural tag, or the arguments as JSON by a schema. The second works with every model and with the bounded grammars of this server, so
+it is the only one here (docs/decisions/0016). A model without a parser of its own gets one that reads no calls but demands them in the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+from engine_bridge.calls.tool_schemas import at_most_one, held_calls
+from engine_bridge.driver.vllm_api import (
+    ChatCompletionRequest,
+    DeltaMessage,
+    ExtractedToolCallInformation,
+    ReasoningParserManager,
+    StructuredOutputsParams,
+    ToolParser,
+    ToolParserManager,
+)
+from engine_bridge.protocol.errors import BridgeError
+from engine_bridge.settings.parser_choice import Choice
+
+log = logging.getLogger(__name__)
+
+
+class ParserRefused(BridgeError):
+    """A parser that the operator has set cannot be used. The message is one line, fit to show."""
+
+
+NO_FORM = "overture_json"
+"""The parser of models whose own calls, if they write any, cannot be read: theirs stay text."""
+
+
+class NoFormToolParser(ToolParser):
+    """For models that have no form of tool calls: what they write by themselves is text. See `demands_as_json` for calls that are demanded."""
+
+    def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+        return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
+
+    def extract_tool_calls_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Any,
+        current_token_ids: Any,
+        delta_token_ids: Any,
+        request: Any,
+    ) -> Any:
+        return DeltaMessage(content=delta_text) if delta_text else None
+
+
+@cache
+def demands_as_json(parser: type, holds_calls: bool = False) -> type:
+    """The same parser, but calls that a request demands are JSON by the tools' schemas, whatever the model's own form is.
+
+    holds_calls: a call that the model makes by itself is held to the tools, too (`held_calls`), and it makes one at a time.
+    """
+
+    class DemandsAsJson(parser):
+        demands_of = parser
+
+        def get_structural_tag(self, request: Any, **options: Any) -> None:
+            """None: vLLM would hand an xgrammar tag to the grammars, which cannot read it."""
+
+        def adjust_request(self, request: Any) -> Any:
+            if not request.tools or request.tool_choice in (None, "none", "auto"):
+                request = super().adjust_request(request)
+                return _held(request) if holds_calls else request
+            # A model that has learned no form of calls, or hardly so, does not know when to stop making them.
+            return _demanded(self, request, makes_one_call=holds_calls or parser is NoFormToolParser)
+
+    # Not in the class's body: vLLM resets it there for parsers that have structural tags.
+    DemandsAsJson.supports_required_and_named = True
+    DemandsAsJson.__name__ = DemandsAsJson.__qualname__ = parser.__name__
+    return DemandsAsJson
+
+
+def _demanded(parser: Any, request: Any, *, makes_one_call: bool) -> Any:
+    """The request with the schema of its demanded calls where vLLM reads it, for one call only where that is said.
+
+    What the client asked for in that place stays as it is where vLLM puts nothing there (tools that are no functions).
+    """
+    asked = getattr(request, "structured_outputs", None), getattr(request, "text", None)
+    request = ToolParser.adjust_request(parser, request)
+    outputs, text = getattr(request, "structured_outputs", None), getattr(request, "text", None)
+    if makes_one_call and outputs is not None and outputs is not asked[0]:
+        outputs.json = at_most_one(outputs.json)
+    if makes_one_call and text is not None and text is not asked[1]:
+        text.format.schema_ = at_most_one(text.format.schema_)
+    return request
+
+
+def _held(request: Any) -> Any:
+    """The request with the grammar of `held_calls`, unless it asks for structured output or offers no function to call."""
+    is_chat = isinstance(request, ChatCompletionRequest)
+    form = request.response_format if is_chat else request.text and request.text.format
+    if request.tool_choice == "none" or request.structured_outputs is not None or form is not None:
+        return request
+    functions = [getattr(tool, "function", tool) for tool in request.tools or () if tool.type == "function"]
+    if functions:
+        tools = {function.name: function.parameters or {} for function in functions}
+        request.structured_outputs = StructuredOutputsParams(grammar=held_calls(tools))
+    return request
+
+
+def install_tool_parser(choice: Choice, tokenizer: Any) -> str:
+    """Have vLLM's serving classes find the parser, and return the name under which they do. Imports and builds it: not for the event loop.
+
+    Raises:
+        ParserRefused: as `usable_parser`.
+    """
+    name = usable_parser(
+        "tool", choice, lambda name: ToolParserManager.get_tool_parser(name)(tokenizer, None)
+    )
+    found = ToolParserManager.get_tool_parser(name) if name else NoFormToolParser
+    found = getattr(found, "demands_of", found)  # it was put there before
+    ToolParserManager.register_module(name=name or NO_FORM, module=demands_as_json(found, choice.holds_calls))
+    if not name:
+        log.info("tool calls: only those that a request demands, as JSON; what the model writes stays text")
+    return name or NO_FORM
+
+
+def check_reasoning_parser(choice: Choice, tokenizer: Any) -> str:
+    """The parser's name, "" for none. Imports and builds it: not for the event loop.
+
+    Raises:
+        ParserRefused: as `usable_parser`.
+    """
+    return usable_parser(
+        "reasoning", choice, lambda name: ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+    )
+
+
+def usable_parser(kind: Literal["tool", "reasoning"], choice: Choice, build: Callable[[str], Any]) -> str:
+    """The name of the chosen parser if vLLM has it and it can be built with the model's tokenizer, else "".
+
+    A parser that follows from the model's family and cannot be used is left out, with a warning.
+
+    Raises:
+        ParserRefused: the operator has named a parser that cannot be used.
+    """
+    if not choice.name:
+        return ""
+    manager = ToolParserManager if kind == "tool" else ReasoningParserManager
+    known, problem = manager.list_registered(), ""
+    if choice.name not in known:
+        problem = f"there is no such parser. vLLM has {', '.join(known)}"
+    else:
+        try:
+            build(choice.name)
+        except Exception as error:
+            problem = f"it does not fit this model's tokenizer: {error}"
+    if not problem:
+        log.info("%s parser: vLLM's %s, since %s", kind, choice.name, choice.why)
+        return choice.name
+    if choice.is_set:
+        raise ParserRefused(f"--{kind}-parser {choice.name}: {problem}")
+    log.warning("%s parser: not vLLM's %s, though %s: %s", kind, choice.name, choice.why, problem)
+    return ""
+
+
+def use_reasoning_parser(engine: Any, name: str) -> None:
+    """Grammars begin where the reasoning ends, not at the first token. name: "" for a model that does not reason. On the engine thread, while no
+    request runs."""
+    manager = engine.engine_core.engine_core.structured_output_manager
+    manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(name) if name else None

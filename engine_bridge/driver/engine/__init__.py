@@ -1,0 +1,1 @@
+"""How vLLM's engine is built, warmed up and stepped."""

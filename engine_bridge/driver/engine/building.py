@@ -1,0 +1,166 @@
+"""How vLLM's in-process engine is built from our settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_bridge.driver.vllm_api.features import BAD_WORDS, HALF_CHARACTERS, ROTARY
+from engine_bridge.settings.engine_config import EngineConfig
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.kv.kv_tiers import KvTiers
+    from engine_bridge.driver.vllm_api.start import Off
+
+# One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
+# fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
+CPU_BLOCK_SIZE_TOKENS = 32
+
+
+def configure_environment(config: EngineConfig) -> None:
+    """Set what vLLM and torch read from the environment. Must run before either is imported; what the user has set stays."""
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # The gateway has its own periodic figures (/metrics); vLLM's log line every 10 s would only repeat them.
+        "VLLM_LOG_STATS_INTERVAL": "86400",
+        # vLLM's own bound of 16,384 choices would let one call stand before everybody else in the queue.
+        "VLLM_MAX_N_SEQUENCES": str(config.max_num_seqs),
+        "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Its C++ side warns at every start about memory policies that nobody asked to change.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if config.device == "cpu":
+        # numba's OpenMP would set the number of threads of whoever calls it; see `compute_threads`.
+        defaults["NUMBA_THREADING_LAYER"] = "workqueue"
+        if config.cpu_threads is not None:
+            cores = sorted(os.sched_getaffinity(0))[-config.cpu_threads :]
+            defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        if config.is_eager:
+            # Measured: the first request for logprobs compiles a helper for 30 s inside a step, and every stream waits.
+            defaults["TORCH_COMPILE_DISABLE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    # vLLM loads Ray where it is installed, for executors that are not used here: that takes seconds. With this it is not there to be found.
+    sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
+
+
+def load_vllm() -> type:
+    """The class of vLLM's engine; importing it takes seconds the first time. The environment must be set."""
+    from engine_bridge.driver.vllm_api import LLMEngine
+
+    found: type = LLMEngine
+    return found
+
+
+def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozenset()) -> Any:
+    """An in-process `LLMEngine` with parts of ours in the places of vLLM's, but for those that are off. Raises SeamMoved and whatever vLLM raises."""
+    from engine_bridge.driver.grammars import admission
+    from engine_bridge.driver.kv.kv_keys import hash_by_content
+    from engine_bridge.driver.kv.kv_namespace import arguments_that_count
+    from engine_bridge.driver.vllm_api import LLMEngine
+
+    mends_lora = config.device == "cpu" and config.enable_lora
+    if mends_lora:
+        from engine_bridge.driver.lora import lora
+
+        lora.install()
+    if config.enable_lora:
+        from engine_bridge.driver.adapters import seam
+
+        seam.install()
+    admission.install(config.grammar_bytes)
+    if HALF_CHARACTERS not in off:
+        from engine_bridge.driver.corrections import detokenizing
+
+        detokenizing.install()
+    if BAD_WORDS not in off:
+        from engine_bridge.driver.corrections import bad_words
+
+        bad_words.install()
+    if config.device == "cpu" and ROTARY not in off:
+        from engine_bridge.driver.corrections import rotary
+
+        rotary.install()
+    args = engine_args(config, tiers)
+    if tiers is not None:
+        tiers.arguments = arguments_that_count(args)
+    engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+    core = engine.engine_core.engine_core
+    if core.request_block_hasher is not None:  # there is none where vLLM reuses no KV
+        core.request_block_hasher = hash_by_content(core.request_block_hasher)
+    if config.enable_lora:
+        from engine_bridge.driver.corrections import logits_rows
+
+        logits_rows.watch(engine)
+    if mends_lora:
+        lora.check_engine(engine)
+    return engine
+
+
+def engine_args(config: EngineConfig, tiers: KvTiers | None) -> Any:
+    """vLLM's arguments for an engine with these settings; `tiers` adds host memory and disk for KV."""
+    from engine_bridge.driver.engine.engine_arguments import typed
+    from engine_bridge.driver.scheduling.seam import scheduler_name
+    from engine_bridge.driver.vllm_api import EngineArgs, StructuredOutputsConfig
+
+    on_cpu = config.device == "cpu"
+    options: dict[str, Any] = {
+        "model": config.model,
+        "served_model_name": config.served_model_name,
+        "dtype": config.dtype,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.is_eager,
+        "enable_prefix_caching": True,
+        "disable_log_stats": not config.log_stats,
+        "seed": config.seed,
+        "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
+        "max_model_len": config.max_model_len,
+        "num_gpu_blocks_override": config.num_kv_blocks,
+        # On a CPU, not by VLLM_CPU_KVCACHE_SPACE, which takes whole GiB only.
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "use_tqdm_on_load": False,
+        "scheduler_cls": scheduler_name(config.device),
+        # A small model that may put white space between JSON tokens does little else until its tokens run out.
+        "structured_outputs_config": StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
+    }
+    options |= {
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "revision": config.revision,
+        "download_dir": str(config.download_dir) if config.download_dir is not None else None,
+        "speculative_config": json.loads(config.speculative_config) if config.speculative_config else None,
+    }
+    if not on_cpu:
+        options["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if tiers is not None:
+        options["kv_transfer_config"] = connector_config(tiers.name)
+    if config.enable_lora:
+        options |= {
+            "enable_lora": True,
+            # On a CPU adapters take the memory that they need, however many they are: the residency bounds it.
+            "max_loras": max(config.max_loras, config.max_num_seqs) if on_cpu else config.max_loras,
+            "max_lora_rank": config.max_lora_rank,
+        }
+    options |= typed(dict(pair.split("=", 1) for pair in config.engine_args))
+    return EngineArgs(**{name: value for name, value in options.items() if value is not None})
+
+
+def connector_config(tiers: str) -> Any:
+    """Has vLLM make our connector, which finds these tiers by their name."""
+    from engine_bridge.driver.vllm_api import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="TieredConnector",
+        kv_connector_module_path="engine_bridge.driver.kv.kv_connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"tiers": tiers},
+    )

@@ -1,0 +1,447 @@
+"""vLLM's in-process engine behind the bridge's `Driver` methods. Everything in this package runs on, or is about, that one engine."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_bridge.adapters.registry import AdapterRecord
+from engine_bridge.core.adapters.step_layouts import StepFacts
+from engine_bridge.driver.engine.absent import Idle, NoAdapters, NoPromoter
+from engine_bridge.driver.engine.building import build_engine, configure_environment
+from engine_bridge.driver.engine.warm_up import warm_up
+from engine_bridge.driver.in_process import know_weights, reuses_kv, scheduler_of
+from engine_bridge.driver.kv.prefixes import Prefixes
+from engine_bridge.driver.vllm_api import start
+from engine_bridge.driver.vllm_api.features import (
+    CUDA_COPIES,
+    KV_TIERS,
+    PROMOTION,
+    REPORT,
+)
+from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
+from engine_bridge.policy.costs.costs import TablePrefill
+from engine_bridge.policy.scheduling.pausing import DecodeSeconds
+from engine_bridge.policy.scheduling.policies import POLICIES
+from engine_bridge.settings.engine_config import EngineConfig
+from kvtiers.closing import going_on
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.adapters.residency import Residency
+    from engine_bridge.driver.corrections.compute_threads import ComputeThreads
+    from engine_bridge.driver.engine.node_load import NodeLoad, Speeds
+    from engine_bridge.driver.kv.kv_tiers import KvTiers
+    from engine_bridge.driver.kv.link_measuring import LinkMeasuring
+    from engine_bridge.driver.kv.promoter import Promoter
+    from engine_bridge.driver.scheduling.record import LogWriter
+    from engine_bridge.driver.scheduling.report import Report
+    from engine_bridge.driver.scheduling.scheduling import Scheduling
+    from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
+    from engine_bridge.predict.length import LengthPredictor
+    from engine_bridge.settings.profile import MachineProfile
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """A snapshot of the scheduler: requests and KV blocks."""
+
+    num_running: int
+    num_waiting: int
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+    block_size: int
+
+
+class VllmDriver:
+    """One `LLMEngine`, built, stepped and closed on the engine thread.
+
+    Args:
+        config: what to build.
+        adapters: versions that requests may name at once; others are told by `self.adapters`.
+        wake: called on another thread when `advance` may have something to do.
+        fail: called with the ids of requests that cannot be served, and why.
+        report: called with a phrase at each stage of the start.
+        tiers: where KV goes that leaves the device; the caller owns them, and they outlive this engine.
+        predictor: of answer lengths; outlives this engine, too. None: one that begins with nothing.
+        copy_of: where a copy of an adapter lies, by its content's hash, "" for nowhere.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        adapters: Iterable[AdapterRecord] = (),
+        report: Callable[[str], None] = lambda stage: None,
+        tiers: KvTiers | None = None,
+        wake: Callable[[], None] = lambda: None,
+        fail: Callable[[list[str], Exception], object] = lambda request_ids, error: None,
+        predictor: LengthPredictor | None = None,
+        copy_of: Callable[[str], str] = lambda content_hash: "",
+    ) -> None:
+        configure_environment(config)
+        self._tiers = tiers
+        self._fail = fail
+        self._predictor = predictor
+        self._copy_of = copy_of
+        try:
+            self._build(config, adapters, report, wake)
+        except BaseException:
+            # Nobody will have this driver, so nobody else can close what was made of it.
+            self.close()
+            raise
+
+    def _build(
+        self,
+        config: EngineConfig,
+        adapters: Iterable[AdapterRecord],
+        report: Callable[[str], None],
+        wake: Callable[[], None],
+    ) -> None:
+        tiers = self._tiers
+        report("importing vLLM")
+        self._off = start.engine_off(config.device)
+        config = start.without(config, self._off)
+        if self._off & {KV_TIERS, CUDA_COPIES}:
+            self._tiers = tiers = None
+        if tiers is not None or config.profile_dir is not None:
+            know_weights(config.model, config.weights_memory, report)
+        report(f"loading {Path(config.model).name}")
+        self.engine = build_engine(config, tiers, self._off)
+        self._threads = make_threads(config)
+        if tiers is not None and not reuses_kv(self.engine.vllm_config):
+            tiers.switch_off()
+            self._tiers = tiers = None
+        self._off = start.built_off(self.engine, config.device, self._off)
+        config = start.without(config, self._off)
+        # Not kept in variables of this frame: see `close`.
+        self._scheduler = scheduler_of(self.engine)
+        self._block_pool = self._scheduler.kv_cache_manager.block_pool
+        self._block_size = self.engine.vllm_config.cache_config.block_size
+        self._internal_ids: dict[str, str] = {}
+        self._silent: set[str] = set()  # requests that have given no output yet
+        self._background: deque[tuple[str, EngineCoreRequest]] = deque()
+        self._adapter_ids: dict[str, int] = {}  # of requests that use one
+        self._prefixes = Prefixes(self._block_pool, self._block_size, tiers)
+        self.promoter = self._make_promoter(self._scheduler) or NoPromoter()
+        report("warming up")
+        self.steps = warm_up(self.engine, self._scheduler, tiers)
+        give_back_free_memory()
+        self.profile = self._find_profile(config)
+        """What was measured of this model on this machine; None where nobody has."""
+        if self.profile is not None:
+            self.steps = self.profile.steps.table()
+        self.adapters = self._make_residency(config, wake) if config.enable_lora else NoAdapters()
+        for record in adapters:
+            self.adapters.add(record)
+        self._link_measuring = (self._use_tiers(tiers) if tiers is not None else None) or Idle()
+        self.speeds = self._make_speeds()
+        self.scheduling = self._make_scheduling(config) if config.scheduling_policy != "vllm" else None
+        self.report = self._make_report()
+        self.node_load = self._make_node_load()
+
+    # -- the bridge's side -------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        # Not has_unfinished_requests(): the scheduler also has finished ids to flush.
+        return self._scheduler.has_requests() or bool(self._background) or self._has_work_beside()
+
+    def is_stuck(self) -> bool:
+        return self._scheduler.get_request_counts()[0] == 0 and not self._has_work_beside()
+
+    def wait_s(self) -> float | None:
+        waits = [part.wait_s() for part in self._beside()]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _beside(self) -> tuple[Promoter | NoPromoter, Residency | NoAdapters, LinkMeasuring | Idle]:
+        """What moves something between steps."""
+        return self.promoter, self.adapters, self._link_measuring
+
+    def _has_work_beside(self) -> bool:
+        """Is there anything to move between steps?"""
+        return any(part.has_work() for part in self._beside())
+
+    def step(self) -> list[RequestOutput]:
+        if self._background and not sum(self._scheduler.get_request_counts()):
+            self._begin_background()
+        if self.adapters.has_work():
+            self.adapters.advance()
+        outputs = self._step_engine() if self._scheduler.has_requests() else []
+        self.promoter.advance()
+        self._link_measuring.advance()
+        return outputs
+
+    def _begin_background(self) -> None:
+        request_id, request = self._background.popleft()
+        try:
+            self.add(request_id, request, None)
+        except Exception as error:
+            # Its adapter may have gone while it was queued. A failed step would end everybody's requests for one that nobody waits for.
+            self._fail([request_id], error)
+
+    def _step_engine(self) -> list[RequestOutput]:
+        self.adapters.begin_step()
+        outputs = self.engine.step()
+        self._threads.mend()
+        failed = self.adapters.end_step()
+        if failed:
+            outputs = [each for each in outputs if self._adapter_ids.get(each.request_id) not in failed]
+            self.adapters.settle(failed)
+        if self._silent:
+            self._note_sources(outputs)
+        for output in outputs:
+            if any(completion.finish_reason == "error" for completion in output.outputs):
+                from engine_bridge.driver.grammars.running import take_failure
+
+                output.failure = take_failure(self._internal_ids.get(output.request_id, ""))
+            if output.finished:
+                self._internal_ids.pop(output.request_id, None)
+                self._release(output.request_id)
+        return outputs
+
+    def _note_sources(self, outputs: list[RequestOutput]) -> None:
+        """Write on each request's first output where its prompt's KV came from."""
+        restores = self._tiers.restores if self._tiers is not None else None
+        for output in outputs:
+            internal_id = self._internal_ids.get(output.request_id)
+            if internal_id is None or output.request_id not in self._silent:
+                continue
+            self._prefixes.found(output.num_cached_tokens or 0)
+            if restores is not None:
+                output.kv_sources = restores.take_sources(internal_id)
+
+    def is_urgent(self, outputs: list[RequestOutput]) -> bool:
+        is_urgent = any(output.finished for output in outputs)
+        if self._silent:
+            speaking = self._silent.intersection(output.request_id for output in outputs)
+            self._silent -= speaking
+            is_urgent = is_urgent or bool(speaking)
+        return is_urgent
+
+    def close(self) -> None:
+        """Give all memory back, whatever fails on the way, and whatever was built of it.
+
+        Even where somebody holds on to this object: an import error that a library keeps holds the frames that led to it.
+        """
+        made = self.__dict__.copy()
+        self.__dict__.clear()
+        for name, close in (
+            ("scheduling", lambda part: part.close()),
+            ("adapters", lambda part: part.close()),
+            ("engine", lambda part: part.engine_core.shutdown()),
+            ("_tiers", lambda part: part.detach()),
+        ):
+            if (part := made.pop(name, None)) is not None:
+                with going_on(f"the engine ({name.removeprefix('_')})"):
+                    close(part)
+        made.clear()
+        gc.collect()
+        give_back_free_memory()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, request_id: str, request: EngineCoreRequest, prompt_text: str | None) -> None:
+        """Queue a validated request under our own id, which must be unique."""
+        if request.lora_request is not None:
+            adapter_id = request.lora_request.lora_int_id
+            self.adapters.requested(request_id, adapter_id)
+            self._adapter_ids[request_id] = adapter_id
+        try:
+            self._internal_ids[request_id] = self.engine.add_request(
+                request_id, request, request.params, prompt_text=prompt_text
+            )
+        except BaseException:
+            self._release(request_id)
+            raise
+        self._silent.add(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; unknown or finished ids are no error. No output follows."""
+        self._silent.discard(request_id)
+        self._background = deque(item for item in self._background if item[0] != request_id)
+        internal_id = self._internal_ids.pop(request_id, None)
+        if internal_id is not None:
+            # By internal id: aborting by the external one leaks the parent record of n > 1.
+            self.engine.abort_request([internal_id], internal=True)
+        self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        adapter_id = self._adapter_ids.pop(request_id, None)
+        if adapter_id is not None:
+            self.adapters.released(request_id, adapter_id)
+
+    def _give_up(self, request_ids: list[str], error: Exception) -> None:
+        """These requests' adapter cannot be had."""
+        for request_id in request_ids:
+            self.abort(request_id)
+        self._fail(request_ids, error)
+
+    def add_background(self, request_id: str, request: EngineCoreRequest) -> None:
+        """Queue a request that runs when no other one runs or waits."""
+        self._background.append((request_id, request))
+
+    def use_reasoning_parser(self, name: str) -> None:
+        """See `tool_calls.use_reasoning_parser`."""
+        from engine_bridge.driver.apis.tool_calls import use_reasoning_parser
+
+        use_reasoning_parser(self.engine, name)
+
+    def counts(self) -> EngineCounts:
+        num_running, num_waiting = self._scheduler.get_request_counts()
+        return EngineCounts(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_kv_blocks=self._block_pool.num_gpu_blocks,
+            num_free_kv_blocks=self._block_pool.get_num_free_blocks(),
+            block_size=self._block_size,
+        )
+
+    def _make_promoter(self, scheduler: Any) -> Promoter | None:
+        """None where there are no tiers to bring KV from."""
+        from engine_bridge.driver.kv.promoter import Promoter
+
+        if self._tiers is None or self._tiers.store is None or PROMOTION in self._off:
+            return None
+        promoter = Promoter(self._block_pool, self._tiers, self._block_size, scheduler.get_request_counts)
+        self._tiers.listener = promoter
+        return promoter
+
+    def _use_tiers(self, tiers: KvTiers) -> LinkMeasuring | None:
+        """Tell them what things cost here. Returns what measures the link while nobody wants it, where no profile knows its speed."""
+        from engine_bridge.driver.kv.link_measuring import LinkMeasuring
+
+        tiers.use_costs(TablePrefill(self.steps, self._scheduler.max_num_scheduled_tokens))
+        if self.profile is not None:
+            tiers.use_profile(self.profile)
+        if tiers.store is None or (self.profile is not None and self.profile.copies is not None):
+            return None
+        return LinkMeasuring(tiers, self._block_pool.num_gpu_blocks, self._scheduler.get_request_counts)
+
+    def _find_profile(self, config: EngineConfig) -> MachineProfile | None:
+        from engine_bridge.driver.engine.subject import subject_of
+        from engine_bridge.settings.profile import MachineProfile
+
+        if config.profile_dir is None:
+            return None
+        profile = MachineProfile.load(config.profile_dir, subject_of(self.engine).fingerprint)
+        if profile is not None:
+            log.info("step times come from %s", profile.summary)
+        return profile
+
+    def _make_scheduling(self, config: EngineConfig) -> Scheduling:
+        from engine_bridge.core.scheduling.pauses import Pauses
+        from engine_bridge.driver.scheduling.pace import Pace
+        from engine_bridge.driver.scheduling.scheduling import Scheduling
+
+        decode_s: DecodeSeconds = lambda num, num_tokens: self.steps.step_s(0, num, num_tokens)  # noqa: E731
+        scheduling = Scheduling(
+            POLICIES[config.scheduling_policy],
+            num_tokens=(self._block_pool.num_gpu_blocks - 1) * self._block_size,
+            block_size=self._block_size,
+            is_ready=self._scheduler.is_ready,
+            num_cached_tokens=self._prefixes.num_cached_tokens,
+            block_pool=self._block_pool,
+            adapters=None if isinstance(self.adapters, NoAdapters) else self.adapters,
+            ways=self._tiers.way_counts if self._tiers is not None else None,
+            pace=Pace(self._scheduler, self.steps, self.speeds.times, config.max_step_ms / 1e3),
+            pauses=Pauses(decode_s, config.urgent_tpot_ms / 1e3),
+            decision_log=_open_log(config),
+            predictor=self._predictor,
+            refit_every_s=config.lane_refit_s,
+            lane_rule=config.lane_rule,
+        )
+        self._scheduler.use(scheduling)
+        return scheduling
+
+    def _make_report(self) -> Report:
+        from engine_bridge.driver.scheduling.report import Report
+
+        knows_why = REPORT not in self._off
+        outputs = self.engine.output_processor if knows_why else None
+        blocks = self._block_pool, self._block_size
+        return Report(self._scheduler, self.scheduling, outputs, self.adapters.places, *blocks, knows_why)
+
+    def _make_speeds(self) -> Speeds:
+        from engine_bridge.driver.engine.node_load import Speeds
+
+        return Speeds(self.steps, self.profile, self._tiers)
+
+    def _make_node_load(self) -> NodeLoad:
+        from engine_bridge.driver.engine.node_load import NodeLoad
+
+        load = self.scheduling.dispatcher.load if self.scheduling is not None else None
+        return NodeLoad(self._scheduler, load, self._block_size, self.speeds)
+
+    def _make_residency(self, config: EngineConfig, wake: Callable[[], None]) -> Residency:
+        from engine_bridge.driver.adapters.build import make_residency
+
+        return make_residency(
+            self.engine,
+            config,
+            wake=wake,
+            fail=self._give_up,
+            prefix_facts=self._prefix_facts,
+            step_facts=self._step_facts,
+            on_spoiled=lambda adapter_id: _forget_rows(adapter_id, self._scheduler, self._tiers),
+            profile=self.profile,
+            copy_of=self._copy_of,
+        )
+
+    def _step_facts(self) -> StepFacts:
+        """Of a step in which those that run decode."""
+        running = self._scheduler.running
+        num_tokens = sum(request.num_tokens for request in running)
+        return StepFacts(len(running), self.steps.step_s(0, len(running), num_tokens))
+
+    def _prefix_facts(self, num_blocks: int) -> PrefixFacts:
+        assert self.adapters.copies is not None
+        return self._prefixes.cost(num_blocks, self.adapters.copies.blocks.block_bytes)
+
+
+def make_threads(config: EngineConfig) -> ComputeThreads:
+    """Have this thread compute on as many threads as the settings say. vLLM reads VLLM_CPU_OMP_THREADS_BIND in other processes only."""
+    from engine_bridge.driver.corrections.compute_threads import ComputeThreads
+
+    return ComputeThreads(config.cpu_threads if config.device == "cpu" else None)
+
+
+def _forget_rows(adapter_id: int, scheduler: Any, tiers: KvTiers | None) -> None:
+    """The step that is under way computes this adapter's rows without it: nobody may find their KV again."""
+    manager = scheduler.kv_cache_manager
+    for request in scheduler.running:
+        if request.lora_request is not None and request.lora_request.lora_int_id == adapter_id:
+            groups = manager.get_block_ids(request.request_id)
+            manager.evict_blocks({block_id for block_ids in groups for block_id in block_ids})
+    if tiers is not None:
+        tiers.is_step_spoiled = True
+
+
+def give_back_free_memory() -> None:
+    """Have the C library return what it holds of freed memory to the system, where it can (glibc).
+
+    An engine is built and taken apart in millions of small pieces. Measured: each engine of the demo model that was closed left 30 to 70 MiB behind
+    that malloc kept for itself, building one of a model of 75 M parameters with LoRA 1.2 GB. Takes milliseconds.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass
+
+
+def _open_log(config: EngineConfig) -> LogWriter | None:
+    """A log that cannot be made is no reason to serve nobody."""
+    from engine_bridge.driver.scheduling.record import LogWriter
+
+    if config.decision_log is None:
+        return None
+    try:
+        return LogWriter(config.decision_log, config.decision_log_mib << 20)
+    except OSError as error:
+        log.warning("no decisions are recorded: %s cannot be made (%s)", config.decision_log, error)
+        return None

@@ -1,0 +1,90 @@
+"""What routing reckons with of one engine: what it has to do, and how fast it is. Read from any thread, a few times a second."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine_bridge.core.scheduling.load import Counted, Load
+from engine_bridge.core.scheduling.step_times import UNKNOWN_ERROR, StepSeconds, StepTimes
+from engine_bridge.driver.carried import facts_of
+from engine_bridge.driver.scheduling.report import copy_of
+from engine_bridge.policy.nodes.routing import KernelName, NodeFacts, NodePerf
+from engine_bridge.protocol.urgency import is_urgent
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.kv.kv_tiers import KvTiers
+    from engine_bridge.policy.costs.costs import StepTable
+    from engine_bridge.settings.profile import MachineProfile
+
+
+class Speeds:
+    """Begins with the profile where there is one, else with the warm-up's steps, and goes on with what is timed anyway.
+
+    Args:
+        steps: what steps take, as far as it is known.
+        tiers: what moving KV takes; None where there are none.
+    """
+
+    def __init__(self, steps: StepTable, profile: MachineProfile | None, tiers: KvTiers | None) -> None:
+        self._tiers = tiers
+        adapters = profile.adapters if profile is not None else None
+        # Whichever explains more of what was measured; unmeasured: as our own wrapper computes, each adapter by its own rank.
+        kernel: KernelName = "mbgmv"
+        line = adapters.mbgmv if adapters is not None else None
+        padded = adapters.bgmv if adapters is not None else None
+        if padded is not None and (line is None or padded.r2 > line.r2):
+            kernel, line = "bgmv", padded
+        rank_s = max(line.a, 0.0) if line is not None else 0.0
+        error = steps.usual_error if profile is not None else UNKNOWN_ERROR
+        self.times = StepTimes(StepSeconds.from_table(steps, rank_s), kernel, error)
+
+    def perf(self, prompt_tokens: float, answer_tokens: float) -> NodePerf:
+        """prompt_tokens, answer_tokens: the usual ones. From any thread."""
+        times = self.times
+        perf = times.seconds.perf(times.kernel, prompt_tokens, answer_tokens, times.error)
+        if self._tiers is None:
+            return perf
+        device_s, disk_s, fetch_s = self._tiers.kv_token_s()
+        return msgspec.structs.replace(
+            perf, kv_token_s=device_s, kv_disk_token_s=disk_s, kv_fetch_token_s=fetch_s
+        )
+
+
+class NodeLoad:
+    """Looks and changes nothing; waits for no step.
+
+    Args:
+        scheduler: vLLM's, with our seam.
+        load: as our scheduling counts it; None where vLLM's own queue decides: then requests are looked at one by one.
+    """
+
+    def __init__(self, scheduler: Any, load: Load | None, block_size: int, speeds: Speeds) -> None:
+        self._scheduler, self._load = scheduler, load
+        self._pool, self._block_size = scheduler.kv_cache_manager.block_pool, block_size
+        self._speeds = speeds
+
+    def facts(self) -> NodeFacts:
+        """Under an empty name. From any thread."""
+        running = copy_of(self._scheduler.running)
+        load = self._load or self._counted(running)
+        # Blocks with KV or adapters that nobody uses count as free, in vLLM's pool as here.
+        num_free = self._pool.get_num_free_blocks() * self._block_size
+        perf = self._speeds.perf(load.prompt_tokens, load.answer_tokens)
+        return load.facts(sum(each.num_tokens for each in running), num_free, perf)
+
+    def _counted(self, running: list[Any]) -> Load:
+        """Nobody predicts answers here."""
+        load = Load()
+        for each in copy_of(self._scheduler.waiting):
+            load.waits(_counted(each))
+        for each in running:
+            load.runs(_counted(each))
+        return load
+
+
+def _counted(request: Any) -> Counted:
+    num_tokens: int = request.num_tokens
+    rank = facts_of(request).rank
+    return Counted(request.request_id, rank, num_tokens, num_tokens, num_tokens, is_urgent(request.priority))

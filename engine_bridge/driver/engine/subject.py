@@ -1,0 +1,38 @@
+"""What a profile of an engine is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine_bridge.driver.in_process import revision_of
+from engine_bridge.settings.machine import processor_name
+from engine_bridge.settings.profile import ProfileSubject
+
+
+def subject_of(engine: Any) -> ProfileSubject:
+    """Of a built engine, with what its settings came to: the type behind `auto`, the block size that vLLM chose. On the engine's thread."""
+    import torch
+
+    from engine_bridge.driver.vllm_api import vllm_version
+
+    config = engine.vllm_config
+    model = config.model_config
+    folder = Path(model.model)
+    is_cuda = torch.device(config.device_config.device).type == "cuda"
+    return ProfileSubject(
+        model=folder.resolve().name if folder.is_dir() else model.model,
+        revision=revision_of(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=torch.cuda.get_device_name() if is_cuda else _processor(),
+        num_threads=0 if is_cuda else torch.get_num_threads(),
+        vllm_version=vllm_version(),
+        block_size_tokens=config.cache_config.block_size,
+    )
+
+
+def _processor() -> str:
+    """As the kernel names it, and the instructions that torch uses on it: virtual machines often hide the name."""
+    import torch
+
+    return f"{processor_name()} ({torch.backends.cpu.get_cpu_capability()})"

@@ -1,0 +1,1 @@
+"""Structured output that cannot hurt others: checked before it is queued, bounded while it runs."""

@@ -1,0 +1,92 @@
+"""Structured output that cannot hurt others: each grammar is checked elsewhere before a request is queued.
+
+vLLM itself validates grammars on the caller's thread and compiles them in this process, where a bad one ends everything. Here its validation
+does nothing, and `check_grammar` asks `engine_bridge.grammars`. Once it runs, `running_grammars` bounds what a grammar takes.
+Source: vLLM 0.32, `v1/structured_output/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+from engine_bridge.calls.tool_schemas import closed, is_held
+from engine_bridge.driver.grammars import running
+from engine_bridge.driver.vllm_api import (
+    SamplingParams,
+    VLLMValidationError,
+    backend_guidance,
+    get_structured_output_key,
+    serialize_guidance_grammar,
+)
+from engine_bridge.grammars.checker import GrammarChecker, Tokenizer
+from engine_bridge.grammars.messages import readable
+
+
+async def check_grammar(
+    params: SamplingParams | None, config: Any, checker: GrammarChecker, tenant: str
+) -> None:
+    """Tighten a request's JSON schema and have its grammar checked; a bad one that no client has asked for is left out of `params`.
+
+    config: the engine's `StructuredOutputsConfig`. Raises VLLMValidationError for a grammar that the engine must not see.
+    """
+    if params is None:
+        return
+    close_schema(params)
+    grammar = grammar_of(params, config)
+    if grammar is None or not (reason := await checker.check(grammar, tenant)):
+        return
+    if params.structured_outputs is None or not is_held(params.structured_outputs.grammar):
+        raise VLLMValidationError(f"Invalid grammar: {reason}")
+    params.structured_outputs = None
+
+
+def close_schema(params: SamplingParams) -> None:
+    """Tighten a request's JSON schema (`tool_schemas.closed`), before its grammar is made of it. A schema that is no JSON stays for `grammar_of`."""
+    structured = params.structured_outputs
+    if structured is None or structured.json is None:
+        return
+    with contextlib.suppress(ValueError, RecursionError):
+        schema = structured.json
+        structured.json = closed(json.loads(schema) if isinstance(schema, str) else schema)
+
+
+def grammar_of(params: SamplingParams, config: Any) -> str | None:
+    """A request's grammar as the engine will compile it; None without one. Raises VLLMValidationError for what is no grammar at all.
+
+    config: the engine's `StructuredOutputsConfig`.
+    """
+    structured = params.structured_outputs
+    if structured is None or structured.all_constraints_none():
+        return None
+    try:
+        kind, spec = get_structured_output_key(structured)
+        text: str = serialize_guidance_grammar(
+            kind, spec, config.disable_any_whitespace, config.disable_additional_properties
+        )
+    except ValueError as error:
+        raise VLLMValidationError(f"Invalid grammar specification: {readable(str(error))}") from None
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise VLLMValidationError("Invalid grammar specification: it has not the form of one.") from error
+    return text
+
+
+def tokenizer_of(tokenizer: Any, vocab_size: int) -> Tokenizer:
+    """What a helper process needs of the engine's tokenizer. One that is not Hugging Face's fast kind is stood in for by one of bytes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return Tokenizer("byte")
+    definition = json.loads(backend.to_str())
+    definition["padding"] = definition["truncation"] = None
+    return Tokenizer(json.dumps(definition), max(vocab_size, len(tokenizer)), tokenizer.eos_token_id)
+
+
+def _checked_elsewhere(sampling_params: SamplingParams, tokenizer: Any = None) -> None:
+    """In the place of vLLM's validation: see the module's text."""
+
+
+def install(room_bytes: int) -> None:
+    """Make engines of this process compile only what was checked, within so many bytes for all running answers."""
+    running.install(room_bytes)
+    backend_guidance.validate_guidance_grammar = _checked_elsewhere

@@ -1,0 +1,1 @@
+"""vLLM's KV blocks and the tiers below them."""

@@ -1,0 +1,280 @@
+"""vLLM's KV connector over the tiers: saves each layer of finished blocks as it is computed, loads each layer before it is needed.
+
+vLLM makes two of these in one process, one for the scheduler and one for the worker; both find their `KvTiers` by the name in the
+connector's configuration. What the scheduler's side decides for a step travels to the worker's side in `StepMetadata`.
+
+Order of calls in a step that loads: bind_connector_metadata, start_load_kv, {wait_for_layer_load, attention, save_kv_layer} per layer,
+wait_for_save. In a step that loads nothing vLLM calls start_load_kv after the forward pass, so each step is set up when its metadata is bound.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine_bridge.core.kv.kv_transfers import NewRequest, PrefillMeter, Restores, StepMoves
+from engine_bridge.core.kv.restoring import Load
+from engine_bridge.driver.background import is_background
+from engine_bridge.driver.carried import facts_of
+from engine_bridge.driver.in_process import reuses_kv
+from engine_bridge.driver.kv.kv_tiers import KvTiers, find_tiers
+from engine_bridge.driver.vllm_api import (
+    FullAttentionSpec,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    MLAAttentionSpec,
+    SupportsHMA,
+)
+from engine_bridge.protocol.errors import SeamMoved
+from kvtiers.blocks import Save
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_bridge.driver.vllm_api import Request
+
+log = logging.getLogger(__name__)
+
+# A layer that was predicted to come in time and does not: after this long its blocks are given up and computed again. Chosen.
+LAYER_TIMEOUT_S = 0.5
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """What one step loads and saves."""
+
+    moves: StepMoves
+
+
+class TieredConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module. Best effort: whatever fails here is a miss, and the blocks are computed."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise SeamMoved("KV tiers serve models with one kind of attention; this one has several")
+        self._vllm_config = vllm_config
+        self._gives_blocks_up = _gives_blocks_up(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+        self._tiers: KvTiers = find_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config["tiers"])
+        if role == KVConnectorRole.SCHEDULER:
+            self._requests: dict[str, Request] = {}
+            self._prefills = PrefillMeter()
+            self._restores = Restores(self._tiers, vllm_config.cache_config.block_size)
+            self._tiers.restores = self._restores
+        else:
+            self._step = _Step(self._tiers)
+
+    # -- what kind of connector this is --------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a lost save is a later miss
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True  # the hooks of each layer do not run inside a full graph
+
+    # -- scheduler's side ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        context = facts_of(request).context
+        has_asker = not is_background(request.request_id)
+        self._requests[request.request_id] = request
+        self._restores.enter(
+            NewRequest(
+                request_id=request.request_id,
+                keys=request.block_hashes,
+                tenant=context.tenant,
+                session=str(request.session_id) if request.session_id is not None else None,
+                weight=context.weight,
+                is_saved=has_asker,
+                may_load=not request.skip_reading_prefix_cache,
+                kv_from=context.kv_from,
+            )
+        )
+        if self._tiers.listener is not None and has_asker:
+            self._tiers.listener.arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num_tokens = self._restores.match(
+            request.request_id,
+            num_computed_tokens,
+            request.num_tokens,
+            is_resumed=request.num_preemptions > 0,
+        )
+        return num_tokens, False
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        if self._tiers.listener is not None:
+            self._tiers.listener.started(request)
+        self._restores.admit(
+            request.request_id,
+            blocks.get_block_ids()[0] if num_external_tokens else [],
+            num_external_tokens,
+            request.num_tokens,
+            is_resumed=request.num_preemptions > 0,
+        )
+
+    def preempted(self, request: Request) -> None:
+        """By our scheduler, while its blocks and what is computed are still known."""
+        self._restores.preempted(request.request_id, request.num_computed_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        measured = self._prefills.stepped(
+            scheduler_output.total_num_scheduled_tokens,
+            has_running=bool(scheduler_output.scheduled_cached_reqs.req_ids),
+            now=self._tiers.clock(),
+        )
+        if measured is not None:
+            self._tiers.note_prefill(*measured)
+        scheduled = (
+            # What is computed already is not counted in it yet.
+            (request_id, self._requests[request_id].num_computed_tokens + num_tokens)
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+            if request_id in self._requests
+        )
+        moves = self._restores.next_step(scheduled, self._block_ids_of)
+        self._tiers.begin_moves(moves)
+        return StepMetadata(moves)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        invalid = connector_output.invalid_block_ids
+        if invalid:
+            self._kv_cache_manager.evict_blocks(self._restores.spoiled_by(invalid, self._block_ids_of))
+
+    def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, None]:
+        self._requests.pop(request.request_id, None)
+        self._restores.forget(request.request_id)
+        if self._tiers.listener is not None and not is_background(request.request_id):
+            self._tiers.listener.ended(request)
+        return False, None
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def _block_ids_of(self, request_id: str) -> Sequence[int]:
+        block_ids: Sequence[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
+        return block_ids
+
+    # -- worker's side -------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        # Without a prefix cache of its own vLLM has said that KV cannot be reused here. Then there is no store, and nothing is loaded or saved.
+        if reuses_kv(self._vllm_config):
+            self._tiers.attach(kv_caches, self._vllm_config, gives_blocks_up=self._gives_blocks_up)
+        self._layer_of = {name: index for index, name in enumerate(kv_caches)}
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        self._step.begin(connector_metadata.moves)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass  # each layer is copied when the forward pass comes to it; reading from disk began long before
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._step.load(self._layer_of[layer_name])
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self._step.save(self._layer_of[layer_name])
+
+    def wait_for_save(self) -> None:
+        self._step.end()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._step.take_failed()
+
+
+def _gives_blocks_up(spec: Any) -> bool:
+    """Whether a request's blocks may leave it while it runs. Of a kind of attention that is not known here that is assumed: it costs little."""
+    kinds = {type(each) for each in getattr(spec, "kv_cache_specs", {"": spec}).values()}
+    return not kinds <= {FullAttentionSpec, MLAAttentionSpec}
+
+
+class _Step:
+    """The worker's side: the copies of one step."""
+
+    def __init__(self, tiers: KvTiers) -> None:
+        self._tiers = tiers
+        self._loads: list[Load] = []
+        self._saves: list[Save] = []
+        self._save_blocks: list[int] = []
+        self._save_slots: list[list[int]] = []
+        self._saved_layers: set[int] = set()
+        self._has_missed = False
+        self._failed: set[int] = set()
+        self._moves = StepMoves()
+
+    def begin(self, moves: StepMoves) -> None:
+        self._moves, self._saved_layers, self._has_missed = moves, set(), False
+        self._loads = moves.loads
+        self._saves = [job.save for job in moves.saves]
+        self._save_blocks = [block_id for job in moves.saves for block_id in job.block_ids]
+        slots = [slots for save in self._saves for slots in save.slots]
+        self._save_slots = [list(layer) for layer in zip(*slots, strict=True)]
+
+    def load(self, layer: int) -> None:
+        """Bring a layer of all blocks to load, before its attention runs."""
+        for load in self._loads:
+            if not load.block_ids:
+                continue
+            store, copier = self._tiers.store, self._tiers.copier
+            assert store is not None and copier is not None
+            if not load.is_whole:
+                num_wanted = load.positions[-1] + 1
+                num_ready = store.wait_for_layer(load.stage, num_wanted, layer, LAYER_TIMEOUT_S)
+                missed = load.cut(num_ready)
+                self._failed.update(missed)
+                self._has_missed = self._has_missed or bool(missed)
+            slots = [load.stage.blocks[position].slots[layer] for position in load.positions]
+            if slots:
+                copier.to_device(layer, load.block_ids, slots)
+
+    def save(self, layer: int) -> None:
+        """Take a layer of all finished blocks, after its attention has run."""
+        if self._save_blocks:
+            copier = self._tiers.copier
+            assert copier is not None
+            copier.to_host(layer, self._save_blocks, self._save_slots[layer])
+            self._saved_layers.add(layer)
+
+    def end(self) -> None:
+        """The forward pass is over (or launched), or it has failed: let go of what was loaded, hand over what was saved."""
+        is_spoiled, self._tiers.is_step_spoiled = self._tiers.is_step_spoiled, False
+        if not (self._loads or self._saves):
+            return
+        store, copier = self._tiers.store, self._tiers.copier
+        assert store is not None and copier is not None
+        loads, saves = self._loads, self._saves
+        # Blocks computed on top of KV that did not come are wrong; which ones is not worth finding out. Of a forward pass that has failed the
+        # last layers are missing, and vLLM ends it like any other (on a CPU; on a GPU it does not end it).
+        has_all = len(self._saved_layers) == store.shape.num_layers
+        is_right = has_all and not self._has_missed and not is_spoiled
+        keep = store.commit if is_right else store.abandon
+        self._loads, self._saves, self._save_blocks, self._save_slots = [], [], [], []
+
+        def let_go(keep: Callable[[Save], None] = keep) -> None:
+            for save in saves:
+                keep(save)
+            for load in loads:
+                store.release(load.stage)
+
+        copier.end_step(let_go, lambda: let_go(store.abandon))
+        self._tiers.end_moves(self._moves)
+        self._tiers.hear_copies()
+
+    def take_failed(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        if failed:
+            self._tiers.num_failed_loads += len(failed)
+            log.warning(
+                "%d KV blocks did not come in time or were damaged; they are computed again", len(failed)
+            )
+        return failed

@@ -1,0 +1,285 @@
+"""Carries out promotions in vLLM's block pool: blocks are taken from the free queue, filled, registered under their hashes and freed again before
+the next step begins. `engine_bridge/core/kv/promotions.py` decides what.
+
+All methods run on the engine thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from engine_bridge.core.kv.cache_moves import Copy, Refresh
+from engine_bridge.core.kv.eviction_order import Resident
+from engine_bridge.core.kv.expected import Hashes, OnChange
+from engine_bridge.core.kv.promotions import Beside, Promotions
+from engine_bridge.driver.kv.kv_tiers import KvTiers
+from engine_bridge.protocol.node import Advisory
+
+if TYPE_CHECKING:
+    from engine_bridge.driver.vllm_api import Request
+
+log = logging.getLogger(__name__)
+
+# Of the device's blocks, so many times their number are remembered, where several prefixes begin with the same ones. Chosen.
+MOST_FOUND = 4
+
+
+class PrefixCache:
+    """vLLM's block pool of the one KV cache group, as promotions see it.
+
+    Sessions of thousands of blocks are looked after many times a second, so what was found of each is remembered. A block that names another hash
+    by now has lost what was found in it; asking each block takes a seventh of the time of looking all of them up.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        # By the last hash, which stands for all before it; the longest unused first.
+        self._found: OrderedDict[bytes, _Found] = OrderedDict()
+        self._num_found = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self._pool.num_gpu_blocks)
+
+    def num_free_blocks(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    def resident(self, hashes: Hashes, limit: int) -> Resident:
+        """How many of the first `limit` blocks are on the device, without a gap, and how many of those are unused."""
+        blocks = self.find(hashes, limit)
+        return Resident(len(blocks), [block.ref_cnt for block in blocks].count(0))
+
+    def num_evicted_before(self, hashes: Collection[bytes], limit: int) -> int | None:
+        """See `eviction_order.Device`."""
+        found = [self._pool.get_cached_block(block_hash, [0]) for block_hash in hashes]
+        if not all(found):
+            return None
+        kept_ids = {block.block_id for (block,) in found}
+        queue, num = self._pool.free_block_queue, 0
+        front = queue.fake_free_list_head.next_free_block
+        while num < limit and front is not queue.fake_free_list_tail and front.block_id not in kept_ids:
+            front, num = front.next_free_block, num + 1
+        return num
+
+    def find(self, hashes: Hashes, limit: int) -> list[Any]:
+        """The pool's blocks of the first `limit` of a prefix, without a gap."""
+        if not hashes:
+            return []
+        found = self._found.pop(hashes[-1], None) or _Found()
+        self._num_found -= len(found.blocks)
+        found.forget_lost()
+        for block_hash in hashes[len(found.blocks) : limit]:
+            cached = self._pool.get_cached_block(block_hash, [0])
+            if cached is None:
+                break
+            found.blocks.append(cached[0])
+            found.names.append(cached[0].block_hash)
+        if found.blocks:
+            self._remember(hashes[-1], found)
+        return found.blocks[:limit]
+
+    def _remember(self, last_hash: bytes, found: _Found) -> None:
+        self._found[last_hash] = found
+        self._num_found += len(found.blocks)
+        while self._num_found > MOST_FOUND * self.num_blocks:
+            _, forgotten = self._found.popitem(last=False)
+            self._num_found -= len(forgotten.blocks)
+
+
+class _Found:
+    """Blocks of a prefix from the first one on, and what each of them was named when it was found."""
+
+    __slots__ = ("blocks", "names")
+
+    def __init__(self) -> None:
+        self.blocks: list[Any] = []
+        self.names: list[Any] = []
+
+    def forget_lost(self) -> None:
+        """Keep those that are still what they were."""
+        if [block.block_hash for block in self.blocks] == self.names:
+            return
+        pairs = zip(self.blocks, self.names, strict=True)
+        num_left = next(at for at, (block, name) in enumerate(pairs) if block.block_hash != name)
+        del self.blocks[num_left:], self.names[num_left:]
+
+
+class Promoter:
+    """Acts on advisories. If that fails, every advisory is over, and the engine goes on: advice may be lost, answers may not.
+
+    Args:
+        pool: vLLM's block pool of the one KV cache group.
+        tiers: where KV comes from, and what copies it. Their store is open.
+        count_requests: (running, waiting).
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        tiers: KvTiers,
+        block_size: int,
+        count_requests: Callable[[], tuple[int, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert tiers.store is not None
+        self._pool = pool
+        self._cache = PrefixCache(pool)
+        self._tiers = tiers
+        self._num_layers = tiers.store.shape.num_layers
+        self._block_size = block_size
+        self._count_requests = count_requests
+        self._clock = clock
+        self._has_carried = False
+        self._core = Promotions(
+            self._cache, tiers.store, block_size, tiers.host_bytes_per_s, tiers.prefill_s_per_token
+        )
+
+    # -- what comes in -----------------------------------------------------------------------------------------------
+
+    def advise(self, advisory: Advisory, hashes: Hashes, salt: str | None, on_change: OnChange) -> None:
+        self._core.advise(advisory, hashes, salt, on_change, self._clock())
+
+    def retract(self, advisory_id: str, *, is_expired: bool) -> None:
+        self._core.retract(advisory_id, is_expired=is_expired, now=self._clock())
+
+    def arrived(self, request: Request) -> None:
+        with self._contained():
+            move = self._core.arrived(
+                request.request_id,
+                str(request.session_id),
+                request.cache_salt,
+                request.block_hashes,
+                self._clock(),
+            )
+            if move is not None:
+                self._refresh(move)
+
+    def started(self, request: Request) -> None:
+        self._core.started(request.request_id)
+
+    def ended(self, request: Request) -> None:
+        self._core.ended(request.request_id)
+        self.remember(request)
+
+    def remember(self, request: Request) -> None:
+        """It is what its session's next prompt will begin with."""
+        if request.session_id is None or not request.block_hashes:
+            return
+        with self._contained():
+            self._core.memory.keep((str(request.session_id), request.cache_salt), request.block_hashes)
+
+    def remembers(self, session_id: str, salt: str | None) -> bool:
+        """Whether the prefix of a session's next prompt is known, for the tenant and adapter of this salt."""
+        return (session_id, salt) in self._core.memory
+
+    def forget(self, session_id: str) -> None:
+        """The session's next prompt, if one comes, begins with something else."""
+        self._core.memory.forget_session(session_id)
+
+    def close(self) -> None:
+        self._core.close()
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        self._hear()
+        # The request whose piece has come can have the next one now.
+        return self._has_carried or self._core.has_work(self._clock())
+
+    def wait_s(self) -> float | None:
+        return self._core.wait_s(self._clock())
+
+    def num_free_blocks(self) -> int:
+        """Blocks of the device that no running request holds."""
+        return self._cache.num_free_blocks()
+
+    def advance(self) -> None:
+        """Do a bounded piece of what there is to do."""
+        self._hear()
+        self._carry_pieces()
+        if self._core.is_idle:  # between most steps of most servers
+            return
+        copier = self._tiers.copier
+        beside = Beside(
+            is_busy=sum(self._count_requests()) > 0,
+            can_copy=copier is not None,
+            overlaps=copier is not None and copier.overlaps,
+        )
+        started_s = self._clock()
+        with self._contained():
+            for move in self._core.advance(beside, started_s):
+                if isinstance(move, Copy):
+                    self._copy(move)
+                else:
+                    self._refresh(move)
+            if beside.is_busy:
+                now = self._clock()
+                self._core.took(now - started_s, now)
+
+    def _hear(self) -> None:
+        if self._tiers.has_progressed:
+            self._tiers.has_progressed = False
+            self._core.staged()
+
+    def _carry_pieces(self) -> None:
+        """Copy to the device what has come of the KV that waiting requests are restored with in pieces."""
+        restores, self._has_carried = self._tiers.restores, False
+        if restores is None:
+            return
+        for request_id, copy in restores.take_copies().items():
+            try:
+                resident = self._cache.resident(copy.hashes, copy.start)
+                has_room = len(copy.sources) <= self._cache.num_free_blocks() - resident.num_unused
+                if resident.num_blocks == copy.start and has_room:  # or a step has taken it meanwhile
+                    self._copy(copy)
+                    self._core.carried(request_id, copy.hashes)
+                    self._tiers.num_carried += len(copy.sources)
+                    self._has_carried = True
+            except Exception:
+                log.exception("a piece of a request's KV could not be copied to the device")
+                restores.go_whole(request_id)
+
+    def _copy(self, copy: Copy) -> None:
+        copier, pool, store = self._tiers.copier, self._pool, self._tiers.store
+        assert copier is not None and store is not None
+        resident = self._cache.find(copy.hashes, copy.start)
+        assert len(resident) == copy.start, "blocks that were found a moment ago are gone"
+        pool.touch(resident)  # or the new blocks might be these
+        blocks = pool.get_new_blocks(len(copy.sources))
+        block_ids = [block.block_id for block in blocks]
+        prefix = [*resident, *blocks]
+        try:
+            for layer in range(self._num_layers):
+                copier.to_device(layer, block_ids, [source.slots[layer] for source in copy.sources])
+            # A GPU copies when the steps before have run, and by then the guess may be over and its memory another's.
+            copier.end_step(store.begin_copy(copy.sources))
+            pool.cache_full_blocks(
+                request=SimpleNamespace(block_hashes=copy.hashes),
+                blocks=prefix,
+                num_cached_blocks=copy.start,
+                num_full_blocks=len(prefix),
+                block_size=self._block_size,
+                kv_cache_group_id=0,
+            )
+        finally:
+            # Last blocks first: where memory is short, what is left of a conversation is its beginning, which is still of use.
+            pool.free_blocks(reversed(prefix))
+
+    def _refresh(self, refresh: Refresh) -> None:
+        resident = self._cache.find(refresh.hashes, refresh.num_blocks)
+        self._pool.touch(resident)
+        self._pool.free_blocks(reversed(resident))
+
+    @contextlib.contextmanager
+    def _contained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            log.exception("an advisory failed; all are given up")
+            self._core.give_up()

@@ -1,0 +1,1 @@
+"""LoRA sums on a CPU."""

@@ -1,0 +1,35 @@
+"""Which call is under way: vLLM's serving classes ask the engine, and have text tokenised, without a word about who asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from engine_bridge.driver.serving.call_start import CallStart
+from engine_bridge.driver.serving.continuing import CallIds
+from engine_bridge.protocol.request_context import NOBODY, RequestContext
+
+
+class Call(NamedTuple):
+    """An API call, or a turn of the gateway's own. start: who waits to know whether it has been queued; None for nobody. ids: of a call of a
+    session, whose prompt goes on from them; None for all others."""
+
+    context: RequestContext = NOBODY
+    start: CallStart | None = None
+    ids: CallIds | None = None
+
+
+NO_CALL = Call()
+CALL: ContextVar[Call] = ContextVar("call", default=NO_CALL)
+
+
+@contextmanager
+def called_by(context: RequestContext) -> Iterator[None]:
+    """Inside, CALL is one of this context. Not for the whole body of a generator, whose reader it would leak to."""
+    token = CALL.set(Call(context))
+    try:
+        yield
+    finally:
+        CALL.reset(token)

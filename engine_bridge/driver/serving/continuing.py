@@ -1,0 +1,76 @@
+"""Prompts that begin with the token ids that their session has: for turns of the chat socket and for calls of the APIs alike."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from engine_bridge.calls.continuity import Continued, continue_between_tokens, continue_prompt
+from engine_bridge.protocol.node import pack_token_ids, unpack_token_ids
+
+
+class CallIds:
+    """The token ids of one API call of a session.
+
+    Attributes:
+        history: what the session has had so far, packed; b"" for nothing.
+        seen: what the engine has read and written in this call, packed; b"" until its answer is over, and where it gave several answers.
+    """
+
+    def __init__(self, history: bytes) -> None:
+        self.history = history
+        self.seen = b""
+        self._is_taken = False
+
+    def take(self) -> bool:
+        """Whether whoever asks is the first request of the call. Further ones (several prompts) have nothing to do with the session."""
+        is_first, self._is_taken = not self._is_taken, True
+        return is_first
+
+    def ended(self, prompt: list[int], generated: list[int]) -> None:
+        self.seen = pack_token_ids([*prompt, *generated])
+
+
+class Continuing:
+    """Makes prompts begin with what their session has.
+
+    Args:
+        renderer: vLLM's, whose tokenizer is used.
+
+    Attributes:
+        known: all tokens that the tokenizer finds as a whole, where a text may spell one that is none; empty where it may not.
+    """
+
+    def __init__(self, renderer: Any, max_model_len: int) -> None:
+        self._renderer = renderer
+        self._max_model_len = max_model_len
+        self.known: frozenset[int] = frozenset()
+
+    async def continued(
+        self, history: bytes, text: str, rendered: list[int], *, may_be_cut: bool = False
+    ) -> Continued:
+        """The prompt of `text` that begins with as many ids of `history` (packed) as fit; `rendered` is its usual encoding.
+
+        may_be_cut: `rendered` may be a part of the text only, as its client wished (`truncate_prompt_tokens`); then it is left as it is.
+        """
+        # The renderer's own thread: two threads in one tokenizer would trip over its truncation setting.
+        return await asyncio.get_running_loop().run_in_executor(
+            self._renderer._executor, self._continued, history, text, rendered, may_be_cut
+        )
+
+    def _continued(self, packed: bytes, text: str, rendered: list[int], may_be_cut: bool) -> Continued:
+        from engine_bridge.driver.vllm_api import VLLMError
+
+        history, tokenizer = unpack_token_ids(packed), self._renderer.get_tokenizer()
+        if may_be_cut and tokenizer.decode(rendered, skip_special_tokens=False) != text:
+            return Continued(rendered, "rendered", 0)
+        try:
+            self._renderer.validate_token_ids(history)
+        except VLLMError:  # sessions outlive a change of the model
+            return Continued(rendered, "rendered", 0)
+        if self.known:
+            made = continue_between_tokens(history, text, rendered, tokenizer, self.known)
+        else:
+            made = continue_prompt(history, text, rendered, tokenizer)
+        # A sampler's spelling may be the longer one; it must not be what makes a conversation too long.
+        return made if len(made.token_ids) < self._max_model_len else Continued(rendered, "rendered", 0)

@@ -1,0 +1,413 @@
+"""vLLM's `EngineClient` over the engine thread: what its OpenAI and Anthropic serving classes talk to.
+
+The event loop tokenises and validates (vLLM's renderer and input processor); the engine thread queues, steps and aborts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from engine_bridge.adapters.catalog import Catalog, NoCatalog
+from engine_bridge.bridge import EngineThread
+from engine_bridge.driver.apis.completions import only_prompt
+from engine_bridge.driver.carried import Carried, facts_of, tell, tell_guess
+from engine_bridge.driver.corrections.bad_words import ban_all_forms, put_aside
+from engine_bridge.driver.engine.engine import VllmDriver
+from engine_bridge.driver.grammars.admission import check_grammar
+from engine_bridge.driver.serving.adapter_versions import AdapterVersions
+from engine_bridge.driver.serving.adapter_waits import AdapterWaits
+from engine_bridge.driver.serving.call import CALL, Call
+from engine_bridge.driver.serving.call_start import CallStart
+from engine_bridge.driver.serving.continuing import CallIds, Continuing
+from engine_bridge.driver.serving.stream_failures import engine_failed
+from engine_bridge.driver.serving.streams import Streams
+from engine_bridge.driver.vllm_api import (
+    EngineClient,
+    EngineCoreRequest,
+    GenerationError,
+    LoRARequest,
+    RequestOutput,
+    RequestOutputCollector,
+    RequestOutputKind,
+    SamplingParams,
+    VLLMValidationError,
+    extract_prompt_components,
+)
+from engine_bridge.grammars.checker import GrammarChecker
+from engine_bridge.policy.limits.request_limits import RequestLimits, check_sampling
+from engine_bridge.predict.custom_predictor import PATIENCE_S
+from engine_bridge.predict.hints import setting_hints
+from engine_bridge.predict.length import LengthFeatures
+from engine_bridge.predict.node_lengths import NodeLengths
+from engine_bridge.protocol.errors import EngineUnavailable
+from engine_bridge.protocol.request_context import RequestContext
+
+DEFAULT_LIMITS = RequestLimits()
+# vLLM's serving classes turn whatever `add_lora` raises into a text; here it is whole.
+ADAPTER_FAILURES: ContextVar[list[Exception] | None] = ContextVar("adapter_failures", default=None)
+
+
+class BridgeEngineClient(EngineClient):
+    """Streams of one engine thread.
+
+    Args:
+        thread: a started engine thread.
+        grammars: who says whether a grammar may be compiled.
+        limits: of what one request may ask.
+        streams: the answers under way, where outputs are delivered.
+        catalog: of the adapters that may be named.
+        lengths: what the node knows of answer lengths; None where nobody asks for it.
+        engine: the `LLMEngine` of the first build. Its renderer and input processor are kept over rebuilds: they hold
+            the tokenizer and the configuration, no engine state.
+    """
+
+    def __init__(
+        self,
+        thread: EngineThread[VllmDriver],
+        engine: Any,
+        grammars: GrammarChecker,
+        streams: Streams,
+        catalog: Catalog | NoCatalog,
+        lengths: NodeLengths | None = None,
+        limits: RequestLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self._thread = thread
+        self._streams = streams
+        self._lengths = lengths
+        self._grammars = grammars
+        self._limits = limits
+        self._sequence = itertools.count()
+        self.vllm_config = engine.vllm_config
+        self.model_config = engine.model_config
+        self.continuing = Continuing(engine.renderer, engine.model_config.max_model_len)
+        self.renderer = engine.renderer
+        self.input_processor = engine.input_processor
+        self._tasks = engine.get_supported_tasks()
+        self.versions = AdapterVersions(thread, catalog, engine.engine_core.engine_core.request_block_hasher)
+        self._waits = AdapterWaits(streams, self.versions, self.launch)
+
+    # -- called by the node ------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        stream: Any,
+        *,
+        context: RequestContext,
+        lora_request: LoRARequest | None,
+        **options: Any,
+    ) -> tuple[str, EngineCoreRequest]:
+        """Validate and register a request for `stream` (anything with `put`), without queueing it yet.
+
+        Every request passes here, so here its KV is tied to the tenant and to the very weights of its adapter. options: vLLM's own.
+        Returns our unique id and the request for `launch`. Raises InvalidRequest and vLLM's validation errors at once.
+        """
+        check_sampling(params, self._limits)
+        # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
+        unique_id = f"{request_id}-{next(self._sequence)}"
+        adapter = self.versions.used_by(lora_request)
+        with put_aside(params) as bad_words:
+            request = self.input_processor.process_inputs(
+                unique_id,
+                prompt,
+                params,
+                self._tasks,
+                lora_request=adapter,
+                session_id=context.session_id or None,
+                priority=context.priority,
+                **options,
+            )
+        if request.sampling_params is not None:
+            request.sampling_params.bad_words = bad_words  # for `_begin`
+        features = self._features(request, context)
+        tell(request, Carried(context=context, features=features, client_salt=request.cache_salt))
+        self.versions.tie(request, adapter)
+        self._streams.register(unique_id, stream)
+        return unique_id, request
+
+    def _features(self, request: EngineCoreRequest, context: RequestContext) -> LengthFeatures | None:
+        """What is known of how long the answer will be; None where nobody asks."""
+        params, token_ids = request.sampling_params, request.prompt_token_ids
+        if self._lengths is None or params is None or token_ids is None:
+            return None
+        room = self.model_config.max_model_len - len(token_ids)
+        settings = setting_hints(
+            is_structured=params.structured_outputs is not None,
+            temperature=params.temperature,
+            is_bounded=params.max_tokens is not None and params.max_tokens < room,
+            has_stop=bool(params.stop or params.stop_token_ids),
+            ignores_eos=params.ignore_eos,
+        )
+        # Only somebody else's predictor reads the prompt; without one nothing but numbers is held.
+        is_read = self._lengths.own is not None
+        return LengthFeatures(
+            num_prompt_tokens=len(token_ids),
+            context=context,
+            max_tokens=params.max_tokens,
+            hints=context.asked.hints + settings,
+            prompt_token_ids=token_ids if is_read else None,
+        )
+
+    async def predict_length(self, request: EngineCoreRequest) -> None:
+        """Have a user's own predictor say how long the answer will be. This request alone waits for it, PATIENCE_S at most."""
+        features = facts_of(request).features
+        own = self._lengths.own if self._lengths is not None else None
+        future = own.ask(features) if own is not None and features is not None else None
+        if own is None or future is None:
+            return
+        waiting = asyncio.wrap_future(future)
+        try:
+            await asyncio.wait({waiting}, timeout=PATIENCE_S)
+            if not waiting.done():
+                own.note("late", f"takes longer than {PATIENCE_S} s: requests go on without it", None)
+            elif waiting.exception() is None:
+                tell_guess(request, waiting.result())
+        finally:
+            waiting.cancel()
+
+    def launch(
+        self, unique_id: str, request: EngineCoreRequest, text: str | None, until_s: float | None = None
+    ) -> None:
+        """Queue a submitted request on the engine thread. Raises InvalidRequest where its adapter was removed. until_s: see `AdapterWaits`."""
+        self.versions.tie_to_served(request)
+        self._waits.watch(unique_id, request, text, until_s)
+
+        def add(driver: VllmDriver) -> None:
+            try:
+                driver.add(unique_id, request, text)
+            except Exception as error:
+                self._loop.call_soon_threadsafe(self._streams.fail, unique_id, error)
+
+        self._loop = asyncio.get_running_loop()
+        driver = self._thread.driver
+        if driver is not None and request.lora_request is not None:
+            driver.adapters.expect(request.lora_request.lora_int_id)  # a step may be under way for long
+        self._thread.submit(add)
+
+    def launch_in_background(self, unique_id: str, request: EngineCoreRequest) -> None:
+        """Queue a submitted request behind everything else, also behind what comes later. Raises InvalidRequest as `launch`."""
+        self.versions.tie_to_served(request)
+        self._thread.submit(lambda driver: driver.add_background(unique_id, request))
+
+    def forget(self, unique_id: str, *, abort: bool) -> None:
+        """Drop a stream; with `abort`, its request leaves the engine before the next step."""
+        self._streams.forget(unique_id)
+        if abort:
+            self._thread.submit(lambda driver: driver.abort(unique_id))
+
+    def check_ready(self) -> None:
+        """Raise EngineUnavailable unless requests can be queued now."""
+        if self._thread.state not in ("ready", "draining"):
+            raise EngineUnavailable(f"the engine is {self._thread.state}; try again in a few seconds")
+
+    # -- EngineClient ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A plain function that validates at once: bad parameters become a 400 before any header of a stream is sent.
+
+        `priority`, `data_parallel_rank`, `session_id` and `kv_hints` come from clients and are ignored: CALL has what the gateway has set.
+        """
+        call = CALL.get()
+        if sampling_params.max_tokens == 0:
+            return only_prompt(prompt, request_id, sampling_params.n)
+        # A wish that costs nothing to leave out, and that some clients send with every call: vLLM refuses it for most models.
+        sampling_params.thinking_token_budget = None
+        collector = RequestOutputCollector(sampling_params.output_kind, request_id)
+        try:
+            self.check_ready()
+            unique_id, request = self.submit(
+                prompt,
+                sampling_params,
+                request_id,
+                collector,
+                context=call.context,
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+            )
+        except Exception as error:
+            if call.start is not None:
+                call.start.failed(error)
+            raise
+        # Registered only once the stream is read: a generator that is dropped before that must leave nothing behind.
+        self.forget(unique_id, abort=False)
+        if reasoning_ended is not None:
+            request.reasoning_ended = reasoning_ended
+        if reasoning_parser_kwargs is not None:
+            request.reasoning_parser_kwargs = reasoning_parser_kwargs
+        text = extract_prompt_components(self.model_config, prompt).text
+        return self._stream(unique_id, request, collector, text, call)
+
+    async def _stream(
+        self,
+        unique_id: str,
+        request: EngineCoreRequest,
+        collector: RequestOutputCollector,
+        text: str | None,
+        call: Call,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        finished, sampling = False, request.sampling_params
+        ids = call.ids if call.ids is not None and call.ids.take() else None
+        generated: list[int] = []
+        try:
+            await self._begin(unique_id, request, collector, text, call, ids)
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                if ids is not None:
+                    _note_generated(output, sampling, generated)
+                    if finished and len(output.outputs) == 1:
+                        ids.ended(request.prompt_token_ids or [], generated)
+                if sampling is not None and sampling.output_kind is RequestOutputKind.FINAL_ONLY:
+                    self._check_logprobs(output, sampling, call)
+                yield output
+        finally:  # no await here: this also runs on cancellation and on garbage collection
+            self.forget(unique_id, abort=not finished)
+
+    def _check_logprobs(self, output: RequestOutput, sampling: SamplingParams, call: Call) -> None:
+        """Raises VLLMValidationError for more of them than a whole answer may have: vLLM formats them all at once, and everybody waits."""
+        positions = len(output.prompt_logprobs or ()) * ((sampling.prompt_logprobs or 0) + 1)
+        for completion in output.outputs:
+            positions += len(completion.logprobs or ()) * ((sampling.logprobs or 0) + 1)
+        start = call.start or CallStart()
+        start.num_logprobs += positions
+        if start.num_logprobs > self._limits.max_logprobs:
+            raise VLLMValidationError(
+                f"The answer has more than {self._limits.max_logprobs:,} log probabilities (max_logprobs). Ask for a stream, "
+                "for fewer tokens or for fewer log probabilities."
+            )
+
+    async def _begin(
+        self,
+        unique_id: str,
+        request: EngineCoreRequest,
+        collector: RequestOutputCollector,
+        text: str | None,
+        call: Call,
+        ids: CallIds | None,
+    ) -> None:
+        """Queue a request, once its grammar is known to be harmless and its prompt begins with what its session has."""
+        try:
+            self.check_ready()
+            self._streams.register(unique_id, collector)
+            config = self.vllm_config.structured_outputs_config
+            await check_grammar(request.sampling_params, config, self._grammars, call.context.tenant)
+            await ban_all_forms(request.sampling_params, self.renderer)
+            if ids is not None and ids.history and text is not None:
+                await self._continue(request, ids.history, text)
+            await self.predict_length(request)
+            self.launch(unique_id, request, text)
+        except Exception as error:
+            if call.start is None or call.start.is_known.is_set():
+                raise
+            call.start.failed(error)
+            # Whoever waits for the start ends its call, mostly by cancelling this. vLLM would log the error as its own, and hide it in a stream.
+            await call.start.is_over.wait()
+            raise
+        if call.start is not None:
+            call.start.queued()
+
+    async def _continue(self, request: EngineCoreRequest, history: bytes, text: str) -> None:
+        """Put a session's ids, as far as they fit, in the place of those that its text was encoded to."""
+        rendered = request.prompt_token_ids
+        if rendered is None or request.mm_features:  # whose places are counted in the rendered ids
+            return
+        made = await self.continuing.continued(history, text, list(rendered), may_be_cut=True)
+        request.prompt_token_ids = made.token_ids
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
+
+    @property
+    def errored(self) -> bool:
+        return self._thread.state not in ("ready", "draining")
+
+    @property
+    def dead_error(self) -> BaseException:
+        return engine_failed()
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter and serve it under the id of its version, which is written into `lora_request`. Nothing is loaded yet."""
+        try:
+            await self.versions.add(lora_request)
+        except Exception as error:
+            failures = ADAPTER_FAILURES.get()
+            if failures is not None:
+                failures.append(error)
+            raise
+        return True
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        wanted = {request_id} if isinstance(request_id, str) else set(request_id)
+        for unique_id in self._streams.asked_as(wanted):
+            self._streams.fail(unique_id, GenerationError("the request was aborted"))
+            self.forget(unique_id, abort=True)
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return await self._thread.call(
+            lambda driver: driver.engine.reset_prefix_cache(reset_running_requests, reset_connector)
+        )
+
+    async def get_supported_tasks(self) -> tuple[Any, ...]:
+        return self._tasks
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def check_health(self) -> None:
+        if self.errored:
+            raise self.dead_error
+
+    async def do_log_stats(self) -> None:
+        pass
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """The node owns the thread and closes it."""
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("this server generates text; it serves no pooling models")
+
+    async def _not_offered(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("not offered by the in-process engine")
+
+    start_profile = stop_profile = reset_mm_cache = reset_encoder_cache = _not_offered
+    sleep = wake_up = is_sleeping = release_kv_cache_memory = _not_offered
+    pause_generation = resume_generation = is_paused = _not_offered
+
+
+def _note_generated(output: RequestOutput, sampling: SamplingParams | None, generated: list[int]) -> None:
+    """Add what an output brings of the (first) answer. Outputs that are not deltas hold all of it so far."""
+    if sampling is None or sampling.output_kind is not RequestOutputKind.DELTA:
+        generated.clear()
+    generated += output.outputs[0].token_ids

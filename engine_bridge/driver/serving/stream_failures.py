@@ -1,0 +1,46 @@
+"""What ends a stream, as exceptions that vLLM's serving classes know what to make of."""
+
+from __future__ import annotations
+
+from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.driver.vllm_api import RetryableRequestError, VLLMClientError
+from engine_bridge.protocol.errors import AdapterChanging, InvalidRequest
+
+# Of what a loader says, the rest means that an adapter's files are not those that were registered, or cannot be read now.
+_DOES_NOT_PASS = ("not_finite", "too_large", "not_ready", "gone")
+
+ENGINE_FAILED_MESSAGE = (
+    "The engine failed while it worked on this request and is being rebuilt. Send the request again."
+)
+
+
+class UnfitAdapter(InvalidRequest, VLLMClientError):
+    """The adapter that a request names cannot be computed with: a bad request for us as for vLLM's serving classes, never worth a retry."""
+
+
+class ChangingAdapter(AdapterChanging, RetryableRequestError):
+    """For us as for vLLM's serving classes worth another try."""
+
+
+def engine_failed() -> Exception:
+    """The error for answers that the engine's failure ended: it asks the client to try again."""
+    return RetryableRequestError(ENGINE_FAILED_MESSAGE)
+
+
+def lost() -> Exception:
+    """The error for an answer of which an output could not be read."""
+    return RetryableRequestError("A part of this answer was lost on the server. Send the request again.")
+
+
+def given_up(error: Exception) -> Exception:
+    """The caller may try again, unless its adapter's own numbers are at fault."""
+    if isinstance(error, AdapterRejected) and error.code == "not_finite":
+        return UnfitAdapter(f"{error} Mend the adapter or ask for another.", param="model")
+    if is_changing(error):
+        return ChangingAdapter()
+    return RetryableRequestError(f"{error} Send the request again.")
+
+
+def is_changing(error: Exception) -> bool:
+    """Whether an adapter could not be loaded for a reason that passes: its next version comes, or its files can be read again."""
+    return isinstance(error, AdapterRejected) and error.code not in _DOES_NOT_PASS

@@ -1,0 +1,1 @@
+"""Which adapters are kept, loaded ahead and placed where."""

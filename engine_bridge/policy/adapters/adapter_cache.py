@@ -1,0 +1,167 @@
+"""Which unused adapters leave device memory, and whether one is worth more than prefix KV. Pure: facts in, decisions out.
+
+Every policy answers with an order, the first to go first; `choose_victims` turns an order into a set. Adapters of running requests are not in the
+lists that policies see; adapters that a waiting request needs are, and go after all others. Source: Chameleon §4.1 (cost-aware eviction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from engine_bridge.policy.adapters.adaptive_eviction import Adaptive
+from engine_bridge.policy.adapters.cached_adapter import CachedAdapter, EvictionPolicy, by_value
+
+
+class Stateless:
+    """Hooks for policies that judge by the facts alone."""
+
+    def touched(self, adapter: CachedAdapter, now: float) -> None: ...
+
+    def evicted(self, adapter_id: int) -> None: ...
+
+    def forgotten(self, adapter_id: int) -> None: ...
+
+
+def _shares(scores: Sequence[float], cached: Sequence[CachedAdapter], window_s: float) -> list[float]:
+    """Worths of adapters by scores that have no unit: what all of them save together, divided in proportion."""
+    num_bytes, total = sum(adapter.num_bytes for adapter in cached), sum(scores)
+    if not num_bytes or not total:
+        return [0.0] * len(cached)
+    saved_per_byte = sum(adapter.uses * adapter.reload_s for adapter in cached) / num_bytes / window_s
+    return [saved_per_byte * score * len(scores) / total for score in scores]
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+class Lru(Stateless):
+    """Longest unused first. The baseline."""
+
+    name = "lru"
+
+    def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
+        return by_value(cached, [adapter.last_used_s for adapter in cached])
+
+    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
+        """One unused for t seconds is taken to be used every t seconds; less than a second counts as one."""
+        return _shares([1 / max(now - adapter.last_used_s, 1.0) for adapter in cached], cached, window_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ChameleonScore(Stateless):
+    """Lowest F·frequency + R·recency + S·size first, each between 0 and 1.
+
+    Source: Chameleon §4.1, its coefficients. It does not say how the three are normalised; here over the adapters in the list: frequency is uses
+    over the most uses, size is bytes over the most bytes, recency is 1 for one used right now and falls to 0 for the one unused the longest, in
+    proportion to time. The frame of its "usage frequency" is not given either; here it is the caller's (`UseWindow`). The paper says both that small
+    adapters should go first, being cheap to bring back, and that large ones should; its formula does the first, and so does this.
+    """
+
+    frequency: float = 0.45
+    recency: float = 0.10
+    size: float = 0.45
+
+    @property
+    def name(self) -> str:
+        return "chameleon"
+
+    def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
+        return by_value(cached, self.scores(cached, now))
+
+    def worths(self, cached: Sequence[CachedAdapter], window_s: float, now: float) -> list[float]:
+        return _shares(self.scores(cached, now), cached, window_s)
+
+    def scores(self, cached: Sequence[CachedAdapter], now: float) -> list[float]:
+        """One in [0, 1] for each, as long as the coefficients add up to 1."""
+        most_uses = max((adapter.uses for adapter in cached), default=0.0) or 1.0
+        most_bytes = max((adapter.num_bytes for adapter in cached), default=0) or 1
+        idle_s = [max(now - adapter.last_used_s, 0.0) for adapter in cached]
+        most_idle_s = max(idle_s, default=0.0) or 1.0
+        return [
+            self.frequency * adapter.uses / most_uses
+            + self.recency * (1 - idle / most_idle_s)
+            + self.size * adapter.num_bytes / most_bytes
+            for adapter, idle in zip(cached, idle_s, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class EqualWeights(ChameleonScore):
+    """The same score with equal coefficients. Source: Chameleon §5.3, "FairShare"."""
+
+    frequency: float = 1 / 3
+    recency: float = 1 / 3
+    size: float = 1 / 3
+
+    @property
+    def name(self) -> str:
+        return "equal_weights"
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": Lru,
+    "equal_weights": EqualWeights,
+    "chameleon": ChameleonScore,
+    "adaptive": Adaptive,
+}
+
+
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+
+def choose_victims(
+    cached: Sequence[CachedAdapter], needed_bytes: int, policy: EvictionPolicy, now: float
+) -> tuple[int, ...]:
+    """Ids of adapters that free at least `needed_bytes`, in the policy's order; none of them could be spared.
+
+    Empty if nothing is needed, and if all together do not suffice: then no state changes. An adapter that wants to come in may be among
+    `cached`, with needed_bytes what the cache is over its budget by; if it is chosen itself, it is not worth its place.
+    The caller evicts them and tells the policy of each (`evicted`).
+    """
+    if needed_bytes <= 0 or sum(adapter.num_bytes for adapter in cached) < needed_bytes:
+        return ()
+    chosen: list[CachedAdapter] = []
+    freed_bytes = 0
+    for adapter in policy.order(cached, now):
+        chosen.append(adapter)
+        freed_bytes += adapter.num_bytes
+        if freed_bytes >= needed_bytes:
+            break
+    return tuple(adapter.adapter_id for adapter in _without_spare(chosen, freed_bytes - needed_bytes))
+
+
+def _without_spare(chosen: Sequence[CachedAdapter], spare_bytes: int) -> list[CachedAdapter]:
+    """Those that are needed: a large victim may cover what smaller ones before it were chosen for. The best are spared first."""
+    needed: list[CachedAdapter] = []
+    for adapter in reversed(chosen):
+        if adapter.num_bytes <= spare_bytes:
+            spare_bytes -= adapter.num_bytes
+        else:
+            needed.append(adapter)
+    return needed[::-1]
+
+
+class PrefixFacts(Struct, frozen=True, kw_only=True):
+    """The oldest cached prefix blocks, those that would make room.
+
+    restore_s: what bringing their KV back would take, by copy or by prefill, whichever is faster. reuse_per_s: how often such blocks are asked
+    for again, per second.
+    """
+
+    num_bytes: int
+    restore_s: float
+    reuse_per_s: float
+
+
+def may_take_prefix(worth: float, prefix: PrefixFacts) -> bool:
+    """Whether an unused adapter may stay on the device, or come to it, in place of the oldest cached prefix blocks (E3).
+
+    worth: by `EvictionPolicy.worths`. Both are copies of something that can be had again for some time, so both are worth the seconds they
+    will save: a use per second times the seconds a use saves, per byte held. Only a higher value takes the place of what is there; with
+    equal ones nothing moves. It is not for an adapter that a waiting request needs: that one is not worth seconds per byte, the request
+    cannot run without it.
+    """
+    return worth > prefix.reuse_per_s * prefix.restore_s / max(prefix.num_bytes, 1)

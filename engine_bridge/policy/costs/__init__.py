@@ -1,0 +1,1 @@
+"""What work costs on this machine, from measured steps and copies."""

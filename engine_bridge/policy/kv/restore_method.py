@@ -1,0 +1,85 @@
+"""The cheaper way to have KV back: load it, or compute it again. Pure: facts in, decisions out, seconds throughout.
+
+On what steps and copies cost (`costs`) stand D3's choice between swapping and recomputing (`SwapOrRecompute`) and `FullCost`, in the place of
+`kvtiers.policy.restore.FasterWins`. Doing both at once (E2) is not possible on vLLM 0.32: docs/decisions/0011.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from engine_bridge.policy.costs.costs import CopyCost, KvBlock, PrefillCost
+from kvtiers.policy.restore import (
+    FasterWins,
+    RestoreFacts,
+    copy_s,
+)
+
+
+class Way(enum.Enum):
+    """How a request gets its KV back."""
+
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+class LossDecision(Struct, frozen=True):
+    """How a preempted request gets its KV back, and what each way would take."""
+
+    way: Way
+    swap_s: float
+    recompute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOrRecompute:
+    """D3: swap if it is faster, else recompute.
+
+    Source: AdaptiveLLM Algorithm 1, lines 4 to 14, and formulas 2 to 4. Departs in KV that is written through, so that a swap copies nothing out
+    and needs no room, and in what is kept on the device.
+    """
+
+    prefill: PrefillCost
+    shape: KvBlock
+    link: CopyCost
+
+    def decide(self, num_tokens: int, num_kept_tokens: int = 0, read_s: float = 0.0) -> LossDecision:
+        """For tokens with KV, from the first, of a request that loses its device blocks, or would.
+
+        Args:
+            num_kept_tokens: leading ones that are expected to be on the device still when it comes back.
+            read_s: until all is in host memory, where part of it lies on disk.
+        """
+        size = self.shape.block_size_tokens
+        num_kept = min(max(num_kept_tokens, 0), num_tokens) // size
+        recompute_s = self.prefill.prefill_s(num_tokens - num_kept * size, num_kept * size)
+        num_lost = self.shape.num_blocks(num_tokens) - num_kept
+        swap_s = read_s + self.link.in_s(num_lost * self.shape.block_bytes)
+        way = Way.SWAP if swap_s < recompute_s else Way.RECOMPUTE
+        return LossDecision(way, swap_s, recompute_s)
+
+
+# -- restores of sessions ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FullCost(FasterWins):
+    """Load, wait or compute like `FasterWins`, with a prefill's cost by table instead of one rate.
+
+    A `RestorePolicy`: give it to `KvTiers(policy=...)`.
+
+    Args:
+        prefill: None takes the facts' own rate.
+    """
+
+    prefill: PrefillCost | None = None
+
+    def _cost_of(self, facts: RestoreFacts, num_blocks: int) -> float:
+        if self.prefill is None:
+            return super()._cost_of(facts, num_blocks)
+        num_tokens = (facts.num_blocks - num_blocks) * facts.block_size_tokens + facts.num_tail_tokens
+        num_context_tokens = facts.num_context_tokens + num_blocks * facts.block_size_tokens
+        return copy_s(facts, num_blocks) + self.prefill.prefill_s(num_tokens, num_context_tokens)

@@ -1,0 +1,1 @@
+"""What one request or tenant may take."""

@@ -1,0 +1,222 @@
+"""What one request may ask of the engine, and what is too much. Pure: settings and facts in, an error out that names the limit.
+
+Each limit keeps some part of the server from working without end for one client: validating, compiling, tokenising, or every step of an answer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from engine_bridge.protocol.errors import InvalidRequest
+from engine_bridge.protocol.node import Api
+
+# Characters of one stop string or bad word. Chosen: longer than any marker that people stop at.
+MAX_WORD_CHARS = 1024
+# Of a repetition that vLLM looks for at each token, and of triggers of a structural tag, each of which is tried for each structure. Chosen.
+MAX_PATTERN_TOKENS, MAX_TRIGGERS = 64, 64
+# Characters of a prompt for each token that the model reads, where no limit is set: four are usual, sixteen are white space or a repeated word.
+CHARS_PER_TOKEN = 16
+# What the model reads, by the fields of the APIs.
+_READ = ("prompt", "suffix", "messages", "input", "system", "instructions", "tools", "functions", "documents")
+_REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+# "name:" or "name ::=" at the beginning of a line, as Lark and EBNF have it.
+# Blanks only: what matches line ends as well looks at a run of them again and again.
+_RULE = re.compile(r"^[ \t]*[?!]?[\w.-]+[ \t]*(?:::=|:)", re.MULTILINE)
+KIB = 1 << 10
+
+
+class RequestLimits(Struct, frozen=True, kw_only=True):
+    """The settings of the group "Limits" that requests are measured by; `gateway.settings.config` says what each means."""
+
+    max_prompt_chars: int | None = None
+    max_sequences: int = 256
+    max_stop_strings: int = 64
+    max_bad_words: int = 256
+    max_logit_bias: int = 1024
+    max_logprobs: int = 20_000
+    max_grammar_kib: int = 256
+    max_grammar_rules: int = 2000
+    max_schema_values: int = 10_000
+    max_choices: int = 1000
+    max_regex_chars: int = 8192
+    max_regex_repeat: int = 1000
+    grammar_check_s: float = 5.0
+    grammar_check_mib: int = 512
+
+    def prompt_chars(self, max_model_len: int) -> int:
+        """The longest prompt in characters, for a model that reads so many tokens."""
+        return self.max_prompt_chars or CHARS_PER_TOKEN * max_model_len
+
+
+def too_much(what: str, given: int, limit: int, setting: str, param: str) -> InvalidRequest:
+    """The error for more of something than a setting allows."""
+    return InvalidRequest(f"{what}: {given:,}; this server takes at most {limit:,} ({setting}).", param=param)
+
+
+def check_prompt_chars(given: int, limit: int, param: str = "prompt") -> None:
+    """Raises InvalidRequest `prompt_too_long`, before anybody splits the text into tokens."""
+    if given > limit:
+        raise InvalidRequest(
+            f"The prompt has {given:,} characters; this server reads at most {limit:,} (max_prompt_chars). Shorten it.",
+            param=param,
+            code="prompt_too_long",
+        )
+
+
+def check_prompt(api: Api, body: Any, limit: int) -> None:
+    """Measure what the model would read of a call's body. Raises InvalidRequest as `check_prompt_chars`."""
+    if not isinstance(body, dict):
+        return
+    prompts = body.get("prompt") if api == "completions" else None
+    if isinstance(prompts, list):  # each is a prompt of its own
+        longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
+        check_prompt_chars(longest, limit)
+        return
+    num_chars = sum(measure(body[name])[1] for name in _READ if name in body)
+    name = next((name for name in _READ if name in body), "prompt")
+    check_prompt_chars(num_chars, limit, name)
+
+
+def check_sampling(params: Any, limits: RequestLimits) -> None:
+    """Measure a request's settings (vLLM's `SamplingParams`, or anything with its fields). Raises InvalidRequest."""
+    if params.n > limits.max_sequences:
+        raise too_much(
+            "Answers in one call (prompts × n)", params.n, limits.max_sequences, "max_sequences", "n"
+        )
+    _check_repetition(getattr(params, "repetition_detection", None))
+    _check_words("stop strings", params.stop, limits.max_stop_strings, "max_stop_strings", "stop")
+    _check_words("bad words", params.bad_words, limits.max_bad_words, "max_bad_words", "bad_words")
+    for name in ("logit_bias", "stop_token_ids", "logprob_token_ids"):
+        given = len(getattr(params, name, None) or ())
+        if given > limits.max_logit_bias:
+            raise too_much(f"Entries of {name}", given, limits.max_logit_bias, "max_logit_bias", name)
+    if params.structured_outputs is not None:
+        check_structured(params.structured_outputs, limits)
+
+
+def _check_repetition(detection: Any) -> None:
+    """vLLM compares the end of an answer with itself at each token, for each size of pattern."""
+    size = getattr(detection, "max_pattern_size", 0) or 0
+    if size > MAX_PATTERN_TOKENS:
+        raise InvalidRequest(
+            f"max_pattern_size is {size:,}; patterns of at most {MAX_PATTERN_TOKENS} tokens are looked for.",
+            param="repetition_detection",
+        )
+
+
+def _check_words(what: str, words: Iterable[str] | str | None, limit: int, setting: str, param: str) -> None:
+    words = [words] if isinstance(words, str) else list(words or ())
+    if len(words) > limit:
+        raise too_much(f"Number of {what}", len(words), limit, setting, param)
+    longest = max(map(len, words), default=0)
+    if longest > MAX_WORD_CHARS:
+        raise InvalidRequest(
+            f"One of the {what} has {longest:,} characters; at most {MAX_WORD_CHARS:,} are read.", param=param
+        )
+
+
+def check_structured(structured: Any, limits: RequestLimits) -> None:
+    """Measure a grammar in any of its forms (vLLM's `StructuredOutputsParams`). Raises InvalidRequest."""
+    for name in ("json", "structural_tag"):
+        _check_schema(getattr(structured, name, None), limits)
+    _check_choices(structured.choice, limits)
+    if isinstance(structured.regex, str):
+        _check_regex(structured.regex, limits)
+    if isinstance(structured.grammar, str):
+        _check_grammar(structured.grammar, limits)
+
+
+def _check_size(text: str, limits: RequestLimits, param: str) -> None:
+    limit = limits.max_grammar_kib * KIB
+    if len(text) > limit:
+        raise too_much("Characters of the grammar", len(text), limit, "max_grammar_kib", param)
+
+
+def _check_schema(schema: Any, limits: RequestLimits) -> None:
+    if schema is None:
+        return
+    if isinstance(schema, str):
+        _check_size(schema, limits, "response_format")
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError):
+            return  # vLLM says what is wrong with it
+    triggers = schema.get("triggers") if isinstance(schema, dict) else None
+    if isinstance(triggers, list) and len(triggers) > MAX_TRIGGERS:
+        raise InvalidRequest(
+            f"A structural tag may have at most {MAX_TRIGGERS} triggers.", param="structural_tag"
+        )
+    num_values, num_chars = measure(schema, limits.max_schema_values)
+    if num_values > limits.max_schema_values:
+        raise InvalidRequest(
+            f"The JSON schema has more than {limits.max_schema_values:,} values (max_schema_values).",
+            param="response_format",
+        )
+    if num_chars > limits.max_grammar_kib * KIB:
+        raise too_much(
+            "Characters of the JSON schema",
+            num_chars,
+            limits.max_grammar_kib * KIB,
+            "max_grammar_kib",
+            "response_format",
+        )
+
+
+def measure(value: Any, stop_after: float = math.inf) -> tuple[int, int]:
+    """(values, characters of strings and keys) of a JSON value; counting ends soon after `stop_after` values."""
+    num_values = num_chars = 0
+    left = [value]
+    while left and num_values <= stop_after:
+        each = left.pop()
+        num_values += 1
+        if isinstance(each, str):
+            num_chars += len(each)
+        elif isinstance(each, dict):
+            num_chars += sum(len(key) for key in each if isinstance(key, str))
+            left.extend(each.values())
+        elif isinstance(each, list):
+            left.extend(each)
+    return num_values, num_chars
+
+
+def _check_choices(choices: Any, limits: RequestLimits) -> None:
+    if not isinstance(choices, list):
+        return
+    if len(choices) > limits.max_choices:
+        raise too_much("Number of choices", len(choices), limits.max_choices, "max_choices", "choice")
+    num_chars = sum(len(choice) for choice in choices if isinstance(choice, str))
+    if num_chars > limits.max_grammar_kib * KIB:
+        raise too_much(
+            "Characters of all choices", num_chars, limits.max_grammar_kib * KIB, "max_grammar_kib", "choice"
+        )
+
+
+def _check_regex(regex: str, limits: RequestLimits) -> None:
+    if len(regex) > limits.max_regex_chars:
+        raise too_much(
+            "Characters of the regex", len(regex), limits.max_regex_chars, "max_regex_chars", "regex"
+        )
+    bounds = [int(number[:9]) for match in _REPEAT.finditer(regex) for number in match.groups() if number]
+    if bounds and max(bounds) > limits.max_regex_repeat:
+        raise too_much(
+            "Repetitions in the regex", max(bounds), limits.max_regex_repeat, "max_regex_repeat", "regex"
+        )
+
+
+def _check_grammar(grammar: str, limits: RequestLimits) -> None:
+    _check_size(grammar, limits, "grammar")
+    num_rules = len(_RULE.findall(grammar)) + grammar.count("|")
+    if num_rules > limits.max_grammar_rules:
+        raise too_much(
+            "Rules and alternatives of the grammar",
+            num_rules,
+            limits.max_grammar_rules,
+            "max_grammar_rules",
+            "grammar",
+        )

@@ -1,0 +1,1 @@
+"""The order in which requests start, who is preempted, and how steps are paced."""

@@ -1,0 +1,122 @@
+"""Policies to compare with: one order, and whoever does not fit blocks all behind. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine_bridge.policy.scheduling.fairness import ByFairness, fair_priority, starts_swapped
+from engine_bridge.policy.scheduling.preemption import least_fair_first
+from engine_bridge.policy.scheduling.queue_policy import (
+    Decision,
+    Left,
+    QueuePolicy,
+    Room,
+    Running,
+    Waiting,
+    in_order,
+    insert,
+    refuse_twice,
+    remove,
+)
+
+
+class _OneOrder(QueuePolicy):
+    """Starts requests in the order of a key that is fixed at arrival; the first that does not fit blocks all behind.
+
+    Costs: `arrived`, `admitted` and `ended` a binary search and a shift; `decide` as many look-ups as it starts requests, and one.
+    """
+
+    def __init__(self) -> None:
+        self._order: list[tuple[Any, ...]] = []
+        self._keys: dict[str, tuple[Any, ...]] = {}
+
+    def _key(self, facts: Waiting) -> tuple[float, ...]:
+        """The least starts first; of equal ones who came first."""
+        return ()
+
+    def arrived(self, facts: Waiting, now: float) -> None:
+        refuse_twice(facts, self._keys)
+        key = self._keys[facts.request_id] = (*self._key(facts), facts.arrived_s, facts.request_id)
+        insert(self._order, key)
+
+    def admitted(self, request_id: str, now: float) -> None:
+        remove(self._order, self._keys.pop(request_id))
+
+    def ended(self, request_id: str) -> None:
+        if request_id in self._keys:
+            remove(self._order, self._keys.pop(request_id))
+
+    def decide(
+        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
+    ) -> Decision:
+        chosen, deferred = in_order((key[-1] for key in self._order), waiting, Left(room))
+        return Decision(tuple(facts.request_id for facts in chosen), deferred)
+
+
+class Fcfs(_OneOrder):
+    """Who came first. vLLM's default, and S-LoRA's."""
+
+    name = "fcfs"
+
+
+class Sjf(_OneOrder):
+    """The shortest by prediction. Source: μServe (Qiu et al., 2024), as in Chameleon §5.3. It starves the long, and is here to be compared with."""
+
+    name = "sjf"
+
+    def _key(self, facts: Waiting) -> tuple[float, ...]:
+        return (facts.duration_s,)
+
+
+class Priority(_OneOrder):
+    """The lowest `priority`, then who came first. vLLM's other policy."""
+
+    name = "priority"
+    minds_priority = True
+
+    def _key(self, facts: Waiting) -> tuple[float, ...]:
+        return (facts.priority,)
+
+
+class Fair(QueuePolicy):
+    """The highest waiting time over length first; of those swapped out or of the others, whichever set that fits is the more urgent on average.
+
+    Source: AdaptiveLLM §3.5 and Algorithm 2. "As many as possible" is taken as in order of urgency until one does not fit: by skipping that
+    one, smaller ones could keep it out for ever. No bound on waiting: under lasting overload short requests always catch up with long ones.
+    """
+
+    name = "fair"
+    victim_order = staticmethod(least_fair_first)
+    minds_priority = True
+    is_timeless = False
+
+    def __init__(self) -> None:
+        self._sets = {True: ByFairness(), False: ByFairness()}  # by is_swapped
+        self._facts: dict[str, Waiting] = {}
+
+    def arrived(self, facts: Waiting, now: float) -> None:
+        refuse_twice(facts, self._facts)
+        self._facts[facts.request_id] = facts
+        self._sets[facts.is_swapped].add(facts.request_id, facts.arrived_s, facts.size_tokens)
+
+    def admitted(self, request_id: str, now: float) -> None:
+        facts = self._facts.pop(request_id)
+        self._sets[facts.is_swapped].remove(request_id, facts.arrived_s, facts.size_tokens)
+
+    def ended(self, request_id: str) -> None:
+        if request_id in self._facts:
+            self.admitted(request_id, 0.0)
+
+    def decide(
+        self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: Room, now: float
+    ) -> Decision:
+        swapped, why_swapped = in_order(self._sets[True].order(now), waiting, Left(room))
+        fresh, why_fresh = in_order(self._sets[False].order(now), waiting, Left(room))
+        is_swapped = starts_swapped(_urgencies(swapped, now), _urgencies(fresh, now))
+        chosen = swapped if is_swapped else fresh
+        return Decision(tuple(facts.request_id for facts in chosen), why_swapped | why_fresh)
+
+
+def _urgencies(chosen: Sequence[Waiting], now: float) -> list[float]:
+    return [fair_priority(now - facts.arrived_s, facts.size_tokens) for facts in chosen]

@@ -1,0 +1,1 @@
+"""What the gateway and a node say to each other, wherever the node runs."""

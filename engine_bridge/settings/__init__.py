@@ -1,0 +1,1 @@
+"""What an engine is started with, and what is known of its machine."""

@@ -1,0 +1,284 @@
+"""What an engine is built from: plain data that the gateway fills in and the driver reads.
+
+Each setting that a user may make is declared here once: its name, type, bounds, default and what it says in the help. The gateway's `Config`
+adds its own to them; flags, environment and file follow from the declaration.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from engine_bridge.policy.adapters import adapter_cache
+from engine_bridge.policy.limits.grammar_room import MIB, default_room_bytes
+from engine_bridge.policy.scheduling import lanes, policies
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+GIB = 1 << 30
+# On a CPU, where nobody says otherwise. Chosen: the demo model's conversations of a small team, on a laptop.
+CPU_KV_CACHE_BYTES = GIB
+
+Positive = Annotated[int, Meta(ge=1)]
+PositiveNumber = Annotated[float, Meta(gt=0)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+KIB = 1024
+if TYPE_CHECKING:
+    SchedulingPolicy = str
+    AdapterPolicy = str
+    LaneRule = str
+else:  # mypy wants to read the words
+    # "vllm": its own queue, first come first served.
+    SchedulingPolicy = Literal[("vllm", *policies.POLICIES)]
+    AdapterPolicy = Literal[tuple(reversed(adapter_cache.POLICIES))]
+    LaneRule = Literal[tuple(lanes.RULES)]
+
+
+def setting(group: str, description: str, **constraints: Any) -> Meta:
+    """What the help and the error texts say about a setting."""
+    return Meta(description=description, extra={"group": group}, **constraints)
+
+
+ModelName = Annotated[str, setting("Model", "Model folder, or its name on a model hub.", min_length=1)]
+
+
+class EngineSettings(Struct, frozen=True, kw_only=True):
+    """What a user may set of an engine. Memory in GiB; lengths in tokens."""
+
+    model: ModelName
+    served_model_name: Annotated[
+        str,
+        setting(
+            "Model", "Name that clients use for the base model; empty: the last part of the model's path."
+        ),
+    ] = ""
+    device: Annotated[
+        Device, setting("Model", "Where the engine runs; auto: what the installed vLLM was built for.")
+    ] = "auto"
+    dtype: Annotated[Dtype, setting("Model", "Type of the weights and activations.")] = "auto"
+    max_model_len: Annotated[
+        Positive | None,
+        setting("Model", "Longest prompt and answer together, in tokens; unset: what the model allows."),
+    ] = None
+    seed: Annotated[int, setting("Model", "Seed of sampling.", ge=0)] = 0
+
+    max_num_seqs: Annotated[int, setting("Engine", "Largest number of requests in one batch.", ge=1)] = 64
+    block_size: Annotated[
+        Positive | None, setting("Engine", "Tokens of a KV block; unset: vLLM's choice.")
+    ] = None
+    kv_cache_gib: Annotated[
+        PositiveNumber | None,
+        setting(
+            "Engine",
+            "KV cache on the device, in GiB; unset: 1 on a CPU, what --gpu-memory-utilization leaves on a GPU.",
+        ),
+    ] = None
+    cpu_threads: Annotated[
+        Positive | None,
+        setting("Engine", "Processor cores that a CPU engine computes on; unset: all (the demo model: 1)."),
+    ] = None
+    """The last ones that this process may use."""
+    gpu_memory_utilization: Annotated[
+        float, setting("Engine", "Share of the GPU's memory to use.", gt=0, le=1)
+    ] = 0.9
+
+    max_num_batched_tokens: Annotated[
+        Positive | None,
+        setting("Engine", "Most tokens that one step computes; unset: vLLM's choice."),
+    ] = None
+    quantization: Annotated[
+        NonEmpty | None,
+        setting(
+            "Engine", "How the weights are quantised, such as awq, gptq or fp8; unset: as the model says."
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        NonEmpty, setting("Engine", "Type of the KV cache, such as fp8; auto: that of the model.")
+    ] = "auto"
+    enforce_eager: Annotated[
+        bool, setting("Engine", "Compile nothing and capture no CUDA graphs; on a CPU that is always so.")
+    ] = False
+    trust_remote_code: Annotated[
+        bool, setting("Engine", "Run code that comes with the model. Only for models that you trust.")
+    ] = False
+    revision: Annotated[
+        NonEmpty | None, setting("Engine", "Branch, tag or commit of a model on a hub; unset: its default.")
+    ] = None
+    download_dir: Annotated[
+        Path | None, setting("Engine", "Folder for models that are fetched from a hub; unset: the hub's own.")
+    ] = None
+    speculative_config: Annotated[
+        NonEmpty | None, setting("Engine", "vLLM's speculative decoding, as a JSON object.")
+    ] = None
+    engine_args: Annotated[
+        tuple[NonEmpty, ...],
+        setting(
+            "Engine", "Any other engine argument of vLLM's, as NAME=VALUE; some are refused, with the reason."
+        ),
+    ] = ()
+
+    grammar_memory_mib: Annotated[
+        Positive | None,
+        setting(
+            "Limits",
+            "Memory for the grammars of all running answers, in MiB; unset: 1024, or 16 for each of max_num_seqs.",
+        ),
+    ] = None
+
+    kv_host_gib: Annotated[
+        float,
+        setting(
+            "KV tiers",
+            "Host memory for KV that leaves the engine's cache, in GiB; 0: KV is kept neither there nor on disk.",
+            ge=0,
+        ),
+    ] = 2.0
+    kv_disk_gib: Annotated[
+        float,
+        setting("KV tiers", "Disk space for KV, in GiB: conversations outlive a restart; 0: none.", ge=0),
+    ] = 8.0
+    kv_dir: Annotated[
+        Path | None, setting("KV tiers", "Folder of the KV on disk; unset: kv in the data folder.")
+    ] = None
+
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        setting(
+            "Scheduling",
+            "Which request starts next: bounded lets short requests overtake a little, mlq has lanes by size, vllm is vLLM's own queue.",
+        ),
+    ] = policies.DEFAULT_POLICY
+    lane_rule: Annotated[
+        LaneRule,
+        setting(
+            "Scheduling",
+            "How mlq chooses the number of lanes: at the knee of the fit, or by the paper's least_squares.",
+        ),
+    ] = "knee"
+    lane_refit_s: Annotated[
+        float,
+        setting("Scheduling", "Seconds between two fits of the lanes and the length predictor.", gt=0),
+    ] = 60.0
+    max_step_ms: Annotated[
+        float,
+        setting(
+            "Scheduling",
+            "Longest step of the engine, in milliseconds; prompts that would take longer are computed in parts; 0: no limit.",
+            ge=0,
+        ),
+    ] = 500.0
+    """Not for vLLM's own queue."""
+    urgent_tpot_ms: Annotated[
+        float,
+        setting(
+            "Scheduling",
+            "Pause other requests while urgent ones (priority below 0) would wait longer than this for each token; 0: never pause.",
+            ge=0,
+        ),
+    ] = 100.0
+    """Two tokens in the time in which people read one (MLPerf Inference, Llama 2 70B: 200 ms a token)."""
+    delta_ms: Annotated[
+        float,
+        setting(
+            "Scheduling",
+            "Send an answer's tokens at most this often, in milliseconds: what comes meanwhile is sent together. 0: after each step.",
+            ge=0,
+            le=1000,
+        ),
+    ] = 50.0
+    """The first and the last token of an answer are sent at once. Why not each: docs/decisions/0002."""
+    decision_log: Annotated[
+        Path | None,
+        setting(
+            "Scheduling",
+            "Record who starts and why, for `overture replay`; an earlier file is renamed to FILE.1.",
+        ),
+    ] = None
+    decision_log_mib: Annotated[
+        int, setting("Scheduling", "Largest size of the decision log, in MiB.", ge=1, le=KIB * KIB)
+    ] = 64
+
+    lora_modules: Annotated[
+        tuple[NonEmpty, ...],
+        setting("Adapters", "An adapter in addition to those of the folder, as NAME=FOLDER."),
+    ] = ()
+    max_loras: Annotated[
+        int,
+        setting(
+            "Adapters",
+            "Adapters of the largest rank that may be in use at once; on a CPU more of smaller ones, in the same memory.",
+            ge=1,
+        ),
+    ] = 8
+    max_lora_rank: Annotated[int, setting("Adapters", "Largest adapter rank.", ge=1)] = 128
+    adapter_host_gib: Annotated[
+        float, setting("Adapters", "Host memory for adapters that are in use or may be soon, in GiB.", gt=0)
+    ] = 1.0
+    adapters_in_kv: Annotated[
+        bool, setting("Adapters", "Also keep unused adapters in KV memory that is free at the moment.")
+    ] = True
+    adapter_policy: Annotated[
+        AdapterPolicy,
+        setting("Adapters", "Which adapters are evicted from memory first."),
+    ] = "adaptive"
+    adapter_prefetch: Annotated[
+        bool,
+        setting(
+            "Adapters",
+            "Load an adapter before its next request, predicted from the times between its last ones.",
+        ),
+    ] = False
+    cpu_assist: Annotated[
+        bool,
+        setting("Adapters", "Start requests while their adapter is still on its way to the device."),
+    ] = True
+    cpu_assist_workers: Annotated[
+        int,
+        setting(
+            "Adapters",
+            "Worker processes that compute for adapters on their way to the device; 0: the engine does it.",
+            ge=0,
+        ),
+    ] = 0
+
+
+def kv_cache_bytes(kv_cache_gib: float | None, device: str) -> int | None:
+    """Of KV on the device, as the setting says; None: what `gpu_memory_utilization` leaves."""
+    if kv_cache_gib is not None:
+        return int(kv_cache_gib * GIB)
+    return CPU_KV_CACHE_BYTES if device == "cpu" else None
+
+
+class EngineConfig(EngineSettings, frozen=True, kw_only=True):
+    """A user's settings, and what only the server, benches and tests set. By itself an engine has a CPU and no tiers."""
+
+    served_model_name: str
+    device: Device = "cpu"
+    kv_host_gib: float = 0.0
+    kv_disk_gib: float = 0.0
+    num_kv_blocks: int | None = None
+    """Blocks of KV on the device, whatever memory there is; None: as many as fit."""
+    enable_lora: bool = True
+    profile_dir: Path | None = None
+    """Folder of profiles (engine_bridge/settings/profile.py); None: costs are learned from real steps alone."""
+    weights_memory: Path | None = None
+    """File that remembers what is in the model's files, so that they are not read whole at each start (kvtiers/weights.py); None: nothing does."""
+    log_stats: bool = True
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """As `kv_cache_bytes` says of this device."""
+        return kv_cache_bytes(self.kv_cache_gib, self.device)
+
+    @property
+    def grammar_bytes(self) -> int:
+        """What the compiled grammars of all running answers may take together."""
+        mib = self.grammar_memory_mib
+        return default_room_bytes(self.max_num_seqs) if mib is None else mib * MIB
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether vLLM compiles nothing. On a CPU it never does: it compiles nothing there once LoRA is on (docs/decisions/0004)."""
+        return self.device == "cpu" or self.enforce_eager
